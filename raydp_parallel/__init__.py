@@ -1,0 +1,50 @@
+"""Wrap a PyTorch model once, and a Ray cluster's GPUs run it, exactly as `torch.nn.DataParallel` would."""
+
+from __future__ import annotations
+
+from raydp_parallel.batch import gather, register_batch_type, scatter, scatter_kwargs
+from raydp_parallel.data_parallel import DataParallel, data_parallel
+from raydp_parallel.errors import (
+    ClusterError,
+    ExecutorClosed,
+    GraphLost,
+    ParallelError,
+    PlacementError,
+    ReplicaDied,
+    ReplicaError,
+    ReplicaExit,
+    TransferError,
+)
+from raydp_parallel.executor import Executor, shutdown
+from raydp_parallel.monitor import ExecutorStats, ReplicaInfo, ReplicaStats
+from raydp_parallel.options import Options
+from raydp_parallel.primitives import RemoteReplica, parallel_apply, replicate
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ClusterError",
+    "DataParallel",
+    "Executor",
+    "ExecutorClosed",
+    "ExecutorStats",
+    "GraphLost",
+    "Options",
+    "ParallelError",
+    "PlacementError",
+    "RemoteReplica",
+    "ReplicaDied",
+    "ReplicaError",
+    "ReplicaExit",
+    "ReplicaInfo",
+    "ReplicaStats",
+    "TransferError",
+    "data_parallel",
+    "gather",
+    "parallel_apply",
+    "register_batch_type",
+    "replicate",
+    "scatter",
+    "scatter_kwargs",
+    "shutdown",
+]

@@ -1,0 +1,15 @@
+"""Scatter and gather of nested values: pure functions on the driver, with torch's own autograd.
+
+```
+ scatter:  value ──► split every tensor, copy its containers ──► one value per chunk     (splitting, functions)
+ gather:   one value per chunk ──► join leaf by leaf ──► one value                       (joining, tensors)
+                      what a container is, and how it is made again: containers
+                      sequences of unequal length: packed         types with their own rules: custom
+```
+"""
+
+from raydp_parallel.batch.custom import BatchTypeHandle, register_batch_type
+from raydp_parallel.batch.joining import gather
+from raydp_parallel.batch.splitting import rows, scatter, scatter_kwargs
+
+__all__ = ["BatchTypeHandle", "gather", "register_batch_type", "rows", "scatter", "scatter_kwargs"]

@@ -1,0 +1,142 @@
+"""What counts as a container, what it holds, and how another one like it is made."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import operator
+from collections import UserDict
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import Any, TypeGuard
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+
+class Kind(Enum):
+    """How a value is treated."""
+
+    TENSOR = "tensor"
+    PACKED = "packed sequence"
+    MAPPING = "mapping"
+    SEQUENCE = "sequence"
+    FIELDS = "dataclass"
+    NONE = "None"
+    LEAF = "leaf"
+
+
+def kind_of(value: object) -> Kind:
+    """The kind of a value; the order matters, since HF's ModelOutput is a dict and a dataclass."""
+    if isinstance(value, torch.Tensor):
+        return Kind.TENSOR
+    if isinstance(value, PackedSequence):  # a namedtuple too, but its fields do not split one by one (pytorch#31422)
+        return Kind.PACKED
+    if isinstance(value, (dict, UserDict)):
+        return Kind.MAPPING
+    if isinstance(value, (list, tuple)):
+        return Kind.SEQUENCE
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return Kind.FIELDS
+    return Kind.NONE if value is None else Kind.LEAF
+
+
+def is_namedtuple(value: object) -> TypeGuard[Any]:
+    """Whether a value's class was made by ``namedtuple``, seen as upstream sees it."""
+    return isinstance(value, tuple) and hasattr(value, "_asdict") and hasattr(value, "_fields")
+
+
+def contents(value: Any, kind: Kind) -> dict[Any, Any]:
+    """What a container holds, by key, by position or by field name; nothing for what is no container."""
+    if kind is Kind.MAPPING:
+        return {key: value[key] for key in value}
+    if kind is Kind.SEQUENCE:
+        return dict(enumerate(value))
+    if kind is Kind.FIELDS:
+        names = (field.name for field in dataclasses.fields(value))
+        return {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return {}
+
+
+def step(kind: Kind, key: Any) -> str:
+    """How the path to a part reads: ``[0]``, ``['mask']`` or ``.mask``."""
+    return f".{key}" if kind is Kind.FIELDS else f"[{key!r}]"
+
+
+def mapping_like(like: Any, items: Sequence[tuple[Any, Any]]) -> Any:
+    """A mapping of the same class with other items.
+
+    Upstream calls the class with the items. Where that fails or yields another mapping (defaultdict, Counter, a
+    constructor of the user's own), a copy is emptied and filled.
+    """
+    if isinstance(like, UserDict):
+        return _user_dict_like(like, items)
+    if type(like) is dict:
+        return dict(items)
+    made = _called_with(like, items) if items else None
+    return _refilled(like, items) if made is None else made
+
+
+def _user_dict_like(like: UserDict[Any, Any], items: Iterable[tuple[Any, Any]]) -> Any:
+    made = copy.copy(like)  # transformers' BatchEncoding has attributes beside its data
+    made.data = dict(items)
+    return made
+
+
+def _called_with(like: Any, items: Sequence[tuple[Any, Any]]) -> Any:
+    try:
+        made = type(like)(iter(items))
+        return made if list(made) == [key for key, _ in items] else None
+    except Exception:  # a constructor of the user's own may fail in any way when it meets our items
+        return None
+
+
+def _refilled(like: Any, items: Iterable[tuple[Any, Any]]) -> Any:
+    made = copy.copy(like)
+    made.clear()
+    for key, part in items:  # not update(): Counter's adds, and HF's ModelOutput forbids it
+        made[key] = part
+    return made
+
+
+def sequence_like(like: Any, parts: Sequence[Any]) -> Any:
+    """A sequence of the same class with other parts."""
+    if is_namedtuple(like):
+        return like._make(parts)
+    if type(like) in (list, tuple):
+        return type(like)(parts)
+    if isinstance(like, tuple):
+        return _tuple_like(like, parts)
+    made = copy.copy(like)  # keeps a deque's maxlen and attributes of a list's subclass
+    made.clear()
+    made.extend(parts)
+    return made
+
+
+def _tuple_like(like: Any, parts: Sequence[Any]) -> Any:
+    try:
+        made = type(like)(parts)
+        if len(made) == len(parts) and all(map(operator.is_, made, parts)):
+            return made
+    except Exception:  # as in _called_with
+        pass
+    made = tuple.__new__(type(like), parts)
+    made.__dict__.update(getattr(like, "__dict__", {}))
+    return made
+
+
+def fields_like(like: Any, parts: Iterable[tuple[str, Any]]) -> Any:
+    """A dataclass instance with other fields; what is no field stays as it is."""
+    made = copy.copy(like)
+    for name, part in parts:
+        object.__setattr__(made, name, part)  # a frozen one refuses setattr
+    return made
+
+
+def container_like(like: Any, kind: Kind, parts: dict[Any, Any]) -> Any:
+    """A container like another with other contents."""
+    if kind is Kind.MAPPING:
+        return mapping_like(like, list(parts.items()))
+    if kind is Kind.FIELDS:
+        return fields_like(like, parts.items())
+    return sequence_like(like, list(parts.values()))

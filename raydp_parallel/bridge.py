@@ -1,0 +1,259 @@
+"""The seam between torch's graph in the driver and the graphs in the replicas.
+
+  leaves ──► Fork ──► token ──► Join ──► output 0        forward: one Fork per call, one Join per output
+                        └─────► Join ──► output 1
+  grads  ◄── Fork ◄─────────── Join ◄── gradient         backward: Joins put their gradient aside, and Fork, which the
+                                                          engine runs last, makes one trip for all of them
+
+[Note: how long a remote graph lives]
+Exactly as long as torch would keep it. Each Join saves the token under hooks that pack it with the call's `Handle`; when
+the engine or the garbage collector frees the saved tensor, the handle goes, and its end frees the remote graphs. The
+engine frees Join's saved tensor before it reaches Fork, so unpacking pins the handle until Fork has made its trip.
+
+[Note: higher orders]
+Under ``create_graph`` Fork's backward is itself a call whose leaves are the old leaves and the incoming gradients, and
+whose graphs the replicas kept. Such a call shares nodes with the one it came from: from then on neither lets torch free
+buffers in passing, and the handles free everything.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
+
+from raydp_parallel import codec, context, outcome, reduction
+from raydp_parallel.executor import Answer, Executor, Job, Seat, new_graph_key
+from raydp_parallel.links import Mail
+from raydp_parallel.messages import BackwardRequest
+from raydp_parallel.options import UnusedGrads
+from raydp_parallel.snapshot.master import Master
+
+
+class Part(NamedTuple):
+    """One chunk of a call that can be differentiated.
+
+    Attributes:
+        seat: Who holds its graph.
+        incarnation: Which of the seat's replicas does.
+        key: The graph's key.
+        master: The model it came from.
+        mark: The versions of the model's tensors then.
+        leaves: Which of the call's leaves its graph has, in the replica's order.
+        first: Whether it is chunk 0, whose in-place changes count.
+    """
+
+    seat: Seat
+    incarnation: int
+    key: int
+    master: Master
+    mark: Any
+    leaves: Sequence[int]
+    first: bool
+
+
+class Handle:
+    """Alive while torch would keep the graphs; its end lets the replicas free them."""
+
+    def __init__(self, graphs: Sequence[tuple[Seat, int, int]]) -> None:
+        weakref.finalize(self, _drop, tuple(graphs)).atexit = False
+
+
+def _drop(graphs: Sequence[tuple[Seat, int, int]]) -> None:
+    for seat, key, incarnation in graphs:
+        seat.drop_graph(key, incarnation)
+
+
+class Call:
+    """What backward needs to know of one call.
+
+    Args:
+        executor: Who runs it.
+        leaves: What gradients may be asked for.
+        kinds: What each of them is, see `Leaf.kind`; ``"input"`` for inputs.
+        unused: What unused parameters get.
+        shared: Whether it shares nodes with another call.
+    """
+
+    def __init__(
+        self, executor: Executor, leaves: list[Tensor], kinds: list[str], unused: UnusedGrads, shared: bool = False
+    ) -> None:
+        self.executor = executor
+        self.leaves = leaves
+        self.kinds = kinds
+        self.unused = unused
+        self.shared = shared
+        self.parts: list[Part | None] = []
+        self.stash: dict[int, dict[int, Tensor]] = {}
+        self.pinned: list[Handle] = []
+
+
+def fork(call: Call) -> Tensor:
+    """Enter the leaves into torch's graph."""
+    return Fork.apply(call, *call.leaves)  # type: ignore[no-any-return]
+
+
+def join(call: Call, token: Tensor, handle: Handle, outputs: Sequence[Sequence[tuple[int, Tensor]]]) -> list[list[Tensor]]:
+    """Make remote outputs, numbered within each chunk, part of torch's graph."""
+
+    def unpack(packed: tuple[Handle, Tensor]) -> Tensor:
+        call.pinned.append(packed[0])
+        return packed[1]
+
+    with saved_tensors_hooks(lambda tensor: (handle, tensor), unpack):
+        return [[Join.apply(call, i, k, token, tensor) for k, tensor in chunk] for i, chunk in enumerate(outputs)]
+
+
+class Fork(Function):
+    """Leaves in, a token out. Saves no tensor, so it may run again."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *leaves: Tensor) -> Tensor:
+        ctx.call = call
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
+        call: Call = ctx.call
+        pinned, call.pinned = call.pinned, []
+        stash, call.stash = call.stash, {}
+        needed = _needed(ctx)
+        create = torch.is_grad_enabled()
+        call.shared |= create
+        keep = torch._C._autograd._get_current_graph_task_keep_graph() or call.shared
+        grads = _derive(call, stash, needed) if create else _collect(call, stash, needed, keep)
+        del pinned
+        return (None, *grads)
+
+
+class Join(Function):
+    """One remote output."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, chunk: int, index: int, token: Tensor, output: Tensor) -> Tensor:
+        ctx.call, ctx.chunk, ctx.index = call, chunk, index
+        ctx.save_for_backward(token)
+        ctx.mark_dirty(output)  # the output itself, not a view of it: users may write to it in place
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (token,) = ctx.saved_tensors  # raises torch's own error if the graph was freed
+        ctx.call.stash.setdefault(ctx.chunk, {})[ctx.index] = grads[0]
+        return None, None, None, torch.zeros_like(token), None
+
+
+def _needed(ctx: Any) -> list[bool]:
+    """Which leaves this pass asks for. ``needs_input_grad`` says yes to all, also under ``autograd.grad(y, x)``."""
+    return [_will_run(node) for node, _ in ctx.next_functions]
+
+
+def _will_run(node: Any) -> bool:
+    if node is None:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined, no-any-return]
+    except RuntimeError:
+        return True  # a leaf whose gradient is captured: the engine will not run its node, but wants the gradient
+
+
+def _run(
+    call: Call, stash: dict[int, dict[int, Tensor]], needed: Sequence[bool], keep: bool, keys: dict[int, int]
+) -> list[tuple[Part, Answer]]:
+    """One trip: the backward of every chunk that has gradients."""
+    ambient = context.capture()
+    partial = not all(needed)
+    parts = [(part, stash[i], keys.get(i)) for i, part in enumerate(call.parts) if part is not None and i in stash]
+
+    def job(part: Part, grads: dict[int, Tensor], derived: int | None) -> Job:
+        indices = tuple(sorted(grads))
+
+        def prepare(seat: Seat, mail: Mail) -> BackwardRequest:
+            parcel, _ = codec.encode(tuple(grads[i] for i in indices), mail, "gradients")
+            wanted = tuple(needed[leaf] for leaf in part.leaves)
+            moved = part.master.moved_since(part.mark)
+            return BackwardRequest(
+                part.master.id, part.key, indices, parcel, wanted, partial, keep, derived, moved, part.first, ambient,
+                seat.forget(),
+            )  # fmt: skip
+
+        return Job(part.seat, "backward", prepare, part.incarnation)
+
+    answers = call.executor.run([job(*entry) for entry in parts])
+    call.executor.note_backward()
+    finish([(part.seat, part.master if part.first else None, a) for (part, _, _), a in zip(parts, answers, strict=True)])
+    return [(part, answer) for (part, _, _), answer in zip(parts, answers, strict=True)]
+
+
+def finish(answers: Sequence[tuple[Seat, Master | None, Answer]]) -> None:
+    """Take effects over, in order: state that chunk 0 changed, warnings, then the failure of the lowest chunk."""
+    for _, master, answer in answers:
+        written = answer.reply.written
+        if master is not None and written is not None:
+            master.write_back(written, codec.unpack(written.tensors, answer.mail, torch.device("cpu")))
+    for _, _, answer in answers:
+        outcome.warn_again(answer.reply.warnings)
+    for seat, _, answer in answers:
+        if answer.reply.failure is not None:
+            outcome.reraise(answer.reply.failure, str(seat))
+
+
+def _collect(
+    call: Call, stash: dict[int, dict[int, Tensor]], needed: Sequence[bool], keep: bool
+) -> list[Tensor | None]:
+    """First order: the sums of the chunks' gradients."""
+    shares = []
+    for part, answer in _run(call, stash, needed, keep, {}):
+        assert answer.reply.value is not None
+        shares.append(reduction.Share(answer.reply.value, answer.mail, part.leaves))
+    device = call.leaves[0].device
+    sums = reduction.total(shares, device, len(call.leaves))
+    return reduction.settle(sums, call.leaves, call.kinds, needed, _whole(call, shares), call.unused)
+
+
+def _whole(call: Call, shares: Sequence[reduction.Share]) -> list[bool]:
+    """For each leaf whether every chunk that has it gave a gradient."""
+    expected, given = [0] * len(call.leaves), [0] * len(call.leaves)
+    for part in call.parts:
+        for leaf in part.leaves if part is not None else ():
+            expected[leaf] += 1
+    for share in shares:
+        present = codec.load(share.parcel, range(len(share.parcel.specs)))
+        for leaf, row in zip(share.leaves, present, strict=True):
+            given[leaf] += row is not None
+    return [a == b for a, b in zip(expected, given, strict=True)]
+
+
+def _derive(call: Call, stash: dict[int, dict[int, Tensor]], needed: Sequence[bool]) -> list[Tensor | None]:
+    """Higher order: the same trip, whose results can be differentiated in their turn."""
+    incoming = [grads[k] for _, grads in sorted(stash.items()) for k in sorted(grads)]
+    derived = Call(call.executor, [*call.leaves, *incoming], [*call.kinds, *["input"] * len(incoming)], "none", True)
+    keys = {i: new_graph_key() for i in stash}
+    parts = {i: part for i, part in enumerate(call.parts) if part is not None and i in stash}
+    handle = Handle([(part.seat, keys[i], part.incarnation) for i, part in parts.items()])
+    token = fork(derived)
+    answers = _run(call, stash, needed, True, keys)
+    at = len(call.leaves)
+    outputs: list[list[tuple[int, Tensor]]] = [[] for _ in call.parts]
+    derived.parts = [None] * len(call.parts)
+    places: list[tuple[int, int, int]] = []
+    for (i, part), (_, answer) in zip(parts.items(), answers, strict=True):
+        own = [*part.leaves, *range(at, at + len(stash[i]))]
+        at += len(stash[i])
+        derived.parts[i] = part._replace(key=keys[i], leaves=own)
+        assert answer.reply.value is not None
+        tensors = codec.unpack(answer.reply.value, answer.mail, call.leaves[0].device)
+        outputs[i] = [(k, t.requires_grad_(False)) for k, t in enumerate(tensors)]
+        present = codec.load(answer.reply.value, range(len(tensors)))
+        places += [(leaf, i, row) for leaf, row in zip(part.leaves, present, strict=True) if row is not None]
+    joined = join(derived, token, handle, outputs)
+    sums: list[Tensor | None] = [None] * len(call.leaves)
+    for leaf, i, row in places:
+        one = sums[leaf]
+        sums[leaf] = joined[i][row] if one is None else one + joined[i][row]
+    return reduction.settle(sums, call.leaves, call.kinds, needed, [True] * len(sums), call.unused)

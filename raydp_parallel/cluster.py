@@ -1,0 +1,187 @@
+"""Replicas on a Ray cluster: connecting, counting GPUs, placing actors, calling them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+import torch
+from ray._private.utils import read_ray_address
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raydp_parallel.actor import ReplicaActor, link_for
+from raydp_parallel.crew import Death, Place
+from raydp_parallel.errors import ClusterError, PlacementError
+from raydp_parallel.links import Packet
+from raydp_parallel.messages import Hello
+from raydp_parallel.options import Options
+
+log = logging.getLogger("raydp_parallel")
+
+_CLIENT = (
+    "a ray:// client connection cannot run replicas: it has no object store and adds a proxy to every call. "
+    "Start the driver on a machine of the cluster (ray.init(address='auto')), or submit it as a Ray job"
+)
+_started_here = False
+
+
+def connect(start: bool = True) -> bool:
+    """Join the cluster: the one that is connected, ``RAY_ADDRESS``, one running here, else start one.
+
+    Args:
+        start: Whether to start a local cluster if there is none.
+
+    Returns:
+        Whether there is a cluster.
+    """
+    global _started_here
+    if ray.util.client.ray.is_connected() or os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
+        raise ClusterError(_CLIENT)
+    if ray.is_initialized():
+        return True
+    # Ray's own rule. Not address="auto", which also finds the private cluster of somebody else's ray.init().
+    running = bool(os.environ.get("RAY_ADDRESS") or read_ray_address())
+    if not running and not start:
+        return False
+    ray.init()
+    _started_here = not running
+    return True
+
+
+def disconnect() -> None:
+    """Leave a cluster that `connect` started; any other is its user's."""
+    global _started_here
+    if _started_here and ray.is_initialized():
+        ray.shutdown()
+    _started_here = False
+
+
+def gpus() -> list[str]:
+    """The node of each logical GPU: the driver's node first, then by node id."""
+    return [node["NodeID"] for node in _nodes() for _ in range(int(node["Resources"].get("GPU", 0)))]
+
+
+def all_gpus() -> list[int]:
+    """Every GPU of the cluster. On a machine without a GPU no cluster is started just to find none."""
+    return list(range(len(gpus()))) if connect(start=torch.cuda.is_available()) else []
+
+
+def check_gpus(ids: Sequence[int]) -> None:
+    """Raise `PlacementError` for ids that the cluster has not got."""
+    connect()
+    count = len(gpus())
+    missing = [i for i in ids if i >= count]
+    if missing:
+        has = f"GPUs 0 to {count - 1}" if count else "no GPU"
+        raise PlacementError(
+            f"device_ids: {missing} not in the cluster, which has {has} on {len(_nodes())} node(s). "
+            "Use those, or 'cpu' entries for CPU replicas"
+        )
+
+
+class RayCrew:
+    """Replicas as Ray actors.
+
+    Args:
+        options: Deadlines, and what to book.
+    """
+
+    def __init__(self, options: Options) -> None:
+        connect()
+        self._options = options
+        self._session = _session()
+        self.link = link_for(options.link, ray.put, ray.get)
+
+    def alive(self) -> bool:
+        return ray.is_initialized() and _session() == self._session
+
+    def start(self, places: Sequence[Place]) -> dict[Place, tuple[Any, Hello]]:
+        doors = self._create(places)
+        refs = {place: door.hello.remote() for place, door in doors.items()}
+        _, late = ray.wait(list(refs.values()), num_returns=len(refs), timeout=self._options.placement_timeout)
+        if late:
+            self.stop(list(doors.values()))
+            raise self._not_placed(places, [place for place, ref in refs.items() if ref in late])
+        try:
+            return {place: (doors[place], ray.get(ref)) for place, ref in refs.items()}
+        except ray.exceptions.RayError as error:
+            self.stop(list(doors.values()))
+            raise PlacementError(f"a replica did not start: {error}") from error
+
+    def _create(self, places: Sequence[Place]) -> dict[Place, Any]:
+        nodes, on_gpu = _nodes(), gpus()
+        cpus = [place for place in places if place.kind == "cpu"]
+        doors = {}
+        for place in places:
+            if place.kind == "cpu":
+                node = nodes[place.number % len(nodes)]
+                here = -(-max(len(cpus), place.number + 1) // len(nodes))
+                booked = {"num_cpus": self._options.cpus_per_replica, "num_gpus": 0}
+                threads = self._options.threads or max(1, int(node["Resources"].get("CPU", 1)) // here)
+            else:
+                if place.number >= len(on_gpu):
+                    check_gpus([place.number])
+                node = next(n for n in nodes if n["NodeID"] == on_gpu[place.number])
+                booked = {"num_cpus": 0, "num_gpus": self._options.gpus_per_replica}
+                threads = self._options.threads
+            strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            doors[place] = ReplicaActor.options(**booked, scheduling_strategy=strategy).remote(
+                place.kind, self._options.link, threads, place.number
+            )
+        return doors
+
+    def submit(self, door: Any, method: str, header: bytes, beside: Sequence[Packet]) -> Any:
+        return getattr(door, method).remote(header, *beside)
+
+    def collect(self, pending: Sequence[Any]) -> list[Any]:
+        timeout = self._options.call_timeout
+        try:
+            return ray.get(list(pending), timeout=timeout)  # type: ignore[no-any-return]
+        except ray.exceptions.RayError:
+            # All chunks end before anyone hears of the failure of one.
+            deadline = None if timeout is None else time.monotonic() + timeout
+            return [self._result(ref, deadline) for ref in pending]
+
+    def _result(self, ref: Any, deadline: float | None) -> Any:
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            return ray.get(ref, timeout=left)
+        except ray.exceptions.GetTimeoutError:
+            return Death(f"no answer within call_timeout={self._options.call_timeout} s")
+        except ray.exceptions.RayError as error:
+            return Death(" ".join(str(error).split()))
+
+    def stop(self, doors: Sequence[Any]) -> None:
+        if self.alive():
+            for door in doors:
+                ray.kill(door)
+
+    def _not_placed(self, places: Sequence[Place], late: Sequence[Place]) -> PlacementError:
+        asked = f"{sum(p.kind == 'gpu' for p in places)} GPU and {sum(p.kind == 'cpu' for p in places)} CPU replicas"
+        free = "; ".join(_free(node) for node in _nodes())
+        return PlacementError(
+            f"asked for {asked}; after {self._options.placement_timeout:g} s the replicas for device_ids "
+            f"{[p.device_id for p in late]} were not running. Free now: {free}. GPUs are held by other actors or tasks "
+            "of this cluster (`ray list actors` shows them) or by another executor: close it, or use fewer device_ids"
+        )
+
+
+def _free(node: dict[str, Any]) -> str:
+    free = ray._private.state.available_resources_per_node().get(node["NodeID"], {})
+    total = node["Resources"]
+    amounts = ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in ("GPU", "CPU"))
+    return f"node {node['NodeID'][:8]} ({node['NodeManagerAddress']}): {amounts}"
+
+
+def _nodes() -> list[dict[str, Any]]:
+    here = ray.get_runtime_context().get_node_id()
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return sorted(alive, key=lambda node: (node["NodeID"] != here, node["NodeID"]))
+
+
+def _session() -> str:
+    return ray.get_runtime_context().get_job_id() + str(ray.get_runtime_context().gcs_address)

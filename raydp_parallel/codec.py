@@ -1,0 +1,240 @@
+"""Nested values to messages and back: a pickled skeleton, and the tensors' bytes beside it.
+
+No raw tensor is ever pickled. Tensors are found wherever pickle reaches, in a user's own objects too, and each travels
+once, so that a tensor that stands in two places of a value does so on the other side.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+
+from raydp_parallel import devices
+from raydp_parallel.errors import TransferError
+from raydp_parallel.links import Mail, Piece, aligned
+from raydp_parallel.messages import Parcel, TensorSpec
+
+DTYPES = {str(d)[6:]: d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+DTYPE_NAMES = {d: name for name, d in DTYPES.items()}
+
+_COMPRESSED = {
+    torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
+    torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices),
+    torch.sparse_bsr: (Tensor.crow_indices, Tensor.col_indices),
+    torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices),
+}
+
+
+def encode(value: Any, mail: Mail, root: str, requires_grad: bool = False) -> tuple[Parcel, list[Tensor]]:
+    """Make a parcel of ``value``; its tensors' bytes go into ``mail``.
+
+    Args:
+        value: Any picklable value, with tensors anywhere in it.
+        mail: Where the bytes go.
+        root: What to call ``value`` in an error about something inside it.
+        requires_grad: Whether the other side gets tensors that require a gradient as such.
+
+    Returns:
+        The parcel, and the tensors in the order of its specs.
+    """
+    skeleton, tensors = _skeleton(value, root)
+    pieces: list[Piece] = []
+    offsets: list[int] = []
+    specs = []
+    end = 0
+    for tensor in tensors:
+        spec, end = _write(tensor, pieces, offsets, end)
+        specs.append(spec._replace(requires_grad=True) if requires_grad and tensor.requires_grad else spec)
+    packet = mail.send(pieces, offsets, end) if pieces else b""
+    return Parcel(skeleton, tuple(specs), packet), tensors
+
+
+def decode(parcel: Parcel, mail: Mail, device: torch.device) -> tuple[Any, list[Tensor]]:
+    """Rebuild a parcel's value on ``device``, in memory of its own.
+
+    Returns:
+        The value, and its tensors in the order of the specs.
+    """
+    tensors = unpack(parcel, mail, device)
+    return load(parcel, tensors), tensors
+
+
+def unpack(parcel: Parcel, mail: Mail, device: torch.device) -> list[Tensor]:
+    """The tensors of a parcel alone, without the value around them."""
+    if not parcel.specs:
+        return []
+    read = devices.reader(mail.open(parcel.packet), device)
+    tensors = [_read(spec, read) for spec in parcel.specs]
+    for tensor, spec in zip(tensors, parcel.specs, strict=True):
+        if spec.requires_grad:
+            tensor.requires_grad_()
+    return tensors
+
+
+def load(parcel: Parcel, tensors: Sequence[Any]) -> Any:
+    """The value around ``tensors``, which may have been replaced by others since they were unpacked."""
+    return _ValueUnpickler(io.BytesIO(parcel.skeleton), tensors).load()
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """A strided tensor whose bytes are one run: itself, or a copy that keeps the order of its strides."""
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor if tensor.is_contiguous() else tensor.clone(memory_format=torch.preserve_format)
+
+
+def spec_of(tensor: Tensor, offset: int = 0) -> TensorSpec:
+    """The spec of a compact strided tensor."""
+    return TensorSpec(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride(), offset)
+
+
+class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[Tensor] = []
+        self.index: dict[int, int] = {}
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, Tensor):
+            return None
+        index = self.index.setdefault(id(value), len(self.tensors))
+        if index == len(self.tensors):
+            self.tensors.append(value)
+        return index
+
+
+class _ValueUnpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Any]) -> None:
+        super().__init__(file)
+        self.tensors = tensors
+
+    def persistent_load(self, index: int) -> Any:
+        return self.tensors[index]
+
+
+def _skeleton(value: Any, root: str) -> tuple[bytes, list[Tensor]]:
+    file = io.BytesIO()
+    pickler = _ValuePickler(file)
+    try:
+        pickler.dump(value)
+    except Exception as error:
+        raise unsendable(value, root, error, _picklable) from error
+    return file.getvalue(), pickler.tensors
+
+
+def _picklable(value: Any) -> bool:
+    try:
+        _ValuePickler(io.BytesIO()).dump(value)
+    except Exception:
+        return False
+    return True
+
+
+def unsendable(value: Any, path: str, error: Exception, picklable: Callable[[Any], bool]) -> TransferError:
+    """The error for a value that pickle refused, with the path to the innermost part that it refuses."""
+    seen: set[int] = set()
+    while id(value) not in seen:
+        seen.add(id(value))
+        inner = next(((name, part) for name, part in _parts(value) if not picklable(part)), None)
+        if inner is None:
+            break
+        path, value = path + inner[0], inner[1]
+    return TransferError(
+        f"{path.lstrip('.')} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent to another process: "
+        f"{error}. Leave it out, make it where it is used, or give its class a __reduce__"
+    )
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, nn.Module):
+        children = {**value._parameters, **value._buffers, **value._modules}
+        plain = {k: v for k, v in vars(value).items() if k not in ("_parameters", "_buffers", "_modules")}
+        return [(f".{name}", part) for name, part in {**children, **plain}.items()]
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", part) for key, part in value.items()]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return [(f".{name}", part) for name, part in zip(value._fields, value, strict=True)]
+    if isinstance(value, (list, tuple)):
+        return [(f"[{i}]", part) for i, part in enumerate(value)]
+    if isinstance(value, Tensor) or isinstance(value, type) or not hasattr(value, "__dict__"):
+        return []
+    return [(f".{name}", part) for name, part in vars(value).items()]
+
+
+def _write(tensor: Tensor, pieces: list[Piece], offsets: list[int], end: int) -> tuple[TensorSpec, int]:
+    """Append a tensor's bytes to the pieces."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+        return _write_composed(tensor, pieces, offsets, end)
+    cls = _subclass(tensor)
+    if cls is not None and hasattr(tensor, "__tensor_flatten__"):
+        return _saved(tensor), end
+    flat = compact(tensor)
+    if cls is not None:
+        flat = flat.as_subclass(Tensor)
+    spec = TensorSpec(DTYPE_NAMES[flat.dtype], tuple(flat.shape), flat.stride(), end, cls=cls)
+    if flat.numel():
+        pieces.append(devices.piece(flat))
+        offsets.append(end)
+        end += aligned(flat.nbytes)
+    return spec, end
+
+
+def _subclass(tensor: Tensor) -> type | None:
+    cls = type(tensor)
+    return None if cls is Tensor or cls is nn.Parameter else cls
+
+
+def _write_composed(
+    tensor: Tensor, pieces: list[Piece], offsets: list[int], end: int
+) -> tuple[TensorSpec, int]:
+    layout, parts, extra = _components(tensor)
+    if not parts:
+        return _saved(tensor), end
+    specs = []
+    for part in parts:
+        spec, end = _write(part, pieces, offsets, end)
+        specs.append(spec)
+    shape = () if layout == "nested" else tuple(tensor.shape)
+    return TensorSpec(DTYPE_NAMES[tensor.dtype], shape, (), end, False, None, layout, tuple(specs), extra), end
+
+
+def _components(tensor: Tensor) -> tuple[str, list[Tensor], Any]:
+    tensor = tensor.detach()
+    if tensor.is_nested and tensor.numel():
+        return "nested", list(tensor.unbind()), tensor.layout is torch.jagged
+    if tensor.layout is torch.sparse_coo:
+        return "sparse_coo", [tensor._indices(), tensor._values()], tensor.is_coalesced()
+    if tensor.layout in _COMPRESSED:
+        outer, inner = _COMPRESSED[tensor.layout]
+        return str(tensor.layout)[6:], [outer(tensor), inner(tensor), tensor.values()], None
+    return "saved", [], None
+
+
+def _saved(tensor: Tensor) -> TensorSpec:
+    """What has no plainer form (quantized tensors, wrapper subclasses) travels as torch itself would save it."""
+    file = io.BytesIO()
+    torch.save(tensor.detach(), file)
+    return TensorSpec(DTYPE_NAMES[tensor.dtype], (), (), 0, layout="saved", extra=file.getvalue())
+
+
+def _read(spec: TensorSpec, read: Callable[[TensorSpec, torch.dtype], Tensor]) -> Tensor:
+    dtype = DTYPES[spec.dtype]
+    if spec.layout == "strided":
+        tensor = read(spec, dtype)
+        return tensor if spec.cls is None else tensor.as_subclass(spec.cls)
+    if spec.layout == "saved":
+        return torch.load(io.BytesIO(spec.extra), weights_only=False)
+    parts = [_read(part, read) for part in spec.parts]
+    if spec.layout == "nested":
+        return torch.nested.nested_tensor(parts, layout=torch.jagged if spec.extra else torch.strided)
+    if spec.layout == "sparse_coo":
+        return torch.sparse_coo_tensor(parts[0], parts[1], spec.shape, is_coalesced=spec.extra, check_invariants=False)
+    return torch.sparse_compressed_tensor(*parts, spec.shape, layout=getattr(torch, spec.layout))

@@ -1,0 +1,103 @@
+"""The caller's ambient torch state, captured in the driver and entered in a replica (row A8)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+class CallContext(NamedTuple):
+    """What torch code may depend on besides its arguments.
+
+    Attributes:
+        grad: Grad mode.
+        inference: Inference mode.
+        autocast: For each device type: enabled, dtype's name.
+        autocast_cache: Whether autocast caches its casts.
+        anomaly: Anomaly mode, and whether it checks for NaN.
+        flags: Process-wide settings, see ``_FLAGS``.
+    """
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[bool, str], ...]
+    autocast_cache: bool
+    anomaly: tuple[bool, bool]
+    flags: tuple[Any, ...]
+
+
+class _Flag(NamedTuple):
+    """One process-wide setting: how to read it, and how to set it."""
+
+    read: Any
+    write: Any
+
+
+def _set_default_dtype(name: str) -> None:
+    torch.set_default_dtype(getattr(torch, name))
+
+
+def _set_deterministic(value: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+
+
+def _backend(module: Any, name: str) -> _Flag:
+    return _Flag(lambda: getattr(module, name), lambda value: setattr(module, name, value))
+
+
+_FLAGS = (
+    _Flag(lambda: str(torch.get_default_dtype())[6:], _set_default_dtype),
+    _Flag(
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        _set_deterministic,
+    ),
+    _Flag(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    _backend(torch.backends.cudnn, "enabled"),
+    _backend(torch.backends.cudnn, "benchmark"),
+    _backend(torch.backends.cudnn, "deterministic"),
+    _Flag(torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
+    _Flag(torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    _Flag(torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    _Flag(torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    _Flag(torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+)
+
+
+def capture() -> CallContext:
+    """The caller's state, now."""
+    return CallContext(
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        tuple((torch.is_autocast_enabled(d), str(torch.get_autocast_dtype(d))[6:]) for d in _AUTOCAST_DEVICES),
+        torch.is_autocast_cache_enabled(),
+        (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        tuple(flag.read() for flag in _FLAGS),
+    )
+
+
+
+
+@contextlib.contextmanager
+def enter(context: CallContext) -> Iterator[None]:
+    """Run a block under the caller's state. Process-wide settings stay set, for the next call wants them again."""
+    for flag, value in zip(_FLAGS, context.flags, strict=True):
+        if flag.read() != value:
+            flag.write(value)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(context.inference))
+        stack.enter_context(torch.set_grad_enabled(context.grad and not context.inference))
+        for device, (enabled, dtype) in zip(_AUTOCAST_DEVICES, context.autocast, strict=True):
+            if enabled or torch.is_autocast_enabled(device):
+                stack.enter_context(_autocast(device, enabled, dtype, context.autocast_cache))
+        if context.anomaly[0]:
+            stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=context.anomaly[1]))
+        yield
+
+
+def _autocast(device: str, enabled: bool, dtype: str, cache: bool) -> Any:
+    return torch.autocast(device, enabled=enabled, dtype=getattr(torch, dtype), cache_enabled=cache)

@@ -1,0 +1,95 @@
+"""What an executor needs of whatever runs its replicas, and where replicas go. No Ray here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from raydp_parallel.links import Link, Packet
+from raydp_parallel.messages import Hello
+
+DeviceId = int | str
+"""A logical GPU of the cluster, or ``"cpu"``."""
+
+
+class Place(NamedTuple):
+    """A device that can hold a replica, and what an executor knows its replica by.
+
+    Attributes:
+        kind: ``"gpu"`` or ``"cpu"``.
+        number: The logical GPU, or which of the ``"cpu"`` entries.
+    """
+
+    kind: str
+    number: int
+
+    @property
+    def device_id(self) -> DeviceId:
+        """The entry of ``device_ids`` that names this place."""
+        return self.number if self.kind == "gpu" else "cpu"
+
+
+class Crew(Protocol):
+    """Starts replicas and carries calls to them."""
+
+    link: Link
+
+    def alive(self) -> bool:
+        """Whether what was started may still be there; False once the cluster was left."""
+
+    def start(self, places: Sequence[Place]) -> dict[Place, tuple[Any, Hello]]:
+        """Start a replica in each place, or raise `PlacementError` within the deadline."""
+
+    def submit(self, door: Any, method: str, header: bytes, beside: Sequence[Packet]) -> Any:
+        """Send a call; returns what `collect` waits for."""
+
+    def collect(self, pending: Sequence[Any]) -> list[Any]:
+        """Wait for all calls. Where a replica died, its answer is the `Death`."""
+
+    def stop(self, doors: Sequence[Any]) -> None:
+        """End replicas, at once."""
+
+
+class Death(NamedTuple):
+    """A replica did not answer.
+
+    Attributes:
+        cause: How it ended.
+    """
+
+    cause: str
+
+
+def places(device_ids: Sequence[DeviceId]) -> list[Place]:
+    """The places that ``device_ids`` name. The n-th ``"cpu"`` is always the same replica."""
+    found = []
+    cpus = 0
+    for device_id in device_ids:
+        if device_id == "cpu":
+            found.append(Place("cpu", cpus))
+            cpus += 1
+        else:
+            found.append(Place("gpu", int(device_id)))
+    return found
+
+
+def device_id(entry: Any) -> DeviceId:
+    """An entry of ``device_ids`` in its plain form."""
+    if isinstance(entry, bool) or not isinstance(entry, (int, str, torch.device)):
+        raise TypeError(
+            f"device_ids: {entry!r} is a {type(entry).__name__}; give ints, torch devices, 'cuda:N' or 'cpu'"
+        )
+    if isinstance(entry, int):
+        if entry < 0:
+            raise ValueError(f"device_ids: {entry} is negative; logical GPUs count from 0, CPU replicas are 'cpu'")
+        return entry
+    device = torch.device(entry)
+    if device.type == "cpu":
+        return "cpu"
+    if device.type != "cuda":
+        raise ValueError(f"device_ids: {entry!r} is neither a CUDA device nor 'cpu'")
+    if device.index is not None:
+        return device.index
+    return torch.cuda.current_device() if torch.cuda.is_available() else 0

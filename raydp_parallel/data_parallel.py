@@ -1,0 +1,264 @@
+"""`DataParallel` and `data_parallel`: upstream's interface, on the replicas of an executor."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.autograd.profiler import record_function
+
+from raydp_parallel import batch, calling, devices, primitives, replica
+from raydp_parallel.crew import DeviceId
+from raydp_parallel.executor import Executor, normalize, shared
+from raydp_parallel.options import Options
+from raydp_parallel.snapshot.master import check_devices
+
+T = TypeVar("T", bound=nn.Module)
+
+_rows: ContextVar[tuple[int, ...] | None] = ContextVar("raydp_parallel_rows", default=None)
+
+
+class DataParallel(nn.DataParallel[T]):
+    """Runs a module on the GPUs of a Ray cluster, as `torch.nn.DataParallel` does on those of one process.
+
+    Each forward splits the batch, runs one chunk per device, and gathers the outputs; backward sums the gradients into
+    ``module``, the master copy, which stays in this process with the loop and the optimizer::
+
+        model = DataParallel(net)
+        loss = criterion(model(x), y)
+        loss.backward()
+        optimizer.step()
+
+    Args:
+        module: The master copy. It may live on the CPU or on one CUDA device.
+        device_ids: Logical GPUs of the cluster, the driver's node first; or ``"cpu"`` entries, each a CPU replica. None
+            is every GPU of the cluster; if there is none, the module runs in place.
+        output_device: Where outputs go, by default to the master's device.
+        dim: The dimension to split and to gather along.
+        executor: Whose replicas; None is the process's, shared by all wrappers.
+        options: The rare knobs.
+    """
+
+    def __init__(
+        self,
+        module: T,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        *,
+        executor: Executor | None = None,
+        options: Options | None = None,
+    ) -> None:
+        # Not upstream's constructor, which would look for the ids among this process's own devices.
+        nn.Module.__init__(self)
+        _check_types(module, executor, options, dim)
+        self.module = module
+        ids = executor.device_ids if executor is not None and device_ids is None else normalize(device_ids)
+        self.device_ids: list[Any] = list(ids)
+        if not ids:
+            return
+        self.dim = dim
+        self._options = options or (executor.options if executor is not None else Options())
+        self._executor = executor
+        self._master: Any = None
+        self._output_device = None if output_device is None else _own_device(output_device, ids)
+        if len(ids) == 1 and isinstance(ids[0], int) and ids[0] < torch.cuda.device_count():
+            self.module.to(torch.device("cuda", ids[0]))
+
+    @property
+    def output_device(self) -> Any:
+        """Where outputs go: as upstream, a CUDA index where it is one."""
+        if "_output_device" not in self.__dict__:
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute 'output_device'")
+        device = self._output_device or self.src_device_obj
+        return device.index if device.type == "cuda" else device
+
+    @output_device.setter
+    def output_device(self, value: Any) -> None:
+        self._output_device = None if value is None else _own_device(value, self.device_ids)
+
+    @property
+    def src_device_obj(self) -> torch.device:
+        """Where the master copy lives."""
+        if not self.device_ids:
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute 'src_device_obj'")
+        tensors = (*self.module.parameters(), *self.module.buffers())
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+    @property
+    def executor(self) -> Executor:
+        """Whose replicas run the module."""
+        return self._executor or shared(self._options)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Split, run, gather."""
+        with record_function("raydp_parallel.DataParallel.forward"):
+            if not self.device_ids or replica.running:
+                return self.module(*inputs, **kwargs)
+            chunks, chunk_kwargs = self.scatter(inputs, kwargs, self.device_ids)
+            if not chunks and not chunk_kwargs:
+                chunks, chunk_kwargs = ((),), ({},)
+            if len(self.device_ids) == 1:
+                (alone,) = self._replicate(self.device_ids)
+                return alone(*chunks[0], **chunk_kwargs[0])
+            replicas = self.replicate(self.module, self.device_ids[: len(chunks)])
+            outputs = self.parallel_apply(replicas, chunks, chunk_kwargs)
+            with self._weighing(chunks, chunk_kwargs):
+                return self.gather(outputs, self.output_device)
+
+    def replicate(self, module: T, device_ids: Sequence[Any]) -> list[Any]:
+        """Remote replicas of ``module``, one per device."""
+        if module is self.module:
+            return self._replicate(device_ids)
+        return primitives.replicate(module, device_ids, not torch.is_grad_enabled(), executor=self.executor)
+
+    def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
+        """Chunks of the arguments, one per device."""
+        return batch.scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        """The outputs of each replica for its chunk."""
+        ids = self.device_ids[: len(replicas)]
+        return primitives.apply(
+            replicas, inputs, kwargs, ids, dim=self.dim, unused=self._options.unused_grads
+        )  # fmt: skip
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        """One output of all chunks'."""
+        return batch.gather(
+            outputs, output_device, dim=self.dim, scalars=self._options.scalars, weights=_rows.get()
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def capture(self, *names: str) -> Iterator[Mapping[str, Any]]:
+        """Bring outputs of submodules back, which hooks in another process cannot do.
+
+        ::
+
+            with model.capture("encoder.0") as captured:
+                out = model(x)
+            features = captured["encoder.0"]
+
+        Args:
+            names: The submodules, as in ``module.get_submodule``.
+
+        Yields:
+            After a forward: for each name the gathered output; a list of them, if the submodule ran several times.
+        """
+        for name in names:
+            self.module.get_submodule(name)
+        wanted = calling.Capture(names)
+        reset = calling.capturing.set(wanted)
+        try:
+            yield _Captured(self, wanted)
+        finally:
+            calling.capturing.reset(reset)
+
+    def _replicate(self, device_ids: Sequence[Any]) -> list[Any]:
+        executor = self.executor
+        seats = executor.seats(device_ids)
+        self._master = executor.master(self.module)
+        detach = not torch.is_grad_enabled()
+        return [
+            primitives.RemoteReplica(self.module, device, seat, self._master, executor, detach)
+            for device, seat in zip(device_ids, seats, strict=True)
+        ]
+
+    @contextlib.contextmanager
+    def _weighing(self, chunks: Sequence[Any], kwargs: Sequence[Any]) -> Iterator[None]:
+        """Tell `gather`, whose arguments are upstream's, how many rows each chunk has."""
+        if self._options.scalars != "weighted_mean":
+            yield
+            return
+        reset = _rows.set(tuple(batch.rows(a, k, self.dim) for a, k in zip(chunks, kwargs, strict=True)))
+        try:
+            yield
+        finally:
+            _rows.reset(reset)
+
+
+class _Captured(Mapping[str, Any]):
+    """What submodules gave in the last forward, gathered when asked for."""
+
+    def __init__(self, model: DataParallel[Any], wanted: calling.Capture) -> None:
+        self._model = model
+        self._wanted = wanted
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._wanted.names:
+            raise KeyError(name)
+        parts = [part[name] for part in self._wanted.parts]
+        if not parts:
+            raise LookupError(f"capture: {name!r} has no output yet; call the model inside the with block")
+        gathered = [self._model.gather(list(outputs), self._model.output_device) for outputs in zip(*parts, strict=True)]
+        return gathered[0] if len(gathered) == 1 else gathered
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._wanted.names)
+
+    def __len__(self) -> int:
+        return len(self._wanted.names)
+
+
+def data_parallel(
+    module: nn.Module,
+    inputs: Any,
+    device_ids: Sequence[Any] | None = None,
+    output_device: Any = None,
+    dim: int = 0,
+    module_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Evaluate ``module(*inputs, **module_kwargs)`` in parallel, once. The functional form of `DataParallel`.
+
+    Args:
+        module: The module.
+        inputs: Its arguments as a tuple, or a single argument.
+        device_ids: Logical GPUs of the cluster, or ``"cpu"`` entries; None is every GPU.
+        output_device: Where the output goes, by default to the module's device.
+        dim: The dimension to split and to gather along.
+        module_kwargs: Its keyword arguments.
+    """
+    if not isinstance(inputs, tuple):
+        inputs = (inputs,) if inputs is not None else ()
+    ids = normalize(device_ids)
+    if not ids:
+        raise RuntimeError(
+            "device type could not be determined: the cluster has no GPU. Give device_ids=['cpu', ...] for CPU replicas"
+        )
+    check_devices(module)
+    chunks, kwargs = batch.scatter_kwargs(inputs, module_kwargs, ids, dim)
+    if not chunks and not kwargs:
+        chunks, kwargs = ((),), ({},)
+    replicas = primitives.replicate(module, ids[: len(chunks)])
+    if len(ids) == 1:
+        return replicas[0](*chunks[0], **kwargs[0])
+    outputs = primitives.apply(replicas, chunks, kwargs, ids[: len(chunks)], dim=dim)
+    place = _module_device(module) if output_device is None else _own_device(output_device, ids)
+    return batch.gather(outputs, place, dim)
+
+
+def _module_device(module: nn.Module) -> torch.device:
+    return next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+
+
+def _own_device(entry: Any, ids: Sequence[DeviceId]) -> torch.device:
+    """The driver's device that ``output_device`` names. Ids are logical: a driver without CUDA takes them for its CPU."""
+    if isinstance(entry, int) and not isinstance(entry, bool) and entry >= 0 and entry not in ids:
+        if entry >= torch.cuda.device_count():
+            raise ValueError(f"output_device={entry} is neither one of device_ids {list(ids)} nor a CUDA device here")
+    return devices.output_place(entry)
+
+
+def _check_types(module: Any, executor: Any, options: Any, dim: Any) -> None:
+    for name, value, kind in (("module", module, nn.Module), ("executor", executor, Executor), ("options", options, Options)):
+        if not isinstance(value, kind) and (name == "module" or value is not None):
+            raise TypeError(f"DataParallel: {name} must be a {kind.__name__}, got {type(value).__name__}")
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"DataParallel: dim must be an int, got {dim!r}")
+
+
+__all__ = ["DataParallel", "data_parallel"]

@@ -1,0 +1,140 @@
+"""Devices, CPU and CUDA alike. Nobody else in the package asks whether a tensor is on CUDA."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import random
+import warnings
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from raydp_parallel.links import Piece
+from raydp_parallel.messages import Hello, TensorSpec
+
+
+def output_place(target: int | str | torch.device) -> torch.device:
+    """The driver's device that a ``target_device`` or ``output_device`` names.
+
+    An int is a CUDA index, as upstream; ``-1`` is the CPU, with upstream's warning. Device ids are logical
+    here, so on a driver without CUDA every index names the CPU, where such a driver's master copy lives.
+    """
+    if isinstance(target, int) and not isinstance(target, bool):
+        if target == -1:
+            warnings.warn(
+                "Using -1 to represent CPU tensor is deprecated. Please use a "
+                'device object or string instead, e.g., "cpu".',
+                FutureWarning,
+                stacklevel=3,
+            )
+            return torch.device("cpu")
+        return torch.device("cuda", target) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(target)
+    if device.type != "cpu" and not torch.cuda.is_available():
+        return torch.device("cpu")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def piece(tensor: torch.Tensor) -> Piece:
+    """The bytes of a compact tensor as memory that the CPU can read."""
+    if tensor.device.type != "cpu":
+        tensor = tensor.cpu()
+    return Piece(tensor.data_ptr(), tensor.nbytes, tensor)
+
+
+def reader(source: Piece, device: torch.device) -> Callable[[TensorSpec, torch.dtype], torch.Tensor]:
+    """A function that makes the tensor of a spec out of ``source``, on ``device`` and in memory of its own."""
+    if device.type == "cpu":
+        return functools.partial(_read_cpu, source)
+    # One transfer for all of them; the tensors are windows of it.
+    return functools.partial(_read_window, upload(source, device).untyped_storage(), device)
+
+
+def _read_cpu(source: Piece, spec: TensorSpec, dtype: torch.dtype) -> torch.Tensor:
+    tensor = torch.empty_strided(spec.shape, spec.stride, dtype=dtype)
+    size = tensor.nbytes
+    if size:
+        ctypes.memmove(tensor.data_ptr(), source.address + spec.offset, size)
+    return tensor
+
+
+def _read_window(
+    storage: torch.UntypedStorage, device: torch.device, spec: TensorSpec, dtype: torch.dtype
+) -> torch.Tensor:
+    tensor = torch.empty(0, dtype=dtype, device=device)
+    if 0 in spec.shape:
+        return tensor.new_empty(spec.shape)
+    return tensor.set_(storage, spec.offset // dtype.itemsize, spec.shape, spec.stride)  # type: ignore[call-overload]
+
+
+def windows(source: Piece, specs: Sequence[TensorSpec], dtypes: Sequence[torch.dtype], device: torch.device) -> list[torch.Tensor]:
+    """Tensors on ``device`` over the bytes of ``source``; on a CPU without a copy, to be read while ``source`` lives."""
+    storage = (upload(source, device) if device.type != "cpu" else _view(source)).untyped_storage()
+    return [_read_window(storage, device, spec, dtype) for spec, dtype in zip(specs, dtypes, strict=True)]
+
+
+def _view(source: Piece) -> torch.Tensor:
+    if not source.size:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer((ctypes.c_uint8 * source.size).from_address(source.address), dtype=torch.uint8)
+
+
+def upload(source: Piece, device: torch.device) -> torch.Tensor:
+    """The bytes of ``source`` in new memory of ``device``."""
+    if not source.size:
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    return _view(source).to(device, copy=True)
+
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_SEED_BITS = (1 << 63) - 1
+
+
+def seed(device: torch.device, call_seed: int, chunk: int) -> None:
+    """Seed everything random that a forward may use, as a function of the call and the chunk alone (row A10)."""
+    value = (call_seed + chunk * _GOLDEN) & _SEED_BITS
+    torch.default_generator.manual_seed(value)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(value)
+    random.seed(value)
+    np.random.seed(value & 0xFFFFFFFF)
+
+
+def finish(device: torch.device) -> None:
+    """Wait until the device has done what was asked of it, so that a measured time means something."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def describe(device: torch.device, pid: int, node: str) -> Hello:
+    """What a replica on ``device`` says of itself."""
+    if device.type != "cuda":
+        return Hello(pid, node, str(device), "", "", 0, 0)
+    found = torch.cuda.get_device_properties(device)
+    return Hello(
+        pid, node, str(device), found.name, str(found.uuid), found.total_memory, found.multi_processor_count
+    )
+
+
+_IMBALANCE = """
+    There is an imbalance between your GPUs. You may want to exclude GPU {} which
+    has less than 75% of the memory or cores of GPU {}. You can do so by setting
+    the device_ids argument to DataParallel, or by setting the CUDA_VISIBLE_DEVICES
+    environment variable."""
+
+
+def check_balance(found: Sequence[tuple[int, Hello]]) -> None:
+    """Warn as upstream does if one GPU is much smaller than another.
+
+    Args:
+        found: For each GPU replica its device id and what it said of itself.
+    """
+    for name in ("memory", "processors"):
+        sizes = sorted((getattr(hello, name), index) for index, hello in found)
+        if sizes and sizes[0][0] < 0.75 * sizes[-1][0]:
+            warnings.warn(_IMBALANCE.format(sizes[0][1], sizes[-1][1]), stacklevel=2)
+            return

@@ -1,0 +1,42 @@
+"""The errors of this package. Each says where, what was seen and what to do next, and each can be pickled.
+
+Errors of the user's own module are not here: they come back as the type they were raised as (see ``outcome``).
+"""
+
+from __future__ import annotations
+
+
+class ParallelError(RuntimeError):
+    """The root of every error that this package raises on its own account."""
+
+
+class PlacementError(ParallelError):
+    """The cluster has not got, or not in time, the devices that were asked for."""
+
+
+class ClusterError(ParallelError):
+    """Ray cannot be used as it is: a client connection, or a cluster that went away."""
+
+
+class ExecutorClosed(ParallelError):
+    """The executor was closed before this call."""
+
+
+class ReplicaError(ParallelError):
+    """Something happened to one replica that is not an ordinary exception of the user's module."""
+
+
+class ReplicaExit(ReplicaError):
+    """The module asked its process to end (``SystemExit``, ``KeyboardInterrupt``). The replica stays alive."""
+
+
+class ReplicaDied(ReplicaError):
+    """The replica's process ended, or did not answer in time. A new one starts with the next call."""
+
+
+class GraphLost(ReplicaError):
+    """Backward needs a graph that went away with the replica that held it."""
+
+
+class TransferError(ParallelError, TypeError):
+    """A value cannot be sent to another process; the message names the path to it."""

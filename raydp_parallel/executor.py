@@ -1,0 +1,413 @@
+"""The executor: starts replicas, runs one call per chunk, and says what it did.
+
+  prepare the chunks' messages ──► submit all ──► (the driver checks contents meanwhile) ──► collect all
+
+All wrappers of a process share one executor, and through it one replica per device, unless they were given another.
+Chunks are logical and replicas physical: what chunk i computes depends on i only, never on who runs it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import pickle
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import Enum
+from typing import Any, NamedTuple
+
+import cloudpickle
+from torch import nn
+
+from raydp_parallel import cluster, devices
+from raydp_parallel.actor import unseal
+from raydp_parallel.crew import Crew, Death, DeviceId, Place, device_id, places
+from raydp_parallel.errors import ExecutorClosed, GraphLost, ReplicaDied
+from raydp_parallel.links import Link, Mail
+from raydp_parallel.local import LocalCrew
+from raydp_parallel.messages import Forget, Hello, Reply
+from raydp_parallel.monitor import ExecutorStats, ReplicaInfo, Tally, Totals
+from raydp_parallel.options import Options
+from raydp_parallel.snapshot.master import Master
+
+log = logging.getLogger("raydp_parallel")
+
+_graph_keys = itertools.count(1)
+
+_RECENT = 4
+"""Modules whose replicas outlive a call of the functional interface, so that the next call need not send them again."""
+
+
+class State(Enum):
+    """The life of a seat."""
+
+    EMPTY = "empty"
+    READY = "ready"
+    DEAD = "dead"
+    CLOSED = "closed"
+
+
+class Seat:
+    """One place of an executor, and the replica that sits there now.
+
+    Args:
+        place: The device.
+        index: Its number in the executor.
+    """
+
+    def __init__(self, place: Place, index: int) -> None:
+        self.place = place
+        self.index = index
+        self.state = State.EMPTY
+        self.tally = Tally()
+        self.incarnation = 0
+        self.held: dict[int, int] = {}
+        self._door: Any = None
+        self._hello: Hello | None = None
+        # Finalizers append here, from any thread and at any moment; the next call takes what is there.
+        self._graphs: deque[int] = deque()
+        self._models: deque[int] = deque()
+
+    def seat(self, door: Any, hello: Hello) -> None:
+        """A new replica sits down."""
+        self._door, self._hello = door, hello
+        self.state = State.READY
+        self.incarnation += 1
+        self.leave_behind()
+
+    def leave_behind(self) -> None:
+        """Nothing that was sent to the old replica is here any more."""
+        self.held.clear()
+        self._graphs.clear()
+        self._models.clear()
+
+    @property
+    def door(self) -> Any:
+        """What calls go through."""
+        return self._door
+
+    def forget(self) -> Forget | None:
+        """What the driver let go of since the last call."""
+        if not self._graphs and not self._models:
+            return None
+        return Forget(_drain(self._graphs), _drain(self._models))
+
+    def drop_graph(self, key: int, incarnation: int) -> None:
+        """Let go of a graph; told with the next call."""
+        if incarnation == self.incarnation:
+            self._graphs.append(key)
+
+    def drop_model(self, model: int) -> None:
+        """Let go of a model; told with the next call."""
+        if self.held.pop(model, None) is not None:
+            self._models.append(model)
+
+    def info(self) -> ReplicaInfo:
+        """Who sits here."""
+        hello = self._hello or Hello(0, "", "", "", "", 0, 0)
+        return ReplicaInfo(
+            self.index, hello.device, self.place.device_id, hello.node, hello.pid, self.state.value, hello.gpu,
+            hello.gpu_uuid,
+        )  # fmt: skip
+
+    @property
+    def hello(self) -> Hello | None:
+        """What the replica said of itself."""
+        return self._hello
+
+    def __str__(self) -> str:
+        hello = self._hello
+        where = f" (pid {hello.pid}, node {hello.node[:8]})" if hello is not None else ""
+        return f"replica {self.index} for device {self.place.device_id}{where}"
+
+
+class Job(NamedTuple):
+    """One chunk's call.
+
+    Attributes:
+        seat: Who runs it.
+        method: ``"forward"`` or ``"backward"``.
+        prepare: Makes the message for the seat, and puts its packets into the mail.
+        incarnation: Which of the seat's replicas it is for; None is whoever sits there.
+    """
+
+    seat: Seat
+    method: str
+    prepare: Callable[[Seat, Mail], Any]
+    incarnation: int | None = None
+
+
+class Answer(NamedTuple):
+    """What came of a job.
+
+    Attributes:
+        reply: The replica's answer.
+        mail: Opens the answer's packets.
+        incarnation: Which of the seat's replicas answered.
+    """
+
+    reply: Reply
+    mail: Mail
+    incarnation: int
+
+
+class Executor:
+    """Replicas for any number of models: one actor per device.
+
+    A wrapper without an executor of its own uses the process's; give it one to choose when actors start and end::
+
+        with Executor(["cpu", "cpu"]) as executor:
+            model = DataParallel(net, executor=executor)
+
+    Args:
+        device_ids: Logical GPUs of the cluster, or ``"cpu"`` entries; None is every GPU of the cluster. With ``()``
+            replicas start when a wrapper first needs them.
+        options: The rare knobs.
+    """
+
+    def __init__(self, device_ids: Sequence[Any] | None = None, *, options: Options | None = None) -> None:
+        self.options = options or Options()
+        self.device_ids = normalize(device_ids) if device_ids != () else []
+        self._lock = threading.RLock()
+        self._closed = False
+        self._crew: Crew | None = None
+        self._seats: dict[Place, Seat] = {}
+        self._masters: weakref.WeakValueDictionary[int, Master] = weakref.WeakValueDictionary()
+        self._recent: deque[Master] = deque(maxlen=_RECENT)
+        self._totals = Totals()
+        self._start_all(places(self.device_ids))
+
+    def __reduce__(self) -> Any:
+        return shared, (self.options,)  # in another process there are other replicas
+
+    def __deepcopy__(self, memo: Any) -> Executor:
+        return self
+
+    def __enter__(self) -> Executor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def link(self) -> Link:
+        """What bytes travel by."""
+        assert self._crew is not None
+        return self._crew.link
+
+    def replicas(self) -> tuple[ReplicaInfo, ...]:
+        """Who runs what, one entry per device."""
+        return tuple(seat.info() for seat in self._seats.values())
+
+    def stats(self) -> ExecutorStats:
+        """What was done so far."""
+        replicas = tuple(seat.tally.stats(seat.info()) for seat in self._seats.values())
+        return self._totals.stats(replicas, self._crew.link.name if self._crew is not None else self.options.link)
+
+    def close(self) -> None:
+        """End the replicas. Their graphs are lost; what the driver holds is not. May be called twice."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._crew is not None:
+                self._crew.stop([seat.door for seat in self._seats.values() if seat.state is State.READY])
+                self._crew.link.close()
+            for seat in self._seats.values():
+                seat.state = State.CLOSED
+
+    def seats(self, device_ids: Sequence[DeviceId]) -> list[Seat]:
+        """The seats for ``device_ids``, each with a living replica."""
+        wanted = places(device_ids)
+        with self._lock:
+            self._refresh()
+            if any(p not in self._seats or self._seats[p].state is not State.READY for p in wanted):
+                self._start_all(wanted)
+            return [self._seats[place] for place in wanted]
+
+    def master(self, module: nn.Module, keep: bool = False) -> Master:
+        """The watch on a module that all its wrappers share. Whoever asks for it keeps it alive.
+
+        Args:
+            module: The module.
+            keep: Whether the executor keeps it too, for a while: for callers that hold nothing between two calls.
+        """
+        with self._lock:
+            self._refresh()
+            master = self._masters.get(id(module))
+            if master is None or master.module is not module:
+                assert self._crew is not None
+                master = Master(module, self._crew.link)
+                weakref.finalize(master, _drop_model, weakref.ref(self), master.id).atexit = False
+                self._masters[id(module)] = master
+            if keep and master not in self._recent:
+                self._recent.append(master)
+            return master
+
+    def run(self, jobs: Sequence[Job], meanwhile: Callable[[], None] | None = None) -> list[Answer]:
+        """Run one call per chunk, and wait for all.
+
+        Args:
+            jobs: The calls.
+            meanwhile: What the driver does while the replicas work.
+
+        Raises:
+            ReplicaDied: A replica's process ended. All other calls have ended too.
+        """
+        with self._lock:
+            if self._closed:
+                raise ExecutorClosed("this executor was closed: make another, or leave `executor` out to use the process's")
+            assert self._crew is not None
+            sent = [self._send(job) for job in jobs]
+        if meanwhile is not None:
+            meanwhile()
+        results = self._crew.collect([pending for pending, _ in sent])
+        answers: list[Answer | ReplicaDied] = [
+            self._receive(job, result, incarnation) for job, result, (_, incarnation) in zip(jobs, results, sent, strict=True)
+        ]
+        for answer in answers:
+            if isinstance(answer, ReplicaDied):
+                raise answer
+        return answers  # type: ignore[return-value]
+
+    def note_forward(self, reruns: int, sends: int, state_bytes: int) -> None:
+        """Count one forward call."""
+        totals = self._totals
+        totals.forwards += 1
+        totals.reruns += reruns
+        totals.state_sends += sends
+        totals.state_bytes += state_bytes
+
+    def note_backward(self) -> None:
+        """Count one trip back."""
+        self._totals.backwards += 1
+
+    def flush(self) -> list[tuple[int, int]]:
+        """Tell the replicas now what the driver let go of; returns how many models and graphs each still holds."""
+        with self._lock:
+            self._refresh()
+            assert self._crew is not None
+            ready = [seat for seat in self._seats.values() if seat.state is State.READY]
+            calls = [self._crew.submit(s.door, "forget", pickle.dumps(s.forget()), ()) for s in ready]
+            return [tuple(left) for left in self._crew.collect(calls)]
+
+    def _send(self, job: Job) -> tuple[Any, int]:
+        assert self._crew is not None
+        if job.incarnation is not None and (job.seat.state, job.incarnation) != (State.READY, job.seat.incarnation):
+            raise GraphLost(f"{job.seat} lost the graph of this forward, because its process ended; run forward again")
+        mail = Mail(self._crew.link)
+        message = job.prepare(job.seat, mail)
+        header = cloudpickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        job.seat.tally.bytes_in += mail.size
+        return self._crew.submit(job.seat.door, job.method, header, mail.beside), job.seat.incarnation
+
+    def _receive(self, job: Job, result: Any, incarnation: int) -> Answer | ReplicaDied:
+        assert self._crew is not None
+        if isinstance(result, Death):
+            return self._bury(job, result, incarnation)
+        reply, mail = unseal(result, self._crew.link)
+        tally = job.seat.tally
+        if job.method == "forward":
+            tally.calls += 1
+            tally.forward_seconds += reply.seconds
+        else:
+            tally.backward_seconds += reply.seconds
+        tally.bytes_out += reply.size
+        return Answer(reply, mail, incarnation)
+
+    def _bury(self, job: Job, death: Death, incarnation: int) -> ReplicaDied:
+        seat = job.seat
+        with self._lock:
+            if seat.incarnation == incarnation and seat.state is State.READY:
+                assert self._crew is not None
+                self._crew.stop([seat.door])
+                seat.state = State.DEAD
+                seat.tally.deaths += 1
+                seat.leave_behind()
+                log.warning("%s died in %s: %s. A new one starts with the next call", seat, job.method, death.cause)
+        return ReplicaDied(f"{seat} died in {job.method}: {death.cause}. A new one starts with the next call")
+
+    def _refresh(self) -> None:
+        """Make sure there is a crew, and that it belongs to the cluster that is connected now."""
+        if self._closed:
+            raise ExecutorClosed("this executor was closed: make another, or leave `executor` out to use the process's")
+        if self._crew is not None and self._crew.alive():
+            return
+        self._crew = LocalCrew(self.options) if self.options.in_process else cluster.RayCrew(self.options)
+        self._masters.clear()
+        self._recent.clear()
+        for seat in self._seats.values():
+            seat.state = State.EMPTY
+            seat.leave_behind()
+
+    def _start_all(self, wanted: Sequence[Place]) -> None:
+        if not wanted:
+            return
+        self._refresh()
+        assert self._crew is not None
+        missing = [p for p in dict.fromkeys(wanted) if p not in self._seats or self._seats[p].state is not State.READY]
+        started = self._crew.start(missing)
+        for place, (door, hello) in started.items():
+            seat = self._seats.setdefault(place, Seat(place, len(self._seats)))
+            seat.seat(door, hello)
+        gpus = [(s.place.number, s.hello) for p, s in self._seats.items() if p in wanted and s.hello and s.hello.memory]
+        devices.check_balance(gpus)
+
+
+def normalize(device_ids: Sequence[Any] | None) -> list[DeviceId]:
+    """``device_ids`` in their plain form, checked against the cluster."""
+    if device_ids is None:
+        return list(cluster.all_gpus())
+    if isinstance(device_ids, (str, int)) or not hasattr(device_ids, "__iter__"):
+        raise TypeError(f"device_ids={device_ids!r}: give a list, such as [0, 1] or ['cpu', 'cpu']")
+    ids = [device_id(entry) for entry in device_ids]
+    if not ids:
+        raise ValueError(
+            "device_ids=[] names no device: leave it out to use every GPU of the cluster, or give ids or 'cpu' entries"
+        )
+    gpus = [entry for entry in ids if isinstance(entry, int)]
+    if gpus:
+        cluster.check_gpus(gpus)
+    return ids
+
+
+def new_graph_key() -> int:
+    """A key that no graph of this process had before."""
+    return next(_graph_keys)
+
+
+def _drain(queue: deque[int]) -> tuple[int, ...]:
+    return tuple(queue.popleft() for _ in range(len(queue)))
+
+
+def _drop_model(executor: weakref.ref[Executor], model: int) -> None:
+    known = executor()
+    if known is not None:
+        for seat in known._seats.values():
+            seat.drop_model(model)
+
+
+_shared: dict[Options, Executor] = {}
+_shared_lock = threading.Lock()
+
+
+def shared(options: Options) -> Executor:
+    """The process's executor for these options; it has no replica until one is needed."""
+    options = replace(options, unused_grads="zeros", scalars="vector")  # these are wrappers' matters
+    with _shared_lock:
+        executor = _shared.get(options)
+        if executor is None:
+            executor = _shared[options] = Executor((), options=options)
+        return executor
+
+
+def shutdown() -> None:
+    """End the process's replicas, and the Ray cluster if it was started for them. The next use starts anew."""
+    with _shared_lock:
+        for executor in _shared.values():
+            executor.close()
+        _shared.clear()
+    cluster.disconnect()

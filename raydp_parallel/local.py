@@ -1,0 +1,73 @@
+"""The same door without a process: replicas in the driver, one after the other. For debuggers and for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from raydp_parallel.actor import Door, link_for
+from raydp_parallel.crew import Place
+from raydp_parallel.links import Link, Packet
+from raydp_parallel.messages import Hello
+from raydp_parallel.options import Options
+
+
+class LocalDoor:
+    """A `Door` that answers at once.
+
+    Args:
+        link: What answers travel by.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._door = Door("cpu", link)
+
+    def call(self, method: str, header: bytes, beside: Any) -> Any:
+        """Call a method of the door, and leave the driver's generators and settings as they were."""
+        with _isolated():
+            return getattr(self._door, method)(header, *beside)
+
+
+@contextlib.contextmanager
+def _isolated() -> Iterator[None]:
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.inference_mode(False):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+class LocalCrew:
+    """Replicas in the driver's process.
+
+    Args:
+        options: Which link to go by.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self.link: Link = link_for(options.link)
+
+    def alive(self) -> bool:
+        return True
+
+    def start(self, places: Sequence[Place]) -> dict[Place, tuple[Any, Hello]]:
+        doors = {place: LocalDoor(link_for(self._options.link)) for place in places}
+        return {place: (door, Hello(os.getpid(), "driver", "cpu", "", "", 0, 0)) for place, door in doors.items()}
+
+    def submit(self, door: LocalDoor, method: str, header: bytes, beside: Sequence[Packet]) -> Any:
+        return door.call(method, header, beside)
+
+    def collect(self, pending: Sequence[Any]) -> list[Any]:
+        return list(pending)
+
+    def stop(self, doors: Sequence[Any]) -> None:
+        """Replicas in this process end with their last reference."""

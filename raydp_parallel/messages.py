@@ -1,0 +1,271 @@
+"""What crosses the process wall, each a named frozen type. Tuples with names: they pickle at C speed."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from raydp_parallel.context import CallContext
+
+
+class TensorSpec(NamedTuple):
+    """How to rebuild one tensor out of a parcel's bytes.
+
+    Attributes:
+        dtype: Name of the dtype, as in ``torch.<name>``.
+        shape: Its sizes.
+        stride: Its strides, in elements.
+        offset: Its first byte in the parcel.
+        requires_grad: Whether the receiver makes it a leaf that requires a gradient.
+        cls: The tensor subclass to restore, None for a plain tensor.
+        layout: ``"strided"``, or the name of the layout whose components are ``parts``.
+        parts: The specs of the components of a tensor that is not strided.
+        extra: Plain values that the layout needs besides, such as whether a sparse tensor is coalesced.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    requires_grad: bool = False
+    cls: type | None = None
+    layout: str = "strided"
+    parts: tuple[TensorSpec, ...] = ()
+    extra: Any = None
+
+
+class Parcel(NamedTuple):
+    """One nested value on its way: its structure, and where its tensors lie.
+
+    Attributes:
+        skeleton: The pickled value, with tensors replaced by their index in ``specs``.
+        specs: One spec per tensor.
+        packet: The tensors' bytes, as the link wrapped them.
+    """
+
+    skeleton: bytes
+    specs: tuple[TensorSpec, ...]
+    packet: Any
+
+
+class Blob(NamedTuple):
+    """The contents of some blocks of a model.
+
+    Attributes:
+        blocks: Block ids.
+        offsets: Where each block starts in the packet.
+        sizes: How many bytes each has.
+        packet: The bytes, as the link wrapped them.
+    """
+
+    blocks: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    packet: Any
+
+
+class SlotSpec(NamedTuple):
+    """One tensor of a model: which bytes it shows, and as what.
+
+    Attributes:
+        block: The block it lies in.
+        offset: Its first element, counted in its own dtype from the block's start.
+        tensor: Its dtype, sizes, strides, class and whether it requires a gradient.
+    """
+
+    block: int
+    offset: int
+    tensor: TensorSpec
+
+
+class StateUpdate(NamedTuple):
+    """What of a model changed since the revision that a replica holds.
+
+    Attributes:
+        model: The model's id.
+        revision: The revision the replica holds afterwards.
+        structure: The pickled module with tensors as slot ids, or None where only contents changed.
+        slots: With ``structure``: the spec of every slot, by id.
+        block_sizes: With ``structure``: the size in bytes of every block, by id.
+        specials: With ``structure``: slots of tensors that are no plain window on a storage, and the parcel of them.
+        edits: Plain attributes that changed: index among ``module.modules()``, name, value.
+        flags: Slots whose ``requires_grad`` changed, with the new value.
+        blobs: New contents.
+        bumped: Slots whose version moved in the driver.
+    """
+
+    model: int
+    revision: int
+    structure: bytes | None
+    slots: dict[int, SlotSpec]
+    block_sizes: dict[int, int]
+    specials: tuple[tuple[int, ...], Parcel] | None
+    edits: tuple[tuple[int, str, Any], ...]
+    flags: tuple[tuple[int, bool], ...]
+    blobs: tuple[Blob, ...]
+    bumped: tuple[int, ...]
+
+
+class ForwardRequest(NamedTuple):
+    """One chunk's forward.
+
+    Attributes:
+        model: The model to run.
+        update: What to adopt first, None if the replica is up to date.
+        graph: The key to keep the graph under; None keeps none.
+        chunk: Which chunk of the call this is.
+        where: Names chunk and device in an exception's text; None leaves exceptions as they are.
+        inputs: The parcel of ``(args, kwargs)``.
+        context: The caller's ambient torch state.
+        seed: The call's seed.
+        write_back: Whether in-place changes of state are reported.
+        capture: Names of submodules whose outputs come back too.
+        forget: Graph keys and models that the driver no longer needs.
+    """
+
+    model: int
+    update: StateUpdate | None
+    graph: int | None
+    chunk: int
+    where: str | None
+    inputs: Parcel
+    context: CallContext
+    seed: int
+    write_back: bool
+    capture: tuple[str, ...]
+    forget: Forget | None
+
+
+class BackwardRequest(NamedTuple):
+    """The gradients that one chunk's outputs received.
+
+    Attributes:
+        model: The model that the graph came from.
+        graph: The graph to differentiate.
+        outputs: Indices of its outputs.
+        grads: The parcel of their gradients, in that order.
+        needed: Which of the graph's leaves are asked for.
+        partial: Whether the caller asked for a subset of what requires gradients.
+        keep: Whether the graph is kept (``retain_graph``).
+        derived: With ``create_graph``: the key to keep the derived graph under.
+        bumped: Slots whose version moved in the driver since the forward.
+        write_back: Whether in-place changes of state are reported.
+        context: The caller's ambient torch state.
+        forget: Graph keys and models that the driver no longer needs.
+    """
+
+    model: int
+    graph: int
+    outputs: tuple[int, ...]
+    grads: Parcel
+    needed: tuple[bool, ...]
+    partial: bool
+    keep: bool
+    derived: int | None
+    bumped: tuple[int, ...]
+    write_back: bool
+    context: CallContext
+    forget: Forget | None
+
+
+class Forget(NamedTuple):
+    """What the driver no longer needs; rides on the next call.
+
+    Attributes:
+        graphs: Keys of graphs.
+        models: Ids of models.
+    """
+
+    graphs: tuple[int, ...]
+    models: tuple[int, ...]
+
+
+class WriteBack(NamedTuple):
+    """State that a forward changed in place.
+
+    Attributes:
+        slots: The slots that changed, with whether their version moved (it does not for edits through ``.data``).
+        tensors: The parcel of their new contents, a tuple.
+    """
+
+    slots: tuple[tuple[int, bool], ...]
+    tensors: Parcel
+
+
+class Failure(NamedTuple):
+    """An exception on its way to the driver.
+
+    Attributes:
+        kind: Pickled exception class, None if it cannot be pickled.
+        name: Its qualified name.
+        text: The formatted traceback.
+        where: Which replica, in upstream's words; None leaves the exception as it was.
+        exception: The pickled exception itself, where it can be pickled and ``where`` is None.
+        exit: Whether the module asked the process to end.
+    """
+
+    kind: bytes | None
+    name: str
+    text: str
+    where: str | None
+    exception: bytes | None
+    exit: bool
+
+
+class CaughtWarning(NamedTuple):
+    """A warning raised in a replica.
+
+    Attributes:
+        category: Its pickled class.
+        text: Its message.
+        filename: Where it was raised.
+        lineno: Its line there.
+    """
+
+    category: bytes
+    text: str
+    filename: str
+    lineno: int
+
+
+class Reply(NamedTuple):
+    """What a replica answers to a forward or backward.
+
+    Attributes:
+        value: The parcel of the outputs, or of the leaves' gradients.
+        written: In-place changes of state, None if there were none.
+        warnings: What was warned.
+        failure: What was raised instead of an answer.
+        seconds: How long the replica's device worked on it.
+        revision: The revision that the replica holds of the model now, 0 for none.
+        size: Bytes of tensors in the answer.
+    """
+
+    value: Parcel | None
+    written: WriteBack | None
+    warnings: tuple[CaughtWarning, ...]
+    failure: Failure | None
+    seconds: float
+    revision: int
+    size: int
+
+
+class Hello(NamedTuple):
+    """What a replica says of itself when it starts.
+
+    Attributes:
+        pid: Its process.
+        node: Ray's id of its node.
+        device: Its torch device, as text.
+        gpu: Name of its GPU, empty on a CPU.
+        gpu_uuid: The GPU's uuid, empty on a CPU.
+        memory: The device's bytes, 0 on a CPU.
+        processors: The device's multiprocessors, 0 on a CPU.
+    """
+
+    pid: int
+    node: str
+    device: str
+    gpu: str
+    gpu_uuid: str
+    memory: int
+    processors: int

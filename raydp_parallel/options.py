@@ -1,0 +1,60 @@
+"""The rare knobs, in one frozen place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+UnusedGrads = Literal["zeros", "none"]
+Scalars = Literal["vector", "mean", "weighted_mean", "sum"]
+LinkName = Literal["auto", "inline", "object_store"]
+
+_CHOICES = {
+    "unused_grads": ("zeros", "none"),
+    "scalars": ("vector", "mean", "weighted_mean", "sum"),
+    "link": ("auto", "inline", "object_store"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How an executor and its wrappers behave where the default does not suit.
+
+    Attributes:
+        unused_grads: What a parameter gets that no replica used: ``"zeros"`` as upstream, or ``"none"`` as a plain
+            module would leave it.
+        scalars: What 0-dim outputs become: upstream's ``"vector"``, one entry per chunk, or one number, their
+            ``"mean"``, their mean weighted by the chunks' rows, or their ``"sum"``.
+        link: How bytes travel: ``"auto"`` sends small ones inside the call and large ones through Ray's object store;
+            the other names force one way.
+        placement_timeout: Seconds that a replica may take to be placed and to start.
+        call_timeout: Seconds that one forward or backward may take before its replica counts as dead; None waits.
+        cpus_per_replica: What Ray books for each CPU replica. 0 lets any number of them share a small machine.
+        gpus_per_replica: What Ray books for each GPU replica. Below 1, several replicas share one GPU.
+        threads: Torch's threads in a CPU replica. None shares the node's cores among the replicas placed there.
+        in_process: Run the replicas inside the driver's process, one after the other, without Ray. For debuggers.
+    """
+
+    unused_grads: UnusedGrads = "zeros"
+    scalars: Scalars = "vector"
+    link: LinkName = "auto"
+    placement_timeout: float = 60.0
+    call_timeout: float | None = None
+    cpus_per_replica: float = 0.0
+    gpus_per_replica: float = 1.0
+    threads: int | None = None
+    in_process: bool = False
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"Options({name}={getattr(self, name)!r}): expected one of {', '.join(choices)}")
+        if self.placement_timeout <= 0 or (self.call_timeout is not None and self.call_timeout <= 0):
+            raise ValueError("Options: placement_timeout and call_timeout are seconds, and must be above 0")
+        if self.cpus_per_replica < 0 or not 0 < self.gpus_per_replica <= 1:
+            raise ValueError(
+                f"Options(cpus_per_replica={self.cpus_per_replica}, gpus_per_replica={self.gpus_per_replica}): "
+                "expected cpus >= 0 and 0 < gpus <= 1"
+            )
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"Options(threads={self.threads}): expected None or at least 1")

@@ -1,0 +1,232 @@
+"""One replica: models by id, graphs by key. Plain Python; the actor is a thin door around it.
+
+  forward:  undo the last forward's traces, adopt what changed, run the chunk, keep its graph, report what was written
+  backward: differentiate a kept graph with respect to the leaves that are asked for
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from raydp_parallel import codec, context, devices, outcome
+from raydp_parallel.errors import GraphLost
+from raydp_parallel.links import Mail
+from raydp_parallel.messages import BackwardRequest, Forget, ForwardRequest, Parcel, Reply, WriteBack
+from raydp_parallel.snapshot.mirror import Mirror, bump
+
+running = False
+"""Whether this process is running a replica's module just now. A wrapper inside that module then runs in place."""
+
+
+class _Graph(NamedTuple):
+    """A graph that the driver may ask to differentiate.
+
+    Attributes:
+        outputs: The tensors that travelled to the driver.
+        leaves: What gradients may be asked for: the model's leaves, then the inputs'.
+    """
+
+    outputs: Sequence[Tensor]
+    leaves: Sequence[Tensor]
+
+
+class Replica:
+    """What one device runs.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._models: dict[int, Mirror] = {}
+        self._graphs: dict[int, _Graph] = {}
+
+    def forward(self, request: ForwardRequest, mail: Mail, back: Mail) -> Reply:
+        """Run one chunk."""
+        self.forget(request.forget)
+        return self._answer(request.where, back, lambda: self._forward(request, mail, back), request)
+
+    def backward(self, request: BackwardRequest, mail: Mail, back: Mail) -> Reply:
+        """Differentiate one chunk's graph."""
+        self.forget(request.forget)
+        return self._answer(None, back, lambda: self._backward(request, mail, back), request)
+
+    def forget(self, what: Forget | None) -> None:
+        """Free graphs and models that the driver no longer needs."""
+        if what is not None:
+            for key in what.graphs:
+                self._graphs.pop(key, None)
+            for model in what.models:
+                self._models.pop(model, None)
+
+    def holdings(self) -> tuple[int, int]:
+        """How many models and graphs are here."""
+        return len(self._models), len(self._graphs)
+
+    def _answer(
+        self, where: str | None, back: Mail, work: Callable[[], Parcel], request: ForwardRequest | BackwardRequest
+    ) -> Reply:
+        value, failure = None, None
+        start = time.perf_counter()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                value = work()
+            # A replica outlives whatever a module raises, SystemExit and KeyboardInterrupt too.
+            except BaseException as error:  # noqa: BLE001
+                failure = outcome.failure(error, where)
+            written, revision = self._written(request, back)
+        devices.finish(self.device)
+        seconds = time.perf_counter() - start
+        return Reply(value, written, outcome.caught(caught), failure, seconds, revision, back.size)
+
+    def _written(self, request: ForwardRequest | BackwardRequest, back: Mail) -> tuple[WriteBack | None, int]:
+        mirror = self._models.get(request.model)
+        if mirror is None:
+            return None, 0
+        found = mirror.written() if request.write_back else None
+        if found is None:
+            return None, mirror.revision
+        return WriteBack(found.slots, codec.encode(found.tensors, back, "state")[0]), mirror.revision
+
+    def _forward(self, request: ForwardRequest, mail: Mail, back: Mail) -> Parcel:
+        mirror = self._mirror(request, mail)
+        (args, kwargs), inputs = codec.decode(request.inputs, mail, self.device)
+        leaves = [*mirror.leaves(), *(t for t in inputs if t.requires_grad)] if request.graph is not None else []
+        devices.seed(self.device, request.seed, request.chunk)
+        with context.enter(request.context), mirror.running(), _in_replica():
+            with _capturing(mirror.module, request.capture) as captured:
+                value = mirror.module(*args, **kwargs)
+        keep = request.graph is not None
+        parcel, outputs = codec.encode(Produced(value, captured), back, "", requires_grad=keep)
+        if keep and any(t.requires_grad for t in outputs):
+            self._graphs[request.graph] = _Graph(outputs, leaves)  # type: ignore[index]
+        return parcel
+
+    def _mirror(self, request: ForwardRequest, mail: Mail) -> Mirror:
+        mirror = self._models.get(request.model)
+        if mirror is None:
+            mirror = Mirror(self.device)
+        try:
+            mirror.prepare(request.update, mail, bool(self._graphs))
+        except BaseException:
+            # Half adopted is worse than absent: the driver sends everything with the next call.
+            self._models.pop(request.model, None)
+            raise
+        self._models[request.model] = mirror
+        return mirror
+
+    def _backward(self, request: BackwardRequest, mail: Mail, back: Mail) -> Parcel:
+        graph = self._graphs.get(request.graph)
+        if graph is None:
+            raise GraphLost(
+                "backward: the replica no longer holds the graph of this forward, because its process was replaced "
+                "since; run forward again"
+            )
+        self._bump(request)
+        grads = codec.unpack(request.grads, mail, self.device)
+        outputs = [graph.outputs[i] for i in request.outputs]
+        with context.enter(request.context), _in_replica(), self._watching(request.model):
+            found = differentiate(graph.leaves, outputs, grads, request)
+        if request.derived is not None:
+            kept = [g for g in found if g is not None]
+            self._graphs[request.derived] = _Graph(kept, [*graph.leaves, *grads])
+        return codec.encode(tuple(found), back, "gradients", requires_grad=request.derived is not None)[0]
+
+    def _bump(self, request: BackwardRequest) -> None:
+        mirror = self._models.get(request.model)
+        tensors = [mirror.tensor(slot) for slot in request.bumped] if mirror is not None else []
+        bump([t for t in tensors if t is not None])
+
+    @contextlib.contextmanager
+    def _watching(self, model: int) -> Iterator[None]:
+        """Note what modules write to that a checkpoint runs again; in most backwards none does."""
+        calls: list[nn.Module] = []
+        hook = register_module_forward_pre_hook(lambda module, _args: calls.append(module))
+        try:
+            yield
+        finally:
+            hook.remove()
+            if calls and model in self._models:
+                self._models[model].note()
+
+
+class Produced(NamedTuple):
+    """What one chunk's forward gives.
+
+    Attributes:
+        output: What the module returned.
+        captured: For each captured submodule's name the list of its outputs.
+    """
+
+    output: Any
+    captured: dict[str, list[Any]]
+
+
+def differentiate(
+    leaves: Sequence[Tensor], outputs: Sequence[Tensor], grads: Sequence[Tensor], request: BackwardRequest
+) -> list[Tensor | None]:
+    """The gradients of the leaves that are asked for, None for the others and for what was not reached."""
+    if request.derived is not None:
+        for grad in grads:
+            grad.requires_grad_()
+    wanted = [leaf for leaf, needed in zip(leaves, request.needed, strict=True) if needed]
+    if not wanted:
+        return [None] * len(leaves)
+    create = request.derived is not None
+    with torch.inference_mode(False), torch.set_grad_enabled(create):
+        if create or request.partial:
+            found = iter(
+                torch.autograd.grad(
+                    outputs, wanted, grads, retain_graph=request.keep, create_graph=create, allow_unused=True
+                )
+            )
+        else:
+            # Reentrant checkpoints inside the module work under backward() only, and refuse autograd.grad().
+            torch.autograd.backward(outputs, grads, retain_graph=request.keep)
+            found = iter([_take_grad(leaf) for leaf in wanted])
+    return [next(found) if needed else None for needed in request.needed]
+
+
+def _take_grad(leaf: Tensor) -> Tensor | None:
+    grad, leaf.grad = leaf.grad, None
+    return grad
+
+
+@contextlib.contextmanager
+def _in_replica() -> Iterator[None]:
+    global running
+    before, running = running, True
+    try:
+        yield
+    finally:
+        running = before
+
+
+@contextlib.contextmanager
+def _capturing(module: nn.Module, names: Sequence[str]) -> Iterator[dict[str, list[Any]]]:
+    captured: dict[str, list[Any]] = {name: [] for name in names}
+    hooks = [module.get_submodule(name).register_forward_hook(_keeper(captured[name])) for name in names]
+    try:
+        yield captured
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _keeper(kept: list[Any]) -> Callable[[nn.Module, Any, Any], None]:
+    def keep(_module: nn.Module, _args: Any, output: Any) -> None:
+        kept.append(output)
+
+    return keep
+
+

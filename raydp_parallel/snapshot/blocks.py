@@ -1,0 +1,171 @@
+"""Blocks: the runs of bytes that a module's tensors lie in, and how a tensor lies in its block.
+
+Most tensors have a block to themselves. Tensors that share memory (views, ties of different shapes, the flat weights of
+a recurrent net) share a block, so that they do so in a replica too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from raydp_parallel import codec, devices
+from raydp_parallel.links import InlineLink, Piece
+from raydp_parallel.messages import SlotSpec
+
+_libc = ctypes.CDLL(None)
+_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+_SPARE = 2
+"""A tensor that shows less than one byte in so many of what it spans travels as a compact copy."""
+
+
+class Layout(NamedTuple):
+    """How the tensors of a module lie in memory.
+
+    Attributes:
+        specs: For each tensor: its block and how it lies there. Blocks are named by the slot of their first tensor.
+        sizes: Bytes of each block.
+        members: Which tensors lie in each block.
+    """
+
+    specs: dict[int, SlotSpec]
+    sizes: dict[int, int]
+    members: dict[int, tuple[int, ...]]
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is a window on a storage, and nothing else."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_quantized
+        and not tensor.is_meta
+        and not hasattr(tensor, "__tensor_flatten__")
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def lay_out(tensors: dict[int, Tensor]) -> Layout:
+    """Find the blocks of some plain tensors, known by slot."""
+    specs: dict[int, SlotSpec] = {}
+    sizes: dict[int, int] = {}
+    members: dict[int, tuple[int, ...]] = {}
+    by_storage: dict[int, list[int]] = defaultdict(list)
+    for slot, tensor in tensors.items():
+        by_storage[_storage_key(tensor)].append(slot)
+    for group in by_storage.values():
+        for cluster in _overlapping(group, tensors):
+            _lay_out_cluster(cluster, tensors, specs, sizes, members)
+    return Layout(dict(sorted(specs.items())), sizes, members)
+
+
+def _storage_key(tensor: Tensor) -> int:
+    pointer = tensor.untyped_storage().data_ptr() if tensor.numel() else 0
+    return pointer or -id(tensor)
+
+
+def _overlapping(group: list[int], tensors: dict[int, Tensor]) -> list[list[int]]:
+    if len(group) == 1:
+        return [group]
+    clusters: list[list[int]] = []
+    end = -1
+    for slot in sorted(group, key=lambda s: span(tensors[s])):
+        start, stop = span(tensors[slot])
+        if start < end:
+            clusters[-1].append(slot)
+        else:
+            clusters.append([slot])
+        end = max(end, stop)
+    return clusters
+
+
+def _lay_out_cluster(
+    cluster: list[int],
+    tensors: dict[int, Tensor],
+    specs: dict[int, SlotSpec],
+    sizes: dict[int, int],
+    members: dict[int, tuple[int, ...]],
+) -> None:
+    block = min(cluster)
+    members[block] = tuple(sorted(cluster))
+    if len(cluster) == 1 and is_loose(tensors[block]):
+        flat = codec.compact(tensors[block])
+        specs[block] = SlotSpec(block, 0, _spec(tensors[block])._replace(stride=flat.stride()))
+        sizes[block] = flat.nbytes
+        return
+    start = min(span(tensors[slot])[0] for slot in cluster)
+    sizes[block] = max(span(tensors[slot])[1] for slot in cluster) - start
+    for slot in cluster:
+        tensor = tensors[slot]
+        specs[slot] = SlotSpec(block, (span(tensor)[0] - start) // tensor.itemsize, _spec(tensor))
+
+
+def _spec(tensor: Tensor) -> codec.TensorSpec:
+    kind = type(tensor)
+    return codec.spec_of(tensor)._replace(cls=None if kind is Tensor else kind, requires_grad=tensor.requires_grad)
+
+
+def span(tensor: Tensor) -> tuple[int, int]:
+    """The bytes of its storage between which a tensor lies."""
+    if not tensor.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.storage_offset() * tensor.itemsize
+    return start, start + (last + 1) * tensor.itemsize
+
+
+def is_loose(tensor: Tensor) -> bool:
+    """Whether most of the bytes that a tensor spans are not its own."""
+    start, end = span(tensor)
+    return end - start > _SPARE * max(tensor.nbytes, 1)
+
+
+def read(block: Sequence[Tensor]) -> Piece:
+    """The bytes of a block, given the tensors in it."""
+    first = block[0]
+    if not first.numel():
+        return Piece(0, 0, None)
+    if len(block) == 1:
+        return devices.piece(codec.compact(first) if is_loose(first) else _window(first, *span(first)))
+    spans = [span(tensor) for tensor in block]
+    return devices.piece(_window(first, min(start for start, _ in spans), max(end for _, end in spans)))
+
+
+def _window(tensor: Tensor, start: int, end: int) -> Tensor:
+    if tensor.is_contiguous():
+        whole = tensor.detach()
+        if end - start == whole.nbytes:
+            return whole
+    window = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return window.set_(tensor.untyped_storage(), start, (end - start,), (1,))  # type: ignore[call-overload, no-any-return]
+
+
+def equal(one: Piece, other: Piece) -> bool:
+    """Whether two runs of bytes are the same, compared at memory speed and without the GIL."""
+    return one.size == other.size and (one.size == 0 or _libc.memcmp(one.address, other.address, one.size) == 0)
+
+
+def copy(source: Piece) -> Piece:
+    """The same bytes in memory of their own."""
+    data = ctypes.string_at(source.address, source.size)
+    return InlineLink().open(data)
+
+
+def build(spec: SlotSpec, storage: Tensor) -> Tensor:
+    """The tensor of a slot, over its block's bytes."""
+    kind = spec.tensor
+    plain = torch.empty(0, dtype=codec.DTYPES[kind.dtype], device=storage.device)
+    if 0 in kind.shape:
+        plain = plain.new_empty(kind.shape)
+    else:
+        plain.set_(storage.untyped_storage(), spec.offset, kind.shape, kind.stride)  # type: ignore[call-overload]
+    if kind.cls is None:
+        return plain.requires_grad_(kind.requires_grad)
+    return Tensor._make_subclass(kind.cls, plain, kind.requires_grad)  # type: ignore[no-any-return]

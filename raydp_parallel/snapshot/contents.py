@@ -1,0 +1,207 @@
+"""The contents of a module's tensors: which blocks changed since when, and where their bytes lie as they were sent.
+
+The bytes that were sent stay in reach as long as they are current. They serve replicas that start later, and they are
+what `differing` compares with, at memory speed, to find edits that moved no version.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from operator import attrgetter
+from typing import NamedTuple
+
+from torch import Tensor
+
+from raydp_parallel import codec
+from raydp_parallel.links import Link, Mail, Packet, Piece, aligned
+from raydp_parallel.messages import Blob, SlotSpec, TensorSpec
+from raydp_parallel.snapshot import blocks
+
+
+class _Place(NamedTuple):
+    """Where a block's bytes lie, as they were sent."""
+
+    packet: Packet
+    packet_size: int
+    offset: int
+    size: int
+
+
+class _Look(NamedTuple):
+    """What is cheap to see of the tensors, in the order of the slots."""
+
+    versions: list[int]
+    pointers: list[int]
+    flags: list[bool]
+
+
+_NOTHING = blocks.Layout({}, {}, {})
+
+
+class Contents:
+    """The plain tensors of one module, by slot.
+
+    Args:
+        link: What the bytes travel by.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.layout = _NOTHING
+        self.slots: list[int] = []
+        self.tensors: dict[int, Tensor] = {}
+        self._row: list[Tensor] = []
+        self._seen = _Look([], [], [])
+        self._places: dict[int, _Place] = {}
+        self._block_at: dict[int, int] = {}
+        self._version_at: dict[int, int] = {}
+        self._flag_at: dict[int, int] = {}
+        self.stale: set[int] = set()
+
+    def changed(self) -> bool:
+        """Whether anything moved that is cheap to see."""
+        return self._look() != self._seen or bool(self.stale)
+
+    def versions(self) -> list[int]:
+        """The version of every tensor, now; 0 for inference tensors, which have none."""
+        try:
+            return [*map(attrgetter("_version"), self._row)]
+        except RuntimeError:
+            return [0 if t.is_inference() else t._version for t in self._row]
+
+    def take(self, revision: int) -> bool:
+        """Take up what moved. False if a tensor no longer lies as the layout says: then only `adopt` helps."""
+        now, then = self._look(), self._seen
+        differ = [
+            i
+            for i in range(len(self._row))
+            if now.versions[i] != then.versions[i] or now.pointers[i] != then.pointers[i]
+        ]
+        if not all(_fits(self._row[i], self.layout.specs[self.slots[i]].tensor) for i in differ):
+            return False
+        self._note(now, revision)
+        moved = {self.layout.specs[self.slots[i]].block for i in differ} | self.stale
+        self.send([block for block in self.layout.sizes if block in moved], revision)
+        return True
+
+    def adopt(self, tensors: dict[int, Tensor], revision: int) -> None:
+        """Take up a new set of tensors. Blocks that lie as they did, unmoved, keep their places."""
+        before = dict(zip(self.slots, zip(*self._seen, strict=True), strict=True))
+        layout, old = blocks.lay_out(tensors), self.layout
+        self.layout, self.tensors = layout, dict(sorted(tensors.items()))
+        self.slots, self._row = [*self.tensors], [*self.tensors.values()]
+        now = self._look()
+        after = dict(zip(self.slots, zip(*now, strict=True), strict=True))
+        kept = {
+            block
+            for block, members in layout.members.items()
+            if block in self._places
+            and block not in self.stale
+            and old.members.get(block) == members
+            and all(_alike(old.specs[s], layout.specs[s]) and before[s][:2] == after[s][:2] for s in members)
+        }
+        for slot in self.slots:
+            if slot in before and before[slot][0] != after[slot][0]:
+                self._version_at[slot] = revision
+        self._seen = now
+        self._places = {block: place for block, place in self._places.items() if block in kept}
+        self._block_at = {block: at for block, at in self._block_at.items() if block in kept}
+        self.stale.clear()
+        self.send([block for block in layout.sizes if block not in kept], revision)
+
+    def differing(self, revision: int) -> list[int]:
+        """The blocks whose contents are not what was sent before ``revision``, though no version tells."""
+        known = [block for block, at in self._block_at.items() if at < revision]
+        return [block for block in known if not blocks.equal(self._read(block), self._sent(block))]
+
+    def send(self, chosen: list[int], revision: int) -> None:
+        """Put the contents of some blocks where replicas can get them."""
+        self._pack(chosen, revision)
+        self._pack(self._stragglers(chosen), revision)
+        self.stale -= set(chosen)
+
+    def specs(self) -> dict[int, SlotSpec]:
+        """The specs of all slots, with today's flags."""
+        flags = zip(self.slots, self._seen.flags, strict=True)
+        specs = self.layout.specs
+        return {s: specs[s]._replace(tensor=specs[s].tensor._replace(requires_grad=flag)) for s, flag in flags}
+
+    def flags_since(self, held: int) -> tuple[tuple[int, bool], ...]:
+        """The slots whose ``requires_grad`` changed after revision ``held``."""
+        flags = zip(self.slots, self._seen.flags, strict=True)
+        return tuple((slot, flag) for slot, flag in flags if self._flag_at.get(slot, 0) > held)
+
+    def moved_since(self, held: int) -> tuple[int, ...]:
+        """The slots whose version moved after revision ``held``."""
+        return tuple(slot for slot, at in self._version_at.items() if at > held and slot in self.tensors)
+
+    def blobs_since(self, held: int, mail: Mail) -> tuple[Blob, ...]:
+        """The contents that changed after revision ``held``."""
+        groups: dict[int, list[int]] = defaultdict(list)
+        for block, at in self._block_at.items():
+            if at > held:
+                groups[id(self._places[block].packet)].append(block)
+        return tuple(self._blob(group, mail) for group in groups.values())
+
+    def _blob(self, group: list[int], mail: Mail) -> Blob:
+        places = [self._places[block] for block in group]
+        offsets, sizes = tuple(p.offset for p in places), tuple(p.size for p in places)
+        return Blob(tuple(group), offsets, sizes, mail.place(places[0].packet))
+
+    def _look(self) -> _Look:
+        pointers = [*map(Tensor.data_ptr, self._row)]
+        return _Look(self.versions(), pointers, [*map(attrgetter("requires_grad"), self._row)])
+
+    def _note(self, now: _Look, revision: int) -> None:
+        then = self._seen
+        for i, slot in enumerate(self.slots):
+            if now.flags[i] != then.flags[i]:
+                self._flag_at[slot] = revision
+            if now.versions[i] != then.versions[i]:
+                self._version_at[slot] = revision
+        self._seen = now
+
+    def _pack(self, chosen: list[int], revision: int) -> None:
+        if not chosen:
+            return
+        pieces = [self._read(block) for block in chosen]
+        offsets, end = [], 0
+        for piece in pieces:
+            offsets.append(end)
+            end += aligned(piece.size)
+        packet = self._link.send(pieces, offsets, end)
+        for block, offset, piece in zip(chosen, offsets, pieces, strict=True):
+            self._places[block] = _Place(packet, end, offset, piece.size)
+            self._block_at[block] = revision
+
+    def _stragglers(self, chosen: Iterable[int]) -> list[int]:
+        """Blocks that alone keep a mostly outdated packet alive; they move to a packet of their own, once."""
+        live: dict[int, list[int]] = defaultdict(list)
+        for block, place in self._places.items():
+            if not isinstance(place.packet, bytes):
+                live[id(place.packet)].append(block)
+        groups = [g for g in live.values() if 2 * sum(self._places[b].size for b in g) < self._places[g[0]].packet_size]
+        return sorted({block for group in groups for block in group} - {*chosen})
+
+    def _read(self, block: int) -> Piece:
+        return blocks.read([self.tensors[slot] for slot in self.layout.members[block]])
+
+    def _sent(self, block: int) -> Piece:
+        place = self._places[block]
+        whole = self._link.open(place.packet)
+        return Piece(whole.address + place.offset, place.size, whole)
+
+
+def _alike(one: SlotSpec, other: SlotSpec) -> bool:
+    flagless = other.tensor._replace(requires_grad=one.tensor.requires_grad)
+    return one.offset == other.offset and one.tensor == flagless
+
+
+def _fits(tensor: Tensor, spec: TensorSpec) -> bool:
+    return (
+        tensor.shape == spec.shape
+        and codec.DTYPE_NAMES[tensor.dtype] == spec.dtype
+        and (tensor.stride() == spec.stride or blocks.is_loose(tensor))
+        and blocks.is_plain(tensor)
+    )

@@ -1,0 +1,238 @@
+"""The driver's side: what of the master copy changed since a replica last saw it.
+
+Read `image.py`'s note on what changed first. Before a forward, `sync` looks at what is cheap to see: identities,
+versions, addresses, flags. While the replicas run, `verify` looks at what only contents can tell: edits through `.data`
+or a NumPy alias move no version. If it finds one, the forward is run again, and nobody has seen the first result.
+
+Each change has a revision. A replica that holds revision 3 gets an update with all that is newer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from raydp_parallel import codec
+from raydp_parallel.links import InlineLink, Link, Mail, Packet
+from raydp_parallel.messages import Parcel, StateUpdate, WriteBack
+from raydp_parallel.snapshot import blocks, structure
+from raydp_parallel.snapshot.contents import Contents
+from raydp_parallel.snapshot.image import Image
+
+_ids = itertools.count(1)
+_SIMPLE = (bool, int, float, str, type(None))
+
+
+class Update(NamedTuple):
+    """A state update, and the packets that belong to it.
+
+    Attributes:
+        message: The update; its packets count from 0.
+        packets: What lies beside the message.
+        sent: Bytes of contents in it.
+    """
+
+    message: StateUpdate
+    packets: list[Packet]
+    sent: int
+
+    def placed(self, mail: Mail) -> StateUpdate:
+        """The message, with its packets in ``mail``, where others may lie already."""
+        if not self.packets:
+            return self.message
+        first = len(mail.beside)
+        mail.beside.extend(self.packets)
+        mail.size += self.sent
+        blobs = (b if isinstance(b.packet, bytes) else b._replace(packet=b.packet + first) for b in self.message.blobs)
+        return self.message._replace(blobs=tuple(blobs))
+
+
+class Leaf(NamedTuple):
+    """A tensor of the master copy that may receive a gradient.
+
+    Attributes:
+        tensor: The tensor.
+        kind: ``"parameter"``, ``"buffer"``, or ``"attribute"`` for one that a plain attribute holds.
+    """
+
+    tensor: Tensor
+    kind: str
+
+
+class Master:
+    """The master copy of one module, watched.
+
+    Args:
+        module: The module.
+        link: What contents travel by.
+    """
+
+    def __init__(self, module: nn.Module, link: Link) -> None:
+        self.id = next(_ids)
+        self.revision = 0
+        self.structure_at = 0
+        self.module = module
+        self._link = link
+        self._image: Image | None = None
+        self._structure = b""
+        self._modules: list[nn.Module] = []
+        self._edits: dict[tuple[int, str], tuple[int, Any]] = {}
+        self._contents = Contents(link)
+        self._specials: dict[int, Tensor] = {}
+        self._special_parcel: Parcel | None = None
+        self._special_look: list[Any] = []
+        self._kinds: dict[int, str] = {}
+        self._updates: dict[int, Update] = {}
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # it watches one module of one process; a copy of its wrapper gets its own
+
+    def __deepcopy__(self, memo: Any) -> None:
+        return None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the master copy lies."""
+        return next((t.device for t in self._contents.tensors.values()), torch.device("cpu"))
+
+    def leaves(self) -> list[Leaf]:
+        """What may receive gradients, in the order in which replicas report them."""
+        tensors = {**self._contents.tensors, **self._specials} if self._specials else self._contents.tensors
+        slots = sorted(tensors) if self._specials else self._contents.slots
+        return [Leaf(tensors[s], self._kinds.get(s, "attribute")) for s in slots if tensors[s].requires_grad]
+
+    def versions(self) -> tuple[int, list[int]]:
+        """A mark of this moment, for `moved_since`."""
+        return self.structure_at, self._contents.versions()
+
+    def moved_since(self, mark: tuple[int, list[int]]) -> tuple[int, ...]:
+        """The slots whose versions moved since `versions` made the mark; a graph may have saved them."""
+        structure_at, then = mark
+        if structure_at != self.structure_at:
+            return ()
+        now = self._contents.versions()
+        return () if now == then else tuple(s for s, a, b in zip(self._contents.slots, then, now, strict=True) if a != b)
+
+    def sync(self) -> None:
+        """See what changed, as far as identities, versions and addresses tell."""
+        if self._image is None or self._look_at_specials() != self._special_look:
+            self._restructure()
+        elif self._image.changed():
+            self._edit()
+        if self._contents.changed() and not self._contents.take(self._next_revision()):
+            self._restructure()
+
+    def verify(self) -> bool:
+        """Whether contents are as the last `sync` took them to be; takes up what is not, for the next update."""
+        assert self._image is not None
+        if self._image.deep_changed() or self._encode_specials() != self._special_parcel:
+            self._restructure()
+            return False
+        differing = self._contents.differing(self.revision)
+        if differing:
+            self._contents.send(differing, self._next_revision())
+        return not differing
+
+    def update_from(self, held: int) -> Update | None:
+        """What a replica needs that holds revision ``held``; 0 holds nothing."""
+        if held == self.revision:
+            return None
+        if held not in self._updates:
+            self._updates[held] = self._make_update(held)
+        return self._updates[held]
+
+    def write_back(self, written: WriteBack, tensors: list[Tensor]) -> None:
+        """Take over, in place, what chunk 0 changed in place."""
+        with torch.no_grad():
+            for (slot, moved), new in zip(written.slots, tensors, strict=True):
+                target = self._contents.tensors[slot]
+                # An edit that moves no version there moves none here; batch norm's running means are such.
+                (target if moved and not target.is_inference() else target.data).copy_(new)
+                self._contents.stale.add(self._contents.layout.specs[slot].block)
+
+    def _next_revision(self) -> int:
+        self.revision += 1
+        self._updates.clear()
+        return self.revision
+
+    def _edit(self) -> None:
+        """Take up a change of structure: a few plain attributes one by one, anything else as a whole."""
+        assert self._image is not None
+        found = self._image.differences()
+        modules = {id(m): i for i, m in enumerate(self._modules)}
+        if found is None or not all(id(o) in modules and isinstance(v, _SIMPLE) for o, _, v in found):
+            self._restructure()
+            return
+        revision = self._next_revision()
+        for owner, name, value in found:
+            self._image.accept(owner, name, value)
+            self._edits[modules[id(owner)], name] = (revision, value)
+        self._image.settle()
+
+    def _restructure(self) -> None:
+        """Take the whole structure anew. Tensors that were known keep their slots."""
+        module = self.module
+        found: dict[int, Tensor] = {}
+        known = {**self._contents.tensors, **self._specials}
+        numbers = {id(tensor): slot for slot, tensor in known.items()}
+        fresh = itertools.count(max(known, default=-1) + 1)
+
+        def slot_of(tensor: Tensor) -> int:
+            slot = numbers.get(id(tensor))
+            if slot is None:
+                slot = numbers[id(tensor)] = next(fresh)
+            found[slot] = tensor
+            return slot
+
+        check_devices(module)
+        self._structure, self._image = structure.dump(module, slot_of)
+        self._modules = [*module.modules()]
+        self._edits.clear()
+        self.structure_at = self._next_revision()
+        self._specials = {slot: t for slot, t in sorted(found.items()) if not blocks.is_plain(t)}
+        self._special_parcel, self._special_look = self._encode_specials(), self._look_at_specials()
+        self._contents.adopt({s: t for s, t in found.items() if s not in self._specials}, self.revision)
+        self._kinds = {numbers[id(b)]: "buffer" for b in module.buffers() if id(b) in numbers}
+        self._kinds.update({numbers[id(p)]: "parameter" for p in module.parameters() if id(p) in numbers})
+
+    def _look_at_specials(self) -> list[Any]:
+        return [(t._version, t.requires_grad) for t in self._specials.values()]
+
+    def _encode_specials(self) -> Parcel | None:
+        """Tensors that are no plain window on a storage travel inside the structure, as values do."""
+        if not self._specials:
+            return None
+        return codec.encode(tuple(self._specials.values()), Mail(InlineLink()), "module", requires_grad=True)[0]
+
+    def _make_update(self, held: int) -> Update:
+        whole = held < self.structure_at
+        contents = self._contents
+        mail = Mail(self._link)
+        message = StateUpdate(
+            model=self.id,
+            revision=self.revision,
+            structure=self._structure if whole else None,
+            slots=contents.specs() if whole else {},
+            block_sizes=contents.layout.sizes if whole else {},
+            specials=(tuple(self._specials), self._special_parcel) if whole and self._special_parcel else None,
+            edits=tuple((m, name, value) for (m, name), (at, value) in self._edits.items() if at > held),
+            flags=contents.flags_since(held),
+            blobs=contents.blobs_since(held, mail),
+            bumped=contents.moved_since(held),
+        )
+        return Update(message, mail.beside, sum(size for blob in message.blobs for size in blob.sizes))
+
+
+def check_devices(module: nn.Module) -> None:
+    """Raise upstream's error for a module that is spread over devices."""
+    source = None
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        source = source or tensor.device
+        if tensor.device != source:
+            raise RuntimeError(
+                f"module must have its parameters and buffers on device {source} (device_ids[0]) but found one of them "
+                f"on device: {tensor.device}"
+            )

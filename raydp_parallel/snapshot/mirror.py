@@ -1,0 +1,241 @@
+"""The replica's side: a module that is, at the start of each forward, what the driver's master copy is.
+
+What a forward does to its module is undone before the next one: attributes are put back (`Image.restore`), and blocks
+that were written to get the driver's bytes again. Where a graph is still alive that may have saved the old tensor, the
+block gets new tensors instead, so that the graph keeps what it saw.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from raydp_parallel import codec, devices
+from raydp_parallel.links import InlineLink, Mail, Piece
+from raydp_parallel.messages import SlotSpec, StateUpdate
+from raydp_parallel.snapshot import blocks, structure
+from raydp_parallel.snapshot.image import Image
+from raydp_parallel.snapshot.watch import raw_access
+
+
+class Written(NamedTuple):
+    """What a forward changed in place.
+
+    Attributes:
+        slots: The slots, with whether their version moved.
+        tensors: The tensors as they are now.
+    """
+
+    slots: tuple[tuple[int, bool], ...]
+    tensors: tuple[Tensor, ...]
+
+
+class Mirror:
+    """One model's replica.
+
+    Args:
+        device: Where it lives.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.module: nn.Module = nn.Module()
+        self.revision = 0
+        self._device = device
+        self._image = Image()
+        self._modules: list[nn.Module] = []
+        self._specs: dict[int, SlotSpec] = {}
+        self._slots: dict[int, Tensor] = {}
+        self._members: dict[int, list[int]] = {}
+        self._storages: dict[int, Tensor] = {}
+        self._pristine: dict[int, Piece] = {}
+        self._unversioned: list[int] = []
+        self._versions: dict[int, int] = {}
+        self._moved: set[int] = set()
+        self._fresh: set[int] = set()
+        self._dirty: set[int] = set()
+        self._reported: dict[int, Piece] = {}
+
+    def prepare(self, update: StateUpdate | None, mail: Mail, graphs_alive: bool) -> None:
+        """Undo what the last forward left, and adopt what changed in the driver."""
+        if self.revision:
+            self._image.restore()
+            self._restore_blocks(graphs_alive)
+        if update is not None:
+            if update.structure is not None:
+                self._build(update)
+            self._adopt(update, mail)
+        self._versions = self._now()
+
+    def leaves(self) -> list[Tensor]:
+        """The tensors that may receive gradients, by slot."""
+        return [tensor for _, tensor in sorted(self._slots.items()) if tensor.requires_grad]
+
+    def tensor(self, slot: int) -> Tensor | None:
+        """The tensor of a slot."""
+        return self._slots.get(slot)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Watch what the module writes to."""
+        with raw_access() as touched:
+            try:
+                yield
+            finally:
+                self.note(touched)
+
+    def written(self) -> Written | None:
+        """What the module changed in place since it last began to run, None if nothing."""
+        slots = []
+        for block in sorted(self._fresh):
+            if blocks.equal(self._bytes(block), self._reported.get(block, self._pristine[block])):
+                continue
+            self._reported[block] = blocks.copy(self._bytes(block))
+            slots += [(slot, slot in self._moved) for slot in self._members[block]]
+        self._fresh = set()
+        if not slots:
+            return None
+        return Written(tuple(slots), tuple(self._shown(slot) for slot, _ in slots))
+
+    def _shown(self, slot: int) -> Tensor:
+        # What lies in the block: a parameter whose ``.data`` was replaced is rebound, and rebinding is lost.
+        return blocks.build(self._specs[slot], self._storages[self._specs[slot].block]).detach()
+
+    def note(self, touched: Collection[int] = ()) -> None:
+        """See what was written to. Not only in forward: a checkpoint runs modules again in backward."""
+        versions = self._now()
+        self._moved = {slot for slot, version in versions.items() if version != self._versions.get(slot)}
+        self._versions = versions
+        self._fresh = {self._specs[slot].block for slot in self._specs if slot in self._moved or self._rebound(slot)}
+        self._fresh.update(block for block in self._storages if self._address(block) in touched)
+        self._fresh.update(b for b in self._unversioned if not blocks.equal(self._bytes(b), self._pristine[b]))
+        self._dirty |= self._fresh
+
+    def _now(self) -> dict[int, int]:
+        return {slot: _version(tensor) for slot, tensor in self._slots.items()}
+
+    def _rebound(self, slot: int) -> bool:
+        tensor = self._slots[slot]
+        if not tensor.numel():
+            return False
+        return tensor.untyped_storage().data_ptr() != self._address(self._specs[slot].block)
+
+    def _address(self, block: int) -> int:
+        return self._storages[block].data_ptr()
+
+    def _bytes(self, block: int) -> Piece:
+        return devices.piece(self._storages[block])
+
+    def _restore_blocks(self, graphs_alive: bool) -> None:
+        dirty, self._dirty = self._dirty, set()
+        self._reported.clear()
+        if not dirty:
+            return
+        if graphs_alive or any(self._rebound(slot) for block in dirty for slot in self._members[block]):
+            self._renew(dirty)
+        for block in dirty:
+            self._fill(block, self._pristine[block])
+
+    def _renew(self, chosen: set[int]) -> None:
+        """Give blocks new memory and new tensors, in every place of the module."""
+        replaced = {}
+        for block in chosen:
+            self._storages[block] = torch.empty_like(self._storages[block])
+            for slot in self._members[block]:
+                old = self._slots[slot]
+                spec = self._specs[slot]
+                spec = spec._replace(tensor=spec.tensor._replace(requires_grad=old.requires_grad))
+                new = blocks.build(spec, self._storages[block])
+                vars(new).update(vars(old))
+                self._slots[slot] = replaced[id(old)] = new
+        self._image.replace(replaced)
+
+    def _build(self, update: StateUpdate) -> None:
+        """Make the module of a new structure, out of the tensors that are here where they still fit."""
+        assert update.structure is not None
+        members = _members(update.slots)
+        kept = {block for block, slots in members.items() if self._keeps(block, slots, update)}
+        self._storages = {
+            block: self._storages[block] if block in kept else torch.empty(size, dtype=torch.uint8, device=self._device)
+            for block, size in update.block_sizes.items()
+        }
+        self._slots = {
+            slot: self._slots[slot] if spec.block in kept else blocks.build(spec, self._storages[spec.block])
+            for slot, spec in update.slots.items()
+        }
+        self._specs, self._members = update.slots, members
+        self._pristine = {block: piece for block, piece in self._pristine.items() if block in self._storages}
+        if update.specials is not None:
+            slots, parcel = update.specials
+            self._slots.update(zip(slots, codec.unpack(parcel, Mail(InlineLink()), self._device), strict=True))
+        for slot, spec in update.slots.items():
+            self._slots[slot].requires_grad_(spec.tensor.requires_grad)
+        self.module = structure.load(update.structure, self._slots)
+        self._modules = [*self.module.modules()]
+        for module in self._modules:
+            vars(module)["_is_replica"] = True
+        self._image = structure.survey(self.module)
+        self._unversioned = self._find_unversioned()
+
+    def _keeps(self, block: int, slots: list[int], update: StateUpdate) -> bool:
+        """Whether the tensors of a block fit the new structure as they are."""
+        return (
+            self._members.get(block) == slots
+            and update.block_sizes[block] == len(self._storages[block])
+            and all(_flagless(update.slots[s]) == _flagless(self._specs[s]) for s in slots)
+        )
+
+    def _find_unversioned(self) -> list[int]:
+        """Blocks that kernels write to without telling, such as batch norm's running means: all but parameters."""
+        parameters = {id(p) for p in self.module.parameters()}
+        return sorted({spec.block for slot, spec in self._specs.items() if id(self._slots[slot]) not in parameters})
+
+    def _adopt(self, update: StateUpdate, mail: Mail) -> None:
+        for index, name, value in update.edits:
+            vars(self._modules[index])[name] = value
+            self._image.accept(self._modules[index], name, value)
+        if update.edits:
+            self._image.settle()
+        for slot, flag in update.flags:
+            self._slots[slot].requires_grad_(flag)
+        for blob in update.blobs:
+            whole = mail.open(blob.packet)
+            for block, offset, size in zip(blob.blocks, blob.offsets, blob.sizes, strict=True):
+                self._pristine[block] = Piece(whole.address + offset, size, whole)
+                self._fill(block, self._pristine[block])
+        bumped = [self._slots[slot] for slot in update.bumped if slot in self._slots]
+        bump(bumped)
+        self.revision = update.revision
+
+    def _fill(self, block: int, source: Piece) -> None:
+        target = self._storages[block]
+        if target.device.type == "cpu":
+            ctypes.memmove(target.data_ptr(), source.address, source.size)
+        else:
+            target.copy_(devices.upload(source, target.device))
+
+
+def bump(tensors: list[Tensor]) -> None:
+    """Move versions, so that torch's check for in-place changes sees what the driver did to its copies."""
+    moving = [t for t in tensors if not t.is_inference()]
+    if moving:
+        torch.autograd.graph.increment_version(moving)
+
+
+def _members(specs: dict[int, SlotSpec]) -> dict[int, list[int]]:
+    members: dict[int, list[int]] = {}
+    for slot, spec in sorted(specs.items()):
+        members.setdefault(spec.block, []).append(slot)
+    return members
+
+
+def _flagless(spec: SlotSpec) -> SlotSpec:
+    return spec._replace(tensor=spec.tensor._replace(requires_grad=False))
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,169 @@
+"""A module's structure as bytes: everything but its tensors' contents, which stand in it as slot ids.
+
+Modules that refuse pickling, though deepcopy takes them, are helped here: parametrized modules, TorchScript, weak
+references. So does a wrapper inside the module: in a replica it runs its own module in place.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from raydp_parallel.codec import unsendable
+from raydp_parallel.snapshot.image import Image
+
+_LAZY = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
+
+
+def dump(module: nn.Module, slot: Callable[[Tensor], int]) -> tuple[bytes, Image]:
+    """Pickle a module's structure.
+
+    Args:
+        module: The master copy.
+        slot: Names the slot of a tensor.
+
+    Returns:
+        The bytes, and the image of what they describe.
+    """
+    refuse_unreplicable(module)
+    image = Image()
+    try:
+        structure = _dump(module, slot, image)
+    except Exception as error:
+        raise unsendable(module, "module", error, _picklable) from error
+    image.freeze()
+    return structure, image
+
+
+def survey(module: nn.Module) -> Image:
+    """The image of a module whose structure came from `load`."""
+    image = Image()
+    _dump(module, id, image)
+    image.freeze()
+    return image
+
+
+def load(structure: bytes, tensors: Any) -> nn.Module:
+    """Build a module of a structure, with ``tensors[slot]`` in its places."""
+    unpickler = _Unpickler(io.BytesIO(structure), tensors)
+    module = unpickler.load()
+    for slot, attributes in unpickler.load().items():
+        vars(tensors[slot]).update(attributes)
+    return module  # type: ignore[no-any-return]
+
+
+def refuse_unreplicable(module: nn.Module) -> None:
+    """Raise upstream's errors for what upstream cannot replicate either."""
+    if any(isinstance(t, _LAZY) for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values())):
+        raise RuntimeError(
+            "Modules with uninitialized parameters can't be used with `DataParallel`. "
+            "Run a dummy forward pass to correctly initialize the modules"
+        )
+    scripts = [m for m in module.modules() if isinstance(m, torch.jit.ScriptModule)]
+    if any(not isinstance(child, torch.jit.ScriptModule) for script in scripts for child in script.modules()):
+        raise RuntimeError("Cannot replicate network where python modules are children of ScriptModule")
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO, slot: Callable[[Tensor], int], visit: Callable[[Any], None]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.slot = slot
+        self.visit = visit
+        self.tensors: dict[int, Tensor] = {}
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, Tensor):
+            self.visit(value)
+            return None
+        slot = self.slot(value)
+        self.tensors[slot] = value
+        return slot
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            if isinstance(value, torch.jit.ScriptModule):
+                return _reduce_script(value)
+            if parametrize.is_parametrized(value) and "parametrizations" in value._modules:
+                return _reduce_parametrized(value)
+        if isinstance(value, weakref.ref):
+            return (weakref.ref, (value(),)) if value() is not None else (_dead_reference, ())
+        return super().reducer_override(value)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: Any) -> None:
+        super().__init__(file)
+        self.tensors = tensors
+
+    def persistent_load(self, slot: int) -> Tensor:
+        return self.tensors[slot]  # type: ignore[no-any-return]
+
+
+def _dump(module: nn.Module, slot: Callable[[Tensor], int], image: Image) -> bytes:
+    file = io.BytesIO()
+    pickler = _Pickler(file, slot, image.visit)
+    pickler.dump(module)
+    # Attributes that users hang on parameters; their tensors are found by a pass of their own.
+    pickler.dump({slot: dict(vars(t)) for slot, t in pickler.tensors.items() if vars(t)})
+    return file.getvalue()
+
+
+def _picklable(value: Any) -> bool:
+    try:
+        _Pickler(io.BytesIO(), id, id).dump(value)  # type: ignore[arg-type]
+    except Exception:
+        return False
+    return True
+
+
+class _Nothing:
+    """Stands for the target of a weak reference that is gone."""
+
+
+def _dead_reference() -> weakref.ref[Any]:
+    return weakref.ref(_Nothing())
+
+
+def _reduce_parametrized(module: nn.Module) -> tuple[Any, ...]:
+    base = type(module).__mro__[1]
+    names = tuple(module.parametrizations)  # type: ignore[arg-type]
+    return _new_parametrized, (base, names), vars(module), None, None, _set_state
+
+
+def _new_parametrized(base: type[nn.Module], names: Sequence[str]) -> nn.Module:
+    module = base.__new__(base)
+    nn.Module.__init__(module)
+    parametrize._inject_new_class(module)
+    for name in names:
+        parametrize._inject_property(module, name)
+    return module
+
+
+def _set_state(module: nn.Module, state: dict[str, Any]) -> None:
+    vars(module).clear()
+    vars(module).update(state)
+
+
+def _reduce_script(module: torch.jit.ScriptModule) -> tuple[Any, ...]:
+    file = io.BytesIO()
+    torch.jit.save(module, file)
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return _load_script, (file.getvalue(), tensors, [m.training for m in module.modules()])
+
+
+def _load_script(saved: bytes, tensors: dict[str, Tensor], training: Sequence[bool]) -> torch.jit.ScriptModule:
+    module = torch.jit.load(io.BytesIO(saved))
+    for path, tensor in tensors.items():
+        parent, _, name = path.rpartition(".")
+        setattr(module.get_submodule(parent) if parent else module, name, tensor)
+    for child, mode in zip(module.modules(), training, strict=True):
+        child.training = mode
+    return module  # type: ignore[no-any-return]

@@ -1,0 +1,61 @@
+# Sourced by the other scripts. Makes .venv in the checkout when it is missing or out of date, and sets $root and $python.
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+python="$root/.venv/bin/python"
+
+say() {
+    printf '== %s\n' "$*"
+}
+
+find_python() {
+    local candidate
+    for candidate in "${PYTHON:-python3}" python3.13 python3.12 python3.11 python3.10; do
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then
+            printf '%s\n' "$candidate"
+            return
+        fi
+    done
+    cat >&2 <<END
+No Python 3.10 or newer that can make a virtual environment was found (looked for ${PYTHON:-python3} and python3.10 to python3.13).
+Install one (Debian and Ubuntu: python3 and python3-venv), or name yours: PYTHON=/path/to/python $0
+END
+    return 1
+}
+
+# What pip says goes to a log; after a failure its end is shown.
+pip_install() {
+    local log="$root/.venv/pip.log"
+    "$python" -m pip install --disable-pip-version-check --no-input --progress-bar off \
+        -c "$root/constraints.txt" "$@" >"$log" 2>&1 || {
+        grep -v '^WARNING: ' "$log" | tail -n 30 >&2
+        echo "pip install $* failed; its whole log is $log" >&2
+        return 1
+    }
+}
+
+# The checkout's path counts too: the editable install points at it.
+fingerprint() {
+    { printf '%s\n' "$root"; cat "$root/pyproject.toml" "$root/constraints.txt"; } | cksum
+}
+
+make_environment() {
+    local stamp="$root/.venv/installed" base torch
+    if [[ -f "$stamp" && "$(cat "$stamp")" == "$(fingerprint)" ]] && "$python" -c '' 2>/dev/null; then
+        return
+    fi
+    if ! "$python" -m pip --version >/dev/null 2>&1; then
+        base="$(find_python)"
+        say "making .venv with $("$base" --version)"
+        "$base" -m venv --clear "$root/.venv"
+    fi
+    rm -f "$stamp"
+    # torch alone and first: resolved together with the rest, another build of it could be chosen, gigabytes larger.
+    torch="$(grep '^torch==' "$root/constraints.txt")"
+    say "installing $torch"
+    pip_install "$torch"
+    say "installing ray, the package and what its tests need"
+    pip_install -e "$root[test]"
+    fingerprint > "$stamp"
+}
+
+make_environment

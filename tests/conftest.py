@@ -1,0 +1,44 @@
+"""One Ray for the whole suite: a node with two GPUs that it only counts, so that cluster logic runs without any."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """A running Ray node with 4 CPUs and 2 fake GPUs."""
+    start_ray()
+    yield
+    stop_ray()
+
+
+def start_ray(**options: object) -> None:
+    """Start the suite's Ray, unless it runs."""
+    import ray
+
+    if not ray.is_initialized():
+        settings = {"num_cpus": 4, "num_gpus": 2, "include_dashboard": False, "log_to_driver": False, **options}
+        ray.init(**settings)  # type: ignore[arg-type]
+
+
+def stop_ray() -> None:
+    """End the suite's replicas and its Ray."""
+    import ray
+
+    import raydp_parallel
+
+    raydp_parallel.shutdown()
+    ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    """Every test starts with the same random numbers."""
+    torch.manual_seed(0)

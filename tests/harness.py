@@ -1,0 +1,71 @@
+"""What parity tests share: the same module under our wrapper, under upstream's on CPU (the oracle), and plain."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import raydp_parallel
+from tests import oracle
+
+
+class Trio(NamedTuple):
+    """Three copies of one module.
+
+    Attributes:
+        ours: Under `raydp_parallel.DataParallel`, on CPU replicas.
+        theirs: Under upstream's DataParallel, over as many logical CPU devices.
+        plain: As it is.
+    """
+
+    ours: Any
+    theirs: Any
+    plain: nn.Module
+
+
+def trio(module: nn.Module, replicas: int, **kwargs: Any) -> Trio:
+    """Wrap three copies of ``module``."""
+    names = {name: value for name, value in kwargs.items() if name in ("dim", "output_device")}
+    return Trio(
+        raydp_parallel.DataParallel(copy.deepcopy(module), ["cpu"] * replicas, **kwargs),
+        oracle.DataParallel(copy.deepcopy(module), list(range(replicas)), **names),
+        copy.deepcopy(module),
+    )
+
+
+def grads(module: nn.Module) -> dict[str, Tensor | None]:
+    """Every parameter's gradient by name, without the wrapper's prefix."""
+    return {name.removeprefix("module."): p.grad for name, p in module.named_parameters()}
+
+
+def assert_same_grads(one: nn.Module, other: nn.Module, **tolerance: float) -> None:
+    """Both have the same gradients, None where the other has None."""
+    ours, theirs = grads(one), grads(other)
+    assert ours.keys() == theirs.keys()
+    for name, grad in ours.items():
+        expected = theirs[name]
+        assert (grad is None) == (expected is None), f"{name}: {grad} and {expected}"
+        if grad is not None and expected is not None:
+            torch.testing.assert_close(grad, expected, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def assert_same_state(one: nn.Module, other: nn.Module, **tolerance: float) -> None:
+    """Both have the same parameters and buffers."""
+    ours = {name.removeprefix("module."): t for name, t in one.state_dict().items()}
+    theirs = {name.removeprefix("module."): t for name, t in other.state_dict().items()}
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def raised(call: Callable[[], Any]) -> BaseException:
+    """The exception that a call raises."""
+    try:
+        call()
+    except BaseException as error:  # noqa: BLE001
+        return error
+    raise AssertionError("nothing was raised")

@@ -1,0 +1,89 @@
+"""Each example runs as its reader would run it, in a process of its own, and does what it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LOSSES = re.compile(r"(?:loss|distance) ([\d.]+) -> ([\d.]+)")
+
+
+def run(*arguments: str) -> str:
+    """What a Python process prints on both streams; it must succeed."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def example(name: str, devices: str) -> str:
+    return run(f"examples/{name}.py", "--devices", devices)
+
+
+def rows(line: str, text: str) -> Counter[int]:
+    """How often each number of rows occurs in the tutorial's lines of one kind."""
+    sizes = re.findall(line + r": input size torch\.Size\(\[(\d+), 5\]\) output.size torch\.Size\(\[(\d+), 2\]\)", text)
+    assert all(went_in == came_out for went_in, came_out in sizes)
+    return Counter(int(size) for size, _ in sizes)
+
+
+def test_quickstart_trains_and_shows_what_each_replica_did() -> None:
+    printed = example("quickstart", "cpu,cpu")
+    assert [int(step) for step in re.findall(r"\] step +(\d+)/100  loss", printed)] == list(range(10, 101, 10))
+    table = printed.split("What each replica did:\n")[1].split("\n\n")[0]
+    assert len(re.findall(r"^.*\bcpu\b.*\b100\b.*\b12800\b.*$", table, re.MULTILINE)) == 2, table
+    final, first = map(float, re.search(r"Final loss ([\d.]+), at the start ([\d.]+)", printed).groups())
+    assert final < first / 2
+
+
+def test_tutorial_splits_each_batch_among_1_2_and_3_replicas() -> None:
+    printed = example("tutorial", "cpu,cpu,cpu")
+    one = Counter({30: 3, 10: 1})
+    two = Counter({15: 6, 5: 2})
+    three = Counter({10: 9, 4: 2, 2: 1})
+    assert rows("In Model", printed) == one + two + three
+    assert rows("Outside", printed) == Counter({30: 9, 10: 3})
+
+
+def test_tutorial_runs_in_place_without_devices() -> None:
+    printed = example("tutorial", "none")
+    assert rows("In Model", printed) == Counter({30: 3, 10: 1})
+    assert rows("Outside", printed) == Counter({30: 3, 10: 1})
+    assert "Devices: []" in printed
+
+
+@pytest.mark.parametrize("name", ["block_in_model", "cpu_and_gpu", "gan"])
+def test_training_examples_get_better(name: str) -> None:
+    first, last = map(float, LOSSES.search(example(name, "cpu,cpu")).groups())
+    assert last < first / 2
+
+
+@pytest.mark.parametrize("devices", ["cpu,cpu,cpu", "none"])
+def test_primitives_compose_to_the_plain_module(devices: str) -> None:
+    assert "output (10, 4), 4 gradients; equal to the plain module: True" in example("primitives", devices)
+
+
+def test_readme_examples_run_on_two_cpu_replicas() -> None:
+    """The two Python blocks of the README, one after the other."""
+    loop, executor = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    wrap = "DataParallel(net)"
+    assert loop.count(wrap) == 1
+    loop = loop.replace(wrap, 'DataParallel(net, ["cpu", "cpu"])')
+    printed = run("-c", f"{loop}\nprint([replica.rows for replica in model.executor.stats().replicas])\n{executor}")
+    assert "[300, 300]" in printed

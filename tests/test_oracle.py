@@ -1,0 +1,132 @@
+"""The oracle is upstream's DataParallel, and leaves torch alone."""
+
+import copy
+import sys
+import warnings
+
+import oracle
+import pytest
+import torch
+from torch import nn
+
+
+def _net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
+
+
+def _close(left, right):
+    return all(torch.allclose(a, b, atol=1e-6) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("rows", [7, 2, 1])
+def test_agrees_with_the_plain_module(rows):
+    """Outputs, input gradients and parameter gradients are those of one module on the whole batch."""
+    net, x = _net(), torch.randn(rows, 3, requires_grad=True)
+    plain, y = copy.deepcopy(net), x.detach().clone().requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out, expected = oracle.DataParallel(net, [0, 1, 2])(x), plain(y)
+        out.square().sum().backward()
+    expected.square().sum().backward()
+    assert _close([out, x.grad], [expected, y.grad])
+    assert _close([p.grad for p in net.parameters()], [p.grad for p in plain.parameters()])
+
+
+def test_second_order():
+    """Gradients of gradients agree with the plain module's."""
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(), torch.randn(5, 3).double()
+
+    def penalty(call):
+        inputs = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(call(inputs).sum(), inputs, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), list(net.parameters())[:3])
+
+    assert _close(penalty(oracle.DataParallel(net, [0, 1])), penalty(net))
+
+
+def test_each_replica_sees_its_chunk():
+    """Five rows on four devices: three replicas of 2, 2 and 1 rows."""
+    seen = {}
+
+    class Rows(nn.Module):
+        def forward(self, x):
+            seen[int(x[0, 0])] = len(x)
+            return x
+
+    out = oracle.DataParallel(Rows(), [0, 1, 2, 3])(torch.arange(5.0).unsqueeze(1))
+    assert seen == {0: 2, 2: 2, 4: 1}
+    assert out.flatten().tolist() == [0, 1, 2, 3, 4]
+
+
+def test_first_replica_writes_back_others_do_not():
+    """BatchNorm's running mean comes from the first chunk only (R6, R7)."""
+    net, x = nn.BatchNorm1d(1), torch.tensor([[0.0], [2.0], [100.0], [102.0]])
+    oracle.DataParallel(net, [0, 1])(x)
+    assert net.running_mean.item() == pytest.approx(0.1)
+    assert net.num_batches_tracked.item() == 1
+
+
+def test_unused_parameters_get_zeros():
+    """Broadcast gives zeros to a parameter no replica used (B3)."""
+
+    class HalfUsed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+
+        def forward(self, x):
+            return x * self.used
+
+    net = HalfUsed()
+    oracle.DataParallel(net, [0, 1])(torch.ones(4, 1)).sum().backward()
+    assert net.used.grad.item() == 4 and net.unused.grad.item() == 0
+
+
+def test_errors_name_the_replica():
+    """A replica's exception keeps its type and says where it was raised (A4)."""
+
+    class Failing(nn.Module):
+        def forward(self, x):
+            raise KeyError("absent")
+
+    with pytest.raises(KeyError, match="Caught KeyError in replica 0 on device 0"):
+        oracle.DataParallel(Failing(), [0, 1])(torch.ones(2, 1))
+
+
+def test_the_function_agrees_with_the_class():
+    """data_parallel gives what DataParallel gives, on all devices by default."""
+    net, x = _net(), torch.randn(5, 3)
+    assert torch.equal(oracle.data_parallel(net, x), oracle.DataParallel(net)(x))
+    assert oracle.DataParallel(net).device_ids == [0, 1]
+
+
+def test_devices_are_checked():
+    """A CPU device among the ids and a module elsewhere are refused (C3, F1)."""
+    with pytest.raises(ValueError, match="Expected a non cpu device, but got: cpu"):
+        oracle.DataParallel(_net(), ["cpu"])
+    with pytest.raises(RuntimeError, match="module must have its parameters and buffers on device"):
+        oracle.DataParallel(_net().to("meta"), [0, 1])(torch.ones(2, 3))
+
+
+def test_gather_casts_to_the_first_dtype():
+    """A differing dtype becomes replica 0's, as comm.cpp allocates it (G9)."""
+    out = oracle.gather([torch.ones(1, dtype=torch.float16), torch.ones(1)], 0)
+    assert out.dtype is torch.float16
+
+
+def test_complex_parameters_and_inputs():
+    """Complex tensors cross all four steps."""
+    net, x = nn.Linear(2, 2, dtype=torch.complex64), torch.randn(3, 2, dtype=torch.complex64)
+    assert torch.allclose(oracle.DataParallel(net, [0, 1])(x), net(x))
+
+
+def test_torch_is_left_alone():
+    """Upstream's own modules still refuse CPU tensors, and none of their names is ours."""
+    upstream = sys.modules["torch.nn.parallel._functions"]
+    with pytest.raises((AssertionError, RuntimeError), match=r"CPU|cpu"):
+        upstream.Gather.apply("cpu", 0, torch.ones(1))
+    assert nn.DataParallel is not oracle.DataParallel
+    for name in ("_functions", "comm", "data_parallel", "parallel_apply", "replicate", "scatter_gather"):
+        assert sys.modules[f"torch.nn.parallel.{name}"].__dict__.get("torch", torch) is torch
+    assert torch._C is sys.modules["torch._C"] and torch.accelerator.device_index is not oracle._no_context
