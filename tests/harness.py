@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+import oracle
 import raydp_parallel
-from tests import oracle
+
 
 
 class Trio(NamedTuple):
