@@ -84,6 +84,7 @@ class StateUpdate(NamedTuple):
         model: The model's id.
         revision: The revision the replica holds afterwards.
         structure: The pickled module with tensors as slot ids, or None where only contents changed.
+        paths: With ``structure``: where the driver's process finds its modules.
         slots: With ``structure``: the spec of every slot, by id.
         block_sizes: With ``structure``: the size in bytes of every block, by id.
         specials: With ``structure``: slots of tensors that are no plain window on a storage, and the parcel of them.
@@ -96,6 +97,7 @@ class StateUpdate(NamedTuple):
     model: int
     revision: int
     structure: bytes | None
+    paths: tuple[str, ...]
     slots: dict[int, SlotSpec]
     block_sizes: dict[int, int]
     specials: tuple[tuple[int, ...], Parcel] | None

@@ -10,6 +10,7 @@ Each change has a revision. A replica that holds revision 3 gets an update with 
 from __future__ import annotations
 
 import itertools
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -215,6 +216,7 @@ class Master:
             model=self.id,
             revision=self.revision,
             structure=self._structure if whole else None,
+            paths=tuple(sys.path) if whole else (),
             slots=contents.specs() if whole else {},
             block_sizes=contents.layout.sizes if whole else {},
             specials=(tuple(self._specials), self._special_parcel) if whole and self._special_parcel else None,

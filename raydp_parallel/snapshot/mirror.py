@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
@@ -174,6 +175,8 @@ class Mirror:
             self._slots.update(zip(slots, codec.unpack(parcel, Mail(InlineLink()), self._device), strict=True))
         for slot, spec in update.slots.items():
             self._slots[slot].requires_grad_(spec.tensor.requires_grad)
+        # Ray gives its workers the script's folder and the working one; the driver may import from more.
+        sys.path.extend(path for path in update.paths if path not in sys.path)
         self.module = structure.load(update.structure, self._slots)
         self._modules = [*self.module.modules()]
         for module in self._modules:
