@@ -6,7 +6,6 @@ import os
 import pickle
 from typing import Any
 
-import cloudpickle
 import ray
 import torch
 
@@ -57,7 +56,7 @@ class Door:
 
 def seal(message: Any, mail: Mail) -> Any:
     """A message and its packets as one return value of a Ray call: bytes alone if nothing lies beside them."""
-    header = cloudpickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    header = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return (header, *mail.beside) if mail.beside else header
 
 

@@ -6,7 +6,7 @@ once, so that a tensor that stands in two places of a value does so on the other
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import io
 import pickle
 from collections.abc import Callable, Sequence
@@ -96,6 +96,17 @@ def spec_of(tensor: Tensor, offset: int = 0) -> TensorSpec:
     return TensorSpec(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride(), offset)
 
 
+def pack_class(cls: type | None) -> bytes | None:
+    """A tensor class for a spec. Messages are pickled plainly, for speed; a class may need more than that."""
+    return None if cls is None else cloudpickle.dumps(cls)
+
+
+@functools.lru_cache(maxsize=64)
+def load_class(data: bytes) -> Any:
+    """The class of a spec."""
+    return pickle.loads(data)
+
+
 class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -179,7 +190,7 @@ def _write(tensor: Tensor, pieces: list[Piece], offsets: list[int], end: int) ->
     flat = compact(tensor)
     if cls is not None:
         flat = flat.as_subclass(Tensor)
-    spec = TensorSpec(DTYPE_NAMES[flat.dtype], tuple(flat.shape), flat.stride(), end, cls=cls)
+    spec = TensorSpec(DTYPE_NAMES[flat.dtype], tuple(flat.shape), flat.stride(), end, False, pack_class(cls))
     if flat.numel():
         pieces.append(devices.piece(flat))
         offsets.append(end)
@@ -229,7 +240,7 @@ def _read(spec: TensorSpec, read: Callable[[TensorSpec, torch.dtype], Tensor]) -
     dtype = DTYPES[spec.dtype]
     if spec.layout == "strided":
         tensor = read(spec, dtype)
-        return tensor if spec.cls is None else tensor.as_subclass(spec.cls)
+        return tensor if spec.cls is None else tensor.as_subclass(load_class(spec.cls))
     if spec.layout == "saved":
         return torch.load(io.BytesIO(spec.extra), weights_only=False)
     parts = [_read(part, read) for part in spec.parts]

@@ -19,7 +19,6 @@ from dataclasses import replace
 from enum import Enum
 from typing import Any, NamedTuple
 
-import cloudpickle
 from torch import nn
 
 from raydp_parallel import cluster, devices
@@ -300,7 +299,7 @@ class Executor:
             raise GraphLost(f"{job.seat} lost the graph of this forward, because its process ended; run forward again")
         mail = Mail(self._crew.link)
         message = job.prepare(job.seat, mail)
-        header = cloudpickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        header = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         job.seat.tally.bytes_in += mail.size
         return self._crew.submit(job.seat.door, job.method, header, mail.beside), job.seat.incarnation
 

@@ -16,7 +16,7 @@ class TensorSpec(NamedTuple):
         stride: Its strides, in elements.
         offset: Its first byte in the parcel.
         requires_grad: Whether the receiver makes it a leaf that requires a gradient.
-        cls: The tensor subclass to restore, None for a plain tensor.
+        cls: The pickled tensor subclass to restore, None for a plain tensor.
         layout: ``"strided"``, or the name of the layout whose components are ``parts``.
         parts: The specs of the components of a tensor that is not strided.
         extra: Plain values that the layout needs besides, such as whether a sparse tensor is coalesced.
@@ -27,7 +27,7 @@ class TensorSpec(NamedTuple):
     stride: tuple[int, ...]
     offset: int
     requires_grad: bool = False
-    cls: type | None = None
+    cls: bytes | None = None
     layout: str = "strided"
     parts: tuple[TensorSpec, ...] = ()
     extra: Any = None

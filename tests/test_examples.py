@@ -10,18 +10,22 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import ray
+
+pytestmark = pytest.mark.usefixtures("cluster")
 
 ROOT = Path(__file__).parents[1]
 LOSSES = re.compile(r"(?:loss|distance) ([\d.]+) -> ([\d.]+)")
 
 
-def run(*arguments: str) -> str:
-    """What a Python process prints on both streams; it must succeed."""
+def run(*arguments: str, **environment: str) -> str:
+    """What a Python process prints on both streams; it must succeed. It joins the suite's cluster."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    cluster = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+        env=os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | cluster | environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -33,7 +37,9 @@ def run(*arguments: str) -> str:
 
 
 def example(name: str, devices: str) -> str:
-    return run(f"examples/{name}.py", "--devices", devices)
+    """An example's output; with no devices it sees no GPU, of the machine or of a cluster."""
+    alone = {"RAY_ADDRESS": "", "CUDA_VISIBLE_DEVICES": ""} if devices == "none" else {}
+    return run(f"examples/{name}.py", "--devices", devices, **alone)
 
 
 def rows(line: str, text: str) -> Counter[int]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raydp_parallel import codec, devices
 from raydp_parallel.links import InlineLink, Piece
@@ -20,6 +20,9 @@ from raydp_parallel.messages import SlotSpec
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+_PARAMETER = b"parameter"
+"""Stands for the most common class of them all."""
 
 _SPARE = 2
 """A tensor that shows less than one byte in so many of what it spans travels as a compact copy."""
@@ -108,8 +111,8 @@ def _lay_out_cluster(
 
 
 def _spec(tensor: Tensor) -> codec.TensorSpec:
-    kind = type(tensor)
-    return codec.spec_of(tensor)._replace(cls=None if kind is Tensor else kind, requires_grad=tensor.requires_grad)
+    cls = _PARAMETER if type(tensor) is nn.Parameter else codec.pack_class(type(tensor))
+    return codec.spec_of(tensor)._replace(cls=None if type(tensor) is Tensor else cls, requires_grad=tensor.requires_grad)
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
@@ -168,4 +171,5 @@ def build(spec: SlotSpec, storage: Tensor) -> Tensor:
         plain.set_(storage.untyped_storage(), spec.offset, kind.shape, kind.stride)  # type: ignore[call-overload]
     if kind.cls is None:
         return plain.requires_grad_(kind.requires_grad)
-    return Tensor._make_subclass(kind.cls, plain, kind.requires_grad)  # type: ignore[no-any-return]
+    cls = nn.Parameter if kind.cls == _PARAMETER else codec.load_class(kind.cls)
+    return Tensor._make_subclass(cls, plain, kind.requires_grad)  # type: ignore[no-any-return]

@@ -111,8 +111,8 @@ class Contents:
         self.send([block for block in layout.sizes if block not in kept], revision)
 
     def differing(self, revision: int) -> list[int]:
-        """The blocks whose contents are not what was sent before ``revision``, though no version tells."""
-        known = [block for block, at in self._block_at.items() if at < revision]
+        """The blocks whose contents are not what was sent up to ``revision``, though no version tells."""
+        known = [block for block, at in self._block_at.items() if at <= revision]
         return [block for block in known if not blocks.equal(self._read(block), self._sent(block))]
 
     def send(self, chosen: list[int], revision: int) -> None:

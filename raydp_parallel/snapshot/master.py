@@ -75,6 +75,7 @@ class Master:
         self.id = next(_ids)
         self.revision = 0
         self.structure_at = 0
+        self._sent_before = 0
         self.module = module
         self._link = link
         self._image: Image | None = None
@@ -119,6 +120,7 @@ class Master:
 
     def sync(self) -> None:
         """See what changed, as far as identities, versions and addresses tell."""
+        self._sent_before = self.revision
         if self._image is None or self._look_at_specials() != self._special_look:
             self._restructure()
         elif self._image.changed():
@@ -132,7 +134,7 @@ class Master:
         if self._image.deep_changed() or self._encode_specials() != self._special_parcel:
             self._restructure()
             return False
-        differing = self._contents.differing(self.revision)
+        differing = self._contents.differing(self._sent_before)
         if differing:
             self._contents.send(differing, self._next_revision())
         return not differing
