@@ -12,9 +12,8 @@ from torch import Tensor
 from raydp_parallel import bridge, codec, context
 from raydp_parallel.executor import Answer, Executor, Job, Seat, new_graph_key
 from raydp_parallel.links import Mail
-from raydp_parallel.messages import ForwardRequest, Parcel
+from raydp_parallel.messages import Arguments, ForwardRequest, Parcel, Produced
 from raydp_parallel.options import UnusedGrads
-from raydp_parallel.replica import Produced
 from raydp_parallel.snapshot.master import Master, Update
 
 _ATTEMPTS = 3
@@ -42,18 +41,6 @@ class Chunk(NamedTuple):
     where: str | None
     rows: int = 0
     detach: bool = False
-
-
-class Arguments(NamedTuple):
-    """What a module is called with, under the names that errors use.
-
-    Attributes:
-        inputs: Positional.
-        kwargs: By keyword.
-    """
-
-    inputs: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 class Capture:
@@ -95,8 +82,10 @@ def run(executor: Executor, chunks: Sequence[Chunk], unused: UnusedGrads) -> lis
     grad = torch.is_grad_enabled()
     sent = [_pack(executor, chunk, grad) for chunk in chunks]
     call, owned = _plan(executor, sent, unused, grad)
+    doubtful = [_doubtful(call, row) for row in owned]
+    keys, handle, answers = _run(executor, sent, doubtful, masters, bool(call.leaves))
+    _leave_out_unreached(call, owned, doubtful, answers)
     token = bridge.fork(call) if call.leaves else None
-    keys, handle, answers = _run(executor, sent, masters, token is not None)
     marks = {master: master.versions() for master in masters}
     bridge.finish([(c.seat, c.master if i == 0 else None, a) for i, (c, a) in enumerate(zip(chunks, answers, strict=True))])
     for i, (chunk, answer, leaves) in enumerate(zip(chunks, answers, owned, strict=True)):
@@ -112,7 +101,8 @@ def run(executor: Executor, chunks: Sequence[Chunk], unused: UnusedGrads) -> lis
 
 def _pack(executor: Executor, chunk: Chunk, grad: bool) -> _Sent:
     mail = Mail(executor.link)
-    parcel, tensors = codec.encode(Arguments(chunk.args, chunk.kwargs), mail, "", requires_grad=grad)
+    value, root = (Arguments(chunk.args, chunk.kwargs), "") if chunk.kwargs else (chunk.args, "inputs")
+    parcel, tensors = codec.encode(value, mail, root, requires_grad=grad)
     return _Sent(chunk, parcel, mail, [t for t in tensors if t.requires_grad] if grad else [])
 
 
@@ -141,8 +131,31 @@ def _plan(
     return bridge.Call(executor, leaves, kinds, unused), owned
 
 
+def _doubtful(call: bridge.Call, owned: Sequence[int]) -> tuple[int, ...]:
+    """Plain attributes that were computed in the driver, and that modules like weight_norm's compute anew in forward.
+
+    Where nobody uses them, torch must not walk on into the graph that they come from: it may be gone.
+    """
+    if "attribute" not in call.kinds:
+        return ()
+    return tuple(k for k, i in enumerate(owned) if call.kinds[i] == "attribute" and not call.leaves[i].is_leaf)
+
+
+def _leave_out_unreached(
+    call: bridge.Call, owned: Sequence[Sequence[int]], doubtful: Sequence[Sequence[int]], answers: Sequence[Answer]
+) -> None:
+    asked = {row[k] for row, found in zip(owned, doubtful, strict=True) for k in found}
+    reached = {row[k] for row, answer in zip(owned, answers, strict=True) for k in answer.reply.reached}
+    for i in asked - reached:
+        call.leaves[i] = call.leaves[i].detach()
+
+
 def _run(
-    executor: Executor, sent: Sequence[_Sent], masters: Sequence[Master], differentiable: bool
+    executor: Executor,
+    sent: Sequence[_Sent],
+    doubtful: Sequence[tuple[int, ...]],
+    masters: Sequence[Master],
+    differentiable: bool,
 ) -> tuple[list[int | None], bridge.Handle, list[Answer]]:
     """Run the chunks; and again, if the contents turn out to be other than they were taken to be."""
     ambient = context.capture()
@@ -154,7 +167,7 @@ def _run(
         handle = bridge.Handle(
             [(s.chunk.seat, key, s.chunk.seat.incarnation) for s, key in zip(sent, keys, strict=True) if key is not None]
         )
-        jobs = [_job(s, i, keys[i], ambient, seed, capture, sends) for i, s in enumerate(sent)]
+        jobs = [_job(s, i, keys[i], ambient, seed, capture, doubtful[i], sends) for i, s in enumerate(sent)]
         same: list[bool] = []
         answers = executor.run(jobs, lambda: same.extend([master.verify() for master in masters]))
         _note_held(sent, answers)
@@ -165,7 +178,14 @@ def _run(
 
 
 def _job(
-    sent: _Sent, number: int, key: int | None, ambient: Any, seed: int, capture: Capture | None, sends: list[Update]
+    sent: _Sent,
+    number: int,
+    key: int | None,
+    ambient: Any,
+    seed: int,
+    capture: Capture | None,
+    doubtful: tuple[int, ...],
+    sends: list[Update],
 ) -> Job:
     chunk = sent.chunk
 
@@ -181,7 +201,7 @@ def _job(
         names = capture.names if capture is not None else ()
         return ForwardRequest(
             chunk.master.id, message, key, number, chunk.where, sent.inputs, ambient, seed, number == 0, names,
-            seat.forget(),
+            doubtful, seat.forget(),
         )  # fmt: skip
 
     return Job(chunk.seat, "forward", prepare)
@@ -207,13 +227,8 @@ def _outputs(
         for row, numbered, tensors in zip(unpacked, live, joined, strict=True):
             for (k, _), tensor in zip(numbered, tensors, strict=True):
                 row[k] = tensor
-    produced = [_load(answer, row) for answer, row in zip(answers, unpacked, strict=True)]
+    values = [codec.load(a.reply.value, row) for a, row in zip(answers, unpacked, strict=True) if a.reply.value]
     capture = capturing.get()
     if capture is not None:
-        capture.parts = [p.captured for p in produced]
-    return [p.output for p in produced]
-
-
-def _load(answer: Answer, tensors: Sequence[Tensor]) -> Produced:
-    assert answer.reply.value is not None
-    return codec.load(answer.reply.value, tensors)  # type: ignore[no-any-return]
+        capture.parts = [value.captured for value in values]
+    return [value.output if isinstance(value, Produced) else value for value in values]

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 import torch
 from ray._private.utils import read_ray_address
+from ray._private.worker import global_worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydp_parallel.actor import ReplicaActor, link_for
@@ -93,11 +94,12 @@ class RayCrew:
     def __init__(self, options: Options) -> None:
         connect()
         self._options = options
-        self._session = _session()
+        self._session = global_worker.core_worker
         self.link = link_for(options.link, ray.put, ray.get)
 
     def alive(self) -> bool:
-        return ray.is_initialized() and _session() == self._session
+        # Asked with every call: what Ray's own is_initialized() reads, without the way there.
+        return global_worker.connected and global_worker.core_worker is self._session
 
     def start(self, places: Sequence[Place]) -> dict[Place, tuple[Any, Hello]]:
         doors = self._create(places)
@@ -181,7 +183,3 @@ def _nodes() -> list[dict[str, Any]]:
     here = ray.get_runtime_context().get_node_id()
     alive = [node for node in ray.nodes() if node["Alive"]]
     return sorted(alive, key=lambda node: (node["NodeID"] != here, node["NodeID"]))
-
-
-def _session() -> str:
-    return ray.get_runtime_context().get_job_id() + str(ray.get_runtime_context().gcs_address)

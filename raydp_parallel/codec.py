@@ -24,6 +24,12 @@ from raydp_parallel.messages import Parcel, TensorSpec
 DTYPES = {str(d)[6:]: d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 DTYPE_NAMES = {d: name for name, d in DTYPES.items()}
 
+_ALONE = b""
+"""The skeleton of a value that is one tensor."""
+
+_ROW = b"*"
+"""Begins the skeleton of a tuple of tensors and Nones; a byte for each says which. No pickle begins so."""
+
 _COMPRESSED = {
     torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
     torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices),
@@ -80,6 +86,11 @@ def unpack(parcel: Parcel, mail: Mail, device: torch.device) -> list[Tensor]:
 
 def load(parcel: Parcel, tensors: Sequence[Any]) -> Any:
     """The value around ``tensors``, which may have been replaced by others since they were unpacked."""
+    if parcel.skeleton == _ALONE:
+        return tensors[0]
+    if parcel.skeleton[:1] == _ROW:
+        rest = iter(tensors)
+        return tuple([next(rest) if present else None for present in parcel.skeleton[1:]])
     return _ValueUnpickler(io.BytesIO(parcel.skeleton), tensors).load()
 
 
@@ -132,6 +143,10 @@ class _ValueUnpickler(pickle.Unpickler):
 
 
 def _skeleton(value: Any, root: str) -> tuple[bytes, list[Tensor]]:
+    if type(value) is Tensor:
+        return _ALONE, [value]
+    if type(value) is tuple and _is_row(value):
+        return _ROW + bytes(part is not None for part in value), [part for part in value if part is not None]
     file = io.BytesIO()
     pickler = _ValuePickler(file)
     try:
@@ -139,6 +154,11 @@ def _skeleton(value: Any, root: str) -> tuple[bytes, list[Tensor]]:
     except Exception as error:
         raise unsendable(value, root, error, _picklable) from error
     return file.getvalue(), pickler.tensors
+
+
+def _is_row(value: tuple[Any, ...]) -> bool:
+    tensors = [part for part in value if part is not None]
+    return all(type(part) is Tensor for part in tensors) and len({*map(id, tensors)}) == len(tensors)
 
 
 def _picklable(value: Any) -> bool:

@@ -76,24 +76,30 @@ def capture() -> CallContext:
         tuple((torch.is_autocast_enabled(d), str(torch.get_autocast_dtype(d))[6:]) for d in _AUTOCAST_DEVICES),
         torch.is_autocast_cache_enabled(),
         (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        tuple(flag.read() for flag in _FLAGS),
+        _flags(),
     )
 
 
 
 
-@contextlib.contextmanager
-def enter(context: CallContext) -> Iterator[None]:
+def enter(context: CallContext) -> contextlib.AbstractContextManager[Any]:
     """Run a block under the caller's state. Process-wide settings stay set, for the next call wants them again."""
-    for flag, value in zip(_FLAGS, context.flags, strict=True):
-        if flag.read() != value:
+    if _flags() != context.flags:
+        for flag, value in zip(_FLAGS, context.flags, strict=True):
             flag.write(value)
+    ambient = any(enabled for enabled, _ in context.autocast) or any(map(torch.is_autocast_enabled, _AUTOCAST_DEVICES))
+    if ambient or context.inference or context.anomaly[0]:
+        return _enter_all(context)
+    return torch.set_grad_enabled(context.grad)
+
+
+@contextlib.contextmanager
+def _enter_all(context: CallContext) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(context.inference))
         stack.enter_context(torch.set_grad_enabled(context.grad and not context.inference))
         for device, (enabled, dtype) in zip(_AUTOCAST_DEVICES, context.autocast, strict=True):
-            if enabled or torch.is_autocast_enabled(device):
-                stack.enter_context(_autocast(device, enabled, dtype, context.autocast_cache))
+            stack.enter_context(_autocast(device, enabled, dtype, context.autocast_cache))
         if context.anomaly[0]:
             stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=context.anomaly[1]))
         yield
@@ -101,3 +107,7 @@ def enter(context: CallContext) -> Iterator[None]:
 
 def _autocast(device: str, enabled: bool, dtype: str, cache: bool) -> Any:
     return torch.autocast(device, enabled=enabled, dtype=getattr(torch, dtype), cache_enabled=cache)
+
+
+def _flags() -> tuple[Any, ...]:
+    return tuple([flag.read() for flag in _FLAGS])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.autograd.profiler import record_function
+from torch._C._profiler import _RecordFunctionFast as record_function
 
 from raydp_parallel import batch, calling, devices, primitives, replica
 from raydp_parallel.crew import DeviceId
@@ -86,8 +87,7 @@ class DataParallel(nn.DataParallel[T]):
         """Where the master copy lives."""
         if not self.device_ids:
             raise AttributeError(f"'{type(self).__name__}' object has no attribute 'src_device_obj'")
-        tensors = (*self.module.parameters(), *self.module.buffers())
-        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+        return _module_device(self.module)
 
     @property
     def executor(self) -> Executor:
@@ -104,7 +104,7 @@ class DataParallel(nn.DataParallel[T]):
                 chunks, chunk_kwargs = ((),), ({},)
             if len(self.device_ids) == 1:
                 (alone,) = self._replicate(self.device_ids)
-                return alone(*chunks[0], **chunk_kwargs[0])
+                return primitives.apply_one(alone, chunks[0], chunk_kwargs[0], self.dim)
             replicas = self.replicate(self.module, self.device_ids[: len(chunks)])
             outputs = self.parallel_apply(replicas, chunks, chunk_kwargs)
             with self._weighing(chunks, chunk_kwargs):
@@ -235,14 +235,15 @@ def data_parallel(
         chunks, kwargs = ((),), ({},)
     replicas = primitives.replicate(module, ids[: len(chunks)])
     if len(ids) == 1:
-        return replicas[0](*chunks[0], **kwargs[0])
+        return primitives.apply_one(replicas[0], chunks[0], kwargs[0], dim)
     outputs = primitives.apply(replicas, chunks, kwargs, ids[: len(chunks)], dim=dim)
     place = _module_device(module) if output_device is None else _own_device(output_device, ids)
     return batch.gather(outputs, place, dim)
 
 
 def _module_device(module: nn.Module) -> torch.device:
-    return next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
 def _own_device(entry: Any, ids: Sequence[DeviceId]) -> torch.device:
@@ -259,6 +260,3 @@ def _check_types(module: Any, executor: Any, options: Any, dim: Any) -> None:
             raise TypeError(f"DataParallel: {name} must be a {kind.__name__}, got {type(value).__name__}")
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"DataParallel: dim must be an int, got {dim!r}")
-
-
-__all__ = ["DataParallel", "data_parallel"]

@@ -395,12 +395,14 @@ _shared_lock = threading.Lock()
 
 def shared(options: Options) -> Executor:
     """The process's executor for these options; it has no replica until one is needed."""
-    options = replace(options, unused_grads="zeros", scalars="vector")  # these are wrappers' matters
-    with _shared_lock:
-        executor = _shared.get(options)
-        if executor is None:
-            executor = _shared[options] = Executor((), options=options)
-        return executor
+    executor = _shared.get(options)
+    if executor is None:
+        with _shared_lock:
+            plain = replace(options, unused_grads="zeros", scalars="vector")  # these are wrappers' matters
+            if plain not in _shared:
+                _shared[plain] = Executor((), options=plain)
+            executor = _shared[options] = _shared[plain]
+    return executor
 
 
 def shutdown() -> None:

@@ -47,6 +47,30 @@ class Parcel(NamedTuple):
     packet: Any
 
 
+class Arguments(NamedTuple):
+    """What a module is called with, under the names that errors use.
+
+    Attributes:
+        inputs: Positional.
+        kwargs: By keyword.
+    """
+
+    inputs: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Produced(NamedTuple):
+    """What one chunk's forward gives.
+
+    Attributes:
+        output: What the module returned.
+        captured: For each captured submodule's name the list of its outputs.
+    """
+
+    output: Any
+    captured: dict[str, list[Any]]
+
+
 class Blob(NamedTuple):
     """The contents of some blocks of a model.
 
@@ -121,6 +145,7 @@ class ForwardRequest(NamedTuple):
         seed: The call's seed.
         write_back: Whether in-place changes of state are reported.
         capture: Names of submodules whose outputs come back too.
+        doubtful: Leaves of the graph, by number, of which the driver asks whether the outputs depend on them.
         forget: Graph keys and models that the driver no longer needs.
     """
 
@@ -134,6 +159,7 @@ class ForwardRequest(NamedTuple):
     seed: int
     write_back: bool
     capture: tuple[str, ...]
+    doubtful: tuple[int, ...]
     forget: Forget | None
 
 
@@ -240,6 +266,7 @@ class Reply(NamedTuple):
         seconds: How long the replica's device worked on it.
         revision: The revision that the replica holds of the model now, 0 for none.
         size: Bytes of tensors in the answer.
+        reached: Those of the doubtful leaves that the outputs depend on.
     """
 
     value: Parcel | None
@@ -249,6 +276,7 @@ class Reply(NamedTuple):
     seconds: float
     revision: int
     size: int
+    reached: tuple[int, ...] = ()
 
 
 class Hello(NamedTuple):

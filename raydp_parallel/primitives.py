@@ -117,6 +117,11 @@ def apply(
     return calling.run(replicas[0]._executor, chunks, unused)
 
 
+def apply_one(replica: RemoteReplica, args: Any, kwargs: dict[str, Any], dim: int = 0) -> Any:
+    """The only device's output. Upstream runs the module itself there: raw errors, and no zeros for unused parameters."""
+    return calling.run(replica._executor, [replica._chunk(tuple(args), kwargs, None, dim)], "none")[0]
+
+
 def _checked(
     modules: Sequence[Any], inputs: Sequence[Any], kwargs_tup: Sequence[Any] | None, devices: Sequence[Any] | None
 ) -> Sequence[dict[str, Any]]:

@@ -19,7 +19,16 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from raydp_parallel import codec, context, devices, outcome
 from raydp_parallel.errors import GraphLost
 from raydp_parallel.links import Mail
-from raydp_parallel.messages import BackwardRequest, Forget, ForwardRequest, Parcel, Reply, WriteBack
+from raydp_parallel.messages import (
+    Arguments,
+    BackwardRequest,
+    Forget,
+    ForwardRequest,
+    Parcel,
+    Produced,
+    Reply,
+    WriteBack,
+)
 from raydp_parallel.snapshot.mirror import Mirror, bump
 
 running = False
@@ -87,7 +96,8 @@ class Replica:
             written, revision = self._written(request, back)
         devices.finish(self.device)
         seconds = time.perf_counter() - start
-        return Reply(value, written, outcome.caught(caught), failure, seconds, revision, back.size)
+        reached = self._reached(request) if isinstance(request, ForwardRequest) and request.doubtful else ()
+        return Reply(value, written, outcome.caught(caught), failure, seconds, revision, back.size, reached)
 
     def _written(self, request: ForwardRequest | BackwardRequest, back: Mail) -> tuple[WriteBack | None, int]:
         mirror = self._models.get(request.model)
@@ -100,17 +110,26 @@ class Replica:
 
     def _forward(self, request: ForwardRequest, mail: Mail, back: Mail) -> Parcel:
         mirror = self._mirror(request, mail)
-        (args, kwargs), inputs = codec.decode(request.inputs, mail, self.device)
+        value, inputs = codec.decode(request.inputs, mail, self.device)
+        args, kwargs = value if isinstance(value, Arguments) else (value, {})
         leaves = [*mirror.leaves(), *(t for t in inputs if t.requires_grad)] if request.graph is not None else []
         devices.seed(self.device, request.seed, request.chunk)
         with context.enter(request.context), mirror.running(), _in_replica():
             with _capturing(mirror.module, request.capture) as captured:
                 value = mirror.module(*args, **kwargs)
         keep = request.graph is not None
-        parcel, outputs = codec.encode(Produced(value, captured), back, "", requires_grad=keep)
+        value, root = (Produced(value, captured), "") if captured else (value, "output")
+        parcel, outputs = codec.encode(value, back, root, requires_grad=keep)
         if keep and any(t.requires_grad for t in outputs):
             self._graphs[request.graph] = _Graph(outputs, leaves)  # type: ignore[index]
         return parcel
+
+    def _reached(self, request: ForwardRequest) -> tuple[int, ...]:
+        graph = self._graphs.get(request.graph) if request.graph is not None else None
+        if graph is None:
+            return ()
+        used = reachable(graph.outputs)
+        return tuple(i for i in request.doubtful if id(graph.leaves[i]) in used)
 
     def _mirror(self, request: ForwardRequest, mail: Mail) -> Mirror:
         mirror = self._models.get(request.model)
@@ -160,18 +179,6 @@ class Replica:
                 self._models[model].note()
 
 
-class Produced(NamedTuple):
-    """What one chunk's forward gives.
-
-    Attributes:
-        output: What the module returned.
-        captured: For each captured submodule's name the list of its outputs.
-    """
-
-    output: Any
-    captured: dict[str, list[Any]]
-
-
 def differentiate(
     leaves: Sequence[Tensor], outputs: Sequence[Tensor], grads: Sequence[Tensor], request: BackwardRequest
 ) -> list[Tensor | None]:
@@ -195,6 +202,20 @@ def differentiate(
             torch.autograd.backward(outputs, grads, retain_graph=request.keep)
             found = iter([_take_grad(leaf) for leaf in wanted])
     return [next(found) if needed else None for needed in request.needed]
+
+
+def reachable(outputs: Sequence[Tensor]) -> set[int]:
+    """The ids of the leaves that outputs depend on."""
+    found = {id(t) for t in outputs}
+    nodes = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        found.add(id(getattr(node, "variable", None)))
+        fresh = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= fresh
+        nodes.extend(fresh)
+    return found
 
 
 def _take_grad(leaf: Tensor) -> Tensor | None:

@@ -78,12 +78,21 @@ class Contents:
             for i in range(len(self._row))
             if now.versions[i] != then.versions[i] or now.pointers[i] != then.pointers[i]
         ]
-        if not all(_fits(self._row[i], self.layout.specs[self.slots[i]].tensor) for i in differ):
+        if not self.fits(differ):
+            return False
+        if now.pointers != then.pointers and not self._lie_as_before():
             return False
         self._note(now, revision)
         moved = {self.layout.specs[self.slots[i]].block for i in differ} | self.stale
         self.send([block for block in self.layout.sizes if block in moved], revision)
         return True
+
+    def _lie_as_before(self) -> bool:
+        """Whether tensors that moved share memory with whom they did."""
+        layout = blocks.lay_out(self.tensors)
+        return layout.members == self.layout.members and all(
+            _alike(spec, layout.specs[slot]) for slot, spec in self.layout.specs.items()
+        )
 
     def adopt(self, tensors: dict[int, Tensor], revision: int) -> None:
         """Take up a new set of tensors. Blocks that lie as they did, unmoved, keep their places."""
@@ -109,6 +118,11 @@ class Contents:
         self._block_at = {block: at for block, at in self._block_at.items() if block in kept}
         self.stale.clear()
         self.send([block for block in layout.sizes if block not in kept], revision)
+
+    def fits(self, rows: Iterable[int] | None = None) -> bool:
+        """Whether tensors, by default all, still have the sizes and strides that the layout says."""
+        chosen = range(len(self._row)) if rows is None else rows
+        return all(_fits(self._row[i], self.layout.specs[self.slots[i]].tensor) for i in chosen)
 
     def differing(self, revision: int) -> list[int]:
         """The blocks whose contents are not what was sent up to ``revision``, though no version tells."""

@@ -131,7 +131,7 @@ class Master:
     def verify(self) -> bool:
         """Whether contents are as the last `sync` took them to be; takes up what is not, for the next update."""
         assert self._image is not None
-        if self._image.deep_changed() or self._encode_specials() != self._special_parcel:
+        if self._image.deep_changed() or not self._contents.fits() or self._encode_specials() != self._special_parcel:
             self._restructure()
             return False
         differing = self._contents.differing(self._sent_before)

@@ -11,7 +11,7 @@ import contextlib
 import ctypes
 import sys
 from collections.abc import Collection, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,8 @@ class Mirror:
         self.revision = 0
         self._device = device
         self._image = Image()
+        self._structure = b""
+        self._edits: dict[tuple[int, str], Any] = {}
         self._modules: list[nn.Module] = []
         self._specs: dict[int, SlotSpec] = {}
         self._slots: dict[int, Tensor] = {}
@@ -64,8 +66,9 @@ class Mirror:
     def prepare(self, update: StateUpdate | None, mail: Mail, graphs_alive: bool) -> None:
         """Undo what the last forward left, and adopt what changed in the driver."""
         if self.revision:
-            self._image.restore()
-            self._restore_blocks(graphs_alive)
+            restored = self._image.restore()
+            if not self._restore_blocks(graphs_alive) or not restored:
+                self._load()
         if update is not None:
             if update.structure is not None:
                 self._build(update)
@@ -131,18 +134,21 @@ class Mirror:
     def _bytes(self, block: int) -> Piece:
         return devices.piece(self._storages[block])
 
-    def _restore_blocks(self, graphs_alive: bool) -> None:
+    def _restore_blocks(self, graphs_alive: bool) -> bool:
+        """Give what was written to the driver's bytes. False if the module still holds tensors that were replaced."""
         dirty, self._dirty = self._dirty, set()
         self._reported.clear()
         if not dirty:
-            return
+            return True
+        reached = True
         if graphs_alive or any(self._rebound(slot) for block in dirty for slot in self._members[block]):
-            self._renew(dirty)
+            reached = self._renew(dirty)
         for block in dirty:
             self._fill(block, self._pristine[block])
+        return reached
 
-    def _renew(self, chosen: set[int]) -> None:
-        """Give blocks new memory and new tensors, in every place of the module."""
+    def _renew(self, chosen: set[int]) -> bool:
+        """Give blocks new memory and new tensors, in every place of the module that can be reached."""
         replaced = {}
         for block in chosen:
             self._storages[block] = torch.empty_like(self._storages[block])
@@ -153,10 +159,10 @@ class Mirror:
                 new = blocks.build(spec, self._storages[block])
                 vars(new).update(vars(old))
                 self._slots[slot] = replaced[id(old)] = new
-        self._image.replace(replaced)
+        return self._image.replace(replaced)
 
     def _build(self, update: StateUpdate) -> None:
-        """Make the module of a new structure, out of the tensors that are here where they still fit."""
+        """Make the tensors of a new structure; those that are here stay where they still fit."""
         assert update.structure is not None
         members = _members(update.slots)
         kept = {block for block, slots in members.items() if self._keeps(block, slots, update)}
@@ -177,10 +183,17 @@ class Mirror:
             self._slots[slot].requires_grad_(spec.tensor.requires_grad)
         # Ray gives its workers the script's folder and the working one; the driver may import from more.
         sys.path.extend(path for path in update.paths if path not in sys.path)
-        self.module = structure.load(update.structure, self._slots)
+        self._structure = update.structure
+        self._edits.clear()
+
+    def _load(self) -> None:
+        """Make the module of its structure, around the tensors that are here."""
+        self.module = structure.load(self._structure, self._slots)
         self._modules = [*self.module.modules()]
         for module in self._modules:
             vars(module)["_is_replica"] = True
+        for (index, name), value in self._edits.items():
+            vars(self._modules[index])[name] = value
         self._image = structure.survey(self.module)
         self._unversioned = self._find_unversioned()
 
@@ -198,11 +211,6 @@ class Mirror:
         return sorted({spec.block for slot, spec in self._specs.items() if id(self._slots[slot]) not in parameters})
 
     def _adopt(self, update: StateUpdate, mail: Mail) -> None:
-        for index, name, value in update.edits:
-            vars(self._modules[index])[name] = value
-            self._image.accept(self._modules[index], name, value)
-        if update.edits:
-            self._image.settle()
         for slot, flag in update.flags:
             self._slots[slot].requires_grad_(flag)
         for blob in update.blobs:
@@ -210,6 +218,13 @@ class Mirror:
             for block, offset, size in zip(blob.blocks, blob.offsets, blob.sizes, strict=True):
                 self._pristine[block] = Piece(whole.address + offset, size, whole)
                 self._fill(block, self._pristine[block])
+        if update.structure is not None:
+            self._load()  # not before its tensors are filled: a generator's state is one of them
+        for index, name, value in update.edits:
+            self._edits[index, name] = vars(self._modules[index])[name] = value
+            self._image.accept(self._modules[index], name, value)
+        if update.edits:
+            self._image.settle()
         bumped = [self._slots[slot] for slot in update.bumped if slot in self._slots]
         bump(bumped)
         self.revision = update.revision

@@ -55,8 +55,10 @@ def load(structure: bytes, tensors: Any) -> nn.Module:
     """Build a module of a structure, with ``tensors[slot]`` in its places."""
     unpickler = _Unpickler(io.BytesIO(structure), tensors)
     module = unpickler.load()
-    for slot, attributes in unpickler.load().items():
-        vars(tensors[slot]).update(attributes)
+    attributes = unpickler.load()
+    for slot, tensor in tensors.items():
+        vars(tensor).clear()
+        vars(tensor).update(attributes.get(slot, {}))
     return module  # type: ignore[no-any-return]
 
 
@@ -80,8 +82,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.tensors: dict[int, Tensor] = {}
 
     def persistent_id(self, value: Any) -> int | None:
+        self.visit(value)
         if not isinstance(value, Tensor):
-            self.visit(value)
             return None
         slot = self.slot(value)
         self.tensors[slot] = value

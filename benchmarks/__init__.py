@@ -1,0 +1,1 @@
+"""What it costs, measured against floors and peers. Each file answers one question: `python -m benchmarks.<name>`."""

@@ -1,0 +1,938 @@
+"""The wrapper object and the flow of its forward: rows C1 to C17 and F1 to F9 of the contract."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import threading
+import time
+import warnings
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from harness import Trio, assert_same_grads, assert_same_state, raised, trio
+from torch import nn
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+
+from raydp_parallel import DataParallel, Options, data_parallel, devices
+from raydp_parallel.messages import Hello
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+TWO = ["cpu", "cpu"]
+THREE = ["cpu", "cpu", "cpu"]
+
+
+class Net(nn.Module):
+    """Linear, batch norm, linear; remembers a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.last = nn.Linear(6, 3)
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)).relu()) * self.scale
+
+
+class Scalar(nn.Module):
+    """Returns a 0-dim tensor: a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.weight).mean()
+
+
+class Constant(nn.Module):
+    """Needs no arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor([1.0, 2.0]))
+
+    def forward(self) -> torch.Tensor:
+        return self.value * 2
+
+
+class Counting(nn.Module):
+    """Counts its calls, in a buffer that it writes to in place and in one that it rebinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+        self.register_buffer("rebound", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.rebound = self.rebound + 1
+        return x * 1
+
+
+class Keywords(nn.Module):
+    """Takes one argument by position and one by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor, *, bias: torch.Tensor | None = None, sign: int = 1) -> torch.Tensor:
+        return x * self.weight * sign + (0 if bias is None else bias)
+
+
+class Untouched(nn.Module):
+    """Returns whatever it is given, and something that no gather would join."""
+
+    def forward(self, value: Any) -> Any:
+        return {"value": value, "set": {1, 2}, "number": 1.5, "scalar": torch.tensor(3.0)}
+
+
+class Number(nn.Module):
+    """Returns the number of its rows."""
+
+    def forward(self, x: torch.Tensor) -> int:
+        return len(x)
+
+
+class HalfUsed(nn.Module):
+    """Has a parameter that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Parameter(torch.ones(2))
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.used
+
+
+class FirstFails(nn.Module):
+    """Chunk 0 says that it fails; the others wait for that, work on, and leave a mark."""
+
+    def forward(self, rank: torch.Tensor, folder: str) -> torch.Tensor:
+        failed = Path(folder, "failed")
+        if rank[0] == 0:
+            failed.touch()
+            raise ValueError("chunk 0")
+        deadline = time.monotonic() + 30
+        while not failed.exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.2)
+        Path(folder, f"ended {int(rank[0])}").touch()
+        return rank
+
+
+class Where(nn.Module):
+    """Asks one value whether it is None."""
+
+    def forward(self, value: Any = "absent") -> torch.Tensor:
+        return torch.tensor([float(value is None)])
+
+
+def batch(rows: int = 6) -> torch.Tensor:
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))
+
+
+def calls(model: DataParallel[Any]) -> list[int]:
+    """How many forwards each replica ran."""
+    return [replica.calls for replica in model.executor.stats().replicas if replica.device_id == "cpu"]
+
+
+def same_outputs(three: Trio, *inputs: Any, exact: bool = True, **kwargs: Any) -> torch.Tensor:
+    """Our output; upstream's is the same."""
+    ours, theirs = three.ours(*inputs, **kwargs), three.theirs(*inputs, **kwargs)
+    torch.testing.assert_close(ours, theirs, **({"rtol": 0, "atol": 0} if exact else {}))
+    return ours  # type: ignore[no-any-return]
+
+
+# --- C1 ---
+
+
+def test_C1_signature() -> None:
+    """Upstream's four arguments, by position and by name; ours by name only; an unknown one is a TypeError."""
+    net = Net()
+    model = DataParallel(net, TWO, "cpu", 1)
+    assert (model.module, model.device_ids, model.output_device, model.dim) == (net, TWO, torch.device("cpu"), 1)
+    named = DataParallel(module=net, device_ids=TWO, output_device="cpu", dim=1)
+    assert (named.module, named.device_ids, named.output_device, named.dim) == (net, TWO, torch.device("cpu"), 1)
+    with pytest.raises(TypeError, match="gpus"):
+        DataParallel(net, TWO, gpus=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="positional"):
+        DataParallel(net, TWO, None, 0, None)  # type: ignore[misc]
+    with pytest.raises(TypeError, match="module"):
+        DataParallel(device_ids=TWO)  # type: ignore[call-arg]
+
+
+def test_C1_generic() -> None:
+    """The class can be subscripted, and still makes wrappers."""
+    model = DataParallel[nn.Linear](nn.Linear(4, 2), TWO)
+    assert model(batch()).shape == (6, 2)
+
+
+def test_C1_is_an_nn_data_parallel() -> None:
+    """isinstance with torch's own class holds."""
+    assert isinstance(DataParallel(Net(), TWO), nn.DataParallel)
+
+
+# --- C3, C5 ---
+
+
+def test_C3_device_ids_become_a_list() -> None:
+    """Tuples, ranges and mixed forms are accepted and become a list of plain ids."""
+    net = Net()
+    assert DataParallel(net, ("cpu", torch.device("cpu"))).device_ids == TWO
+    assert DataParallel(net, range(2)).device_ids == [0, 1]
+    assert DataParallel(net, [torch.device("cuda", 1), "cuda:0"]).device_ids == [1, 0]
+    assert DataParallel(net, [torch.device("cuda"), "cpu", 1]).device_ids == [0, "cpu", 1]
+
+
+def test_C3_device_ids_default_to_all() -> None:
+    """Without device_ids, every GPU of the cluster."""
+    model = DataParallel(Net())
+    assert model.device_ids == [0, 1] == oracle.DataParallel(Net()).device_ids
+
+
+@pytest.mark.parametrize("where", [None, 0, 1, -1, "cpu", torch.device("cpu"), "cuda:0"])
+def test_C3_output_device(where: Any) -> None:
+    """By default the master's device; each of upstream's forms is taken, and outputs go there."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model = DataParallel(Net(), [0, 1], where)
+        assert model.output_device == torch.device("cpu")
+        assert model(batch()).device == torch.device("cpu")
+
+
+def test_C3_minus_one_is_the_cpu_with_upstreams_warning() -> None:
+    """``output_device=-1`` is accepted, and deprecated in upstream's words."""
+    with pytest.warns(FutureWarning, match="Using -1 to represent CPU tensor is deprecated"):
+        DataParallel(Net(), TWO, -1)
+
+
+def test_C3_output_device_can_be_set() -> None:
+    """As upstream's attribute, it can be changed later."""
+    model = DataParallel(Net(), TWO)
+    model.output_device = "cpu"
+    assert model.output_device == torch.device("cpu")
+    with pytest.raises(ValueError, match="output_device=7"):
+        model.output_device = 7
+
+
+def test_C5_attributes() -> None:
+    """The five attributes, with the master's device as the source."""
+    net = Net()
+    model = DataParallel(net, [0, 1], dim=1)
+    assert model.module is net
+    assert type(model.device_ids) is list and model.device_ids == [0, 1]
+    assert model.dim == 1
+    assert model.src_device_obj == model.output_device == torch.device("cpu")
+    assert set(dict(model.named_children())) == {"module"}
+
+
+def test_C5_dim_and_device_ids_can_be_edited() -> None:
+    """Forward reads the attributes, so an edit counts from the next call."""
+    model = DataParallel(nn.Identity(), TWO)
+    x = torch.arange(6.0).reshape(2, 3)
+    before = calls(model) if model(x) is not None else []
+    model.device_ids = ["cpu"]
+    model(x)
+    assert [b - a for a, b in zip(before, calls(model), strict=True)][:2] == [1, 0]
+    model.device_ids, model.dim = THREE, 1
+    assert torch.equal(model(x), x)
+    assert calls(model)[2] >= 1
+
+
+# --- C6 ---
+
+
+def _gpu(memory: int, processors: int) -> Hello:
+    return Hello(1, "node", "cuda:0", "gpu", "uuid", memory, processors)
+
+
+def test_C6_imbalance_is_warned_once() -> None:
+    """A GPU with less than 75 % of another's memory, else of its processors, is named in upstream's words."""
+    cases = {
+        ((0, _gpu(100, 10)), (1, _gpu(74, 10))): (1, 0),
+        ((0, _gpu(100, 5)), (3, _gpu(100, 10))): (0, 3),
+        ((0, _gpu(50, 5)), (1, _gpu(100, 10))): (0, 1),  # both: memory comes first, and is the only one
+    }
+    for found, (small, large) in cases.items():
+        with pytest.warns(UserWarning) as caught:
+            devices.check_balance(found)
+        assert len(caught) == 1
+        text = " ".join(str(caught[0].message).split())
+        assert text.startswith(f"There is an imbalance between your GPUs. You may want to exclude GPU {small} which has")
+        assert f"less than 75% of the memory or cores of GPU {large}." in text
+
+
+def test_C6_balanced_or_cpu_is_not_warned() -> None:
+    """75 % is enough, one is never imbalanced, and none is none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        devices.check_balance([(0, _gpu(100, 100)), (1, _gpu(75, 75))])
+        devices.check_balance([(0, _gpu(100, 100))])
+        devices.check_balance([])
+        DataParallel(Net(), [0, 1])(batch())
+
+
+# --- C7, C8 ---
+
+
+def test_C7_the_module_is_not_moved() -> None:
+    """The constructor leaves tensors and their devices alone."""
+    net = Net()
+    before = {name: (t.data_ptr(), t.device) for name, t in net.state_dict(keep_vars=True).items()}
+    DataParallel(net, TWO)
+    DataParallel(net, ["cpu"])
+    DataParallel(net, [0])
+    assert {name: (t.data_ptr(), t.device) for name, t in net.state_dict(keep_vars=True).items()} == before
+
+
+def test_C8_constructor_does_not_check_devices() -> None:
+    """A module that is still elsewhere may be wrapped; what counts is where it is in forward (pytorch#17363)."""
+    net = Net().to("meta")
+    net.first.to_empty(device="cpu")
+    model = DataParallel(net, TWO)
+    error = raised(lambda: model(batch()))
+    assert isinstance(error, RuntimeError) and "module must have its parameters and buffers on device" in str(error)
+    model.to_empty(device="cpu")
+    net.load_state_dict(Net().state_dict())
+    assert model(batch()).shape == (6, 3)
+
+
+def test_C8_converted_after_wrapping() -> None:
+    """``DataParallel(m).double()`` is the idiom of ``DataParallel(m).cuda()``."""
+    three = trio(Net(), 2)
+    for model in three:
+        model.double()
+    assert same_outputs(three, batch().double()).dtype is torch.float64
+
+
+# --- C9 ---
+
+
+def test_C9_state_dict_has_the_prefix() -> None:
+    """Keys of state_dict and names of parameters and buffers begin with ``module.``, as upstream's."""
+    ours, theirs, plain = trio(Net(), 2)
+    assert list(ours.state_dict()) == list(theirs.state_dict()) == [f"module.{k}" for k in plain.state_dict()]
+    for names in ("named_parameters", "named_buffers", "named_modules", "named_children"):
+        assert [n for n, _ in getattr(ours, names)()] == [n for n, _ in getattr(theirs, names)()]
+
+
+def test_C9_loading() -> None:
+    """A strict load without the prefix fails; with the prefix it works, and the replicas have it; it can be stripped."""
+    ours, theirs, plain = trio(Net(), 2)
+    trained = Net()
+    with pytest.raises(RuntimeError, match="Missing key"):
+        ours.load_state_dict(trained.state_dict())
+    wrapped = {f"module.{k}": v for k, v in trained.state_dict().items()}
+    ours(batch())
+    for model in (ours, theirs):
+        model.load_state_dict(wrapped)
+    torch.testing.assert_close(ours(batch()), theirs(batch()), rtol=0, atol=0)
+    state = ours.state_dict()
+    consume_prefix_in_state_dict_if_present(state, "module.")
+    plain.load_state_dict(state)
+    assert_same_state(ours, plain)
+
+
+def test_C9_checkpoint_file_round_trip() -> None:
+    """torch.save of the state, loaded with weights_only into upstream's wrapper."""
+    ours, theirs, _ = trio(Net(), 2)
+    with torch.no_grad():
+        ours.module.first.weight.add_(1)
+    file = io.BytesIO()
+    torch.save(ours.state_dict(), file)
+    file.seek(0)
+    theirs.load_state_dict(torch.load(file, weights_only=True))
+    assert_same_state(ours, theirs)
+
+
+# --- C10 ---
+
+
+def test_C10_attributes_are_not_forwarded() -> None:
+    """The module's attributes are not the wrapper's, and the other way round."""
+    model = DataParallel(nn.Linear(4, 2), TWO)
+    with pytest.raises(AttributeError, match="'DataParallel' object has no attribute 'in_features'"):
+        _ = model.in_features
+    model.in_features = 7
+    assert model.module.in_features == 4
+    assert model(batch()).shape == (6, 2)
+
+
+# --- C11 ---
+
+
+def _train(model: Any) -> None:
+    model.train()
+
+
+def _eval(model: Any) -> None:
+    model.eval()
+
+
+def _eval_one(model: Any) -> None:
+    model.module.norm.eval()
+
+
+def _double(model: Any) -> None:
+    model.double()
+
+
+def _attribute(model: Any) -> None:
+    model.module.scale = 3.0
+
+
+def _swap(model: Any) -> None:
+    model.module.last = nn.Linear(6, 2)
+    nn.init.ones_(model.module.last.weight)
+    nn.init.zeros_(model.module.last.bias)
+
+
+def _add(model: Any) -> None:
+    model.module.norm = nn.Sequential(model.module.norm, nn.Tanh())
+
+
+def _remove(model: Any) -> None:
+    model.module.norm = nn.Identity()
+
+
+def _initialise(model: Any) -> None:
+    model.apply(lambda m: nn.init.constant_(m.weight, 0.5) if isinstance(m, nn.Linear) else None)
+
+
+def _replace_parameter(model: Any) -> None:
+    model.module.last.weight = nn.Parameter(torch.full((3, 6), 0.25))
+
+
+def _step(model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch()).square().sum().backward()
+    optimizer.step()
+
+
+def _freeze(model: Any) -> None:
+    model.module.first.requires_grad_(False)
+
+
+EDITS = [_train, _eval, _eval_one, _double, _attribute, _swap, _add, _remove, _initialise, _replace_parameter, _step, _freeze]
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_C11_next_forward_sees(edit: Any) -> None:
+    """What is done to wrapper or module between two forwards is what upstream's replicas would be made of."""
+    three = trio(Net(), 2)
+    same_outputs(three, batch())
+    for model in (three.ours, three.theirs):
+        edit(model)
+        model.zero_grad()
+    x = batch().to(next(three.ours.parameters()).dtype)
+    out, expected = three.ours(x), three.theirs(x)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    assert_same_grads(three.ours, three.theirs)
+    assert_same_state(three.ours, three.theirs)
+
+
+def test_C11_the_wrapped_module_can_be_swapped() -> None:
+    """``model.module = other`` is seen as well."""
+    three = trio(nn.Linear(4, 2), 2)
+    same_outputs(three, batch())
+    other = nn.Linear(4, 5)
+    for model in (three.ours, three.theirs):
+        model.module = copy.deepcopy(other)
+    assert same_outputs(three, batch()).shape == (6, 5)
+
+
+def test_C11_zero_grad_and_parameters_are_the_masters() -> None:
+    """The optimizer's parameters are the master's own objects; zero_grad clears their gradients."""
+    net = Net()
+    model = DataParallel(net, TWO)
+    assert all(a is b for a, b in zip(model.parameters(), net.parameters(), strict=True))
+    model(batch()).sum().backward()
+    assert all(p.grad is not None for p in net.parameters())
+    model.zero_grad()
+    assert all(p.grad is None for p in net.parameters())
+
+
+# --- C12, C13 ---
+
+
+def test_C12_deepcopy() -> None:
+    """A copy has a module of its own and the same ids, and both run, before and after a forward."""
+    model = DataParallel(Net(), TWO, dim=0)
+    for copied in (copy.deepcopy(model), model(batch()) is not None and copy.deepcopy(model)):
+        assert type(copied) is DataParallel
+        assert (copied.device_ids, copied.dim, copied.output_device) == (TWO, 0, model.output_device)
+        assert copied.module is not model.module
+        with torch.no_grad():
+            copied.module.last.weight.zero_()
+            copied.module.last.bias.fill_(5)
+        assert copied(batch()).eq(5).all()
+        assert not model(batch()).eq(5).any()
+
+
+@pytest.mark.parametrize("way", ["pickle", "torch.save"])
+def test_C12_pickle(way: str) -> None:
+    """A wrapper survives pickle and torch.save, and runs afterwards, also when it ran before."""
+    model = DataParallel(Net(), TWO, dim=0, options=Options(unused_grads="none"))
+    model(batch())
+    if way == "pickle":
+        again = pickle.loads(pickle.dumps(model))
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        again = torch.load(file, weights_only=False)
+    assert again.module is not model.module
+    assert (again.device_ids, again.dim) == (TWO, 0)
+    assert_same_state(again, model)
+    assert torch.equal(again(batch()), model(batch()))
+
+
+def test_C13_modules_with_computed_weights() -> None:
+    """Old weight_norm keeps a non-leaf tensor in its dict: two steps work, and deepcopy fails as the module's own does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first, second = (nn.utils.weight_norm(nn.Linear(4, 2)) for _ in range(2))
+    second.load_state_dict(first.state_dict())
+    ours, theirs = DataParallel(first, TWO), oracle.DataParallel(second, [0, 1])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ours, theirs)]
+    for _ in range(2):
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(batch()).square().sum().backward()
+            optimizer.step()
+        assert_same_grads(ours, theirs)
+        assert_same_state(ours, theirs)
+    assert type(raised(lambda: copy.deepcopy(ours))) is type(raised(lambda: copy.deepcopy(first)))
+
+
+# --- C14, C15, C16 ---
+
+
+def test_C14_functional_call_is_refused() -> None:
+    """torch.func refuses us as it refuses upstream's class."""
+    three = trio(nn.Linear(4, 2), 2)
+    errors = [raised(lambda m=m: torch.func.functional_call(m, dict(m.named_parameters()), batch())) for m in three[:1]]
+    assert isinstance(errors[0], RuntimeError)
+    assert "stateless API can't be used with nn.DataParallel" in str(errors[0])
+
+
+def test_C14_onnx_export_is_refused() -> None:
+    """The TorchScript exporter refuses us in the same words."""
+    from torch.onnx._internal.torchscript_exporter import utils
+
+    with pytest.raises(ValueError, match="not supported by ONNX"):
+        utils.export(DataParallel(nn.Linear(4, 2), TWO), (batch(),), io.BytesIO())
+
+
+def test_C15_script_is_refused() -> None:
+    """Variable arguments cannot be compiled: the same error as upstream's wrapper gives."""
+    ours = raised(lambda: torch.jit.script(DataParallel(nn.Linear(4, 2), TWO)))
+    theirs = raised(lambda: torch.jit.script(nn.DataParallel(nn.Linear(4, 2))))
+    assert type(ours) is type(theirs)
+    assert "variable number of arguments" in str(ours) and "variable number of arguments" in str(theirs)
+
+
+@pytest.mark.parametrize("ids", [TWO, ["cpu"]])
+def test_C16_profiler_range(ids: list[str]) -> None:
+    """A profile shows the forward, whatever runs it."""
+    model = DataParallel(nn.Linear(4, 2), ids)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model(batch())
+    ranges = [event for event in profile.events() if event.name == "raydp_parallel.DataParallel.forward"]
+    assert len(ranges) == 1
+
+
+# --- C17 ---
+
+
+def recording(base: type) -> type:
+    """A subclass of a wrapper that writes down how its four methods are called."""
+
+    class Recording(base):  # type: ignore[misc]
+        def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+            self.log.append(("scatter", type(inputs), len(inputs), sorted(kwargs), len(device_ids)))
+            return super().scatter(inputs, kwargs, device_ids)
+
+        def replicate(self, module: Any, device_ids: Any) -> Any:
+            self.log.append(("replicate", module is self.module, len(device_ids)))
+            return super().replicate(module, device_ids)
+
+        def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
+            sizes = [tuple(len(arg) for arg in args) for args in inputs]
+            self.log.append(("parallel_apply", len(replicas), sizes, [sorted(k) for k in kwargs]))
+            return super().parallel_apply(replicas, inputs, kwargs)
+
+        def gather(self, outputs: Any, output_device: Any) -> Any:
+            self.log.append(("gather", type(outputs), [len(out) for out in outputs], output_device == self.output_device))
+            return super().gather(outputs, output_device)
+
+    return Recording
+
+
+@pytest.mark.parametrize(("count", "rows"), [(1, 4), (2, 1), (2, 5), (3, 2)])
+def test_C17_override_points(count: int, rows: int) -> None:
+    """The four methods are called on self, in order, with upstream's arguments; with one device only scatter is."""
+    net, x = Keywords(), torch.randn(rows, 2)
+    logs = []
+    for base, ids in ((DataParallel, ["cpu"] * count), (oracle.DataParallel, list(range(count)))):
+        model = recording(base)(copy.deepcopy(net), ids)
+        model.log = []
+        model(x, bias=x, sign=-1)
+        logs.append(model.log)
+    assert logs[0] == logs[1]
+    assert [entry[0] for entry in logs[0]] == ["scatter", "replicate", "parallel_apply", "gather"][: 1 if count == 1 else 4]
+
+
+def test_C17_arguments_are_positional() -> None:
+    """Overrides may name their parameters as they like."""
+
+    class Renamed(DataParallel[Any]):
+        def scatter(self, a: Any, b: Any, c: Any) -> Any:
+            return super().scatter(a, b, c)
+
+        def replicate(self, a: Any, b: Any) -> Any:
+            return super().replicate(a, b)
+
+        def parallel_apply(self, a: Any, b: Any, c: Any) -> Any:
+            return super().parallel_apply(a, b, c)
+
+        def gather(self, a: Any, b: Any) -> Any:
+            return super().gather(a, b)
+
+    assert Renamed(nn.Linear(4, 2), TWO)(batch()).shape == (6, 2)
+
+
+def test_C17_instance_patches_count() -> None:
+    """A method replaced on the instance is used as well."""
+    model = DataParallel(nn.Linear(4, 2), TWO)
+    model.gather = lambda outputs, device: [len(out) for out in outputs]  # type: ignore[method-assign]
+    assert model(batch(5)) == [3, 2]
+
+
+# --- F1 ---
+
+
+@pytest.mark.parametrize("ids", [["cpu"], TWO])
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_F1_tensors_on_two_devices(ids: list[str], kind: str) -> None:
+    """Each forward checks parameters and buffers, in upstream's words; put right, the model runs."""
+    net = Net()
+    model = DataParallel(net, ids)
+    model(batch())
+    if kind == "parameter":
+        net.last.weight = nn.Parameter(net.last.weight.detach().to("meta"))
+    else:
+        net.norm.running_var = net.norm.running_var.to("meta")
+    with pytest.raises(
+        RuntimeError,
+        match=r"module must have its parameters and buffers on device cpu \(device_ids\[0\]\) but found one of them on "
+        "device: meta",
+    ):
+        model(batch())
+    net.last.weight = nn.Parameter(torch.zeros(3, 6))
+    net.norm.running_var = torch.ones(6)
+    assert model(batch()).shape == (6, 3)
+
+
+def test_F1_a_moved_tensor_keeps_its_identity() -> None:
+    """``p.data = q`` on another device is found although the parameter is the same object."""
+    net = nn.Linear(4, 2)
+    model = DataParallel(net, TWO)
+    model(batch())
+    net.bias = nn.Parameter(net.bias.detach().to("meta"))
+    with pytest.raises(RuntimeError, match="found one of them on device: meta"):
+        model(batch())
+
+
+# --- F2, F3 ---
+
+
+def test_F2_inputs_may_lie_on_the_cpu() -> None:
+    """Inputs of GPU ids are CPU tensors here, nested and by name."""
+    three = Trio(DataParallel(Keywords(), [0, 1]), oracle.DataParallel(Keywords(), [0, 1]), Keywords())
+    x = torch.randn(4, 2)
+    same_outputs(three, x, bias=x)
+
+
+@pytest.mark.parametrize(("rows", "ran"), [(1, [1, 0, 0]), (2, [1, 1, 0]), (4, [1, 1, 0]), (5, [1, 1, 1])])
+def test_F3_as_many_replicas_as_chunks(rows: int, ran: list[int]) -> None:
+    """The number of chunks is torch.chunk's, and further replicas stay idle."""
+    three = trio(nn.Linear(4, 2), 3)
+    three.ours(batch(3))
+    before = calls(three.ours)
+    same_outputs(three, batch(rows))
+    after = calls(three.ours)
+    assert [b - a for a, b in zip(before, after, strict=True)][:3] == ran
+
+
+# --- F4 ---
+
+
+def test_F4_no_arguments() -> None:
+    """Exactly one replica runs, on the first device; gradients are its alone."""
+    three = trio(Constant(), 3)
+    three.ours()
+    before = calls(three.ours)
+    out = same_outputs(three)
+    assert [b - a for a, b in zip(before, calls(three.ours), strict=True)][:3] == [1, 0, 0]
+    assert out.tolist() == [2.0, 4.0]
+    for model in three[:2]:
+        model().sum().backward()
+    assert_same_grads(three.ours, three.theirs)
+
+
+def test_F4_is_still_gathered() -> None:
+    """A number from no arguments comes back as gather gives it: a list of one."""
+
+    model = DataParallel(Where(), TWO)
+    gathered = []
+    model.gather = lambda outputs, device: gathered.append(len(outputs))  # type: ignore[method-assign]
+    model()
+    assert gathered == [1]
+
+
+# --- F5 ---
+
+
+def test_F5_one_device_returns_the_raw_output() -> None:
+    """Not gathered: a scalar stays 0-dim, without a warning, and any type comes back as it is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        three = trio(Scalar(), 1)
+        assert same_outputs(three, torch.ones(4, 4)).dim() == 0
+        out = DataParallel(Untouched(), ["cpu"])("text")
+    assert out == {"value": "text", "set": {1, 2}, "number": 1.5, "scalar": torch.tensor(3.0)}
+
+
+def test_F5_one_device_splits_nothing() -> None:
+    """Nested inputs arrive whole."""
+    three = trio(Untouched(), 1)
+    value = {"a": [torch.arange(3.0), "b"], "c": (torch.ones(2, 2), None)}
+    ours, theirs = three.ours(value)["value"], three.theirs(value)["value"]
+    assert ours.keys() == theirs.keys() == value.keys()
+    assert (ours["a"][1], ours["c"][1]) == ("b", None) and type(ours["c"]) is tuple
+    torch.testing.assert_close((ours["a"][0], ours["c"][0]), (theirs["a"][0], theirs["c"][0]), rtol=0, atol=0)
+
+
+def test_F5_one_device_gradients_are_the_plain_modules() -> None:
+    """Upstream runs the module itself: an unused parameter gets no gradient, not zeros."""
+    three = trio(HalfUsed(), 1)
+    x = torch.randn(4, 2)
+    for model in three:
+        model(x).sum().backward()
+    assert three.plain.unused.grad is None
+    assert_same_grads(three.ours, three.theirs)
+    assert_same_grads(three.ours, three.plain)
+
+
+def test_F5_one_device_keeps_in_place_state() -> None:
+    """Batch norm's statistics are those of the whole batch."""
+    three = trio(Net(), 1)
+    for _ in range(2):
+        same_outputs(three, batch())
+        three.plain(batch())
+    assert_same_state(three.ours, three.theirs)
+    assert_same_state(three.ours, three.plain)
+
+
+# --- F6 ---
+
+
+def test_F6_one_chunk_is_gathered() -> None:
+    """One row on two devices: a scalar becomes a vector of one, with upstream's warning."""
+    three = trio(Scalar(), 2)
+    with pytest.warns(UserWarning, match="all input tensors were scalars"):
+        ours = three.ours(torch.ones(1, 4))
+    with pytest.warns(UserWarning, match="all input tensors were scalars"):
+        theirs = three.theirs(torch.ones(1, 4))
+    assert ours.shape == theirs.shape == (1,)
+    assert torch.equal(ours, theirs)
+
+
+def test_F6_one_chunk_follows_gathers_rules() -> None:
+    """A number becomes a list with one entry, as with any number of chunks."""
+    assert DataParallel(Number(), TWO)(torch.ones(1, 2)) == [1]
+    assert DataParallel(Number(), ["cpu"])(torch.ones(1, 2)) == 1
+
+
+def test_F6_one_chunk_runs_on_a_replica() -> None:
+    """What the module rebinds is lost, what it writes to in place is kept, as upstream."""
+    three = trio(Counting(), 2)
+    for _ in range(2):
+        same_outputs(three, torch.ones(1, 2))
+    assert three.ours.module.calls.item() == 2
+    assert three.ours.module.rebound.item() == 0
+    assert_same_state(three.ours, three.theirs)
+
+
+# --- F7 ---
+
+
+def test_F7_all_chunks_end_before_an_error_is_raised(tmp_path: Path) -> None:
+    """The others run to their end, and only then the failure is raised."""
+    model = DataParallel(FirstFails(), THREE)
+    with pytest.raises(ValueError, match="replica 0"):
+        model(torch.arange(3.0), str(tmp_path))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ended 1", "ended 2", "failed"]
+
+
+def test_F7_may_be_called_from_several_threads() -> None:
+    """Threads of the driver share the replicas, and each gets its own output and gradients."""
+    nets = [nn.Linear(4, 2) for _ in range(3)]
+    results: list[Any] = [None] * len(nets)
+
+    def work(index: int) -> None:
+        model = DataParallel(nets[index], TWO)
+        for _ in range(5):
+            out = model(batch(4 + index))
+            out.sum().backward()
+        results[index] = out.detach()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(nets))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index, net in enumerate(nets):
+        torch.testing.assert_close(results[index], net(batch(4 + index)))
+        torch.testing.assert_close(net.weight.grad, 5 * batch(4 + index).sum(0).expand(2, 4))
+
+
+# --- F8 ---
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_F8_functional_form(count: int, rows: int) -> None:
+    """Output, gradients and buffers are upstream's function's."""
+    mine, theirs = Net(), Net()
+    theirs.load_state_dict(mine.state_dict())
+    x = batch(rows) if rows > 1 else torch.randn(1, 4)
+    if count == 1 or rows == 1:
+        mine.norm.eval()
+        theirs.norm.eval()
+    if rows == 5 and count > 1:
+        mine.norm.eval()  # a chunk of one row has no variance
+        theirs.norm.eval()
+    out = data_parallel(mine, x, ["cpu"] * count)
+    expected = oracle.data_parallel(theirs, x, list(range(count)))
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    out.square().sum().backward()
+    expected.square().sum().backward()
+    assert_same_grads(mine, theirs)
+    assert_same_state(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    "inputs", [torch.arange(4.0), [torch.arange(4.0), torch.ones(4)], {"a": torch.arange(4.0)}, (torch.arange(4.0),)]
+)
+def test_F8_what_counts_as_one_argument(inputs: Any) -> None:
+    """A tensor, list or dict is one argument; a tuple is all of them."""
+    ours, theirs = data_parallel(First(), inputs, TWO), oracle.data_parallel(First(), inputs, [0, 1])
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_F8_none_is_no_argument_and_a_tuple_of_none_is_one() -> None:
+    """``None`` runs one replica without arguments; ``(None,)`` gives None to every replica."""
+    for inputs, expected in ((None, [0.0]), ((), [0.0]), ((None,), [1.0, 1.0])):
+        assert data_parallel(Where(), inputs, TWO).tolist() == expected
+        assert oracle.data_parallel(Where(), inputs, [0, 1]).tolist() == expected
+
+
+def test_F8_keyword_arguments_dim_and_defaults() -> None:
+    """``module_kwargs`` is split too, ``dim`` goes for both ends, and all GPUs are the default."""
+    x, bias = torch.randn(3, 2), torch.randn(3, 2)
+    for kwargs in ({"module_kwargs": {"bias": bias, "sign": -1}}, {}):
+        ours, theirs = data_parallel(Keywords(), x, **kwargs), oracle.data_parallel(Keywords(), x, **kwargs)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    wide = torch.randn(2, 5)
+    assert torch.equal(data_parallel(nn.Identity(), wide, TWO, None, 1), wide)
+    assert torch.equal(data_parallel(nn.Identity(), wide, TWO, "cpu", -1), wide)
+
+
+def test_F8_no_grad_and_single_device() -> None:
+    """Under no_grad nothing is recorded; one device gives the raw output and no gradient to unused parameters."""
+    with torch.no_grad():
+        assert not data_parallel(Net().eval(), batch(), TWO).requires_grad
+    assert data_parallel(Scalar(), torch.ones(4, 4), ["cpu"]).dim() == 0
+    net = HalfUsed()
+    data_parallel(net, torch.ones(4, 2), ["cpu"]).sum().backward()
+    assert net.unused.grad is None and net.used.grad is not None
+
+
+def test_F8_checks_devices() -> None:
+    """The same check as the wrapper's, also with one device."""
+    net = Net()
+    net.last.weight = nn.Parameter(net.last.weight.detach().to("meta"))
+    for ids in (["cpu"], TWO):
+        with pytest.raises(RuntimeError, match="found one of them on device: meta"):
+            data_parallel(net, batch(), ids)
+
+
+def test_F8_repeated_calls_send_nothing() -> None:
+    """A loop of functional calls over one module sends its weights once."""
+    net = Net().eval()
+    model = DataParallel(net, TWO)
+    data_parallel(net, batch(), TWO)
+    before = model.executor.stats().state_sends
+    for _ in range(3):
+        data_parallel(net, batch(), TWO)
+    assert model.executor.stats().state_sends == before
+
+
+class First(nn.Module):
+    """The first tensor of whatever it is given."""
+
+    def forward(self, value: Any) -> torch.Tensor:
+        value = next(iter(value.values())) if isinstance(value, dict) else value
+        value = value[0] if isinstance(value, list) else value
+        return value * 2
+
+
+# --- F9 ---
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_F9_empty_batch(count: int) -> None:
+    """No rows are as many empty chunks as devices; gradients are zeros."""
+    three = trio(nn.Linear(4, 2), count)
+    three.ours(batch())
+    before = calls(three.ours)
+    out = same_outputs(three, torch.empty(0, 4))
+    assert out.shape == (0, 2)
+    assert [b - a for a, b in zip(before, calls(three.ours), strict=True)][:count] == [1] * count
+    out.sum().backward()
+    three.theirs(torch.empty(0, 4)).sum().backward()
+    assert_same_grads(three.ours, three.theirs)
+
+
+def test_F9_empty_batch_of_a_scalar_loss() -> None:
+    """The loss of each empty chunk is NaN, one per device, as upstream."""
+    three = trio(Scalar(), 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ours, theirs = three.ours(torch.empty(0, 4)), three.theirs(torch.empty(0, 4))
+    assert ours.shape == theirs.shape == (2,)
+    assert ours.isnan().all()
+
+
+def test_wrapped_ordered_dict_module_keeps_order() -> None:
+    """A Sequential of an OrderedDict keeps its names under the prefix."""
+    net = nn.Sequential(OrderedDict([("b", nn.Linear(4, 4)), ("a", nn.Linear(4, 2))]))
+    assert [n for n, _ in DataParallel(net, TWO).named_children()] == ["module"]
+    assert list(DataParallel(net, TWO).state_dict()) == [
+        "module.b.weight", "module.b.bias", "module.a.weight", "module.a.bias"
+    ]  # fmt: skip
