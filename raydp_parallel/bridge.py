@@ -89,8 +89,28 @@ class Call:
         self.unused = unused
         self.shared = shared
         self.parts: list[Part | None] = []
-        self.stash: dict[int, dict[int, Tensor]] = {}
-        self.pinned: list[Handle] = []
+        self._passes: dict[int, Pass] = {}
+
+    @property
+    def now(self) -> Pass:
+        """The pass of torch's engine that asks."""
+        return self._passes.setdefault(torch._C._current_graph_task_id(), Pass({}, []))
+
+    def end_pass(self) -> Pass:
+        """What the pass brought that ends here. Of one that failed on the way nothing is left for another."""
+        return self._passes.pop(torch._C._current_graph_task_id())
+
+
+class Pass(NamedTuple):
+    """What one pass of the engine brought so far.
+
+    Attributes:
+        grads: For each chunk its outputs' gradients, by output.
+        pinned: What keeps the remote graphs alive until the trip.
+    """
+
+    grads: dict[int, dict[int, Tensor]]
+    pinned: list[Handle]
 
 
 def fork(call: Call) -> Tensor:
@@ -102,11 +122,19 @@ def join(call: Call, token: Tensor, handle: Handle, outputs: Sequence[Sequence[t
     """Make remote outputs, numbered within each chunk, part of torch's graph."""
 
     def unpack(packed: tuple[Handle, Tensor]) -> Tensor:
-        call.pinned.append(packed[0])
+        call.now.pinned.append(packed[0])
         return packed[1]
 
     with saved_tensors_hooks(lambda tensor: (handle, tensor), unpack):
         return [[Join.apply(call, i, k, token, tensor) for k, tensor in chunk] for i, chunk in enumerate(outputs)]
+
+
+def graft(call: Call, token: Tensor, handle: Handle, tensors: Sequence[list[Tensor]]) -> None:
+    """Make part of torch's graph, in each chunk's list, what requires a gradient there."""
+    live = [[(k, t.requires_grad_(False)) for k, t in enumerate(row) if t.requires_grad] for row in tensors]
+    for row, numbered, joined in zip(tensors, live, join(call, token, handle, live), strict=True):
+        for (k, _), tensor in zip(numbered, joined, strict=True):
+            row[k] = tensor
 
 
 class Fork(Function):
@@ -120,8 +148,7 @@ class Fork(Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
         call: Call = ctx.call
-        pinned, call.pinned = call.pinned, []
-        stash, call.stash = call.stash, {}
+        stash, pinned = call.end_pass()
         needed = _needed(ctx)
         create = torch.is_grad_enabled()
         call.shared |= create
@@ -144,7 +171,7 @@ class Join(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (token,) = ctx.saved_tensors  # raises torch's own error if the graph was freed
-        ctx.call.stash.setdefault(ctx.chunk, {})[ctx.index] = grads[0]
+        ctx.call.now.grads.setdefault(ctx.chunk, {})[ctx.index] = grads[0]
         return None, None, None, torch.zeros_like(token), None
 
 
@@ -176,7 +203,7 @@ def _run(
         def prepare(seat: Seat, mail: Mail) -> BackwardRequest:
             parcel, _ = codec.encode(tuple(grads[i] for i in indices), mail, "gradients")
             wanted = tuple(needed[leaf] for leaf in part.leaves)
-            moved = part.master.moved_since(part.mark)
+            moved = part.master.moved_since(part.mark, seat.held.get(part.master.id, 0))
             return BackwardRequest(
                 part.master.id, part.key, indices, parcel, wanted, partial, keep, derived, moved, part.first, ambient,
                 seat.forget(),
@@ -232,14 +259,15 @@ def _whole(call: Call, shares: Sequence[reduction.Share]) -> list[bool]:
 def _derive(call: Call, stash: dict[int, dict[int, Tensor]], needed: Sequence[bool]) -> list[Tensor | None]:
     """Higher order: the same trip, whose results can be differentiated in their turn."""
     incoming = [grads[k] for _, grads in sorted(stash.items()) for k in sorted(grads)]
-    derived = Call(call.executor, [*call.leaves, *incoming], [*call.kinds, *["input"] * len(incoming)], "none", True)
+    kinds = [*call.kinds, *["input"] * len(incoming)]
+    derived = Call(call.executor, [*call.leaves, *incoming], kinds, call.unused, True)
     keys = {i: new_graph_key() for i in stash}
     parts = {i: part for i, part in enumerate(call.parts) if part is not None and i in stash}
     handle = Handle([(part.seat, keys[i], part.incarnation) for i, part in parts.items()])
     token = fork(derived)
     answers = _run(call, stash, needed, True, keys)
     at = len(call.leaves)
-    outputs: list[list[tuple[int, Tensor]]] = [[] for _ in call.parts]
+    found: list[list[Tensor]] = [[] for _ in call.parts]
     derived.parts = [None] * len(call.parts)
     places: list[tuple[int, int, int]] = []
     for (i, part), (_, answer) in zip(parts.items(), answers, strict=True):
@@ -247,13 +275,12 @@ def _derive(call: Call, stash: dict[int, dict[int, Tensor]], needed: Sequence[bo
         at += len(stash[i])
         derived.parts[i] = part._replace(key=keys[i], leaves=own)
         assert answer.reply.value is not None
-        tensors = codec.unpack(answer.reply.value, answer.mail, call.leaves[0].device)
-        outputs[i] = [(k, t.requires_grad_(False)) for k, t in enumerate(tensors)]
-        present = codec.load(answer.reply.value, range(len(tensors)))
+        found[i] = codec.unpack(answer.reply.value, answer.mail, call.leaves[0].device)
+        present = codec.load(answer.reply.value, range(len(found[i])))
         places += [(leaf, i, row) for leaf, row in zip(part.leaves, present, strict=True) if row is not None]
-    joined = join(derived, token, handle, outputs)
+    graft(derived, token, handle, found)
     sums: list[Tensor | None] = [None] * len(call.leaves)
     for leaf, i, row in places:
         one = sums[leaf]
-        sums[leaf] = joined[i][row] if one is None else one + joined[i][row]
+        sums[leaf] = found[i][row] if one is None else one + found[i][row]
     return reduction.settle(sums, call.leaves, call.kinds, needed, [True] * len(sums), call.unused)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from torch import Tensor
 from raydp_parallel import bridge, codec, context
 from raydp_parallel.executor import Answer, Executor, Job, Seat, new_graph_key
 from raydp_parallel.links import Mail
-from raydp_parallel.messages import Arguments, ForwardRequest, Parcel, Produced
+from raydp_parallel.messages import Arguments, ForwardRequest, Produced
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.snapshot.master import Master, Update
 
@@ -58,177 +59,148 @@ class Capture:
 capturing: ContextVar[Capture | None] = ContextVar("raydp_parallel_capturing", default=None)
 
 
-class _Sent(NamedTuple):
-    """A chunk whose arguments are packed.
-
-    Attributes:
-        chunk: The chunk.
-        inputs: The parcel of its arguments.
-        mail: The arguments' packets.
-        leaves: The arguments that require a gradient.
-    """
-
-    chunk: Chunk
-    inputs: Parcel
-    mail: Mail
-    leaves: list[Tensor]
-
-
 def run(executor: Executor, chunks: Sequence[Chunk], unused: UnusedGrads) -> list[Any]:
     """Run every chunk, and make the outputs part of torch's graph."""
-    masters = list(dict.fromkeys(chunk.master for chunk in chunks))
-    for master in masters:
-        master.sync()
-    grad = torch.is_grad_enabled()
-    sent = [_pack(executor, chunk, grad) for chunk in chunks]
-    call, owned = _plan(executor, sent, unused, grad)
-    doubtful = [_doubtful(call, row) for row in owned]
-    keys, handle, answers = _run(executor, sent, doubtful, masters, bool(call.leaves))
-    _leave_out_unreached(call, owned, doubtful, answers)
-    token = bridge.fork(call) if call.leaves else None
-    marks = {master: master.versions() for master in masters}
-    bridge.finish([(c.seat, c.master if i == 0 else None, a) for i, (c, a) in enumerate(zip(chunks, answers, strict=True))])
-    for i, (chunk, answer, leaves) in enumerate(zip(chunks, answers, owned, strict=True)):
-        chunk.seat.tally.rows += chunk.rows
-        key = keys[i]
-        call.parts.append(
-            bridge.Part(chunk.seat, answer.incarnation, key, chunk.master, marks[chunk.master], leaves, i == 0)
-            if key is not None
-            else None
-        )
-    return _outputs(call, token, handle, chunks, answers)
+    return _Forward(executor, chunks, unused).run()
 
 
-def _pack(executor: Executor, chunk: Chunk, grad: bool) -> _Sent:
-    mail = Mail(executor.link)
-    value, root = (Arguments(chunk.args, chunk.kwargs), "") if chunk.kwargs else (chunk.args, "inputs")
-    parcel, tensors = codec.encode(value, mail, root, requires_grad=grad)
-    return _Sent(chunk, parcel, mail, [t for t in tensors if t.requires_grad] if grad else [])
+class _Forward:
+    """One forward on its way.
 
-
-def _plan(
-    executor: Executor, sent: Sequence[_Sent], unused: UnusedGrads, grad: bool
-) -> tuple[bridge.Call, list[list[int]]]:
-    """The call's leaves, each once, and which of them each chunk has, in its replica's order."""
-    leaves: list[Tensor] = []
-    kinds: list[str] = []
-    index: dict[int, int] = {}
-    known: dict[tuple[int, bool], list[int]] = {}
-
-    def enter(tensor: Tensor, kind: str) -> int:
-        at = index.setdefault(id(tensor), len(leaves))
-        if at == len(leaves):
-            leaves.append(tensor)
-            kinds.append(kind)
-        return at
-
-    owned = []
-    for chunk, _, _, inputs in sent:
-        key = chunk.master.id, chunk.detach
-        if grad and key not in known:
-            known[key] = [enter(leaf.tensor, leaf.kind) for leaf in chunk.master.leaves()]
-        owned.append([*known.get(key, ()), *(enter(tensor, "input") for tensor in inputs)])
-    return bridge.Call(executor, leaves, kinds, unused), owned
-
-
-def _doubtful(call: bridge.Call, owned: Sequence[int]) -> tuple[int, ...]:
-    """Plain attributes that were computed in the driver, and that modules like weight_norm's compute anew in forward.
-
-    Where nobody uses them, torch must not walk on into the graph that they come from: it may be gone.
+    While the replicas work, the driver plans the graph and verifies contents; what it needs for that is collected as
+    the chunks' messages are made, one after the other, each sent at once.
     """
-    if "attribute" not in call.kinds:
-        return ()
-    return tuple(k for k, i in enumerate(owned) if call.kinds[i] == "attribute" and not call.leaves[i].is_leaf)
 
+    def __init__(self, executor: Executor, chunks: Sequence[Chunk], unused: UnusedGrads) -> None:
+        self.executor = executor
+        self.chunks = chunks
+        self.masters = list(dict.fromkeys(chunk.master for chunk in chunks))
+        self.ambient = context.capture()
+        self.capture = capturing.get()
+        self.seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        self.call = bridge.Call(executor, [], [], unused)
+        self.sends: list[Update] = []
+        self.verified = True
 
-def _leave_out_unreached(
-    call: bridge.Call, owned: Sequence[Sequence[int]], doubtful: Sequence[Sequence[int]], answers: Sequence[Answer]
-) -> None:
-    asked = {row[k] for row, found in zip(owned, doubtful, strict=True) for k in found}
-    reached = {row[k] for row, answer in zip(owned, answers, strict=True) for k in answer.reply.reached}
-    for i in asked - reached:
-        call.leaves[i] = call.leaves[i].detach()
+    def run(self) -> list[Any]:
+        """The chunks' outputs."""
+        for master in self.masters:
+            master.sync()
+        for attempt in range(_ATTEMPTS):
+            answers = self._attempt()
+            if self.verified:
+                break
+        self.executor.note_forward(attempt, len(self.sends), sum(update.sent for update in self.sends))
+        self._leave_out_unreached(answers)
+        token = bridge.fork(self.call) if self.call.leaves else None
+        first = self.chunks[0].master
+        bridge.finish([(c.seat, first if i == 0 else None, a) for i, (c, a) in enumerate(zip(self.chunks, answers))])
+        self._note_parts(answers)
+        return self._outputs(token, answers)
 
-
-def _run(
-    executor: Executor,
-    sent: Sequence[_Sent],
-    doubtful: Sequence[tuple[int, ...]],
-    masters: Sequence[Master],
-    differentiable: bool,
-) -> tuple[list[int | None], bridge.Handle, list[Answer]]:
-    """Run the chunks; and again, if the contents turn out to be other than they were taken to be."""
-    ambient = context.capture()
-    seed = int(torch.empty((), dtype=torch.int64).random_().item())
-    capture = capturing.get()
-    sends: list[Update] = []
-    for attempt in range(_ATTEMPTS):
-        keys = [new_graph_key() if differentiable else None for _ in sent]
-        handle = bridge.Handle(
-            [(s.chunk.seat, key, s.chunk.seat.incarnation) for s, key in zip(sent, keys, strict=True) if key is not None]
+    def _attempt(self) -> list[Answer]:
+        self.inputs: list[list[Tensor]] = [[] for _ in self.chunks]
+        self.keys = [new_graph_key() if self.ambient.grad else None for _ in self.chunks]
+        self.handle = bridge.Handle(
+            [(c.seat, key, c.seat.incarnation) for c, key in zip(self.chunks, self.keys) if key is not None]
         )
-        jobs = [_job(s, i, keys[i], ambient, seed, capture, doubtful[i], sends) for i, s in enumerate(sent)]
-        same: list[bool] = []
-        answers = executor.run(jobs, lambda: same.extend([master.verify() for master in masters]))
-        _note_held(sent, answers)
-        if all(same):
-            break
-    executor.note_forward(attempt, len(sends), sum(update.sent for update in sends))
-    return keys, handle, answers
+        jobs = [Job(c.seat, "forward", functools.partial(self._request, i)) for i, c in enumerate(self.chunks)]
+        try:
+            answers = self.executor.run(jobs, self._meanwhile)
+        except BaseException:
+            # Whether what was sent was adopted is not known: the next call sends everything.
+            for chunk in self.chunks:
+                chunk.seat.held.pop(chunk.master.id, None)
+            raise
+        for chunk, answer in zip(self.chunks, answers):
+            if not answer.reply.revision:
+                chunk.seat.held.pop(chunk.master.id, None)
+        return answers
 
-
-def _job(
-    sent: _Sent,
-    number: int,
-    key: int | None,
-    ambient: Any,
-    seed: int,
-    capture: Capture | None,
-    doubtful: tuple[int, ...],
-    sends: list[Update],
-) -> Job:
-    chunk = sent.chunk
-
-    def prepare(seat: Seat, mail: Mail) -> ForwardRequest:
-        mail.beside.extend(sent.mail.beside)
-        mail.size += sent.mail.size
+    def _request(self, number: int, seat: Seat, mail: Mail) -> ForwardRequest:
+        """The message for one chunk."""
+        chunk = self.chunks[number]
+        value, root = (Arguments(chunk.args, chunk.kwargs), "") if chunk.kwargs else (chunk.args, "inputs")
+        grad = self.ambient.grad
+        parcel, tensors = codec.encode(value, mail, root, requires_grad=grad)
+        self.inputs[number] = [t for t in tensors if t.requires_grad] if grad else []
         update = chunk.master.update_from(seat.held.get(chunk.master.id, 0))
         seat.held[chunk.master.id] = chunk.master.revision
         message = None
         if update is not None:
-            sends.append(update)
+            self.sends.append(update)
             message = update.placed(mail)
-        names = capture.names if capture is not None else ()
         return ForwardRequest(
-            chunk.master.id, message, key, number, chunk.where, sent.inputs, ambient, seed, number == 0, names,
-            doubtful, seat.forget(),
-        )  # fmt: skip
+            model=chunk.master.id,
+            update=message,
+            graph=self.keys[number],
+            chunk=number,
+            where=chunk.where,
+            inputs=parcel,
+            context=self.ambient,
+            seed=self.seed,
+            write_back=number == 0,
+            capture=self.capture.names if self.capture is not None else (),
+            detach=chunk.detach,
+            doubtful=() if chunk.detach else chunk.master.doubtful(),
+            forget=seat.forget(),
+        )
 
-    return Job(chunk.seat, "forward", prepare)
+    def _meanwhile(self) -> None:
+        self._plan()
+        self.verified = all([master.verify() for master in self.masters])
 
+    def _plan(self) -> None:
+        """The call's leaves, each once, and which of them each chunk has, in its replica's order."""
+        leaves: dict[int, Tensor] = {}
+        kinds: list[str] = []
+        known: dict[Master, list[int]] = {}
+        index: dict[int, int] = {}
 
-def _note_held(sent: Sequence[_Sent], answers: Sequence[Answer]) -> None:
-    """A replica that could not adopt its state has none of it: the next call sends everything."""
-    for (chunk, *_), answer in zip(sent, answers, strict=True):
-        if not answer.reply.revision:
-            chunk.seat.held.pop(chunk.master.id, None)
+        def enter(tensor: Tensor, kind: str) -> int:
+            at = index.setdefault(id(tensor), len(leaves))
+            if at == len(leaves):
+                leaves[at] = tensor
+                kinds.append(kind)
+            return at
 
+        self.owned: list[list[int]] = []
+        for chunk, inputs in zip(self.chunks, self.inputs):
+            model = chunk.master if self.ambient.grad and not chunk.detach else None
+            if model is not None and model not in known:
+                known[model] = [enter(leaf.tensor, leaf.kind) for leaf in model.leaves()]
+            own = known[model] if model is not None else []
+            self.owned.append([*own, *(enter(tensor, "input") for tensor in inputs)])
+        self.call.leaves, self.call.kinds = [*leaves.values()], kinds
 
-def _outputs(
-    call: bridge.Call, token: Tensor | None, handle: bridge.Handle, chunks: Sequence[Chunk], answers: Sequence[Answer]
-) -> list[Any]:
-    unpacked = [
-        codec.unpack(answer.reply.value, answer.mail, chunk.master.device) if answer.reply.value else []
-        for chunk, answer in zip(chunks, answers, strict=True)
-    ]
-    if token is not None:
+    def _leave_out_unreached(self, answers: Sequence[Answer]) -> None:
+        """Torch must not walk on into the graph that a doubtful leaf comes from, if no chunk used it: it may be gone."""
+        asked = {self.owned[i][k] for i, c in enumerate(self.chunks) if not c.detach for k in c.master.doubtful()}
+        for at in asked - {row[k] for row, answer in zip(self.owned, answers) for k in answer.reply.reached}:
+            self.call.leaves[at] = self.call.leaves[at].detach()
+
+    def _note_parts(self, answers: Sequence[Answer]) -> None:
+        marks = {master: master.versions() for master in self.masters}
+        for i, (chunk, answer, key) in enumerate(zip(self.chunks, answers, self.keys)):
+            chunk.seat.tally.rows += chunk.rows
+            part = None
+            if key is not None:
+                mark = marks[chunk.master]
+                part = bridge.Part(chunk.seat, answer.incarnation, key, chunk.master, mark, self.owned[i], i == 0)
+            self.call.parts.append(part)
+
+    def _outputs(self, token: Tensor | None, answers: Sequence[Answer]) -> list[Any]:
+        unpacked = [
+            codec.unpack(a.reply.value, a.mail, c.master.device) if a.reply.value else []
+            for c, a in zip(self.chunks, answers)
+        ]
         live = [[(k, t.requires_grad_(False)) for k, t in enumerate(row) if t.requires_grad] for row in unpacked]
-        joined = bridge.join(call, token, handle, live)
-        for row, numbered, tensors in zip(unpacked, live, joined, strict=True):
-            for (k, _), tensor in zip(numbered, tensors, strict=True):
-                row[k] = tensor
-    values = [codec.load(a.reply.value, row) for a, row in zip(answers, unpacked, strict=True) if a.reply.value]
-    capture = capturing.get()
-    if capture is not None:
-        capture.parts = [value.captured for value in values]
-    return [value.output if isinstance(value, Produced) else value for value in values]
+        if token is not None:
+            joined = bridge.join(self.call, token, self.handle, live)
+            for row, numbered, tensors in zip(unpacked, live, joined):
+                for (k, _), tensor in zip(numbered, tensors):
+                    row[k] = tensor
+        values = [codec.load(a.reply.value, row) for a, row in zip(answers, unpacked) if a.reply.value]
+        if self.capture is not None:
+            self.capture.parts = [value.captured for value in values]
+        return [value.output if isinstance(value, Produced) else value for value in values]

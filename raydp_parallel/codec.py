@@ -77,7 +77,7 @@ def unpack(parcel: Parcel, mail: Mail, device: torch.device) -> list[Tensor]:
     if not parcel.specs:
         return []
     read = devices.reader(mail.open(parcel.packet), device)
-    tensors = [_read(spec, read) for spec in parcel.specs]
+    tensors = [_read(spec, read, device) for spec in parcel.specs]
     for tensor, spec in zip(tensors, parcel.specs, strict=True):
         if spec.requires_grad:
             tensor.requires_grad_()
@@ -252,18 +252,18 @@ def _components(tensor: Tensor) -> tuple[str, list[Tensor], Any]:
 def _saved(tensor: Tensor) -> TensorSpec:
     """What has no plainer form (quantized tensors, wrapper subclasses) travels as torch itself would save it."""
     file = io.BytesIO()
-    torch.save(tensor.detach(), file)
+    torch.save(tensor.detach().clone(), file)  # not the whole storage that it may be a slice of
     return TensorSpec(DTYPE_NAMES[tensor.dtype], (), (), 0, layout="saved", extra=file.getvalue())
 
 
-def _read(spec: TensorSpec, read: Callable[[TensorSpec, torch.dtype], Tensor]) -> Tensor:
+def _read(spec: TensorSpec, read: Callable[[TensorSpec, torch.dtype], Tensor], device: torch.device) -> Tensor:
     dtype = DTYPES[spec.dtype]
     if spec.layout == "strided":
         tensor = read(spec, dtype)
         return tensor if spec.cls is None else tensor.as_subclass(load_class(spec.cls))
     if spec.layout == "saved":
-        return torch.load(io.BytesIO(spec.extra), weights_only=False)
-    parts = [_read(part, read) for part in spec.parts]
+        return torch.load(io.BytesIO(spec.extra), map_location=device, weights_only=False)
+    parts = [_read(part, read, device) for part in spec.parts]
     if spec.layout == "nested":
         return torch.nested.nested_tensor(parts, layout=torch.jagged if spec.extra else torch.strided)
     if spec.layout == "sparse_coo":

@@ -58,14 +58,16 @@ class DataParallel(nn.DataParallel[T]):
         nn.Module.__init__(self)
         _check_types(module, executor, options, dim)
         self.module = module
-        ids = executor.device_ids if executor is not None and device_ids is None else normalize(device_ids)
+        if device_ids is None and executor is not None:
+            device_ids = executor.device_ids or None
+        ids = normalize(device_ids)
         self.device_ids: list[Any] = list(ids)
         if not ids:
             return
         self.dim = dim
         self._options = options or (executor.options if executor is not None else Options())
         self._executor = executor
-        self._master: Any = None
+        self._master: Any = self.executor.known(module)  # from the wrapper that this one is to replace
         self._output_device = None if output_device is None else _own_device(output_device, ids)
         if len(ids) == 1 and isinstance(ids[0], int) and ids[0] < torch.cuda.device_count():
             self.module.to(torch.device("cuda", ids[0]))

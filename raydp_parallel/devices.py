@@ -80,7 +80,16 @@ def windows(source: Piece, specs: Sequence[TensorSpec], dtypes: Sequence[torch.d
 def _view(source: Piece) -> torch.Tensor:
     if not source.size:
         return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer((ctypes.c_uint8 * source.size).from_address(source.address), dtype=torch.uint8)
+    return torch.from_numpy(np.asarray(_Bytes(source)))
+
+
+class _Bytes:
+    """Memory as NumPy wants it. Not a ctypes array: each length of those makes a class, which only the gc can free."""
+
+    def __init__(self, source: Piece) -> None:
+        self._source = source
+        where = (source.address, False)
+        self.__array_interface__ = {"data": where, "shape": (source.size,), "typestr": "|u1", "version": 3}
 
 
 def upload(source: Piece, device: torch.device) -> torch.Tensor:

@@ -236,8 +236,8 @@ class Executor:
         """
         with self._lock:
             self._refresh()
-            master = self._masters.get(id(module))
-            if master is None or master.module is not module:
+            master = self.known(module)
+            if master is None:
                 assert self._crew is not None
                 master = Master(module, self._crew.link)
                 weakref.finalize(master, _drop_model, weakref.ref(self), master.id).atexit = False
@@ -245,6 +245,11 @@ class Executor:
             if keep and master not in self._recent:
                 self._recent.append(master)
             return master
+
+    def known(self, module: nn.Module) -> Master | None:
+        """The watch on a module that a wrapper keeps already, and with it what the replicas hold."""
+        master = self._masters.get(id(module))
+        return master if master is not None and master.module is module else None
 
     def run(self, jobs: Sequence[Job], meanwhile: Callable[[], None] | None = None) -> list[Answer]:
         """Run one call per chunk, and wait for all.
@@ -295,13 +300,18 @@ class Executor:
 
     def _send(self, job: Job) -> tuple[Any, int]:
         assert self._crew is not None
-        if job.incarnation is not None and (job.seat.state, job.incarnation) != (State.READY, job.seat.incarnation):
+        if job.incarnation is not None and not self._holds(job.seat, job.incarnation):
             raise GraphLost(f"{job.seat} lost the graph of this forward, because its process ended; run forward again")
         mail = Mail(self._crew.link)
         message = job.prepare(job.seat, mail)
         header = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         job.seat.tally.bytes_in += mail.size
         return self._crew.submit(job.seat.door, job.method, header, mail.beside), job.seat.incarnation
+
+    def _holds(self, seat: Seat, incarnation: int) -> bool:
+        """Whether the replica that held a graph is still there."""
+        assert self._crew is not None
+        return self._crew.alive() and (seat.state, seat.incarnation) == (State.READY, incarnation)
 
     def _receive(self, job: Job, result: Any, incarnation: int) -> Answer | ReplicaDied:
         assert self._crew is not None

@@ -145,6 +145,7 @@ class ForwardRequest(NamedTuple):
         seed: The call's seed.
         write_back: Whether in-place changes of state are reported.
         capture: Names of submodules whose outputs come back too.
+        detach: Whether the module's own tensors take no gradients.
         doubtful: Leaves of the graph, by number, of which the driver asks whether the outputs depend on them.
         forget: Graph keys and models that the driver no longer needs.
     """
@@ -159,6 +160,7 @@ class ForwardRequest(NamedTuple):
     seed: int
     write_back: bool
     capture: tuple[str, ...]
+    detach: bool
     doubtful: tuple[int, ...]
     forget: Forget | None
 

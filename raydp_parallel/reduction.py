@@ -93,6 +93,6 @@ def settle(
             zeros = need and unused == "zeros" and kind in filled
             settled.append(torch.zeros_like(leaf) if zeros else None)
         else:
-            keeps = found.layout is torch.strided or complete or leaf.layout is not torch.strided
+            keeps = found.layout is torch.strided or complete or unused == "none" or leaf.layout is not torch.strided
             settled.append(found if keeps else found.to_dense())
     return settled

@@ -41,10 +41,12 @@ class _Graph(NamedTuple):
     Attributes:
         outputs: The tensors that travelled to the driver.
         leaves: What gradients may be asked for: the model's leaves, then the inputs'.
+        partial: Whether there are leaves besides, for which nobody will ask.
     """
 
     outputs: Sequence[Tensor]
     leaves: Sequence[Tensor]
+    partial: bool
 
 
 class Replica:
@@ -112,7 +114,8 @@ class Replica:
         mirror = self._mirror(request, mail)
         value, inputs = codec.decode(request.inputs, mail, self.device)
         args, kwargs = value if isinstance(value, Arguments) else (value, {})
-        leaves = [*mirror.leaves(), *(t for t in inputs if t.requires_grad)] if request.graph is not None else []
+        own = [] if request.detach else mirror.leaves()
+        leaves = [*own, *(t for t in inputs if t.requires_grad)] if request.graph is not None else []
         devices.seed(self.device, request.seed, request.chunk)
         with context.enter(request.context), mirror.running(), _in_replica():
             with _capturing(mirror.module, request.capture) as captured:
@@ -121,7 +124,7 @@ class Replica:
         value, root = (Produced(value, captured), "") if captured else (value, "output")
         parcel, outputs = codec.encode(value, back, root, requires_grad=keep)
         if keep and any(t.requires_grad for t in outputs):
-            self._graphs[request.graph] = _Graph(outputs, leaves)  # type: ignore[index]
+            self._graphs[request.graph] = _Graph(outputs, leaves, request.detach)  # type: ignore[index]
         return parcel
 
     def _reached(self, request: ForwardRequest) -> tuple[int, ...]:
@@ -155,10 +158,10 @@ class Replica:
         grads = codec.unpack(request.grads, mail, self.device)
         outputs = [graph.outputs[i] for i in request.outputs]
         with context.enter(request.context), _in_replica(), self._watching(request.model):
-            found = differentiate(graph.leaves, outputs, grads, request)
+            found = differentiate(graph, outputs, grads, request)
         if request.derived is not None:
             kept = [g for g in found if g is not None]
-            self._graphs[request.derived] = _Graph(kept, [*graph.leaves, *grads])
+            self._graphs[request.derived] = _Graph(kept, [*graph.leaves, *grads], graph.partial)
         return codec.encode(tuple(found), back, "gradients", requires_grad=request.derived is not None)[0]
 
     def _bump(self, request: BackwardRequest) -> None:
@@ -180,18 +183,18 @@ class Replica:
 
 
 def differentiate(
-    leaves: Sequence[Tensor], outputs: Sequence[Tensor], grads: Sequence[Tensor], request: BackwardRequest
+    graph: _Graph, outputs: Sequence[Tensor], grads: Sequence[Tensor], request: BackwardRequest
 ) -> list[Tensor | None]:
     """The gradients of the leaves that are asked for, None for the others and for what was not reached."""
     if request.derived is not None:
         for grad in grads:
             grad.requires_grad_()
-    wanted = [leaf for leaf, needed in zip(leaves, request.needed, strict=True) if needed]
+    wanted = [leaf for leaf, needed in zip(graph.leaves, request.needed, strict=True) if needed]
     if not wanted:
-        return [None] * len(leaves)
+        return [None] * len(graph.leaves)
     create = request.derived is not None
     with torch.inference_mode(False), torch.set_grad_enabled(create):
-        if create or request.partial:
+        if create or request.partial or graph.partial:
             found = iter(
                 torch.autograd.grad(
                     outputs, wanted, grads, retain_graph=request.keep, create_graph=create, allow_unused=True

@@ -462,9 +462,14 @@ def assert_runs_as(model: DataParallel[Any], net: nn.Module) -> Tensor:
     assert torch.equal(ours, plain)
     assert ours.requires_grad == plain.requires_grad
     if plain.requires_grad:
-        for one, other in zip(grads_of(ours.sum(), net), grads_of(plain.sum(), net), strict=True):
-            assert (one is None) == (other is None)
-            torch.testing.assert_close(one, other)
+        both = zip(net.parameters(), grads_of(ours.sum(), net), grads_of(plain.sum(), net), strict=True)
+        for parameter, one, other in both:
+            if other is None:  # an unused parameter has zeros, as upstream's (row B3)
+                assert one is None or (parameter.requires_grad and not one.any())
+            else:
+                assert one is not None
+                size = float(other.abs().max())
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5 * size)
     return ours.detach()
 
 
@@ -484,6 +489,7 @@ def test_an_edit_between_two_forwards_is_seen(name: str) -> None:
     assert torch.equal(assert_runs_as(model, net), after)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("seed", range(4))
 def test_edits_are_seen_in_any_order(seed: int) -> None:
     """One edit upon another, with and without a forward between them."""
@@ -495,10 +501,889 @@ def test_edits_are_seen_in_any_order(seed: int) -> None:
     for name in names:
         try:
             EDITS[name](net)
-            chunked(net, torch.ones(4, 4, dtype=dtype_of(net)))
+            sensible = float(chunked(net, torch.ones(4, 4, dtype=dtype_of(net))).abs().max()) < 1e6
         except Exception:  # this edit makes no sense after those before it
+            sensible = False
+        if not sensible:
             net = Net()
             model = DataParallel(net, CPUS)
-            continue
-        if order.random() < 0.7:
+        elif order.random() < 0.7:
             assert_runs_as(model, net)
+
+
+class Viewing(nn.Module):
+    """Buffers that share memory, and writes through one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("whole", torch.arange(6.0))
+        self.register_buffer("part", self.whole[2:4])
+        self.register_buffer("apart", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.part.add_(1)
+        return x + self.whole + self.apart.sum()
+
+
+def unshare(net: Any) -> None:
+    net.part.data = net.part.data.clone() * 5
+
+
+def unshare_whole(net: Any) -> None:
+    net.whole.data = net.whole.data.clone() * 5
+
+
+def share(net: Any) -> None:
+    net.apart.data = net.whole.data[2:4]
+
+
+def share_elsewhere(net: Any) -> None:
+    net.part.data = net.whole.data[4:6]
+
+
+@pytest.mark.parametrize("edit", [unshare, unshare_whole, share, share_elsewhere])
+def test_views_made_or_broken_through_data_are_seen(edit: Callable[[Any], None]) -> None:
+    """Tensors that stop or begin to share memory do so in the replicas, and back in the master."""
+    ours, _, plain = trio(Viewing(), 2)
+    x = torch.zeros(4, 6)
+    torch.testing.assert_close(ours(x)[:2], plain(x[:2]))
+    for net in (ours.module, plain):
+        with torch.no_grad():
+            net.part.data = net.whole.data[2:4]  # deepcopy keeps no views apart from those pickle keeps
+    torch.testing.assert_close(ours(x)[:2], plain(x[:2]))
+    edit(ours.module)
+    edit(plain)
+    for _ in range(2):
+        torch.testing.assert_close(ours(x)[:2], plain(x[:2]))
+        assert_same_state(ours, plain)
+
+
+# --- functions and classes that travel by value ---
+
+SOURCE = """
+import torch
+from torch import nn
+
+SCALE = 1.0
+TABLE = {"a": [1.0]}
+
+def helper(x):
+    return x * SCALE * TABLE["a"][-1]
+
+class Base(nn.Module):
+    factor = 1.0
+
+class Net(Base):
+    limit = [1.0]
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.add = lambda x: x + SHIFT
+
+    def forward(self, x):
+        return self.add(helper(x * self.weight)) * self.factor * self.limit[0]
+
+SHIFT = 0.0
+"""
+
+
+@pytest.fixture
+def script() -> types.ModuleType:
+    """A module that no replica can import, as a script's `__main__` or a notebook is."""
+    found = types.ModuleType("raydp_parallel_tests_no_such_module")
+    exec(SOURCE, vars(found))
+    return found
+
+
+def change_forward(script: Any) -> None:
+    script.Net.forward = lambda self, x: self.add(x * 7)
+
+
+def change_helper(script: Any) -> None:
+    script.helper = lambda x: x * 7
+
+
+BY_VALUE: dict[str, Callable[[Any], Any]] = {
+    "global number": lambda script: setattr(script, "SCALE", 3.0),
+    "global that a lambda uses": lambda script: setattr(script, "SHIFT", 3.0),
+    "inside a global": lambda script: script.TABLE["a"].append(3.0),
+    "function": change_helper,
+    "method": change_forward,
+    "class attribute": lambda script: setattr(script.Net, "factor", 3.0),
+    "attribute of a base class": lambda script: setattr(script.Base, "factor", 3.0),
+    "inside a class attribute": lambda script: script.Net.limit.__setitem__(0, 3.0),
+}
+
+
+@pytest.mark.parametrize("name", BY_VALUE)
+def test_edits_of_a_script_s_functions_and_classes_are_seen(script: Any, name: str) -> None:
+    """What is defined in a script travels by value, and so do the globals that it uses."""
+    net = script.Net()
+    model = DataParallel(net, CPUS)
+    before = model(torch.ones(4, 3))
+    BY_VALUE[name](script)
+    after = model(torch.ones(4, 3))
+    assert torch.equal(after, net(torch.ones(4, 3)))
+    assert not torch.equal(before, after)
+
+
+def test_a_class_defined_twice_is_the_newer_one() -> None:
+    """A notebook's cell that is run again, and the module made anew."""
+    outputs = []
+    for factor in ("1.0", "5.0"):
+        found = types.ModuleType("raydp_parallel_tests_no_such_module")
+        exec(SOURCE.replace("SCALE = 1.0", f"SCALE = {factor}"), vars(found))
+        outputs.append(DataParallel(found.Net(), CPUS)(torch.ones(4, 3)))
+    assert torch.equal(outputs[0] * 5, outputs[1])
+
+
+# --- nothing changed, nothing is sent ---
+
+
+@pytest.fixture
+def sent() -> Callable[[DataParallel[Any]], tuple[int, int, int]]:
+    """What was sent and run again so far."""
+
+    def count(model: DataParallel[Any]) -> tuple[int, int, int]:
+        stats = model.executor.stats()
+        return stats.state_sends, stats.state_bytes, stats.reruns
+
+    return count
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "everything": Net,
+    "batch norm": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+    "lstm": lambda: nn.LSTM(4, 4, 2, bidirectional=True),
+    "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(4, 4)),
+    "old weight_norm": lambda: nn.utils.weight_norm(nn.Linear(4, 4)),
+    "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(4, 4)),
+    "old spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(4, 4)),
+    "pruned": lambda: prune.l1_unstructured(nn.Linear(4, 4), "weight", 0.5),
+    "script": lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))),
+    "graph": lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU())),
+    "no parameters": nn.Identity,
+    "transformer": lambda: nn.TransformerEncoderLayer(4, 2, 8),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated", "ignore:.*torch.jit.*is deprecated")
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", MODULES)
+def test_nothing_changed_nothing_is_sent(name: str, grad: bool, sent: Any) -> None:
+    """Issue, item 5: in eval, after the first forward, no state travels and nothing runs twice."""
+    model = DataParallel(MODULES[name]().eval(), CPUS)
+    x = torch.ones(4, 4, 4) if name in ("lstm", "transformer") else torch.ones(4, 4)
+    with torch.set_grad_enabled(grad):
+        model(x)
+        before = sent(model)
+        for rows in (4, 2, 3):
+            model(x[:rows])
+    assert sent(model) == before
+
+
+def test_training_sends_what_the_optimizer_changed(sent: Any) -> None:
+    """A step moves the weights, and frozen ones stay where they are."""
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+    net[0].requires_grad_(False)
+    model = DataParallel(net, CPUS)
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.1)
+    sizes = []
+    for _ in range(4):
+        before = sent(model)[1]
+        model(torch.ones(4, 64)).sum().backward()
+        optimizer.step()
+        sizes.append(sent(model)[1] - before)
+    assert sizes[0] >= 2 * 4 * 64 * 64
+    assert max(sizes[1:]) < 2 * 4 * 65 * 2
+
+
+def test_a_flag_costs_no_contents(sent: Any) -> None:
+    """train(), eval() and requires_grad_() send no weights."""
+    net = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
+    model = DataParallel(net, CPUS)
+    model(torch.ones(4, 64))
+    before = sent(model)
+    for change in (net.eval, lambda: net[0].requires_grad_(False), net.train, lambda: net[0].requires_grad_(True)):
+        change()
+        model(torch.ones(4, 64))
+    assert sent(model)[0] > before[0]
+    assert sent(model)[1] == before[1]
+
+
+def test_an_edit_behind_versions_costs_one_rerun(sent: Any) -> None:
+    """Contents are checked while the replicas run; only a difference runs the forward again."""
+    net = nn.Linear(4, 4)
+    model = DataParallel(net, CPUS)
+    model(torch.ones(4, 4))
+    reruns = sent(model)[2]
+    net.weight.data.mul_(2)
+    assert torch.equal(model(torch.ones(4, 4)), net(torch.ones(4, 4)))
+    assert sent(model)[2] == reruns + 1
+    model(torch.ones(4, 4))
+    assert sent(model)[2] == reruns + 1
+
+
+@pytest.mark.filterwarnings("ignore:counted")
+def test_a_rerun_shows_no_effect_of_the_run_that_was_wrong() -> None:
+    """Buffers count once and warnings come once, though the forward ran twice."""
+    net = Counting()
+    model = DataParallel(net, CPUS)
+    model(torch.ones(4, 4))
+    net.weight.data.mul_(2)
+    with pytest.warns(UserWarning, match="counted") as caught:
+        out = model(torch.ones(4, 4))
+    assert torch.equal(out, torch.full((4, 4), 2.0))
+    assert net.count.item() == 2
+    assert len([w for w in caught if "counted" in str(w.message)]) == 2  # one per chunk
+
+
+# --- forward's traces are undone ---
+
+
+class Messy(nn.Module):
+    """Leaves traces of every kind, and shows what it found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("rebound", torch.zeros(()))
+        self.number = 0
+        self.list: list[int] = []
+        self.dict: dict[str, int] = {}
+        self.set: set[int] = set()
+        self.deque: collections.deque[int] = collections.deque(maxlen=9)
+        self.array = np.zeros(1)
+        self.counter: collections.Counter[str] = collections.Counter()
+        self.default: collections.defaultdict[str, list[int]] = collections.defaultdict(list)
+        self.random = random.Random(0)
+        self.iterator = itertools.count()
+        self.slotted = Slotted()
+        self.config = Config()
+        self.function, self.rebind = closure([1.0], 0.0)
+        self.tensors = [torch.zeros(())]
+        self.tail = nn.Identity()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        found = [
+            *(self.rebound, self.number, len(self.list), len(self.dict), len(self.set), len(self.deque), self.array[0]),
+            *(self.counter["a"], len(self.default["a"]), next(self.iterator), self.slotted.scale),
+            *(len(self.slotted.items), self.config.inner.scale, self.function(0.0), self.tensors[0]),
+            *(len([*self.children()]), len([*self.parameters()]), len(self.tail._forward_hooks), self.training),
+            *(getattr(self.weight, "tag", 0), type(self.tail) is nn.Identity, self.weight.requires_grad),
+            *(hasattr(self, "new"), "rebind" in vars(self), self.random.random()),
+        ]
+        self.rebound = self.rebound + 1
+        self.number += 1
+        self.list.append(1)
+        self.dict["a"] = 1
+        self.set.add(1)
+        self.deque.append(1)
+        self.array += 1
+        self.counter["a"] += 1
+        self.default["a"].append(1)
+        self.slotted.scale += 1
+        self.slotted.items.append(1)
+        self.config.inner.scale += 1
+        self.rebind(self.function(0.0) + 1)
+        self.tensors[0] = self.tensors[0] + 1
+        self.add_module("more", nn.Linear(1, 1))
+        self.tail.register_forward_hook(print)
+        self.tail.__class__ = nn.Tanh
+        self.training = not self.training
+        self.weight.tag = 1
+        self.weight.requires_grad_(False)
+        self.new = 1
+        del self.rebind
+        return tuple(torch.full((len(x),), float(value)) for value in found)
+
+
+def test_traces_of_a_forward_are_undone() -> None:
+    """R6, R12: rebinding, appending and all other edits inside a replica are gone in the next forward."""
+    model = DataParallel(Messy(), CPUS)
+    x = torch.ones(4, 4)
+    first = [t.tolist() for t in model(x)]
+    assert all(len({*values}) == 1 for values in first), "chunks see the same module"
+    for _ in range(2):
+        assert [t.tolist() for t in model(x)] == first
+    assert model.module.number == 0
+    assert model.module.list == []
+
+
+def test_traces_are_undone_after_a_forward_that_raised() -> None:
+    """An exception in the middle leaves nothing behind."""
+    net = Raising()
+    model = DataParallel(net, CPUS)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="found 0 and 0.0"):
+            model(torch.ones(4, 4))
+    net.armed = False
+    assert torch.equal(model(torch.ones(4, 4)), torch.zeros(4))
+
+
+class Raising(nn.Module):
+    """Writes to its state, then raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+        self.armed = True
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = len(self.seen), self.count.item()
+        self.seen.append(1)
+        if x.size(0) and self.armed:
+            self.count = self.count + 1
+            raise ValueError(f"found {found[0]} and {found[1]}")
+        return torch.full((len(x),), float(found[0]))
+
+
+# --- state back ---
+
+
+class Counting(nn.Module):
+    """Counts its calls in place, and warns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        import warnings
+
+        self.count += 1
+        warnings.warn("counted", stacklevel=1)
+        return x * self.weight
+
+
+class Writer(nn.Module):
+    """Changes its state in place, in a way of its own, by what is in its chunk."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("ema", torch.ones(4))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("unkept", torch.zeros(4), persistent=False)
+        self.register_buffer("cut", torch.zeros(4, 4).t()[1:3])
+        self.plain = torch.zeros(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        WAYS[self.way](self, x.detach().mean(0))
+        return x * self.weight + self.ema + self.steps + self.unkept + self.plain + self.cut.sum(0)
+
+
+def under_no_grad(net: Writer, new: Tensor) -> None:
+    with torch.no_grad():
+        net.weight.add_(new)
+
+
+def copied(net: Writer, new: Tensor) -> None:
+    net.ema.copy_(0.9 * net.ema + 0.1 * new)
+    net.steps.add_(1)
+
+
+def through_numpy(net: Writer, new: Tensor) -> None:
+    net.ema.numpy()[:] += new.numpy()
+
+
+def weight_through_numpy(net: Writer, new: Tensor) -> None:
+    net.weight.detach().numpy()[:] += new.numpy()
+
+
+def rebound_after_writing(net: Writer, new: Tensor) -> None:
+    net.ema.add_(new)
+    net.ema = net.ema * 5
+
+
+def data_rebound(net: Writer, new: Tensor) -> None:
+    net.weight.data = net.weight.data + new
+
+
+def written_and_restored(net: Writer, new: Tensor) -> None:
+    with torch.no_grad():
+        net.weight.add_(new)
+        net.weight.sub_(new)
+
+
+def foreach_in_place(net: Writer, new: Tensor) -> None:
+    with torch.no_grad():
+        torch._foreach_add_([net.weight, net.ema], [new, new])
+
+
+def row_of_a_view(net: Writer, new: Tensor) -> None:
+    net.cut[0] += new
+
+
+WAYS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "add_": lambda net, new: net.ema.add_(new),
+    "augmented": lambda net, new: setattr(net, "ema", net.ema.__iadd__(new)),
+    "data.mul_": lambda net, new: net.ema.data.mul_(0.9).add_(0.1 * new),
+    "data of a parameter": lambda net, new: net.weight.data.add_(new),
+    "detached": lambda net, new: net.weight.detach().add_(new),
+    "copy_": copied,
+    "setitem": lambda net, new: net.ema.__setitem__(slice(0, 2), new[:2]),
+    "no_grad": under_no_grad,
+    "numpy": through_numpy,
+    "numpy of a parameter": weight_through_numpy,
+    "unkept": lambda net, new: net.unkept.add_(new),
+    "plain": lambda net, new: net.plain.add_(new),
+    "plain data": lambda net, new: net.plain.data.add_(new),
+    "view": row_of_a_view,
+    "foreach": foreach_in_place,
+    "rebound after writing": rebound_after_writing,
+    "data rebound": data_rebound,
+    "written and restored": written_and_restored,
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_writes_of_chunk_0_reach_the_master_once(way: str, grad: bool) -> None:
+    """R6: in-place changes of chunk 0 persist, those of others and rebinding are lost, forward after forward."""
+    ours, theirs, plain = trio(Writer(way), 3)
+    kept = [(name, t, t.data_ptr()) for name, t in (*ours.named_parameters(), *ours.named_buffers())]
+    with torch.set_grad_enabled(grad):
+        for i in range(4):
+            x = torch.randn(6, 4) + i
+            out = ours(x)
+            torch.testing.assert_close(out, by_the_contract(plain, x))
+            assert_same_state(ours, plain)
+            if way not in NOT_UPSTREAM and not (grad and way in NOT_UPSTREAM_WITH_GRAD):
+                torch.testing.assert_close(out, theirs(x))
+                assert_same_state(ours, theirs)
+    assert ours.module.unkept.equal(plain.unkept)
+    assert ours.module.plain.equal(plain.plain)
+    for name, tensor, pointer in kept:
+        found = ours.get_parameter(name) if isinstance(tensor, nn.Parameter) else ours.get_buffer(name)
+        assert found is tensor
+        assert found.data_ptr() == pointer
+
+
+NOT_UPSTREAM = ("data rebound", "plain", "plain data")
+"""What threads share with the master: all replicas write to it, in any order."""
+
+NOT_UPSTREAM_WITH_GRAD = ("detached", "no_grad", "foreach", "written and restored")
+"""What torch refuses in upstream's replica 0, whose parameters are views."""
+
+
+def by_the_contract(net: Any, x: Tensor) -> Tensor:
+    """Three chunks, all from the same state; in-place changes of the first stay, rebinding does not."""
+    others = [copy.deepcopy(net)(chunk) for chunk in x.chunk(3)[1:]]
+    buffers, data = dict(net._buffers), net.weight.data
+    first = net(x.chunk(3)[0])
+    net._buffers.update(buffers)
+    net.weight.data = data
+    return torch.cat([first, *others])
+
+
+def test_a_write_costs_no_second_one() -> None:
+    """Exactly once: a forward that writes nothing leaves the master as it is."""
+    net = Writer("add_")
+    model = DataParallel(net, CPUS)
+    model(torch.ones(4, 4))
+    assert net.ema.tolist() == [2.0] * 4
+    net.way = "written and restored"
+    net.ema.fill_(7)
+    for _ in range(3):
+        model(torch.ones(4, 4))
+        assert net.ema.tolist() == [7.0] * 4
+
+
+def test_the_master_sees_writes_before_forward_returns_to_gather() -> None:
+    """Buffers are up to date when the wrapper's own gather runs."""
+    seen = []
+
+    class Looking(DataParallel[Any]):
+        def gather(self, outputs: Any, output_device: Any) -> Any:
+            seen.append(self.module.count.item())
+            return super().gather(outputs, output_device)
+
+    with pytest.warns(UserWarning, match="counted"):
+        Looking(Counting(), CPUS)(torch.ones(4, 4))
+    assert seen == [1.0]
+
+
+def test_writes_move_versions_as_they_did_in_the_replica() -> None:
+    """A write that torch's in-place check would catch is caught: the master's version moves."""
+    net = Writer("add_")
+    model = DataParallel(net, CPUS)
+    before = net.ema._version, net.weight._version
+    model(torch.ones(4, 4))
+    assert net.ema._version > before[0]
+    assert net.weight._version == before[1]
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_running_stats_move_no_version_and_come_back(replicas: int, momentum: float | None) -> None:
+    """R7: batch norm's kernels write running stats without telling; chunk 0's reach the master, at each forward."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=momentum))
+    ours, theirs, plain = trio(net, replicas)
+    for _ in range(3):
+        x = torch.randn(6, 4)
+        out = ours(x)
+        torch.testing.assert_close(out, theirs(x))
+        plain(x[: 6 // replicas])
+        assert_same_state(ours, theirs)
+        torch.testing.assert_close(ours.module[1].running_mean, plain[1].running_mean)
+        torch.testing.assert_close(ours.module[1].running_var, plain[1].running_var)
+        assert ours.module[1].num_batches_tracked == plain[1].num_batches_tracked
+        out.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize(
+    "norm", [nn.utils.spectral_norm, parametrizations.spectral_norm, nn.utils.weight_norm, parametrizations.weight_norm]
+)
+def test_normalised_layers_train_as_upstream_s(norm: Callable[[nn.Module], nn.Module]) -> None:
+    """R20: old and new spectral_norm and weight_norm, power iteration in place, over some steps."""
+    net = nn.Sequential(norm(nn.Linear(4, 8)), nn.ReLU(), norm(nn.Linear(8, 2)))
+    if norm is nn.utils.weight_norm:  # torch itself cannot deepcopy these
+        ours, theirs = rebuilt(net, norm)
+    else:
+        ours, theirs, _ = trio(net, 2)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (ours, theirs)]
+    for _ in range(3):
+        x = torch.randn(6, 4)
+        one, other = ours(x), theirs(x)
+        torch.testing.assert_close(one, other)
+        one.square().mean().backward()
+        other.square().mean().backward()
+        assert_same_grads(ours, theirs)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same_state(ours, theirs)
+
+
+def rebuilt(net: nn.Module, norm: Callable[[nn.Module], nn.Module]) -> tuple[Any, Any]:
+    """Two wrapped copies of a net that is made of scratch."""
+    import oracle
+
+    copies = [nn.Sequential(norm(nn.Linear(4, 8)), nn.ReLU(), norm(nn.Linear(8, 2))) for _ in range(2)]
+    for module in copies:
+        module.load_state_dict(net.state_dict())
+    return DataParallel(copies[0], CPUS), oracle.DataParallel(copies[1], [0, 1])
+
+
+def test_forwards_that_write_do_not_disturb_each_other_s_graphs() -> None:
+    """Several forwards before their backwards: each graph keeps the buffers that it saw."""
+    ours, _, _ = trio(Saving(), 2)
+    plain = Saving()
+    xs = [torch.randn(4, 3) for _ in range(3)]
+    outs = [ours(x) for x in xs]
+    expected = []
+    for x in xs:  # both chunks start from the same state, chunk 0's persists
+        state = plain.buffer.clone()
+        first = plain(x[:2])
+        after = plain.buffer.clone()
+        plain.buffer = state
+        expected.append(torch.cat([first, plain(x[2:])]))
+        plain.buffer = after
+    for out, other in [*zip(outs, expected, strict=True)][::-1]:
+        torch.testing.assert_close(out, other)
+        out.sum().backward()
+        other.sum().backward()
+        torch.testing.assert_close(ours.module.weight.grad, plain.weight.grad)
+
+
+class Saving(nn.Module):
+    """Multiplies by a buffer, which the graph saves, and changes it before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("buffer", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.buffer.add_(x.mean(0))
+        return x * self.weight * self.buffer
+
+
+def test_forwards_with_weights_of_different_times() -> None:
+    """An optimizer step between two forwards whose backwards come later: each graph saw its own weights."""
+    net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 1, bias=False))
+    model = DataParallel(net, CPUS)
+    x = torch.randn(4, 3, requires_grad=True)
+    first = model(x)
+    before = [p.detach().clone() for p in net.parameters()]
+    for p in net.parameters():
+        p.data = p.data * 2  # new memory: torch, too, lets this pass
+    second = model(x)
+    (one,) = torch.autograd.grad(first.sum(), x)
+    (two,) = torch.autograd.grad(second.sum(), x)
+    torch.testing.assert_close(one, (before[1] @ before[0]).expand(4, 3))
+    torch.testing.assert_close(two, one * 4)
+
+
+# --- modules that refuse pickling ---
+
+
+class Referring(nn.Module):
+    """Holds weak references, one of them dead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(3, 3)
+        self.reference = weakref.ref(self.child)
+        self.dead = weakref.ref(nn.Linear(1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        child = self.reference()
+        assert child is self.child
+        assert self.dead() is None
+        return child(x)
+
+
+def scripted() -> nn.Module:
+    return torch.jit.script(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
+
+
+def traced() -> nn.Module:
+    return torch.jit.trace(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.ones(2, 3))
+
+
+class AroundScript(nn.Module):
+    """A Python module with a script module below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.script = torch.jit.script(nn.Linear(3, 4))
+        self.again = self.script
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.script(x) + self.again(x))
+
+
+REFUSING: dict[str, Callable[[], nn.Module]] = {
+    "weak references": Referring,
+    "scripted": scripted,
+    "traced": traced,
+    "below python": AroundScript,
+    "graph": lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))),
+    "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(3, 3)),
+    "weight_norm of a convolution": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 3)), parametrizations.weight_norm(nn.Conv1d(1, 2, 2)), nn.Flatten()
+    ),
+    "two parametrizations": lambda: parametrizations.spectral_norm(parametrizations.weight_norm(nn.Linear(3, 2))),
+    "parametrized lstm": lambda: Recurrent(),
+    "lambda": lambda: Lambda(lambda x: x * 2),
+}
+
+
+class Lambda(nn.Module):
+    """Holds a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x) * self.weight
+
+
+class Recurrent(nn.Module):
+    """A recurrent net whose weights are parametrized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.LSTM(3, 3, batch_first=True)
+        parametrizations.weight_norm(self.net, "weight_hh_l0")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.unsqueeze(1))[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
+@pytest.mark.parametrize("name", REFUSING)
+def test_modules_that_refuse_pickling_train(name: str) -> None:
+    """R14, R20, R21: they run and train as the plain module does, edits between the steps included."""
+    net = REFUSING[name]()
+    model = DataParallel(net, CPUS)
+    net.eval()
+    for _ in range(3):
+        x = torch.randn(6, 3)
+        ours, plain = model(x), net(x)
+        torch.testing.assert_close(ours, plain)
+        for one, other in zip(grads_of(ours.square().sum(), net), grads_of(plain.square().sum(), net), strict=True):
+            torch.testing.assert_close(one, other)
+        with torch.no_grad():
+            for p in net.parameters():
+                p.mul_(0.9)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
+def test_a_script_module_follows_its_mode_and_writes_back() -> None:
+    """train() and eval() of a script, and its running stats."""
+    ours, theirs = (DataParallel(scripted(), CPUS), scripted())
+    theirs.load_state_dict(ours.module.state_dict())
+    x = torch.randn(6, 3)
+    ours(x)
+    theirs(x[:3])
+    assert_same_state(ours, theirs)
+    ours.eval()
+    theirs.eval()
+    torch.testing.assert_close(ours(x), theirs(x))
+    ours.train()
+    theirs.train()
+    ours(x)
+    theirs(x[:3])
+    assert_same_state(ours, theirs)
+
+
+def test_parametrized_modules_keep_their_class_in_a_replica() -> None:
+    """isinstance, the property and parametrize's own helpers work inside."""
+    net = Asking()
+    assert DataParallel(net, CPUS)(torch.ones(2, 3)).tolist() == [[1.0] * 4] * 2
+
+
+class Asking(nn.Module):
+    """Asks what its parametrized child is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = parametrizations.weight_norm(nn.Linear(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        answers = (
+            isinstance(self.child, nn.Linear),
+            parametrize.is_parametrized(self.child, "weight"),
+            type(self.child).__name__ == "ParametrizedLinear",
+            self.child.weight.shape == (3, 3) and "weight" not in self.child._parameters,
+        )
+        return x.new_tensor(answers).expand(len(x), 4)
+
+
+def test_a_dropped_wrapper_is_not_kept_alive() -> None:
+    """Watching a module keeps neither it nor its wrapper."""
+    net = nn.Linear(3, 3)
+    model = DataParallel(net, CPUS)
+    model(torch.ones(4, 3))
+    seen = weakref.ref(net)
+    del net, model
+    gc.collect()
+    assert seen() is None
+
+
+class Accumulating(nn.Module):
+    """Writes to a buffer what requires a gradient, so that the buffer becomes part of the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("sum", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sum.add_((x * self.weight).sum(0))
+        return x + self.sum
+
+
+def test_a_buffer_that_became_part_of_a_graph_is_new_in_the_next_forward() -> None:
+    """Values come back without the graph; the next step is not tied to a graph that is gone."""
+    net = Accumulating()
+    model = DataParallel(net, CPUS)
+    total = torch.zeros(3)
+    for _ in range(3):
+        x = torch.randn(4, 3)
+        out = model(x)
+        expected = [x[:2] + total + x[:2].sum(0), x[2:] + total + x[2:].sum(0)]
+        total = total + x[:2].sum(0)
+        torch.testing.assert_close(out, torch.cat(expected))
+        torch.testing.assert_close(net.sum, total)
+        out.sum().backward()
+        torch.testing.assert_close(net.weight.grad, 2 * x.sum(0))
+        assert net.sum.grad_fn is None
+        net.weight.grad = None
+
+
+class Sparse(nn.Module):
+    """Buffers that are no plain windows on memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sparse", torch.eye(3).to_sparse())
+        self.register_buffer("conjugate", torch.ones(3, dtype=torch.complex64).mul(1j).conj())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sparse.mm(self.sparse, x.t()).t() + self.conjugate.imag
+
+
+SPECIAL: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda net: net.sparse.mul_(2),
+    "values": lambda net: net.sparse._values().mul_(2),
+    "data": lambda net: net.sparse.data.mul_(2),
+    "replaced": lambda net: setattr(net, "sparse", (torch.eye(3) * 3).to_sparse()),
+    "made dense": lambda net: setattr(net, "sparse", torch.eye(3) * 3),
+    "conjugate": lambda net: net.conjugate.mul_(2),
+}
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_edits_of_tensors_of_other_layouts_are_seen(name: str) -> None:
+    """Sparse and lazily conjugated buffers travel whole, and are watched by content."""
+    net = Sparse()
+    model = DataParallel(net, CPUS)
+    x = torch.randn(4, 3)
+    before = model(x)
+    SPECIAL[name](net)
+    assert not torch.equal(model(x), before)
+    torch.testing.assert_close(model(x), net(x))
+
+
+class ScriptedState(nn.Module):
+    """A module whose script keeps plain attributes."""
+
+    scale: float
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+        self.items = [1.0]
+        self.calls = 0
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.weight * self.scale * self.items[0] * self.calls
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
+def test_a_script_s_attributes_are_seen_and_undone() -> None:
+    """Plain attributes of a script: edits arrive, and what forward does to them is gone in the next."""
+    net = torch.jit.script(ScriptedState())
+    model = DataParallel(net, CPUS)
+    x = torch.ones(4, 3)
+    assert model(x).unique().tolist() == [1.0]
+    assert model(x).unique().tolist() == [1.0]
+    net.scale = 3.0
+    assert model(x).unique().tolist() == [3.0]
+    net.items = [2.0]
+    assert model(x).unique().tolist() == [6.0]
+    assert net.calls == 0
+
+
+def write_in_inference_mode(net: Any, new: Tensor) -> None:
+    with torch.inference_mode():
+        net.weight.add_(new)
+
+
+WAYS["inference mode"] = write_in_inference_mode
+
+
+def test_parameters_written_in_inference_mode() -> None:
+    """Inference mode moves no versions; what chunk 0 wrote comes back all the same, and the rest is undone."""
+    ours, _, plain = trio(Writer("inference mode"), 3)
+    for _ in range(3):
+        x = torch.randn(6, 4)
+        with torch.inference_mode():
+            out = ours(x)
+        torch.testing.assert_close(out, by_the_contract(plain, x))
+        assert_same_state(ours, plain)

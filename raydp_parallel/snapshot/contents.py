@@ -150,6 +150,15 @@ class Contents:
         """The slots whose version moved after revision ``held``."""
         return tuple(slot for slot, at in self._version_at.items() if at > held and slot in self.tensors)
 
+    def moved_from(self, then: list[int], held: int) -> tuple[int, ...]:
+        """The slots whose version is not what it was ``then``, and was not when revision ``held`` was taken either."""
+        now = self.versions()
+        if now == then:
+            return ()
+        rows = zip(self.slots, then, now, self._seen.versions, strict=True)
+        told = {slot for slot in self.slots if self._version_at.get(slot, 0) <= held}
+        return tuple(s for s, old, new, seen in rows if old != new and (new != seen or s not in told))
+
     def blobs_since(self, held: int, mail: Mail) -> tuple[Blob, ...]:
         """The contents that changed after revision ``held``."""
         groups: dict[int, list[int]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""What a module's Python side looked like: every mutable thing that pickle reaches from it, with a copy of its contents.
+"""What a module's Python side looked like: each mutable thing that pickle reaches from it, with a copy of its contents.
 
 [Note: what changed]
 The driver must see every edit between two forwards, and a replica must start each forward from the driver's state. Both
@@ -24,6 +24,7 @@ import logging
 import operator
 import pickle
 import re
+import sys
 import types
 import weakref
 from collections import Counter, OrderedDict, deque
@@ -106,6 +107,7 @@ class Image:
         elif isinstance(value, torch.jit.ScriptModule):
             self._opaque = True
             self._read(functools.partial(_script_parts, value))
+            self._contents.append(_Content(functools.partial(_script_values, value), _script_values(value)))
         elif not isinstance(value, _IMMUTABLE) or hasattr(value, "__dict__"):
             self._visit_object(value)
 
@@ -139,9 +141,11 @@ class Image:
     def freeze(self) -> None:
         """Take the copies that later moments are compared with."""
         self._classes = [*map(type, self._owners)]
-        # Pickle reaches an object's attributes as a dict too; they are the owner's, whose dict may be replaced.
+        # Pickle reaches an object's attributes as a dict too, and a module's as a copy of it; they are their owner's.
         attributes = {id(vars(owner)) for owner in self._owners}
-        self._nodes = [*map(vars, self._owners), *(d for d in self._dicts if id(d) not in attributes)]
+        states = {id(vars(owner).get("_parameters", 1)) for owner in self._owners if isinstance(owner, torch.nn.Module)}
+        dicts = (d for d in self._dicts if id(d) not in attributes and id(d.get("_parameters", 0)) not in states)
+        self._nodes = [*map(vars, self._owners), *dicts]
         self._copies = [dict(node) for node in self._nodes]
         self._list_copies = [list(node) for node in self._lists]
         self._owner_index = {id(owner): i for i, owner in enumerate(self._owners)}
@@ -174,8 +178,7 @@ class Image:
         return (
             any(self._empty)
             or [*map(len, full)] != self._lengths
-            or not _identical(chain.from_iterable(full), self._keys)
-            and [*chain.from_iterable(full)] != self._keys
+            or (not _identical(chain.from_iterable(full), self._keys) and [*chain.from_iterable(full)] != self._keys)
             or not _identical(chain.from_iterable(values), self._values)
             or self._lists_changed()
             or self._readers_changed()
@@ -309,7 +312,8 @@ def _reduces_itself(value: Any) -> bool:
 
 
 def _has_own_state(value: Any) -> bool:
-    return getattr(type(value), "__getstate__", None) is not getattr(object, "__getstate__", None)
+    base = torch.nn.Module if isinstance(value, torch.nn.Module) else object
+    return getattr(type(value), "__getstate__", None) is not getattr(base, "__getstate__", None)
 
 
 def _slot_names(kind: type) -> tuple[str, ...]:
@@ -356,4 +360,11 @@ def _class_parts(kind: type) -> list[Any]:
 
 def _script_parts(module: torch.jit.ScriptModule) -> list[Any]:
     tensors = chain(module.named_parameters(), module.named_buffers())
-    return [*chain.from_iterable(tensors), *(m.training for m in module.modules())]
+    named = ((sys.intern(name), tensor) for name, tensor in tensors)  # the names are new strings each time
+    return [*chain.from_iterable(named), *(m.training for m in module.modules())]
+
+
+def _script_values(module: torch.jit.ScriptModule) -> list[str]:
+    """A script's plain attributes, of which it gives copies only."""
+    values = (m._c.getattr(name) for m in module.modules() for name in m._concrete_type.get_attributes())
+    return [repr(value) for value in values if not _is_tensor(value)]

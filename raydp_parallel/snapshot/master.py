@@ -87,6 +87,7 @@ class Master:
         self._special_parcel: Parcel | None = None
         self._special_look: list[Any] = []
         self._kinds: dict[int, str] = {}
+        self._leaves: list[Leaf] | None = None
         self._updates: dict[int, Update] = {}
 
     def __reduce__(self) -> Any:
@@ -102,21 +103,28 @@ class Master:
 
     def leaves(self) -> list[Leaf]:
         """What may receive gradients, in the order in which replicas report them."""
-        tensors = {**self._contents.tensors, **self._specials} if self._specials else self._contents.tensors
-        slots = sorted(tensors) if self._specials else self._contents.slots
-        return [Leaf(tensors[s], self._kinds.get(s, "attribute")) for s in slots if tensors[s].requires_grad]
+        if self._leaves is None:
+            tensors = {**self._contents.tensors, **self._specials}
+            wanted = [slot for slot in sorted(tensors) if tensors[slot].requires_grad]
+            self._leaves = [Leaf(tensors[slot], self._kinds.get(slot, "attribute")) for slot in wanted]
+        return self._leaves
+
+    def doubtful(self) -> tuple[int, ...]:
+        """The leaves that were computed in the driver, by number; modules such as weight_norm's compute them anew."""
+        found = enumerate(self.leaves())
+        return tuple(k for k, leaf in found if leaf.kind == "attribute" and not leaf.tensor.is_leaf)
 
     def versions(self) -> tuple[int, list[int]]:
         """A mark of this moment, for `moved_since`."""
         return self.structure_at, self._contents.versions()
 
-    def moved_since(self, mark: tuple[int, list[int]]) -> tuple[int, ...]:
-        """The slots whose versions moved since `versions` made the mark; a graph may have saved them."""
+    def moved_since(self, mark: tuple[int, list[int]], held: int) -> tuple[int, ...]:
+        """The slots whose versions moved since `versions` made the mark; a graph may have saved them.
+
+        Not those of which a replica knows that holds revision ``held``: newer graphs have saved them as they are now.
+        """
         structure_at, then = mark
-        if structure_at != self.structure_at:
-            return ()
-        now = self._contents.versions()
-        return () if now == then else tuple(s for s, a, b in zip(self._contents.slots, then, now, strict=True) if a != b)
+        return self._contents.moved_from(then, held) if structure_at == self.structure_at else ()
 
     def sync(self) -> None:
         """See what changed, as far as identities, versions and addresses tell."""
@@ -159,6 +167,7 @@ class Master:
     def _next_revision(self) -> int:
         self.revision += 1
         self._updates.clear()
+        self._leaves = None
         return self.revision
 
     def _edit(self) -> None:

@@ -53,6 +53,7 @@ class Mirror:
         self._modules: list[nn.Module] = []
         self._specs: dict[int, SlotSpec] = {}
         self._slots: dict[int, Tensor] = {}
+        self._flags: dict[int, bool] = {}
         self._members: dict[int, list[int]] = {}
         self._storages: dict[int, Tensor] = {}
         self._pristine: dict[int, Piece] = {}
@@ -72,7 +73,8 @@ class Mirror:
         if update is not None:
             if update.structure is not None:
                 self._build(update)
-            self._adopt(update, mail)
+            self._adopt(update, mail, graphs_alive)
+        self._restore_flags()
         self._versions = self._now()
 
     def leaves(self) -> list[Tensor]:
@@ -141,11 +143,20 @@ class Mirror:
         if not dirty:
             return True
         reached = True
-        if graphs_alive or any(self._rebound(slot) for block in dirty for slot in self._members[block]):
+        if graphs_alive or any(self._spoiled(slot) for block in dirty for slot in self._members[block]):
             reached = self._renew(dirty)
         for block in dirty:
             self._fill(block, self._pristine[block])
         return reached
+
+    def _spoiled(self, slot: int) -> bool:
+        """Whether a tensor itself is of no more use: its memory is another, or it became part of a graph."""
+        return self._rebound(slot) or not self._slots[slot].is_leaf
+
+    def _restore_flags(self) -> None:
+        for slot, tensor in self._slots.items():
+            if tensor.requires_grad != self._flags[slot]:
+                tensor.requires_grad_(self._flags[slot])
 
     def _renew(self, chosen: set[int]) -> bool:
         """Give blocks new memory and new tensors, in every place of the module that can be reached."""
@@ -155,7 +166,7 @@ class Mirror:
             for slot in self._members[block]:
                 old = self._slots[slot]
                 spec = self._specs[slot]
-                spec = spec._replace(tensor=spec.tensor._replace(requires_grad=old.requires_grad))
+                spec = spec._replace(tensor=spec.tensor._replace(requires_grad=self._flags[slot]))
                 new = blocks.build(spec, self._storages[block])
                 vars(new).update(vars(old))
                 self._slots[slot] = replaced[id(old)] = new
@@ -179,8 +190,9 @@ class Mirror:
         if update.specials is not None:
             slots, parcel = update.specials
             self._slots.update(zip(slots, codec.unpack(parcel, Mail(InlineLink()), self._device), strict=True))
-        for slot, spec in update.slots.items():
-            self._slots[slot].requires_grad_(spec.tensor.requires_grad)
+        self._flags = {slot: tensor.requires_grad for slot, tensor in self._slots.items()}
+        self._flags.update((slot, spec.tensor.requires_grad) for slot, spec in update.slots.items())
+        self._restore_flags()
         # Ray gives its workers the script's folder and the working one; the driver may import from more.
         sys.path.extend(path for path in update.paths if path not in sys.path)
         self._structure = update.structure
@@ -210,15 +222,19 @@ class Mirror:
         parameters = {id(p) for p in self.module.parameters()}
         return sorted({spec.block for slot, spec in self._specs.items() if id(self._slots[slot]) not in parameters})
 
-    def _adopt(self, update: StateUpdate, mail: Mail) -> None:
-        for slot, flag in update.flags:
-            self._slots[slot].requires_grad_(flag)
+    def _adopt(self, update: StateUpdate, mail: Mail, graphs_alive: bool) -> None:
+        self._flags.update(update.flags)
+        # New contents that come with a new version are for torch's check to find, as after an optimizer's step. Those
+        # that come without are new memory in the driver (``p.data = q``), where graphs keep the old.
+        told = {self._specs[slot].block for slot in update.bumped if slot in self._specs}
+        untold = {block for blob in update.blobs for block in blob.blocks if block in self._pristine} - told
+        reached = not (graphs_alive and untold) or self._renew(untold)
         for blob in update.blobs:
             whole = mail.open(blob.packet)
             for block, offset, size in zip(blob.blocks, blob.offsets, blob.sizes, strict=True):
                 self._pristine[block] = Piece(whole.address + offset, size, whole)
                 self._fill(block, self._pristine[block])
-        if update.structure is not None:
+        if update.structure is not None or not reached:
             self._load()  # not before its tensors are filled: a generator's state is one of them
         for index, name, value in update.edits:
             self._edits[index, name] = vars(self._modules[index])[name] = value

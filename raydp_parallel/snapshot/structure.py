@@ -6,6 +6,7 @@ references. So does a wrapper inside the module: in a replica it runs its own mo
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import weakref
@@ -165,7 +166,8 @@ def _load_script(saved: bytes, tensors: dict[str, Tensor], training: Sequence[bo
     module = torch.jit.load(io.BytesIO(saved))
     for path, tensor in tensors.items():
         parent, _, name = path.rpartition(".")
-        setattr(module.get_submodule(parent) if parent else module, name, tensor)
+        # A script has no get_submodule.
+        setattr(functools.reduce(getattr, parent.split("."), module) if parent else module, name, tensor)
     for child, mode in zip(module.modules(), training, strict=True):
         child.training = mode
     return module  # type: ignore[no-any-return]

@@ -1,0 +1,236 @@
+"""The contract of every link: bytes go in, the same bytes come out, in memory of their own.
+
+A new link joins by one entry in ``LINKS``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raydp_parallel.actor import link_for
+from raydp_parallel.links import BySize, InlineLink, Link, Mail, ObjectStoreLink, Piece, aligned
+
+LIMIT = 256
+
+
+class FakeStore:
+    """An object store: copies what is put into it, and hands it out read-only, as Ray does."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, np.ndarray] = {}
+
+    def put(self, buffer: np.ndarray) -> str:
+        """Store a copy."""
+        stored = buffer.copy()
+        stored.flags.writeable = False
+        self.objects[f"ref {len(self.objects)}"] = stored
+        return f"ref {len(self.objects) - 1}"
+
+    def get(self, reference: str) -> np.ndarray:
+        """What a reference stands for."""
+        return self.objects[reference]
+
+
+def with_store() -> ObjectStoreLink:
+    """The driver's object-store link, over a fake store."""
+    store = FakeStore()
+    return ObjectStoreLink(store.put, store.get)
+
+
+LINKS: dict[str, Callable[[], Link]] = {
+    "inline": InlineLink,
+    "object_store, driver's": with_store,
+    "object_store, replica's": ObjectStoreLink,
+    "auto, driver's": lambda: BySize(InlineLink(), with_store(), LIMIT),
+    "auto, replica's": lambda: BySize(InlineLink(), ObjectStoreLink(), LIMIT),
+}
+
+
+@pytest.fixture(params=[*LINKS])
+def link(request: pytest.FixtureRequest) -> Link:
+    """Each link in its turn."""
+    return LINKS[request.param]()
+
+
+def piece(data: bytearray) -> Piece:
+    """The memory of a bytearray."""
+    view = (ctypes.c_char * len(data)).from_buffer(data) if data else None
+    return Piece(ctypes.addressof(view) if view is not None else 0, len(data), view)
+
+
+def pattern(size: int, start: int = 1) -> bytearray:
+    """Bytes that differ from their neighbours."""
+    return bytearray((start + 7 * i) % 251 for i in range(size))
+
+
+def seen(link: Link, packet: Any) -> bytes:
+    """The bytes of a packet."""
+    opened = link.open(packet)
+    return ctypes.string_at(opened.address, opened.size)
+
+
+SIZES = (0, 1, 3, 63, 64, 65, 255, LIMIT, LIMIT + 1, 1001, 65537)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_one_piece_comes_out_as_it_went_in(link: Link, size: int) -> None:
+    """Sizes 0 and 1, odd ones, and those on both sides of a limit."""
+    data = pattern(size)
+    assert seen(link, link.send([piece(data)], [0], size)) == bytes(data)
+
+
+def test_nothing_at_all_can_be_sent(link: Link) -> None:
+    """No piece is a packet of no bytes."""
+    assert link.open(link.send([], [], 0)).size == 0
+
+
+@pytest.mark.parametrize("scale", (1, LIMIT))
+def test_pieces_lie_at_their_offsets(link: Link, scale: int) -> None:
+    """Several pieces, with gaps between them and behind them, an empty one among them."""
+    parts = [pattern(5 * scale, 1), pattern(0), pattern(7 * scale, 9), pattern(1, 30)]
+    offsets = [0, aligned(5 * scale), aligned(5 * scale), aligned(5 * scale) + 8 * scale]
+    size = offsets[-1] + 64
+    found = seen(link, link.send([piece(p) for p in parts], offsets, size))
+    assert len(found) == size
+    for part, offset in zip(parts, offsets, strict=True):
+        assert found[offset : offset + len(part)] == part
+
+
+@pytest.mark.parametrize("size", (1, LIMIT + 1))
+def test_a_packet_never_aliases_its_source(link: Link, size: int) -> None:
+    """What is written to the source after sending does not reach the receiver."""
+    data = pattern(size)
+    packet = link.send([piece(data)], [0], size)
+    before = bytes(data)
+    data[:] = bytes(size)
+    assert seen(link, packet) == before
+
+
+def test_packets_do_not_share_memory(link: Link) -> None:
+    """A later, even a larger, packet leaves an earlier one as it was."""
+    sent = [(data := pattern(size, start), link.send([piece(data)], [0], size)) for start, size in enumerate(SIZES[1:])]
+    for data, packet in [*sent, *reversed(sent)]:
+        assert seen(link, packet) == bytes(data)
+
+
+@pytest.mark.parametrize("size", (1, LIMIT + 1))
+def test_a_packet_opens_twice(link: Link, size: int) -> None:
+    """Opening again gives the same bytes, while and after the first piece is held."""
+    data = pattern(size)
+    packet = link.send([piece(data)], [0], size)
+    first, second = link.open(packet), link.open(packet)
+    assert ctypes.string_at(first.address, size) == ctypes.string_at(second.address, size) == bytes(data)
+    del first
+    gc.collect()
+    assert ctypes.string_at(second.address, size) == bytes(data)
+
+
+@pytest.mark.parametrize("size", (1, LIMIT + 1))
+def test_an_opened_piece_keeps_its_memory(link: Link, size: int) -> None:
+    """The piece alone keeps the bytes, though packet and source are gone."""
+    data = pattern(size)
+    opened = link.open(link.send([piece(data)], [0], size))
+    before = bytes(data)
+    del data
+    gc.collect()
+    assert ctypes.string_at(opened.address, opened.size) == before
+
+
+def test_closing_twice_is_closing_once(link: Link) -> None:
+    """A closed link may be closed again, with or without something sent."""
+    link.send([piece(pattern(LIMIT + 1))], [0], LIMIT + 1)
+    link.close()
+    link.close()
+
+
+def test_a_link_has_a_name(link: Link) -> None:
+    """It is what statistics show."""
+    assert link.name in ("inline", "object_store", "auto")
+
+
+@pytest.mark.parametrize("sizes", ((1, 40, 7), (LIMIT + 1, 1000), (3, LIMIT + 1, 5, 2000)))
+def test_mail_carries_several_packets(link: Link, sizes: tuple[int, ...]) -> None:
+    """The message holds bytes or numbers; the receiver opens each with its own mail, from what lies beside."""
+    mail = Mail(link)
+    data = [pattern(size, i) for i, size in enumerate(sizes)]
+    message = [mail.send([piece(d)], [0], len(d)) for d in data]
+    assert mail.size == sum(sizes)
+    assert all(isinstance(packet, (bytes, int)) for packet in message)
+    arrived = Mail(link, list(mail.beside))
+    for placed, d in zip(pickle.loads(pickle.dumps(message)), data, strict=True):
+        opened = arrived.open(placed)
+        assert ctypes.string_at(opened.address, opened.size) == bytes(d)
+
+
+def test_mail_places_a_packet_that_was_made_before(link: Link) -> None:
+    """One packet goes into several messages, at another number in each."""
+    data = pattern(LIMIT + 1)
+    packet = link.send([piece(data)], [0], len(data))
+    for others in (0, 2):
+        mail = Mail(link)
+        for _ in range(others):
+            mail.send([piece(pattern(LIMIT + 9))], [0], LIMIT + 9)
+        placed = mail.place(packet)
+        opened = Mail(link, mail.beside).open(placed)
+        assert ctypes.string_at(opened.address, opened.size) == bytes(data)
+
+
+def test_inline_packets_are_bytes() -> None:
+    """They lie in the message itself, never beside it."""
+    mail = Mail(InlineLink())
+    mail.send([piece(pattern(100_000))], [0], 100_000)
+    assert mail.beside == []
+
+
+def test_by_size_goes_inline_up_to_its_limit() -> None:
+    """At the limit a packet is bytes, one byte above it goes to the store."""
+    store = FakeStore()
+    link = BySize(InlineLink(), ObjectStoreLink(store.put, store.get), LIMIT)
+    assert isinstance(link.send([piece(pattern(LIMIT))], [0], LIMIT), bytes)
+    assert not store.objects
+    assert link.send([piece(pattern(LIMIT + 1))], [0], LIMIT + 1) == "ref 0"
+
+
+def test_the_store_gets_one_flat_buffer_per_packet() -> None:
+    """Never a tensor, and one put however many pieces there are."""
+    put: list[Any] = []
+    link = ObjectStoreLink(lambda buffer: put.append(buffer) or len(put), lambda _: put[-1])
+    link.send([piece(pattern(100)), piece(pattern(50))], [0, 128], 192)
+    (buffer,) = put
+    assert type(buffer) is np.ndarray
+    assert (buffer.dtype, buffer.shape) == (np.dtype(np.uint8), (192,))
+
+
+def test_closing_lets_go_of_the_scratch_buffer() -> None:
+    """What the driver's link keeps for the next call is gone after close."""
+    kept: list[weakref.ref[Any]] = []
+
+    def put(buffer: np.ndarray) -> int:
+        kept.append(weakref.ref(buffer.base if buffer.base is not None else buffer))
+        return 0
+
+    link = ObjectStoreLink(put, lambda _: None)
+    link.send([piece(pattern(1000))], [0], 1000)
+    link.close()
+    assert kept[0]() is None
+
+
+@pytest.mark.parametrize("name", ("auto", "inline", "object_store"))
+def test_every_name_of_the_options_makes_a_link(name: str) -> None:
+    """For the driver, which has a store, and for a replica, which has none."""
+    store = FakeStore()
+    assert link_for(name, store.put, store.get).name == name
+    assert link_for(name).name == name
+
+
+def test_aligned_rounds_up_to_64() -> None:
+    """What follows is aligned for every dtype."""
+    assert [aligned(n) for n in (0, 1, 63, 64, 65)] == [0, 64, 64, 64, 128]
