@@ -26,7 +26,7 @@ def steps(replicas: int, rounds: int) -> dict[str, float]:
     model = raydp_parallel.DataParallel(nn.Linear(4, 2), ["cpu"] * replicas)
     x = torch.randn(2 * replicas, 4)
     model(x)
-    doors = [seat.door for seat in model.executor.seats(model.device_ids)]
+    doors = [seat.door.actor for seat in model.executor.seats(model.device_ids)]
 
     def empty() -> None:
         ray.get([door.empty.remote() for door in doors])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ray
 import torch
 
-from raydp_parallel import devices
+from raydp_parallel import devices, line, outcome
 from raydp_parallel.links import BySize, InlineLink, Link, Mail, ObjectStoreLink
-from raydp_parallel.messages import Hello
+from raydp_parallel.messages import Hello, Reply
 from raydp_parallel.replica import Replica
 
 
@@ -27,24 +30,28 @@ class Door:
     def __init__(self, device: str, link: Link, threads: int | None = None) -> None:
         if threads is not None:
             torch.set_num_threads(threads)
+        self._threads = threads
         self._device = torch.device(device)
         self._replica = Replica(self._device)
         self._link = link
+        self._turns = Turnstile()
 
-    def forward(self, header: bytes, *beside: Any) -> Any:
+    def forward(self, number: int, header: bytes, *beside: Any) -> Any:
         """Run one chunk."""
-        back = Mail(self._link)
-        return seal(self._replica.forward(pickle.loads(header), Mail(self._link, beside), back), back)
+        return self._answer(self._replica.forward, number, header, beside)
 
-    def backward(self, header: bytes, *beside: Any) -> Any:
+    def backward(self, number: int, header: bytes, *beside: Any) -> Any:
         """Differentiate one chunk's graph."""
-        back = Mail(self._link)
-        return seal(self._replica.backward(pickle.loads(header), Mail(self._link, beside), back), back)
+        return self._answer(self._replica.backward, number, header, beside)
 
-    def forget(self, header: bytes) -> tuple[int, int]:
-        """Free what the driver no longer needs. Returns how many models and graphs are left."""
-        self._replica.forget(pickle.loads(header))
-        return self._replica.holdings()
+    def forget(self, number: int, header: bytes) -> Any:
+        """Free what the driver no longer needs. Answers how many models and graphs are left."""
+
+        def forget(what: Any, _mail: Mail, _back: Mail) -> tuple[int, int]:
+            self._replica.forget(what)
+            return self._replica.holdings()
+
+        return self._answer(forget, number, header, ())
 
     def hello(self) -> Hello:
         """Who is here."""
@@ -52,6 +59,78 @@ class Door:
 
     def empty(self) -> None:
         """Nothing at all: what a call costs at least. For benchmarks."""
+
+    def open_line(self, number: int) -> str | None:
+        """Start to listen for a direct line; returns where, None if there is no such thing here.
+
+        Args:
+            number: The first call that will come over it. Earlier ones that did not arrive were lost with another line.
+        """
+        self._turns.skip_to(number)
+        found = line.listen()
+        if found is None:
+            return None
+        address, listener = found
+        threading.Thread(target=self._serve, args=(listener,), name="raydp-line", daemon=True).start()
+        return address
+
+    def _serve(self, listener: Any) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        line.serve(listener, self._answer_line)
+
+    def _answer_line(self, number: int, buffers: list[Any]) -> Sequence[Any]:
+        method, header, *beside = bytes(buffers[0][:1]), buffers[0][1:], *buffers[1:]
+        answer = getattr(self, METHODS[method[0]])(number, header, *beside)
+        return answer if isinstance(answer, tuple) else (answer,)
+
+    def _answer(self, work: Callable[[Any, Mail, Mail], Any], number: int, header: bytes, beside: Any) -> Any:
+        """Do one call's work, in its turn; whatever goes wrong is an answer too, and no death."""
+        back = Mail(self._link)
+        try:
+            with self._turns.take(number):
+                return seal(work(pickle.loads(header), Mail(self._link, beside), back), back)
+        except BaseException as error:
+            return seal(Reply(None, None, (), outcome.failure(error, None), 0.0, 0, 0), Mail(self._link))
+
+
+SHARE_LIMIT = 8 * 1024 * 1024
+"""Bytes up to which each replica gets a copy of its own over its line. What is larger is put into the object store, once
+for all replicas; that costs 5 ms however little it is."""
+
+METHODS = ("forward", "backward", "forget")
+"""Methods by the number that stands for them on a direct line."""
+
+
+class Turnstile:
+    """Lets calls through one at a time, in the order of their numbers, whichever way they come."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._next = 0
+        self._taken = False
+
+    @contextlib.contextmanager
+    def take(self, number: int) -> Iterator[None]:
+        """Wait for one's turn, and hold it for the block."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._next >= number and not self._taken)
+            if self._next > number:
+                raise LookupError(f"call {number} came after its time")
+            self._taken = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._next, self._taken = number + 1, False
+                self._changed.notify_all()
+
+    def skip_to(self, number: int) -> None:
+        """Wait for no call before ``number`` any more, once the one that runs has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._taken)
+            self._next = max(self._next, number)
+            self._changed.notify_all()
 
 
 def seal(message: Any, mail: Mail) -> Any:
@@ -68,10 +147,11 @@ def unseal(answer: Any, link: Link) -> tuple[Any, Mail]:
 
 def link_for(name: str, put: Any = None, get: Any = None) -> Link:
     """The link that `Options.link` names, for one side: the driver gives its ``put`` and ``get``."""
-    store = ObjectStoreLink() if put is None else ObjectStoreLink(put, get)
+    arrays = ObjectStoreLink()
+    store = arrays if put is None else ObjectStoreLink(put, get)
     if name == "inline":
         return InlineLink()
-    return store if name == "object_store" else BySize(InlineLink(), store)
+    return store if name == "object_store" else BySize(InlineLink(), BySize(arrays, store, SHARE_LIMIT))
 
 
 def _node() -> str:

@@ -84,8 +84,6 @@ class _Forward:
 
     def run(self) -> list[Any]:
         """The chunks' outputs."""
-        for master in self.masters:
-            master.sync()
         for attempt in range(_ATTEMPTS):
             answers = self._attempt()
             if self.verified:
@@ -118,7 +116,10 @@ class _Forward:
         return answers
 
     def _request(self, number: int, seat: Seat, mail: Mail) -> ForwardRequest:
-        """The message for one chunk."""
+        """The message for one chunk. The executor's lock is held: other threads may send and verify the same modules."""
+        if number == 0:
+            for master in self.masters:
+                master.sync()
         chunk = self.chunks[number]
         value, root = (Arguments(chunk.args, chunk.kwargs), "") if chunk.kwargs else (chunk.args, "inputs")
         grad = self.ambient.grad

@@ -43,7 +43,7 @@ class Crew(Protocol):
         """Start a replica in each place, or raise `PlacementError` within the deadline."""
 
     def submit(self, door: Any, method: str, header: bytes, beside: Sequence[Packet]) -> Any:
-        """Send a call; returns what `collect` waits for."""
+        """Send a call; returns what `collect` waits for, which has a ``give_up()`` for calls nobody waits for."""
 
     def collect(self, pending: Sequence[Any]) -> list[Any]:
         """Wait for all calls. Where a replica died, its answer is the `Death`."""
@@ -85,7 +85,10 @@ def device_id(entry: Any) -> DeviceId:
         if entry < 0:
             raise ValueError(f"device_ids: {entry} is negative; logical GPUs count from 0, CPU replicas are 'cpu'")
         return entry
-    device = torch.device(entry)
+    try:
+        device = torch.device(entry)
+    except RuntimeError as error:
+        raise ValueError(f"device_ids: {entry!r} names no device; give ints, torch devices, 'cuda:N' or 'cpu'") from error
     if device.type == "cpu":
         return "cpu"
     if device.type != "cuda":

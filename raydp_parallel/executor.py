@@ -69,6 +69,7 @@ class Seat:
         # Finalizers append here, from any thread and at any moment; the next call takes what is there.
         self._graphs: deque[int] = deque()
         self._models: deque[int] = deque()
+        self._told: list[Forget] = []
 
     def seat(self, door: Any, hello: Hello) -> None:
         """A new replica sits down."""
@@ -82,6 +83,7 @@ class Seat:
         self.held.clear()
         self._graphs.clear()
         self._models.clear()
+        self._told.clear()
 
     @property
     def door(self) -> Any:
@@ -92,7 +94,20 @@ class Seat:
         """What the driver let go of since the last call."""
         if not self._graphs and not self._models:
             return None
-        return Forget(_drain(self._graphs), _drain(self._models))
+        told = Forget(_drain(self._graphs), _drain(self._models))
+        self._told.append(told)
+        return told
+
+    def heard(self) -> None:
+        """The replica answered: it knows what it was told."""
+        self._told.clear()
+
+    def forget_again(self) -> None:
+        """Tell once more what may not have arrived; hearing it twice does no harm."""
+        for told in self._told:
+            self._graphs.extend(told.graphs)
+            self._models.extend(told.models)
+        self._told.clear()
 
     def drop_graph(self, key: int, incarnation: int) -> None:
         """Let go of a graph; told with the next call."""
@@ -265,10 +280,20 @@ class Executor:
             if self._closed:
                 raise ExecutorClosed("this executor was closed: make another, or leave `executor` out to use the process's")
             assert self._crew is not None
-            sent = [self._send(job) for job in jobs]
-        if meanwhile is not None:
-            meanwhile()
-        results = self._crew.collect([pending for pending, _ in sent])
+            sent: list[tuple[Any, int]] = []
+            try:
+                for job in jobs:
+                    sent.append(self._send(job))
+                if meanwhile is not None:
+                    meanwhile()
+            except BaseException:
+                self._abandon(jobs, sent)
+                raise
+        try:
+            results = self._crew.collect([pending for pending, _ in sent])
+        except BaseException:
+            self._abandon(jobs, sent)
+            raise
         answers: list[Answer | ReplicaDied] = [
             self._receive(job, result, incarnation) for job, result, (_, incarnation) in zip(jobs, results, sent, strict=True)
         ]
@@ -296,7 +321,14 @@ class Executor:
             assert self._crew is not None
             ready = [seat for seat in self._seats.values() if seat.state is State.READY]
             calls = [self._crew.submit(s.door, "forget", pickle.dumps(s.forget()), ()) for s in ready]
-            return [tuple(left) for left in self._crew.collect(calls)]
+            return [unseal(left, self._crew.link)[0] for left in self._crew.collect(calls)]
+
+    def _abandon(self, jobs: Sequence[Job], sent: Sequence[tuple[Any, int]]) -> None:
+        """Nobody waits for these calls any more, and whether they arrived is not known."""
+        for pending, _ in sent:
+            pending.give_up()
+        for job in jobs:
+            job.seat.forget_again()
 
     def _send(self, job: Job) -> tuple[Any, int]:
         assert self._crew is not None
@@ -318,6 +350,7 @@ class Executor:
         if isinstance(result, Death):
             return self._bury(job, result, incarnation)
         reply, mail = unseal(result, self._crew.link)
+        job.seat.heard()
         tally = job.seat.tally
         if job.method == "forward":
             tally.calls += 1

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,11 +28,12 @@ class LocalDoor:
 
     def __init__(self, link: Link) -> None:
         self._door = Door("cpu", link)
+        self._numbers = itertools.count()
 
     def call(self, method: str, header: bytes, beside: Any) -> Any:
         """Call a method of the door, and leave the driver's generators and settings as they were."""
         with _isolated():
-            return getattr(self._door, method)(header, *beside)
+            return getattr(self._door, method)(next(self._numbers), header, *beside)
 
 
 @contextlib.contextmanager
@@ -43,6 +45,19 @@ def _isolated() -> Iterator[None]:
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
+
+
+class Answered(NamedTuple):
+    """A call that has ended already.
+
+    Attributes:
+        answer: What came of it.
+    """
+
+    answer: Any
+
+    def give_up(self) -> None:
+        """Nothing is on its way."""
 
 
 class LocalCrew:
@@ -63,11 +78,11 @@ class LocalCrew:
         doors = {place: LocalDoor(link_for(self._options.link)) for place in places}
         return {place: (door, Hello(os.getpid(), "driver", "cpu", "", "", 0, 0)) for place, door in doors.items()}
 
-    def submit(self, door: LocalDoor, method: str, header: bytes, beside: Sequence[Packet]) -> Any:
-        return door.call(method, header, beside)
+    def submit(self, door: LocalDoor, method: str, header: bytes, beside: Sequence[Packet]) -> Answered:
+        return Answered(door.call(method, header, beside))
 
-    def collect(self, pending: Sequence[Any]) -> list[Any]:
-        return list(pending)
+    def collect(self, pending: Sequence[Answered]) -> list[Any]:
+        return [call.answer for call in pending]
 
     def stop(self, doors: Sequence[Any]) -> None:
         """Replicas in this process end with their last reference."""

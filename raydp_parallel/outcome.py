@@ -78,10 +78,31 @@ def _pickled(value: Any) -> bytes | None:
 
 
 def _pickled_whole(error: BaseException) -> bytes | None:
-    """The exception itself, if it comes out of pickle as what went in."""
-    data = _pickled(error)
-    again = _loaded(data)
-    return data if type(again) is type(error) and str(again) == str(error) else None
+    """The exception itself, in the first way in which it comes out of pickle as what went in."""
+    for form in (error, _Bare(error)):
+        data = _pickled(form)
+        again = _loaded(data)
+        if type(again) is type(error) and str(again) == str(error):
+            return data
+    return None
+
+
+class _Bare:
+    """Pickles an exception past its constructor, which may want other arguments, without what cannot be pickled."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> Any:
+        state = {name: value for name, value in vars(self._error).items() if _pickled(value) is not None}
+        return _bare, (type(self._error), self._error.args, state)
+
+
+def _bare(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    vars(error).update(state)
+    return error
 
 
 def _loaded(data: bytes | None) -> Any:

@@ -47,8 +47,15 @@ class RemoteReplica:
         rows = batch.rows(positional, kwargs, dim)
         return calling.Chunk(self._seat, self._master, positional, kwargs, where, rows, self._detach)
 
+    def __reduce__(self) -> Any:
+        return _replica_again, (self.module, self.device_id, self._detach, self._executor)
+
     def __repr__(self) -> str:
         return f"RemoteReplica({type(self.module).__name__} on {self._seat})"
+
+
+def _replica_again(module: nn.Module, device: DeviceId, detach: bool, executor: Executor) -> RemoteReplica:
+    return replicate(module, [device], detach, executor=executor)[0]
 
 
 def replicate(

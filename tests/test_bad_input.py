@@ -282,33 +282,17 @@ def test_wrong_options(wrong: dict[str, Any]) -> None:
 def test_more_gpus_than_are_free() -> None:
     """Within the deadline: what was asked for, what is free, and what to do; and nothing stays behind."""
     good_call([0, 1])  # the process's replicas hold both GPUs now
-    options = Options(placement_timeout=2)
-    error = raised(lambda: Executor([0, 1], options=options))
+    error = raised(lambda: Executor([0, 1], options=Options(placement_timeout=1)))
     assert isinstance(error, PlacementError) and isinstance(error, ParallelError)
-    for words in ("asked for 2 GPU and 0 CPU replicas", "after 2 s", "device_ids [0, 1]", "0 of 2 GPU", "close"):
+    for words in ("asked for 2 GPU and 0 CPU replicas", "after 1 s", "device_ids [0, 1]", "0 of 2 GPU", "close"):
         assert words in str(error), error
-    with Executor((), options=options) as executor:
+    with Executor((), options=Options(placement_timeout=2)) as executor:
         model = DataParallel(nn.Linear(4, 2), [0, "cpu"], executor=executor)
-        with pytest.raises(PlacementError, match=r"asked for 1 GPU and 1 CPU replicas.*device_ids \[0\]"):
+        with pytest.raises(PlacementError, match=r"asked for 1 GPU and 1 CPU replicas.*device_ids \[0"):
             model(torch.ones(2, 4))
         assert all(info.state != "ready" for info in executor.replicas())
         good_call(["cpu"], executor)
     good_call([0, 1])
-
-
-def test_a_freed_gpu_can_be_had() -> None:
-    """Once an executor is closed, another gets its GPU."""
-    from raydp_parallel.executor import shared
-
-    half = Options(gpus_per_replica=0.5)
-    if any(info.device_id in (0, 1) for info in shared(Options()).replicas()):
-        pytest.skip("the process's replicas hold the GPUs")
-    with Executor([0, 1]) as executor:
-        good_call([0, 1], executor)
-        with pytest.raises(PlacementError):
-            Executor([0], options=Options(placement_timeout=1, gpus_per_replica=0.5))
-    with Executor([0], options=half) as executor:
-        good_call([0], executor)
 
 
 # --- modules ---
@@ -326,10 +310,12 @@ def test_uninitialised_lazy_modules() -> None:
     """Upstream's words; after a dummy forward the same wrapper works."""
     net = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
     model = DataParallel(net, TWO)
-    uses = (lambda: model(torch.ones(4, 3)), lambda: replicate(net, TWO), lambda: oracle.replicate(net, [0, 1]))
-    for use in uses:
-        with pytest.raises(RuntimeError, match="Modules with uninitialized parameters can't be used with `DataParallel`"):
-            use()
+    upstreams = raised(net[0]._replicate_for_data_parallel)
+    for use in (lambda: model(torch.ones(4, 3)), lambda: replicate(net, TWO)):
+        error = raised(use)
+        assert type(error) is type(upstreams) is RuntimeError
+        assert "Modules with uninitialized parameters can't be used with `DataParallel`" in str(error)
+        assert " ".join(str(error).split()) == " ".join(str(upstreams).split())
     net(torch.randn(4, 3))
     assert model(torch.randn(4, 3)).shape == (4, 4)
 
@@ -366,9 +352,9 @@ def test_unpicklable_module(where: str) -> None:
     ("call", "path"),
     [
         (lambda model: model(torch.ones(2, 4), threading.Lock()), ["inputs", "[1]"]),
-        (lambda model: model((i for i in range(3))), ["inputs", "[0]"]),
+        (lambda model: model(i for i in range(3)), ["inputs", "[0]"]),
         (lambda model: model(torch.ones(2, 4), key={"a": [0, threading.Lock()]}), ["kwargs", "key", "a", "[1]"]),
-        (lambda model: model(open(os.devnull)), ["inputs", "[0]"]),  # noqa: SIM115
+        (lambda model: model(open(os.devnull, "w")), ["inputs", "[0]"]),  # noqa: SIM115
         (lambda model: model(Holder({"x": threading.Lock()})), ["inputs", "[0]", "content", "x"]),
     ],
 )

@@ -269,7 +269,9 @@ def test_C6_imbalance_is_warned_once() -> None:
             devices.check_balance(found)
         assert len(caught) == 1
         text = " ".join(str(caught[0].message).split())
-        assert text.startswith(f"There is an imbalance between your GPUs. You may want to exclude GPU {small} which has")
+        assert text.startswith(
+            f"There is an imbalance between your GPUs. You may want to exclude GPU {small} which has"
+        )
         assert f"less than 75% of the memory or cores of GPU {large}." in text
 
 
@@ -424,7 +426,20 @@ def _freeze(model: Any) -> None:
     model.module.first.requires_grad_(False)
 
 
-EDITS = [_train, _eval, _eval_one, _double, _attribute, _swap, _add, _remove, _initialise, _replace_parameter, _step, _freeze]
+EDITS = [
+    _train,
+    _eval,
+    _eval_one,
+    _double,
+    _attribute,
+    _swap,
+    _add,
+    _remove,
+    _initialise,
+    _replace_parameter,
+    _step,
+    _freeze,
+]
 
 
 @pytest.mark.parametrize("edit", EDITS)
@@ -576,7 +591,9 @@ def recording(base: type) -> type:
             return super().parallel_apply(replicas, inputs, kwargs)
 
         def gather(self, outputs: Any, output_device: Any) -> Any:
-            self.log.append(("gather", type(outputs), [len(out) for out in outputs], output_device == self.output_device))
+            self.log.append(
+                ("gather", type(outputs), [len(out) for out in outputs], output_device == self.output_device)
+            )
             return super().gather(outputs, output_device)
 
     return Recording
@@ -593,7 +610,9 @@ def test_C17_override_points(count: int, rows: int) -> None:
         model(x, bias=x, sign=-1)
         logs.append(model.log)
     assert logs[0] == logs[1]
-    assert [entry[0] for entry in logs[0]] == ["scatter", "replicate", "parallel_apply", "gather"][: 1 if count == 1 else 4]
+    assert [entry[0] for entry in logs[0]] == ["scatter", "replicate", "parallel_apply", "gather"][
+        : 1 if count == 1 else 4
+    ]
 
 
 def test_C17_arguments_are_positional() -> None:

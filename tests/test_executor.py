@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from harness import assert_same_grads, assert_same_state
 from torch import nn
 
 import raydp_parallel
-from raydp_parallel import DataParallel, Executor, ExecutorClosed, Options, ReplicaInfo, data_parallel
+from raydp_parallel import DataParallel, Executor, ExecutorClosed, Options, ReplicaInfo, data_parallel, replicate
 from raydp_parallel.executor import shared
 
 TWO = ["cpu", "cpu"]
@@ -336,6 +337,36 @@ def test_rewrapping_sends_nothing() -> None:
     assert other.executor.stats().state_sends == before
 
 
+@on_cluster
+def test_replicas_of_one_module_in_several_threads() -> None:
+    """Each thread's forward is of the module as it is, also when all of them find it changed at once."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    draw = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(3, 4, generator=draw) for _ in TWO]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for step in range(60):
+            outputs: list[Any] = [None] * len(inputs)
+
+            def work(i: int, replica: Any, outputs: list[Any] = outputs) -> None:
+                outputs[i] = replica(inputs[i])
+
+            threads = [threading.Thread(target=work, args=each) for each in enumerate(replicate(net, TWO))]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            torch.testing.assert_close(outputs, [net(x) for x in inputs])
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=0.1)
+            if step % 3 == 0:
+                net[1] = nn.ReLU() if step % 2 else nn.Tanh()
+    finally:
+        sys.setswitchinterval(interval)
+
+
 # --- how long things live ---
 
 
@@ -607,6 +638,10 @@ def test_shutdown_leaves_a_cluster_that_is_its_users() -> None:
     raydp_parallel.shutdown()
     assert ray.is_initialized()
     assert {info.state for info in executor.replicas()} == {"closed"}
+    with Executor([0, 1]) as own:  # nobody holds the GPUs now
+        assert torch.equal(DataParallel(model.module, executor=own)(batch()), out)
+    with Executor([1, 0]) as own:  # nor after close
+        assert torch.equal(DataParallel(model.module, executor=own)(batch()), out)
     assert model.executor is not executor
     assert torch.equal(model(batch()), out)
 

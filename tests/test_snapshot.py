@@ -174,16 +174,6 @@ class Slotted:
         return self.__private
 
 
-class SlottedModule(nn.Module):
-    """A module with a slot beside its dict."""
-
-    __slots__ = ("extra",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = 1
-
-
 class Thing:
     """An object with attributes, a property and a method."""
 
@@ -254,7 +244,7 @@ class Net(nn.Module):
         self.register_buffer("window", self.whole[2:6])  # type: ignore[index]
         self.register_buffer("sparse", torch.eye(3).to_sparse())
         self.pair = (self.linear.weight, [self.norm.running_mean])
-        self.slotted, self.slotted_module = Slotted(), SlottedModule()
+        self.slotted = Slotted()
         self.ordered = collections.OrderedDict(a=1, b=2)
         self.tagged, self.bare = Dict(a=1), Dict(a=1)
         self.tagged.tag = 1  # type: ignore[attr-defined]
@@ -312,7 +302,6 @@ ATTRIBUTES: dict[str, Edit] = {
     "set of the same size": lambda n: (n.seen.add(3), n.seen.remove(1)),
     "slot": lambda n: setattr(n.slotted, "open", 2),
     "private slot": lambda n: n.slotted.hide(2),
-    "slot of a module": lambda n: setattr(n.slotted_module, "extra", 2),
     "object": lambda n: setattr(n.thing, "x", 2),
     "property": lambda n: setattr(n.thing, "double", 8),
     "namespace": lambda n: setattr(n.space, "x", 2),
@@ -442,8 +431,7 @@ def look(value: Any, seen: dict[int, str], path: str) -> Any:
         return type(value).__name__, grid, value.requires_grad, plain.tolist(), inner(vars(value).items())
     if isinstance(value, nn.Module):
         state = {k: v for k, v in vars(value).items() if k != "_is_replica"}
-        slots = [(k, getattr(value, k)) for k in getattr(type(value), "__slots__", ())]
-        return type(value).__name__, inner([*state.items(), *slots])
+        return type(value).__name__, inner(state.items())
     if isinstance(value, dict):
         rest = (
             [getattr(value, "default_factory", None), *vars(value).items()]

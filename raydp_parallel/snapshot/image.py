@@ -16,10 +16,12 @@ anew from the structure, which is always right and costs milliseconds.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import decimal
 import enum
 import functools
+import io
 import logging
 import operator
 import pickle
@@ -76,6 +78,7 @@ class Image:
         self._sets: list[tuple[set[Any], set[Any]]] = []
         self._readers: list[_Reader] = []
         self._contents: list[_Content] = []
+        self._kept: list[Any] = []
         self._occurrences: Counter[int] = Counter()
         self._opaque = False
 
@@ -130,10 +133,17 @@ class Image:
         if plain and hasattr(value, "__dict__"):
             self._owners.append(value)
         elif not slots and not isinstance(value, _IMMUTABLE):
-            self._contents.append(_Content(functools.partial(_pickled, value), _pickled(value)))
+            self._visit_opaque(value)
         if slots:
             self._read(functools.partial(_slot_parts, value, slots))
         self._opaque |= bool(slots) or (not is_module and _reduces_itself(value)) or _has_own_state(value)
+
+    def _visit_opaque(self, value: Any) -> None:
+        take = _generator_state if isinstance(value, torch.Generator) else _pickled
+        then, again = take(value), take(value)
+        if then[0] == again[0]:  # some pickles differ each time, and say nothing
+            self._contents.append(_Content(lambda: take(value)[0], then[0]))
+            self._kept.append(then)
 
     def _read(self, read: Callable[[], list[Any]]) -> None:
         self._readers.append(_Reader(read, read()))
@@ -298,12 +308,31 @@ def _array_bytes(array: np.ndarray) -> tuple[Any, ...]:
     return array.shape, array.dtype, contents
 
 
-def _pickled(value: Any) -> bytes:
+class _ContentPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Knows tensors by identity: their contents are watched as tensors are."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[torch.Tensor] = []
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        self.tensors.append(value)
+        return id(value)
+
+
+def _pickled(value: Any) -> tuple[bytes, list[torch.Tensor]]:
+    file = io.BytesIO()
+    pickler = _ContentPickler(file)
     # What cannot be pickled is refused by the pickler that reached it, with the path to it.
-    try:
-        return cloudpickle.dumps(value)  # type: ignore[no-any-return]
-    except Exception:
-        return b""
+    with contextlib.suppress(Exception):
+        pickler.dump(value)
+    return file.getvalue(), pickler.tensors
+
+
+def _generator_state(generator: torch.Generator) -> tuple[bytes, None]:
+    return generator.get_state().numpy().tobytes(), None
 
 
 def _reduces_itself(value: Any) -> bool:

@@ -1,0 +1,836 @@
+"""The contract's section 1.4: what a replica is, and what of it comes back (rows R1 to R21)."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from harness import assert_same_grads, assert_same_state, raised, trio
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+import raydp_parallel
+from raydp_parallel import DataParallel, parallel_apply, replicate
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+CPUS = ["cpu", "cpu"]
+
+
+def train(models: tuple[Any, ...], x: Tensor, dense: bool = False) -> list[Tensor]:
+    """One forward and backward of each; their outputs."""
+    outs = []
+    for model in models:
+        model.zero_grad()
+        out = model(x)
+        out.abs().square().sum().backward()
+        outs.append(out.detach())
+    return outs
+
+
+class Report(nn.Module):
+    """Gives what a function finds in it, as one row per row of its input."""
+
+    def __init__(self, find: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.find = find
+        self.weight = nn.Parameter(torch.ones(2, 3))
+        self.child = nn.Linear(3, 2)
+        self.params = nn.ParameterList([nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(2))])
+        self.named = nn.ParameterDict({"a": nn.Parameter(torch.ones(3))})
+        self.register_buffer("buffer", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.as_tensor([float(value) for value in self.find(self, x)])
+        return found.expand(len(x), -1) + 0 * x.sum()
+
+
+def found(find: Callable[[Any, Tensor], Any], replicas: int = 2) -> list[list[float]]:
+    """What each replica finds."""
+    out = DataParallel(Report(find), ["cpu"] * replicas)(torch.ones(replicas, 3))
+    return out.tolist()
+
+
+# --- R1 to R4: parameters inside a replica ---
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+def test_R1_every_replica_computes_with_the_master_s_values(replicas: int) -> None:
+    """All dtypes at once, 0-dim and empty tensors among them, in as many replicas as there are."""
+
+    ours, theirs, plain = trio(Mixed(), replicas)
+    x = torch.randn(8, 3, dtype=torch.float64)
+    one, other, third = train((ours, theirs, plain), x)
+    torch.testing.assert_close(one, other)
+    torch.testing.assert_close(one, third)
+    assert_same_grads(ours, theirs)
+    assert_same_grads(ours, plain)
+
+
+class Mixed(nn.Module):
+    """Parameters of many kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.doubles = nn.Parameter(torch.randn(3, dtype=torch.float64))
+        self.floats = nn.Parameter(torch.randn(3))
+        self.bfloats = nn.Parameter(torch.randn(3).bfloat16())
+        self.scalar = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        self.empty = nn.Parameter(torch.empty(0, 3, dtype=torch.float64))
+        self.register_buffer("ints", torch.arange(3))
+        self.register_buffer("flags", torch.tensor([True, False, True]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.doubles * self.scalar + self.floats.double() + self.bfloats.double()
+        return x * self.ints + self.flags + self.empty.sum()
+
+
+def test_R2_replicas_have_real_parameters() -> None:
+    """A deviation, documented: upstream's replicas have none, and next(self.parameters()) raises there."""
+
+    def find(net: Report, x: Tensor) -> list[Any]:
+        first = next(net.parameters())
+        return [
+            *(isinstance(p, nn.Parameter) and p.is_leaf and p.requires_grad for p in net.parameters()),
+            *(first is net.weight, len(list(net.parameters())), len(net.state_dict()), len(list(net.named_buffers()))),
+            *(len(net.params), net.named["a"].numel(), [*net.named_parameters()][1][0] == "child.weight"),
+        ]
+
+    net = Report(find)
+    expected = net(torch.ones(1, 3))
+    assert expected[0, :6].tolist() == [1.0] * 6
+    assert DataParallel(net, CPUS)(torch.ones(2, 3)).tolist() == expected.tolist() * 2
+    assert isinstance(raised(lambda: oracle.DataParallel(net, [0, 1])(torch.ones(2, 3))), StopIteration | RuntimeError)
+
+
+def test_R2_device_and_dtype_helpers_work_inside() -> None:
+    """``next(self.parameters()).device``, as transformers' models ask for it."""
+    assert (
+        found(lambda net, x: [next(net.parameters()).device == x.device, next(net.parameters()).dtype == x.dtype])
+        == [[1.0, 1.0]] * 2
+    )
+
+
+class ZeroGrad(nn.Module):
+    """Calls zero_grad in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.zero_grad()
+        return x * self.weight
+
+
+def test_R3_replicas_know_that_they_are() -> None:
+    """``_is_replica`` is set in every submodule, and not in the master."""
+
+    def find(net: Any, _x: Tensor) -> list[bool]:
+        return [all(getattr(m, "_is_replica", False) for m in net.modules())]
+
+    net = Report(find)
+    assert DataParallel(net, CPUS)(torch.ones(2, 3)).tolist() == [[1.0], [1.0]]
+    assert not any(getattr(m, "_is_replica", False) for m in net.modules())
+
+
+def test_R3_zero_grad_in_a_replica_warns_as_upstream() -> None:
+    """The same words, in the caller's process; the master's gradients stay."""
+    ours, theirs, _ = trio(ZeroGrad(), 2)
+    texts = []
+    for model in (ours, theirs):
+        model.module.weight.grad = torch.ones(3)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(torch.ones(4, 3)).sum().backward()
+        texts.append({str(w.message) for w in caught})
+        assert model.module.weight.grad.tolist() == [5.0] * 3
+    assert texts[0] == texts[1]
+    assert "Calling .zero_grad() from a module created with nn.DataParallel() has no effect." in texts[0].pop()
+
+
+def test_R4_without_grad_replicas_are_as_with_it() -> None:
+    """Upstream's replica 0 has parameters under no_grad and the others none; ours have them all, and no graph."""
+
+    def find(net: Any, x: Tensor) -> list[Any]:
+        return [
+            len(list(net.parameters())),
+            net.weight.requires_grad,
+            torch.is_grad_enabled(),
+            (x @ net.weight.t()).requires_grad,
+        ]
+
+    with torch.no_grad():
+        rows = found(find)
+    assert rows == [[6.0, 1.0, 0.0, 0.0]] * 2
+    assert found(find) == [[6.0, 1.0, 1.0, 1.0]] * 2
+
+
+def replicated(verbs: Any, devices: list[Any], net: nn.Module, detach: bool) -> tuple[list[bool], Any, Any]:
+    """Which outputs have a graph without inputs' help, and the weight's and the input's gradients with it."""
+    net.zero_grad()
+    x = torch.ones(2, 3, requires_grad=True)
+    plain = verbs.parallel_apply(verbs.replicate(net, devices, detach), [torch.ones(2, 3)] * 2)
+    outs = verbs.parallel_apply(verbs.replicate(net, devices, detach), [x, x])
+    sum(out.sum() for out in outs).backward()
+    return [o.requires_grad for o in plain], net.weight.grad, x.grad
+
+
+def test_R4_replicate_without_detach_is_differentiable_as_upstream_s() -> None:
+    """Gradients of both replicas add up in the module and in the input."""
+    net = nn.Linear(3, 2)
+    ours, theirs = replicated(raydp_parallel, CPUS, net, False), replicated(oracle, [0, 1], net, False)
+    assert ours[0] == theirs[0] == [True, True]
+    torch.testing.assert_close(ours[1:], theirs[1:])
+
+
+def test_R4_replicate_with_detach_gives_no_gradients() -> None:
+    """No replica's output leads to the module (upstream's replica 0 is the module itself); inputs' gradients are there."""
+    net = nn.Linear(3, 2)
+    ours, theirs = replicated(raydp_parallel, CPUS, net, True), replicated(oracle, [0, 1], net, True)
+    assert ours[0] == [False, False]
+    assert ours[1] is None
+    torch.testing.assert_close(ours[2], theirs[2])
+
+
+# --- R5 to R8: buffers ---
+
+
+class Traced(nn.Module):
+    """Writes to its buffers in place and by rebinding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("in_place", torch.zeros(3))
+        self.register_buffer("rebound", torch.zeros(3))
+        self.register_buffer("unkept", torch.zeros(3), persistent=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.in_place.add_(x.detach().mean(0))
+        self.unkept.add_(x.detach().mean(0))
+        self.rebound = self.rebound + 1
+        self.count += 1
+        return x * self.weight + self.in_place + self.rebound + self.count
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+def test_R6_in_place_changes_of_chunk_0_persist_and_rebinding_is_lost(replicas: int) -> None:
+    """R5, R6: the master's buffers are those of upstream, step after step."""
+    ours, theirs, _ = trio(Traced(), replicas)
+    for _ in range(3):
+        x = torch.randn(8, 3)
+        one, other = train((ours, theirs), x)
+        torch.testing.assert_close(one, other)
+        assert_same_state(ours, theirs)
+        torch.testing.assert_close(ours.module.unkept, theirs.module.unkept)
+        assert_same_grads(ours, theirs)
+    assert ours.module.rebound.tolist() == [0.0] * 3
+    assert ours.module.count.item() == 3
+
+
+def test_R6_with_one_chunk_and_two_devices_rebinding_is_lost_too() -> None:
+    """F6's second half: a replica is used, though it is alone."""
+    ours, theirs, _ = trio(Traced(), 2)
+    for _ in range(2):
+        torch.testing.assert_close(ours(torch.ones(1, 3)), theirs(torch.ones(1, 3)))
+    assert_same_state(ours, theirs)
+
+
+def test_R6_parameters_changed_in_place_without_grad() -> None:
+    """``with no_grad(): p.add_()`` in forward reaches the master, once per forward."""
+    ours, theirs, _ = trio(Renormed(), 2)
+    for _ in range(3):
+        with torch.no_grad():
+            torch.testing.assert_close(ours(torch.ones(4, 3)), theirs(torch.ones(4, 3)))
+        assert_same_state(ours, theirs)
+    assert ours.module.weight.tolist() == [8.0] * 3
+
+
+class Renormed(nn.Module):
+    """Doubles its weight in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(2)
+        return x * self.weight
+
+
+def test_R6_writes_reach_the_master_also_when_another_chunk_raises() -> None:
+    """Chunk 0 ran to its end; what it wrote counts, as upstream's does (A5)."""
+    ours, theirs, _ = trio(RaisesLast(), 2)
+    for model in (ours, theirs):
+        assert isinstance(raised(lambda model=model: model(torch.arange(4.0))), ValueError)
+    assert_same_state(ours, theirs)
+    assert ours.module.count.item() == 1
+
+
+class RaisesLast(nn.Module):
+    """Counts, and raises in the last chunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        if x.max() == 3:
+            raise ValueError("the last")
+        return x
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d, nn.InstanceNorm1d])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_R7_running_stats_come_from_chunk_0(layer: Any, replicas: int) -> None:
+    """Each replica normalises with its chunk; the master's stats are those of a plain layer on chunk 0."""
+    options = {"affine": True, "track_running_stats": True}
+    ours, theirs, plain = trio(layer(3, **options), replicas)
+    for _ in range(3):
+        x = torch.randn(6, 3, 4)
+        one, other = train((ours, theirs), x)
+        torch.testing.assert_close(one, other)
+        plain(x.chunk(replicas)[0])
+        assert_same_state(ours, theirs)
+        assert_same_state(ours, plain)
+        assert_same_grads(ours, theirs)
+    for model in (ours, theirs):
+        model.eval()
+    torch.testing.assert_close(ours(x), theirs(x))
+    assert_same_state(ours, plain)
+
+
+class Learned(nn.Module):
+    """Buffers that require gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("scale", torch.full((3,), 2.0).requires_grad_())
+        self.register_buffer("unused", torch.ones(3).requires_grad_())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.scale
+
+
+def test_R8_buffers_that_require_grad_get_one() -> None:
+    """The sum over replicas, and zeros where unused, as upstream's second broadcast gives."""
+    ours, theirs, _ = trio(Learned(), 2)
+    train((ours, theirs), torch.randn(4, 3))
+    for name in ("scale", "unused"):
+        torch.testing.assert_close(ours.module.get_buffer(name).grad, theirs.module.get_buffer(name).grad)
+    with torch.no_grad():
+        assert not ours(torch.ones(4, 3)).requires_grad
+    torch.testing.assert_close(
+        *(torch.autograd.grad(m(torch.ones(4, 3)).sum(), m.module.scale)[0] for m in (ours, theirs))
+    )
+
+
+# --- R9 to R11: which tensors ---
+
+
+def test_R9_frozen_parameters_get_nothing() -> None:
+    """Some frozen: their grad stays None. All frozen: outputs have no graph."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    net[0].requires_grad_(False)
+    ours, theirs, plain = trio(net, 2)
+    train((ours, theirs, plain), torch.randn(4, 3))
+    assert_same_grads(ours, theirs)
+    assert_same_grads(ours, plain)
+    assert ours.module[0].weight.grad is None
+    ours.requires_grad_(False)
+    theirs.requires_grad_(False)
+    assert ours(torch.ones(4, 3)).grad_fn is None
+    assert theirs(torch.ones(4, 3)).grad_fn is None
+
+
+def test_R9_frozen_parameters_are_frozen_in_the_replica() -> None:
+    """requires_grad inside is what it is outside."""
+
+    def find(net: Any, _x: Tensor) -> list[bool]:
+        return [p.requires_grad for p in net.parameters()]
+
+    net = Report(find)
+    net.child.requires_grad_(False)
+    expected = [float(p.requires_grad) for p in net.parameters()]
+    assert DataParallel(net, CPUS)(torch.ones(2, 3)).tolist() == [expected] * 2
+
+
+class Tied(nn.Module):
+    """One parameter in two places, one submodule in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(3, 3, bias=False)
+        self.two = nn.Linear(3, 3, bias=False)
+        self.two.weight = self.one.weight
+        self.shared = nn.BatchNorm1d(3)
+        self.again = nn.Sequential(self.shared, nn.ReLU())
+        self.alias = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.one.weight is self.two.weight is self.alias
+        assert self.shared is self.again[0]
+        return self.again(self.two(self.shared(self.one(x))))
+
+
+def test_R10_ties_are_kept() -> None:
+    """One tensor and one module per replica; gradients of both uses add up; shared stats move twice."""
+    ours, theirs, plain = trio(Tied(), 2)
+    for _ in range(2):
+        x = torch.randn(6, 3)
+        one, other = train((ours, theirs), x)
+        torch.testing.assert_close(one, other)
+        assert_same_grads(ours, theirs)
+        plain(x[:3])
+        assert_same_state(ours, theirs)
+        assert_same_state(ours, plain)
+    assert ours.module.two.weight.grad is ours.module.one.weight.grad
+
+
+class Odd(nn.Module):
+    """Entries that are None, buffers of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3, bias=False)
+        self.register_parameter("no_parameter", None)
+        self.register_buffer("no_buffer", None)
+        self.register_module("no_child", None)
+        self.register_buffer("unkept", torch.ones(3), persistent=False)
+        self.register_buffer("ints", torch.arange(3))
+        self.register_buffer("bools", torch.tensor([True, False, True]))
+        self.register_buffer("empty", torch.empty(0, 3))
+        self.register_buffer("scalar", torch.tensor(2.0))
+        self.register_buffer("halves", torch.ones(3).half())
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.no_parameter is None
+        assert self.no_buffer is None
+        assert self.no_child is None
+        assert self.linear.bias is None
+        assert self.empty.shape == (0, 3)
+        assert set(self.state_dict()) == {"linear.weight", "ints", "bools", "empty", "scalar", "halves"}
+        return self.linear(x) * self.unkept * self.ints * self.bools * self.scalar + self.halves
+
+
+def test_R11_none_entries_and_odd_buffers_are_kept() -> None:
+    """None parameters, buffers and children; unkept, integer, boolean, empty, 0-dim and half buffers."""
+    net = Odd()
+    torch.testing.assert_close(DataParallel(net, CPUS)(torch.ones(4, 3)), net(torch.ones(4, 3)))
+
+
+def test_R11_a_module_without_parameters() -> None:
+    """Nothing to send, and inputs still get gradients."""
+    x = torch.randn(4, 3, requires_grad=True)
+    DataParallel(nn.Tanh(), CPUS)(x).sum().backward()
+    torch.testing.assert_close(x.grad, 1 - x.detach().tanh().square())
+
+
+# --- R12, R13: the rest of a module ---
+
+
+class Remembering(nn.Module):
+    """Appends and rebinds in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+        self.number = 0
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(len(x))
+        self.number += 1
+        self.linear.register_forward_hook(lambda _module, _args, out: out * 2)
+        return torch.full((len(x), 2), float(len(self.seen) * 10 + self.number)) + 0 * self.linear(x).sum()
+
+
+def test_R12_what_forward_does_to_plain_attributes_stays_in_the_replica() -> None:
+    """A deviation, documented: upstream shares lists and hooks with the master; here each forward starts clean."""
+    net = Remembering()
+    model = DataParallel(net, CPUS)
+    for _ in range(3):
+        assert model(torch.ones(4, 3)).unique().tolist() == [11.0]
+    assert net.seen == []
+    assert net.number == 0
+    assert not net.linear._forward_hooks
+
+
+class Indirect(nn.Module):
+    """Reaches its weights through everything but the usual attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.other = nn.Linear(3, 3)
+        self.listed = [self.linear, self.other]
+        self.mapped = {"a": {"b": self.linear}}
+        self.bound = self.helper
+        self.tensor = torch.ones(3)
+        self.tensors = [torch.ones(3), (torch.ones(3),)]
+        self.weight_of = self.linear.weight
+        self.forward = self.instead
+
+    def helper(self, x: Tensor) -> Tensor:
+        assert self.listed[0] is self.mapped["a"]["b"] is self.linear
+        assert self.weight_of is self.linear.weight
+        return self.linear(x)
+
+    def instead(self, x: Tensor) -> Tensor:
+        x = self.bound(x) * self.tensor * self.tensors[0] * self.tensors[1][0]
+        for layer in self.listed:
+            x = layer(x)
+        return x * os.getpid() / os.getpid()
+
+
+def test_R13_lists_of_modules_bound_methods_and_an_instance_s_forward_follow_the_replica() -> None:
+    """Upstream leaves them pointing at the master; here they are the replica's own, gradients included."""
+    ours, _, plain = trio(Indirect(), 2)
+    x = torch.randn(4, 3)
+    for _ in range(2):
+        one, other = train((ours, plain), x)
+        torch.testing.assert_close(one, other)
+        assert_same_grads(ours, plain)
+        for net in (ours.module, plain):
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.mul_(0.5)
+                net.tensor.mul_(2)
+
+
+def test_R13_tensors_in_plain_attributes_get_gradients() -> None:
+    """A tensor that requires a gradient and is no parameter takes part as in the plain module."""
+    net = Indirect()
+    net.tensor.requires_grad_()
+    net.tensors[0].requires_grad_()
+    wanted = [net.tensor, net.tensors[0]]
+    x = torch.randn(4, 3)
+    ours = torch.autograd.grad(DataParallel(net, CPUS)(x).sum(), wanted)
+    for one, other in zip(ours, torch.autograd.grad(net(x).sum(), wanted), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+# --- R14, R15: modules with rules of their own ---
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_R14_recurrent_nets(kind: Any) -> None:
+    """Flat weights follow the replica, through steps of an optimizer and a change of dtype."""
+    ours, theirs, plain = trio(Recurrent(kind), 2)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (ours, theirs, plain)]
+    for i in range(3):
+        x = torch.randn(4, 5, 3)
+        if i == 2:
+            for model in (ours, theirs, plain):
+                model.double()
+            x = x.double()
+        one, other, third = train((ours, theirs, plain), x)
+        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(one, third)
+        assert_same_grads(ours, theirs)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+class Recurrent(nn.Module):
+    """A bidirectional recurrent net of two layers."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.net = kind(3, 4, 2, batch_first=True, bidirectional=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = [*self.net.parameters()] or self.net._flat_weights  # upstream's replicas have none
+        assert all(a is b for a, b in zip(self.net._flat_weights, own, strict=True))
+        return self.net(x)[0]
+
+
+LAZY = {"linear": lambda: nn.LazyLinear(3), "below": lambda: nn.Sequential(nn.ReLU(), nn.LazyBatchNorm1d())}
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_R14_lazy_modules_are_refused_in_upstream_s_words(name: str) -> None:
+    """From the wrapper and from `replicate`; after a dummy forward they run."""
+    net = LAZY[name]()
+    lazy = next(m for m in net.modules() if isinstance(m, nn.modules.lazy.LazyModuleMixin))
+    words = str(raised(lazy._replicate_for_data_parallel))
+    assert words.startswith("Modules with uninitialized parameters can't be used with `DataParallel`.")
+    for call in (lambda: DataParallel(net, CPUS)(torch.ones(4, 3)), lambda: replicate(net, CPUS)):
+        error = raised(call)
+        assert type(error) is RuntimeError
+        assert str(error) == words
+    net(torch.randn(4, 3))
+    assert DataParallel(net, CPUS)(torch.ones(4, 3)).shape == (4, 3)
+
+
+def test_R14_parameter_lists_and_dicts_can_be_read() -> None:
+    """By index, by key, by iteration, nested."""
+    ours, theirs, plain = trio(Listed(), 2)
+    x = torch.randn(4, 3)
+    one, other, third = train((ours, theirs, plain), x)
+    torch.testing.assert_close(one, other)
+    torch.testing.assert_close(one, third)
+    assert_same_grads(ours, theirs)
+
+
+class Listed(nn.Module):
+    """Its weights are in lists and dicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.list = nn.ParameterList([nn.Parameter(torch.randn(3)) for _ in range(2)])
+        self.dict = nn.ParameterDict({"a": nn.Parameter(torch.randn(3)), "b": nn.ParameterList([torch.randn(3)])})
+        self.mixed = nn.ParameterList([nn.Parameter(torch.randn(3)), "text", 2.0])
+        self.buffers_ = nn.ModuleDict({"x": nn.Linear(3, 3)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for p in self.list:
+            x = x * p
+        return self.buffers_["x"](x * self.dict["a"] * self.dict["b"][0] * self.mixed[0] * self.mixed[2])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
+def test_R14_R21_script_and_graph_modules() -> None:
+    """torch.jit.script, torch.fx, and a Python module around a script; weights and gradients as the plain module's."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    x = torch.randn(4, 3)
+    for made in (torch.jit.script(net), torch.fx.symbolic_trace(net), nn.Sequential(torch.jit.script(net), nn.Tanh())):
+        model = DataParallel(made, CPUS)
+        for _ in range(2):
+            made.zero_grad()
+            model(x).sum().backward()
+            ours = [p.grad.clone() for p in made.parameters()]
+            made.zero_grad()
+            made(x).sum().backward()
+            for one, p in zip(ours, made.parameters(), strict=True):
+                torch.testing.assert_close(one, p.grad)
+            torch.testing.assert_close(model(x), made(x))
+            with torch.no_grad():
+                for p in made.parameters():
+                    p.mul_(0.5)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
+def test_R15_python_below_a_script_is_refused_in_upstream_s_words() -> None:
+    """As `replicate` does there."""
+    script = torch.jit.script(nn.Sequential(nn.Linear(3, 3)))
+    vars(script._modules)["_python_modules"]["0"] = nn.Linear(3, 3)
+    words = str(raised(lambda: oracle.replicate(script, [0, 1])))
+    assert words == "Cannot replicate network where python modules are children of ScriptModule"
+    for call in (lambda: replicate(script, CPUS), lambda: DataParallel(script, CPUS)(torch.ones(4, 3))):
+        error = raised(call)
+        assert type(error) is RuntimeError
+        assert str(error) == words
+
+
+# --- R16: replicate itself ---
+
+
+def test_R16_replicate_for_no_device_is_empty() -> None:
+    """`replicate(m, [])` is []."""
+    assert replicate(nn.Linear(1, 1), []) == oracle.replicate(nn.Linear(1, 1), []) == []
+
+
+@pytest.mark.parametrize("devices", [{0, 1}, (0, 1), range(2), iter([0, 1]), ["cuda:0", torch.device("cuda", 1)]])
+def test_R16_devices_may_be_any_collection(devices: Any) -> None:
+    """Sets, ranges, iterators; torch devices and their names."""
+    net = nn.Linear(3, 2)
+    replicas = replicate(net, devices)
+    x = torch.randn(4, 3)
+    assert len(replicas) == 2
+    torch.testing.assert_close(torch.cat(parallel_apply(replicas, x.chunk(2))), net(x))
+
+
+def test_R16_replicas_can_be_called_and_differentiated_alone() -> None:
+    """A replica is called as the module is: values, kwargs, gradients; it is the module as it is now."""
+    net = nn.Bilinear(3, 3, 2)
+    one, other = replicate(net, CPUS)
+    x, y = torch.randn(4, 3, requires_grad=True), torch.randn(4, 3)
+    torch.testing.assert_close(one(x, y), net(x, y))
+    torch.testing.assert_close(one(x, input2=y), net(x, y))
+    other(x, y).sum().backward()
+    ours = net.weight.grad, x.grad
+    net.weight.grad = x.grad = None
+    net(x, y).sum().backward()
+    torch.testing.assert_close(ours, (net.weight.grad, x.grad))
+    with torch.no_grad():
+        net.weight.mul_(3)
+    torch.testing.assert_close(other(x, y), net(x, y))
+
+
+def test_R16_replicas_report_the_master_s_device_check() -> None:
+    """Parameters on two devices raise upstream's error, meta standing for a second device."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
+    with pytest.raises(RuntimeError, match="module must have its parameters and buffers on device"):
+        DataParallel(net, CPUS)(torch.ones(4, 3))
+
+
+# --- R17 to R19: complex, strides, pickling ---
+
+
+class Complex(nn.Module):
+    """Complex weights and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+        self.doubles = nn.Parameter(torch.randn(3, 3, dtype=torch.complex128))
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.add_(x.detach().mean(0))
+        return ((x * self.weight).to(torch.complex128) @ self.doubles) + self.mean
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_R17_complex_parameters_and_buffers(replicas: int) -> None:
+    """Values, gradients and state are complex, and upstream's."""
+    ours, theirs, plain = trio(Complex(), replicas)
+    for _ in range(2):
+        x = torch.randn(6, 3, dtype=torch.complex64)
+        one, other = train((ours, theirs), x)
+        plain(x.chunk(replicas)[0])
+        torch.testing.assert_close(one, other)
+        assert one.dtype == torch.complex128
+        assert_same_grads(ours, theirs)
+        assert_same_state(ours, plain)
+
+
+class Strides(nn.Module):
+    """Says how its weights lie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.randn(4, 3).t())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        strides = torch.tensor([*self.conv.weight.stride(), *self.turned.stride(), *x.stride()])
+        out = self.conv(x) * self.turned.sum()
+        return out, strides.expand(len(x), -1)
+
+
+def test_R18_strides_are_kept_in_replicas_and_in_gradients() -> None:
+    """channels_last weights, transposed ones, and inputs; gradients lie as their parameters."""
+    ours, theirs, plain = trio(Strides(), 2)
+    x = torch.randn(4, 3, 8, 8).contiguous(memory_format=torch.channels_last)
+    results = [model(x) for model in (ours, theirs, plain)]
+    for out, strides in results:
+        out.sum().backward()
+        assert strides[0].tolist() == results[2][1][0].tolist()
+        assert out.is_contiguous(memory_format=torch.channels_last)
+    assert_same_grads(ours, theirs)
+    for model in (ours, theirs):
+        weight = model.module.conv.weight
+        assert weight.grad.stride() == weight.stride()
+        assert model.module.turned.grad.stride() == model.module.turned.stride()
+
+
+def test_R18_a_change_of_strides_is_seen() -> None:
+    """channels_last after a first forward."""
+    net = Strides()
+    model = DataParallel(net, CPUS)
+    x = torch.randn(4, 3, 8, 8)
+    model(x)
+    net.conv.to(memory_format=torch.contiguous_format)
+    assert model(x)[1][0].tolist() == net(x)[1][0].tolist()
+
+
+@pytest.mark.parametrize("detach", [False, True])
+@pytest.mark.parametrize("again", ["deepcopy", "pickle", "torch.save"])
+def test_R19_replicas_can_be_pickled_and_copied(detach: bool, again: str) -> None:
+    """After a forward too; the copy has a module of its own. Upstream cannot deepcopy one that is not detached."""
+    net = nn.Linear(3, 2)
+    replica = replicate(net, CPUS, detach)[1]
+    replica(torch.ones(2, 3))
+    if again == "deepcopy":
+        other = copy.deepcopy(replica)
+    elif again == "pickle":
+        other = pickle.loads(pickle.dumps(replica))
+    else:
+        file = io.BytesIO()
+        torch.save(replica, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    x = torch.randn(4, 3)
+    before = net(x)
+    torch.testing.assert_close(other(x), before, check_stride=False)
+    assert other(x).requires_grad != detach
+    with torch.no_grad():
+        net.weight.zero_()
+    torch.testing.assert_close(other(x), before)
+
+
+# --- R20, R21: what cannot be pickled ---
+
+
+@pytest.mark.parametrize(
+    "norm", [parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal]
+)
+def test_R20_parametrized_modules_work_and_write_back(norm: Callable[[nn.Module], nn.Module]) -> None:
+    """Values, gradients, and the power iteration's in-place update of ``_u``."""
+    ours, theirs, _ = trio(nn.Sequential(norm(nn.Linear(3, 3)), nn.Tanh()), 2)
+    assert "only supported through state_dict" in str(raised(lambda: pickle.dumps(ours.module)))
+    before = {name: t.clone() for name, t in ours.module.named_buffers()}
+    for i in range(3):
+        x = torch.randn(4, 3)
+        one, other = train((ours, theirs), x)
+        torch.testing.assert_close(one, other)
+        assert_same_grads(ours, theirs)
+        assert_same_state(ours, theirs)
+        with torch.no_grad():
+            for p in (*ours.parameters(), *theirs.parameters()):
+                p.add_(torch.linspace(-1, i, p.numel()).view_as(p))
+    if norm is parametrizations.spectral_norm:
+        assert not any(torch.equal(t, before[name]) for name, t in ours.module.named_buffers())
+
+
+class Views(nn.Module):
+    """Buffers that are views of one storage, one of them written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("whole", torch.zeros(6))
+        self.register_buffer("left", self.whole[:4])
+        self.register_buffer("right", self.whole.view(2, 3)[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left.add_(x.mean(0)[0])
+        self.right.mul_(2)
+        return x + self.whole + self.left.sum() + self.right.sum()
+
+
+def test_R21_buffers_that_share_memory_do_so_in_replicas_and_after() -> None:
+    """Writing one shows in the others, inside and in the master."""
+    net, plain = Views(), Views()
+    model = DataParallel(net, CPUS)
+    for _ in range(3):
+        x = torch.randn(4, 6)
+        torch.testing.assert_close(model(x)[:2], plain(x[:2]))
+        assert_same_state(model, plain)
+        assert net.left.data_ptr() == net.whole.data_ptr()
+        assert net.left.untyped_storage().data_ptr() == net.right.untyped_storage().data_ptr()
+
+
+def test_R21_hooks_on_parameters_stay_with_the_master() -> None:
+    """They are not in the replicas, and fire once, in this process, with the sum."""
+    net = nn.Linear(3, 1, bias=False)
+    seen = []
+    net.weight.register_hook(lambda grad: seen.append((os.getpid(), grad.clone())))
+    net.weight.register_post_accumulate_grad_hook(lambda p: seen.append((os.getpid(), p.grad.clone())))
+    DataParallel(net, CPUS)(torch.ones(4, 3)).sum().backward()
+    assert [pid for pid, _ in seen] == [os.getpid()] * 2
+    assert all(grad.tolist() == [[4.0] * 3] for _, grad in seen)
