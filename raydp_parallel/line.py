@@ -10,7 +10,6 @@ system, takes one connection of the same user, and is gone with its processes.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import struct
@@ -38,7 +37,8 @@ class Line:
         address: Where the replica listens.
 
     Attributes:
-        intact: Whether frames begin where they should. Ctrl-C in the middle of one leaves a line that cannot be used.
+        intact: Whether frames begin where they should. Ctrl-C in the middle of one leaves a line that cannot be used;
+            another thread that is in the middle of one does not.
     """
 
     def __init__(self, address: str) -> None:
@@ -52,10 +52,13 @@ class Line:
     def send(self, number: int, buffers: Sequence[Any]) -> None:
         """Send a call; its answer comes under the same number."""
         self._waiting.add(number)
-        self.intact = False
-        with contextlib.suppress(OSError):  # the reader finds the line cut, and says so as for any death
+        try:
             write_frame(self._socket, number, buffers)
-        self.intact = True
+        except ConnectionError:
+            pass  # the reader finds the line cut, and says so as for any death
+        except BaseException:
+            self.intact = False
+            raise
 
     def receive(self, number: int, timeout: float | None) -> list[Any]:
         """The answer to a call.
@@ -68,13 +71,20 @@ class Line:
             # Answers to calls that were given up (Ctrl-C) are still on their way; nobody waits for them.
             while number not in self._arrived:
                 self._socket.settimeout(timeout)
-                self.intact = False
-                found, buffers = read_frame(self._socket)
-                self.intact = True
+                found, buffers = self._read_frame()
                 if found in self._waiting:
                     self._arrived[found] = buffers
             self._waiting.discard(number)
             return self._arrived.pop(number)
+
+    def _read_frame(self) -> tuple[int, list[Any]]:
+        try:
+            return read_frame(self._socket)
+        except ConnectionError as error:
+            raise LineCut("the other end of the line is gone") from error
+        except BaseException:
+            self.intact = False
+            raise
 
     def give_up(self, number: int) -> None:
         """Nobody waits for this answer any more."""

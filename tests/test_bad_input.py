@@ -6,8 +6,11 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import oracle
@@ -302,7 +305,7 @@ def test_parameters_on_two_devices() -> None:
     """Upstream's RuntimeError, naming both (row F1)."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2, device="meta"))
     for use in (lambda: DataParallel(net, TWO)(torch.ones(2, 4)), lambda: data_parallel(net, torch.ones(2, 4), TWO)):
-        with pytest.raises(RuntimeError, match="on device cpu .* but found one of them on device: meta"):
+        with pytest.raises(RuntimeError, match=r"on device cpu .* but found one of them on device: meta"):
             use()
 
 
@@ -559,6 +562,58 @@ def test_graphs_of_a_dead_replica() -> None:
             out.sum().backward(retain_graph=True)
         assert model.module.weight.grad is None
         model(torch.tensor([0.0, 2.0]))
+
+
+def test_killed_between_two_calls() -> None:
+    """A process that somebody else ended is noticed by the next call, and replaced for the one after it."""
+    model = DataParallel(nn.Linear(4, 2), TWO)
+    model(torch.ones(2, 4))
+    second = [info for info in model.executor.replicas() if info.device_id == "cpu"][1]
+    os.kill(second.pid, signal.SIGKILL)
+    with pytest.raises(ReplicaDied, match=rf"replica {second.index} .*pid {second.pid}"):
+        model(torch.ones(2, 4))
+    assert model(torch.ones(2, 4)).shape == (2, 2)
+
+
+class Waits(nn.Module):
+    """Says that it began, and waits for a file."""
+
+    def forward(self, rank: torch.Tensor, begun: str, until: str) -> torch.Tensor:
+        if rank[0] == 1:
+            Path(begun).touch()
+            while not Path(until).exists():
+                time.sleep(0.005)
+        return rank * 2
+
+
+def test_no_answer_in_time(tmp_path: Path) -> None:
+    """A replica that does not answer within ``call_timeout`` counts as dead, and a new one takes its place."""
+    with Executor(TWO, options=Options(call_timeout=1.5)) as executor:
+        good_call(TWO, executor)
+        model = DataParallel(Waits(), executor=executor)
+        with pytest.raises(ReplicaDied, match=r"replica 1 .*no answer within call_timeout=1.5 s"):
+            model(torch.arange(2.0), str(tmp_path / "begun"), str(tmp_path / "never"))
+        assert [info.state for info in executor.replicas()] == ["ready", "dead"]
+        good_call(TWO, executor)
+
+
+def test_ctrl_c_while_replicas_run(tmp_path: Path) -> None:
+    """KeyboardInterrupt comes through at once; what the replicas answer later goes to nobody."""
+    begun, until = tmp_path / "begun", tmp_path / "until"
+    model = DataParallel(Waits(), TWO)
+
+    def press() -> None:
+        while not begun.exists():
+            time.sleep(0.005)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    presser = threading.Thread(target=press)
+    presser.start()
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.arange(2.0), str(begun), str(until))
+    presser.join()
+    until.touch()
+    assert model(torch.arange(2.0), str(begun), str(until)).tolist() == [0.0, 2.0]
 
 
 # --- outputs ---

@@ -330,7 +330,7 @@ def test_C9_state_dict_has_the_prefix() -> None:
 
 
 def test_C9_loading() -> None:
-    """A strict load without the prefix fails; with the prefix it works, and the replicas have it; it can be stripped."""
+    """A strict load without the prefix fails; with it it works, and reaches the replicas; it can be stripped."""
     ours, theirs, plain = trio(Net(), 2)
     trained = Net()
     with pytest.raises(RuntimeError, match="Missing key"):
@@ -516,7 +516,7 @@ def test_C12_pickle(way: str) -> None:
 
 
 def test_C13_modules_with_computed_weights() -> None:
-    """Old weight_norm keeps a non-leaf tensor in its dict: two steps work, and deepcopy fails as the module's own does."""
+    """Old weight_norm keeps a non-leaf tensor in its dict: two steps work; deepcopy fails as the module's own."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         first, second = (nn.utils.weight_norm(nn.Linear(4, 2)) for _ in range(2))

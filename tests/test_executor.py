@@ -418,8 +418,8 @@ def test_dropping_an_output_frees_its_graph() -> None:
     loss.backward()
     assert graphs() == before
     with torch.no_grad():
-        out = model(batch())
-    assert graphs() == before
+        kept = model(batch())
+    assert graphs() == before and not kept.requires_grad
 
 
 @on_cluster
@@ -486,11 +486,17 @@ def test_a_fake_gpu_is_a_cpu_replica() -> None:
 # --- processes of their own, where the suite's Ray would disturb ---
 
 
-def script(code: str, **environment: str) -> dict[str, Any]:
-    """Run a program in a process of its own, without a Ray that it could find; returns what it put into ``found``."""
+def script(code: str, running: str | None = None, **environment: str) -> dict[str, Any]:
+    """Run a program in a process of its own; returns what it put into ``found``.
+
+    It finds no Ray but one that is ``running`` at an address, as `ray start` notes it down.
+    """
     temporary = tempfile.mkdtemp(prefix="rp", dir="/tmp")  # short: Ray's sockets have long names
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     settings = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")}
+    if running is not None:
+        Path(temporary, "ray").mkdir()
+        Path(temporary, "ray", "ray_current_cluster").write_text(running)
     try:
         done = subprocess.run(
             [sys.executable, "-c", f"{_PREAMBLE}\n{code}\nprint('FOUND', json.dumps(found))"],
@@ -647,8 +653,9 @@ def test_shutdown_leaves_a_cluster_that_is_its_users() -> None:
 
 
 @on_cluster
-def test_ray_address_is_joined() -> None:
-    """A driver of its own joins the cluster that RAY_ADDRESS names, sees its GPUs, and leaves it running."""
+@pytest.mark.parametrize("how", ["RAY_ADDRESS", "running"])
+def test_ray_address_is_joined(how: str) -> None:
+    """A driver joins the cluster that RAY_ADDRESS names or that runs here, sees its GPUs, and leaves it running."""
     address = ray.get_runtime_context().gcs_address
     found = script(
         """
@@ -659,7 +666,7 @@ out = DataParallel(net, ["cpu", "cpu"])(x)
 found["same"] = torch.allclose(out, net(x))
 raydp_parallel.shutdown()
 """,
-        RAY_ADDRESS=address,
+        **{how: address},
     )
     assert found == {"ids": [0, 1], "address": address, "same": True}
     assert DataParallel(linear(), TWO)(batch()).shape == (6, 2)

@@ -150,8 +150,11 @@ class Mirror:
         return reached
 
     def _spoiled(self, slot: int) -> bool:
-        """Whether a tensor itself is of no more use: its memory is another, or it became part of a graph."""
-        return self._rebound(slot) or not self._slots[slot].is_leaf
+        """Whether a tensor itself is of no more use: it shows other memory, or became part of a graph."""
+        tensor, spec = self._slots[slot], self._specs[slot]
+        now = tensor.storage_offset(), tensor.shape, tensor.stride(), codec.DTYPE_NAMES[tensor.dtype]
+        moved = tensor.numel() and now != (spec.offset, spec.tensor.shape, spec.tensor.stride, spec.tensor.dtype)
+        return bool(moved) or self._rebound(slot) or not tensor.is_leaf
 
     def _restore_flags(self) -> None:
         for slot, tensor in self._slots.items():

@@ -1,0 +1,854 @@
+"""The contract's section 1.5: parallel_apply, exceptions, the caller's state, randomness (rows A1 to A11)."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from harness import assert_same_grads, raised, trio
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import raydp_parallel
+from raydp_parallel import DataParallel, Executor, Options, parallel_apply, replicate
+from raydp_parallel.errors import ReplicaDied, ReplicaExit
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+CPUS = ["cpu", "cpu"]
+
+
+class Find(nn.Module):
+    """Gives what a function finds, as one row per row of its input."""
+
+    def __init__(self, find: Callable[[], Any]) -> None:
+        super().__init__()
+        self.find = find
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = torch.tensor([float(value) for value in self.find()], dtype=torch.float32)
+        return found.expand(len(x), -1).clone()
+
+
+def found(find: Callable[[], Any], replicas: int = 2) -> list[list[float]]:
+    """What each replica finds; all the same, and what the caller finds."""
+    return DataParallel(Find(find), ["cpu"] * replicas)(torch.ones(replicas, 1)).tolist()
+
+
+# --- A1 to A3: parallel_apply's arguments ---
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ([torch.ones(2, 3)],),
+        ([torch.ones(2, 3)] * 3,),
+        ([torch.ones(2, 3)] * 2, [{}]),
+        ([torch.ones(2, 3)] * 2, [{}] * 2, [0]),
+        ([torch.ones(2, 3)] * 2, None, [0, 1, 0]),
+    ],
+)
+def test_A1_lengths_are_checked_in_upstream_s_words(arguments: Any) -> None:
+    """AssertionErrors that give both numbers."""
+    net = nn.Linear(3, 2)
+    ours = raised(lambda: parallel_apply(replicate(net, CPUS), *arguments))
+    theirs = raised(lambda: oracle.parallel_apply(oracle.replicate(net, [0, 1]), *arguments))
+    assert type(ours) is type(theirs) is AssertionError
+    assert str(ours) == str(theirs)
+
+
+def test_A1_empty_lists_raise_index_error() -> None:
+    """As upstream, with words."""
+    assert isinstance(raised(lambda: oracle.parallel_apply([], [])), IndexError)
+    with pytest.raises(IndexError, match="empty"):
+        parallel_apply([], [])
+
+
+class Shape(nn.Module):
+    """Tells how it was called."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> str:
+        return repr((args, sorted(kwargs.items())))
+
+
+@pytest.mark.parametrize("one", [(1, 2), [1, 2], (), [], {"a": 1}, None, "text", 5, ((1, 2),)])
+def test_A2_tuples_and_lists_are_positional_and_all_else_is_one_argument(one: Any) -> None:
+    """And kwargs go beside."""
+    for kwargs in (None, [{}, {"k": 1}]):
+        ours = parallel_apply(replicate(Shape(), CPUS), [one, one], kwargs)
+        assert ours == oracle.parallel_apply(oracle.replicate(Shape(), [0, 1]), [one, one], kwargs)
+
+
+def test_A3_devices_may_be_left_out() -> None:
+    """Replicas know theirs; plain modules go to the cluster's devices, different modules side by side."""
+    nets = [nn.Linear(3, 2), nn.Linear(3, 4)]
+    x = torch.randn(2, 3)
+    for devices in (None, CPUS, [0, 1]):
+        ours = parallel_apply(nets, [x, (x,)], None, devices)
+        for one, net in zip(ours, nets, strict=True):
+            torch.testing.assert_close(one, net(x))
+        sum(out.sum() for out in ours).backward()
+    for net in nets:
+        plain = copy.deepcopy(net)
+        plain.zero_grad()
+        plain(x).sum().backward()
+        torch.testing.assert_close(net.weight.grad, 3 * plain.weight.grad)
+
+
+def test_A3_no_tensor_is_needed() -> None:
+    """The branch of upstream's that looks for a tensor input is unreachable; modules without one run."""
+    assert parallel_apply(replicate(Shape(), CPUS), [(), ()]) == ["((), [])"] * 2
+
+
+# --- A4 to A7: exceptions ---
+
+
+class TwoArguments(Exception):
+    """Its constructor takes two arguments."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(one + two)
+
+
+class Message(Exception):
+    """Its constructor takes a message, which is an attribute of the class."""
+
+    message = ""
+
+    def __init__(self, text: str = "", *, message: str = "") -> None:
+        super().__init__(message or text)
+        self.message = message or text
+
+
+class Attributed(ValueError):
+    """Carries more than its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.code = 5
+
+
+class Pointed(Exception):
+    """Holds what cannot be pickled."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.frame = sys._getframe()
+
+
+class Raises(nn.Module):
+    """Raises what it is told, in the chunks whose first value is in its list."""
+
+    def __init__(self, make: Callable[[], BaseException], rows: tuple[int, ...] = (0, 1)) -> None:
+        super().__init__()
+        self.make = make
+        self.rows = rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        if int(x[0]) in self.rows:
+            raise self.make()
+        return x
+
+
+def inner() -> BaseException:
+    try:
+        raise LookupError("the cause")
+    except LookupError as error:
+        found = ValueError("the effect")
+        found.__cause__ = error
+        return found
+
+
+def local() -> BaseException:
+    class Local(Exception):
+        pass
+
+    return Local("text")
+
+
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "ValueError": lambda: ValueError("some text"),
+    "several lines": lambda: ValueError("one\ntwo\nthree"),
+    "no text": ValueError,
+    "two args": lambda: ValueError("a", 2),
+    "KeyError": lambda: KeyError("key\nline"),
+    "IndexError": lambda: IndexError(5),
+    "AssertionError": AssertionError,
+    "StopIteration": lambda: StopIteration(1),
+    "OSError": lambda: FileNotFoundError(2, "No such file", "/there"),
+    "UnicodeDecodeError": lambda: UnicodeDecodeError("utf-8", b"x", 0, 1, "reason"),
+    "OutOfMemoryError": lambda: torch.OutOfMemoryError("CUDA out of memory."),
+    "LinAlgError": lambda: torch.linalg.LinAlgError("singular"),
+    "two arguments": lambda: TwoArguments("one", "two"),
+    "message": lambda: Message("said"),
+    "attributed": lambda: Attributed("some text"),
+    "not picklable": lambda: Pointed("some text"),
+    "cause": inner,
+}
+
+
+def without_frames(text: str) -> list[str]:
+    """A traceback's lines without those that say where."""
+    return [line for line in text.splitlines() if not line.startswith("  ")]
+
+
+@pytest.mark.parametrize("name", ERRORS)
+@pytest.mark.parametrize("rows", [(0, 1), (1,)])
+def test_A4_exceptions_are_upstream_s_word_for_word(name: str, rows: tuple[int, ...]) -> None:
+    """Type, text, repr of a KeyError, what becomes of odd constructors; only the frames between differ."""
+    net = Raises(ERRORS[name], rows)
+    x = torch.tensor([[0.0], [1.0]])
+    ours = raised(lambda: DataParallel(net, [0, 1])(x))
+    theirs = raised(lambda: oracle.DataParallel(net, [0, 1])(x))
+    assert type(ours) is type(theirs)
+    assert without_frames(str(ours)) == without_frames(str(theirs))
+    assert without_frames(repr(ours).replace("\\n", "\n")) == without_frames(repr(theirs).replace("\\n", "\n"))
+    assert f"in replica {rows[0]} on device {rows[0]}.\n" in str(ours)
+    assert "in forward\n    raise self.make()" in str(ours)
+    assert getattr(ours, "code", None) == getattr(theirs, "code", None)
+    assert ours.__cause__ is None
+
+
+def test_A4_a_class_that_only_the_replica_knows() -> None:
+    """It cannot be named in the caller: the name is in the text."""
+    error = raised(lambda: DataParallel(Raises(local), CPUS)(torch.tensor([[0.0], [1.0]])))
+    assert "Caught " in str(error)
+    assert "Local in replica 0 on device cpu.\nOriginal Traceback (most recent call last):" in str(error)
+    assert str(error).rstrip().endswith("Local: text")
+
+
+def test_A4_replicas_live_on() -> None:
+    """The next call works, with the same processes."""
+    model = DataParallel(Raises(ERRORS["ValueError"]), CPUS)
+    before = [replica.pid for replica in model.executor.replicas()]
+    raised(lambda: model(torch.tensor([[0.0], [1.0]])))
+    assert model(torch.tensor([[5.0], [6.0]])).tolist() == [[5.0], [6.0]]
+    assert [replica.pid for replica in model.executor.replicas()] == before
+
+
+class Marks(nn.Module):
+    """Notes in a file that a chunk ran, and raises in some."""
+
+    def __init__(self, folder: str, rows: tuple[int, ...]) -> None:
+        super().__init__()
+        self.folder = folder
+        self.rows = rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        row = int(x[0])
+        if row in self.rows:
+            raise ValueError(f"row {row}")
+        with open(os.path.join(self.folder, str(row)), "w"):
+            pass
+        return x
+
+
+@pytest.mark.parametrize("rows", [(0, 1, 2), (1, 2), (2,), (0,)])
+def test_A5_the_lowest_replica_wins_and_the_others_ran(rows: tuple[int, ...], tmp_path: Any) -> None:
+    """Whoever is done first; what the others did stays done."""
+    model = DataParallel(Marks(str(tmp_path), rows), ["cpu"] * 3)
+    error = raised(lambda: model(torch.arange(3.0).view(3, 1)))
+    assert f"in replica {rows[0]} on device cpu" in str(error)
+    assert sorted(os.listdir(tmp_path)) == [str(row) for row in range(3) if row not in rows]
+
+
+def test_A6_a_single_replica_of_several_devices_is_wrapped_and_a_single_device_is_not() -> None:
+    """Two devices and one chunk: replica 0. One device: the exception as it is, with its arguments."""
+    x = torch.tensor([[0.0]])
+    ours = raised(lambda: DataParallel(Raises(ERRORS["two args"]), [0, 1])(x))
+    theirs = raised(lambda: oracle.DataParallel(Raises(ERRORS["two args"]), [0, 1])(x))
+    assert without_frames(str(ours)) == without_frames(str(theirs))
+    for model in (DataParallel(Raises(ERRORS["two args"]), [0]), oracle.DataParallel(Raises(ERRORS["two args"]), [0])):
+        error = raised(lambda model=model: model(x))
+        assert type(error) is ValueError
+        assert error.args == ("a", 2)
+    assert raised(lambda: DataParallel(Raises(ERRORS["attributed"]), [0])(x)).code == 5
+
+
+@pytest.mark.parametrize("name", ["ValueError", "KeyError", "two arguments", "not picklable", "OSError"])
+def test_A6_a_single_device_raises_the_exception_as_it_is(name: str) -> None:
+    """Type and text are the module's own, wherever the exception survives the way."""
+    plain = ERRORS[name]()
+    error = raised(lambda: DataParallel(Raises(ERRORS[name]), ["cpu"])(torch.tensor([[0.0]])))
+    assert type(error) is type(plain)
+    assert error.args == plain.args
+    assert "raise self.make()" in str(error.__cause__)
+
+
+@pytest.mark.parametrize("make", [SystemExit, lambda: SystemExit(3), KeyboardInterrupt, GeneratorExit])
+def test_A7_a_module_that_ends_its_process_gets_a_named_error(make: Callable[[], BaseException]) -> None:
+    """SystemExit and KeyboardInterrupt in one chunk: which replica, how, and the replicas go on."""
+    model = DataParallel(Raises(make, (1,)), CPUS)
+    pids = [replica.pid for replica in model.executor.replicas()]
+    with pytest.raises(ReplicaExit, match=r"replica 1 .*pid \d+") as caught:
+        model(torch.tensor([[0.0], [1.0]]))
+    assert type(make()).__name__ in str(caught.value)
+    assert "raise self.make()" in str(caught.value)
+    assert model(torch.tensor([[5.0], [6.0]])).tolist() == [[5.0], [6.0]]
+    assert [replica.pid for replica in model.executor.replicas()] == pids
+
+
+class Dies(nn.Module):
+    """Ends its process at once, in one chunk."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x[0] == 1:
+            os._exit(7)
+        return x
+
+
+def test_A7_a_process_that_ends_is_a_named_error_and_is_replaced() -> None:
+    """os._exit: which replica; the next call has a new one, the other stays."""
+    with Executor(CPUS) as executor:
+        model = DataParallel(Dies(), executor=executor)
+        assert model(torch.tensor([[5.0], [6.0]])).tolist() == [[5.0], [6.0]]
+        before = [replica.pid for replica in executor.replicas()]
+        with pytest.raises(ReplicaDied, match="replica 1 for device cpu"):
+            model(torch.tensor([[0.0], [1.0]]))
+        assert model(torch.tensor([[5.0], [6.0]])).tolist() == [[5.0], [6.0]]
+        after = [replica.pid for replica in executor.replicas()]
+    assert before[0] == after[0]
+    assert before[1] != after[1]
+
+
+# --- A8: the caller's state ---
+
+
+class Casts(nn.Module):
+    """Runs what autocast casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) @ torch.ones(3, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_A8_autocast_travels_with_its_dtype(dtype: torch.dtype) -> None:
+    """Upstream drops the dtype of CUDA and all of the CPU's; backward gives gradients in the master's dtype."""
+    net = Casts()
+    model = DataParallel(net, CPUS)
+    x = torch.randn(4, 3)
+    with torch.autocast("cpu", dtype=dtype):
+        ours, plain = model(x), net(x)
+        assert ours.dtype == plain.dtype == dtype
+        with torch.autocast("cpu", enabled=False):
+            assert model(x).dtype == torch.float32
+    torch.testing.assert_close(ours, plain)
+    ours.float().sum().backward()
+    grad = net.linear.weight.grad
+    net.zero_grad()
+    plain.float().sum().backward()
+    assert grad.dtype == torch.float32
+    torch.testing.assert_close(grad, net.linear.weight.grad, rtol=2e-2, atol=2e-2)
+    assert model(x).dtype == torch.float32
+
+
+def test_A8_cuda_s_autocast_travels_too() -> None:
+    """Its dtype, for a module that looks (a replica without CUDA cannot turn it on); and the CPU's stays off."""
+    look = lambda: [torch.get_autocast_dtype("cuda") == torch.bfloat16, torch.is_autocast_enabled("cpu")]  # noqa: E731
+    dtype = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, that there is no CUDA
+            assert found(look) == [[1.0, 0.0]] * 2
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", dtype)
+    assert found(look) == [[0.0, 0.0]] * 2
+
+
+def test_A8_autocast_s_cache_flag_travels() -> None:
+    """cache_enabled=False is False inside."""
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        assert found(lambda: [torch.is_autocast_cache_enabled(), torch.is_autocast_enabled("cpu")]) == [[0.0, 1.0]] * 2
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert found(lambda: [torch.is_autocast_cache_enabled()]) == [[1.0]] * 2
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_A8_grad_and_inference_mode_travel(mode: Any) -> None:
+    """Inside and in the outputs, as the plain module's."""
+    net = nn.Linear(3, 2)
+    model = DataParallel(net, CPUS)
+    with mode():
+        flags = [torch.is_grad_enabled(), torch.is_inference_mode_enabled()]
+        assert (
+            found(lambda: [torch.is_grad_enabled(), torch.is_inference_mode_enabled()])
+            == [[float(f) for f in flags]] * 2
+        )
+        ours, plain = model(torch.ones(4, 3)), net(torch.ones(4, 3))
+    assert (ours.requires_grad, ours.is_inference()) == (plain.requires_grad, plain.is_inference())
+    torch.testing.assert_close(ours, plain)
+    model(torch.ones(4, 3)).sum().backward()
+    assert net.weight.grad is not None
+
+
+def test_A8_inputs_and_weights_of_inference_mode() -> None:
+    """Inference tensors as inputs, in and out of the mode; a module made in the mode."""
+    with torch.inference_mode():
+        x = torch.randn(4, 3)
+        made = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+        ours, theirs, plain = (DataParallel(made, CPUS), None, copy.deepcopy(made))
+        torch.testing.assert_close(ours(x)[:2], plain(x[:2]))
+        torch.testing.assert_close(made[1].running_mean, plain[1].running_mean)
+    net = nn.Linear(3, 2)
+    with torch.no_grad():
+        torch.testing.assert_close(DataParallel(net, CPUS)(x), net(x))
+    del theirs
+
+
+def test_A8_default_dtype_travels() -> None:
+    """And goes back with the next call."""
+    find = lambda: [torch.zeros(()).dtype == torch.float64]  # noqa: E731
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert found(find) == [[1.0]] * 2
+        net = nn.Linear(3, 2)
+        out = DataParallel(net, CPUS)(torch.ones(4, 3))
+        assert out.dtype == torch.float64
+        out.sum().backward()
+        assert net.weight.grad.dtype == torch.float64
+    finally:
+        torch.set_default_dtype(before)
+    assert found(find) == [[0.0]] * 2
+
+
+def flags() -> list[float]:
+    """Process-wide settings, as numbers."""
+    values = [
+        *(torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        *(torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.backends.cudnn.enabled),
+        *(torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32),
+        torch.backends.cuda.flash_sdp_enabled(),
+        *(torch.backends.cuda.mem_efficient_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()),
+        *(["highest", "high", "medium"].index(torch.get_float32_matmul_precision()),),
+        *(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+    ]
+    return [float(value) for value in values]
+
+
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "deterministic": (
+        lambda: torch.use_deterministic_algorithms(True),
+        lambda: torch.use_deterministic_algorithms(False),
+    ),
+    "deterministic, warn only": (
+        lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+        lambda: torch.use_deterministic_algorithms(False),
+    ),
+    "cudnn.benchmark": (
+        lambda: setattr(torch.backends.cudnn, "benchmark", True),
+        lambda: setattr(torch.backends.cudnn, "benchmark", False),
+    ),
+    "cudnn.deterministic": (
+        lambda: setattr(torch.backends.cudnn, "deterministic", True),
+        lambda: setattr(torch.backends.cudnn, "deterministic", False),
+    ),
+    "cudnn.enabled": (
+        lambda: setattr(torch.backends.cudnn, "enabled", False),
+        lambda: setattr(torch.backends.cudnn, "enabled", True),
+    ),
+    "cudnn.allow_tf32": (
+        lambda: setattr(torch.backends.cudnn, "allow_tf32", False),
+        lambda: setattr(torch.backends.cudnn, "allow_tf32", True),
+    ),
+    "flash": (
+        lambda: torch.backends.cuda.enable_flash_sdp(False),
+        lambda: torch.backends.cuda.enable_flash_sdp(True),
+    ),
+    "math": (
+        lambda: torch.backends.cuda.enable_math_sdp(False),
+        lambda: torch.backends.cuda.enable_math_sdp(True),
+    ),
+    "matmul precision": (
+        lambda: torch.set_float32_matmul_precision("high"),
+        lambda: torch.set_float32_matmul_precision("highest"),
+    ),
+    "anomaly": (
+        lambda: torch.autograd.set_detect_anomaly(True),
+        lambda: torch.autograd.set_detect_anomaly(False),
+    ),
+    "anomaly without NaN check": (
+        lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
+        lambda: torch.autograd.set_detect_anomaly(False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_A8_process_wide_settings_travel(name: str) -> None:
+    """Set in the caller, they are set inside; set back, they are back."""
+    turn_on, turn_off = SETTINGS[name]
+    before = flags()
+    assert found(flags) == [before] * 2
+    turn_on()
+    try:
+        assert flags() != before
+        assert found(flags) == [flags()] * 2
+    finally:
+        turn_off()
+    assert found(flags) == [before] * 2
+
+
+class Bad(torch.autograd.Function):
+    """Its backward gives NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * float("nan")
+
+
+class UsesBad(nn.Module):
+    """Its gradient is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Bad.apply(x * self.weight)
+
+
+def test_A8_anomaly_mode_holds_in_backward() -> None:
+    """It finds the NaN where it arises, inside the replica's graph."""
+    model = DataParallel(UsesBad(), CPUS)
+    with warnings.catch_warnings(), torch.autograd.detect_anomaly():
+        warnings.simplefilter("ignore")
+        out = model(torch.ones(4, 3))
+        with pytest.raises(RuntimeError, match="Function 'BadBackward' returned nan values in its 0th output"):
+            out.sum().backward()
+    model(torch.ones(4, 3)).sum().backward()
+
+
+def test_A8_what_upstream_does_not_propagate_is_not_propagated() -> None:
+    """saved_tensors_hooks and the default device stay with the caller, and do no harm to the wrapper."""
+    calls = []
+    model = DataParallel(nn.Sequential(nn.Linear(3, 3), nn.Sigmoid()), CPUS)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: calls.append(1) or t, lambda t: t):
+        out = model(torch.ones(4, 3))
+    assert calls == []
+    out.sum().backward()
+    with torch.device("meta"):
+        assert found(lambda: [torch.ones(1).is_meta]) == [[0.0]] * 2
+
+
+# --- A9: warnings ---
+
+
+class Warns(nn.Module):
+    """Warns in forward, and in backward."""
+
+    def __init__(self, category: type[Warning] = UserWarning) -> None:
+        super().__init__()
+        self.category = category
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        warnings.warn(f"seen {int(x[0])}", self.category, stacklevel=1)
+        return WarnsBack.apply(x * self.weight)
+
+
+class WarnsBack(torch.autograd.Function):
+    """Warns in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        warnings.warn("on the way back", FutureWarning, stacklevel=1)
+        return grad
+
+
+class OwnWarning(UserWarning):
+    """A category of the test's own."""
+
+
+@pytest.mark.parametrize("category", [UserWarning, DeprecationWarning, OwnWarning])
+def test_A9_warnings_of_replicas_reach_the_caller(category: type[Warning]) -> None:
+    """Text, category, file and line, in the order of chunks, as upstream's do."""
+    records = []
+    ours, theirs, _ = trio(Warns(category), 2)
+    for model in (ours, theirs):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(torch.tensor([[0.0], [1.0]]))
+        own = [w for w in caught if "seen" in str(w.message)]
+        records.append(sorted((str(w.message), w.category, w.filename, w.lineno) for w in own))
+    assert records[0] == records[1]
+    assert [text for text, *_ in records[0]] == ["seen 0", "seen 1"]
+
+
+def test_A9_warnings_of_backward_reach_the_caller() -> None:
+    """One per chunk."""
+    model = DataParallel(Warns(), CPUS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out = model(torch.tensor([[0.0], [1.0]]))
+        del caught[:]
+        out.sum().backward()
+    assert [w.category for w in caught if "way back" in str(w.message)] == [FutureWarning] * 2
+
+
+def test_A9_the_caller_s_filters_decide() -> None:
+    """Ignored, once per place, or raised as an error."""
+    model = DataParallel(Warns(), CPUS)
+    x = torch.tensor([[3.0], [3.0]])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")
+        model(x)
+        assert caught == []
+        warnings.simplefilter("default")
+        model(x)
+        assert len([w for w in caught if "seen 3" in str(w.message)]) == 1
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="seen 3"):
+            model(x)
+        warnings.simplefilter("ignore")
+        assert model(x).tolist() == [[3.0], [3.0]]
+
+
+def test_A9_warnings_come_before_an_exception() -> None:
+    """What was warned before a chunk raised is not lost."""
+    with pytest.warns(UserWarning, match="before"):
+        error = raised(lambda: DataParallel(WarnsThenRaises(), CPUS)(torch.ones(2, 1)))
+    assert isinstance(error, ValueError)
+
+
+class WarnsThenRaises(nn.Module):
+    """Warns, then raises."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        warnings.warn("before", stacklevel=1)
+        raise ValueError("after")
+
+
+# --- A10: randomness ---
+
+
+class Random(nn.Module):
+    """Draws from every generator there is."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        shape = len(x), 4
+        python = torch.tensor([[random.random() for _ in range(4)] for _ in range(len(x))])
+        numpy = torch.from_numpy(np.random.rand(*shape))
+        return torch.rand(shape), torch.randn(shape), nn.functional.dropout(torch.ones(shape)), python, numpy
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_A10_manual_seed_makes_everything_repeatable() -> None:
+    """The same seed gives the same bits, another seed others; the second call differs from the first."""
+    model = DataParallel(Random(), CPUS)
+    x = torch.ones(6, 1)
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append([model(x), model(x)])
+    for first, second, third in zip(*runs, strict=True):
+        assert_equal(first, second)
+        assert all(not torch.equal(a, b) for a, b in zip(first, third, strict=True))
+    assert all(not torch.equal(a, b) for a, b in zip(*runs[0], strict=True))
+
+
+def test_A10_chunks_draw_different_numbers() -> None:
+    """An improvement: upstream seeds all devices alike, so equal chunks there see equal masks."""
+    for drawn in DataParallel(Random(), ["cpu"] * 3)(torch.ones(6, 1))[:2]:
+        assert len({tuple(row) for row in drawn.tolist()}) == 6
+    masks = DataParallel(nn.Dropout(0.5), CPUS)(torch.ones(2, 64))
+    assert not torch.equal(masks[0], masks[1])
+
+
+def test_A10_numbers_do_not_depend_on_who_runs_the_chunks() -> None:
+    """CPU replicas, counted GPUs, one replica for all chunks, and replicas in this very process: the same bits."""
+    x = torch.ones(6, 1)
+    results = []
+    wrappers = [
+        DataParallel(Random(), CPUS),
+        DataParallel(Random(), [0, 1]),
+        DataParallel(Random(), [0, 0]),
+        DataParallel(Random(), CPUS, options=Options(in_process=True)),
+        DataParallel(Random(), CPUS, options=Options(link="object_store")),
+    ]
+    for model in wrappers:
+        torch.manual_seed(5)
+        results.append([*model(x), torch.rand(3)])
+    for other in results[1:]:
+        assert_equal(results[0], other)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_A10_a_forward_draws_one_number_from_the_caller_s_generator(replicas: int) -> None:
+    """As a DataLoader does: what follows in the caller is the same whatever the replicas draw, and however many."""
+    torch.manual_seed(3)
+    torch.empty((), dtype=torch.int64).random_()
+    expected = torch.rand(3)
+    states = random.getstate(), np.random.get_state()[1].tolist()
+    torch.manual_seed(3)
+    DataParallel(Random(), ["cpu"] * replicas)(torch.ones(4, 1))
+    assert torch.equal(torch.rand(3), expected)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states
+
+
+def test_A10_a_rerun_draws_the_same_numbers() -> None:
+    """Contents that changed behind versions run the forward again, with the same masks."""
+    results = []
+    for behind in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 64), nn.Dropout(0.5))
+        model = DataParallel(net, CPUS)
+        model(torch.ones(4, 3))
+        torch.manual_seed(1)
+        with torch.no_grad():
+            (net[0].weight.data if behind else net[0].weight).mul_(2)
+        results.append(model(torch.ones(4, 3)))
+    assert torch.equal(*results)
+
+
+class Dropping(nn.Module):
+    """Two layers with dropout between."""
+
+    def __init__(self, inside: bool = False, reentrant: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 32)
+        self.drop = nn.Dropout(0.5)
+        self.second = nn.Linear(32, 2)
+        self.inside = inside
+        self.reentrant = reentrant
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.second(self.drop(self.first(x).tanh()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.inside:
+            return checkpoint(self.body, x, use_reentrant=self.reentrant)
+        return self.body(x)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_A10_a_checkpoint_around_the_wrapper_sees_the_same_masks(reentrant: bool) -> None:
+    """preserve_rng_state puts the caller's generator back, hence the seed, hence the masks."""
+    net = Dropping()
+    model = DataParallel(net, CPUS)
+    x = torch.randn(6, 3, requires_grad=True)
+    results = []
+    for wrapped in (False, True):
+        torch.manual_seed(7)
+        net.zero_grad()
+        x.grad = None
+        out = checkpoint(model, x, use_reentrant=reentrant) if wrapped else model(x)
+        torch.rand(5)
+        out.square().sum().backward()
+        results.append([out.detach(), x.grad.clone(), *(p.grad.clone() for p in net.parameters()), torch.rand(3)])
+    assert_equal(*results)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_A10_a_checkpoint_inside_the_module_sees_the_same_masks(reentrant: bool) -> None:
+    """The replica's own generator is put back; another forward in between does not disturb."""
+    results = []
+    for inside in (False, True):
+        torch.manual_seed(0)
+        net = Dropping(inside, reentrant)
+        model = DataParallel(net, CPUS)
+        x = torch.randn(6, 3, requires_grad=True)
+        torch.manual_seed(7)
+        out = model(x)
+        model(x.detach().requires_grad_())
+        out.square().sum().backward()
+        results.append([out.detach(), x.grad, *(p.grad for p in net.parameters())])
+    assert_equal(*results)
+
+
+class OwnGenerator(nn.Module):
+    """Has a generator of its own, with its state in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.rand(len(x), 3, generator=self.generator)
+
+
+def test_A10_a_generator_that_the_module_holds() -> None:
+    """It is a plain attribute: each forward starts from the master's, whose edits are seen."""
+    net = OwnGenerator()
+    model = DataParallel(net, CPUS)
+    first = model(torch.ones(4, 1))
+    expected = torch.rand(2, 3, generator=torch.Generator().manual_seed(4))
+    assert torch.equal(first, torch.cat([expected, expected]))
+    assert torch.equal(model(torch.ones(4, 1)), first)
+    net.generator.manual_seed(9)
+    assert torch.equal(model(torch.ones(2, 1))[:1], torch.rand(1, 3, generator=torch.Generator().manual_seed(9)))
+
+
+# --- A11: what runs where ---
+
+
+def test_A11_modules_closures_and_hooks_run_in_the_replicas() -> None:
+    """A deviation, documented: lists of the caller are not appended to; outputs are how things come back."""
+    seen: list[int] = []
+    net = nn.Sequential(nn.Linear(3, 3))
+    net[0].register_forward_hook(lambda _module, _args, out: seen.append(len(out)))
+    model = DataParallel(net, CPUS)
+    model(torch.ones(4, 3))
+    assert seen == []
+    with model.capture("0") as captured:
+        model(torch.ones(4, 3))
+    torch.testing.assert_close(captured["0"], net[0](torch.ones(4, 3)))
+    pids = {int(pid) for (pid,) in found(lambda: [os.getpid()])}
+    assert len(pids) == 2
+    assert os.getpid() not in pids
+
+
+def test_A11_hooks_on_the_wrapper_run_here_once() -> None:
+    """With the whole batch."""
+    seen = []
+    model = DataParallel(nn.Linear(3, 3), CPUS)
+    model.register_forward_pre_hook(lambda _module, args: seen.append(len(args[0])))
+    model.register_forward_hook(lambda _module, _args, out: seen.append(len(out)))
+    model(torch.ones(4, 3))
+    assert seen == [4, 4]
+
+
+def test_A11_gradients_are_those_of_upstream_whatever_hooks_do_inside() -> None:
+    """A hook that changes an output inside a replica takes part in the gradients."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    net[0].register_forward_hook(lambda _module, _args, out: out * 3)
+    net[1].register_full_backward_hook(lambda _module, grads, _out: (grads[0] * 2,))
+    ours, theirs, _ = trio(net, 2)
+    for model in (ours, theirs):
+        model(torch.linspace(0, 1, 12).view(4, 3)).sum().backward()
+    assert_same_grads(ours, theirs)
+
+
+def test_A11_the_executor_of_the_primitives_is_the_process_s() -> None:
+    """Replicas of `replicate` and of a wrapper are the same processes."""
+    (pid,), (other,) = (r(torch.ones(1, 1)).tolist()[0] for r in replicate(Find(lambda: [os.getpid()]), CPUS))
+    assert [[pid], [other]] == found(lambda: [os.getpid()])
+    assert raydp_parallel.replicate is replicate
