@@ -94,7 +94,7 @@ class Door:
             return seal(Reply(None, None, (), outcome.failure(error, None), 0.0, 0, 0), Mail(self._link))
 
 
-SHARE_LIMIT = 8 * 1024 * 1024
+SHARE_LIMIT = 32 * 1024 * 1024
 """Bytes up to which each replica gets a copy of its own over its line. What is larger is put into the object store, once
 for all replicas; that costs 5 ms however little it is."""
 

@@ -143,7 +143,7 @@ class Fork(Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *leaves: Tensor) -> Tensor:
         ctx.call = call
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:

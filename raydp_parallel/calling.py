@@ -77,7 +77,7 @@ class _Forward:
         self.masters = list(dict.fromkeys(chunk.master for chunk in chunks))
         self.ambient = context.capture()
         self.capture = capturing.get()
-        self.seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        self.seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         self.call = bridge.Call(executor, [], [], unused)
         self.sends: list[Update] = []
         self.verified = True

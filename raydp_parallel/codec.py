@@ -265,7 +265,13 @@ def _read(spec: TensorSpec, read: Callable[[TensorSpec, torch.dtype], Tensor], d
         return torch.load(io.BytesIO(spec.extra), map_location=device, weights_only=False)
     parts = [_read(part, read, device) for part in spec.parts]
     if spec.layout == "nested":
-        return torch.nested.nested_tensor(parts, layout=torch.jagged if spec.extra else torch.strided)
+        return torch.nested.nested_tensor(
+            parts, layout=torch.jagged if spec.extra else torch.strided, device=parts[0].device
+        )
     if spec.layout == "sparse_coo":
-        return torch.sparse_coo_tensor(parts[0], parts[1], spec.shape, is_coalesced=spec.extra, check_invariants=False)
-    return torch.sparse_compressed_tensor(*parts, spec.shape, layout=getattr(torch, spec.layout))
+        coalesced, place = spec.extra, parts[1].device
+        return torch.sparse_coo_tensor(
+            parts[0], parts[1], spec.shape, is_coalesced=coalesced, check_invariants=False, device=place
+        )
+    layout = getattr(torch, spec.layout)
+    return torch.sparse_compressed_tensor(*parts, spec.shape, layout=layout, device=parts[2].device)

@@ -55,7 +55,8 @@ def reader(source: Piece, device: torch.device) -> Callable[[TensorSpec, torch.d
 
 
 def _read_cpu(source: Piece, spec: TensorSpec, dtype: torch.dtype) -> torch.Tensor:
-    tensor = torch.empty_strided(spec.shape, spec.stride, dtype=dtype)
+    # The device by name, here and wherever a tensor is made: the caller may have set another default.
+    tensor = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device="cpu")
     size = tensor.nbytes
     if size:
         ctypes.memmove(tensor.data_ptr(), source.address + spec.offset, size)
@@ -79,7 +80,7 @@ def windows(source: Piece, specs: Sequence[TensorSpec], dtypes: Sequence[torch.d
 
 def _view(source: Piece) -> torch.Tensor:
     if not source.size:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.from_numpy(np.asarray(_Bytes(source)))
 
 

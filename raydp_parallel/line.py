@@ -145,21 +145,24 @@ def write_frame(connection: socket.socket, number: int, buffers: Sequence[Any]) 
 def read_frame(connection: socket.socket) -> tuple[int, list[Any]]:
     """Wait for a frame: its number, and its buffers, the first as bytes."""
     count, number = _HEAD.unpack(_read(connection, _HEAD.size))
-    lengths = [_LENGTH.unpack_from(data)[0] for data in [_read(connection, _LENGTH.size) for _ in range(count)]]
-    first = bytes(_read(connection, lengths[0])) if count else b""
-    return number, [first, *(np.frombuffer(_read(connection, length), dtype=np.uint8) for length in lengths[1:])]
+    lengths = struct.unpack(f"<{count}Q", _read(connection, count * _LENGTH.size))
+    first = _read(connection, lengths[0])
+    return number, [first, *(_read_array(connection, length) for length in lengths[1:])]
 
 
-def _read(connection: socket.socket, size: int) -> bytearray | bytes:
-    data = connection.recv(size, socket.MSG_WAITALL) if size <= 1 << 16 else b""
-    if len(data) == size:
-        return data
-    if size <= 1 << 16 and not data:
-        raise LineCut("the other end of the line is gone")
-    whole = bytearray(size)
-    whole[: len(data)] = data
-    at = len(data)
-    view = memoryview(whole)
+def _read(connection: socket.socket, size: int) -> bytes:
+    data = connection.recv(size, socket.MSG_WAITALL)
+    while len(data) < size:  # a signal, or more than the socket's buffer holds
+        more = connection.recv(size - len(data), socket.MSG_WAITALL)
+        if not more:
+            raise LineCut("the other end of the line is gone")
+        data += more
+    return data
+
+
+def _read_array(connection: socket.socket, size: int) -> np.ndarray:
+    whole = np.empty(size, dtype=np.uint8)
+    view, at = memoryview(whole), 0
     while at < size:
         got = connection.recv_into(view[at:], size - at, socket.MSG_WAITALL)
         if not got:

@@ -402,13 +402,12 @@ def test_A8_inputs_and_weights_of_inference_mode() -> None:
     with torch.inference_mode():
         x = torch.randn(4, 3)
         made = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
-        ours, theirs, plain = (DataParallel(made, CPUS), None, copy.deepcopy(made))
+        ours, plain = DataParallel(made, CPUS), copy.deepcopy(made)
         torch.testing.assert_close(ours(x)[:2], plain(x[:2]))
         torch.testing.assert_close(made[1].running_mean, plain[1].running_mean)
     net = nn.Linear(3, 2)
     with torch.no_grad():
         torch.testing.assert_close(DataParallel(net, CPUS)(x), net(x))
-    del theirs
 
 
 def test_A8_default_dtype_travels() -> None:
@@ -528,6 +527,7 @@ class UsesBad(nn.Module):
         return Bad.apply(x * self.weight)
 
 
+@pytest.mark.filterwarnings("ignore:Error detected in BadBackward")
 def test_A8_anomaly_mode_holds_in_backward() -> None:
     """It finds the NaN where it arises, inside the replica's graph."""
     model = DataParallel(UsesBad(), CPUS)
@@ -536,7 +536,8 @@ def test_A8_anomaly_mode_holds_in_backward() -> None:
         out = model(torch.ones(4, 3))
         with pytest.raises(RuntimeError, match="Function 'BadBackward' returned nan values in its 0th output"):
             out.sum().backward()
-    model(torch.ones(4, 3)).sum().backward()
+        model(torch.ones(4, 3))
+    assert not torch.is_anomaly_enabled()
 
 
 def test_A8_what_upstream_does_not_propagate_is_not_propagated() -> None:
@@ -547,8 +548,36 @@ def test_A8_what_upstream_does_not_propagate_is_not_propagated() -> None:
         out = model(torch.ones(4, 3))
     assert calls == []
     out.sum().backward()
+    x = torch.ones(4, 3, requires_grad=True)
+    find = Find(lambda: [torch.ones(1).is_meta])
     with torch.device("meta"):
-        assert found(lambda: [torch.ones(1).is_meta]) == [[0.0]] * 2
+        assert DataParallel(find, CPUS)(x)[:, 0].tolist() == [0.0] * 4
+        out = model(x)
+        (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        grad.sum().backward()
+    torch.testing.assert_close(out, model.module(x))
+    assert model.module[0].weight.grad.abs().sum() > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*(prototype|beta).*")
+def test_A8_the_caller_s_default_device_is_not_the_wrapper_s() -> None:
+    """Whatever travels is made where it belongs, of all layouts."""
+    values = [
+        torch.randn(4, 3),
+        torch.eye(4).to_sparse(),
+        torch.eye(4).to_sparse_csr(),
+        nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)]),
+        torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)]),
+    ]
+    for value in values:
+        replica = replicate(nn.Identity(), ["cpu"])[0]
+        with torch.device("meta"):
+            out = replica(value)
+        assert out.data.device.type == "cpu"
+    packed = nn.utils.rnn.pack_sequence([torch.ones(3), torch.zeros(2), torch.ones(2)])
+    with torch.device("meta"):
+        out = DataParallel(nn.Identity(), CPUS)(packed)
+    assert out.data.tolist() == packed.data.tolist()
 
 
 # --- A9: warnings ---

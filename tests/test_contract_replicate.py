@@ -193,7 +193,7 @@ def test_R4_replicate_without_detach_is_differentiable_as_upstream_s() -> None:
 
 
 def test_R4_replicate_with_detach_gives_no_gradients() -> None:
-    """No replica's output leads to the module (upstream's replica 0 is the module itself); inputs' gradients are there."""
+    """No output leads to the module (upstream's replica 0 is the module itself); inputs get their gradients."""
     net = nn.Linear(3, 2)
     ours, theirs = replicated(raydp_parallel, CPUS, net, True), replicated(oracle, [0, 1], net, True)
     assert ours[0] == [False, False]
@@ -538,9 +538,9 @@ def test_R14_recurrent_nets(kind: Any) -> None:
                 model.double()
             x = x.double()
         one, other, third = train((ours, theirs, plain), x)
-        torch.testing.assert_close(one, other)
-        torch.testing.assert_close(one, third)
-        assert_same_grads(ours, theirs)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(one, third, rtol=1e-4, atol=1e-5)
+        assert_same_grads(ours, theirs, rtol=1e-4, atol=1e-5)
         for optimizer in optimizers:
             optimizer.step()
 

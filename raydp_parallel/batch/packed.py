@@ -42,7 +42,7 @@ def join_packed(parts: Sequence[PackedSequence], data: Tensor) -> PackedSequence
     lengths, rows = _layout(parts)
     order = lengths.argsort(descending=True, stable=True)
     sorted_already = all(part.sorted_indices is None for part in parts) and bool((lengths.diff() <= 0).all())
-    present = torch.arange(rows.shape[0]).unsqueeze(1) < lengths[order]
+    present = torch.arange(rows.shape[0], device="cpu").unsqueeze(1) < lengths[order]
     taken = rows[:, order][present]
     return _packed(data.index_select(0, taken.to(data.device)), present.sum(1), None if sorted_already else order)
 
@@ -64,7 +64,7 @@ def _layout(parts: Sequence[PackedSequence]) -> tuple[Tensor, Tensor]:
 def _ranks(packed: PackedSequence) -> Tensor:
     """The rank of each of the user's sequences, on the CPU, where batch_sizes is."""
     if packed.unsorted_indices is None:
-        return torch.arange(sequences(packed))
+        return torch.arange(sequences(packed), device="cpu")
     return packed.unsorted_indices.cpu()
 
 

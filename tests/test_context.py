@@ -1,0 +1,137 @@
+"""The caller's ambient torch state, captured and entered."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from raydp_parallel import context
+
+
+@pytest.fixture(autouse=True)
+def process_wide_settings() -> Iterator[None]:
+    """Every test leaves the process as it found it."""
+    before = context.capture()
+    yield
+    with context.enter(before):
+        pass
+    assert context.capture() == before
+
+
+def seen_inside(captured: context.CallContext) -> context.CallContext:
+    """What a block sees that runs under a captured state, after a trip."""
+    with context.enter(pickle.loads(pickle.dumps(captured))):
+        return context.capture()
+
+
+def capture_under(*managers: contextlib.AbstractContextManager[Any]) -> context.CallContext:
+    """The state under some context managers."""
+    with contextlib.ExitStack() as stack:
+        for manager in managers:
+            stack.enter_context(manager)
+        return context.capture()
+
+
+AMBIENT: dict[str, Callable[[], list[contextlib.AbstractContextManager[Any]]]] = {
+    "nothing": list,
+    "no_grad": lambda: [torch.no_grad()],
+    "inference_mode": lambda: [torch.inference_mode()],
+    "grad inside inference": lambda: [torch.inference_mode(), torch.enable_grad()],
+    "autocast bfloat16": lambda: [torch.autocast("cpu", dtype=torch.bfloat16)],
+    "autocast float16": lambda: [torch.autocast("cpu", dtype=torch.float16)],
+    "autocast without cache": lambda: [torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False)],
+    "autocast ended inside": lambda: [torch.autocast("cpu"), torch.autocast("cpu", enabled=False)],
+    "anomaly": lambda: [torch.autograd.detect_anomaly(check_nan=True)],
+    "anomaly without NaN check": lambda: [torch.autograd.detect_anomaly(check_nan=False)],
+    "all at once": lambda: [
+        torch.no_grad(),
+        torch.autocast("cpu", dtype=torch.float16),
+        torch.autograd.detect_anomaly(),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", [*AMBIENT])
+@pytest.mark.filterwarnings("ignore:Anomaly Detection:UserWarning")
+def test_A8_ambient_modes_travel(name: str) -> None:
+    """What a block sees is what the caller saw, from any state before, and afterwards all is as it was."""
+    captured = capture_under(*AMBIENT[name]())
+    before = context.capture()
+    found = seen_inside(captured)
+    if name == "grad inside inference":
+        assert found == captured._replace(grad=False)
+    else:
+        assert found == captured
+    assert context.capture() == before
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        around = context.capture()
+        assert seen_inside(captured)[:4] == found[:4]
+        assert context.capture() == around
+
+
+@pytest.mark.parametrize("name", ("nothing", "no_grad", "inference_mode", "autocast float16"))
+def test_A8_what_a_block_computes(name: str) -> None:
+    """Requiring a gradient, being an inference tensor, and the dtype of a product follow the caller."""
+
+    def compute() -> tuple[bool, bool, torch.dtype]:
+        out = torch.ones(2, 2, requires_grad=True) @ torch.ones(2, 2)
+        return out.requires_grad, out.is_inference(), out.dtype
+
+    with contextlib.ExitStack() as stack:
+        for manager in AMBIENT[name]():
+            stack.enter_context(manager)
+        expected, captured = compute(), context.capture()
+    with context.enter(captured):
+        assert compute() == expected
+
+
+def set_matmul(value: str) -> None:
+    torch.set_float32_matmul_precision(value)
+
+
+def set_flag(holder: Any, name: str, value: Any) -> Callable[[], None]:
+    """Sets one attribute."""
+    return lambda: setattr(holder, name, value)
+
+
+FLAGS: dict[str, Callable[[], None]] = {
+    "default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "deterministic": lambda: torch.use_deterministic_algorithms(True),
+    "deterministic, warn only": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    "matmul precision": lambda: torch.set_float32_matmul_precision("medium"),
+    "cudnn enabled": set_flag(torch.backends.cudnn, "enabled", False),
+    "cudnn benchmark": set_flag(torch.backends.cudnn, "benchmark", True),
+    "cudnn deterministic": set_flag(torch.backends.cudnn, "deterministic", True),
+    "cudnn tf32": lambda: torch._C._set_cudnn_allow_tf32(False),
+    "flash attention": lambda: torch.backends.cuda.enable_flash_sdp(False),
+    "memory-efficient attention": lambda: torch.backends.cuda.enable_mem_efficient_sdp(False),
+    "math attention": lambda: torch.backends.cuda.enable_math_sdp(False),
+    "cudnn attention": lambda: torch.backends.cuda.enable_cudnn_sdp(False),
+}
+
+
+@pytest.mark.parametrize("name", [*FLAGS])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_A8_process_wide_settings_travel(name: str) -> None:
+    """A replica sets them before it runs, both ways."""
+    before = context.capture()
+    FLAGS[name]()
+    changed = context.capture()
+    assert changed.flags != before.flags
+    assert seen_inside(before).flags == before.flags
+    assert seen_inside(changed).flags == changed.flags
+    assert seen_inside(before).flags == before.flags
+
+
+def test_A8_modes_are_left_when_a_block_raises() -> None:
+    """An exception of the user's module leaves no mode behind."""
+    captured = capture_under(torch.inference_mode(), torch.autocast("cpu", dtype=torch.float16))
+    before = context.capture()
+    with pytest.raises(KeyError), context.enter(captured):
+        raise KeyError
+    assert context.capture() == before

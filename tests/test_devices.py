@@ -1,0 +1,144 @@
+"""CPU and CUDA alike: where outputs go, bytes in and out, seeds, balance."""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from raydp_parallel import codec, devices
+from raydp_parallel.links import Piece
+from raydp_parallel.messages import Hello
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="indices name GPUs where there are some")
+@pytest.mark.parametrize("target", (0, 3, "cuda", "cuda:1", torch.device("cuda", 1), "cpu", torch.device("cpu")))
+def test_G10_without_cuda_every_target_is_the_cpu(target: int | str | torch.device) -> None:
+    """Ids are logical: where the driver has no GPU, its master copy and the outputs are on its CPU."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert devices.output_place(target) == CPU
+
+
+def test_G10_minus_one_is_the_cpu_with_upstreams_warning() -> None:
+    """The old way to say so."""
+    with pytest.warns(FutureWarning, match="Using -1 to represent CPU tensor is deprecated"):
+        assert devices.output_place(-1) == CPU
+
+
+def test_a_piece_is_a_tensors_memory() -> None:
+    """Not a copy of it, and it keeps the tensor alive."""
+    tensor = torch.ones(5)
+    found = devices.piece(tensor)
+    assert (found.address, found.size, found.owner) == (tensor.data_ptr(), 20, tensor)
+
+
+def source(tensor: torch.Tensor) -> Piece:
+    """A packet's bytes."""
+    return devices.piece(tensor)
+
+
+def test_reading_makes_memory_of_its_own() -> None:
+    """At the spec's offset, in the spec's strides."""
+    packed = torch.arange(20.0)
+    spec = codec.spec_of(torch.empty(3, 2).t(), offset=16)
+    found = devices.reader(source(packed), CPU)(spec, torch.float32)
+    assert found.tolist() == [[4, 6, 8], [5, 7, 9]]
+    found.zero_()
+    assert packed.tolist() == [*range(20)]
+
+
+def test_windows_are_read_without_a_copy() -> None:
+    """On a CPU they show the packet itself, while it lives; empty ones show nothing."""
+    packed = torch.arange(20.0)
+    specs = [
+        codec.spec_of(torch.empty(2, 2), 8),
+        codec.spec_of(torch.empty(0, 3), 0),
+        codec.spec_of(torch.empty(()), 4),
+    ]
+    found = devices.windows(source(packed), specs, [torch.float32] * 3, CPU)
+    assert [t.tolist() for t in found] == [[[2, 3], [4, 5]], [], 1]
+    packed.add_(1)
+    assert found[0].tolist() == [[3, 4], [5, 6]]
+
+
+def test_uploading_nothing() -> None:
+    """No bytes are an empty tensor."""
+    assert devices.upload(Piece(0, 0, None), CPU).shape == (0,)
+    assert devices.windows(Piece(0, 0, None), [codec.spec_of(torch.empty(0))], [torch.float32], CPU)[0].shape == (0,)
+
+
+def draw() -> tuple[float, float, float]:
+    """One number of each generator that a forward may use."""
+    return torch.rand(()).item(), random.random(), float(np.random.rand())
+
+
+@pytest.fixture
+def generators() -> object:
+    """Leaves the generators as they were."""
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    yield
+    torch.set_rng_state(before[0])
+    random.setstate(before[1])
+    np.random.set_state(before[2])
+
+
+@pytest.mark.usefixtures("generators")
+@pytest.mark.parametrize("call_seed", (0, 1, 2**63 - 1, 12345))
+def test_A10_seeds_are_a_function_of_call_and_chunk(call_seed: int) -> None:
+    """The same call and chunk give the same numbers, whatever was drawn before; other chunks give others."""
+    found = []
+    for chunk in (0, 1, 2, 0, 1):
+        devices.seed(CPU, call_seed, chunk)
+        found.append(draw())
+        draw()
+    assert found[0] == found[3]
+    assert found[1] == found[4]
+    for numbers in zip(*found[:3], strict=True):
+        assert len(set(numbers)) == 3
+
+
+@pytest.mark.usefixtures("generators")
+def test_A10_the_next_call_of_chunk_0_is_not_this_call_of_chunk_1() -> None:
+    """Streams of neighbouring seeds and chunks do not meet."""
+    found = set()
+    for call_seed in range(8):
+        for chunk in range(8):
+            devices.seed(CPU, call_seed, chunk)
+            found.add(torch.rand(()).item())
+    assert len(found) == 64
+
+
+def gpu(memory: int, processors: int) -> Hello:
+    """A GPU of some size."""
+    return Hello(*(1, "node", "cuda:0", "G", "uuid"), memory=memory, processors=processors)
+
+
+@pytest.mark.parametrize(("small", "large"), (((70, 10), (100, 10)), ((100, 7), (100, 10)), ((10, 1), (100, 100))))
+def test_C6_unlike_gpus_are_told_once(small: tuple[int, int], large: tuple[int, int]) -> None:
+    """Less than three quarters of another's memory or processors, upstream's text, one warning however many differ."""
+    with pytest.warns(UserWarning) as seen:
+        devices.check_balance([(4, gpu(*large)), (7, gpu(*small)), (5, gpu(*large))])
+    (warning,) = seen
+    assert "There is an imbalance between your GPUs. You may want to exclude GPU 7 which" in str(warning.message)
+    assert "less than 75% of the memory or cores of GPU" in str(warning.message)
+
+
+@pytest.mark.parametrize("sizes", ([], [(100, 10)], [(75, 10), (100, 10)], [(100, 8), (100, 10)]))
+def test_C6_alike_gpus_are_not(sizes: list[tuple[int, int]]) -> None:
+    """Three quarters is enough, and one GPU is like itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        devices.check_balance([(i, gpu(*size)) for i, size in enumerate(sizes)])
+
+
+def test_a_cpu_says_who_it_is() -> None:
+    """Process and node; no GPU."""
+    assert devices.describe(CPU, os.getpid(), "node")[:4] == (os.getpid(), "node", "cpu", "")
+    devices.finish(CPU)
