@@ -24,13 +24,9 @@ class Door:
     Args:
         device: Name of the torch device.
         link: What answers travel by.
-        threads: Torch's threads, None leaves them.
     """
 
-    def __init__(self, device: str, link: Link, threads: int | None = None) -> None:
-        if threads is not None:
-            torch.set_num_threads(threads)
-        self._threads = threads
+    def __init__(self, device: str, link: Link) -> None:
         self._device = torch.device(device)
         self._replica = Replica(self._device)
         self._link = link
@@ -64,7 +60,7 @@ class Door:
         """Start to listen for a direct line; returns where, None if there is no such thing here.
 
         Args:
-            number: The first call that will come over it. Earlier ones that did not arrive were lost with another line.
+            number: The first call that will come over it. Earlier ones that did not arrive are lost.
         """
         self._turns.skip_to(number)
         found = line.listen()
@@ -75,8 +71,6 @@ class Door:
         return address
 
     def _serve(self, listener: Any) -> None:
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
         line.serve(listener, self._answer_line)
 
     def _answer_line(self, number: int, buffers: list[Any]) -> Sequence[Any]:
@@ -165,13 +159,12 @@ class ReplicaActor(Door):
     Args:
         device: ``"cpu"`` or ``"gpu"``. A GPU that Ray merely counts, on a machine without CUDA, is a CPU.
         link: Name of the link for answers.
-        threads: Torch's threads on a CPU, None leaves them.
         index: Which replica this is, for its name in the dashboard.
     """
 
-    def __init__(self, device: str, link: str, threads: int | None, index: int) -> None:
+    def __init__(self, device: str, link: str, index: int) -> None:
         place = "cuda:0" if device == "gpu" and torch.cuda.is_available() else "cpu"
-        super().__init__(place, link_for(link), threads if place == "cpu" else None)
+        super().__init__(place, link_for(link))
         self._index = index
 
     def __repr__(self) -> str:

@@ -2,8 +2,8 @@
 
   leaves ──► Fork ──► token ──► Join ──► output 0        forward: one Fork per call, one Join per output
                         └─────► Join ──► output 1
-  grads  ◄── Fork ◄─────────── Join ◄── gradient         backward: Joins put their gradient aside, and Fork, which the
-                                                          engine runs last, makes one trip for all of them
+  grads  ◄── Fork ◄─────────── Join ◄── gradient         backward: Joins put their gradients aside, and Fork, which
+                                                          the engine runs last, makes one trip for all of them
 
 [Note: how long a remote graph lives]
 Exactly as long as torch would keep it. Each Join saves the token under hooks that pack it with the call's `Handle`; when
@@ -118,7 +118,9 @@ def fork(call: Call) -> Tensor:
     return Fork.apply(call, *call.leaves)  # type: ignore[no-any-return]
 
 
-def join(call: Call, token: Tensor, handle: Handle, outputs: Sequence[Sequence[tuple[int, Tensor]]]) -> list[list[Tensor]]:
+def join(
+    call: Call, token: Tensor, handle: Handle, outputs: Sequence[Sequence[tuple[int, Tensor]]]
+) -> list[list[Tensor]]:
     """Make remote outputs, numbered within each chunk, part of torch's graph."""
 
     def unpack(packed: tuple[Handle, Tensor]) -> Tensor:
@@ -195,6 +197,7 @@ def _run(
     """One trip: the backward of every chunk that has gradients."""
     ambient = context.capture()
     partial = not all(needed)
+    threads = call.executor.threads(len(call.parts))
     parts = [(part, stash[i], keys.get(i)) for i, part in enumerate(call.parts) if part is not None and i in stash]
 
     def job(part: Part, grads: dict[int, Tensor], derived: int | None) -> Job:
@@ -205,15 +208,17 @@ def _run(
             wanted = tuple(needed[leaf] for leaf in part.leaves)
             moved = part.master.moved_since(part.mark, seat.held.get(part.master.id, 0))
             return BackwardRequest(
-                part.master.id, part.key, indices, parcel, wanted, partial, keep, derived, moved, part.first, ambient,
-                seat.forget(),
+                part.master.id, part.key, indices, parcel, wanted, partial, keep, derived, moved, part.first, threads,
+                ambient, seat.forget(),
             )  # fmt: skip
 
         return Job(part.seat, "backward", prepare, part.incarnation)
 
     answers = call.executor.run([job(*entry) for entry in parts])
     call.executor.note_backward()
-    finish([(part.seat, part.master if part.first else None, a) for (part, _, _), a in zip(parts, answers, strict=True)])
+    finish(
+        [(part.seat, part.master if part.first else None, a) for (part, _, _), a in zip(parts, answers, strict=True)]
+    )
     return [(part, answer) for (part, _, _), answer in zip(parts, answers, strict=True)]
 
 

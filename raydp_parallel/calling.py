@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -17,9 +18,9 @@ from raydp_parallel.messages import Arguments, ForwardRequest, Produced
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.snapshot.master import Master, Update
 
-_ATTEMPTS = 3
-"""How often a forward is run while somebody writes to the weights behind their versions. A thread that never stops doing
-so gets, like any race, one of the possible results."""
+_MOST_RERUNS = 2
+"""How often a forward is run again while somebody writes to the weights behind their versions. A thread that never stops
+doing so gets, like any race, one of the possible results."""
 
 
 class Chunk(NamedTuple):
@@ -33,6 +34,7 @@ class Chunk(NamedTuple):
         where: Names chunk and device in an exception's text; None leaves exceptions as they are.
         rows: Rows of the batch in it, for statistics.
         detach: Whether its module takes no gradients.
+        alone: Whether there is one device only, where upstream runs the master itself.
     """
 
     seat: Seat
@@ -42,6 +44,7 @@ class Chunk(NamedTuple):
     where: str | None
     rows: int = 0
     detach: bool = False
+    alone: bool = False
 
 
 class Capture:
@@ -84,24 +87,26 @@ class _Forward:
 
     def run(self) -> list[Any]:
         """The chunks' outputs."""
-        for attempt in range(_ATTEMPTS):
+        answers = self._attempt()
+        reruns = 0
+        while not self.verified and reruns < _MOST_RERUNS:
             answers = self._attempt()
-            if self.verified:
-                break
-        self.executor.note_forward(attempt, len(self.sends), sum(update.sent for update in self.sends))
+            reruns += 1
+        self.executor.note_forward(reruns, len(self.sends), sum(update.sent for update in self.sends))
         self._leave_out_unreached(answers)
         token = bridge.fork(self.call) if self.call.leaves else None
         first = self.chunks[0].master
-        bridge.finish([(c.seat, first if i == 0 else None, a) for i, (c, a) in enumerate(zip(self.chunks, answers))])
+        bridge.finish(
+            [(c.seat, first if i == 0 else None, a) for i, (c, a) in enumerate(zip(self.chunks, answers, strict=True))]
+        )
         self._note_parts(answers)
         return self._outputs(token, answers)
 
     def _attempt(self) -> list[Answer]:
         self.inputs: list[list[Tensor]] = [[] for _ in self.chunks]
         self.keys = [new_graph_key() if self.ambient.grad else None for _ in self.chunks]
-        self.handle = bridge.Handle(
-            [(c.seat, key, c.seat.incarnation) for c, key in zip(self.chunks, self.keys) if key is not None]
-        )
+        keyed = [(c.seat, key) for c, key in zip(self.chunks, self.keys, strict=True) if key is not None]
+        self.handle = bridge.Handle([(seat, key, seat.incarnation) for seat, key in keyed])
         jobs = [Job(c.seat, "forward", functools.partial(self._request, i)) for i, c in enumerate(self.chunks)]
         try:
             answers = self.executor.run(jobs, self._meanwhile)
@@ -110,13 +115,13 @@ class _Forward:
             for chunk in self.chunks:
                 chunk.seat.held.pop(chunk.master.id, None)
             raise
-        for chunk, answer in zip(self.chunks, answers):
+        for chunk, answer in zip(self.chunks, answers, strict=True):
             if not answer.reply.revision:
                 chunk.seat.held.pop(chunk.master.id, None)
         return answers
 
     def _request(self, number: int, seat: Seat, mail: Mail) -> ForwardRequest:
-        """The message for one chunk. The executor's lock is held: other threads may send and verify the same modules."""
+        """The message for one chunk. The executor's lock is held, for other threads may send the same modules."""
         if number == 0:
             for master in self.masters:
                 master.sync()
@@ -140,16 +145,19 @@ class _Forward:
             inputs=parcel,
             context=self.ambient,
             seed=self.seed,
+            threads=self.executor.threads(len(self.chunks)),
             write_back=number == 0,
             capture=self.capture.names if self.capture is not None else (),
             detach=chunk.detach,
+            alone=chunk.alone,
             doubtful=() if chunk.detach else chunk.master.doubtful(),
             forget=seat.forget(),
         )
 
     def _meanwhile(self) -> None:
         self._plan()
-        self.verified = all([master.verify() for master in self.masters])
+        verified = [master.verify() for master in self.masters]
+        self.verified = all(verified)
 
     def _plan(self) -> None:
         """The call's leaves, each once, and which of them each chunk has, in its replica's order."""
@@ -166,7 +174,7 @@ class _Forward:
             return at
 
         self.owned: list[list[int]] = []
-        for chunk, inputs in zip(self.chunks, self.inputs):
+        for chunk, inputs in zip(self.chunks, self.inputs, strict=True):
             model = chunk.master if self.ambient.grad and not chunk.detach else None
             if model is not None and model not in known:
                 known[model] = [enter(leaf.tensor, leaf.kind) for leaf in model.leaves()]
@@ -175,14 +183,15 @@ class _Forward:
         self.call.leaves, self.call.kinds = [*leaves.values()], kinds
 
     def _leave_out_unreached(self, answers: Sequence[Answer]) -> None:
-        """Torch must not walk on into the graph that a doubtful leaf comes from, if no chunk used it: it may be gone."""
+        """Torch must not walk on into the graph of a doubtful leaf that no chunk used: it may be gone."""
         asked = {self.owned[i][k] for i, c in enumerate(self.chunks) if not c.detach for k in c.master.doubtful()}
-        for at in asked - {row[k] for row, answer in zip(self.owned, answers) for k in answer.reply.reached}:
+        reached = {row[k] for row, answer in zip(self.owned, answers, strict=True) for k in answer.reply.reached}
+        for at in asked - reached:
             self.call.leaves[at] = self.call.leaves[at].detach()
 
     def _note_parts(self, answers: Sequence[Answer]) -> None:
         marks = {master: master.versions() for master in self.masters}
-        for i, (chunk, answer, key) in enumerate(zip(self.chunks, answers, self.keys)):
+        for i, (chunk, answer, key) in enumerate(zip(self.chunks, answers, self.keys, strict=True)):
             chunk.seat.tally.rows += chunk.rows
             part = None
             if key is not None:
@@ -193,15 +202,17 @@ class _Forward:
     def _outputs(self, token: Tensor | None, answers: Sequence[Answer]) -> list[Any]:
         unpacked = [
             codec.unpack(a.reply.value, a.mail, c.master.device) if a.reply.value else []
-            for c, a in zip(self.chunks, answers)
+            for c, a in zip(self.chunks, answers, strict=True)
         ]
-        live = [[(k, t.requires_grad_(False)) for k, t in enumerate(row) if t.requires_grad] for row in unpacked]
         if token is not None:
-            joined = bridge.join(self.call, token, self.handle, live)
-            for row, numbered, tensors in zip(unpacked, live, joined):
-                for (k, _), tensor in zip(numbered, tensors):
-                    row[k] = tensor
-        values = [codec.load(a.reply.value, row) for a, row in zip(answers, unpacked) if a.reply.value]
+            bridge.graft(self.call, token, self.handle, unpacked)
+        else:
+            for tensor in itertools.chain.from_iterable(unpacked):
+                tensor.requires_grad_(False)
+        values = [codec.load(a.reply.value, row) for a, row in zip(answers, unpacked, strict=True) if a.reply.value]
         if self.capture is not None:
             self.capture.parts = [value.captured for value in values]
+        for chunk, value in zip(self.chunks, values, strict=True):
+            if isinstance(value, Produced):
+                chunk.master.rebind(value.rebound)
         return [value.output if isinstance(value, Produced) else value for value in values]

@@ -181,10 +181,17 @@ class RayCrew:
         self._options = options
         self._session = global_worker.core_worker
         self.link = link_for(options.link, ray.put, ray.get)
+        nodes = _nodes()
+        self._nodes = len(nodes)
+        self._cores = int(min(node["Resources"].get("CPU", 1) for node in nodes))
 
     def alive(self) -> bool:
         # Asked with every call: what Ray's own is_initialized() reads, without the way there.
         return global_worker.connected and global_worker.core_worker is self._session
+
+    def threads(self, chunks: int) -> int | None:
+        here = -(-chunks // self._nodes)
+        return self._options.threads or max(1, self._cores // here)
 
     def start(self, places: Sequence[Place]) -> dict[Place, tuple[Any, Hello]]:
         doors = self._create(places)
@@ -205,23 +212,19 @@ class RayCrew:
 
     def _create(self, places: Sequence[Place]) -> dict[Place, Any]:
         nodes, on_gpu = _nodes(), gpus()
-        cpus = [place for place in places if place.kind == "cpu"]
         doors = {}
         for place in places:
             if place.kind == "cpu":
                 node = nodes[place.number % len(nodes)]
-                here = -(-max(len(cpus), place.number + 1) // len(nodes))
                 booked = {"num_cpus": self._options.cpus_per_replica, "num_gpus": 0}
-                threads = self._options.threads or max(1, int(node["Resources"].get("CPU", 1)) // here)
             else:
                 if place.number >= len(on_gpu):
                     check_gpus([place.number])
                 node = next(n for n in nodes if n["NodeID"] == on_gpu[place.number])
                 booked = {"num_cpus": 0, "num_gpus": self._options.gpus_per_replica}
-                threads = self._options.threads
             strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             actor = ReplicaActor.options(**booked, scheduling_strategy=strategy).remote(
-                place.kind, self._options.link, threads, place.number
+                place.kind, self._options.link, place.number
             )
             doors[place] = RemoteDoor(actor)
         return doors

@@ -178,9 +178,10 @@ def unsendable(value: Any, path: str, error: Exception, picklable: Callable[[Any
         if inner is None:
             break
         path, value = path + inner[0], inner[1]
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
     return TransferError(
-        f"{path.lstrip('.')} is a {type(value).__module__}.{type(value).__qualname__}, which cannot be sent to another process: "
-        f"{error}. Leave it out, make it where it is used, or give its class a __reduce__"
+        f"{path.lstrip('.')} is a {kind}, which cannot be sent to another process: {error}. "
+        "Leave it out, make it where it is used, or give its class a __reduce__"
     )
 
 
@@ -195,7 +196,7 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
         return [(f".{name}", part) for name, part in zip(value._fields, value, strict=True)]
     if isinstance(value, (list, tuple)):
         return [(f"[{i}]", part) for i, part in enumerate(value)]
-    if isinstance(value, Tensor) or isinstance(value, type) or not hasattr(value, "__dict__"):
+    if isinstance(value, (Tensor, type)) or not hasattr(value, "__dict__"):
         return []
     return [(f".{name}", part) for name, part in vars(value).items()]
 
@@ -223,9 +224,7 @@ def _subclass(tensor: Tensor) -> type | None:
     return None if cls is Tensor or cls is nn.Parameter else cls
 
 
-def _write_composed(
-    tensor: Tensor, pieces: list[Piece], offsets: list[int], end: int
-) -> tuple[TensorSpec, int]:
+def _write_composed(tensor: Tensor, pieces: list[Piece], offsets: list[int], end: int) -> tuple[TensorSpec, int]:
     layout, parts, extra = _components(tensor)
     if not parts:
         return _saved(tensor), end

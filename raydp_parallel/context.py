@@ -80,8 +80,6 @@ def capture() -> CallContext:
     )
 
 
-
-
 def enter(context: CallContext) -> contextlib.AbstractContextManager[Any]:
     """Run a block under the caller's state. Process-wide settings stay set, for the next call wants them again."""
     if _flags() != context.flags:

@@ -39,6 +39,12 @@ class Crew(Protocol):
     def alive(self) -> bool:
         """Whether what was started may still be there; False once the cluster was left."""
 
+    def threads(self, chunks: int) -> int | None:
+        """Torch's threads for each of so many chunks on CPUs, None leaves them.
+
+        A function of the call alone: what a chunk computes, to the bit, must not depend on who runs it or ran before.
+        """
+
     def start(self, places: Sequence[Place]) -> dict[Place, tuple[Any, Hello]]:
         """Start a replica in each place, or raise `PlacementError` within the deadline."""
 
@@ -88,7 +94,9 @@ def device_id(entry: Any) -> DeviceId:
     try:
         device = torch.device(entry)
     except RuntimeError as error:
-        raise ValueError(f"device_ids: {entry!r} names no device; give ints, torch devices, 'cuda:N' or 'cpu'") from error
+        raise ValueError(
+            f"device_ids: {entry!r} names no device; give ints, torch devices, 'cuda:N' or 'cpu'"
+        ) from error
     if device.type == "cpu":
         return "cpu"
     if device.type != "cuda":

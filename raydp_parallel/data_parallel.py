@@ -196,7 +196,9 @@ class _Captured(Mapping[str, Any]):
         parts = [part[name] for part in self._wanted.parts]
         if not parts:
             raise LookupError(f"capture: {name!r} has no output yet; call the model inside the with block")
-        gathered = [self._model.gather(list(outputs), self._model.output_device) for outputs in zip(*parts, strict=True)]
+        gathered = [
+            self._model.gather(list(outputs), self._model.output_device) for outputs in zip(*parts, strict=True)
+        ]
         return gathered[0] if len(gathered) == 1 else gathered
 
     def __iter__(self) -> Iterator[str]:
@@ -249,15 +251,19 @@ def _module_device(module: nn.Module) -> torch.device:
 
 
 def _own_device(entry: Any, ids: Sequence[DeviceId]) -> torch.device:
-    """The driver's device that ``output_device`` names. Ids are logical: a driver without CUDA takes them for its CPU."""
-    if isinstance(entry, int) and not isinstance(entry, bool) and entry >= 0 and entry not in ids:
-        if entry >= torch.cuda.device_count():
-            raise ValueError(f"output_device={entry} is neither one of device_ids {list(ids)} nor a CUDA device here")
+    """The driver's device that ``output_device`` names. Ids are logical: without CUDA they name the driver's CPU."""
+    is_index = isinstance(entry, int) and not isinstance(entry, bool) and entry >= 0
+    if is_index and entry not in ids and entry >= torch.cuda.device_count():
+        raise ValueError(f"output_device={entry} is neither one of device_ids {list(ids)} nor a CUDA device here")
     return devices.output_place(entry)
 
 
 def _check_types(module: Any, executor: Any, options: Any, dim: Any) -> None:
-    for name, value, kind in (("module", module, nn.Module), ("executor", executor, Executor), ("options", options, Options)):
+    for name, value, kind in (
+        ("module", module, nn.Module),
+        ("executor", executor, Executor),
+        ("options", options, Options),
+    ):
         if not isinstance(value, kind) and (name == "module" or value is not None):
             raise TypeError(f"DataParallel: {name} must be a {kind.__name__}, got {type(value).__name__}")
     if isinstance(dim, bool) or not isinstance(dim, int):

@@ -72,8 +72,10 @@ def _read_window(
     return tensor.set_(storage, spec.offset // dtype.itemsize, spec.shape, spec.stride)  # type: ignore[call-overload]
 
 
-def windows(source: Piece, specs: Sequence[TensorSpec], dtypes: Sequence[torch.dtype], device: torch.device) -> list[torch.Tensor]:
-    """Tensors on ``device`` over the bytes of ``source``; on a CPU without a copy, to be read while ``source`` lives."""
+def windows(
+    source: Piece, specs: Sequence[TensorSpec], dtypes: Sequence[torch.dtype], device: torch.device
+) -> list[torch.Tensor]:
+    """Tensors on ``device`` over the bytes of ``source``; on a CPU they are no copy, to be read while it lives."""
     storage = (upload(source, device) if device.type != "cpu" else _view(source)).untyped_storage()
     return [_read_window(storage, device, spec, dtype) for spec, dtype in zip(specs, dtypes, strict=True)]
 
@@ -114,6 +116,12 @@ def seed(device: torch.device, call_seed: int, chunk: int) -> None:
     np.random.seed(value & 0xFFFFFFFF)
 
 
+def use_threads(device: torch.device, count: int | None) -> None:
+    """Compute with so many threads from now on, on a CPU."""
+    if count is not None and device.type == "cpu" and torch.get_num_threads() != count:
+        torch.set_num_threads(count)
+
+
 def finish(device: torch.device) -> None:
     """Wait until the device has done what was asked of it, so that a measured time means something."""
     if device.type == "cuda":
@@ -125,9 +133,7 @@ def describe(device: torch.device, pid: int, node: str) -> Hello:
     if device.type != "cuda":
         return Hello(pid, node, str(device), "", "", 0, 0)
     found = torch.cuda.get_device_properties(device)
-    return Hello(
-        pid, node, str(device), found.name, str(found.uuid), found.total_memory, found.multi_processor_count
-    )
+    return Hello(pid, node, str(device), found.name, str(found.uuid), found.total_memory, found.multi_processor_count)
 
 
 _IMBALANCE = """

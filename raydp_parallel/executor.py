@@ -278,7 +278,9 @@ class Executor:
         """
         with self._lock:
             if self._closed:
-                raise ExecutorClosed("this executor was closed: make another, or leave `executor` out to use the process's")
+                raise ExecutorClosed(
+                    "this executor was closed: make another, or leave `executor` out to use the process's"
+                )
             assert self._crew is not None
             sent: list[tuple[Any, int]] = []
             try:
@@ -295,12 +297,18 @@ class Executor:
             self._abandon(jobs, sent)
             raise
         answers: list[Answer | ReplicaDied] = [
-            self._receive(job, result, incarnation) for job, result, (_, incarnation) in zip(jobs, results, sent, strict=True)
+            self._receive(job, result, incarnation)
+            for job, result, (_, incarnation) in zip(jobs, results, sent, strict=True)
         ]
         for answer in answers:
             if isinstance(answer, ReplicaDied):
                 raise answer
         return answers  # type: ignore[return-value]
+
+    def threads(self, chunks: int) -> int | None:
+        """Torch's threads for each of so many chunks on CPUs."""
+        assert self._crew is not None
+        return self._crew.threads(chunks)
 
     def note_forward(self, reruns: int, sends: int, state_bytes: int) -> None:
         """Count one forward call."""

@@ -74,6 +74,9 @@ class LocalCrew:
     def alive(self) -> bool:
         return True
 
+    def threads(self, chunks: int) -> int | None:
+        return self._options.threads
+
     def start(self, places: Sequence[Place]) -> dict[Place, tuple[Any, Hello]]:
         doors = {place: LocalDoor(link_for(self._options.link)) for place in places}
         return {place: (door, Hello(os.getpid(), "driver", "cpu", "", "", 0, 0)) for place, door in doors.items()}

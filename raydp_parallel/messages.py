@@ -65,10 +65,12 @@ class Produced(NamedTuple):
     Attributes:
         output: What the module returned.
         captured: For each captured submodule's name the list of its outputs.
+        rebound: Attributes that got new values: index among ``module.modules()``, name, value.
     """
 
     output: Any
     captured: dict[str, list[Any]]
+    rebound: tuple[tuple[int, str, Any], ...]
 
 
 class Blob(NamedTuple):
@@ -143,9 +145,11 @@ class ForwardRequest(NamedTuple):
         inputs: The parcel of ``(args, kwargs)``.
         context: The caller's ambient torch state.
         seed: The call's seed.
+        threads: Torch's threads, on a CPU; None leaves them.
         write_back: Whether in-place changes of state are reported.
         capture: Names of submodules whose outputs come back too.
         detach: Whether the module's own tensors take no gradients.
+        alone: Whether attributes that the forward rebinds come back, as with one device of upstream's.
         doubtful: Leaves of the graph, by number, of which the driver asks whether the outputs depend on them.
         forget: Graph keys and models that the driver no longer needs.
     """
@@ -158,9 +162,11 @@ class ForwardRequest(NamedTuple):
     inputs: Parcel
     context: CallContext
     seed: int
+    threads: int | None
     write_back: bool
     capture: tuple[str, ...]
     detach: bool
+    alone: bool
     doubtful: tuple[int, ...]
     forget: Forget | None
 
@@ -179,6 +185,7 @@ class BackwardRequest(NamedTuple):
         derived: With ``create_graph``: the key to keep the derived graph under.
         bumped: Slots whose version moved in the driver since the forward.
         write_back: Whether in-place changes of state are reported.
+        threads: Torch's threads, on a CPU; None leaves them.
         context: The caller's ambient torch state.
         forget: Graph keys and models that the driver no longer needs.
     """
@@ -193,6 +200,7 @@ class BackwardRequest(NamedTuple):
     derived: int | None
     bumped: tuple[int, ...]
     write_back: bool
+    threads: int | None
     context: CallContext
     forget: Forget | None
 

@@ -81,7 +81,19 @@ class ExecutorStats:
         return asdict(self)
 
     def __str__(self) -> str:
-        names = ("replica", "device", "node", "pid", "state", "calls", "rows", "forward s", "backward s", "MB in", "MB out")
+        names = (
+            "replica",
+            "device",
+            "node",
+            "pid",
+            "state",
+            "calls",
+            "rows",
+            "forward s",
+            "backward s",
+            "MB in",
+            "MB out",
+        )
         rows = [names, *(_row(replica) for replica in self.replicas)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

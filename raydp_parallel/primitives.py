@@ -79,7 +79,9 @@ def replicate(
     owner = executor or shared(Options())
     seats = owner.seats(ids)
     master = owner.master(network, keep=executor is None)
-    return [RemoteReplica(network, device, seat, master, owner, detach) for device, seat in zip(ids, seats, strict=True)]
+    return [
+        RemoteReplica(network, device, seat, master, owner, detach) for device, seat in zip(ids, seats, strict=True)
+    ]
 
 
 def parallel_apply(
@@ -125,8 +127,9 @@ def apply(
 
 
 def apply_one(replica: RemoteReplica, args: Any, kwargs: dict[str, Any], dim: int = 0) -> Any:
-    """The only device's output. Upstream runs the module itself there: raw errors, and no zeros for unused parameters."""
-    return calling.run(replica._executor, [replica._chunk(tuple(args), kwargs, None, dim)], "none")[0]
+    """The only device's output. Upstream runs the module itself there: raw errors, no zeros, rebinding stays."""
+    chunk = replica._chunk(tuple(args), kwargs, None, dim)._replace(alone=True)
+    return calling.run(replica._executor, [chunk], "none")[0]
 
 
 def _checked(
@@ -134,7 +137,9 @@ def _checked(
 ) -> Sequence[dict[str, Any]]:
     for name, others in (("inputs", inputs), ("kwargs_tup", kwargs_tup), ("devices", devices)):
         if others is not None and len(others) != len(modules):
-            raise AssertionError(f"The number of modules {len(modules)} is not equal to the number of {name} {len(others)}")
+            raise AssertionError(
+                f"The number of modules {len(modules)} is not equal to the number of {name} {len(others)}"
+            )
     if not modules:
         raise IndexError("parallel_apply: list of modules is empty")
     return kwargs_tup if kwargs_tup is not None else [{} for _ in modules]
@@ -144,7 +149,9 @@ def _replicas(modules: Sequence[Any], devices: Sequence[Any] | None) -> list[Rem
     if all(isinstance(module, RemoteReplica) for module in modules):
         owners = {id(module._executor) for module in modules}
         if len(owners) > 1:
-            raise ValueError("parallel_apply: these replicas belong to different executors; apply each executor's alone")
+            raise ValueError(
+                "parallel_apply: these replicas belong to different executors; apply each executor's alone"
+            )
         return list(modules)
     strange = next((m for m in modules if not isinstance(m, (nn.Module, RemoteReplica))), None)
     if strange is not None:

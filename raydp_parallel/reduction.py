@@ -86,7 +86,9 @@ def settle(
         whole: Whether every chunk contributed to a leaf; a sparse sum is dense otherwise, as zeros are (row B5).
         unused: What unused parameters get.
     """
-    filled = {kind for total, kind in zip(sums, kinds, strict=True) if total is not None and kind in ("parameter", "buffer")}
+    filled = {
+        kind for total, kind in zip(sums, kinds, strict=True) if total is not None and kind in ("parameter", "buffer")
+    }
     settled: list[Tensor | None] = []
     for found, leaf, kind, need, complete in zip(sums, leaves, kinds, needed, whole, strict=True):
         if found is None:

@@ -1,7 +1,7 @@
 """One replica: models by id, graphs by key. Plain Python; the actor is a thin door around it.
 
-  forward:  undo the last forward's traces, adopt what changed, run the chunk, keep its graph, report what was written
-  backward: differentiate a kept graph with respect to the leaves that are asked for
+forward:  undo the last forward's traces, adopt what changed, run the chunk, keep its graph, report what was written
+backward: differentiate a kept graph with respect to the leaves that are asked for
 """
 
 from __future__ import annotations
@@ -64,11 +64,13 @@ class Replica:
     def forward(self, request: ForwardRequest, mail: Mail, back: Mail) -> Reply:
         """Run one chunk."""
         self.forget(request.forget)
+        devices.use_threads(self.device, request.threads)
         return self._answer(request.where, back, lambda: self._forward(request, mail, back), request)
 
     def backward(self, request: BackwardRequest, mail: Mail, back: Mail) -> Reply:
         """Differentiate one chunk's graph."""
         self.forget(request.forget)
+        devices.use_threads(self.device, request.threads)
         return self._answer(None, back, lambda: self._backward(request, mail, back), request)
 
     def forget(self, what: Forget | None) -> None:
@@ -93,7 +95,7 @@ class Replica:
             try:
                 value = work()
             # A replica outlives whatever a module raises, SystemExit and KeyboardInterrupt too.
-            except BaseException as error:  # noqa: BLE001
+            except BaseException as error:
                 failure = outcome.failure(error, where)
             written, revision = self._written(request, back)
         devices.finish(self.device)
@@ -117,11 +119,12 @@ class Replica:
         own = [] if request.detach else mirror.leaves()
         leaves = [*own, *(t for t in inputs if t.requires_grad)] if request.graph is not None else []
         devices.seed(self.device, request.seed, request.chunk)
-        with context.enter(request.context), mirror.running(), _in_replica():
-            with _capturing(mirror.module, request.capture) as captured:
-                value = mirror.module(*args, **kwargs)
+        capturing = _capturing(mirror.module, request.capture)
+        with context.enter(request.context), mirror.running(), _in_replica(), capturing as captured:
+            value = mirror.module(*args, **kwargs)
         keep = request.graph is not None
-        value, root = (Produced(value, captured), "") if captured else (value, "output")
+        rebound = mirror.rebound() if request.alone else ()
+        value, root = (Produced(value, captured, rebound), "") if captured or rebound else (value, "output")
         parcel, outputs = codec.encode(value, back, root, requires_grad=keep)
         if keep and any(t.requires_grad for t in outputs):
             self._graphs[request.graph] = _Graph(outputs, leaves, request.detach)  # type: ignore[index]
@@ -252,5 +255,3 @@ def _keeper(kept: list[Any]) -> Callable[[nn.Module, Any, Any], None]:
         kept.append(output)
 
     return keep
-
-

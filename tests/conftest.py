@@ -13,7 +13,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
-    """A running Ray node with 4 CPUs and 2 fake GPUs."""
+    """A running Ray node with 1 CPU, so that replicas compute with one thread, and 2 fake GPUs."""
     start_ray()
     yield
     stop_ray()
@@ -24,7 +24,7 @@ def start_ray(**options: object) -> None:
     import ray
 
     if not ray.is_initialized():
-        settings = {"num_cpus": 4, "num_gpus": 2, "include_dashboard": False, "log_to_driver": False, **options}
+        settings = {"num_cpus": 1, "num_gpus": 2, "include_dashboard": False, "log_to_driver": False, **options}
         ray.init(**settings)  # type: ignore[arg-type]
 
 
@@ -40,5 +40,6 @@ def stop_ray() -> None:
 
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
-    """Every test starts with the same random numbers."""
+    """Every test starts with the same random numbers, and computes with one thread, as the replicas do."""
     torch.manual_seed(0)
+    torch.set_num_threads(1)

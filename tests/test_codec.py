@@ -239,6 +239,14 @@ def test_subclasses_arrive_as_such() -> None:
         assert torch.equal(found.as_subclass(Tensor), torch.ones(2, 3))
 
 
+@pytest.mark.xfail(strict=True, reason="attributes of tensors among inputs and outputs stay behind")
+def test_attributes_of_a_subclass_arrive() -> None:
+    """Such as the sizes that a box's tensor knows of its image."""
+    tensor = torch.ones(2).as_subclass(Tagged)
+    tensor.tag = "t"  # type: ignore[attr-defined]
+    assert cross([tensor])[0].tag == "t"
+
+
 def test_the_same_tensor_twice_is_one_tensor() -> None:
     """It travels once, and stands in both places."""
     tensor = torch.ones(1000)

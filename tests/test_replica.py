@@ -20,6 +20,13 @@ from raydp_parallel.snapshot.master import Master
 CPU = torch.device("cpu")
 _keys = itertools.count(1)
 
+FORWARD = ForwardRequest(
+    **{**dict.fromkeys(ForwardRequest._fields), "chunk": 0, "seed": 1, "write_back": True}
+)._replace(capture=(), doubtful=(), detach=False)
+BACKWARD = BackwardRequest(**dict.fromkeys(BackwardRequest._fields))._replace(
+    partial=False, keep=False, bumped=(), write_back=True
+)
+
 
 class Driver:
     """The least that a driver does: one master copy, one replica."""
@@ -37,19 +44,12 @@ class Driver:
         mail = Mail(InlineLink())
         update = self.master.update_from(self.held)
         parcel, _ = codec.encode(Arguments(args, {}), mail, "", requires_grad=graph)
-        request = ForwardRequest(
+        request = FORWARD._replace(
             model=self.master.id,
             update=update.placed(mail) if update is not None else None,
             graph=next(_keys) if graph else None,
-            chunk=0,
-            where=None,
             inputs=parcel,
             context=context.capture(),
-            seed=1,
-            write_back=True,
-            capture=(),
-            detach=False,
-            doubtful=(),
             forget=forget,
         )._replace(**changes)
         self.key = request.graph or 0
@@ -66,19 +66,14 @@ class Driver:
         """Differentiate the last forward's graph."""
         mail, back = Mail(InlineLink()), Mail(InlineLink())
         parcel, _ = codec.encode(tuple(grads), mail, "")
-        request = BackwardRequest(
+        leaves = self.replica._graphs[self.key].leaves if self.key in self.replica._graphs else ()
+        request = BACKWARD._replace(
             model=self.master.id,
             graph=self.key,
             outputs=tuple(range(len(grads))),
             grads=parcel,
-            needed=(True,) * len(self.replica._graphs[self.key].leaves) if self.key in self.replica._graphs else (),
-            partial=False,
-            keep=False,
-            derived=None,
-            bumped=(),
-            write_back=True,
+            needed=(True,) * len(leaves),
             context=context.capture(),
-            forget=None,
         )._replace(**changes)
         reply = self.replica.backward(request, mail, back)
         return (None if reply.value is None else codec.decode(reply.value, back, CPU)[0]), reply
@@ -377,7 +372,7 @@ def test_B10_what_a_checkpoint_writes_in_backward_is_reported() -> None:
 def test_B11_a_version_that_moved_in_the_driver_is_found_in_backward() -> None:
     """Torch's own check fires for what the driver did to its copy since the forward."""
     driver = Driver(Square())
-    driver.forward(X)
+    driver.forward(X.clone().requires_grad_())
     slot = driver.master._contents.slots[0]
     _, reply = driver.backward(torch.ones(2), bumped=(slot,))
     assert "modified by an inplace operation" in str(failed(reply))

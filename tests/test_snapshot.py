@@ -514,6 +514,23 @@ def test_attributes_are_seen_before_the_replicas_start(edit: str) -> None:
     assert step(master, far) == 1
 
 
+class Levelled(nn.Module):
+    """Reads an attribute of its class."""
+
+    level = 1
+
+
+@pytest.mark.xfail(strict=True, reason="classes that can be imported travel by name; replicas import them as they were")
+def test_C11_an_edit_of_an_importable_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Setting an attribute, or a method, of a class of an installed package between two forwards."""
+    master = Master(Levelled(), InlineLink())
+    step(master)
+    revision = master.revision
+    monkeypatch.setattr(Levelled, "level", 2)
+    step(master)
+    assert master.revision != revision
+
+
 def test_nothing_changed_nothing_sent() -> None:
     """A second sync takes no revision, and a replica that is up to date gets no update."""
     master = Master(Net(), InlineLink())

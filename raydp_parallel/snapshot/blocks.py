@@ -112,7 +112,9 @@ def _lay_out_cluster(
 
 def _spec(tensor: Tensor) -> codec.TensorSpec:
     cls = _PARAMETER if type(tensor) is nn.Parameter else codec.pack_class(type(tensor))
-    return codec.spec_of(tensor)._replace(cls=None if type(tensor) is Tensor else cls, requires_grad=tensor.requires_grad)
+    return codec.spec_of(tensor)._replace(
+        cls=None if type(tensor) is Tensor else cls, requires_grad=tensor.requires_grad
+    )
 
 
 def span(tensor: Tensor) -> tuple[int, int]:

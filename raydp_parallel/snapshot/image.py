@@ -16,17 +16,13 @@ anew from the structure, which is always right and costs milliseconds.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import decimal
 import enum
 import functools
-import io
 import logging
 import operator
-import pickle
 import re
-import sys
 import types
 import weakref
 from collections import Counter, OrderedDict, deque
@@ -34,10 +30,10 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-import cloudpickle
 import numpy as np
 import torch
-from cloudpickle.cloudpickle import _extract_code_globals
+
+from raydp_parallel.snapshot import parts
 
 _IMMUTABLE = (
     *(int, float, complex, str, bytes, bool, type(None), type(...), range, slice, tuple, frozenset, property),
@@ -99,24 +95,24 @@ class Image:
         elif isinstance(value, torch.Tensor):
             self._owners.append(value)
         elif isinstance(value, np.ndarray):
-            self._contents.append(_Content(functools.partial(_array_bytes, value), _array_bytes(value)))
+            self._contents.append(_Content(functools.partial(parts.array_bytes, value), parts.array_bytes(value)))
         elif isinstance(value, types.FunctionType):
-            if _by_value(value):
-                names = sorted(_extract_code_globals(value.__code__))
-                self._read(functools.partial(_function_parts, value, names))
+            if parts.by_value(value):
+                names = parts.global_names(value)
+                self._read(functools.partial(parts.function_parts, value, names))
         elif isinstance(value, type):
-            if _by_value(value):
-                self._read(functools.partial(_class_parts, value))
+            if parts.by_value(value):
+                self._read(functools.partial(parts.class_parts, value))
         elif isinstance(value, torch.jit.ScriptModule):
             self._opaque = True
-            self._read(functools.partial(_script_parts, value))
-            self._contents.append(_Content(functools.partial(_script_values, value), _script_values(value)))
+            self._read(functools.partial(parts.script_parts, value))
+            self._contents.append(_Content(functools.partial(parts.script_values, value), parts.script_values(value)))
         elif not isinstance(value, _IMMUTABLE) or hasattr(value, "__dict__"):
             self._visit_object(value)
 
     def _visit_container(self, value: Any) -> None:
         if isinstance(value, dict):
-            self._read(functools.partial(_mapping_parts, value))
+            self._read(functools.partial(parts.mapping_parts, value))
         elif isinstance(value, set):
             self._sets.append((value, set(value)))
         else:
@@ -128,18 +124,18 @@ class Image:
         if isinstance(value, (types.ModuleType, logging.Logger, types.MethodType)):
             return
         is_module = isinstance(value, torch.nn.Module)
-        plain = is_module or not _reduces_itself(value) or isinstance(value, types.SimpleNamespace)
-        slots = _slot_names(type(value)) if plain else ()
+        plain = is_module or not parts.reduces_itself(value) or isinstance(value, types.SimpleNamespace)
+        slots = parts.slot_names(type(value)) if plain else ()
         if plain and hasattr(value, "__dict__"):
             self._owners.append(value)
         elif not slots and not isinstance(value, _IMMUTABLE):
             self._visit_opaque(value)
         if slots:
-            self._read(functools.partial(_slot_parts, value, slots))
-        self._opaque |= bool(slots) or (not is_module and _reduces_itself(value)) or _has_own_state(value)
+            self._read(functools.partial(parts.slot_parts, value, slots))
+        self._opaque |= bool(slots) or (not is_module and parts.reduces_itself(value)) or parts.has_own_state(value)
 
     def _visit_opaque(self, value: Any) -> None:
-        take = _generator_state if isinstance(value, torch.Generator) else _pickled
+        take = parts.generator_state if isinstance(value, torch.Generator) else parts.pickled
         then, again = take(value), take(value)
         if then[0] == again[0]:  # some pickles differ each time, and say nothing
             self._contents.append(_Content(lambda: take(value)[0], then[0]))
@@ -224,6 +220,18 @@ class Image:
     def _node(self, i: int) -> dict[Any, Any]:
         return vars(self._owners[i]) if i < len(self._owners) else self._nodes[i]
 
+    def news(self, node: dict[Any, Any]) -> list[tuple[Any, Any]]:
+        """The entries of a dict that are new since then, or hold a list, dict or set with other contents."""
+        at = next((i for i in range(len(self._nodes)) if self._node(i) is node), None)
+        then = self._copies[at] if at is not None else {}
+        changed = self._changed_containers()
+        return [(k, v) for k, v in node.items() if v is not then.get(k, _MISSING) or id(v) in changed]
+
+    def _changed_containers(self) -> set[int]:
+        dicts = {id(self._node(i)) for i, copy in enumerate(self._copies) if not _alike(self._node(i), copy)}
+        lists = {id(n) for n, then in zip(self._lists, self._list_copies, strict=True) if not _same(n, then)}
+        return dicts | lists | {id(node) for node, then in self._sets if node != then}
+
     def accept(self, owner: Any, name: str, value: Any) -> None:
         """Take an attribute's new value for how it looks from now on; `settle` ends a series of these."""
         self._copies[self._owner_index[id(owner)]][name] = value
@@ -301,99 +309,3 @@ def _alike(node: dict[Any, Any], copy: dict[Any, Any]) -> bool:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
-
-
-def _array_bytes(array: np.ndarray) -> tuple[Any, ...]:
-    contents = pickle.dumps(array) if array.dtype.hasobject else array.tobytes()
-    return array.shape, array.dtype, contents
-
-
-class _ContentPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Knows tensors by identity: their contents are watched as tensors are."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[torch.Tensor] = []
-
-    def persistent_id(self, value: Any) -> int | None:
-        if not isinstance(value, torch.Tensor):
-            return None
-        self.tensors.append(value)
-        return id(value)
-
-
-def _pickled(value: Any) -> tuple[bytes, list[torch.Tensor]]:
-    file = io.BytesIO()
-    pickler = _ContentPickler(file)
-    # What cannot be pickled is refused by the pickler that reached it, with the path to it.
-    with contextlib.suppress(Exception):
-        pickler.dump(value)
-    return file.getvalue(), pickler.tensors
-
-
-def _generator_state(generator: torch.Generator) -> tuple[bytes, None]:
-    return generator.get_state().numpy().tobytes(), None
-
-
-def _reduces_itself(value: Any) -> bool:
-    kind = type(value)
-    return kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not object.__reduce__
-
-
-def _has_own_state(value: Any) -> bool:
-    base = torch.nn.Module if isinstance(value, torch.nn.Module) else object
-    return getattr(type(value), "__getstate__", None) is not getattr(base, "__getstate__", None)
-
-
-def _slot_names(kind: type) -> tuple[str, ...]:
-    names = []
-    for base in kind.__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            private = name.startswith("__") and not name.endswith("__")
-            names.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
-
-
-def _slot_parts(value: Any, names: tuple[str, ...]) -> list[Any]:
-    return [getattr(value, name, _MISSING) for name in names]
-
-
-def _by_value(value: Any) -> bool:
-    return not cloudpickle.cloudpickle._should_pickle_by_reference(value)
-
-
-def _mapping_parts(value: dict[Any, Any]) -> list[Any]:
-    raw: Any = OrderedDict if isinstance(value, OrderedDict) else dict
-    return [getattr(value, "default_factory", None), *raw.keys(value), *raw.values(value)]
-
-
-def _function_parts(function: types.FunctionType, names: Iterable[str]) -> list[Any]:
-    """What a function that travels by value takes along: its code, its defaults, its closure and its globals."""
-    cells = [_cell(cell) for cell in function.__closure__ or ()]
-    used = [function.__globals__.get(name, _MISSING) for name in names]
-    return [function.__code__, function.__defaults__, function.__kwdefaults__, *cells, *used]
-
-
-def _cell(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _MISSING
-
-
-def _class_parts(kind: type) -> list[Any]:
-    attributes = chain.from_iterable(vars(base).items() for base in kind.__mro__ if _by_value(base))
-    return [*chain.from_iterable(item for item in attributes if item[0] != "__slotnames__")]  # copyreg's cache
-
-
-def _script_parts(module: torch.jit.ScriptModule) -> list[Any]:
-    tensors = chain(module.named_parameters(), module.named_buffers())
-    named = ((sys.intern(name), tensor) for name, tensor in tensors)  # the names are new strings each time
-    return [*chain.from_iterable(named), *(m.training for m in module.modules())]
-
-
-def _script_values(module: torch.jit.ScriptModule) -> list[str]:
-    """A script's plain attributes, of which it gives copies only."""
-    values = (m._c.getattr(name) for m in module.modules() for name in m._concrete_type.get_attributes())
-    return [repr(value) for value in values if not _is_tensor(value)]

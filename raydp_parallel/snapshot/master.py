@@ -164,6 +164,11 @@ class Master:
                 (target if moved and not target.is_inference() else target.data).copy_(new)
                 self._contents.stale.add(self._contents.layout.specs[slot].block)
 
+    def rebind(self, found: tuple[tuple[int, str, Any], ...]) -> None:
+        """Give the master the attributes that a forward gave its only replica, as upstream's one device would."""
+        for index, name, value in found:
+            setattr(self._modules[index], name, value)
+
     def _next_revision(self) -> int:
         self.revision += 1
         self._updates.clear()

@@ -24,6 +24,10 @@ from raydp_parallel.snapshot.image import Image
 from raydp_parallel.snapshot.watch import raw_access
 
 
+_HOLDERS = ("_parameters", "_buffers", "_modules")
+"""What of a module's attributes is not a user's to rebind."""
+
+
 class Written(NamedTuple):
     """What a forward changed in place.
 
@@ -106,6 +110,14 @@ class Mirror:
         if not slots:
             return None
         return Written(tuple(slots), tuple(self._shown(slot) for slot, _ in slots))
+
+    def rebound(self) -> tuple[tuple[int, str, Any], ...]:
+        """The attributes and buffers that the last forward gave new values: which module's, name, value."""
+        found = []
+        for i, module in enumerate(self._modules):
+            for owner in (vars(module), module._buffers):
+                found += [(i, name, value) for name, value in self._image.news(owner) if name not in _HOLDERS]
+        return tuple(found)
 
     def _shown(self, slot: int) -> Tensor:
         # What lies in the block: a parameter whose ``.data`` was replaced is rebound, and rebinding is lost.

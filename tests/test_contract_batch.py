@@ -1,0 +1,370 @@
+"""Scatter and gather through the wrapper: what replicas are given, and what comes back (rows S, K and G)."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from harness import assert_same_grads, raised, trio
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from raydp_parallel import DataParallel
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+TWO = ["cpu", "cpu"]
+Pair = namedtuple("Pair", "x y")
+
+
+class Lists(list):
+    """A list of the user's own."""
+
+
+class Marked(Tensor):
+    """A tensor of the user's own."""
+
+
+@dataclass
+class Sample:
+    """A batch as a dataclass."""
+
+    x: Tensor
+    name: Any = "sample"
+
+
+class Apply(nn.Module):
+    """Applies a function to its arguments, and has a weight."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, *args, **kwargs)
+
+
+def outputs(
+    function: Callable[..., Any], *args: Any, replicas: int = 2, dim: int = 0, **kwargs: Any
+) -> tuple[Any, Any]:
+    """What the function gives through our wrapper and through upstream's."""
+    ours, theirs, _ = trio(Apply(function), replicas, dim=dim)
+    return ours(*args, **kwargs), theirs(*args, **kwargs)
+
+
+def same(ours: Any, theirs: Any) -> None:
+    """Both are of one class, and equal, at any depth."""
+    assert type(ours) is type(theirs)
+    if isinstance(ours, Tensor):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    elif isinstance(ours, dict):
+        assert list(ours) == list(theirs)
+        same([*ours.values()], [*theirs.values()])
+    elif isinstance(ours, (list, tuple)):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            same(one, other)
+    else:
+        assert ours == theirs
+
+
+def rows(count: int = 6) -> Tensor:
+    """A batch of distinct numbers."""
+    return torch.arange(3.0 * count).view(count, 3)
+
+
+# --- S: what a replica is given ---
+
+
+@pytest.mark.parametrize(("count", "replicas"), [(5, 4), (6, 4), (3, 4), (1, 2), (7, 3), (4, 1)])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_S1_replicas_get_the_rows_that_upstream_s_get(count: int, replicas: int, dim: int) -> None:
+    """Chunks of torch.chunk's sizes, in order."""
+    x = rows(count) if dim == 0 else rows(count).t()
+    ours, theirs = outputs(lambda _net, x: x * x.shape[dim] + x.min(), x, replicas=replicas, dim=dim)
+    same(ours, theirs)
+
+
+def write(_net: Any, x: Tensor) -> Tensor:
+    """Write to the input."""
+    x.add_(1)
+    return x * 2
+
+
+def test_S2_what_forward_writes_to_its_inputs_stays_in_the_replica() -> None:
+    """A deviation: chunk 0 of upstream's is a view of the caller's tensor, ours is a copy; outputs are the same."""
+    ours, theirs, _ = trio(Apply(write), 2)
+    x, y = torch.zeros(4, 1), torch.zeros(4, 1)
+    same(ours(x), theirs(y))
+    assert x.flatten().tolist() == [0.0] * 4
+    assert y.flatten().tolist() == [1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("leaf", [True, False])
+def test_S2_writing_to_an_input_that_requires_grad_raises(leaf: bool) -> None:
+    """RuntimeError from both, about another reason."""
+    for model in trio(Apply(write), 2)[:2]:
+        x = torch.zeros(4, 1, requires_grad=True)
+        error = raised(lambda model=model, x=x: model(x if leaf else x * 1))
+        assert type(error) is RuntimeError
+        assert str(error).startswith("Caught RuntimeError in replica 0 on device")
+
+
+def test_S3_replicas_get_plain_tensors_of_the_same_class_and_layout() -> None:
+    """A Parameter is none inside; a subclass stays one; channels_last stays; what requires a gradient does so."""
+
+    def look(_net: Any, x: Tensor, parameter: Tensor, marked: Tensor) -> Tensor:
+        found = [
+            type(parameter) is Tensor and parameter.requires_grad and not x.requires_grad,
+            type(marked) is Marked,
+            x.is_contiguous(memory_format=torch.channels_last),
+        ]
+        return torch.tensor([found])
+
+    x = torch.ones(4, 3, 2, 5).contiguous(memory_format=torch.channels_last)
+    ours, theirs = outputs(look, x, nn.Parameter(torch.ones(4)), torch.ones(4).as_subclass(Marked))
+    same(ours, theirs)
+    assert ours.all()
+
+
+def test_S4_scalar_tensors_reach_every_replica_and_collect_gradients() -> None:
+    """As in the plain module, where upstream raises."""
+    ours, theirs, plain = trio(Apply(lambda net, x, scale: x * net.weight * scale), 3)
+    grads = []
+    for model in (ours, plain):
+        scale = torch.tensor(2.0, requires_grad=True)
+        model(rows(5), scale).sum().backward()
+        grads.append(scale.grad)
+    torch.testing.assert_close(*grads)
+    assert_same_grads(ours, plain)
+    assert isinstance(raised(lambda: theirs(rows(5), torch.tensor(2.0))), RuntimeError)
+
+
+def test_S7_S8_replicas_get_containers_of_upstream_s_classes() -> None:
+    """Subclasses of list are lists, ordered dicts and namedtuples stay; a defaultdict stays where upstream raises."""
+
+    def names(_net: Any, value: Any) -> Any:
+        classes = [type(part).__name__ for part in (value, *value)]
+        assert classes == ["list", "OrderedDict", "Pair", "list"], classes
+        return value
+
+    value = Lists([OrderedDict(b=rows(4), a=rows(4)), Pair(rows(4), rows(4) + 1), Lists([rows(4)])])
+    same(*outputs(names, value))
+    ours, theirs, _ = trio(Apply(lambda _net, value: value["x"] + len(value["new"])), 2)
+    same(ours(defaultdict(list, x=rows(4))), rows(4))
+    assert isinstance(raised(lambda: theirs(defaultdict(list, x=rows(4)))), TypeError)
+
+
+def test_S9_dataclasses_and_user_dicts_are_split_and_joined() -> None:
+    """A deviation: upstream gives each replica all rows of them."""
+    ours, theirs, _ = trio(Apply(lambda _net, value: value["x"] if isinstance(value, UserDict) else value.x), 2)
+    for value in (Sample(rows(4)), UserDict(x=rows(4))):
+        same(ours(value), rows(4))
+        assert len(theirs(value)) == 8
+    whole = DataParallel(nn.Identity(), TWO)(Sample(rows(4)))
+    assert type(whole) is Sample
+    same(whole.x, rows(4))
+    assert whole.name == ["sample", "sample"]
+
+
+@pytest.mark.parametrize("leaf", [[], {}, None, "text", 3, 2.5, {1, 2}])
+def test_S9_what_is_no_tensor_is_equal_in_every_replica(leaf: Any) -> None:
+    """Nothing is split of it."""
+    ours = DataParallel(Apply(lambda _net, x, leaf: (x, repr(leaf))), TWO)(rows(4), leaf)
+    assert ours[1] == [repr(leaf)] * 2
+
+
+def test_S10_objects_among_the_arguments_are_copies() -> None:
+    """A deviation: upstream's replicas share them with the caller, who sees what forward does to them."""
+
+    def append(_net: Any, x: Tensor, box: dict[str, Any]) -> Tensor:
+        box["new"] = 1
+        box["seen"].append(len(x))
+        return x * len(box["seen"])
+
+    ours, theirs, _ = trio(Apply(append), 2)
+    mine: dict[str, Any] = {"seen": [], "x": rows(4)}
+    same(ours(rows(4), mine), rows(4))
+    assert mine["seen"] == [] and "new" not in mine
+    box: dict[str, Any] = {"seen": [], "x": rows(4)}
+    theirs(rows(4), box)
+    assert box["seen"] == [2, 2] and "new" not in box
+
+
+class Recurrent(nn.Module):
+    """An LSTM that takes and gives packed sequences, or padded ones and its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.LSTM(3, 4, batch_first=True)
+
+    def forward(self, x: Any) -> Any:
+        return self.net(x) if isinstance(x, Tensor) else self.net(x)[0]
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_S12_packed_sequences_train_as_in_the_plain_module(replicas: int) -> None:
+    """They are split by sequence and come back as one; outputs, weights' and inputs' gradients."""
+    ours, _, plain = trio(Recurrent(), replicas)
+    results = []
+    for model in (ours, plain):
+        padded = torch.linspace(-1, 1, 75).view(5, 5, 3).requires_grad_()
+        packed = pack_padded_sequence(padded, torch.tensor([3, 1, 4, 2, 5]), batch_first=True, enforce_sorted=False)
+        out = model(packed)
+        assert type(out) is PackedSequence
+        out, lengths = pad_packed_sequence(out, batch_first=True)
+        out.square().sum().backward()
+        results.append((out.detach(), lengths, padded.grad))
+    torch.testing.assert_close(*results)
+    assert_same_grads(ours, plain)
+
+
+def test_S13_complex_tensors_along_the_last_dimension() -> None:
+    """Split and joined there, where upstream trips over the imaginary axis."""
+    ours, theirs, plain = trio(Apply(lambda _net, x: x * 2), 2, dim=-1)
+    x = torch.complex(rows(4), -rows(4))
+    same(ours(x), plain(x))
+    assert isinstance(raised(lambda: theirs(x)), RuntimeError)
+
+
+# --- K: keyword arguments ---
+
+
+def scaled(net: Any, x: Tensor | None = None, *, bias: Tensor | None = None, flag: bool = False) -> Tensor:
+    """Takes everything by keyword, too."""
+    out = net.weight * (1 if x is None else x) * (-1 if flag else 1)
+    return out if bias is None else out + bias
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((rows(5),), {}),
+        ((rows(5),), {"bias": rows(5), "flag": True}),
+        ((), {"x": rows(5), "bias": rows(5)}),
+        ((), {"bias": rows(2)}),
+        ((), {"flag": True}),
+    ],
+)
+def test_K1_K4_keyword_arguments_are_split_as_upstream_s(args: Any, kwargs: Any) -> None:
+    """Beside positional ones, alone, and where there is nothing to split."""
+    same(*outputs(scaled, *args, replicas=3, **kwargs))
+
+
+def test_K2_one_row_and_a_flag_are_one_chunk() -> None:
+    """Upstream calls a second replica without its input (pytorch#31460)."""
+    ours, theirs, plain = trio(Apply(lambda net, x, flag: net.weight * x if flag else x), 2)
+    same(ours(rows(1), flag=True), plain(rows(1), flag=True))
+    error = raised(lambda: theirs(rows(1), flag=True))
+    assert isinstance(error, TypeError) and "replica 1" in str(error)
+
+
+# --- G: what comes back ---
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_G1_outputs_are_joined_along_dim(replicas: int, dim: int) -> None:
+    """Tensors of any dtype, in order."""
+    x = torch.arange(64.0).view(8, 8)
+    ours, theirs = outputs(lambda _n, x: [x * 2, x.int(), x > 9], x, replicas=replicas, dim=dim)
+    same(ours, theirs)
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_G2_G11_scalars_become_a_vector_also_beside_batches(replicas: int) -> None:
+    """With upstream's warning, once for each scalar; gradients included."""
+    ours, theirs, _ = trio(Apply(lambda net, x: ((x * net.weight).sum(), x * net.weight)), replicas)
+    texts = []
+    for model in (ours, theirs):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss, out = model(rows(5))
+        texts.append([str(w.message) for w in caught])
+        assert loss.shape == (replicas,) and out.shape == (5, 3)
+        (loss * torch.arange(1.0, replicas + 1)).sum().backward()
+    assert texts[0] == texts[1] and len(texts[0]) == 1
+    assert_same_grads(ours, theirs)
+
+
+def test_G3_none_is_none() -> None:
+    """Alone and inside containers."""
+    same(*outputs(lambda _net, x: None, rows()))
+    same(*outputs(lambda _net, x: {"x": x, "nothing": (None, [x, None])}, rows()))
+
+
+def test_G4_G5_containers_come_back_as_upstream_s() -> None:
+    """Dicts and their subclasses, namedtuples, lists, torch's own tuples."""
+
+    def give(_net: Any, x: Tensor) -> Any:
+        return {"b": OrderedDict(z=x, a=[x + 1, (x,)]), "a": Pair(x, {"deep": x}), "max": x.max(dim=1)}
+
+    ours, theirs = outputs(give, rows(5), replicas=3)
+    same(ours, theirs)
+    assert type(ours["max"]) is torch.return_types.max
+
+
+def test_G4_a_model_output_comes_back_as_itself() -> None:
+    """transformers' outputs, gradients included."""
+    made = pytest.importorskip("transformers.modeling_outputs").SequenceClassifierOutput
+    ours, theirs, _ = trio(Apply(lambda net, x: made(logits=x * net.weight)), 2)
+    one, other = ours(rows(4)), theirs(rows(4))
+    assert type(one) is type(other) is made and one.loss is None
+    same(one.logits, other.logits)
+    one.logits.sum().backward()
+    other.logits.sum().backward()
+    assert_same_grads(ours, theirs)
+
+
+def test_G7_what_is_no_tensor_comes_back_once_per_chunk() -> None:
+    """Numbers, strings, dataclasses; upstream raises, or makes text of a map object."""
+    model = DataParallel(Apply(lambda _net, x: (len(x), f"{len(x)} rows", Sample(x, len(x)))), TWO)
+    number, text, sample = model(rows(5))
+    assert (number, text, sample.name) == ([3, 2], ["3 rows", "2 rows"], [3, 2])
+    same(sample.x, rows(5))
+    assert isinstance(raised(lambda: oracle.DataParallel(Apply(lambda _net, x: 1), [0, 1])(rows())), TypeError)
+    assert "map object" in oracle.DataParallel(Apply(lambda _net, x: "text"), [0, 1])(rows())
+
+
+@pytest.mark.parametrize(("first", "other"), [(torch.float16, torch.float32), (torch.float64, torch.float32)])
+def test_G9_the_dtype_is_that_of_chunk_0(first: torch.dtype, other: torch.dtype) -> None:
+    """What the others return is cast to it, and gradients are cast back."""
+    ours, theirs, _ = trio(Apply(lambda net, x: (x * net.weight).to(first if x.min() == 0 else other)), 2)
+    for model in (ours, theirs):
+        out = model(rows(4))
+        assert out.dtype == first
+        out.float().sum().backward()
+    assert_same_grads(ours, theirs)
+
+
+def test_G9_channels_last_outputs_stay_so() -> None:
+    """If all of them are."""
+    x = torch.ones(4, 3, 2, 5).contiguous(memory_format=torch.channels_last)
+    ours, _ = outputs(lambda _net, x: x * 2, x)
+    assert ours.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_G12_states_of_an_lstm_are_joined_along_dim() -> None:
+    """Their batch is elsewhere, so they come out longer than they should, as upstream."""
+    ours, theirs, _ = trio(Recurrent(), 2)
+    x = torch.linspace(-1, 1, 60).view(4, 5, 3)
+    one, other = ours(x), theirs(x)
+    assert one[1][0].shape == (2, 2, 4)
+    torch.testing.assert_close(one, other)
+
+
+def test_G13_a_parameter_as_output_is_repeated() -> None:
+    """Once per replica, and its gradients add up."""
+    ours, theirs, _ = trio(Apply(lambda net, _x: net.weight), 3)
+    for model in (ours, theirs):
+        out = model(rows(6))
+        assert out.tolist() == [1.0, 2.0, 3.0] * 3
+        (out * torch.arange(9.0)).sum().backward()
+    assert_same_grads(ours, theirs)
