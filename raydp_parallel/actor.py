@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,7 +14,18 @@ import ray
 import torch
 
 from raydp_parallel import devices, line, outcome
-from raydp_parallel.links import BySize, InlineLink, Link, Mail, ObjectStoreLink
+from raydp_parallel.links import (
+    Arena,
+    BySize,
+    Descriptor,
+    InlineLink,
+    Link,
+    Mail,
+    Mappings,
+    ObjectStoreLink,
+    SharedLink,
+    Slice,
+)
 from raydp_parallel.messages import Hello, Reply
 from raydp_parallel.replica import Replica
 
@@ -31,23 +43,24 @@ class Door:
         self._replica = Replica(self._device)
         self._link = link
         self._turns = Turnstile()
+        self._mappings = Mappings()
+        self._lent: dict[int, Slice] = {}
 
     def forward(self, number: int, header: bytes, *beside: Any) -> Any:
         """Run one chunk."""
-        return self._answer(self._replica.forward, number, header, beside)
+        return plain(self._answer(self._replica.forward, number, header, beside))
 
     def backward(self, number: int, header: bytes, *beside: Any) -> Any:
         """Differentiate one chunk's graph."""
-        return self._answer(self._replica.backward, number, header, beside)
+        return plain(self._answer(self._replica.backward, number, header, beside))
 
     def forget(self, number: int, header: bytes) -> Any:
         """Free what the driver no longer needs. Answers how many models and graphs are left."""
+        return plain(self._answer(self._forget, number, header, ()))
 
-        def forget(what: Any, _mail: Mail, _back: Mail) -> tuple[int, int]:
-            self._replica.forget(what)
-            return self._replica.holdings()
-
-        return self._answer(forget, number, header, ())
+    def _forget(self, what: Any, _mail: Mail, _back: Mail) -> tuple[int, int]:
+        self._replica.forget(what)
+        return self._replica.holdings()
 
     def hello(self) -> Hello:
         """Who is here."""
@@ -55,6 +68,29 @@ class Door:
 
     def empty(self) -> None:
         """Nothing at all: what a call costs at least. For benchmarks."""
+
+    def share(self, probe: Descriptor) -> Descriptor | None:
+        """Use shared memory from now on, if that of the driver can be read here.
+
+        Args:
+            probe: Some memory of the driver's.
+
+        Returns:
+            Some memory of this process, for the driver to try; None if it does not work.
+        """
+        try:
+            self._mappings.open(probe)
+        except OSError:
+            return None
+        arena = Arena()
+        self._link = shared_link(arena)
+        lent = arena.take(1)
+        self._lent[lent.descriptor.lease] = lent
+        return lent.descriptor
+
+    def unshare(self) -> None:
+        """The driver could not read this process's memory: answers are copied again."""
+        self._link = link_for("auto")
 
     def open_line(self, number: int) -> str | None:
         """Start to listen for a direct line; returns where, None if there is no such thing here.
@@ -74,9 +110,16 @@ class Door:
         line.serve(listener, self._answer_line)
 
     def _answer_line(self, number: int, buffers: list[Any]) -> Sequence[Any]:
-        method, header, *beside = bytes(buffers[0][:1]), buffers[0][1:], *buffers[1:]
-        answer = getattr(self, METHODS[method[0]])(number, header, *beside)
-        return answer if isinstance(answer, tuple) else (answer,)
+        """Answer a call that came over the line: the method's number and the leases that were read, header, packets."""
+        method, *read = struct.unpack(f"<{len(buffers[0]) // 8}Q", buffers[0])
+        for lease in read:
+            self._lent.pop(lease, None)
+        packets = [self._mappings.open(b) if isinstance(b, Descriptor) else b for b in buffers[2:]]
+        work = (self._replica.forward, self._replica.backward, self._forget)[method]
+        answer = self._answer(work, number, bytes(buffers[1]), packets)
+        answer = answer if isinstance(answer, tuple) else (answer,)
+        self._lent.update((part.descriptor.lease, part) for part in answer if isinstance(part, Slice))
+        return answer
 
     def _answer(self, work: Callable[[Any, Mail, Mail], Any], number: int, header: bytes, beside: Any) -> Any:
         """Do one call's work, in its turn; whatever goes wrong is an answer too, and no death."""
@@ -127,6 +170,11 @@ class Turnstile:
             self._changed.notify_all()
 
 
+def plain(answer: Any) -> Any:
+    """An answer that Ray carries: it copies what lies in shared memory."""
+    return tuple([p.array if isinstance(p, Slice) else p for p in answer]) if isinstance(answer, tuple) else answer
+
+
 def seal(message: Any, mail: Mail) -> Any:
     """A message and its packets as one return value of a Ray call: bytes alone if nothing lies beside them."""
     header = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
@@ -146,6 +194,11 @@ def link_for(name: str, put: Any = None, get: Any = None) -> Link:
     if name == "inline":
         return InlineLink()
     return store if name == "object_store" else BySize(InlineLink(), BySize(arrays, store, SHARE_LIMIT))
+
+
+def shared_link(arena: Arena) -> Link:
+    """The link between processes of one machine."""
+    return BySize(InlineLink(), SharedLink(arena))
 
 
 def _node() -> str:

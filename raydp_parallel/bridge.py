@@ -186,7 +186,7 @@ def _will_run(node: Any) -> bool:
     if node is None:
         return False
     try:
-        return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined, no-any-return]
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError:
         return True  # a leaf whose gradient is captured: the engine will not run its node, but wants the gradient
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import struct
 import time
+import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,11 +17,11 @@ from ray._private.utils import read_ray_address
 from ray._private.worker import global_worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raydp_parallel.actor import METHODS, ReplicaActor, link_for
+from raydp_parallel.actor import METHODS, ReplicaActor, link_for, shared_link
 from raydp_parallel.crew import Death, Place
 from raydp_parallel.errors import ClusterError, PlacementError
 from raydp_parallel.line import Line, LineCut
-from raydp_parallel.links import Packet
+from raydp_parallel.links import Arena, Descriptor, Mappings, Packet, Slice, shared
 from raydp_parallel.messages import Hello
 from raydp_parallel.options import Options
 
@@ -94,12 +97,14 @@ class Pending:
         door: Whose call it is.
         number: Its number at that door.
         ref: The Ray task, None if it went over the line.
+        packets: What has to stay where it is until the answer comes.
     """
 
-    def __init__(self, door: RemoteDoor, number: int, ref: Any) -> None:
+    def __init__(self, door: RemoteDoor, number: int, ref: Any, packets: Sequence[Packet] = ()) -> None:
         self._door = door
         self._number = number
         self._ref = ref
+        self._packets = packets
 
     def result(self, timeout: float | None) -> Any:
         """Wait for the answer."""
@@ -110,7 +115,7 @@ class Pending:
         except LineCut:
             ray.get(self._door.actor.hello.remote(), timeout=timeout)  # raises with the cause of the death
             return Death("its direct line was cut")
-        return tuple(answer) if len(answer) > 1 else answer[0]
+        return self._door.opened(answer)
 
     def give_up(self) -> None:
         """Nobody waits any more."""
@@ -129,6 +134,8 @@ class RemoteDoor:
         self.actor = actor
         self._line: Line | None = None
         self._number = 0
+        self._mappings: Mappings | None = None
+        self._read: deque[int] = deque()
 
     @property
     def line(self) -> Line:
@@ -153,10 +160,36 @@ class RemoteDoor:
         number, self._number = self._number, self._number + 1
         if self._line is not None and not self._line.intact:
             self._redial(number)
+        if self._mappings is None:
+            beside = [packet.array if isinstance(packet, Slice) else packet for packet in beside]
         if self._line is None or any(isinstance(packet, ray.ObjectRef) for packet in beside):
             return Pending(self, number, getattr(self.actor, method).remote(number, header, *beside))
-        self._line.send(number, [bytes([METHODS.index(method)]) + header, *beside])
-        return Pending(self, number, None)
+        read = [self._read.popleft() for _ in range(len(self._read))]
+        self._line.send(number, [struct.pack(f"<{1 + len(read)}Q", METHODS.index(method), *read), header, *beside])
+        return Pending(self, number, None, beside)
+
+    def opened(self, answer: list[Any]) -> Any:
+        """An answer with its packets in reach. The replica may write to them again once nobody here reads them."""
+        for i, part in enumerate(answer):
+            if isinstance(part, Descriptor):
+                assert self._mappings is not None
+                answer[i] = self._mappings.open(part)
+                weakref.finalize(answer[i], self._read.append, part.lease).atexit = False
+        return tuple(answer) if len(answer) > 1 else answer[0]
+
+    def share(self, arena: Arena) -> None:
+        """Use shared memory on the line, if both sides can read the other's."""
+        probe = arena.take(1)
+        found = ray.get(self.actor.share.remote(probe.descriptor)) if self._line is not None else None
+        if found is None:
+            return
+        mappings = Mappings()
+        try:
+            mappings.open(found)
+            self._mappings = mappings
+        except OSError as error:
+            ray.get(self.actor.unshare.remote())
+            log.info("no shared memory with a replica on this node (%s): bytes are copied", error)
 
     def _redial(self, number: int) -> None:
         """Replace a line on which a frame was left half sent or half read."""
@@ -180,9 +213,11 @@ class RayCrew:
         connect()
         self._options = options
         self._session = global_worker.core_worker
-        self.link = link_for(options.link, ray.put, ray.get)
         nodes = _nodes()
         self._nodes = len(nodes)
+        shares = options.link == "auto" and options.direct_line and len(nodes) == 1 and shared.exists()
+        self._arena = Arena() if shares else None
+        self.link = link_for(options.link, ray.put, ray.get) if self._arena is None else shared_link(self._arena)
         self._cores = int(min(node["Resources"].get("CPU", 1) for node in nodes))
 
     def alive(self) -> bool:
@@ -205,6 +240,8 @@ class RayCrew:
             for door, hello in ((doors[place], ray.get(ref)) for place, ref in refs.items()):
                 if self._options.direct_line and hello.node == here:
                     door.call_directly()
+                    if self._arena is not None:
+                        door.share(self._arena)
             return {place: (doors[place], ray.get(ref)) for place, ref in refs.items()}
         except ray.exceptions.RayError as error:
             self.stop(list(doors.values()))

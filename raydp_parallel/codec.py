@@ -261,7 +261,8 @@ def _read(spec: TensorSpec, read: Callable[[TensorSpec, torch.dtype], Tensor], d
         tensor = read(spec, dtype)
         return tensor if spec.cls is None else tensor.as_subclass(load_class(spec.cls))
     if spec.layout == "saved":
-        return torch.load(io.BytesIO(spec.extra), map_location=device, weights_only=False)
+        saved: Tensor = torch.load(io.BytesIO(spec.extra), map_location=device, weights_only=False)
+        return saved
     parts = [_read(part, read, device) for part in spec.parts]
     if spec.layout == "nested":
         return torch.nested.nested_tensor(
@@ -272,5 +273,6 @@ def _read(spec: TensorSpec, read: Callable[[TensorSpec, torch.dtype], Tensor], d
         return torch.sparse_coo_tensor(
             parts[0], parts[1], spec.shape, is_coalesced=coalesced, check_invariants=False, device=place
         )
+    outer, inner, values = parts
     layout = getattr(torch, spec.layout)
-    return torch.sparse_compressed_tensor(*parts, spec.shape, layout=layout, device=parts[2].device)
+    return torch.sparse_compressed_tensor(outer, inner, values, spec.shape, layout=layout, device=values.device)

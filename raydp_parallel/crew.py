@@ -103,4 +103,5 @@ def device_id(entry: Any) -> DeviceId:
         raise ValueError(f"device_ids: {entry!r} is neither a CUDA device nor 'cpu'")
     if device.index is not None:
         return device.index
-    return torch.cuda.current_device() if torch.cuda.is_available() else 0
+    # Torch's stubs know no device without an index.
+    return torch.cuda.current_device() if torch.cuda.is_available() else 0  # type: ignore[unreachable]

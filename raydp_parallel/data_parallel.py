@@ -125,15 +125,11 @@ class DataParallel(nn.DataParallel[T]):
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """The outputs of each replica for its chunk."""
         ids = self.device_ids[: len(replicas)]
-        return primitives.apply(
-            replicas, inputs, kwargs, ids, dim=self.dim, unused=self._options.unused_grads
-        )  # fmt: skip
+        return primitives.apply(replicas, inputs, kwargs, ids, dim=self.dim, unused=self._options.unused_grads)
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """One output of all chunks'."""
-        return batch.gather(
-            outputs, output_device, dim=self.dim, scalars=self._options.scalars, weights=_rows.get()
-        )  # fmt: skip
+        return batch.gather(outputs, output_device, dim=self.dim, scalars=self._options.scalars, weights=_rows.get())
 
     @contextlib.contextmanager
     def capture(self, *names: str) -> Iterator[Mapping[str, Any]]:

@@ -34,8 +34,8 @@ def output_place(target: int | str | torch.device) -> torch.device:
     device = torch.device(target)
     if device.type != "cpu" and not torch.cuda.is_available():
         return torch.device("cpu")
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
+    if device.type == "cuda" and device.index is None:  # which torch's stubs leave out
+        return torch.device("cuda", torch.cuda.current_device())  # type: ignore[unreachable]
     return device
 
 
@@ -69,7 +69,7 @@ def _read_window(
     tensor = torch.empty(0, dtype=dtype, device=device)
     if 0 in spec.shape:
         return tensor.new_empty(spec.shape)
-    return tensor.set_(storage, spec.offset // dtype.itemsize, spec.shape, spec.stride)  # type: ignore[call-overload]
+    return tensor.set_(storage, spec.offset // dtype.itemsize, spec.shape, spec.stride)
 
 
 def windows(

@@ -4,13 +4,15 @@ A Ray call of two actors takes 1 ms however little it carries, and a step pays t
 tenth (`benchmarks/step_latency.py`). Messages that Ray has to carry, because their bytes lie in its object store, still
 go by Ray; numbers keep the order between the two ways.
 
-A frame: how many buffers, the call's number, each buffer's length, the buffers. The socket has no name in the file
+A frame: how many buffers, the call's number, each buffer's length, the buffers. Of a buffer in shared memory only the
+descriptor travels, which its length says in its highest bit. The socket has no name in the file
 system, takes one connection of the same user, and is gone with its processes.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import struct
 import sys
@@ -21,9 +23,13 @@ from typing import Any
 
 import numpy as np
 
+from raydp_parallel.links import Descriptor, Slice
+
 _HEAD = struct.Struct("<II")
-_LENGTH = struct.Struct("<Q")
+_LENGTH = 8
+_LARGE = 1 << 16
 _PEER = struct.Struct("3i")
+_SHARED = 1 << 63
 
 
 class LineCut(ConnectionError):
@@ -132,9 +138,12 @@ def _accept(listener: socket.socket) -> socket.socket:
 
 def write_frame(connection: socket.socket, number: int, buffers: Sequence[Any]) -> None:
     """Send some buffers under a number."""
-    views = [memoryview(buffer).cast("B") for buffer in buffers]
-    head = _HEAD.pack(len(views), number) + b"".join(_LENGTH.pack(view.nbytes) for view in views)
-    if sum(view.nbytes for view in views) < 1 << 16:
+    flags = [_SHARED if isinstance(buffer, Slice) else 0 for buffer in buffers]
+    plain = [pickle.dumps(tuple(b.descriptor)) if isinstance(b, Slice) else b for b in buffers]
+    views = [memoryview(buffer).cast("B") for buffer in plain]
+    lengths = [view.nbytes | flag for view, flag in zip(views, flags, strict=True)]
+    head = _HEAD.pack(len(views), number) + struct.pack(f"<{len(lengths)}Q", *lengths)
+    if sum(view.nbytes for view in views) <= _LARGE:
         connection.sendall(b"".join([head, *views]))
         return
     connection.sendall(head)
@@ -143,11 +152,16 @@ def write_frame(connection: socket.socket, number: int, buffers: Sequence[Any]) 
 
 
 def read_frame(connection: socket.socket) -> tuple[int, list[Any]]:
-    """Wait for a frame: its number, and its buffers, the first as bytes."""
+    """Wait for a frame: its number, and its buffers: bytes, arrays if they are large, descriptors of shared memory."""
     count, number = _HEAD.unpack(_read(connection, _HEAD.size))
-    lengths = struct.unpack(f"<{count}Q", _read(connection, count * _LENGTH.size))
-    first = _read(connection, lengths[0])
-    return number, [first, *(_read_array(connection, length) for length in lengths[1:])]
+    lengths = struct.unpack(f"<{count}Q", _read(connection, count * _LENGTH))
+    return number, [_read_buffer(connection, length) for length in lengths]
+
+
+def _read_buffer(connection: socket.socket, length: int) -> Any:
+    if length & _SHARED:
+        return Descriptor(*pickle.loads(_read(connection, length ^ _SHARED)))
+    return _read(connection, length) if length <= _LARGE else _read_array(connection, length)
 
 
 def _read(connection: socket.socket, size: int) -> bytes:

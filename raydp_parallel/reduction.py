@@ -54,7 +54,7 @@ def _add(share: Share, rows: Sequence[tuple[int, int]], sums: list[Tensor | None
         specs = [share.parcel.specs[row] for _, row in plain]
         source = share.mail.open(share.parcel.packet)
         added = devices.windows(source, specs, [codec.DTYPES[spec.dtype] for spec in specs], device)
-        torch._foreach_add_([sums[leaf] for leaf, _ in plain], added)  # type: ignore[arg-type]
+        torch._foreach_add_([sums[leaf] for leaf, _ in plain], added)  # type: ignore[misc]
     for leaf, row in rows:
         if (leaf, row) not in plain:
             chosen = share.parcel._replace(specs=(share.parcel.specs[row],))

@@ -126,8 +126,8 @@ class Replica:
         rebound = mirror.rebound() if request.alone else ()
         value, root = (Produced(value, captured, rebound), "") if captured or rebound else (value, "output")
         parcel, outputs = codec.encode(value, back, root, requires_grad=keep)
-        if keep and any(t.requires_grad for t in outputs):
-            self._graphs[request.graph] = _Graph(outputs, leaves, request.detach)  # type: ignore[index]
+        if request.graph is not None and any(t.requires_grad for t in outputs):
+            self._graphs[request.graph] = _Graph(outputs, leaves, request.detach)
         return parcel
 
     def _reached(self, request: ForwardRequest) -> tuple[int, ...]:
@@ -197,6 +197,7 @@ def differentiate(
         return [None] * len(graph.leaves)
     create = request.derived is not None
     with torch.inference_mode(False), torch.set_grad_enabled(create):
+        found: Iterator[Tensor | None]
         if create or request.partial or graph.partial:
             found = iter(
                 torch.autograd.grad(

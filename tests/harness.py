@@ -67,6 +67,6 @@ def raised(call: Callable[[], Any]) -> BaseException:
     """The exception that a call raises."""
     try:
         call()
-    except BaseException as error:  # noqa: BLE001
+    except BaseException as error:
         return error
     raise AssertionError("nothing was raised")

@@ -104,6 +104,13 @@ def test_A3_devices_may_be_left_out() -> None:
         torch.testing.assert_close(net.weight.grad, 3 * plain.weight.grad)
 
 
+def test_A3_without_devices_plain_modules_go_to_the_gpus_in_turn() -> None:
+    """A deviation: upstream runs all of them on the current device, which a cluster has not got."""
+    pids = [out.item() for out in parallel_apply([Find(lambda: [os.getpid()])] * 3, [torch.ones(1, 1)] * 3)]
+    assert pids[0] == pids[2] != pids[1]
+    assert pids[:2] == [row[0].item() for row in DataParallel(Find(lambda: [os.getpid()]), [0, 1])(torch.ones(2, 1))]
+
+
 def test_A3_no_tensor_is_needed() -> None:
     """The branch of upstream's that looks for a tensor input is unreachable; modules without one run."""
     assert parallel_apply(replicate(Shape(), CPUS), [(), ()]) == ["((), [])"] * 2

@@ -98,13 +98,14 @@ def write(_net: Any, x: Tensor) -> Tensor:
     return x * 2
 
 
-def test_S2_what_forward_writes_to_its_inputs_stays_in_the_replica() -> None:
+@pytest.mark.parametrize(("replicas", "seen"), [(1, [1.0, 1.0, 1.0, 1.0]), (2, [1.0, 1.0, 0.0, 0.0])])
+def test_S2_what_forward_writes_to_its_inputs_stays_in_the_replica(replicas: int, seen: list[float]) -> None:
     """A deviation: chunk 0 of upstream's is a view of the caller's tensor, ours is a copy; outputs are the same."""
-    ours, theirs, _ = trio(Apply(write), 2)
+    ours, theirs, _ = trio(Apply(write), replicas)
     x, y = torch.zeros(4, 1), torch.zeros(4, 1)
     same(ours(x), theirs(y))
     assert x.flatten().tolist() == [0.0] * 4
-    assert y.flatten().tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert y.flatten().tolist() == seen
 
 
 @pytest.mark.parametrize("leaf", [True, False])

@@ -238,6 +238,19 @@ def test_R6_in_place_changes_of_chunk_0_persist_and_rebinding_is_lost(replicas: 
     assert ours.module.count.item() == 3
 
 
+def test_R5_the_master_s_own_tensors_are_written_to() -> None:
+    """A deviation: chunk 0 works on copies; what it wrote is written into the master's tensors, wherever they show."""
+    ours, theirs, _ = trio(Traced(), 2)
+    for model in (ours, theirs):
+        net = model.module
+        before = net.in_place, net.in_place.data_ptr(), net.in_place._version
+        window = net.in_place[:2]
+        model(torch.ones(4, 3))
+        assert net.in_place is before[0] and net.in_place.data_ptr() == before[1]
+        assert net.in_place._version > before[2]
+        assert window.tolist() == [1.0, 1.0]
+
+
 def test_R6_with_one_chunk_and_two_devices_rebinding_is_lost_too() -> None:
     """F6's second half: a replica is used, though it is alone."""
     ours, theirs, _ = trio(Traced(), 2)

@@ -242,6 +242,7 @@ class Net(nn.Module):
         super().__init__()
         self.linear = nn.Linear(3, 3)
         self.norm = nn.BatchNorm1d(3)
+        self.norm.weight.tag = "kept"  # type: ignore[attr-defined]
         self.register_buffer("square", torch.arange(16.0).view(4, 4))
         self.register_buffer("whole", torch.zeros(8))
         self.register_buffer("window", self.whole[2:6])  # type: ignore[index]
@@ -318,6 +319,7 @@ ATTRIBUTES: dict[str, Edit] = {
     "function's keyword defaults": lambda n: n.function.__kwdefaults__.update(offset=1),
     "function's code": lambda n: setattr(n.function, "__code__", made_other().__code__),
     "attribute of a parameter": set_tag,
+    "attribute of a parameter taken away": lambda n: delattr(n.norm.weight, "tag"),
     "instance forward": lambda n: setattr(n.linear, "forward", made_here()),
     "hook": lambda n: n.linear.register_forward_hook(made_here()),
     "submodule swapped": lambda n: setattr(n, "linear", nn.Linear(3, 3)),

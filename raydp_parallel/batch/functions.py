@@ -33,5 +33,5 @@ def split_tensor(tensor: torch.Tensor, chunks: int, dim: int) -> tuple[torch.Ten
     """At most ``chunks`` views of a tensor along ``dim``."""
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return tensor.chunk(chunks, dim)
-    views: tuple[torch.Tensor, ...] = Scatter.apply(chunks, dim, tensor)  # type: ignore[no-untyped-call]
+    views: tuple[torch.Tensor, ...] = Scatter.apply(chunks, dim, tensor)
     return views

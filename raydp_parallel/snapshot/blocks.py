@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from raydp_parallel import codec, devices
 from raydp_parallel.links import InlineLink, Piece
-from raydp_parallel.messages import SlotSpec
+from raydp_parallel.messages import SlotSpec, TensorSpec
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -110,7 +110,7 @@ def _lay_out_cluster(
         specs[slot] = SlotSpec(block, (span(tensor)[0] - start) // tensor.itemsize, _spec(tensor))
 
 
-def _spec(tensor: Tensor) -> codec.TensorSpec:
+def _spec(tensor: Tensor) -> TensorSpec:
     cls = _PARAMETER if type(tensor) is nn.Parameter else codec.pack_class(type(tensor))
     return codec.spec_of(tensor)._replace(
         cls=None if type(tensor) is Tensor else cls, requires_grad=tensor.requires_grad
@@ -122,7 +122,7 @@ def span(tensor: Tensor) -> tuple[int, int]:
     if not tensor.numel():
         return 0, 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.storage_offset() * tensor.itemsize
+    start: int = tensor.storage_offset() * tensor.itemsize  # type: ignore[assignment]  # SymInt while tracing only
     return start, start + (last + 1) * tensor.itemsize
 
 
@@ -149,7 +149,7 @@ def _window(tensor: Tensor, start: int, end: int) -> Tensor:
         if end - start == whole.nbytes:
             return whole
     window = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return window.set_(tensor.untyped_storage(), start, (end - start,), (1,))  # type: ignore[call-overload, no-any-return]
+    return window.set_(tensor.untyped_storage(), start, (end - start,), (1,))
 
 
 def equal(one: Piece, other: Piece) -> bool:
@@ -170,7 +170,7 @@ def build(spec: SlotSpec, storage: Tensor) -> Tensor:
     if 0 in kind.shape:
         plain = plain.new_empty(kind.shape)
     else:
-        plain.set_(storage.untyped_storage(), spec.offset, kind.shape, kind.stride)  # type: ignore[call-overload]
+        plain.set_(storage.untyped_storage(), spec.offset, kind.shape, kind.stride)
     if kind.cls is None:
         return plain.requires_grad_(kind.requires_grad)
     cls = nn.Parameter if kind.cls == _PARAMETER else codec.load_class(kind.cls)

@@ -151,7 +151,7 @@ class Image:
         attributes = {id(vars(owner)) for owner in self._owners}
         states = {id(vars(owner).get("_parameters", 1)) for owner in self._owners if isinstance(owner, torch.nn.Module)}
         dicts = (d for d in self._dicts if id(d) not in attributes and id(d.get("_parameters", 0)) not in states)
-        self._nodes = [*map(vars, self._owners), *dicts]
+        self._nodes: list[dict[Any, Any]] = [*map(vars, self._owners), *dicts]
         self._copies = [dict(node) for node in self._nodes]
         self._list_copies = [list(node) for node in self._lists]
         self._owner_index = {id(owner): i for i, owner in enumerate(self._owners)}

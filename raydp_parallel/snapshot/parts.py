@@ -57,7 +57,7 @@ def generator_state(generator: torch.Generator) -> tuple[bytes, None]:
 
 def reduces_itself(value: Any) -> bool:
     """Whether a value says itself how it is pickled."""
-    kind = type(value)
+    kind: Any = type(value)
     return kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not object.__reduce__
 
 
@@ -128,5 +128,6 @@ def script_parts(module: torch.jit.ScriptModule) -> list[Any]:
 
 def script_values(module: torch.jit.ScriptModule) -> list[str]:
     """A script's plain attributes, of which it gives copies only."""
-    values = (m._c.getattr(name) for m in module.modules() for name in m._concrete_type.get_attributes())
+    scripts: Iterable[Any] = module.modules()
+    values = (m._c.getattr(name) for m in scripts for name in m._concrete_type.get_attributes())
     return [repr(value) for value in values if not isinstance(value, torch.Tensor)]

@@ -76,7 +76,7 @@ def refuse_unreplicable(module: nn.Module) -> None:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    def __init__(self, file: io.BytesIO, slot: Callable[[Tensor], int], visit: Callable[[Any], None]) -> None:
+    def __init__(self, file: io.BytesIO, slot: Callable[[Tensor], int], visit: Callable[[Any], object]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.slot = slot
         self.visit = visit
@@ -121,7 +121,7 @@ def _dump(module: nn.Module, slot: Callable[[Tensor], int], image: Image) -> byt
 
 def _picklable(value: Any) -> bool:
     try:
-        _Pickler(io.BytesIO(), id, id).dump(value)  # type: ignore[arg-type]
+        _Pickler(io.BytesIO(), id, id).dump(value)
     except Exception:
         return False
     return True

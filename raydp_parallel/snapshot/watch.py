@@ -7,6 +7,7 @@ price of reading all weights twice; noting who asked for ``.data`` or ``.numpy()
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,15 +21,16 @@ _METHODS = ("numpy", "__array__", "__dlpack__")
 def raw_access() -> Iterator[set[int]]:
     """Collect the storages that Python code reaches for in the block, by the address of their first byte."""
     touched: set[int] = set()
-    plain = torch._C.TensorBase.data  # type: ignore[attr-defined]
+    plain: types.GetSetDescriptorType = vars(torch._C.TensorBase)["data"]
 
     def note(tensor: Tensor) -> None:
         with contextlib.suppress(Exception):  # tensors without a storage
-            touched.add(torch._C.TensorBase.untyped_storage(tensor).data_ptr())  # type: ignore[attr-defined]
+            touched.add(torch._C.TensorBase.untyped_storage(tensor).data_ptr())
 
     def get(tensor: Tensor) -> Tensor:
         note(tensor)
-        return plain.__get__(tensor)  # type: ignore[no-any-return]
+        data: Tensor = plain.__get__(tensor)
+        return data
 
     def watched(method: Any) -> Any:
         def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
