@@ -6,9 +6,9 @@
                                                           the engine runs last, makes one trip for all of them
 
 [Note: how long a remote graph lives]
-Exactly as long as torch would keep it. Each Join saves the token under hooks that pack it with the call's `Handle`; when
-the engine or the garbage collector frees the saved tensor, the handle goes, and its end frees the remote graphs. The
-engine frees Join's saved tensor before it reaches Fork, so unpacking pins the handle until Fork has made its trip.
+Exactly as long as torch would keep it. Each Join saves the token under hooks that pack it with the call's `Handle`;
+when the engine or the garbage collector frees the saved tensor, the handle goes, and its end frees the remote graphs.
+The engine frees Join's saved tensor before it reaches Fork, so unpacking pins the handle until Fork has made its trip.
 
 [Note: higher orders]
 Under ``create_graph`` Fork's backward is itself a call whose leaves are the old leaves and the incoming gradients, and

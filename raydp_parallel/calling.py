@@ -19,8 +19,8 @@ from raydp_parallel.options import UnusedGrads
 from raydp_parallel.snapshot.master import Master, Update
 
 _MOST_RERUNS = 2
-"""How often a forward is run again while somebody writes to the weights behind their versions. A thread that never stops
-doing so gets, like any race, one of the possible results."""
+"""How often a forward is run again while somebody writes to the weights behind their versions. A thread that never
+stops doing so gets, like any race, one of the possible results."""
 
 
 class Chunk(NamedTuple):

@@ -85,7 +85,7 @@ class DataParallel(nn.DataParallel[T]):
         self._output_device = None if value is None else _own_device(value, self.device_ids)
 
     @property
-    def src_device_obj(self) -> torch.device:
+    def src_device_obj(self) -> torch.device:  # type: ignore[override]  # an attribute upstream, which nobody sets
         """Where the master copy lives."""
         if not self.device_ids:
             raise AttributeError(f"'{type(self).__name__}' object has no attribute 'src_device_obj'")

@@ -142,7 +142,7 @@ class ForwardRequest(NamedTuple):
         graph: The key to keep the graph under; None keeps none.
         chunk: Which chunk of the call this is.
         where: Names chunk and device in an exception's text; None leaves exceptions as they are.
-        inputs: The parcel of ``(args, kwargs)``.
+        inputs: The parcel of the `Arguments`, or of the positional ones alone.
         context: The caller's ambient torch state.
         seed: The call's seed.
         threads: Torch's threads, on a CPU; None leaves them.

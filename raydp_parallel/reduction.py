@@ -54,7 +54,8 @@ def _add(share: Share, rows: Sequence[tuple[int, int]], sums: list[Tensor | None
         specs = [share.parcel.specs[row] for _, row in plain]
         source = share.mail.open(share.parcel.packet)
         added = devices.windows(source, specs, [codec.DTYPES[spec.dtype] for spec in specs], device)
-        torch._foreach_add_([sums[leaf] for leaf, _ in plain], added)  # type: ignore[misc]
+        into: list[Tensor] = [sums[leaf] for leaf, _ in plain]  # type: ignore[misc]  # `_dense` says that none is None
+        torch._foreach_add_(into, added)
     for leaf, row in rows:
         if (leaf, row) not in plain:
             chosen = share.parcel._replace(specs=(share.parcel.specs[row],))

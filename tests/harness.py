@@ -6,12 +6,11 @@ import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import oracle
 import torch
 from torch import Tensor, nn
 
-import oracle
 import raydp_parallel
-
 
 
 class Trio(NamedTuple):

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-
-from test_house import FLOORS
+from test_house import FILES, room_of, rooms_used
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -48,7 +47,7 @@ def entry(line: str) -> Entry:
 ENTRIES = [entry(line) for line in CONTRACT.splitlines() if re.match(r"\| [A-Z]\d+ \|", line)]
 
 
-def tests_of(file: str) -> set[str]:
+def names_in(file: str) -> set[str]:
     """The names of a file's tests."""
     tree = ast.parse((ROOT / "tests" / file).read_text())
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
@@ -65,7 +64,7 @@ def test_an_entry_names_tests_that_exist(found: Entry) -> None:
     assert found.status in STATUSES
     assert found.tests
     for file, names in found.tests.items():
-        known = tests_of(file)
+        known = names_in(file)
         assert names, f"{file}: no test"
         for name in names:
             assert fnmatch.filter(known, name), f"{file}: {name}"
@@ -75,7 +74,7 @@ def test_an_entry_names_tests_that_exist(found: Entry) -> None:
 def test_a_test_that_names_a_row_is_in_its_entry(file: str) -> None:
     """So that the tables are complete."""
     entries = {found.row: found for found in ENTRIES}
-    for name in tests_of(file):
+    for name in names_in(file):
         for row in re.findall(r"([A-Z]\d+)_", re.match(r"test_((?:[A-Z]\d+_)*)", name)[1]):  # type: ignore[index]
             listed = entries[row].tests.get(file, [])
             assert any(fnmatch.fnmatch(name, pattern) for pattern in listed), f"{row}: {name}"
@@ -114,10 +113,14 @@ def test_documents_name_files_that_exist(document: Path) -> None:
         assert any((folder / name).exists() for folder in (ROOT, document.parent, ROOT / "raydp_parallel")), name
 
 
-def test_the_architecture_lists_every_room() -> None:
-    """Upper floors first, as the house has them."""
+def test_the_architecture_has_every_room_on_its_floor() -> None:
+    """Rooms import from lower floors only."""
     text = (ROOT / "docs" / "architecture.md").read_text()
-    floors: dict[int, set[str]] = {}
+    floor_of = {}
     for floor, rooms in re.findall(r"^\| (\d+) \| ([^|]+) \|", text, re.MULTILINE):
-        floors.setdefault(int(floor), set()).update(re.findall(r"`(\w+)/?`", rooms))
-    assert floors == {number: set(rooms) for number, rooms in enumerate(FLOORS)}
+        floor_of.update({room: int(floor) for room in re.findall(r"`(\w+)/?`", rooms)})
+    assert set(floor_of) == {room_of(file) for file in FILES} - {"__init__"}
+    for file in FILES:
+        room = room_of(file)
+        for other in rooms_used(file) - {room} if room in floor_of else ():
+            assert floor_of[other] < floor_of[room], f"{room} imports {other}"

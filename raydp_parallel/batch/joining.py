@@ -16,8 +16,9 @@ import torch
 from raydp_parallel.batch.containers import Kind, container_like, contents, kind_of, step
 from raydp_parallel.batch.custom import joiner_of
 from raydp_parallel.batch.packed import join_packed
-from raydp_parallel.batch.tensors import SCALARS, Gathering, Scalars, join_tensors
+from raydp_parallel.batch.tensors import SCALARS, Gathering, join_tensors
 from raydp_parallel.devices import output_place
+from raydp_parallel.options import Scalars
 
 
 def gather(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-Scalars = Literal["vector", "mean", "sum", "weighted_mean"]
+from raydp_parallel.options import Scalars
+
 SCALARS: tuple[str, ...] = ("vector", "mean", "sum", "weighted_mean")
 
 

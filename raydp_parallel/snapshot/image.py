@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from raydp_parallel.snapshot import parts
+from raydp_parallel.snapshot import classes, parts
 
 _IMMUTABLE = (
     *(int, float, complex, str, bytes, bool, type(None), type(...), range, slice, tuple, frozenset, property),
@@ -68,7 +68,7 @@ class Image:
 
     def __init__(self) -> None:
         self._seen: dict[int, Any] = {}
-        self._owners: list[Any] = []
+        self._owners: list[object] = []
         self._dicts: list[dict[Any, Any]] = []
         self._lists: list[Any] = []
         self._sets: list[tuple[set[Any], set[Any]]] = []
@@ -143,6 +143,10 @@ class Image:
 
     def _read(self, read: Callable[[], list[Any]]) -> None:
         self._readers.append(_Reader(read, read()))
+
+    def watch_class(self, kind: type) -> None:
+        """Note what is set on a class that travels by name."""
+        self._read(functools.partial(classes.attributes, kind))
 
     def freeze(self) -> None:
         """Take the copies that later moments are compared with."""

@@ -23,7 +23,6 @@ from raydp_parallel.snapshot import blocks, structure
 from raydp_parallel.snapshot.image import Image
 from raydp_parallel.snapshot.watch import raw_access
 
-
 _HOLDERS = ("_parameters", "_buffers", "_modules")
 """What of a module's attributes is not a user's to rebind."""
 

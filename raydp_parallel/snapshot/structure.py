@@ -1,7 +1,7 @@
 """A module's structure as bytes: everything but its tensors' contents, which stand in it as slot ids.
 
 Modules that refuse pickling, though deepcopy takes them, are helped here: parametrized modules, TorchScript, weak
-references. So does a wrapper inside the module: in a replica it runs its own module in place.
+references. A wrapper inside the module needs no help: in a replica it runs its own module in place.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from raydp_parallel.codec import unsendable
+from raydp_parallel.snapshot import classes
 from raydp_parallel.snapshot.image import Image
 
 _LAZY = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
@@ -37,7 +38,7 @@ def dump(module: nn.Module, slot: Callable[[Tensor], int]) -> tuple[bytes, Image
     refuse_unreplicable(module)
     image = Image()
     try:
-        structure = _dump(module, slot, image)
+        structure = _dump(module, slot, image, classes.of(module))
     except Exception as error:
         raise unsendable(module, "module", error, _picklable) from error
     image.freeze()
@@ -60,6 +61,7 @@ def load(structure: bytes, tensors: Any) -> nn.Module:
     for slot, tensor in tensors.items():
         vars(tensor).clear()
         vars(tensor).update(attributes.get(slot, {}))
+    classes.apply(*unpickler.load())
     return module  # type: ignore[no-any-return]
 
 
@@ -81,6 +83,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.slot = slot
         self.visit = visit
         self.tensors: dict[int, Tensor] = {}
+        self.whole: set[int] = set()
 
     def persistent_id(self, value: Any) -> int | None:
         self.visit(value)
@@ -96,6 +99,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return _reduce_script(value)
             if parametrize.is_parametrized(value) and "parametrizations" in value._modules:
                 return _reduce_parametrized(value)
+        if id(value) in self.whole:
+            return self._dynamic_function_reduce(value)
         if isinstance(value, weakref.ref):
             return (weakref.ref, (value(),)) if value() is not None else (_dead_reference, ())
         return super().reducer_override(value)
@@ -110,12 +115,19 @@ class _Unpickler(pickle.Unpickler):
         return self.tensors[slot]  # type: ignore[no-any-return]
 
 
-def _dump(module: nn.Module, slot: Callable[[Tensor], int], image: Image) -> bytes:
+def _dump(module: nn.Module, slot: Callable[[Tensor], int], image: Image, kinds: Sequence[type] = ()) -> bytes:
     file = io.BytesIO()
     pickler = _Pickler(file, slot, image.visit)
     pickler.dump(module)
     # Attributes that users hang on parameters; their tensors are found by a pass of their own.
     pickler.dump({slot: dict(vars(t)) for slot, t in pickler.tensors.items() if vars(t)})
+    # A function that only looks as if it had been set later, and cannot be pickled, is in the replica's class too.
+    found = [(patch, certain) for patch, certain in classes.patches(kinds) if certain or _picklable(patch[2])]
+    # A wrapped function keeps the name of the one it replaces, which would be found under it in a replica.
+    pickler.whole = {id(classes.function_of(patch[2])) for patch, certain in found if certain}
+    pickler.dump((kinds, [patch for patch, _ in found]))
+    for kind in kinds:
+        image.watch_class(kind)
     return file.getvalue()
 
 
