@@ -110,7 +110,7 @@ class Door:
         line.serve(listener, self._answer_line)
 
     def _answer_line(self, number: int, buffers: list[Any]) -> Sequence[Any]:
-        """Answer a call that came over the line: the method's number and the leases that were read, header, packets."""
+        """Answer a call that came over the line: method and leases that were read; header; packets."""
         method, *read = struct.unpack(f"<{len(buffers[0]) // 8}Q", buffers[0])
         for lease in read:
             self._lent.pop(lease, None)
@@ -132,8 +132,8 @@ class Door:
 
 
 SHARE_LIMIT = 32 * 1024 * 1024
-"""Bytes up to which each replica gets a copy of its own over its line. What is larger is put into the object store, once
-for all replicas; that costs 5 ms however little it is."""
+"""Bytes up to which each replica gets a copy of its own over its line. What is larger is put into the object store,
+once for all replicas; that costs 5 ms however little it is."""
 
 METHODS = ("forward", "backward", "forget")
 """Methods by the number that stands for them on a direct line."""

@@ -28,10 +28,11 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from raydp_parallel import codec, context, outcome, reduction
-from raydp_parallel.executor import Answer, Executor, Job, Seat, new_graph_key
+from raydp_parallel.executor import Executor, new_graph_key
 from raydp_parallel.links import Mail
 from raydp_parallel.messages import BackwardRequest
 from raydp_parallel.options import UnusedGrads
+from raydp_parallel.seats import Answer, Job, Seat
 from raydp_parallel.snapshot.master import Master
 
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from raydp_parallel import bridge, codec, context
-from raydp_parallel.executor import Answer, Executor, Job, Seat, new_graph_key
+from raydp_parallel.executor import Executor, new_graph_key
 from raydp_parallel.links import Mail
 from raydp_parallel.messages import Arguments, ForwardRequest, Produced
 from raydp_parallel.options import UnusedGrads
+from raydp_parallel.seats import Answer, Job, Seat
 from raydp_parallel.snapshot.master import Master, Update
 
 _MOST_RERUNS = 2

@@ -212,7 +212,7 @@ class RayCrew:
     def __init__(self, options: Options) -> None:
         connect()
         self._options = options
-        self._session = global_worker.core_worker
+        self._session = global_worker.core_worker  # type: ignore[attr-defined]
         nodes = _nodes()
         self._nodes = len(nodes)
         shares = options.link == "auto" and options.direct_line and len(nodes) == 1 and shared.exists()
@@ -222,7 +222,7 @@ class RayCrew:
 
     def alive(self) -> bool:
         # Asked with every call: what Ray's own is_initialized() reads, without the way there.
-        return global_worker.connected and global_worker.core_worker is self._session
+        return global_worker.connected and global_worker.core_worker is self._session  # type: ignore[attr-defined]
 
     def threads(self, chunks: int) -> int | None:
         here = -(-chunks // self._nodes)
@@ -260,7 +260,7 @@ class RayCrew:
                 node = next(n for n in nodes if n["NodeID"] == on_gpu[place.number])
                 booked = {"num_cpus": 0, "num_gpus": self._options.gpus_per_replica}
             strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            actor = ReplicaActor.options(**booked, scheduling_strategy=strategy).remote(
+            actor = ReplicaActor.options(**booked, scheduling_strategy=strategy).remote(  # type: ignore[attr-defined]
                 place.kind, self._options.link, place.number
             )
             doors[place] = RemoteDoor(actor)

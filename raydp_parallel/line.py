@@ -176,7 +176,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 def _read_array(connection: socket.socket, size: int) -> np.ndarray:
     whole = np.empty(size, dtype=np.uint8)
-    view, at = memoryview(whole), 0
+    view, at = memoryview(whole.data), 0
     while at < size:
         got = connection.recv_into(view[at:], size - at, socket.MSG_WAITALL)
         if not got:

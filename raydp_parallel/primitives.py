@@ -10,8 +10,9 @@ from torch import nn
 from raydp_parallel import batch, calling, cluster
 from raydp_parallel.batch import gather, scatter, scatter_kwargs
 from raydp_parallel.crew import DeviceId, device_id
-from raydp_parallel.executor import Executor, Seat, shared
+from raydp_parallel.executor import Executor, shared
 from raydp_parallel.options import Options, UnusedGrads
+from raydp_parallel.seats import Seat
 from raydp_parallel.snapshot.master import Master
 from raydp_parallel.snapshot.structure import refuse_unreplicable
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import pickle
 import weakref
 from collections.abc import Callable
@@ -16,7 +17,18 @@ import numpy as np
 import pytest
 
 from raydp_parallel.actor import link_for
-from raydp_parallel.links import BySize, InlineLink, Link, Mail, ObjectStoreLink, Piece, aligned
+from raydp_parallel.links import (
+    Arena,
+    BySize,
+    InlineLink,
+    Link,
+    Mail,
+    Mappings,
+    ObjectStoreLink,
+    Piece,
+    SharedLink,
+    aligned,
+)
 
 LIMIT = 256
 
@@ -51,6 +63,8 @@ LINKS: dict[str, Callable[[], Link]] = {
     "object_store, replica's": ObjectStoreLink,
     "auto, driver's": lambda: BySize(InlineLink(), with_store(), LIMIT),
     "auto, replica's": lambda: BySize(InlineLink(), ObjectStoreLink(), LIMIT),
+    "shared": lambda: SharedLink(Arena()),
+    "auto, one machine's": lambda: BySize(InlineLink(), SharedLink(Arena()), LIMIT),
 }
 
 
@@ -153,7 +167,7 @@ def test_closing_twice_is_closing_once(link: Link) -> None:
 
 def test_a_link_has_a_name(link: Link) -> None:
     """It is what statistics show."""
-    assert link.name in ("inline", "object_store", "auto")
+    assert link.name in ("inline", "object_store", "shared", "auto")
 
 
 @pytest.mark.parametrize("sizes", ((1, 40, 7), (LIMIT + 1, 1000), (3, LIMIT + 1, 5, 2000)))
@@ -234,3 +248,42 @@ def test_every_name_of_the_options_makes_a_link(name: str) -> None:
 def test_aligned_rounds_up_to_64() -> None:
     """What follows is aligned for every dtype."""
     assert [aligned(n) for n in (0, 1, 63, 64, 65)] == [0, 64, 64, 64, 128]
+
+
+def test_a_slice_is_read_where_it_lies() -> None:
+    """Another mapping of the same memory, by its descriptor, shows the bytes, also those written later."""
+    lent = Arena().take(100_000)
+    lent.array[:] = 7
+    mapped = Mappings().open(lent.descriptor)
+    assert mapped.nbytes == 100_000
+    assert (mapped == 7).all()
+    lent.array[5] = 8
+    assert mapped[5] == 8
+
+
+def test_a_segment_is_lent_again_when_its_slice_is_garbage() -> None:
+    """And not before."""
+    arena = Arena()
+    first = arena.take(100_000)
+    token, lease = first.descriptor.token, first.descriptor.lease
+    second = arena.take(100_000)
+    assert second.descriptor.token != token
+    del first
+    third = arena.take(90_000)
+    assert third.descriptor.token == token
+    assert third.descriptor.lease != lease
+    assert third.array.nbytes == 90_000
+
+
+def test_a_segment_is_gone_with_its_arena() -> None:
+    """Nobody can map it any more."""
+    arena = Arena()
+    lent = [arena.take(1 << 20) for _ in range(3)]
+    paths = [os.path.realpath(one.descriptor.path) for one in lent]
+    assert all("memfd:raydp_parallel" in path for path in paths)
+    files = [one.descriptor.path for one in lent]
+    before = [os.stat(file).st_ino for file in files]
+    del lent
+    arena.close()
+    for file, inode in zip(files, before, strict=True):
+        assert not os.path.exists(file) or os.stat(file).st_ino != inode

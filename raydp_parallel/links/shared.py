@@ -1,12 +1,12 @@
 """Shared memory for processes of one machine: written once, read where it lies.
 
-A segment is an anonymous file of its owner (``memfd_create``); the other side maps ``/proc/<pid>/fd/<n>``. It has no name
-that could be left behind: the kernel frees it with its last mapping, whoever is killed. It is not bound by the size of
-``/dev/shm``, which is 64 MB in a default container.
+A segment is an anonymous file of its owner (``memfd_create``); the other side maps ``/proc/<pid>/fd/<n>``. It has no
+name that could be left behind: the kernel frees it with its last mapping, whoever is killed. It is not bound by the
+size of ``/dev/shm``, which is 64 MB in a default container.
 
 [Note: who may write when]
-A `Slice` is a segment lent out; when it is garbage, its segment is free for the next. The driver keeps a slice as long as
-a call that was sent with it is on its way, or as its contents are current. A replica keeps what it sent until the
+A `Slice` is a segment lent out; when it is garbage, its segment is free for the next. The driver keeps a slice as long
+as a call that was sent with it is on its way, or as its contents are current. A replica keeps what it sent until the
 driver says that it has read it, which rides on the next call.
 """
 
@@ -141,10 +141,6 @@ class Mappings:
                 os.close(file)
             self._known[found.token] = whole
         return whole[: found.size]
-
-    def forget(self) -> None:
-        """Unmap what nobody reads any more."""
-        self._known.clear()
 
 
 def exists() -> bool:

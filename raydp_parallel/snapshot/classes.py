@@ -1,8 +1,9 @@
 """Edits of classes that replicas import by name.
 
-``SomeNet.forward = mine`` is how many scripts change a library's model. Its class travels by name, and a replica imports
-it as it is on disk, so what was set on it since must travel along: what changed since the class was first seen here,
-and functions whose own names say that they were not made in the class.
+``SomeNet.forward = mine`` is how many scripts change a library's model. Its class travels by name, and a replica
+imports it as it is on disk; what was set on it since must travel along. That is what changed since the class was first
+seen here, and functions whose own names say that they were not made in the class. A wrapper with `functools.wraps`
+that was put around a method before the class was first seen looks like one of the class's body, and is not found.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def function_of(value: Any) -> types.FunctionType | None:
 
 
 def _is_foreign(kind: type, name: str, value: Any) -> bool:
-    """Whether a function was made elsewhere, by its name. One that was wrapped keeps its name, in a class's body too."""
+    """Whether a function was made elsewhere, by its name."""
     function = function_of(value)
     return function is not None and not _has_name_of(kind, name, function)
 

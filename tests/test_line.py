@@ -1,0 +1,192 @@
+"""The direct line, and the turnstile that keeps the order of calls whichever way they come."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from raydp_parallel import DataParallel, Executor, Options, line
+from raydp_parallel.actor import Turnstile
+from raydp_parallel.links import Arena, Descriptor, Mappings
+
+
+class Station:
+    """A thread that serves a line, and the lines that call it."""
+
+    def __init__(self, answer: Callable[[int, list[Any]], Sequence[Any]]) -> None:
+        found = line.listen()
+        assert found is not None
+        self.address, listener = found
+        self.thread = threading.Thread(target=line.serve, args=(listener, answer), daemon=True)
+        self.thread.start()
+
+
+@pytest.fixture
+def echo() -> Iterator[line.Line]:
+    """A line to somebody who says everything back."""
+    station = Station(lambda number, buffers: [bytes([number]), *buffers])
+    caller = line.Line(station.address)
+    yield caller
+    caller.close()
+    station.thread.join(10)
+    assert not station.thread.is_alive()
+
+
+@pytest.mark.parametrize("size", [0, 1, 65_536, 65_537, 3_000_001])
+def test_buffers_of_every_size_arrive(echo: line.Line, size: int) -> None:
+    """Small ones as bytes, large ones as arrays of their own."""
+    sent = np.arange(size, dtype=np.uint8)
+    echo.send(1, [b"header", sent])
+    head, header, found = echo.receive(1, 10)
+    assert (head, bytes(header)) == (b"\x01", b"header")
+    assert bytes(found) == sent.tobytes()
+
+
+def test_shared_memory_travels_as_a_descriptor() -> None:
+    """The bytes are not copied into the socket."""
+    lent = Arena().take(1 << 20)
+    lent.array[:] = 3
+    station = Station(lambda number, buffers: [repr(buffers[0]).encode()])
+    caller = line.Line(station.address)
+    caller.send(2, [lent])
+    (text,) = caller.receive(2, 10)
+    assert eval(text, {"Descriptor": Descriptor}) == lent.descriptor
+    assert (Mappings().open(lent.descriptor) == 3).all()
+    caller.close()
+
+
+def test_answers_nobody_waits_for_are_dropped(echo: line.Line) -> None:
+    """An answer that comes late is never taken for a newer one."""
+    echo.send(1, [b"old"])
+    echo.give_up(1)
+    echo.send(2, [b"new"])
+    assert [bytes(part) for part in echo.receive(2, 10)] == [b"\x02", b"new"]
+
+
+def test_answers_may_be_taken_in_any_order(echo: line.Line) -> None:
+    """Each call gets its own."""
+    for number in (1, 2, 3):
+        echo.send(number, [bytes([number]) * 3])
+    for number in (3, 1, 2):
+        assert bytes(echo.receive(number, 10)[1]) == bytes([number]) * 3
+
+
+def test_the_end_of_the_other_side_is_seen() -> None:
+    """At once, and as what it is."""
+
+    def hang_up(_number: int, _buffers: list[Any]) -> Sequence[Any]:
+        raise OSError
+
+    station = Station(hang_up)
+    caller = line.Line(station.address)
+    caller.send(1, [b""])
+    with pytest.raises(line.LineCut):
+        caller.receive(1, 10)
+    caller.close()
+    caller.close()
+
+
+def test_only_one_caller_is_let_in(echo: line.Line) -> None:
+    """The second finds nobody listening."""
+    echo.send(1, [])
+    echo.receive(1, 10)
+    name = echo._socket.getpeername()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as second, pytest.raises(ConnectionRefusedError):
+        second.connect(name)
+
+
+def test_the_turnstile_keeps_the_order() -> None:
+    """Whoever comes first, numbers decide."""
+    turns, seen = Turnstile(), []
+
+    def pass_through(number: int) -> None:
+        with turns.take(number):
+            seen.append(number)
+
+    threads = [threading.Thread(target=pass_through, args=(number,)) for number in (3, 1, 2, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert seen == [0, 1, 2, 3]
+
+
+def test_the_turnstile_does_not_wait_for_what_is_lost() -> None:
+    """After `skip_to` earlier numbers are refused, and the next comes through."""
+    turns = Turnstile()
+    turns.skip_to(5)
+    with turns.take(5):
+        pass
+    with pytest.raises(LookupError), turns.take(4):
+        pass
+
+
+class Doubled(nn.Module):
+    """A parameter, so that state and gradients travel too."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+@pytest.mark.parametrize("options", [{}, {"direct_line": False}, {"link": "inline"}, {"link": "object_store"}])
+def test_every_way_gives_the_same(cluster: None, options: dict[str, Any]) -> None:
+    """Over the line with shared memory, as Ray tasks, and by each link, small and large."""
+    with Executor(["cpu", "cpu"], options=Options(**options)) as executor:
+        for size in (3, 100_000):
+            model = DataParallel(Doubled(size), executor=executor)
+            for _ in range(3):
+                x = torch.linspace(-1, 1, 4 * size).view(4, size)
+                out = model(x)
+                assert torch.equal(out, x)
+                model.zero_grad()
+                out.sum().backward()
+                assert model.module.weight.grad is not None
+                torch.testing.assert_close(model.module.weight.grad, x[:2].sum(0) + x[2:].sum(0))
+
+
+def test_memory_is_recycled(cluster: None) -> None:
+    """Steps of one size need no more segments than the first ones did, on either side."""
+    with Executor(["cpu", "cpu"]) as executor:
+        model = DataParallel(Doubled(50_000), executor=executor)
+        x = torch.ones(4, 50_000)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        counts = []
+        for _ in range(8):
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            infos = executor.replicas()
+            counts.append([_memory_files(pid) for pid in ("self", *(info.pid for info in infos))])
+        assert counts[3] == counts[-1]
+        assert all(counts[-1])
+
+
+def _memory_files(pid: int | str) -> int:
+    folder = f"/proc/{pid}/fd"
+    found = 0
+    for name in os.listdir(folder):
+        try:
+            found += "memfd:raydp_parallel" in os.readlink(os.path.join(folder, name))
+        except FileNotFoundError:
+            continue  # closed since it was listed
+    return found
+
+
+def test_calls_are_ray_tasks_where_that_is_asked(cluster: None) -> None:
+    """Without a direct line each phase is a task of the actor."""
+    with Executor(["cpu"], options=Options(direct_line=False)) as executor:
+        (seat,) = executor.seats(["cpu"])
+        assert seat.door._line is None
+        DataParallel(Doubled(2), executor=executor)(torch.ones(2, 2))
