@@ -83,7 +83,7 @@ def check_gpus(ids: Sequence[int]) -> None:
     count = len(gpus())
     missing = [i for i in ids if i >= count]
     if missing:
-        has = f"GPUs 0 to {count - 1}" if count else "no GPU"
+        has = "no GPU" if not count else "GPU 0 alone" if count == 1 else f"GPUs 0 to {count - 1}"
         raise PlacementError(
             f"device_ids: {missing} not in the cluster, which has {has} on {len(_nodes())} node(s). "
             "Use those, or 'cpu' entries for CPU replicas"
