@@ -1,4 +1,4 @@
-"""Run by test_cluster.py in a process of its own: a head without GPUs, the driver on it, and two nodes with one each."""
+"""Run by test_cluster.py in its own process: a head without GPUs, the driver on it, two nodes with one each."""
 
 from __future__ import annotations
 

@@ -14,9 +14,8 @@ def test_several_nodes() -> None:
     """Training to the bit, CPU replicas spread, the object store alone, a lost node and what is left."""
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     env["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent)])
-    done = subprocess.run(
-        [sys.executable, str(HERE / "cluster_script.py")], env=env, capture_output=True, text=True, timeout=240, check=False
-    )
+    command = [sys.executable, str(HERE / "cluster_script.py")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     for line in (
         "two nodes train as one process does",

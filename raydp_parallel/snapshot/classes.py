@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import types
+import uuid
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,6 +21,9 @@ from raydp_parallel.snapshot.parts import by_value
 
 _PYTHONS_OWN = frozenset(("__dict__", "__weakref__", "__slotnames__", "__doc__", "__abstractmethods__", "_abc_impl"))
 _MISSING = object()
+PROCESS = uuid.uuid4().hex
+"""Names this process, for good."""
+
 _originals: dict[tuple[type, str], Any] = {}
 _first: weakref.WeakKeyDictionary[type, dict[str, Any]] = weakref.WeakKeyDictionary()
 
@@ -50,8 +54,10 @@ def patches(kinds: Sequence[type]) -> Iterator[tuple[Patch, bool]]:
                 yield (kind, name, value), changed
 
 
-def apply(kinds: Sequence[type], found: list[Patch]) -> None:
+def apply(process: str, kinds: Sequence[type], found: list[Patch]) -> None:
     """Make some of this process's classes what they are in the driver: set what is set there, and nothing else."""
+    if process == PROCESS:
+        return  # a replica in the driver's process
     wanted = {(kind, name) for kind, name, _ in found}
     for kind, name in [key for key in _originals if key[0] in kinds and key not in wanted]:
         _set(kind, name, _originals.pop((kind, name)))

@@ -125,7 +125,7 @@ def _dump(module: nn.Module, slot: Callable[[Tensor], int], image: Image, kinds:
     found = [(patch, certain) for patch, certain in classes.patches(kinds) if certain or _picklable(patch[2])]
     # A wrapped function keeps the name of the one it replaces, which would be found under it in a replica.
     pickler.whole = {id(classes.function_of(patch[2])) for patch, certain in found if certain}
-    pickler.dump((kinds, [patch for patch, _ in found]))
+    pickler.dump((classes.PROCESS, kinds, [patch for patch, _ in found]))
     for kind in kinds:
         image.watch_class(kind)
     return file.getvalue()
