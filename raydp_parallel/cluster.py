@@ -245,7 +245,9 @@ class RayCrew:
             return {place: (doors[place], ray.get(ref)) for place, ref in refs.items()}
         except ray.exceptions.RayError as error:
             self.stop(list(doors.values()))
-            raise PlacementError(f"a replica did not start: {error}") from error
+            text = str(error)
+            hint = ": install raydp_parallel on every node of the cluster" if "'raydp_parallel'" in text else ""
+            raise PlacementError(f"a replica did not start{hint}: {text}") from error
 
     def _create(self, places: Sequence[Place]) -> dict[Place, Any]:
         nodes, on_gpu = _nodes(), gpus()
@@ -282,7 +284,7 @@ class RayCrew:
         except TimeoutError:
             return Death(f"no answer within call_timeout={self._options.call_timeout} s")
         except ray.exceptions.RayError as error:
-            return Death(" ".join(str(error).split()))
+            return Death(" ".join(str(error).split()).partition(" Some common causes")[0])
 
     def stop(self, doors: Sequence[Any]) -> None:
         for door in doors:
