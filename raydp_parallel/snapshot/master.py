@@ -42,11 +42,11 @@ class Update(NamedTuple):
 
     def placed(self, mail: Mail) -> StateUpdate:
         """The message, with its packets in ``mail``, where others may lie already."""
+        mail.size += self.sent
         if not self.packets:
             return self.message
         first = len(mail.beside)
         mail.beside.extend(self.packets)
-        mail.size += self.sent
         blobs = (b if isinstance(b.packet, bytes) else b._replace(packet=b.packet + first) for b in self.message.blobs)
         return self.message._replace(blobs=tuple(blobs))
 
