@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 
@@ -69,28 +70,35 @@ class Door:
     def empty(self) -> None:
         """Nothing at all: what a call costs at least. For benchmarks."""
 
-    def share(self, probe: Descriptor) -> Descriptor | None:
+    def share(self, probe: Descriptor, shown: bytes) -> tuple[Descriptor, bytes] | None:
         """Use shared memory from now on, if that of the driver can be read here.
 
         Args:
             probe: Some memory of the driver's.
+            shown: What lies in it.
 
         Returns:
-            Some memory of this process, for the driver to try; None if it does not work.
+            Some memory of this process, and what lies in it, for the driver to try; None if it does not work.
         """
         try:
-            self._mappings.open(probe)
-        except OSError:
+            if self._mappings.open(probe).tobytes() != shown:
+                return None
+        except (OSError, ValueError):
             return None
         arena = Arena()
         self._link = shared_link(arena)
-        lent = arena.take(1)
+        lent = arena.take(16)
+        lent.array[:] = np.frombuffer(os.urandom(16), dtype=np.uint8)
         self._lent[lent.descriptor.lease] = lent
-        return lent.descriptor
+        return lent.descriptor, lent.array.tobytes()
 
     def unshare(self) -> None:
         """The driver could not read this process's memory: answers are copied again."""
         self._link = link_for("auto")
+
+    def skip_to(self, number: int) -> None:
+        """Wait for no call before ``number`` any more: they were lost on the way."""
+        self._turns.skip_to(number)
 
     def open_line(self, number: int) -> str | None:
         """Start to listen for a direct line; returns where, None if there is no such thing here.

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raydp_parallel import bridge, codec, context
 from raydp_parallel.executor import Executor, new_graph_key
@@ -52,10 +52,12 @@ class Capture:
     """Asks for outputs of submodules, and takes them.
 
     Args:
+        module: Whose submodules.
         names: The submodules.
     """
 
-    def __init__(self, names: tuple[str, ...]) -> None:
+    def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
+        self.module = module
         self.names = names
         self.parts: list[dict[str, list[Any]]] = []
 
@@ -80,7 +82,8 @@ class _Forward:
         self.chunks = chunks
         self.masters = list(dict.fromkeys(chunk.master for chunk in chunks))
         self.ambient = context.capture()
-        self.capture = capturing.get()
+        wanted = capturing.get()
+        self.capture = wanted if wanted is not None and wanted.module is chunks[0].master.module else None
         self.seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         self.call = bridge.Call(executor, [], [], unused)
         self.sends: list[Update] = []
@@ -104,6 +107,7 @@ class _Forward:
         return self._outputs(token, answers)
 
     def _attempt(self) -> list[Answer]:
+        self.executor.revive([chunk.seat for chunk in self.chunks])
         self.inputs: list[list[Tensor]] = [[] for _ in self.chunks]
         self.keys = [new_graph_key() if self.ambient.grad else None for _ in self.chunks]
         keyed = [(c.seat, key) for c, key in zip(self.chunks, self.keys, strict=True) if key is not None]
@@ -114,11 +118,11 @@ class _Forward:
         except BaseException:
             # Whether what was sent was adopted is not known: the next call sends everything.
             for chunk in self.chunks:
-                chunk.seat.held.pop(chunk.master.id, None)
+                chunk.seat.distrust(chunk.master.id)
             raise
         for chunk, answer in zip(self.chunks, answers, strict=True):
             if not answer.reply.revision:
-                chunk.seat.held.pop(chunk.master.id, None)
+                chunk.seat.distrust(chunk.master.id)
         return answers
 
     def _request(self, number: int, seat: Seat, mail: Mail) -> ForwardRequest:
@@ -137,6 +141,7 @@ class _Forward:
         if update is not None:
             self.sends.append(update)
             message = update.placed(mail)
+        mail.kept = chunk.master.packets()
         return ForwardRequest(
             model=chunk.master.id,
             update=message,

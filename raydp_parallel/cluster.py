@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import ray
 import torch
 from ray._private.utils import read_ray_address
@@ -31,6 +32,9 @@ _CLIENT = (
     "a ray:// client connection cannot run replicas: it has no object store and adds a proxy to every call. "
     "Start the driver on a machine of the cluster (ray.init(address='auto')), or submit it as a Ray job"
 )
+_FRAME = 1 << 15
+"""Bytes that a socket takes in whether or not anybody reads."""
+
 _started_here = False
 
 
@@ -102,16 +106,17 @@ class Pending:
 
     def __init__(self, door: RemoteDoor, number: int, ref: Any, packets: Sequence[Packet] = ()) -> None:
         self._door = door
+        self._line = door.line
         self._number = number
         self._ref = ref
         self._packets = packets
 
     def result(self, timeout: float | None) -> Any:
         """Wait for the answer."""
-        if self._ref is not None:
+        if self._ref is not None or self._line is None:
             return ray.get(self._ref, timeout=timeout)
         try:
-            answer = self._door.line.receive(self._number, timeout)
+            answer = self._line.receive(self._number, timeout)
         except LineCut:
             ray.get(self._door.actor.hello.remote(), timeout=timeout)  # raises with the cause of the death
             return Death("its direct line was cut")
@@ -119,8 +124,27 @@ class Pending:
 
     def give_up(self) -> None:
         """Nobody waits any more."""
-        if self._ref is None:
-            self._door.line.give_up(self._number)
+        if self._ref is None and self._line is not None:
+            self._line.give_up(self._number)
+            self._door.abandoned.append(self)
+
+
+class Lost:
+    """A call that could not be sent, because nobody is there.
+
+    Args:
+        error: What was seen.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self, timeout: float | None) -> Death:
+        """What came of it."""
+        return Death(_in_short(self._error))
+
+    def give_up(self) -> None:
+        """Nothing is on its way."""
 
 
 class RemoteDoor:
@@ -132,44 +156,79 @@ class RemoteDoor:
 
     def __init__(self, actor: Any) -> None:
         self.actor = actor
-        self._line: Line | None = None
+        self.line: Line | None = None
+        # What abandoned calls were sent with: the replica may still read it. Until it answers a later one.
+        self.abandoned: list[Pending] = []
         self._number = 0
+        self._missed = False
         self._mappings: Mappings | None = None
         self._read: deque[int] = deque()
 
-    @property
-    def line(self) -> Line:
-        """The direct line."""
-        assert self._line is not None
-        return self._line
-
-    def call_directly(self, number: int = 0) -> None:
+    def call_directly(self, number: int = 0, timeout: float | None = None) -> None:
         """Open a direct line, if that can be had; else calls stay Ray tasks.
 
         Args:
             number: The first call that goes over it.
+            timeout: Seconds to wait for calls that still run there.
         """
-        address = ray.get(self.actor.open_line.remote(number))
+        address = ray.get(self.actor.open_line.remote(number), timeout=timeout)
         try:
-            self._line = Line(address) if address is not None else None
+            self.line = Line(address, self._read) if address is not None else None
         except OSError as error:
             log.info("no direct line to a replica on this node (%s): calls go through Ray, 1 ms each", error)
 
-    def submit(self, method: str, header: bytes, beside: Sequence[Packet]) -> Pending:
+    def submit(
+        self,
+        method: str,
+        header: bytes,
+        beside: Sequence[Packet],
+        kept: Sequence[Packet] = (),
+        timeout: float | None = None,
+    ) -> Pending | Lost:
         """Send a call. What lies in the object store only Ray can carry."""
-        number, self._number = self._number, self._number + 1
-        if self._line is not None and not self._line.intact:
-            self._redial(number)
+        number = self._number
+        try:
+            self._mend(number, timeout)
+            self._number, self._missed = number + 1, True
+            pending = self._send(number, method, header, beside, kept)
+            self._missed = False
+            return pending
+        except (OSError, ray.exceptions.RayError) as error:
+            return Lost(error)
+
+    def _send(
+        self, number: int, method: str, header: bytes, beside: Sequence[Packet], kept: Sequence[Packet]
+    ) -> Pending:
         if self._mappings is None:
             beside = [packet.array if isinstance(packet, Slice) else packet for packet in beside]
-        if self._line is None or any(isinstance(packet, ray.ObjectRef) for packet in beside):
-            return Pending(self, number, getattr(self.actor, method).remote(number, header, *beside))
+        large = len(header) + sum(len(packet) for packet in beside if isinstance(packet, np.ndarray)) > _FRAME
+        if (
+            self.line is None
+            or any(isinstance(packet, ray.ObjectRef) for packet in beside)
+            # The replica may be in the midst of a long answer, and would not read before that is taken.
+            or (large and self.line.busy)
+        ):
+            plain = [packet.array if isinstance(packet, Slice) else packet for packet in beside]
+            return Pending(self, number, getattr(self.actor, method).remote(number, header, *plain), kept)
         read = [self._read.popleft() for _ in range(len(self._read))]
-        self._line.send(number, [struct.pack(f"<{1 + len(read)}Q", METHODS.index(method), *read), header, *beside])
-        return Pending(self, number, None, beside)
+        self.line.send(number, [struct.pack(f"<{1 + len(read)}Q", METHODS.index(method), *read), header, *beside])
+        return Pending(self, number, None, [*beside, *kept])
+
+    def _mend(self, number: int, timeout: float | None) -> None:
+        """See that the replica waits for this call, and not for one that broke off or was never sent."""
+        broken = self.line is not None and not self.line.intact
+        if broken or self._missed:
+            had_line = self.line is not None
+            self.close()
+            if had_line:
+                self.call_directly(number, timeout)
+            else:
+                ray.get(self.actor.skip_to.remote(number), timeout=timeout)
+            self._missed = False
 
     def opened(self, answer: list[Any]) -> Any:
         """An answer with its packets in reach. The replica may write to them again once nobody here reads them."""
+        self.abandoned.clear()
         for i, part in enumerate(answer):
             if isinstance(part, Descriptor):
                 assert self._mappings is not None
@@ -179,27 +238,26 @@ class RemoteDoor:
 
     def share(self, arena: Arena) -> None:
         """Use shared memory on the line, if both sides can read the other's."""
-        probe = arena.take(1)
-        found = ray.get(self.actor.share.remote(probe.descriptor)) if self._line is not None else None
+        probe = arena.take(16)
+        probe.array[:] = np.frombuffer(os.urandom(16), dtype=np.uint8)
+        if self.line is None:
+            return
+        found = ray.get(self.actor.share.remote(probe.descriptor, probe.array.tobytes()))
         if found is None:
             return
         mappings = Mappings()
         try:
-            mappings.open(found)
+            if mappings.open(found[0]).tobytes() != found[1]:
+                raise OSError("it shows something else")
             self._mappings = mappings
-        except OSError as error:
+        except (OSError, ValueError) as error:
             ray.get(self.actor.unshare.remote())
             log.info("no shared memory with a replica on this node (%s): bytes are copied", error)
 
-    def _redial(self, number: int) -> None:
-        """Replace a line on which a frame was left half sent or half read."""
-        self.line.close()
-        self.call_directly(number)
-
     def close(self) -> None:
         """Hang up."""
-        if self._line is not None:
-            self._line.close()
+        if self.line is not None:
+            self.line.close()
 
 
 class RayCrew:
@@ -268,8 +326,10 @@ class RayCrew:
             doors[place] = RemoteDoor(actor)
         return doors
 
-    def submit(self, door: RemoteDoor, method: str, header: bytes, beside: Sequence[Packet]) -> Any:
-        return door.submit(method, header, beside)
+    def submit(
+        self, door: RemoteDoor, method: str, header: bytes, beside: Sequence[Packet], kept: Sequence[Packet] = ()
+    ) -> Any:
+        return door.submit(method, header, beside, kept, self._options.call_timeout)
 
     def collect(self, pending: Sequence[Pending]) -> list[Any]:
         timeout = self._options.call_timeout
@@ -284,7 +344,7 @@ class RayCrew:
         except TimeoutError:
             return Death(f"no answer within call_timeout={self._options.call_timeout} s")
         except ray.exceptions.RayError as error:
-            return Death(" ".join(str(error).split()).partition(" Some common causes")[0])
+            return Death(_in_short(error))
 
     def stop(self, doors: Sequence[Any]) -> None:
         for door in doors:
@@ -300,6 +360,10 @@ class RayCrew:
             f"{[p.device_id for p in late]} were not running. Free now: {free}. GPUs are held by other actors or tasks "
             "of this cluster (`ray list actors` shows them) or by another executor: close it, or use fewer device_ids"
         )
+
+
+def _in_short(error: Exception) -> str:
+    return " ".join(str(error).split()).partition(" Some common causes")[0]
 
 
 def _free(node: dict[str, Any]) -> str:

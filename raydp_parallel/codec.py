@@ -96,7 +96,8 @@ def load(parcel: Parcel, tensors: Sequence[Any]) -> Any:
 
 def compact(tensor: Tensor) -> Tensor:
     """A strided tensor whose bytes are one run: itself, or a copy that keeps the order of its strides."""
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor if tensor.is_contiguous() else tensor.clone(memory_format=torch.preserve_format)

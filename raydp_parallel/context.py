@@ -46,6 +46,35 @@ def _set_deterministic(value: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(value[0], warn_only=value[1])
 
 
+def _precision() -> str | None:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None  # set by torch's newer interface, whose settings are `_precisions`
+
+
+def _set_precision(name: str | None) -> None:
+    if name is not None:
+        torch.set_float32_matmul_precision(name)
+
+
+_PRECISIONS: list[Any] = [
+    backend
+    for backend in (torch.backends.cuda.matmul, *(getattr(torch.backends.cudnn, n, None) for n in ("conv", "rnn")))
+    if hasattr(backend, "fp32_precision")
+]
+
+
+def _precisions() -> tuple[str, ...]:
+    return tuple([backend.fp32_precision for backend in _PRECISIONS])
+
+
+def _set_precisions(names: tuple[str, ...]) -> None:
+    for backend, name in zip(_PRECISIONS, names, strict=True):
+        if backend.fp32_precision != name:
+            backend.fp32_precision = name
+
+
 def _backend(module: Any, name: str) -> _Flag:
     return _Flag(lambda: getattr(module, name), lambda value: setattr(module, name, value))
 
@@ -56,7 +85,8 @@ _FLAGS = (
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
         _set_deterministic,
     ),
-    _Flag(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    _Flag(_precision, _set_precision),
+    _Flag(_precisions, _set_precisions),
     _backend(torch.backends.cudnn, "enabled"),
     _backend(torch.backends.cudnn, "benchmark"),
     _backend(torch.backends.cudnn, "deterministic"),
@@ -84,7 +114,8 @@ def enter(context: CallContext) -> contextlib.AbstractContextManager[Any]:
     """Run a block under the caller's state. Process-wide settings stay set, for the next call wants them again."""
     if _flags() != context.flags:
         for flag, value in zip(_FLAGS, context.flags, strict=True):
-            flag.write(value)
+            if flag.read() != value:
+                flag.write(value)
     ambient = any(enabled for enabled, _ in context.autocast) or any(map(torch.is_autocast_enabled, _AUTOCAST_DEVICES))
     if ambient or context.inference or context.anomaly[0]:
         return _enter_all(context)

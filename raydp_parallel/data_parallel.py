@@ -100,7 +100,7 @@ class DataParallel(nn.DataParallel[T]):
         """Split, run, gather."""
         with record_function("raydp_parallel.DataParallel.forward"):
             if not self.device_ids or replica.running:
-                return self.module(*inputs, **kwargs)
+                return self._in_place(inputs, kwargs)
             chunks, chunk_kwargs = self.scatter(inputs, kwargs, self.device_ids)
             if not chunks and not chunk_kwargs:
                 chunks, chunk_kwargs = ((),), ({},)
@@ -147,14 +147,25 @@ class DataParallel(nn.DataParallel[T]):
         Yields:
             After a forward: for each name the gathered output; a list of them, if the submodule ran several times.
         """
+        if not names:
+            raise ValueError("capture: name at least one submodule")
         for name in names:
             self.module.get_submodule(name)
-        wanted = calling.Capture(names)
+        wanted = calling.Capture(self.module, names)
         reset = calling.capturing.set(wanted)
         try:
             yield _Captured(self, wanted)
         finally:
             calling.capturing.reset(reset)
+
+    def _in_place(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        wanted = calling.capturing.get()
+        if wanted is None or wanted.module is not self.module:
+            return self.module(*inputs, **kwargs)
+        with replica.capturing(self.module, wanted.names) as captured:
+            output = self.module(*inputs, **kwargs)
+        wanted.parts = [captured]
+        return output
 
     def _replicate(self, device_ids: Sequence[Any]) -> list[Any]:
         executor = self.executor
@@ -192,6 +203,8 @@ class _Captured(Mapping[str, Any]):
         parts = [part[name] for part in self._wanted.parts]
         if not parts:
             raise LookupError(f"capture: {name!r} has no output yet; call the model inside the with block")
+        if not self._model.device_ids:
+            return parts[0][0] if len(parts[0]) == 1 else list(parts[0])
         gathered = [
             self._model.gather(list(outputs), self._model.output_device) for outputs in zip(*parts, strict=True)
         ]

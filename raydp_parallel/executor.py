@@ -78,6 +78,11 @@ class Executor:
         self.close()
 
     @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
     def link(self) -> Link:
         """What bytes travel by."""
         assert self._crew is not None
@@ -112,6 +117,12 @@ class Executor:
             if any(p not in self._seats or self._seats[p].state is not State.READY for p in wanted):
                 self._start_all(wanted)
             return [self._seats[place] for place in wanted]
+
+    def revive(self, seats: Sequence[Seat]) -> None:
+        """See that somebody sits on each seat; whoever holds a replica of one that died gets the next."""
+        if any(seat.state is State.DEAD for seat in seats):
+            with self._lock:
+                self._start_all([seat.place for seat in seats])
 
     def master(self, module: nn.Module, keep: bool = False) -> Master:
         """The watch on a module that all its wrappers share. Whoever asks for it keeps it alive.
@@ -200,7 +211,8 @@ class Executor:
             assert self._crew is not None
             ready = [seat for seat in self._seats.values() if seat.state is State.READY]
             calls = [self._crew.submit(s.door, "forget", pickle.dumps(s.forget()), ()) for s in ready]
-            return [unseal(left, self._crew.link)[0] for left in self._crew.collect(calls)]
+            answers = self._crew.collect(calls)
+            return [unseal(left, self._crew.link)[0] for left in answers if not isinstance(left, Death)]
 
     def _abandon(self, jobs: Sequence[Job], sent: Sequence[tuple[Any, int]]) -> None:
         """Nobody waits for these calls any more, and whether they arrived is not known."""
@@ -217,7 +229,8 @@ class Executor:
         message = job.prepare(job.seat, mail)
         header = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         job.seat.tally.bytes_in += mail.size
-        return self._crew.submit(job.seat.door, job.method, header, mail.beside), job.seat.incarnation
+        pending = self._crew.submit(job.seat.door, job.method, header, mail.beside, mail.kept)
+        return pending, job.seat.incarnation
 
     def _holds(self, seat: Seat, incarnation: int) -> bool:
         """Whether the replica that held a graph is still there."""
@@ -314,10 +327,10 @@ _shared_lock = threading.Lock()
 def shared(options: Options) -> Executor:
     """The process's executor for these options; it has no replica until one is needed."""
     executor = _shared.get(options)
-    if executor is None:
+    if executor is None or executor.closed:
         with _shared_lock:
             plain = replace(options, unused_grads="zeros", scalars="vector")  # these are wrappers' matters
-            if plain not in _shared:
+            if plain not in _shared or _shared[plain].closed:
                 _shared[plain] = Executor((), options=plain)
             executor = _shared[options] = _shared[plain]
     return executor

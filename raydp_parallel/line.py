@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import socket
 import struct
 import sys
 import threading
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,15 +43,16 @@ class Line:
 
     Args:
         address: Where the replica listens.
+        unread: Takes the leases of shared memory in answers that nobody waits for.
 
     Attributes:
-        intact: Whether frames begin where they should. Ctrl-C in the middle of one leaves a line that cannot be used;
-            another thread that is in the middle of one does not.
+        intact: Whether frames begin where they should. Ctrl-C in the middle of one leaves a line that cannot be used.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, unread: deque[int]) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(f"\0{address}")
+        self._unread = unread
         self._reading = threading.Lock()
         self.intact = True
         self._waiting: set[int] = set()
@@ -60,7 +63,7 @@ class Line:
         self._waiting.add(number)
         try:
             write_frame(self._socket, number, buffers)
-        except ConnectionError:
+        except OSError:
             pass  # the reader finds the line cut, and says so as for any death
         except BaseException:
             self.intact = False
@@ -74,28 +77,48 @@ class Line:
             TimeoutError: No answer came in time.
         """
         with self._reading:
-            # Answers to calls that were given up (Ctrl-C) are still on their way; nobody waits for them.
             while number not in self._arrived:
-                self._socket.settimeout(timeout)
-                found, buffers = self._read_frame()
+                found, buffers = self._read_frame(timeout)
                 if found in self._waiting:
                     self._arrived[found] = buffers
+                else:
+                    # The answer to a call that was given up (Ctrl-C); nobody waits for it.
+                    self._leave_unread(buffers)
             self._waiting.discard(number)
             return self._arrived.pop(number)
 
-    def _read_frame(self) -> tuple[int, list[Any]]:
+    def _read_frame(self, timeout: float | None) -> tuple[int, list[Any]]:
+        if not self.intact:
+            raise LineCut("the line was left in the middle of a frame")
         try:
+            if timeout is not None and not self._readable(timeout):
+                raise TimeoutError(f"no answer within {timeout:g} s")
             return read_frame(self._socket)
-        except ConnectionError as error:
+        except TimeoutError:
+            raise
+        except (OSError, ValueError) as error:  # a closed socket has no number to wait for
             raise LineCut("the other end of the line is gone") from error
         except BaseException:
             self.intact = False
             raise
 
+    def _readable(self, timeout: float) -> bool:
+        waiting = select.poll()
+        waiting.register(self._socket, select.POLLIN)
+        return bool(waiting.poll(timeout * 1e3))
+
+    def _leave_unread(self, buffers: Sequence[Any]) -> None:
+        self._unread.extend(part.lease for part in buffers if isinstance(part, Descriptor))
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is still to come, which the replica may be sending."""
+        return bool(self._waiting)
+
     def give_up(self, number: int) -> None:
         """Nobody waits for this answer any more."""
         self._waiting.discard(number)
-        self._arrived.pop(number, None)
+        self._leave_unread(self._arrived.pop(number, ()))
 
     def close(self) -> None:
         """Hang up. May be called twice."""

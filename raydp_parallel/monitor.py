@@ -16,7 +16,7 @@ class ReplicaInfo:
         device_id: The entry of ``device_ids`` that it serves.
         node_id: Ray's id of its node.
         pid: Its process, 0 before it started.
-        state: ``"ready"``, ``"dead"`` or ``"closed"``.
+        state: ``"ready"``, ``"dead"``, ``"closed"``, or ``"empty"`` before it started.
         gpu: Name of its GPU, empty on a CPU.
         gpu_uuid: The GPU's uuid, empty on a CPU.
     """

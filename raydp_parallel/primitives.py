@@ -41,7 +41,8 @@ class RemoteReplica:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the replica. An exception of the module is raised as it is, as a plain call would."""
-        return calling.run(self._executor, [self._chunk(args, kwargs, None, 0)], "zeros")[0]
+        unused = self._executor.options.unused_grads
+        return calling.run(self._executor, [self._chunk(args, kwargs, None, 0)], unused)[0]
 
     def _chunk(self, args: Any, kwargs: dict[str, Any], where: str | None, dim: int) -> calling.Chunk:
         positional = tuple(args) if isinstance(args, (list, tuple)) else (args,)

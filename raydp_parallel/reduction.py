@@ -34,8 +34,10 @@ def total(shares: Sequence[Share], device: torch.device, count: int) -> list[Ten
     for share in shares:
         present = codec.load(share.parcel, range(len(share.parcel.specs)))
         rows = [(leaf, row) for leaf, row in zip(share.leaves, present, strict=True) if row is not None]
-        fresh = [(leaf, row) for leaf, row in rows if sums[leaf] is None]
-        again = [(leaf, row) for leaf, row in rows if sums[leaf] is not None]
+        # A parameter that is an input too stands twice in a row.
+        first = {leaf: row for leaf, row in reversed(rows) if sums[leaf] is None}
+        fresh = [*first.items()]
+        again = [(leaf, row) for leaf, row in rows if first.get(leaf) != row]
         _take(share, fresh, sums, device)
         _add(share, again, sums, device)
     return sums
@@ -56,8 +58,9 @@ def _add(share: Share, rows: Sequence[tuple[int, int]], sums: list[Tensor | None
         added = devices.windows(source, specs, [codec.DTYPES[spec.dtype] for spec in specs], device)
         into: list[Tensor] = [sums[leaf] for leaf, _ in plain]  # type: ignore[misc]  # `_dense` says that none is None
         torch._foreach_add_(into, added)
+    done = {row for _, row in plain}
     for leaf, row in rows:
-        if (leaf, row) not in plain:
+        if row not in done:
             chosen = share.parcel._replace(specs=(share.parcel.specs[row],))
             (other,) = codec.unpack(chosen, share.mail, device)
             one = sums[leaf]
@@ -97,5 +100,5 @@ def settle(
             settled.append(torch.zeros_like(leaf) if zeros else None)
         else:
             keeps = found.layout is torch.strided or complete or unused == "none" or leaf.layout is not torch.strided
-            settled.append(found if keeps else found.to_dense())
+            settled.append((found if keeps else found.to_dense()).to(leaf.device))
     return settled

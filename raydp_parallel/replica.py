@@ -119,8 +119,8 @@ class Replica:
         own = [] if request.detach else mirror.leaves()
         leaves = [*own, *(t for t in inputs if t.requires_grad)] if request.graph is not None else []
         devices.seed(self.device, request.seed, request.chunk)
-        capturing = _capturing(mirror.module, request.capture)
-        with context.enter(request.context), mirror.running(), _in_replica(), capturing as captured:
+        captures = capturing(mirror.module, request.capture)
+        with context.enter(request.context), mirror.running(), _in_replica(), captures as captured:
             value = mirror.module(*args, **kwargs)
         keep = request.graph is not None
         rebound = mirror.rebound() if request.alone else ()
@@ -206,7 +206,12 @@ def differentiate(
             )
         else:
             # Reentrant checkpoints inside the module work under backward() only, and refuse autograd.grad().
-            torch.autograd.backward(outputs, grads, retain_graph=request.keep)
+            try:
+                torch.autograd.backward(outputs, grads, retain_graph=request.keep)
+            except BaseException:
+                for leaf in graph.leaves:
+                    leaf.grad = None  # what a pass that failed had added so far
+                raise
             found = iter([_take_grad(leaf) for leaf in wanted])
     return [next(found) if needed else None for needed in request.needed]
 
@@ -241,7 +246,8 @@ def _in_replica() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _capturing(module: nn.Module, names: Sequence[str]) -> Iterator[dict[str, list[Any]]]:
+def capturing(module: nn.Module, names: Sequence[str]) -> Iterator[dict[str, list[Any]]]:
+    """Keep what some submodules give while the block runs, in lists by name."""
     captured: dict[str, list[Any]] = {name: [] for name in names}
     hooks = [module.get_submodule(name).register_forward_hook(_keeper(captured[name])) for name in names]
     try:

@@ -87,6 +87,11 @@ class Seat:
         if incarnation == self.incarnation:
             self._graphs.append(key)
 
+    def distrust(self, model: int) -> None:
+        """What the replica holds of a model is not known: the next call sends everything."""
+        if model in self.held:
+            self.held[model] = 0
+
     def drop_model(self, model: int) -> None:
         """Let go of a model; told with the next call."""
         if self.held.pop(model, None) is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ class Station:
 def echo() -> Iterator[line.Line]:
     """A line to somebody who says everything back."""
     station = Station(lambda number, buffers: [bytes([number]), *buffers])
-    caller = line.Line(station.address)
+    caller = line.Line(station.address, deque())
     yield caller
     caller.close()
     station.thread.join(10)
@@ -55,7 +56,7 @@ def test_shared_memory_travels_as_a_descriptor() -> None:
     lent = Arena().take(1 << 20)
     lent.array[:] = 3
     station = Station(lambda number, buffers: [repr(buffers[0]).encode()])
-    caller = line.Line(station.address)
+    caller = line.Line(station.address, deque())
     caller.send(2, [lent])
     (text,) = caller.receive(2, 10)
     assert eval(text, {"Descriptor": Descriptor}) == lent.descriptor
@@ -86,7 +87,7 @@ def test_the_end_of_the_other_side_is_seen() -> None:
         raise OSError
 
     station = Station(hang_up)
-    caller = line.Line(station.address)
+    caller = line.Line(station.address, deque())
     caller.send(1, [b""])
     with pytest.raises(line.LineCut):
         caller.receive(1, 10)
@@ -188,5 +189,5 @@ def test_calls_are_ray_tasks_where_that_is_asked(cluster: None) -> None:
     """Without a direct line each phase is a task of the actor."""
     with Executor(["cpu"], options=Options(direct_line=False)) as executor:
         (seat,) = executor.seats(["cpu"])
-        assert seat.door._line is None
+        assert seat.door.line is None
         DataParallel(Doubled(2), executor=executor)(torch.ones(2, 2))

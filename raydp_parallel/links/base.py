@@ -48,6 +48,7 @@ class Mail:
         self.link = link
         self.beside = list(beside)
         self.size = 0
+        self.kept: list[Packet] = []
 
     def send(self, pieces: Sequence[Piece], offsets: Sequence[int], size: int) -> Packet:
         """What to write into the message for these bytes."""

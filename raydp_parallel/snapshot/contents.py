@@ -135,6 +135,10 @@ class Contents:
         self._pack(self._stragglers(chosen), revision)
         self.stale -= set(chosen)
 
+    def packets(self) -> list[Packet]:
+        """What the current contents lie in."""
+        return [*{id(place.packet): place.packet for place in self._places.values()}.values()]
+
     def specs(self) -> dict[int, SlotSpec]:
         """The specs of all slots, with today's flags."""
         flags = zip(self.slots, self._seen.flags, strict=True)

@@ -9,8 +9,10 @@ Each change has a revision. A replica that holds revision 3 gets an update with 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -99,7 +101,12 @@ class Master:
     @property
     def device(self) -> torch.device:
         """Where the master copy lies."""
-        return next((t.device for t in self._contents.tensors.values()), torch.device("cpu"))
+        tensors = self._contents.tensors
+        return next((tensors[slot].device for slot in self._kinds if slot in tensors), torch.device("cpu"))
+
+    def packets(self) -> list[Packet]:
+        """The packets that the current contents lie in; replicas may read them as long as they run."""
+        return self._contents.packets()
 
     def leaves(self) -> list[Leaf]:
         """What may receive gradients, in the order in which replicas report them."""
@@ -128,6 +135,10 @@ class Master:
 
     def sync(self) -> None:
         """See what changed, as far as identities, versions and addresses tell."""
+        with self._all_or_nothing():
+            self._sync()
+
+    def _sync(self) -> None:
         self._sent_before = self.revision
         if self._image is None or self._look_at_specials() != self._special_look:
             self._restructure()
@@ -138,6 +149,23 @@ class Master:
 
     def verify(self) -> bool:
         """Whether contents are as the last `sync` took them to be; takes up what is not, for the next update."""
+        with self._all_or_nothing():
+            return self._verify()
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """What was interrupted half way, by Ctrl-C or for want of memory, begins anew: everything is sent again."""
+        try:
+            yield
+        except BaseException:
+            self._image = None
+            self._contents = Contents(self._link)
+            self._specials = {}
+            self._edits.clear()
+            self._next_revision()
+            raise
+
+    def _verify(self) -> bool:
         assert self._image is not None
         if self._image.deep_changed() or not self._contents.fits() or self._encode_specials() != self._special_parcel:
             self._restructure()
@@ -180,7 +208,7 @@ class Master:
         assert self._image is not None
         found = self._image.differences()
         modules = {id(m): i for i, m in enumerate(self._modules)}
-        if found is None or not all(id(o) in modules and isinstance(v, _SIMPLE) for o, _, v in found):
+        if found is None or not all(id(o) in modules and type(v) in _SIMPLE for o, _, v in found):
             self._restructure()
             return
         revision = self._next_revision()
