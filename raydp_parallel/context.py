@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -46,33 +46,16 @@ def _set_deterministic(value: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(value[0], warn_only=value[1])
 
 
-def _precision() -> str | None:
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return None  # set by torch's newer interface, whose settings are `_precisions`
+def _older(read: Callable[[], Any], write: Callable[[Any], None]) -> _Flag:
+    """A setting of precision by torch's older interface, which refuses to tell once the newer one was used."""
 
+    def read_if_told() -> Any:
+        try:
+            return read()
+        except RuntimeError:
+            return None
 
-def _set_precision(name: str | None) -> None:
-    if name is not None:
-        torch.set_float32_matmul_precision(name)
-
-
-_PRECISIONS: list[Any] = [
-    backend
-    for backend in (torch.backends.cuda.matmul, *(getattr(torch.backends.cudnn, n, None) for n in ("conv", "rnn")))
-    if hasattr(backend, "fp32_precision")
-]
-
-
-def _precisions() -> tuple[str, ...]:
-    return tuple([backend.fp32_precision for backend in _PRECISIONS])
-
-
-def _set_precisions(names: tuple[str, ...]) -> None:
-    for backend, name in zip(_PRECISIONS, names, strict=True):
-        if backend.fp32_precision != name:
-            backend.fp32_precision = name
+    return _Flag(read_if_told, lambda value: write(value) if value is not None else None)
 
 
 def _backend(module: Any, name: str) -> _Flag:
@@ -85,12 +68,11 @@ _FLAGS = (
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
         _set_deterministic,
     ),
-    _Flag(_precision, _set_precision),
-    _Flag(_precisions, _set_precisions),
+    _older(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     _backend(torch.backends.cudnn, "enabled"),
     _backend(torch.backends.cudnn, "benchmark"),
     _backend(torch.backends.cudnn, "deterministic"),
-    _Flag(torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
+    _older(torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
     _Flag(torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
     _Flag(torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
     _Flag(torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
