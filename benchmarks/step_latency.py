@@ -3,7 +3,8 @@
 `python -m benchmarks.step_latency` compares, interleaved, on the same two CPU replicas:
 - two fan-out round trips of an empty method, the floor;
 - one forward and backward of a tiny model;
-- a forward alone, and a forward with nothing changed under no_grad, against one empty round trip.
+- a forward with nothing changed under no_grad, against one empty round trip;
+- a round trip over the direct line that carries next to nothing.
 It then compares what a forward waits for to learn that a ResNet-50 did not change with what torch's own DataParallel
 does for each replica (`_replicate_for_data_parallel` of all modules).
 """
@@ -44,6 +45,7 @@ def steps(replicas: int, rounds: int) -> dict[str, float]:
 
     contenders = {"two empty round trips": two_trips, "forward + backward": step, "forward, no_grad": no_grad}
     contenders["one empty round trip"] = empty
+    contenders["one trip over the direct line"] = model.executor.flush
     return interleaved(contenders, rounds)
 
 

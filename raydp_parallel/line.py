@@ -1,12 +1,12 @@
 """A direct line between the driver and a replica on the same machine: a Unix socket instead of a Ray call.
 
 A Ray call of two actors takes 1 ms however little it carries, and a step pays two; the same trip over sockets takes a
-tenth (`benchmarks/step_latency.py`). Messages that Ray has to carry, because their bytes lie in its object store, still
+fifth (`benchmarks/step_latency.py`). Messages that Ray has to carry, because their bytes lie in its object store, still
 go by Ray; numbers keep the order between the two ways.
 
 A frame: how many buffers, the call's number, each buffer's length, the buffers. Of a buffer in shared memory only the
-descriptor travels, which its length says in its highest bit. The socket has no name in the file
-system, takes one connection of the same user, and is gone with its processes.
+descriptor travels, which its length says in its highest bit. The socket has no name in the file system, takes one
+connection of the same user, and is gone with its processes.
 """
 
 from __future__ import annotations

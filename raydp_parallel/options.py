@@ -32,7 +32,7 @@ class Options:
         cpus_per_replica: What Ray books for each CPU replica. 0 lets any number of them share a small machine.
         gpus_per_replica: What Ray books for each GPU replica. Below 1, several replicas share one GPU.
         threads: Torch's threads in a CPU replica. None shares a node's cores among the chunks of a call.
-        direct_line: Call replicas on the driver's machine over a socket, ten times faster than a Ray task. False
+        direct_line: Call replicas on the driver's machine over a socket, five times faster than a Ray task. False
             makes every phase a Ray task, which Ray's dashboard lists.
         in_process: Run the replicas inside the driver's process, one after the other, without Ray. For debuggers.
     """

@@ -51,7 +51,9 @@ def _take(share: Share, rows: Sequence[tuple[int, int]], sums: list[Tensor | Non
 
 
 def _add(share: Share, rows: Sequence[tuple[int, int]], sums: list[Tensor | None], device: torch.device) -> None:
-    plain = [(leaf, row) for leaf, row in rows if _dense(sums[leaf]) and share.parcel.specs[row].layout == "strided"]
+    dense = ((leaf, row) for leaf, row in rows if _dense(sums[leaf]) and share.parcel.specs[row].layout == "strided")
+    # Each sum once: a GPU adds to all of them at the same time.
+    plain = [*dict(dense).items()]
     if plain:
         specs = [share.parcel.specs[row] for _, row in plain]
         source = share.mail.open(share.parcel.packet)
