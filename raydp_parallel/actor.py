@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
+import ctypes
+import itertools
 import os
 import pickle
-import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,7 +21,9 @@ from raydp_parallel.links import (
     Arena,
     BySize,
     Descriptor,
+    Found,
     InlineLink,
+    Ledger,
     Link,
     Mail,
     Mappings,
@@ -45,7 +49,7 @@ class Door:
         self._link = link
         self._turns = Turnstile()
         self._mappings = Mappings()
-        self._lent: dict[int, Slice] = {}
+        self._ledger = Ledger()
 
     def forward(self, number: int, header: bytes, *beside: Any) -> Any:
         """Run one chunk."""
@@ -71,7 +75,7 @@ class Door:
         """Nothing at all: what a call costs at least. For benchmarks."""
 
     def share(self, probe: Descriptor, shown: bytes) -> tuple[Descriptor, bytes] | None:
-        """Use shared memory from now on, if that of the driver can be read here.
+        """See whether memory of the driver can be read here.
 
         Args:
             probe: Some memory of the driver's.
@@ -80,61 +84,60 @@ class Door:
         Returns:
             Some memory of this process, and what lies in it, for the driver to try; None if it does not work.
         """
-        try:
-            if self._mappings.open(probe).tobytes() != shown:
-                return None
-        except (OSError, ValueError):
+        if not shows(self._mappings.find(probe), shown):
             return None
-        arena = Arena()
-        self._link = shared_link(arena)
-        lent = arena.take(16)
-        lent.array[:] = np.frombuffer(os.urandom(16), dtype=np.uint8)
-        self._lent[lent.descriptor.lease] = lent
-        return lent.descriptor, lent.array.tobytes()
+        lent, shown = sample(Arena())
+        self._ledger.lend(lent)
+        return lent.descriptor, shown
 
-    def unshare(self) -> None:
-        """The driver could not read this process's memory: answers are copied again."""
-        self._link = link_for("auto")
+    def start_sharing(self, always: bool) -> None:
+        """Both can read the other's memory: answer through it from now on."""
+        self._link = shared_link(Arena(), gives=True, always=always)
 
     def skip_to(self, number: int) -> None:
         """Wait for no call before ``number`` any more: they were lost on the way."""
         self._turns.skip_to(number)
 
-    def open_line(self, number: int) -> str | None:
-        """Start to listen for a direct line; returns where, None if there is no such thing here.
+    def open_line(self, number: int, held: dict[int, int]) -> tuple[str, dict[int, int]] | None:
+        """Start to listen for a direct line.
 
         Args:
             number: The first call that will come over it. Earlier ones that did not arrive are lost.
+            held: What the driver uses of this process's memory.
+
+        Returns:
+            Where to call, and what is used here of the driver's memory; None if there is no such thing here.
         """
         self._turns.skip_to(number)
         found = line.listen()
         if found is None:
             return None
         address, listener = found
+        self._ledger.settle(held)
         threading.Thread(target=self._serve, args=(listener,), name="raydp-line", daemon=True).start()
-        return address
+        return address, self._mappings.held()
 
     def _serve(self, listener: Any) -> None:
         line.serve(listener, self._answer_line)
 
     def _answer_line(self, number: int, buffers: list[Any]) -> Sequence[Any]:
-        """Answer a call that came over the line: method and leases that were read; header; packets."""
-        method, *read = struct.unpack(f"<{len(buffers[0]) // 8}Q", buffers[0])
-        for lease in read:
-            self._lent.pop(lease, None)
-        packets = [self._mappings.open(b) if isinstance(b, Descriptor) else b for b in buffers[2:]]
-        work = (self._replica.forward, self._replica.backward, self._forget)[method]
-        answer = self._answer(work, number, bytes(buffers[1]), packets)
+        """Answer a call that came over the line: leases that ended; method; header; packets."""
+        take_back(buffers[0], self._ledger)
+        work = (self._replica.forward, self._replica.backward, self._forget)[buffers[1][0]]
+        answer = self._answer(work, number, bytes(buffers[2]), buffers[3:])
         answer = answer if isinstance(answer, tuple) else (answer,)
-        self._lent.update((part.descriptor.lease, part) for part in answer if isinstance(part, Slice))
-        return answer
+        for part in answer:
+            if isinstance(part, Slice):
+                self._ledger.lend(part)
+        return give_back(self._mappings), *answer
 
     def _answer(self, work: Callable[[Any, Mail, Mail], Any], number: int, header: bytes, beside: Any) -> Any:
         """Do one call's work, in its turn; whatever goes wrong is an answer too, and no death."""
         back = Mail(self._link)
         try:
             with self._turns.take(number):
-                return seal(work(pickle.loads(header), Mail(self._link, beside), back), back)
+                packets = [self._mappings.find(b) if isinstance(b, Descriptor) else b for b in beside]
+                return seal(work(pickle.loads(header), Mail(self._link, packets), back), back)
         except BaseException as error:
             return seal(Reply(None, None, (), outcome.failure(error, None), 0.0, 0, 0), Mail(self._link))
 
@@ -178,6 +181,35 @@ class Turnstile:
             self._changed.notify_all()
 
 
+def sample(arena: Arena) -> tuple[Slice, bytes]:
+    """Some shared memory to try, and what lies in it."""
+    lent = arena.take(16)
+    lent.array[:] = np.frombuffer(os.urandom(16), dtype=np.uint8)
+    return lent, lent.array.tobytes()
+
+
+def shows(found: Found, expected: bytes) -> bool:
+    """Whether another process's memory can be read, and is what it should be."""
+    try:
+        piece = found.piece()
+    except (OSError, ValueError):
+        return False
+    return ctypes.string_at(piece.address, piece.size) == expected
+
+
+def give_back(mappings: Mappings) -> bytes:
+    """The word which of the other's memory is no longer used, for the next message."""
+    ended = itertools.chain.from_iterable(mappings.released())
+    return array.array("Q", ended).tobytes()
+
+
+def take_back(word: bytes, ledger: Ledger) -> None:
+    """Hear that word."""
+    numbers = iter(array.array("Q", word))
+    for lease, times in zip(numbers, numbers, strict=True):
+        ledger.returned(lease, times)
+
+
 def plain(answer: Any) -> Any:
     """An answer that Ray carries: it copies what lies in shared memory."""
     return tuple([p.array if isinstance(p, Slice) else p for p in answer]) if isinstance(answer, tuple) else answer
@@ -196,7 +228,10 @@ def unseal(answer: Any, link: Link) -> tuple[Any, Mail]:
 
 
 def link_for(name: str, put: Any = None, get: Any = None) -> Link:
-    """The link that `Options.link` names, for one side: the driver gives its ``put`` and ``get``."""
+    """The link that `Options.link` names, for one side: the driver gives its ``put`` and ``get``.
+
+    Shared memory needs both sides' consent; until then, and for calls that Ray carries, bytes are copied.
+    """
     arrays = ObjectStoreLink()
     store = arrays if put is None else ObjectStoreLink(put, get)
     if name == "inline":
@@ -204,9 +239,16 @@ def link_for(name: str, put: Any = None, get: Any = None) -> Link:
     return store if name == "object_store" else BySize(InlineLink(), BySize(arrays, store, SHARE_LIMIT))
 
 
-def shared_link(arena: Arena) -> Link:
-    """The link between processes of one machine."""
-    return BySize(InlineLink(), SharedLink(arena))
+def shared_link(arena: Arena, gives: bool, always: bool) -> Link:
+    """The link between processes of one machine.
+
+    Args:
+        arena: Where the memory comes from.
+        gives: Whether receivers may write to what is sent.
+        always: Whether also the smallest things go that way.
+    """
+    shared = SharedLink(arena, gives, always)
+    return shared if always else BySize(InlineLink(), shared, name=shared.name)
 
 
 def _node() -> str:

@@ -207,7 +207,6 @@ def _run(
         def prepare(seat: Seat, mail: Mail) -> BackwardRequest:
             parcel, _ = codec.encode(tuple(grads[i] for i in indices), mail, "gradients")
             wanted = tuple(needed[leaf] for leaf in part.leaves)
-            mail.kept = part.master.packets()
             moved = part.master.moved_since(part.mark, seat.held.get(part.master.id, 0))
             return BackwardRequest(
                 part.master.id, part.key, indices, parcel, wanted, partial, keep, derived, moved, part.first, threads,

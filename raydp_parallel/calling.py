@@ -141,7 +141,6 @@ class _Forward:
         if update is not None:
             self.sends.append(update)
             message = update.placed(mail)
-        mail.kept = chunk.master.packets()
         return ForwardRequest(
             model=chunk.master.id,
             update=message,

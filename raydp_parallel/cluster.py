@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
-import struct
 import time
-import weakref
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import ray
 import torch
 from ray._private.utils import read_ray_address
 from ray._private.worker import global_worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raydp_parallel.actor import METHODS, ReplicaActor, link_for, shared_link
+from raydp_parallel.actor import ReplicaActor, link_for, shared_link
 from raydp_parallel.crew import Death, Place
 from raydp_parallel.errors import ClusterError, PlacementError
-from raydp_parallel.line import Line, LineCut
-from raydp_parallel.links import Arena, Descriptor, Mappings, Packet, Slice, shared
+from raydp_parallel.links import Arena, Link, Packet, shared
 from raydp_parallel.messages import Hello
 from raydp_parallel.options import Options
+from raydp_parallel.remote import Pending, RemoteDoor, in_short
 
 log = logging.getLogger("raydp_parallel")
 
@@ -32,9 +28,6 @@ _CLIENT = (
     "a ray:// client connection cannot run replicas: it has no object store and adds a proxy to every call. "
     "Start the driver on a machine of the cluster (ray.init(address='auto')), or submit it as a Ray job"
 )
-_FRAME = 1 << 15
-"""Bytes that a socket takes in whether or not anybody reads."""
-
 _started_here = False
 
 
@@ -94,172 +87,6 @@ def check_gpus(ids: Sequence[int]) -> None:
         )
 
 
-class Pending:
-    """A call on its way: over the line, or as a Ray task.
-
-    Args:
-        door: Whose call it is.
-        number: Its number at that door.
-        ref: The Ray task, None if it went over the line.
-        packets: What has to stay where it is until the answer comes.
-    """
-
-    def __init__(self, door: RemoteDoor, number: int, ref: Any, packets: Sequence[Packet] = ()) -> None:
-        self._door = door
-        self._line = door.line
-        self._number = number
-        self._ref = ref
-        self._packets = packets
-
-    def result(self, timeout: float | None) -> Any:
-        """Wait for the answer."""
-        if self._ref is not None or self._line is None:
-            return ray.get(self._ref, timeout=timeout)
-        try:
-            answer = self._line.receive(self._number, timeout)
-        except LineCut:
-            ray.get(self._door.actor.hello.remote(), timeout=timeout)  # raises with the cause of the death
-            return Death("its direct line was cut")
-        return self._door.opened(answer)
-
-    def give_up(self) -> None:
-        """Nobody waits any more."""
-        if self._ref is None and self._line is not None:
-            self._line.give_up(self._number)
-            self._door.abandoned.append(self)
-
-
-class Lost:
-    """A call that could not be sent, because nobody is there.
-
-    Args:
-        error: What was seen.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def result(self, timeout: float | None) -> Death:
-        """What came of it."""
-        return Death(_in_short(self._error))
-
-    def give_up(self) -> None:
-        """Nothing is on its way."""
-
-
-class RemoteDoor:
-    """The driver's side of an actor's door.
-
-    Args:
-        actor: The actor.
-    """
-
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
-        self.line: Line | None = None
-        # What abandoned calls were sent with: the replica may still read it. Until it answers a later one.
-        self.abandoned: list[Pending] = []
-        self._number = 0
-        self._missed = False
-        self._mappings: Mappings | None = None
-        self._read: deque[int] = deque()
-
-    def call_directly(self, number: int = 0, timeout: float | None = None) -> None:
-        """Open a direct line, if that can be had; else calls stay Ray tasks.
-
-        Args:
-            number: The first call that goes over it.
-            timeout: Seconds to wait for calls that still run there.
-        """
-        address = ray.get(self.actor.open_line.remote(number), timeout=timeout)
-        try:
-            self.line = Line(address, self._read) if address is not None else None
-        except OSError as error:
-            log.info("no direct line to a replica on this node (%s): calls go through Ray, 1 ms each", error)
-
-    def submit(
-        self,
-        method: str,
-        header: bytes,
-        beside: Sequence[Packet],
-        kept: Sequence[Packet] = (),
-        timeout: float | None = None,
-    ) -> Pending | Lost:
-        """Send a call. What lies in the object store only Ray can carry."""
-        number = self._number
-        try:
-            self._mend(number, timeout)
-            self._number, self._missed = number + 1, True
-            pending = self._send(number, method, header, beside, kept)
-            self._missed = False
-            return pending
-        except (OSError, ray.exceptions.RayError) as error:
-            return Lost(error)
-
-    def _send(
-        self, number: int, method: str, header: bytes, beside: Sequence[Packet], kept: Sequence[Packet]
-    ) -> Pending:
-        if self._mappings is None:
-            beside = [packet.array if isinstance(packet, Slice) else packet for packet in beside]
-        large = len(header) + sum(len(packet) for packet in beside if isinstance(packet, np.ndarray)) > _FRAME
-        if (
-            self.line is None
-            or any(isinstance(packet, ray.ObjectRef) for packet in beside)
-            # The replica may be in the midst of a long answer, and would not read before that is taken.
-            or (large and self.line.busy)
-        ):
-            plain = [packet.array if isinstance(packet, Slice) else packet for packet in beside]
-            return Pending(self, number, getattr(self.actor, method).remote(number, header, *plain), kept)
-        read = [self._read.popleft() for _ in range(len(self._read))]
-        self.line.send(number, [struct.pack(f"<{1 + len(read)}Q", METHODS.index(method), *read), header, *beside])
-        return Pending(self, number, None, [*beside, *kept])
-
-    def _mend(self, number: int, timeout: float | None) -> None:
-        """See that the replica waits for this call, and not for one that broke off or was never sent."""
-        broken = self.line is not None and not self.line.intact
-        if broken or self._missed:
-            had_line = self.line is not None
-            self.close()
-            if had_line:
-                self.call_directly(number, timeout)
-            else:
-                ray.get(self.actor.skip_to.remote(number), timeout=timeout)
-            self._missed = False
-
-    def opened(self, answer: list[Any]) -> Any:
-        """An answer with its packets in reach. The replica may write to them again once nobody here reads them."""
-        self.abandoned.clear()
-        for i, part in enumerate(answer):
-            if isinstance(part, Descriptor):
-                assert self._mappings is not None
-                answer[i] = self._mappings.open(part)
-                weakref.finalize(answer[i], self._read.append, part.lease).atexit = False
-        return tuple(answer) if len(answer) > 1 else answer[0]
-
-    def share(self, arena: Arena) -> None:
-        """Use shared memory on the line, if both sides can read the other's."""
-        probe = arena.take(16)
-        probe.array[:] = np.frombuffer(os.urandom(16), dtype=np.uint8)
-        if self.line is None:
-            return
-        found = ray.get(self.actor.share.remote(probe.descriptor, probe.array.tobytes()))
-        if found is None:
-            return
-        mappings = Mappings()
-        try:
-            if mappings.open(found[0]).tobytes() != found[1]:
-                raise OSError("it shows something else")
-            self._mappings = mappings
-        except (OSError, ValueError) as error:
-            ray.get(self.actor.unshare.remote())
-            log.info("no shared memory with a replica on this node (%s): bytes are copied", error)
-
-    def close(self) -> None:
-        """Hang up."""
-        if self.line is not None:
-            self.line.close()
-
-
 class RayCrew:
     """Replicas as Ray actors.
 
@@ -273,9 +100,9 @@ class RayCrew:
         self._session = global_worker.core_worker  # type: ignore[attr-defined]
         nodes = _nodes()
         self._nodes = len(nodes)
-        shares = options.link == "auto" and options.direct_line and len(nodes) == 1 and shared.exists()
-        self._arena = Arena() if shares else None
-        self.link = link_for(options.link, ray.put, ray.get) if self._arena is None else shared_link(self._arena)
+        self._arena: Arena | None = None
+        self._told = False
+        self.link = self._choose_link(len(nodes))
         self._cores = int(min(node["Resources"].get("CPU", 1) for node in nodes))
 
     def alive(self) -> bool:
@@ -294,18 +121,49 @@ class RayCrew:
             self.stop(list(doors.values()))
             raise self._not_placed(places, [place for place, ref in refs.items() if ref in late])
         try:
-            here = ray.get_runtime_context().get_node_id()
-            for door, hello in ((doors[place], ray.get(ref)) for place, ref in refs.items()):
-                if self._options.direct_line and hello.node == here:
-                    door.call_directly()
-                    if self._arena is not None:
-                        door.share(self._arena)
-            return {place: (doors[place], ray.get(ref)) for place, ref in refs.items()}
+            found = {place: (doors[place], ray.get(ref)) for place, ref in refs.items()}
+            self._connect(found.values())
+            return found
         except ray.exceptions.RayError as error:
             self.stop(list(doors.values()))
             text = str(error)
             hint = ": install raydp_parallel on every node of the cluster" if "'raydp_parallel'" in text else ""
             raise PlacementError(f"a replica did not start{hint}: {text}") from error
+
+    def _connect(self, found: Iterable[tuple[RemoteDoor, Hello]]) -> None:
+        """Call directly whoever is on this node, and share memory with them."""
+        here = ray.get_runtime_context().get_node_id()
+        for door, hello in found:
+            if self._options.direct_line and hello.node == here:
+                door.call_directly()
+            if self._arena is not None:
+                sees = door.share(self._arena, self._options.link == "shared") and hello.device == "cpu"
+                if not sees:
+                    self.link.withdraw()
+                if not door.shares:
+                    self._go_without(hello)
+
+    def _go_without(self, hello: Hello) -> None:
+        """A replica and this process cannot read each other's memory."""
+        what = f"the replica with pid {hello.pid} on node {hello.node[:8]} cannot share memory with this process"
+        if self._options.link == "shared":
+            raise PlacementError(f"Options(link='shared'): {what}; leave `link` out to copy bytes instead")
+        if not self._told:
+            self._told = True
+            log.warning("%s: bytes are copied", what)
+
+    def _choose_link(self, nodes: int) -> Link:
+        name = self._options.link
+        possible = self._options.direct_line and nodes == 1 and shared.exists()
+        if name == "shared" and not possible:
+            raise PlacementError(
+                f"Options(link='shared'): memory is shared on one machine with Linux, over direct lines; the "
+                f"cluster has {nodes} node(s), direct_line={self._options.direct_line}"
+            )
+        if name in ("auto", "shared") and possible:
+            self._arena = Arena()
+            return shared_link(self._arena, gives=False, always=name == "shared")
+        return link_for(name, ray.put, ray.get)
 
     def _create(self, places: Sequence[Place]) -> dict[Place, Any]:
         nodes, on_gpu = _nodes(), gpus()
@@ -326,10 +184,8 @@ class RayCrew:
             doors[place] = RemoteDoor(actor)
         return doors
 
-    def submit(
-        self, door: RemoteDoor, method: str, header: bytes, beside: Sequence[Packet], kept: Sequence[Packet] = ()
-    ) -> Any:
-        return door.submit(method, header, beside, kept, self._options.call_timeout)
+    def submit(self, door: RemoteDoor, method: str, header: bytes, beside: Sequence[Packet]) -> Any:
+        return door.submit(method, header, beside, self._options.call_timeout)
 
     def collect(self, pending: Sequence[Pending]) -> list[Any]:
         timeout = self._options.call_timeout
@@ -344,7 +200,7 @@ class RayCrew:
         except TimeoutError:
             return Death(f"no answer within call_timeout={self._options.call_timeout} s")
         except ray.exceptions.RayError as error:
-            return Death(_in_short(error))
+            return Death(in_short(error))
 
     def stop(self, doors: Sequence[Any]) -> None:
         for door in doors:
@@ -360,10 +216,6 @@ class RayCrew:
             f"{[p.device_id for p in late]} were not running. Free now: {free}. GPUs are held by other actors or tasks "
             "of this cluster (`ray list actors` shows them) or by another executor: close it, or use fewer device_ids"
         )
-
-
-def _in_short(error: Exception) -> str:
-    return " ".join(str(error).split()).partition(" Some common causes")[0]
 
 
 def _free(node: dict[str, Any]) -> str:

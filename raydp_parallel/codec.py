@@ -63,7 +63,7 @@ def encode(value: Any, mail: Mail, root: str, requires_grad: bool = False) -> tu
 
 
 def decode(parcel: Parcel, mail: Mail, device: torch.device) -> tuple[Any, list[Tensor]]:
-    """Rebuild a parcel's value on ``device``, in memory of its own.
+    """Rebuild a parcel's value on ``device``, in memory that is the receiver's to write to.
 
     Returns:
         The value, and its tensors in the order of the specs.
@@ -76,7 +76,8 @@ def unpack(parcel: Parcel, mail: Mail, device: torch.device) -> list[Tensor]:
     """The tensors of a parcel alone, without the value around them."""
     if not parcel.specs:
         return []
-    read = devices.reader(mail.open(parcel.packet), device)
+    own = mail.take(parcel.packet) if devices.is_cpu(device) else None
+    read = devices.in_place(own) if own is not None else devices.reader(mail.open(parcel.packet), device)
     tensors = [_read(spec, read, device) for spec in parcel.specs]
     for tensor, spec in zip(tensors, parcel.specs, strict=True):
         if spec.requires_grad:

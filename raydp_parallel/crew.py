@@ -48,9 +48,7 @@ class Crew(Protocol):
     def start(self, places: Sequence[Place]) -> dict[Place, tuple[Any, Hello]]:
         """Start a replica in each place, or raise `PlacementError` within the deadline."""
 
-    def submit(
-        self, door: Any, method: str, header: bytes, beside: Sequence[Packet], kept: Sequence[Packet] = ()
-    ) -> Any:
+    def submit(self, door: Any, method: str, header: bytes, beside: Sequence[Packet]) -> Any:
         """Send a call; returns what `collect` waits for, which has a ``give_up()`` for calls nobody waits for."""
 
     def collect(self, pending: Sequence[Any]) -> list[Any]:

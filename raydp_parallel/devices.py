@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import random
 import warnings
 from collections.abc import Callable, Sequence
@@ -63,6 +64,25 @@ def _read_cpu(source: Piece, spec: TensorSpec, dtype: torch.dtype) -> torch.Tens
     return tensor
 
 
+def is_cpu(device: torch.device) -> bool:
+    """Whether tensors of ``device`` lie in memory that other processes of the machine may share."""
+    return device.type == "cpu"
+
+
+def in_place(source: Piece) -> Callable[[TensorSpec, torch.dtype], torch.Tensor]:
+    """A function that makes the tensor of a spec out of ``source``, where it lies."""
+    return functools.partial(_read_in_place, source)
+
+
+def _read_in_place(source: Piece, spec: TensorSpec, dtype: torch.dtype) -> torch.Tensor:
+    tensor = torch.empty(0, dtype=dtype, device="cpu")
+    if 0 in spec.shape:
+        return tensor.new_empty(spec.shape)
+    # A storage for itself: of one that held its neighbours too all would be saved, pickled or kept alive.
+    run = Piece(source.address + spec.offset, math.prod(spec.shape) * dtype.itemsize, source.owner)
+    return tensor.set_(view(run).untyped_storage(), 0, spec.shape, spec.stride)
+
+
 def _read_window(
     storage: torch.UntypedStorage, device: torch.device, spec: TensorSpec, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -76,11 +96,12 @@ def windows(
     source: Piece, specs: Sequence[TensorSpec], dtypes: Sequence[torch.dtype], device: torch.device
 ) -> list[torch.Tensor]:
     """Tensors on ``device`` over the bytes of ``source``; on a CPU they are no copy, to be read while it lives."""
-    storage = (upload(source, device) if device.type != "cpu" else _view(source)).untyped_storage()
+    storage = (upload(source, device) if device.type != "cpu" else view(source)).untyped_storage()
     return [_read_window(storage, device, spec, dtype) for spec, dtype in zip(specs, dtypes, strict=True)]
 
 
-def _view(source: Piece) -> torch.Tensor:
+def view(source: Piece) -> torch.Tensor:
+    """A run of memory as a tensor of bytes."""
     if not source.size:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.from_numpy(np.asarray(_Bytes(source)))
@@ -99,7 +120,7 @@ def upload(source: Piece, device: torch.device) -> torch.Tensor:
     """The bytes of ``source`` in new memory of ``device``."""
     if not source.size:
         return torch.empty(0, dtype=torch.uint8, device=device)
-    return _view(source).to(device, copy=True)
+    return view(source).to(device, copy=True)
 
 
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -229,7 +229,7 @@ class Executor:
         message = job.prepare(job.seat, mail)
         header = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         job.seat.tally.bytes_in += mail.size
-        pending = self._crew.submit(job.seat.door, job.method, header, mail.beside, mail.kept)
+        pending = self._crew.submit(job.seat.door, job.method, header, mail.beside)
         return pending, job.seat.incarnation
 
     def _holds(self, seat: Seat, incarnation: int) -> bool:

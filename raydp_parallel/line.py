@@ -19,13 +19,12 @@ import struct
 import sys
 import threading
 import uuid
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from raydp_parallel.links import Descriptor, Slice
+from raydp_parallel.links import Descriptor, Exposed, Slice
 
 _HEAD = struct.Struct("<II")
 _LENGTH = 8
@@ -43,13 +42,13 @@ class Line:
 
     Args:
         address: Where the replica listens.
-        unread: Takes the leases of shared memory in answers that nobody waits for.
+        unread: Takes the buffers of answers that nobody waits for.
 
     Attributes:
         intact: Whether frames begin where they should. Ctrl-C in the middle of one leaves a line that cannot be used.
     """
 
-    def __init__(self, address: str, unread: deque[int]) -> None:
+    def __init__(self, address: str, unread: Callable[[list[Any]], object]) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(f"\0{address}")
         self._unread = unread
@@ -83,7 +82,7 @@ class Line:
                     self._arrived[found] = buffers
                 else:
                     # The answer to a call that was given up (Ctrl-C); nobody waits for it.
-                    self._leave_unread(buffers)
+                    self._unread(buffers)
             self._waiting.discard(number)
             return self._arrived.pop(number)
 
@@ -107,9 +106,6 @@ class Line:
         waiting.register(self._socket, select.POLLIN)
         return bool(waiting.poll(timeout * 1e3))
 
-    def _leave_unread(self, buffers: Sequence[Any]) -> None:
-        self._unread.extend(part.lease for part in buffers if isinstance(part, Descriptor))
-
     @property
     def busy(self) -> bool:
         """Whether an answer is still to come, which the replica may be sending."""
@@ -118,7 +114,9 @@ class Line:
     def give_up(self, number: int) -> None:
         """Nobody waits for this answer any more."""
         self._waiting.discard(number)
-        self._leave_unread(self._arrived.pop(number, ()))
+        arrived = self._arrived.pop(number, None)
+        if arrived is not None:
+            self._unread(arrived)
 
     def close(self) -> None:
         """Hang up. May be called twice."""
@@ -161,8 +159,8 @@ def _accept(listener: socket.socket) -> socket.socket:
 
 def write_frame(connection: socket.socket, number: int, buffers: Sequence[Any]) -> None:
     """Send some buffers under a number."""
-    flags = [_SHARED if isinstance(buffer, Slice) else 0 for buffer in buffers]
-    plain = [pickle.dumps(tuple(b.descriptor)) if isinstance(b, Slice) else b for b in buffers]
+    flags = [_SHARED if isinstance(buffer, (Slice, Exposed)) else 0 for buffer in buffers]
+    plain = [pickle.dumps(tuple(b.descriptor)) if isinstance(b, (Slice, Exposed)) else b for b in buffers]
     views = [memoryview(buffer).cast("B") for buffer in plain]
     lengths = [view.nbytes | flag for view, flag in zip(views, flags, strict=True)]
     head = _HEAD.pack(len(views), number) + struct.pack(f"<{len(lengths)}Q", *lengths)

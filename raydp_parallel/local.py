@@ -81,9 +81,7 @@ class LocalCrew:
         doors = {place: LocalDoor(link_for(self._options.link)) for place in places}
         return {place: (door, Hello(os.getpid(), "driver", "cpu", "", "", 0, 0)) for place, door in doors.items()}
 
-    def submit(
-        self, door: LocalDoor, method: str, header: bytes, beside: Sequence[Packet], kept: Sequence[Packet] = ()
-    ) -> Answered:
+    def submit(self, door: LocalDoor, method: str, header: bytes, beside: Sequence[Packet]) -> Answered:
         return Answered(door.call(method, header, beside))
 
     def collect(self, pending: Sequence[Answered]) -> list[Any]:

@@ -7,12 +7,12 @@ from typing import Literal
 
 UnusedGrads = Literal["zeros", "none"]
 Scalars = Literal["vector", "mean", "weighted_mean", "sum"]
-LinkName = Literal["auto", "inline", "object_store"]
+LinkName = Literal["auto", "shared", "inline", "object_store"]
 
 _CHOICES = {
     "unused_grads": ("zeros", "none"),
     "scalars": ("vector", "mean", "weighted_mean", "sum"),
-    "link": ("auto", "inline", "object_store"),
+    "link": ("auto", "shared", "inline", "object_store"),
 }
 
 
@@ -25,8 +25,9 @@ class Options:
             module would leave it.
         scalars: What 0-dim outputs become: upstream's ``"vector"``, one entry per chunk, or one number, their
             ``"mean"``, their mean weighted by the chunks' rows, or their ``"sum"``.
-        link: How bytes travel: ``"auto"`` sends small ones inside the call, large ones through shared memory if the
-            cluster is one machine, else beside the call or through Ray's object store; the other names force one way.
+        link: How bytes travel: ``"auto"`` sends small ones inside the call; large ones lie in shared memory if the
+            cluster is one machine, the weights of CPU replicas included, else they go beside the call or through Ray's
+            object store. The other names force one way for everything.
         placement_timeout: Seconds that a replica may take to be placed and to start.
         call_timeout: Seconds that one forward or backward may take before its replica counts as dead; None waits.
         cpus_per_replica: What Ray books for each CPU replica. 0 lets any number of them share a small machine.

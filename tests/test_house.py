@@ -26,7 +26,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("reduction", "snapshot"),
     ("replica",),
     ("actor",),
-    ("cluster", "local"),
+    ("local", "remote"),
+    ("cluster",),
     ("executor",),
     ("bridge",),
     ("calling",),
@@ -36,7 +37,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 """The rooms, from the ground up. A folder is one room. A room imports only from lower floors."""
 
 FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}
-ROOMS_WITH_RAY = {"actor", "cluster"}
+ROOMS_WITH_RAY = {"actor", "cluster", "remote"}
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,7 +34,7 @@ class Station:
 def echo() -> Iterator[line.Line]:
     """A line to somebody who says everything back."""
     station = Station(lambda number, buffers: [bytes([number]), *buffers])
-    caller = line.Line(station.address, deque())
+    caller = line.Line(station.address, list)
     yield caller
     caller.close()
     station.thread.join(10)
@@ -56,11 +56,12 @@ def test_shared_memory_travels_as_a_descriptor() -> None:
     lent = Arena().take(1 << 20)
     lent.array[:] = 3
     station = Station(lambda number, buffers: [repr(buffers[0]).encode()])
-    caller = line.Line(station.address, deque())
+    caller = line.Line(station.address, list)
     caller.send(2, [lent])
     (text,) = caller.receive(2, 10)
     assert eval(text, {"Descriptor": Descriptor}) == lent.descriptor
-    assert (Mappings().open(lent.descriptor) == 3).all()
+    piece = Mappings().find(lent.descriptor).piece()
+    assert ctypes.string_at(piece.address, piece.size) == bytes([3]) * (1 << 20)
     caller.close()
 
 
@@ -87,7 +88,7 @@ def test_the_end_of_the_other_side_is_seen() -> None:
         raise OSError
 
     station = Station(hang_up)
-    caller = line.Line(station.address, deque())
+    caller = line.Line(station.address, list)
     caller.send(1, [b""])
     with pytest.raises(line.LineCut):
         caller.receive(1, 10)

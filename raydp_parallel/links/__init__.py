@@ -1,22 +1,28 @@
 """How bytes travel between the driver and a replica.
 
 A link turns runs of memory into a packet (``send``) that rides in a call to the other process, and a packet back into
-memory that can be read (``open``). A collective link will stand beside these.
+memory that can be read (``open``). Between processes of one machine nothing need travel at all: see `shared`.
 """
 
 from __future__ import annotations
 
-from raydp_parallel.links.base import Link, Mail, Packet, Piece, aligned
+from raydp_parallel.links.base import Link, Mail, Packet, Piece, Window, aligned, paged
 from raydp_parallel.links.by_size import BySize
+from raydp_parallel.links.exposed import Exposed
 from raydp_parallel.links.inline import InlineLink
 from raydp_parallel.links.object_store import ObjectStoreLink
-from raydp_parallel.links.shared import Arena, Descriptor, Mappings, SharedLink, Slice
+from raydp_parallel.links.segments import Arena, Descriptor, Ledger, Slice
+from raydp_parallel.links.shared import SharedLink
+from raydp_parallel.links.windows import Found, Mappings
 
 __all__ = [
     "Arena",
     "BySize",
     "Descriptor",
+    "Exposed",
+    "Found",
     "InlineLink",
+    "Ledger",
     "Link",
     "Mail",
     "Mappings",
@@ -25,5 +31,7 @@ __all__ = [
     "Piece",
     "SharedLink",
     "Slice",
+    "Window",
     "aligned",
+    "paged",
 ]

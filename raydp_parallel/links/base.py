@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 ALIGNMENT = 64
+PAGE = 4096
+_LARGE = 1 << 16
+"""Bytes from which a run of memory begins on a page, so that it can be mapped."""
 
 Packet = Any
-"""What a link makes of some bytes: bytes, which lie in the message, or something that Ray carries beside it."""
+"""What a link makes of some bytes: bytes, which lie in the message, or something that travels beside it."""
 
 
 class Piece(NamedTuple):
@@ -26,16 +29,63 @@ class Piece(NamedTuple):
     owner: Any
 
 
+class Window(Protocol):
+    """Memory of this process that shows bytes of another's; what is written to it stays here."""
+
+    @property
+    def piece(self) -> Piece:
+        """The memory."""
+
+    def again(self) -> Window:
+        """Another window on the same bytes."""
+
+    def refresh(self) -> None:
+        """Show the other's bytes again, as they are now."""
+
+    def turn_to(self, packet: Packet, offset: int, size: int) -> bool:
+        """Show other bytes, at the same address. False if that is not possible."""
+
+    def source(self) -> Piece:
+        """The other's bytes themselves, to be read."""
+
+
 class Link(Protocol):
-    """Two verbs and ``close``."""
+    """Two verbs and ``close``; and two that spare a copy, where a link can."""
 
     name: str
+    exposes: bool = False
+    """Whether `expose` may give anything, now."""
 
     def send(self, pieces: Sequence[Piece], offsets: Sequence[int], size: int) -> Packet:
         """Take ``pieces`` to their ``offsets`` in a buffer of ``size`` bytes, ready to travel."""
 
     def open(self, packet: Packet) -> Piece:
         """The bytes of a packet, to be read and never written."""
+
+    def take(self, packet: Packet) -> Piece | None:
+        """The bytes of a packet as memory of one's own, to be written too; None: they have to be copied."""
+        return None
+
+    def show(self, packet: Packet, offset: int, size: int) -> Window | None:
+        """A window on some bytes of a packet; None: they have to be copied."""
+        return None
+
+    def expose(self, storage: Any, known: int) -> Packet | None:
+        """A packet that is a tensor's storage itself, whose every change is seen at the other end.
+
+        Args:
+            storage: The storage. It may move in memory, with all tensors that look at it.
+            known: How many tensors the caller knows to look at it. If there are more, it cannot be moved: something
+                else, such as a NumPy array, may go by the address.
+
+        Returns:
+            None: its bytes have to be sent.
+        """
+        return None
+
+    def withdraw(self) -> None:
+        """Expose nothing any more: somebody cannot see it."""
+        self.exposes = False
 
     def close(self) -> None:
         """Let go of what the link holds. May be called twice."""
@@ -48,7 +98,6 @@ class Mail:
         self.link = link
         self.beside = list(beside)
         self.size = 0
-        self.kept: list[Packet] = []
 
     def send(self, pieces: Sequence[Piece], offsets: Sequence[int], size: int) -> Packet:
         """What to write into the message for these bytes."""
@@ -62,14 +111,27 @@ class Mail:
         self.beside.append(packet)
         return len(self.beside) - 1
 
+    def find(self, packet: Packet) -> Packet:
+        """The packet that stands for ``packet`` in the message."""
+        return self.beside[packet] if isinstance(packet, int) else packet
+
     def open(self, packet: Packet) -> Piece:
-        """The bytes that stand for ``packet`` in the message."""
-        return self.link.open(self.beside[packet] if isinstance(packet, int) else packet)
+        """The bytes of a packet of the message."""
+        return self.link.open(self.find(packet))
+
+    def take(self, packet: Packet) -> Piece | None:
+        """The bytes of a packet of the message, as memory of one's own."""
+        return self.link.take(self.find(packet))
 
 
 def aligned(size: int) -> int:
     """``size`` rounded up so that what follows is aligned for every dtype."""
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def paged(offset: int, size: int) -> int:
+    """Where to put ``size`` bytes that may begin at ``offset``: large ones on a page, so that they can be mapped."""
+    return offset if size < _LARGE else -(-offset // PAGE) * PAGE
 
 
 def fill(address: int, pieces: Sequence[Piece], offsets: Sequence[int]) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-from raydp_parallel.links.base import Piece
+from raydp_parallel.links.base import Link, Piece
 
 
-class InlineLink:
+class InlineLink(Link):
     """Bytes inside the message."""
 
     name = "inline"

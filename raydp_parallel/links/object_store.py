@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from raydp_parallel.links.base import Piece, fill
+from raydp_parallel.links.base import Link, Piece, fill
 
 
 def _as_it_is(value: Any) -> Any:
     return value
 
 
-class ObjectStoreLink:
+class ObjectStoreLink(Link):
     """Flat NumPy buffers.
 
     Args:

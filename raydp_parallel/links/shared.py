@@ -1,146 +1,71 @@
-"""Shared memory for processes of one machine: written once, read where it lies.
-
-A segment is an anonymous file of its owner (``memfd_create``); the other side maps ``/proc/<pid>/fd/<n>``. It has no
-name that could be left behind: the kernel frees it with its last mapping, whoever is killed. It is not bound by the
-size of ``/dev/shm``, which is 64 MB in a default container.
+"""The link between processes of one machine: bytes are written once, and used where they lie.
 
 [Note: who may write when]
-A `Slice` is a segment lent out; when it is garbage, its segment is free for the next. The driver keeps a slice as long
-as a call that was sent with it is on its way, or as its contents are current. A replica keeps what it sent until the
-driver says that it has read it, which rides on the next call.
+What the driver sends, a replica sees through a private window: it may write there, and nobody else sees that. What a
+replica answers is the driver's to write to. In both directions a slice is kept by its owner until the receiver says
+that nothing there uses it any more (`Mappings.released`), which rides on the next message; tensors that a graph saved,
+or that a user keeps, are such uses. When a line is opened anew both sides first compare what they hold.
 """
 
 from __future__ import annotations
 
-import itertools
-import mmap
 import os
-import weakref
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
+from raydp_parallel.links import exposed
+from raydp_parallel.links.base import Link, Packet, Piece, fill
+from raydp_parallel.links.segments import Arena, Slice
+from raydp_parallel.links.windows import Found, Private
 
-from raydp_parallel.links.base import Piece, fill
+_IN_PLACE = 1 << 18
+"""Bytes from which it is cheaper to use a packet where it lies than to copy it and be done with it (measured)."""
 
-_SMALLEST = 1 << 16
-_tokens = itertools.count(1)
-_leases = itertools.count(1)
-
-
-class Descriptor(NamedTuple):
-    """What the other process needs to read a slice.
-
-    Attributes:
-        token: Names the segment, for good.
-        path: Where to map it from.
-        length: Bytes of the segment.
-        size: Bytes of it that count.
-        lease: Names this use of the segment, for the word that it was read.
-    """
-
-    token: int
-    path: str
-    length: int
-    size: int
-    lease: int
+_EXPOSED = 1 << 16
+"""Bytes from which a storage is worth a file of its own."""
 
 
-class _Segment:
-    """Anonymous memory that another process of the same user can map."""
-
-    def __init__(self, length: int) -> None:
-        self.token = next(_tokens)
-        self.length = length
-        self._file = os.memfd_create("raydp_parallel", os.MFD_CLOEXEC)
-        os.ftruncate(self._file, length)
-        self.array = np.frombuffer(mmap.mmap(self._file, length), dtype=np.uint8)
-        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
-        weakref.finalize(self, os.close, self._file)
-
-
-class Slice:
-    """A segment lent out; free again when this is garbage.
-
-    Args:
-        segment: The memory.
-        size: Bytes that count.
-        free: Takes the segment back.
-    """
-
-    def __init__(self, segment: _Segment, size: int, free: Callable[[_Segment], None]) -> None:
-        self.array = segment.array[:size]
-        self.descriptor = Descriptor(segment.token, segment.path, segment.length, size, next(_leases))
-        weakref.finalize(self, free, segment).atexit = False
-
-
-class Arena:
-    """Segments of this process, recycled by size."""
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[_Segment]] = defaultdict(list)
-
-    def take(self, size: int) -> Slice:
-        """Memory for ``size`` bytes."""
-        length = max(_SMALLEST, 1 << (size - 1).bit_length())
-        # No lock: finalizers give back at any moment, also while this runs; list operations are atomic.
-        try:
-            segment = self._free[length].pop()
-        except IndexError:
-            segment = _Segment(length)
-        return Slice(segment, size, self._give_back)
-
-    def _give_back(self, segment: _Segment) -> None:
-        self._free[segment.length].append(segment)
-
-    def close(self) -> None:
-        """Free what is not lent out."""
-        self._free.clear()
-
-
-class SharedLink:
+class SharedLink(Link):
     """Slices of an arena, written once.
 
     Args:
         arena: Where the memory comes from.
+        gives: Whether receivers may write to what is sent.
+        always: Whether also the smallest things go the way that pays for large ones.
     """
 
     name = "shared"
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, arena: Arena, gives: bool = False, always: bool = False) -> None:
         self._arena = arena
+        self._gives = gives
+        self._in_place = 1 if always else _IN_PLACE
+        self._exposed = 1 if always else _EXPOSED
+        self.exposes = not gives
 
     def send(self, pieces: Sequence[Piece], offsets: Sequence[int], size: int) -> Slice:
-        lent = self._arena.take(size)
+        lent = self._arena.take(size, self._gives)
         fill(lent.array.ctypes.data, pieces, offsets)
         return lent
 
-    def open(self, packet: Slice | np.ndarray) -> Piece:
-        array = packet.array if isinstance(packet, Slice) else packet
-        return Piece(array.__array_interface__["data"][0], array.nbytes, packet)
+    def open(self, packet: Slice | Found) -> Piece:
+        if isinstance(packet, Found):
+            return packet.piece()
+        return Piece(packet.array.__array_interface__["data"][0], packet.array.nbytes, packet)
+
+    def take(self, packet: Packet) -> Piece | None:
+        large = isinstance(packet, Found) and packet.descriptor.size >= self._in_place
+        return packet.take() if large else None
+
+    def show(self, packet: Packet, offset: int, size: int) -> Private | None:
+        large = isinstance(packet, Found) and size >= self._exposed
+        return Private(packet, offset, size) if large else None
+
+    def expose(self, storage: Any, known: int) -> Packet | None:
+        return exposed.expose(storage, known) if self.exposes and storage.nbytes() >= self._exposed else None
 
     def close(self) -> None:
         self._arena.close()
-
-
-class Mappings:
-    """Segments of another process, mapped once each."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, np.ndarray] = {}
-
-    def open(self, found: Descriptor) -> np.ndarray:
-        """The bytes of the other process's slice."""
-        whole = self._known.get(found.token)
-        if whole is None:
-            file = os.open(found.path, os.O_RDWR)
-            try:
-                whole = np.frombuffer(mmap.mmap(file, found.length), dtype=np.uint8)
-            finally:
-                os.close(file)
-            self._known[found.token] = whole
-        return whole[: found.size]
 
 
 def exists() -> bool:

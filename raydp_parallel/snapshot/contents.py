@@ -6,6 +6,7 @@ what `differing` compares with, at memory speed, to find edits that moved no ver
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 from operator import attrgetter
@@ -14,7 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from raydp_parallel import codec
-from raydp_parallel.links import Link, Mail, Packet, Piece, aligned
+from raydp_parallel.links import Link, Mail, Packet, Piece, aligned, paged
 from raydp_parallel.messages import Blob, SlotSpec, TensorSpec
 from raydp_parallel.snapshot import blocks
 
@@ -57,11 +58,22 @@ class Contents:
         self._block_at: dict[int, int] = {}
         self._version_at: dict[int, int] = {}
         self._flag_at: dict[int, int] = {}
-        self.stale: set[int] = set()
+        self._stale: set[int] = set()
+        self._exposed: set[int] = set()
 
     def changed(self) -> bool:
         """Whether anything moved that is cheap to see."""
-        return self._look() != self._seen or bool(self.stale)
+        return self._look() != self._seen or bool(self._stale) or self._withdrawn()
+
+    def wrote(self, slot: int) -> None:
+        """What lies in a slot was written to, though no version may tell."""
+        block = self.layout.specs[slot].block
+        if block not in self._exposed:
+            self._stale.add(block)
+
+    def _withdrawn(self) -> bool:
+        """Whether some replica cannot see what was exposed, and needs copies."""
+        return bool(self._exposed) and not self._link.exposes
 
     def versions(self) -> list[int]:
         """The version of every tensor, now; 0 for inference tensors, which have none."""
@@ -83,9 +95,29 @@ class Contents:
         if now.pointers != then.pointers and not self._lie_as_before():
             return False
         self._note(now, revision)
-        moved = {self.layout.specs[self.slots[i]].block for i in differ} | self.stale
+        moved = {self.layout.specs[self.slots[i]].block for i in differ}
+        moved = self._withdraw() | {block for block in moved if not self._in_sight(block)}
         self.send([block for block in self.layout.sizes if block in moved], revision)
         return True
+
+    def _withdraw(self) -> set[int]:
+        """The blocks that have to be sent whatever their versions say."""
+        stale, self._stale = self._stale, set()
+        if self._withdrawn():
+            stale |= self._exposed
+            self._exposed = set()
+        return stale
+
+    def _in_sight(self, block: int) -> bool:
+        """Whether replicas see a block's memory as it is now."""
+        if block not in self._exposed:
+            return False
+        place, first = self._places[block], self.tensors[self.layout.members[block][0]]
+        return place.packet.storage._cdata == first.untyped_storage()._cdata and place.offset == self._start(block)
+
+    def _start(self, block: int) -> int:
+        """Where a block begins in its storage."""
+        return min(blocks.span(self.tensors[slot])[0] for slot in self.layout.members[block])
 
     def _lie_as_before(self) -> bool:
         """Whether tensors that moved share memory with whom they did."""
@@ -96,6 +128,7 @@ class Contents:
 
     def adopt(self, tensors: dict[int, Tensor], revision: int) -> None:
         """Take up a new set of tensors. Blocks that lie as they did, unmoved, keep their places."""
+        stale = self._withdraw()
         before = dict(zip(self.slots, zip(*self._seen, strict=True), strict=True))
         layout, old = blocks.lay_out(tensors), self.layout
         self.layout, self.tensors = layout, dict(sorted(tensors.items()))
@@ -106,7 +139,7 @@ class Contents:
             block
             for block, members in layout.members.items()
             if block in self._places
-            and block not in self.stale
+            and block not in stale
             and old.members.get(block) == members
             and all(_alike(old.specs[s], layout.specs[s]) and before[s][:2] == after[s][:2] for s in members)
         }
@@ -116,7 +149,7 @@ class Contents:
         self._seen = now
         self._places = {block: place for block, place in self._places.items() if block in kept}
         self._block_at = {block: at for block, at in self._block_at.items() if block in kept}
-        self.stale.clear()
+        self._exposed &= kept
         self.send([block for block in layout.sizes if block not in kept], revision)
 
     def fits(self, rows: Iterable[int] | None = None) -> bool:
@@ -126,18 +159,16 @@ class Contents:
 
     def differing(self, revision: int) -> list[int]:
         """The blocks whose contents are not what was sent up to ``revision``, though no version tells."""
-        known = [block for block, at in self._block_at.items() if at <= revision]
+        known = [block for block, at in self._block_at.items() if at <= revision and block not in self._exposed]
         return [block for block in known if not blocks.equal(self._read(block), self._sent(block))]
 
     def send(self, chosen: list[int], revision: int) -> None:
         """Put the contents of some blocks where replicas can get them."""
+        self._exposed -= {*chosen}
+        if self._link.exposes and chosen:
+            chosen = self._expose(chosen, revision)
         self._pack(chosen, revision)
         self._pack(self._stragglers(chosen), revision)
-        self.stale -= set(chosen)
-
-    def packets(self) -> list[Packet]:
-        """What the current contents lie in."""
-        return [*{id(place.packet): place.packet for place in self._places.values()}.values()]
 
     def specs(self) -> dict[int, SlotSpec]:
         """The specs of all slots, with today's flags."""
@@ -171,6 +202,11 @@ class Contents:
                 groups[id(self._places[block].packet)].append(block)
         return tuple(self._blob(group, mail) for group in groups.values())
 
+    def sent(self, blobs: Iterable[Blob]) -> int:
+        """The bytes of contents that travel with some blobs; what is exposed lies where it lay."""
+        sizes = (zip(blob.blocks, blob.sizes, strict=True) for blob in blobs)
+        return sum(size for block, size in itertools.chain.from_iterable(sizes) if block not in self._exposed)
+
     def _blob(self, group: list[int], mail: Mail) -> Blob:
         places = [self._places[block] for block in group]
         offsets, sizes = tuple(p.offset for p in places), tuple(p.size for p in places)
@@ -189,14 +225,32 @@ class Contents:
                 self._version_at[slot] = revision
         self._seen = now
 
+    def _expose(self, chosen: list[int], revision: int) -> list[int]:
+        """Let replicas see the blocks themselves, where that can be; returns the others."""
+        known: dict[int, set[int]] = defaultdict(set)
+        for tensor in self._row:
+            known[tensor.untyped_storage()._cdata] |= {id(tensor), id(tensor if tensor._base is None else tensor._base)}
+        for block in chosen:
+            first = self.tensors[self.layout.members[block][0]]
+            if len(self.layout.members[block]) == 1 and blocks.is_loose(first):
+                continue  # it travels as a compact copy
+            storage = first.untyped_storage()
+            packet = self._link.expose(storage, len(known[storage._cdata]))
+            if packet is not None:
+                self._places[block] = _Place(packet, 0, self._start(block), self.layout.sizes[block])
+                self._block_at[block] = revision
+                self._exposed.add(block)
+        self._seen = self._seen._replace(pointers=self._look().pointers)
+        return [block for block in chosen if block not in self._exposed]
+
     def _pack(self, chosen: list[int], revision: int) -> None:
         if not chosen:
             return
         pieces = [self._read(block) for block in chosen]
         offsets, end = [], 0
         for piece in pieces:
-            offsets.append(end)
-            end += aligned(piece.size)
+            offsets.append(paged(end, piece.size))
+            end = offsets[-1] + aligned(piece.size)
         packet = self._link.send(pieces, offsets, end)
         for block, offset, piece in zip(chosen, offsets, pieces, strict=True):
             self._places[block] = _Place(packet, end, offset, piece.size)
@@ -206,7 +260,7 @@ class Contents:
         """Blocks that alone keep a mostly outdated packet alive; they move to a packet of their own, once."""
         live: dict[int, list[int]] = defaultdict(list)
         for block, place in self._places.items():
-            if not isinstance(place.packet, bytes):
+            if not isinstance(place.packet, bytes) and block not in self._exposed:
                 live[id(place.packet)].append(block)
         groups = [g for g in live.values() if 2 * sum(self._places[b].size for b in g) < self._places[g[0]].packet_size]
         return sorted({block for group in groups for block in group} - {*chosen})

@@ -104,10 +104,6 @@ class Master:
         tensors = self._contents.tensors
         return next((tensors[slot].device for slot in self._kinds if slot in tensors), torch.device("cpu"))
 
-    def packets(self) -> list[Packet]:
-        """The packets that the current contents lie in; replicas may read them as long as they run."""
-        return self._contents.packets()
-
     def leaves(self) -> list[Leaf]:
         """What may receive gradients, in the order in which replicas report them."""
         if self._leaves is None:
@@ -190,7 +186,7 @@ class Master:
                 target = self._contents.tensors[slot]
                 # An edit that moves no version there moves none here; batch norm's running means are such.
                 (target if moved and not target.is_inference() else target.data).copy_(new)
-                self._contents.stale.add(self._contents.layout.specs[slot].block)
+                self._contents.wrote(slot)
 
     def rebind(self, found: tuple[tuple[int, str, Any], ...]) -> None:
         """Give the master the attributes that a forward gave its only replica, as upstream's one device would."""
@@ -269,7 +265,7 @@ class Master:
             blobs=contents.blobs_since(held, mail),
             bumped=contents.moved_since(held),
         )
-        return Update(message, mail.beside, sum(size for blob in message.blobs for size in blob.sizes))
+        return Update(message, mail.beside, contents.sent(message.blobs))
 
 
 def check_devices(module: nn.Module) -> None:

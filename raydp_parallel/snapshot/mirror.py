@@ -8,7 +8,6 @@ block gets new tensors instead, so that the graph keeps what it saw.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import sys
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
@@ -19,8 +18,9 @@ from torch import Tensor, nn
 from raydp_parallel import codec, devices
 from raydp_parallel.links import InlineLink, Mail, Piece
 from raydp_parallel.messages import SlotSpec, StateUpdate
-from raydp_parallel.snapshot import blocks, structure
+from raydp_parallel.snapshot import blocks, memory, structure
 from raydp_parallel.snapshot.image import Image
+from raydp_parallel.snapshot.memory import Memory, Source
 from raydp_parallel.snapshot.watch import raw_access
 
 _HOLDERS = ("_parameters", "_buffers", "_modules")
@@ -58,8 +58,7 @@ class Mirror:
         self._slots: dict[int, Tensor] = {}
         self._flags: dict[int, bool] = {}
         self._members: dict[int, list[int]] = {}
-        self._storages: dict[int, Tensor] = {}
-        self._pristine: dict[int, Piece] = {}
+        self._memory: dict[int, Memory] = {}
         self._unversioned: list[int] = []
         self._versions: dict[int, int] = {}
         self._moved: set[int] = set()
@@ -74,9 +73,10 @@ class Mirror:
             if not self._restore_blocks(graphs_alive) or not restored:
                 self._load()
         if update is not None:
+            sources = _sources(update, mail)
             if update.structure is not None:
-                self._build(update)
-            self._adopt(update, mail, graphs_alive)
+                self._build(update, sources)
+            self._adopt(update, sources, graphs_alive)
         self._restore_flags()
         self._versions = self._now()
 
@@ -101,7 +101,7 @@ class Mirror:
         """What the module changed in place since it last began to run, None if nothing."""
         slots = []
         for block in sorted(self._fresh):
-            if blocks.equal(self._bytes(block), self._reported.get(block, self._pristine[block])):
+            if blocks.equal(self._bytes(block), self._reported.get(block) or self._memory[block].driver()):
                 continue
             self._reported[block] = blocks.copy(self._bytes(block))
             slots += [(slot, slot in self._moved) for slot in self._members[block]]
@@ -120,7 +120,7 @@ class Mirror:
 
     def _shown(self, slot: int) -> Tensor:
         # What lies in the block: a parameter whose ``.data`` was replaced is rebound, and rebinding is lost.
-        return blocks.build(self._specs[slot], self._storages[self._specs[slot].block]).detach()
+        return blocks.build(self._specs[slot], self._memory[self._specs[slot].block].tensor).detach()
 
     def note(self, touched: Collection[int] = ()) -> None:
         """See what was written to. Not only in forward: a checkpoint runs modules again in backward."""
@@ -128,8 +128,8 @@ class Mirror:
         self._moved = {slot for slot, version in versions.items() if version != self._versions.get(slot)}
         self._versions = versions
         self._fresh = {self._specs[slot].block for slot in self._specs if slot in self._moved or self._rebound(slot)}
-        self._fresh.update(block for block in self._storages if self._address(block) in touched)
-        self._fresh.update(b for b in self._unversioned if not blocks.equal(self._bytes(b), self._pristine[b]))
+        self._fresh.update(block for block in self._memory if self._address(block) in touched)
+        self._fresh.update(b for b in self._unversioned if not blocks.equal(self._bytes(b), self._memory[b].driver()))
         self._dirty |= self._fresh
 
     def _now(self) -> dict[int, int]:
@@ -142,10 +142,10 @@ class Mirror:
         return tensor.untyped_storage().data_ptr() != self._address(self._specs[slot].block)
 
     def _address(self, block: int) -> int:
-        return self._storages[block].data_ptr()
+        return self._memory[block].tensor.data_ptr()
 
     def _bytes(self, block: int) -> Piece:
-        return devices.piece(self._storages[block])
+        return devices.piece(self._memory[block].tensor)
 
     def _restore_blocks(self, graphs_alive: bool) -> bool:
         """Give what was written to the driver's bytes. False if the module still holds tensors that were replaced."""
@@ -153,12 +153,11 @@ class Mirror:
         self._reported.clear()
         if not dirty:
             return True
-        reached = True
         if graphs_alive or any(self._spoiled(slot) for block in dirty for slot in self._members[block]):
-            reached = self._renew(dirty)
+            return self._renew(dirty)
         for block in dirty:
-            self._fill(block, self._pristine[block])
-        return reached
+            self._memory[block].refresh()
+        return True
 
     def _spoiled(self, slot: int) -> bool:
         """Whether a tensor itself is of no more use: it shows other memory, or became part of a graph."""
@@ -172,35 +171,39 @@ class Mirror:
             if tensor.requires_grad != self._flags[slot]:
                 tensor.requires_grad_(self._flags[slot])
 
-    def _renew(self, chosen: set[int]) -> bool:
-        """Give blocks new memory and new tensors, in every place of the module that can be reached."""
+    def _renew(self, chosen: Collection[int]) -> bool:
+        """Give blocks other memory, which holds the driver's bytes, and new tensors over it."""
+        for block in chosen:
+            self._memory[block] = self._memory[block].renewed()
+        return self._rebuild(chosen)
+
+    def _rebuild(self, chosen: Collection[int]) -> bool:
+        """Give blocks new tensors, in every place of the module that can be reached."""
         replaced = {}
         for block in chosen:
-            self._storages[block] = torch.empty_like(self._storages[block])
             for slot in self._members[block]:
                 old = self._slots[slot]
                 spec = self._specs[slot]
                 spec = spec._replace(tensor=spec.tensor._replace(requires_grad=self._flags[slot]))
-                new = blocks.build(spec, self._storages[block])
+                new = blocks.build(spec, self._memory[block].tensor)
                 vars(new).update(vars(old))
                 self._slots[slot] = replaced[id(old)] = new
         return self._image.replace(replaced)
 
-    def _build(self, update: StateUpdate) -> None:
+    def _build(self, update: StateUpdate, sources: dict[int, Source]) -> None:
         """Make the tensors of a new structure; those that are here stay where they still fit."""
         assert update.structure is not None
         members = _members(update.slots)
         kept = {block for block, slots in members.items() if self._keeps(block, slots, update)}
-        self._storages = {
-            block: self._storages[block] if block in kept else torch.empty(size, dtype=torch.uint8, device=self._device)
-            for block, size in update.block_sizes.items()
+        self._memory = {
+            block: self._memory[block] if block in kept else memory.make(sources.pop(block), self._device)
+            for block in update.block_sizes
         }
         self._slots = {
-            slot: self._slots[slot] if spec.block in kept else blocks.build(spec, self._storages[spec.block])
+            slot: self._slots[slot] if spec.block in kept else blocks.build(spec, self._memory[spec.block].tensor)
             for slot, spec in update.slots.items()
         }
         self._specs, self._members = update.slots, members
-        self._pristine = {block: piece for block, piece in self._pristine.items() if block in self._storages}
         if update.specials is not None:
             slots, parcel = update.specials
             self._slots.update(zip(slots, codec.unpack(parcel, Mail(InlineLink()), self._device), strict=True))
@@ -227,7 +230,7 @@ class Mirror:
         """Whether the tensors of a block fit the new structure as they are."""
         return (
             self._members.get(block) == slots
-            and update.block_sizes[block] == len(self._storages[block])
+            and update.block_sizes[block] == len(self._memory[block].tensor)
             and all(_flagless(update.slots[s]) == _flagless(self._specs[s]) for s in slots)
         )
 
@@ -236,18 +239,17 @@ class Mirror:
         parameters = {id(p) for p in self.module.parameters()}
         return sorted({spec.block for slot, spec in self._specs.items() if id(self._slots[slot]) not in parameters})
 
-    def _adopt(self, update: StateUpdate, mail: Mail, graphs_alive: bool) -> None:
+    def _adopt(self, update: StateUpdate, sources: dict[int, Source], graphs_alive: bool) -> None:
         self._flags.update(update.flags)
         # New contents that come with a new version are for torch's check to find, as after an optimizer's step. Those
         # that come without are new memory in the driver (``p.data = q``), where graphs keep the old.
         told = {self._specs[slot].block for slot in update.bumped if slot in self._specs}
-        untold = {block for blob in update.blobs for block in blob.blocks if block in self._pristine} - told
+        untold = sources.keys() - told
         reached = not (graphs_alive and untold) or self._renew(untold)
-        for blob in update.blobs:
-            whole = mail.open(blob.packet)
-            for block, offset, size in zip(blob.blocks, blob.offsets, blob.sizes, strict=True):
-                self._pristine[block] = Piece(whole.address + offset, size, whole)
-                self._fill(block, self._pristine[block])
+        stuck = [block for block, source in sources.items() if not self._memory[block].adopt(source)]
+        for block in stuck:
+            self._memory[block] = memory.make(sources[block], self._device)
+        reached = reached and (not stuck or self._rebuild(stuck))
         if update.structure is not None or not reached:
             self._load()  # not before its tensors are filled: a generator's state is one of them
         for index, name, value in update.edits:
@@ -259,19 +261,21 @@ class Mirror:
         bump(bumped)
         self.revision = update.revision
 
-    def _fill(self, block: int, source: Piece) -> None:
-        target = self._storages[block]
-        if target.device.type == "cpu":
-            ctypes.memmove(target.data_ptr(), source.address, source.size)
-        else:
-            target.copy_(devices.upload(source, target.device))
-
 
 def bump(tensors: list[Tensor]) -> None:
     """Move versions, so that torch's check for in-place changes sees what the driver did to its copies."""
     moving = [t for t in tensors if not t.is_inference()]
     if moving:
         torch.autograd.graph.increment_version(moving)
+
+
+def _sources(update: StateUpdate, mail: Mail) -> dict[int, Source]:
+    """Where the bytes of each block are that an update brings."""
+    return {
+        block: Source(mail, blob.packet, offset, size)
+        for blob in update.blobs
+        for block, offset, size in zip(blob.blocks, blob.offsets, blob.sizes, strict=True)
+    }
 
 
 def _members(specs: dict[int, SlotSpec]) -> dict[int, list[int]]:

@@ -1,0 +1,86 @@
+"""Tensors whose own memory other processes of the machine see: nothing of them has to be sent, whatever changes.
+
+Torch can move a storage into shared memory in place (``_share_fd_cpu_``), so that all tensors over it go along: views,
+ties, parameters that an optimizer holds. It cannot take NumPy arrays along, nor whoever else goes by the address. So a
+storage moves only if torch allocated it and every tensor over it is known; else its bytes are sent, as ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import weakref
+from typing import Any
+
+import torch
+
+from raydp_parallel.links.segments import Descriptor, describe
+
+log = logging.getLogger("raydp_parallel")
+
+_PLACE = "/dev/shm"  # where torch makes its shared memory
+_SPARE = 64 * 1024 * 1024
+"""Bytes of it that are left to others. Memory that cannot be had there ends the process when it is written to."""
+
+
+class Exposed:
+    """A storage that other processes see.
+
+    Args:
+        storage: The storage, moved to shared memory.
+        descriptor: Where they find it.
+    """
+
+    def __init__(self, storage: Any, descriptor: Descriptor) -> None:
+        self.storage = storage
+        self.descriptor = descriptor
+
+
+_known: weakref.WeakValueDictionary[int, Exposed] = weakref.WeakValueDictionary()
+
+
+def expose(storage: Any, known: int) -> Exposed | None:
+    """Move a storage to shared memory, if it may move and there is room. See `Link.expose`."""
+    found = _known.get(storage._cdata)
+    if found is not None:
+        return found
+    if not (_is_shared(storage) or (_may_move(storage, known) and _has_room(storage.nbytes()))):
+        return None
+    file, size = storage._share_fd_cpu_()
+    found = _known[storage._cdata] = Exposed(storage, describe(file, size, size))
+    return found
+
+
+def _is_shared(storage: Any) -> bool:
+    """Whether it is in such memory already. By the other of torch's two strategies it would have a name there."""
+    return bool(storage.is_shared()) and torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
+
+
+def _may_move(storage: Any, known: int) -> bool:
+    # One reference is the storage object's in our hand. Memory that torch did not allocate cannot be resized.
+    users = torch._C._storage_Use_Count(storage._cdata) - 1
+    return storage.device.type == "cpu" and storage.resizable() and not storage.is_shared() and users <= known
+
+
+def _has_room(size: int) -> bool:
+    if len(_known) >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4:
+        return False  # each has a file of its own
+    try:
+        found = os.statvfs(_PLACE)
+    except OSError:
+        _tell_once(f"{_PLACE} is missing")
+        return False
+    free = found.f_bavail * found.f_frsize
+    if free < size + _SPARE:
+        _tell_once(f"{_PLACE} has {free / 1e6:.0f} MB left, and {size / 1e6:.0f} MB are wanted")
+    return free >= size + _SPARE
+
+
+_told: set[str] = set()
+
+
+def _tell_once(why: str) -> None:
+    if not _told:
+        _told.add(why)
+        log.warning("weights are copied to the replicas instead of shared: %s", why)

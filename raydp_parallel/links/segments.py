@@ -1,0 +1,144 @@
+"""Segments: memory of this process that others of the machine can map, lent out in slices and recycled.
+
+A segment is an anonymous file of its owner (``memfd_create``); the other side maps ``/proc/<pid>/fd/<n>``. It has no
+name that could be left behind: the kernel frees it with its last mapping, whoever is killed. It is not bound by the
+size of ``/dev/shm``, which is 64 MB in a default container.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+_SMALLEST = 1 << 16
+_PATIENCE = 64
+"""A segment that so many others were preferred to goes back to the system."""
+
+_tokens = itertools.count(1)
+_leases = itertools.count(1)
+
+
+class Descriptor(NamedTuple):
+    """What another process needs to see some memory.
+
+    Attributes:
+        token: Names the memory, for good, among its owner's.
+        path: Where to map it from.
+        inode: What must be found there. The owner may have closed the file and opened another since.
+        length: Bytes of the memory.
+        size: Bytes of it that count.
+        lease: Names this use of a segment, for the word that it is no longer read; 0 for memory that is not lent.
+        given: Whether it is the receiver's to write to, as long as it uses it.
+    """
+
+    token: int
+    path: str
+    inode: int
+    length: int
+    size: int
+    lease: int = 0
+    given: bool = False
+
+
+def describe(file: int, length: int, size: int) -> Descriptor:
+    """The descriptor of a file that this process holds open."""
+    return Descriptor(next(_tokens), f"/proc/{os.getpid()}/fd/{file}", os.fstat(file).st_ino, length, size)
+
+
+class _Segment:
+    """Anonymous memory that another process of the same user can map."""
+
+    def __init__(self, length: int) -> None:
+        self.used = 0
+        self._file = os.memfd_create("raydp_parallel", os.MFD_CLOEXEC)
+        os.ftruncate(self._file, length)
+        self.array = np.frombuffer(mmap.mmap(self._file, length), dtype=np.uint8)
+        self.descriptor = describe(self._file, length, length)
+        weakref.finalize(self, os.close, self._file)
+
+
+class Slice:
+    """A segment lent out; free again when this is garbage.
+
+    Args:
+        segment: The memory.
+        size: Bytes that count.
+        given: Whether the receiver may write to it.
+        free: Takes the segment back.
+    """
+
+    def __init__(self, segment: _Segment, size: int, given: bool, free: Callable[[_Segment], None]) -> None:
+        self.array = segment.array[:size]
+        self.descriptor = segment.descriptor._replace(size=size, lease=next(_leases), given=given)
+        weakref.finalize(self, free, segment).atexit = False
+
+
+class Arena:
+    """Segments of this process, recycled by size."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[_Segment]] = defaultdict(list)
+        self._clock = 0
+
+    def take(self, size: int, given: bool = False) -> Slice:
+        """Memory for ``size`` bytes."""
+        self._clock += 1
+        if self._clock % _PATIENCE == 0:
+            self._sweep()
+        length = max(_SMALLEST, 1 << (size - 1).bit_length())
+        # No lock: finalizers give back at any moment, also while this runs; list operations are atomic.
+        try:
+            segment = self._free[length].pop()
+        except IndexError:
+            segment = _Segment(length)
+        segment.used = self._clock
+        return Slice(segment, size, given, self._give_back)
+
+    def _give_back(self, segment: _Segment) -> None:
+        self._free[segment.descriptor.length].append(segment)
+
+    def _sweep(self) -> None:
+        # What a finalizer appends meanwhile may be lost here: then it goes back to the system too.
+        for length, segments in list(self._free.items()):
+            self._free[length] = [s for s in segments if s.used > self._clock - _PATIENCE]
+
+    def close(self) -> None:
+        """Free what is not lent out."""
+        self._free.clear()
+
+
+class Ledger:
+    """What of this process's memory another one may still use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lent: dict[int, tuple[Slice, int]] = {}
+
+    def lend(self, lent: Slice) -> None:
+        """A slice is on its way, perhaps once more."""
+        with self._lock:
+            _, times = self._lent.get(lent.descriptor.lease, (lent, 0))
+            self._lent[lent.descriptor.lease] = (lent, times + 1)
+
+    def returned(self, lease: int, times: int) -> None:
+        """The other one no longer uses what it got so many times."""
+        with self._lock:
+            lent, left = self._lent.pop(lease, (None, 0))
+            if lent is not None and left > times:
+                self._lent[lease] = (lent, left - times)
+
+    def settle(self, held: dict[int, int]) -> None:
+        """The other one says all that it holds, and how often it got it; with the rest it is done."""
+        with self._lock:
+            self._lent = {lease: (self._lent[lease][0], times) for lease, times in held.items() if lease in self._lent}
+
+    def __len__(self) -> int:
+        return len(self._lent)

@@ -1,0 +1,186 @@
+"""Calls to one replica: over its direct line, or as Ray tasks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+
+from raydp_parallel.actor import METHODS, give_back, sample, shows, take_back
+from raydp_parallel.crew import Death
+from raydp_parallel.line import Line, LineCut
+from raydp_parallel.links import Arena, Descriptor, Exposed, Ledger, Mappings, Packet, Slice
+
+log = logging.getLogger("raydp_parallel")
+
+_FRAME = 1 << 15
+"""Bytes that a socket takes in whether or not anybody reads."""
+
+
+class Pending:
+    """A call on its way: over the line, or as a Ray task.
+
+    Args:
+        door: Whose call it is.
+        number: Its number at that door.
+        ref: The Ray task, None if it went over the line.
+    """
+
+    def __init__(self, door: RemoteDoor, number: int, ref: Any) -> None:
+        self._door = door
+        self._line = door.line
+        self._number = number
+        self._ref = ref
+
+    def result(self, timeout: float | None) -> Any:
+        """Wait for the answer."""
+        if self._ref is not None or self._line is None:
+            return ray.get(self._ref, timeout=timeout)
+        try:
+            answer = self._line.receive(self._number, timeout)
+        except LineCut:
+            ray.get(self._door.actor.hello.remote(), timeout=timeout)  # raises with the cause of the death
+            return Death("its direct line was cut")
+        return self._door.opened(answer)
+
+    def give_up(self) -> None:
+        """Nobody waits any more."""
+        if self._ref is None and self._line is not None:
+            self._line.give_up(self._number)
+
+
+class Lost:
+    """A call that could not be sent, because nobody is there.
+
+    Args:
+        error: What was seen.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self, timeout: float | None) -> Death:
+        """What came of it."""
+        return Death(in_short(self._error))
+
+    def give_up(self) -> None:
+        """Nothing is on its way."""
+
+
+class RemoteDoor:
+    """The driver's side of an actor's door.
+
+    Args:
+        actor: The actor.
+    """
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        self.line: Line | None = None
+        self.shares = False
+        self._number = 0
+        self._missed = False
+        self._mappings = Mappings()
+        self._ledger = Ledger()
+
+    def call_directly(self, number: int = 0, timeout: float | None = None) -> None:
+        """Open a direct line, if that can be had; else calls stay Ray tasks.
+
+        Args:
+            number: The first call that goes over it.
+            timeout: Seconds to wait for calls that still run there.
+        """
+        found = ray.get(self.actor.open_line.remote(number, self._mappings.held()), timeout=timeout)
+        if found is None:
+            return
+        address, held = found
+        try:
+            self.line = Line(address, self.opened)
+            self._ledger.settle(held)
+        except OSError as error:
+            log.info("no direct line to a replica on this node (%s): calls go through Ray, 1 ms each", error)
+
+    def submit(
+        self,
+        method: str,
+        header: bytes,
+        beside: Sequence[Packet],
+        timeout: float | None = None,
+    ) -> Pending | Lost:
+        """Send a call. What lies in the object store only Ray can carry."""
+        number = self._number
+        try:
+            self._mend(number, timeout)
+            self._number, self._missed = number + 1, True
+            pending = self._send(number, method, header, beside)
+            self._missed = False
+            return pending
+        except (OSError, ray.exceptions.RayError) as error:
+            return Lost(error)
+
+    def _send(self, number: int, method: str, header: bytes, beside: Sequence[Packet]) -> Pending:
+        if not self.shares:
+            beside = [_copyable(packet) for packet in beside]
+        large = len(header) + sum(len(packet) for packet in beside if isinstance(packet, np.ndarray)) > _FRAME
+        if (
+            self.line is None
+            or any(isinstance(packet, ray.ObjectRef) for packet in beside)
+            # The replica may be in the midst of a long answer, and would not read before that is taken.
+            or (large and self.line.busy)
+        ):
+            plain = [_copyable(packet) for packet in beside]
+            return Pending(self, number, getattr(self.actor, method).remote(number, header, *plain))
+        for packet in beside:
+            if isinstance(packet, Slice):
+                self._ledger.lend(packet)
+        self.line.send(number, [give_back(self._mappings), bytes([METHODS.index(method)]), header, *beside])
+        return Pending(self, number, None)
+
+    def _mend(self, number: int, timeout: float | None) -> None:
+        """See that the replica waits for this call, and not for one that broke off or was never sent."""
+        broken = self.line is not None and not self.line.intact
+        if broken or self._missed:
+            had_line = self.line is not None
+            self.close()
+            if had_line:
+                self.call_directly(number, timeout)
+            else:
+                ray.get(self.actor.skip_to.remote(number), timeout=timeout)
+            self._missed = False
+
+    def opened(self, answer: list[Any]) -> Any:
+        """An answer with its packets in reach; what lies in shared memory is kept there until it is garbage here."""
+        take_back(answer[0], self._ledger)
+        parts = [self._mappings.find(part) if isinstance(part, Descriptor) else part for part in answer[1:]]
+        return tuple(parts) if len(parts) > 1 else parts[0]
+
+    def share(self, arena: Arena, always: bool) -> bool:
+        """Use shared memory on the line, if both sides can read the other's."""
+        if self.line is not None:
+            probe, shown = sample(arena)
+            self._ledger.lend(probe)
+            found = ray.get(self.actor.share.remote(probe.descriptor, shown))
+            if found is not None and shows(self._mappings.find(found[0]), found[1]):
+                ray.get(self.actor.start_sharing.remote(always))
+                self.shares = True
+        return self.shares
+
+    def close(self) -> None:
+        """Hang up."""
+        if self.line is not None:
+            self.line.close()
+
+
+def _copyable(packet: Packet) -> Packet:
+    """A packet as Ray, or a line without shared memory, can carry it."""
+    if isinstance(packet, Exposed):
+        return packet.descriptor
+    return packet.array if isinstance(packet, Slice) else packet
+
+
+def in_short(error: Exception) -> str:
+    """What Ray says of a death, without its advice."""
+    return " ".join(str(error).split()).partition(" Some common causes")[0]
