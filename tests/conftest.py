@@ -11,6 +11,18 @@ import torch
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--link shared`` runs the suite with another link than the default."""
+    parser.addoption("--link", default="auto", help="the link of tests that do not choose one: Options(link=...)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the chosen link the default."""
+    from raydp_parallel import Options
+
+    Options.__init__.__kwdefaults__["link"] = config.getoption("--link")
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     """A running Ray node with 1 CPU, so that replicas compute with one thread, and 2 fake GPUs."""

@@ -13,8 +13,6 @@ import os
 import weakref
 from collections import deque
 
-import numpy as np
-
 from raydp_parallel.links.base import PAGE, Packet, Piece
 from raydp_parallel.links.segments import Descriptor
 
@@ -22,13 +20,39 @@ _PATIENCE = 64
 """A mapping that was not used while so many others were goes."""
 
 _CROWD = 64
-"""So many packets may be in use where they lie. More are copied: each keeps a file of its owner's open."""
+"""So many packets may be in use where they lie. More are copied: each keeps a file open on both sides."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, *[ctypes.c_size_t] * 1, *[ctypes.c_int] * 3, ctypes.c_long)
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MAP_FIXED = 0x10
 _WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
+
+
+class _Region:
+    """A mapped run of a file, until it is garbage. Python's own ``mmap`` would keep the file open for each.
+
+    Args:
+        file: The file.
+        offset: Where the run begins, on a page.
+        length: Its bytes.
+        flags: Private or shared.
+    """
+
+    def __init__(self, file: int, offset: int, length: int, flags: int) -> None:
+        self.length = length
+        self.address = _mmap(None, length, flags, file, offset)
+        weakref.finalize(self, _libc.munmap, self.address, length).atexit = False
+
+
+def _mmap(address: int | None, length: int, flags: int, file: int, offset: int) -> int:
+    found: int = _libc.mmap(address, length, _WRITABLE, flags, file, offset)
+    if found == ctypes.c_void_p(-1).value:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{length} bytes of another process's memory cannot be mapped: {os.strerror(number)}")
+    return found
 
 
 class Found:
@@ -42,17 +66,28 @@ class Found:
     def __init__(self, descriptor: Descriptor, mappings: Mappings) -> None:
         self.descriptor = descriptor
         self._mappings = mappings
+        self._file: int | None = None
 
     def piece(self) -> Piece:
         """The memory itself."""
-        array = self._mappings.map(self.descriptor)
-        return Piece(array.__array_interface__["data"][0], self.descriptor.size, (array, self))
+        region = self._mappings.map(self)
+        return Piece(region.address, self.descriptor.size, (region, self))
 
     def take(self) -> Piece | None:
         """The memory for one's own use; None if too much is in use already."""
         if not self._mappings.admit(self):
             return None
         return self.piece() if self.descriptor.given else Private(self, 0, self.descriptor.size).piece
+
+    def file(self) -> int:
+        """The file, open as long as this is in use: its owner may close it before."""
+        if self._file is None:
+            file = os.open(self.descriptor.path, os.O_RDWR | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, file).atexit = False
+            if os.fstat(file).st_ino != self.descriptor.inode:
+                raise OSError(f"{self.descriptor.path} is not the memory that was meant")
+            self._file = file
+        return self._file
 
 
 class Private:
@@ -66,20 +101,13 @@ class Private:
 
     def __init__(self, found: Found, offset: int, size: int) -> None:
         self._found, self._offset, self._size = found, offset, size
-        begin = offset // PAGE * PAGE
-        file = open_file(found.descriptor)
-        try:
-            length = offset - begin + size
-            self._map = mmap.mmap(file, length, flags=mmap.MAP_PRIVATE, prot=_WRITABLE, offset=begin)
-        finally:
-            os.close(file)
-        whole = np.frombuffer(self._map, dtype=np.uint8)
-        self._address = whole.__array_interface__["data"][0] + offset - begin
+        within = offset % PAGE
+        self._region = _Region(found.file(), offset - within, size + within, mmap.MAP_PRIVATE)
 
     @property
     def piece(self) -> Piece:
         """The memory of the window; the window lives as long as anybody uses it."""
-        return Piece(self._address, self._size, self)
+        return Piece(self._region.address + self._offset % PAGE, self._size, self)
 
     def again(self) -> Private:
         """Another window on the same bytes."""
@@ -87,21 +115,15 @@ class Private:
 
     def refresh(self) -> None:
         """Drop what was written."""
-        self._map.madvise(mmap.MADV_DONTNEED)
+        _libc.madvise(self._region.address, self._region.length, mmap.MADV_DONTNEED)
 
     def turn_to(self, packet: Packet, offset: int, size: int) -> bool:
         """Show other memory at the same address, if it lies there as this does."""
-        if not isinstance(packet, Found) or size != self._size or offset % PAGE != self._offset % PAGE:
+        within = offset % PAGE
+        if not isinstance(packet, Found) or size != self._size or within != self._offset % PAGE:
             return False
-        file = open_file(packet.descriptor)
-        try:
-            within = offset % PAGE
-            address = self._address - within
-            fixed = mmap.MAP_PRIVATE | _MAP_FIXED
-            if _libc.mmap(address, size + within, _WRITABLE, fixed, file, offset - within) != address:
-                raise OSError(ctypes.get_errno(), f"{packet.descriptor.path} cannot be mapped")
-        finally:
-            os.close(file)
+        region = self._region
+        _mmap(region.address, region.length, mmap.MAP_PRIVATE | _MAP_FIXED, packet.file(), offset - within)
         self._found, self._offset = packet, offset
         return True
 
@@ -115,7 +137,7 @@ class Mappings:
     """Memory of another process, mapped once each, and the word which of it is no longer used."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[np.ndarray, int]] = {}
+        self._known: dict[int, tuple[_Region, int]] = {}
         self._clock = 0
         self._found: weakref.WeakValueDictionary[int, Found] = weakref.WeakValueDictionary()
         self._times: dict[int, int] = {}
@@ -152,28 +174,13 @@ class Mappings:
         self._used.add(found)
         return True
 
-    def map(self, descriptor: Descriptor) -> np.ndarray:
-        """All of the memory that a descriptor is about."""
+    def map(self, found: Found) -> _Region:
+        """All of some memory."""
         self._clock += 1
         if self._clock % _PATIENCE == 0:
             self._known = {t: known for t, known in self._known.items() if known[1] > self._clock - _PATIENCE}
-        whole = self._known[descriptor.token][0] if descriptor.token in self._known else _map(descriptor)
-        self._known[descriptor.token] = whole, self._clock
-        return whole
-
-
-def open_file(descriptor: Descriptor) -> int:
-    """The file of a descriptor, to be closed by the caller."""
-    file = os.open(descriptor.path, os.O_RDWR | os.O_CLOEXEC)
-    if os.fstat(file).st_ino != descriptor.inode:
-        os.close(file)
-        raise OSError(f"{descriptor.path} is not the memory that was meant")
-    return file
-
-
-def _map(descriptor: Descriptor) -> np.ndarray:
-    file = open_file(descriptor)
-    try:
-        return np.frombuffer(mmap.mmap(file, descriptor.length), dtype=np.uint8)
-    finally:
-        os.close(file)
+        token = found.descriptor.token
+        known = self._known.get(token)
+        region = known[0] if known else _Region(found.file(), 0, found.descriptor.length, mmap.MAP_SHARED)
+        self._known[token] = region, self._clock
+        return region

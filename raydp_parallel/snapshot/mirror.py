@@ -244,12 +244,11 @@ class Mirror:
         # New contents that come with a new version are for torch's check to find, as after an optimizer's step. Those
         # that come without are new memory in the driver (``p.data = q``), where graphs keep the old.
         told = {self._specs[slot].block for slot in update.bumped if slot in self._specs}
-        untold = sources.keys() - told
-        reached = not (graphs_alive and untold) or self._renew(untold)
-        stuck = [block for block, source in sources.items() if not self._memory[block].adopt(source)]
-        for block in stuck:
+        untold = sources.keys() - told if graphs_alive else set()
+        anew = [b for b, source in sources.items() if b in untold or not self._memory[b].adopt(source)]
+        for block in anew:
             self._memory[block] = memory.make(sources[block], self._device)
-        reached = reached and (not stuck or self._rebuild(stuck))
+        reached = not anew or self._rebuild(anew)
         if update.structure is not None or not reached:
             self._load()  # not before its tensors are filled: a generator's state is one of them
         for index, name, value in update.edits:
