@@ -1,4 +1,4 @@
-"""Interleaved timing: every contender once per round, medians over rounds, ratios to the first; and what is kept."""
+"""Interleaved timing: every contender once per round, medians over rounds, and ratios; what is shown and kept."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -95,11 +96,16 @@ class Report(NamedTuple):
 def interleaved(contenders: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 5) -> dict[str, float]:
     """Median milliseconds of each contender, taken in turn so that a noisy machine is noisy for all.
 
-    A contender that returns a float has timed itself, in seconds.
+    The turns of a round are in a new order each time: some contenders leave work behind, such as memory that Ray frees
+    later, and it should not always be the same one that pays. A contender that returns a float has timed itself, in
+    seconds.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
+    turns = [*contenders.items()]
+    order = random.Random(0)
     for number in range(warmup + rounds):
-        for name, run in contenders.items():
+        order.shuffle(turns)
+        for name, run in turns:
             start = time.perf_counter()
             own = run()
             seconds = own if isinstance(own, float) else time.perf_counter() - start

@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,14 +65,28 @@ def change(net: nn.Module) -> None:
 def run(effort: Effort) -> Report:
     """Memory of a replica."""
     size = MEGABYTES if effort is not Effort.SMOKE else 4
-    raydp_parallel.DataParallel(nn.Linear(4, 2), ["cpu"])(torch.ones(1, 4))
+    with raydp_parallel.Executor(["cpu"]) as executor:
+        found = measure(executor, size)
+    peak, before = found["peak"]["forwards"], found["before"]
+    what = f"a replica's private memory, {size} MB of weights, most during forwards: to the weights"
+    notes = [
+        "Training adds one set of gradients to a replica and one to the driver.",
+        f"The driver held the weights before: {before['driver']['private']:.0f} MB private then.",
+    ]
+    question = "Does a CPU replica hold a second copy of the weights?"
+    data = {"megabytes": {"megabytes": size, **found}}
+    return Report("memory", question, [_table(found, size)], [Asked(what, peak / size, LIMIT)], data, notes)
+
+
+def measure(executor: raydp_parallel.Executor, size: int) -> dict[str, Any]:
+    """MB of both processes before and after, and the most that the replica had for itself over what it had before."""
+    raydp_parallel.DataParallel(nn.Linear(4, 2), executor=executor)(torch.ones(1, 4))
     net = perceptron(size)
     change(net)
-    model = raydp_parallel.DataParallel(net, ["cpu"])
+    model = raydp_parallel.DataParallel(net, executor=executor)
     x = torch.randn(1, net[0].in_features)  # type: ignore[index]
-    (replica,) = model.executor.replicas()
+    (replica,) = executor.replicas()
     processes = {"replica": replica.pid, "driver": os.getpid()}
-    before = {name: memory(pid) for name, pid in processes.items()}
 
     def forwards() -> None:
         for _ in range(3):
@@ -84,29 +99,23 @@ def run(effort: Effort) -> Report:
             model(x).sum().backward()
             change(net)
 
-    peak = most_private(replica.pid, forwards) - before["replica"]["private"]
-    after = {name: memory(pid) for name, pid in processes.items()}
-    training_peak = most_private(replica.pid, training) - before["replica"]["private"]
-    trained = {name: memory(pid) for name, pid in processes.items()}
-    rows = []
-    for when, found in (("after forwards", after), ("after training steps", trained)):
-        for name in processes:
-            grown = [found[name][kind] - before[name][kind] for kind in ("private", "shared", "pss")]
-            rows.append([f"{name}, {when}", *(round(mb) for mb in grown), grown[2] / size])
-    rows.append(["replica, most at any moment of forwards", round(peak), "", "", peak / size])
-    rows.append(["replica, most at any moment of training", round(training_peak), "", "", training_peak / size])
+    found: dict[str, Any] = {"before": {name: memory(pid) for name, pid in processes.items()}, "peak": {}}
+    for when, work in (("forwards", forwards), ("training steps", training)):
+        found["peak"][when] = most_private(replica.pid, work) - found["before"]["replica"]["private"]
+        found[when] = {name: memory(pid) for name, pid in processes.items()}
+    return found
+
+
+def _table(found: dict[str, Any], size: int) -> Table:
+    rows: list[list[Any]] = []
+    for when in ("forwards", "training steps"):
+        for name, then in found["before"].items():
+            grown = [found[when][name][kind] - then[kind] for kind in ("private", "shared", "pss")]
+            rows.append([f"{name}, after {when}", *(round(mb) for mb in grown), grown[2] / size])
+    for when, peak in found["peak"].items():
+        rows.append([f"replica, most at any moment of {when}", round(peak), "", "", peak / size])
     columns = ["grown by", "private MB", "shared MB", "Pss MB", "to the weights"]
-    asked = [
-        Asked(f"a replica's private memory, {size} MB of weights, forwards: most to the weights", peak / size, LIMIT)
-    ]
-    data = {"megabytes": size, "before": before, "after": after, "trained": trained, "peak": peak}
-    notes = [
-        "Training adds one set of gradients to a replica and one to the driver.",
-        f"The driver held the weights before: {before['driver']['private']:.0f} MB private then.",
-    ]
-    question = "Does a CPU replica hold a second copy of the weights?"
-    table = Table(f"memory, {size} MB of weights, one CPU replica", columns, rows)
-    return Report("memory", question, [table], asked, {"megabytes": data}, notes)
+    return Table(f"memory, {size} MB of weights, one CPU replica", columns, rows)
 
 
 if __name__ == "__main__":

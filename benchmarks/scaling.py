@@ -47,7 +47,7 @@ def slope(points: dict[int, float]) -> float:
 
 def run(effort: Effort) -> Report:
     """Scaling to 16 replicas."""
-    counts = COUNTS if effort is not Effort.SMOKE else COUNTS[:3]
+    counts = COUNTS if effort is not Effort.SMOKE else COUNTS[:2]
     net = nn.Linear(4, 2)
     actors = echo.start(counts[-1])
     contenders: dict[str, Callable[[], None]] = {}

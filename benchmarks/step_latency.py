@@ -76,7 +76,9 @@ def run(effort: Effort) -> Report:
     data = {"step": steps(effort)}
     tables = [compared(f"tiny step, {REPLICAS} replicas", data["step"])]
     notes = []
-    if importlib.util.find_spec("transformers") is not None:
+    if effort is Effort.SMOKE:
+        notes.append("The check of a ResNet-50 is left out")
+    elif importlib.util.find_spec("transformers") is not None:
         data["resnet50_check"] = resnet_check(effort)
         tables.append(compared("learning that a ResNet-50 did not change", data["resnet50_check"]))
     else:

@@ -21,7 +21,7 @@ from benchmarks.peers import PEERS, Peer, Weights, missing
 
 LIMITS = dict(zip(CASES, (1.05, 0.9, 1.0, 1.0), strict=True))
 REPLICAS = 2
-ROUNDS = 30
+ROUNDS = 24
 _CLOSE = 1e-6
 _FIRST = next(iter(PEERS))
 
