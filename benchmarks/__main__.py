@@ -3,51 +3,43 @@
 from __future__ import annotations
 
 import argparse
-import importlib
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import ray
-
-import raydp_parallel
 from benchmarks import summary
-from benchmarks.measure import RESULTS, Effort, connect, keep, show
+from benchmarks.measure import RESULTS
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, keep, summarize."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, keep, summarize. What fails is said, and does not keep the others from being measured."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="benchmark", help=f"which, by default all: {summary.NAMES}")
+    parser.add_argument("names", nargs="*", metavar="benchmark", help=f"by default all: {', '.join(summary.NAMES)}")
     parser.add_argument("--quick", action="store_true", help="an eighth of the rounds")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where to keep the results")
     options = parser.parse_args(arguments)
     unknown = set(options.names) - set(summary.NAMES)
     if unknown:
         parser.error(f"no benchmark named {', '.join(sorted(unknown))}; there are {', '.join(summary.NAMES)}")
-    effort = Effort.QUICK if options.quick else Effort.FULL
-    connect()
-    try:
-        for name in options.names or summary.NAMES:
-            measure(name, effort, options.results)
-    finally:
-        ray.shutdown()
+    flags = [*(["--quick"] if options.quick else []), "--results", str(options.results)]
+    failed = [name for name in options.names or summary.NAMES if not ran(name, flags)]
     for written in summary.write(options.results):
         print(f"wrote {written}")
+    if failed:
+        print(f"failed, so that the summary has no new numbers of them: {', '.join(failed)}")
+    return len(failed)
 
 
-def measure(name: str, effort: Effort, folder: Path) -> None:
-    """One benchmark, with replicas of its own."""
+def ran(name: str, flags: Sequence[str]) -> bool:
+    """Run one benchmark in a process and a Ray of its own: what one leaves behind must not slow the next."""
+    print(f"== {name}", end="\n\n", flush=True)
     start = time.perf_counter()
-    try:
-        report = importlib.import_module(f"benchmarks.{name}").run(effort)
-    finally:
-        raydp_parallel.shutdown()
-    print(f"== {name}: {report.question}", end="\n\n")
-    show(report)
+    code = subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *flags], check=False).returncode
     print(f"  took {time.perf_counter() - start:.0f} s", end="\n\n", flush=True)
-    keep(report, effort, folder)
+    return code == 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
