@@ -1,4 +1,4 @@
-"""All benchmarks, and their summary: `python -m benchmarks`, or with `--quick` in about two minutes."""
+"""All benchmarks, and their summary: `python -m benchmarks`, or with `--quick` in two to three minutes."""
 
 from __future__ import annotations
 
