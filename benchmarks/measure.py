@@ -1,46 +1,155 @@
-"""Interleaved timing: every contender once per round, medians over rounds, ratios to the first."""
+"""Interleaved timing: every contender once per round, medians over rounds, and ratios; what is shown and kept."""
 
 from __future__ import annotations
 
+import argparse
+import datetime
 import json
 import os
 import platform
+import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 import torch
 
+import raydp_parallel
+
 RESULTS = Path(__file__).parent / "results"
 
 
-def interleaved(contenders: dict[str, Callable[[], Any]], rounds: int, warmup: int = 5) -> dict[str, float]:
-    """Median milliseconds of each contender, taken in turn so that a noisy machine is noisy for all."""
+class Effort(Enum):
+    """How long to measure: one round to see that it runs, an eighth of the rounds, or all."""
+
+    SMOKE = "smoke"
+    QUICK = "quick"
+    FULL = "full"
+
+    def rounds(self, full: int) -> int:
+        """How many rounds, where a full run takes so many."""
+        return {"smoke": 1, "quick": max(3, full // 8), "full": full}[self.value]
+
+    @property
+    def warmup(self) -> int:
+        """Rounds that are not counted."""
+        return {"smoke": 1, "quick": 3, "full": 5}[self.value]
+
+
+class Table(NamedTuple):
+    """Numbers to read.
+
+    Attributes:
+        title: What they are.
+        columns: Their names.
+        rows: One list per line.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+
+class Asked(NamedTuple):
+    """A ratio, and what it should be at most.
+
+    Attributes:
+        what: Of what to what.
+        value: The ratio.
+        limit: What was asked.
+    """
+
+    what: str
+    value: float
+    limit: float
+
+    @property
+    def met(self) -> bool:
+        """Whether it is as asked."""
+        return self.value <= self.limit
+
+
+class Report(NamedTuple):
+    """What a benchmark found.
+
+    Attributes:
+        name: Of the benchmark, and of its file of results.
+        question: What it answers.
+        tables: The numbers.
+        asked: The ratios that have a limit.
+        data: The medians, for plots and comparisons.
+        notes: What a reader must know.
+    """
+
+    name: str
+    question: str
+    tables: Sequence[Table]
+    asked: Sequence[Asked]
+    data: Mapping[str, Any]
+    notes: Sequence[str] = ()
+
+
+def interleaved(contenders: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 5) -> dict[str, float]:
+    """Median milliseconds of each contender, taken in turn so that a noisy machine is noisy for all.
+
+    The turns of a round are in a new order each time: some contenders leave work behind, such as memory that Ray frees
+    later, and it should not always be the same one that pays. A contender that returns a float has timed itself, in
+    seconds.
+    """
     times: dict[str, list[float]] = {name: [] for name in contenders}
+    turns = [*contenders.items()]
+    order = random.Random(0)
     for number in range(warmup + rounds):
-        for name, run in contenders.items():
+        order.shuffle(turns)
+        for name, run in turns:
             start = time.perf_counter()
-            run()
+            own = run()
+            seconds = own if isinstance(own, float) else time.perf_counter() - start
             if number >= warmup:
-                times[name].append((time.perf_counter() - start) * 1e3)
+                times[name].append(seconds * 1e3)
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def table(medians: dict[str, float]) -> str:
-    """Milliseconds, and the ratio to the first row, which is the floor."""
-    floor = next(iter(medians.values()))
-    width = max(map(len, medians))
-    rows = [f"{name.ljust(width)}  {ms:9.3f} ms  {ms / floor:6.2f} x" for name, ms in medians.items()]
-    return "\n".join(rows)
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds that some work takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def compared(title: str, medians: Mapping[str, float]) -> Table:
+    """Milliseconds, and the ratio to the first row."""
+    first = next(iter(medians))
+    rows = [[name, ms, ms / medians[first]] for name, ms in medians.items()]
+    return Table(title, ["", "ms", f"to {first}"], rows)
+
+
+def shown(value: Any) -> str:
+    """A cell as text: three significant digits, but whole numbers whole."""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def as_text(table: Table) -> str:
+    """A table in columns."""
+    lines = [[str(name) for name in table.columns], *([shown(cell) for cell in row] for row in table.rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligned = (
+        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+        for line in lines
+    )
+    return "\n".join([table.title, *(f"  {line}" for line in aligned)])
 
 
 def machine() -> dict[str, Any]:
     """What the numbers were taken on."""
     return {
-        "processor": platform.processor() or platform.machine(),
+        "processor": _processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -48,8 +157,64 @@ def machine() -> dict[str, Any]:
     }
 
 
-def keep(name: str, results: dict[str, Any]) -> None:
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def connect() -> None:
+    """Start a Ray of this program's own, quiet, unless one is connected."""
+    if not ray.is_initialized():
+        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+
+
+def replicas_threads(replicas: int) -> int:
+    """Torch's threads for each of so many workers that share this machine."""
+    return max(1, (os.cpu_count() or 1) // replicas)
+
+
+def keep(report: Report, effort: Effort, folder: Path = RESULTS) -> None:
     """Write the last results beside the benchmarks."""
-    RESULTS.mkdir(exist_ok=True)
-    text = json.dumps({"machine": machine(), **results}, indent=2)
-    (RESULTS / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    folder.mkdir(exist_ok=True, parents=True)
+    found = {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "effort": effort.value,
+        "machine": machine(),
+        **report._asdict(),
+        "tables": [table._asdict() for table in report.tables],
+        "asked": [{**asked._asdict(), "met": asked.met} for asked in report.asked],
+    }
+    (folder / f"{report.name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def show(report: Report) -> None:
+    """Print the tables and the ratios."""
+    for table in report.tables:
+        print(as_text(table), end="\n\n")
+    for asked in report.asked:
+        word = "met" if asked.met else "NOT MET"
+        print(f"  {asked.what}: {shown(asked.value)}, asked at most {shown(asked.limit)}: {word}")
+    print(*(f"  {note}" for note in report.notes), sep="\n", flush=True)
+
+
+def alone(run: Callable[[Effort], Report]) -> None:
+    """Run one benchmark as a program."""
+    parser = argparse.ArgumentParser(description=run.__doc__)
+    parser.add_argument("--quick", action="store_true", help="an eighth of the rounds")
+    parser.add_argument("--smoke", action="store_true", help="one round, to see that it runs; nothing is kept")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where to keep the results")
+    options = parser.parse_args()
+    effort = Effort.SMOKE if options.smoke else Effort.QUICK if options.quick else Effort.FULL
+    connect()
+    try:
+        report = run(effort)
+    finally:
+        raydp_parallel.shutdown()
+        ray.shutdown()
+    show(report)
+    if effort is not Effort.SMOKE:
+        keep(report, effort, options.results)

@@ -1,6 +1,6 @@
 """What does a step cost beyond the two trips it cannot avoid?
 
-`python -m benchmarks.step_latency` compares, interleaved, on the same two CPU replicas:
+`python -m benchmarks.step_latency` compares, interleaved, on two CPU replicas and two plain Ray actors:
 - two fan-out round trips of an empty method, the floor;
 - one forward and backward of a tiny model;
 - a forward with nothing changed under no_grad, against one empty round trip;
@@ -11,30 +11,30 @@ does for each replica (`_replicate_for_data_parallel` of all modules).
 
 from __future__ import annotations
 
-import argparse
-from typing import Any
+import importlib.util
 
-import ray
 import torch
 from torch import nn
 
 import raydp_parallel
-from benchmarks.measure import interleaved, keep, machine, table
+from benchmarks.measure import Asked, Effort, Report, alone, compared, interleaved
+from benchmarks.peers import echo
+
+REPLICAS = 2
+ROUNDS = 400
+TRIPS, STEP = "two empty round trips", "forward + backward"
 
 
-def steps(replicas: int, rounds: int) -> dict[str, float]:
+def steps(effort: Effort) -> dict[str, float]:
     """Step latency against empty round trips."""
-    model = raydp_parallel.DataParallel(nn.Linear(4, 2), ["cpu"] * replicas)
-    x = torch.randn(2 * replicas, 4)
+    model = raydp_parallel.DataParallel(nn.Linear(4, 2), ["cpu"] * REPLICAS)
+    x = torch.randn(2 * REPLICAS, 4)
     model(x)
-    doors = [seat.door.actor for seat in model.executor.seats(model.device_ids)]
-
-    def empty() -> None:
-        ray.get([door.empty.remote() for door in doors])
+    actors = echo.start(REPLICAS)
 
     def two_trips() -> None:
-        empty()
-        empty()
+        echo.fan_out(actors)
+        echo.fan_out(actors)
 
     def step() -> None:
         model(x).sum().backward()
@@ -43,15 +43,17 @@ def steps(replicas: int, rounds: int) -> dict[str, float]:
         with torch.no_grad():
             model(x)
 
-    contenders = {"two empty round trips": two_trips, "forward + backward": step, "forward, no_grad": no_grad}
-    contenders["one empty round trip"] = empty
+    contenders = {TRIPS: two_trips, STEP: step, "forward, no_grad": no_grad}
+    contenders["one empty round trip"] = lambda: echo.fan_out(actors)
     contenders["one trip over the direct line"] = model.executor.flush
-    return interleaved(contenders, rounds)
+    medians = interleaved(contenders, effort.rounds(ROUNDS), effort.warmup)
+    echo.end(actors)
+    return medians
 
 
-def resnet_check(rounds: int) -> dict[str, float]:
+def resnet_check(effort: Effort) -> dict[str, float]:
     """The check for changes against torch's replication, on a ResNet-50 with 286 modules."""
-    from transformers import ResNetConfig, ResNetForImageClassification
+    from transformers import ResNetConfig, ResNetForImageClassification  # optional
 
     net = ResNetForImageClassification(ResNetConfig()).eval()
     modules = [*net.modules()]
@@ -63,24 +65,29 @@ def resnet_check(rounds: int) -> dict[str, float]:
         for module in modules:
             module._replicate_for_data_parallel()
 
-    return interleaved({f"torch, {len(modules)} modules": torch_replica, "our check": master.sync}, rounds, 20)
+    contenders = {f"torch, {len(modules)} modules": torch_replica, "our check": master.sync}
+    return interleaved(contenders, effort.rounds(ROUNDS // 4), effort.warmup)
 
 
-def main() -> dict[str, Any]:
-    """Measure, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=400)
-    parser.add_argument("--replicas", type=int, default=2)
-    options = parser.parse_args()
+def run(effort: Effort) -> Report:
+    """Step latency."""
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    results = {"step": steps(options.replicas, options.rounds), "resnet50_check": resnet_check(options.rounds // 4)}
-    print(machine())
-    for medians in results.values():
-        print(table(medians), end="\n\n")
-    keep("step_latency", {"replicas": options.replicas, "median_ms": results})
-    raydp_parallel.shutdown()
-    return results
+    data = {"step": steps(effort)}
+    tables = [compared(f"tiny step, {REPLICAS} replicas", data["step"])]
+    notes = []
+    if effort is Effort.SMOKE:
+        notes.append("The check of a ResNet-50 is left out")
+    elif importlib.util.find_spec("transformers") is not None:
+        data["resnet50_check"] = resnet_check(effort)
+        tables.append(compared("learning that a ResNet-50 did not change", data["resnet50_check"]))
+    else:
+        notes.append("The check of a ResNet-50 is left out: not installed: transformers")
+    torch.set_num_threads(threads)
+    asked = [Asked("tiny step to two fan-out round trips", data["step"][STEP] / data["step"][TRIPS], 1.2)]
+    question = "What does a step cost beyond the two trips it cannot avoid?"
+    return Report("step_latency", question, tables, asked, {"median_ms": data}, notes)
 
 
 if __name__ == "__main__":
-    main()
+    alone(run)

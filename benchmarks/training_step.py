@@ -1,139 +1,82 @@
-"""How fast is a training step, beside one process with all threads and beside DDP?
+"""How fast is a training step, beside the peers?
 
-`python -m benchmarks.training_step` trains the same net in turn, one step each, on as many CPU replicas as DDP has
-processes, with the cores shared among them: a small perceptron (2.1 M parameters, batch 64) and a larger one (16.8 M,
-batch 256). The last column is the ratio to DDP over gloo. At the end all hold the same weights, which is checked.
+`python -m benchmarks.training_step` trains four nets, each in one interleaved run of all that can train it, on two
+workers or replicas with the cores shared among them: DDP over gloo, Ray Train's TorchTrainer, Accelerate, a naive Ray
+driver (weights into the object store each step, gradients back as lists of tensors), and one process with all threads.
+Each makes a few steps in its turn. At the end all must hold the same weights.
+
+The peers' workers time themselves and make the steps of a turn without waiting for the driver, which favours them; ours
+is timed as the user sees it. All have the defaults of their makers, and as many threads as a fair share of the cores.
+A peer whose package is missing is left out.
 """
 
 from __future__ import annotations
 
-import argparse
-import copy
-import os
-import tempfile
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from benchmarks.measure import Asked, Effort, Report, Table, alone, interleaved
+from benchmarks.nets import CASES
+from benchmarks.peers import PEERS, Peer, Weights, missing
 
-import raydp_parallel
-from benchmarks.measure import interleaved, keep, machine
-
-CASES = {"MLP 2.1 M, batch 64": (1024, 64), "MLP 16.8 M, batch 256": (2896, 256)}
+LIMITS = dict(zip(CASES, (1.05, 0.9, 1.0, 1.0), strict=True))
+REPLICAS = 2
+ROUNDS = 24
+_CLOSE = 1e-6
+_FIRST = next(iter(PEERS))
 
 
-def make(width: int) -> nn.Module:
-    """A perceptron with two square layers."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
-    )  # fmt: skip
+def measure(case: str, peers: dict[str, Peer], effort: Effort) -> tuple[dict[str, float], dict[str, Weights]]:
+    """Milliseconds per step of each, and the weights at the end, in one interleaved run."""
+    for peer in peers.values():
+        peer.begin(case)
+    steps = CASES[case].steps if effort is not Effort.SMOKE else 1
+    turns = {name: partial(_turn, peer, steps) for name, peer in peers.items()}
+    medians = interleaved(turns, effort.rounds(ROUNDS), min(effort.warmup, 3) if effort is not Effort.QUICK else 1)
+    return medians, {name: peer.finish() for name, peer in peers.items()}
 
 
-def batch(width: int, rows: int) -> tuple[Tensor, Tensor]:
-    """The same rows for everybody."""
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(rows, width, generator=generator), torch.randint(0, 10, (rows,), generator=generator)
+def _turn(peer: Peer, steps: int) -> float:
+    return peer.steps(steps) / steps
 
 
-def stepper(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
-    """One training step of a plain loop."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def step() -> None:
-        loss = nn.functional.cross_entropy(model(x), y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    return step
+def check(case: str, found: dict[str, Weights]) -> None:
+    """All ended with the same weights, but for rounding: one process sums over rows in another order."""
+    sums = {name: w.checksum for name, w in found.items()}
+    low, high = min(sums.values()), max(sums.values())
+    if high - low > _CLOSE * high:
+        raise RuntimeError(f"{case}: different weights at the end, checksums {sums}")
 
 
-def checksum(model: nn.Module) -> float:
-    """Of all weights."""
-    return float(sum(p.detach().double().abs().sum() for p in model.parameters()))
+def run(effort: Effort, names: Sequence[str] | None = None) -> Report:
+    """Training step beside the peers."""
+    peers = {name: PEERS[name](REPLICAS) for name in names or PEERS if not missing(name)}
+    tables, asked, data = [], [], {}
+    for case in CASES if effort is not Effort.SMOKE else [next(iter(CASES))]:
+        medians, found = measure(case, peers, effort)
+        check(case, found)
+        data[case] = medians
+        tables.append(_table(case, medians, found))
+        ratio = medians["raydp_parallel"] / medians[_FIRST]
+        asked.append(Asked(f"{case}: step to {_FIRST}", ratio, LIMITS[case]))
+    for peer in peers.values():
+        peer.close()
+    notes = [f"{name} left out: not installed: {', '.join(missing(name))}" for name in PEERS if missing(name)]
+    notes.append("Peers are timed inside their workers, without the driver's word to step, which favours them.")
+    notes.append("The ResNet-like net has group norm, because batch norm over chunks is not batch norm over the batch.")
+    question = "How fast is a training step, beside the peers?"
+    return Report("training_step", question, tables, asked, {"median_ms": data}, notes)
 
 
-def ddp_worker(rank: int, world: int, threads: int, width: int, rows: int, file: str, pipe: Any) -> None:
-    """One process of DDP: a step for each word that comes, the checksum at the end."""
-    torch.set_num_threads(threads)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
-    x, y = (part.chunk(world)[rank] for part in batch(width, rows))
-    model = DistributedDataParallel(make(width))
-    step = stepper(model, x, y)
-    while pipe.recv():
-        step()
-        pipe.send(None)
-    pipe.send(checksum(model))
-    dist.destroy_process_group()
-
-
-class Ddp:
-    """DDP's processes, which make a step when told."""
-
-    def __init__(self, world: int, threads: int, width: int, rows: int) -> None:
-        self.pipes, self.processes = [], []
-        file = os.path.join(tempfile.mkdtemp(), "store")
-        for rank in range(world):
-            ours, theirs = mp.get_context("spawn").Pipe()
-            arguments = (rank, world, threads, width, rows, file, theirs)
-            process = mp.get_context("spawn").Process(target=ddp_worker, args=arguments)
-            process.start()
-            self.pipes.append(ours)
-            self.processes.append(process)
-
-    def step(self) -> None:
-        """One step of all."""
-        for pipe in self.pipes:
-            pipe.send(True)
-        for pipe in self.pipes:
-            pipe.recv()
-
-    def close(self) -> float:
-        """End them; returns the checksum of their weights."""
-        for pipe in self.pipes:
-            pipe.send(False)
-        sums = [pipe.recv() for pipe in self.pipes]
-        for process in self.processes:
-            process.join()
-        return float(sums[0])
-
-
-def measure(width: int, rows: int, world: int, rounds: int) -> dict[str, float]:
-    """Milliseconds per step of each, in one interleaved run."""
-    x, y = batch(width, rows)
-    plain, wrapped = make(width), make(width)
-    model = raydp_parallel.DataParallel(wrapped, ["cpu"] * world)
-    threads = max(1, (os.cpu_count() or 1) // world)
-    ddp = Ddp(world, threads, width, rows)
-    steps = {"DDP gloo": ddp.step, "raydp_parallel": stepper(model, x, y), "one process": stepper(plain, x, y)}
-    medians = interleaved(steps, rounds)
-    sums = [ddp.close(), checksum(wrapped), checksum(plain)]
-    assert max(sums) - min(sums) < 1e-6 * max(sums), f"different weights: {sums}"
-    return medians
-
-
-def main() -> dict[str, Any]:
-    """Measure, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--replicas", type=int, default=2)
-    options = parser.parse_args()
-    results = {}
-    print(machine())
-    for name, (width, rows) in CASES.items():
-        results[name] = medians = measure(width, rows, options.replicas, options.rounds)
-        print(name)
-        for peer, ms in medians.items():
-            print(f"  {peer.ljust(15)} {ms:9.2f} ms  {ms / medians['DDP gloo']:6.2f} x")
-    keep("training_step", {"replicas": options.replicas, "median_ms": copy.deepcopy(results)})
-    raydp_parallel.shutdown()
-    return results
+def _table(case: str, medians: dict[str, float], found: dict[str, Weights]) -> Table:
+    first = found[_FIRST]
+    rows = []
+    for name, ms in medians.items():
+        same = "yes" if found[name].digest == first.digest else "no"
+        rows.append([name, ms, ms / medians[_FIRST], f"{found[name].checksum:.9g}", same])
+    columns = ["", "ms per step", f"to {_FIRST}", "checksum", f"bits as {_FIRST}"]
+    return Table(f"{case}, {REPLICAS} workers", columns, rows)
 
 
 if __name__ == "__main__":
-    main()
+    alone(run)

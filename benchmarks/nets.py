@@ -1,0 +1,149 @@
+"""The nets that are trained: each with its batch, and with a loss that every way of training can compute.
+
+All numbers of rows are powers of two, so that a mean of means over equal chunks is the mean over all, to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Case(NamedTuple):
+    """One net, and what it is trained on.
+
+    Attributes:
+        make: Makes the net, the same for everybody.
+        batch: Makes the batch, the same for everybody.
+        loss: The loss of a net, wrapped or not, for a batch or a chunk of it.
+        steps: How many steps a contender makes in its turn.
+    """
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[], tuple[Tensor, Tensor]]
+    loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
+    steps: int
+
+
+def classify(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The loss computed outside of the net: its outputs travel to the driver."""
+    return F.cross_entropy(net(x), y)
+
+
+def inside(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The loss computed inside the net, one number per row, as language models do."""
+    loss: Tensor = net(x, y).mean()
+    return loss
+
+
+def perceptron(width: int) -> nn.Module:
+    """Two square layers."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
+    )  # fmt: skip
+
+
+def vectors(width: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Rows and classes."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, width, generator=generator), torch.randint(0, 10, (rows,), generator=generator)
+
+
+class Block(nn.Module):
+    """Two convolutions and a way past them. Normalized by group: what batch norm does depends on who has which rows."""
+
+    def __init__(self, into: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(into, out, 3, stride, 1, bias=False)
+        self.norm1 = nn.GroupNorm(8, out)
+        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.norm2 = nn.GroupNorm(8, out)
+        same = stride == 1 and into == out
+        self.past = nn.Identity() if same else nn.Conv2d(into, out, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block's output."""
+        return F.relu(self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))) + self.past(x))
+
+
+def residual() -> nn.Module:
+    """A small ResNet: three stages of two blocks, 2.8 M parameters."""
+    torch.manual_seed(0)
+    widths = [(32, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1), (128, 256, 2), (256, 256, 1)]
+    stem = [nn.Conv2d(3, 32, 3, 1, 1, bias=False), nn.GroupNorm(8, 32), nn.ReLU()]
+    blocks = [Block(*shape) for shape in widths]
+    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
+
+
+def images(rows: int) -> tuple[Tensor, Tensor]:
+    """Images and classes."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, 3, 32, 32, generator=generator), torch.randint(0, 10, (rows,), generator=generator)
+
+
+WIDTH, HEADS, LAYERS, WORDS, LENGTH = 768, 12, 2, 8192, 64
+"""GPT-2 small's width and heads, with two of its twelve layers and a sixth of its vocabulary."""
+
+
+class Layer(nn.Module):
+    """Attention and a perceptron, each normalized before and added to what came in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attend, self.project = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.widen, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output."""
+        rows, length, _ = x.shape
+        parts = self.attend(self.norm1(x)).view(rows, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(*parts, is_causal=True)
+        x = x + self.project(mixed.transpose(1, 2).reshape(rows, length, WIDTH))
+        return x + self.narrow(F.gelu(self.widen(self.norm2(x)), approximate="tanh"))
+
+
+class Gpt(nn.Module):
+    """A small GPT-2: learned positions, the output layer tied to the embedding, no dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.layers = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight
+        nn.init.normal_(self.words.weight, std=0.02)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """The loss of each row."""
+        x = self.words(ids) + self.places.weight
+        logits = self.head(self.norm(self.layers(x)))
+        return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(1)
+
+
+def language() -> nn.Module:
+    """The language model, 20.5 M parameters."""
+    torch.manual_seed(0)
+    return Gpt()
+
+
+def texts(rows: int) -> tuple[Tensor, Tensor]:
+    """Words, and the words that follow."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, WORDS, (rows, LENGTH + 1), generator=generator)
+    return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+CASES = {
+    "MLP 2.1 M, batch 64": Case(lambda: perceptron(1024), lambda: vectors(1024, 64), classify, 4),
+    "MLP 16.8 M, batch 256": Case(lambda: perceptron(2896), lambda: vectors(2896, 256), classify, 1),
+    "ResNet-like 2.8 M, batch 16": Case(residual, lambda: images(16), classify, 1),
+    "GPT-2-like 20.5 M, batch 4 x 64": Case(language, lambda: texts(4), inside, 1),
+}
+"""By name, so that other processes find them."""

@@ -1,0 +1,111 @@
+"""What does it cost that weights have changed?
+
+`python -m benchmarks.weights_sweep` times forwards of perceptrons with 1, 40 and 400 MB of weights, one small row for
+each of two CPU replicas, so that a forward does little but read the weights. Before it nothing was changed, or one
+layer, or all layers: in place as an optimizer does, by `load_state_dict`, or replaced by `p.data = q`. The changes
+themselves are the user's and are not timed. The floor is the plain module's forward of one row, with one thread: what
+each replica cannot avoid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+import raydp_parallel
+from benchmarks.measure import Asked, Effort, Report, alone, compared, interleaved, timed
+
+SIZES = (1, 40, 400)
+LAYERS = 10
+REPLICAS = 2
+LIMIT = 1.05
+_FACTOR = 1.0001
+UNCHANGED, ONE, IN_PLACE = "nothing changed", "one layer changed", "all changed in place"
+LOADED, REPLACED = "all changed by load_state_dict", "all replaced by p.data = q"
+FLOOR = "floor: plain module, one row"
+
+
+def perceptron(megabytes: int) -> nn.Module:
+    """Square layers that together have so many MB of weights."""
+    width = int((megabytes * 1024 * 1024 / 4 / LAYERS) ** 0.5)
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
+
+
+def changes(net: nn.Module) -> dict[str, Callable[[], None]]:
+    """Each kind of change, to make before a forward."""
+    weights = [*net.parameters()]
+    saved = {name: value.clone() for name, value in net.state_dict().items()}
+
+    @torch.no_grad()
+    def scale(chosen: list[nn.Parameter]) -> None:
+        torch._foreach_mul_(chosen, _FACTOR)
+
+    def load() -> None:
+        for value in saved.values():
+            value.mul_(_FACTOR)
+        net.load_state_dict(saved)
+
+    def replace() -> None:
+        for parameter in weights:
+            parameter.data = parameter.data * _FACTOR
+
+    return {
+        UNCHANGED: lambda: None,
+        ONE: partial(scale, weights[:1]),
+        IN_PLACE: partial(scale, weights),
+        LOADED: load,
+        REPLACED: replace,
+    }
+
+
+@torch.no_grad()
+def forward(model: nn.Module, x: Tensor, change: Callable[[], None]) -> float:
+    """Seconds of a forward after a change."""
+    change()
+    return timed(lambda: model(x))
+
+
+@torch.no_grad()
+def alone_forward(net: nn.Module, x: Tensor) -> float:
+    """Seconds of the plain module's forward, with one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return timed(lambda: net(x))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def measure(megabytes: int, effort: Effort) -> dict[str, float]:
+    """Milliseconds of a forward after each kind of change."""
+    net = perceptron(megabytes)
+    x = torch.randn(REPLICAS, net[0].in_features)  # type: ignore[index]
+    model = raydp_parallel.DataParallel(net, ["cpu"] * REPLICAS)
+    contenders: dict[str, Callable[[], float]] = {FLOOR: partial(alone_forward, net, x[:1])}
+    contenders.update({name: partial(forward, model, x, change) for name, change in changes(net).items()})
+    rounds = max(10, min(200, 2000 // megabytes))
+    return interleaved(contenders, effort.rounds(rounds), min(effort.warmup, 2 if megabytes >= 100 else 5))
+
+
+def run(effort: Effort) -> Report:
+    """Weights sweep."""
+    tables, asked, data = [], [], {}
+    for megabytes in SIZES if effort is not Effort.SMOKE else SIZES[:1]:
+        data[str(megabytes)] = medians = measure(megabytes, effort)
+        raydp_parallel.shutdown()
+        tables.append(compared(f"forward, {megabytes} MB of weights, {REPLICAS} replicas", medians))
+        asked += [
+            Asked(
+                f"forward, {megabytes} MB of weights: {name} to {UNCHANGED}", medians[name] / medians[UNCHANGED], LIMIT
+            )
+            for name in (IN_PLACE, LOADED, REPLACED)
+        ]
+    question = "What does it cost that weights have changed?"
+    return Report("weights_sweep", question, tables, asked, {"median_ms": data})
+
+
+if __name__ == "__main__":
+    alone(run)
