@@ -266,6 +266,7 @@ class ReplicaActor(Door):
     """
 
     def __init__(self, device: str, link: str, index: int) -> None:
+        devices.keep_freed_memory()
         place = "cuda:0" if device == "gpu" and torch.cuda.is_available() else "cpu"
         super().__init__(place, link_for(link))
         self._index = index

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from raydp_parallel.links import Piece
+from raydp_parallel.links import Arena, Piece
 from raydp_parallel.messages import Hello, TensorSpec
 
 
@@ -83,6 +83,20 @@ def _read_in_place(source: Piece, spec: TensorSpec, dtype: torch.dtype) -> torch
     return tensor.set_(view(run).untyped_storage(), 0, spec.shape, spec.stride)
 
 
+_recycled = Arena(shared=False)
+
+RECYCLED = 1 << 20
+"""Bytes from which it pays to compute into memory that was used before (measured)."""
+
+
+def recycled(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An empty tensor on the CPU, in memory that goes from one to the next: pages new from the system are slow."""
+    size = math.prod(shape) * dtype.itemsize
+    lent = _recycled.take(size)
+    run = Piece(lent.array.__array_interface__["data"][0], size, lent)
+    return view(run).view(dtype).view(tuple(shape))
+
+
 def _read_window(
     storage: torch.UntypedStorage, device: torch.device, spec: TensorSpec, dtype: torch.dtype
 ) -> torch.Tensor:
@@ -123,6 +137,9 @@ def upload(source: Piece, device: torch.device) -> torch.Tensor:
     return view(source).to(device, copy=True)
 
 
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT = 1 << 29
+
 _GOLDEN = 0x9E3779B97F4A7C15
 _SEED_BITS = (1 << 63) - 1
 
@@ -141,6 +158,14 @@ def use_threads(device: torch.device, count: int | None) -> None:
     """Compute with so many threads from now on, on a CPU."""
     if count is not None and device.type == "cpu" and torch.get_num_threads() != count:
         torch.set_num_threads(count)
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep memory that it freed, up to a limit, instead of giving it back and asking for new pages."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _KEPT)
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
 
 
 def finish(device: torch.device) -> None:

@@ -1,10 +1,13 @@
-"""The autograd Function behind scatter."""
+"""The autograd Functions behind scatter and gather."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from raydp_parallel import devices
 
 
 class Scatter(torch.autograd.Function):
@@ -26,7 +29,39 @@ class Scatter(torch.autograd.Function):
         if known is None:
             return None, None, None
         whole = [known.new_zeros(size) if grad is None else grad for grad, size in zip(grads, ctx.sizes, strict=True)]
-        return None, None, torch.cat(whole, ctx.dim)
+        return None, None, join_along(whole, ctx.dim)
+
+
+class Gather(torch.autograd.Function):
+    """``torch.cat`` into memory that was used before; its backward is made of views, as that of ``torch.cat`` is."""
+
+    @staticmethod
+    def forward(ctx: Any, dim: int, *tensors: torch.Tensor) -> torch.Tensor:
+        """Concatenate."""
+        ctx.set_materialize_grads(False)
+        ctx.dim, ctx.sizes = dim, [tensor.shape[dim] for tensor in tensors]
+        shape = list(tensors[0].shape)
+        shape[dim] = sum(ctx.sizes)
+        return torch.cat(tensors, dim, out=devices.recycled(shape, tensors[0].dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        """Split."""
+        (grad,) = grads
+        return None, *([None] * len(ctx.sizes) if grad is None else grad.split(ctx.sizes, ctx.dim))
+
+
+def join_along(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """The concatenation of tensors of one dtype and device."""
+    if sum(tensor.nbytes for tensor in tensors) < devices.RECYCLED or not all(map(_is_plain, tensors)):
+        return torch.cat(tuple(tensors), dim)
+    joined: torch.Tensor = Gather.apply(dim, *tensors)
+    return joined
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    ordinary = type(tensor) is torch.Tensor and tensor.layout is torch.strided and devices.is_cpu(tensor.device)
+    return ordinary and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def split_tensor(tensor: torch.Tensor, chunks: int, dim: int) -> tuple[torch.Tensor, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from raydp_parallel.batch.functions import join_along
 from raydp_parallel.options import Scalars
 
 SCALARS: tuple[str, ...] = ("vector", "mean", "sum", "weighted_mean")
@@ -39,7 +40,7 @@ def join_tensors(tensors: Sequence[Tensor], how: Gathering) -> Tensor:
         if how.dim == 0:
             tensors = _vectors(tensors)
     _check_shapes(tensors, how.dim)
-    return torch.cat(_placed(tensors, how), how.dim)
+    return join_along(_placed(tensors, how), how.dim)
 
 
 def _placed(tensors: Sequence[Tensor], how: Gathering) -> list[Tensor]:

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -65,6 +65,18 @@ class _Segment:
         weakref.finalize(self, os.close, self._file)
 
 
+class _Scratch:
+    """Memory of this process alone, in huge pages where the system has them."""
+
+    def __init__(self, length: int) -> None:
+        self.used = 0
+        memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self.array = np.frombuffer(memory, dtype=np.uint8)
+        self.descriptor = Descriptor(0, "", 0, length, length)  # which leads nowhere
+
+
 class Slice:
     """A segment lent out; free again when this is garbage.
 
@@ -75,17 +87,22 @@ class Slice:
         free: Takes the segment back.
     """
 
-    def __init__(self, segment: _Segment, size: int, given: bool, free: Callable[[_Segment], None]) -> None:
+    def __init__(self, segment: _Segment | _Scratch, size: int, given: bool, free: Callable[[Any], None]) -> None:
         self.array = segment.array[:size]
         self.descriptor = segment.descriptor._replace(size=size, lease=next(_leases), given=given)
         weakref.finalize(self, free, segment).atexit = False
 
 
 class Arena:
-    """Segments of this process, recycled by size."""
+    """Segments of this process, recycled by size: pages that were touched before are many times faster than new ones.
 
-    def __init__(self) -> None:
-        self._free: dict[int, list[_Segment]] = defaultdict(list)
+    Args:
+        shared: Whether other processes can map them.
+    """
+
+    def __init__(self, shared: bool = True) -> None:
+        self._make: Callable[[int], _Segment | _Scratch] = _Segment if shared else _Scratch
+        self._free: dict[int, list[_Segment | _Scratch]] = defaultdict(list)
         self._clock = 0
 
     def take(self, size: int, given: bool = False) -> Slice:
@@ -98,11 +115,11 @@ class Arena:
         try:
             segment = self._free[length].pop()
         except IndexError:
-            segment = _Segment(length)
+            segment = self._make(length)
         segment.used = self._clock
         return Slice(segment, size, given, self._give_back)
 
-    def _give_back(self, segment: _Segment) -> None:
+    def _give_back(self, segment: _Segment | _Scratch) -> None:
         self._free[segment.descriptor.length].append(segment)
 
     def _sweep(self) -> None:

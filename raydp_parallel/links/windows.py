@@ -28,6 +28,7 @@ _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MAP_FIXED = 0x10
+_POPULATE_READ = 22
 _WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
@@ -102,7 +103,9 @@ class Private:
     def __init__(self, found: Found, offset: int, size: int) -> None:
         self._found, self._offset, self._size = found, offset, size
         within = offset % PAGE
-        self._region = _Region(found.file(), offset - within, size + within, mmap.MAP_PRIVATE)
+        self._region = region = _Region(found.file(), offset - within, size + within, mmap.MAP_PRIVATE)
+        # All pages at once, to be read; where the kernel does not know how, they come one by one.
+        _libc.madvise(region.address, region.length, _POPULATE_READ)
 
     @property
     def piece(self) -> Piece:
