@@ -20,13 +20,15 @@ PACKAGE = Path(raydp_parallel.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("context", "errors", "links", "monitor", "options"),
-    ("line", "messages"),
+    ("joining", "line", "messages"),
     ("crew", "devices", "outcome"),
-    ("batch", "codec", "seats"),
-    ("reduction", "snapshot"),
-    ("replica",),
+    ("batch", "codec", "respawn", "seats"),
+    ("jobs", "reduction", "snapshot"),
+    ("replay", "replica"),
     ("actor",),
     ("cluster", "local"),
+    ("roster",),
+    ("dispatch",),
     ("executor",),
     ("bridge",),
     ("calling",),
@@ -36,7 +38,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 """The rooms, from the ground up. A folder is one room. A room imports only from lower floors."""
 
 FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}
-ROOMS_WITH_RAY = {"actor", "cluster"}
+ROOMS_WITH_RAY = {"actor", "cluster", "joining"}
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 
 
