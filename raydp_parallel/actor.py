@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import select
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +46,7 @@ class Door:
         self._link = link
         self._turns = Turnstile()
         self._mappings = Mappings()
+        self._followed = 0
         self._lent: dict[int, Slice] = {}
 
     def forward(self, number: int, header: bytes, *beside: Any) -> Any:
@@ -115,7 +117,14 @@ class Door:
         return address
 
     def _serve(self, listener: Any) -> None:
-        line.serve(listener, self._answer_line)
+        line.serve(listener, self._answer_line, self._follow)
+
+    def _follow(self, driver: int) -> None:
+        """End with the driver, however it ends. Ray takes seconds to notice that one was killed."""
+        if driver and not self._followed and hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):
+                self._followed = os.pidfd_open(driver)
+                threading.Thread(target=_end_with, args=(self._followed,), name="raydp-driver", daemon=True).start()
 
     def _answer_line(self, number: int, buffers: list[Any]) -> Sequence[Any]:
         """Answer a call that came over the line: method and leases that were read; header; packets."""
@@ -207,6 +216,14 @@ def link_for(name: str, put: Any = None, get: Any = None) -> Link:
 def shared_link(arena: Arena) -> Link:
     """The link between processes of one machine."""
     return BySize(InlineLink(), SharedLink(arena))
+
+
+def _end_with(process: int) -> None:
+    """Wait for the end of a process, by its descriptor, and end this one."""
+    waiting = select.poll()
+    waiting.register(process, select.POLLIN)
+    waiting.poll()
+    os._exit(0)
 
 
 def _node() -> str:

@@ -90,9 +90,20 @@ class _Forward:
         self.call = bridge.Call(executor, [], [], unused)
         self.sends: list[int] = []
         self.verified = True
+        self.graphs: list[Graph | None] = []
 
     def run(self) -> list[Any]:
         """The chunks' outputs."""
+        try:
+            return self._run()
+        except BaseException:
+            # The exception's traceback may keep this alive for long.
+            for graph in self.graphs:
+                if graph is not None:
+                    graph.drop()
+            raise
+
+    def _run(self) -> list[Any]:
         answers = self._attempt()
         reruns = 0
         while not self.verified and reruns < _MOST_RERUNS:

@@ -136,9 +136,20 @@ def listen() -> tuple[str, socket.socket] | None:
     return address, listener
 
 
-def serve(listener: socket.socket, answer: Callable[[int, list[Any]], Sequence[Any]]) -> None:
-    """Answer one caller's calls, until it hangs up."""
-    connection = _accept(listener)
+def serve(
+    listener: socket.socket,
+    answer: Callable[[int, list[Any]], Sequence[Any]],
+    meet: Callable[[int], None] = lambda process: None,
+) -> None:
+    """Answer one caller's calls, until it hangs up.
+
+    Args:
+        listener: Where it calls.
+        answer: Answers a call.
+        meet: Is told the caller's process, as this one knows it; 0 if it cannot be seen from here.
+    """
+    connection, process = _accept(listener)
+    meet(process)
     try:
         while True:
             number, buffers = read_frame(connection)
@@ -149,13 +160,14 @@ def serve(listener: socket.socket, answer: Callable[[int, list[Any]], Sequence[A
         connection.close()
 
 
-def _accept(listener: socket.socket) -> socket.socket:
+def _accept(listener: socket.socket) -> tuple[socket.socket, int]:
     while True:
         connection, _ = listener.accept()
         peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-        if _PEER.unpack(peer)[1] == os.getuid():
+        process, user, _ = _PEER.unpack(peer)
+        if user == os.getuid():
             listener.close()
-            return connection
+            return connection, process
         connection.close()
 
 

@@ -100,9 +100,7 @@ PLAN = {
     0: ["forward 1"],
     1: ["late forward 0"],
     2: ["backward 1"],
-    3: ["backward 0", "late forward 1"],
-    5: ["forward 0", "forward 0"],  # the second time in the replay
-    6: ["backward 0", "backward 0"],
+    3: ["backward 0", "backward 0"],  # the second time in the replay
 }
 
 
@@ -112,26 +110,25 @@ def undisturbed(chunks: int, folder: Path, steps: int, **how: Any) -> list[Tenso
         return train(executor, folder, steps, {}, **how)
 
 
-@pytest.mark.parametrize("how", [{"twice": True}, {"checkpointed": True}], ids=str)
-@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize(("chunks", "how"), [(2, {"twice": True}), (3, {"checkpointed": True})], ids=str)
 def test_training_ends_with_the_same_bits(
     chunks: int, how: dict[str, Any], two: Executor, three: Executor, tmp_path: Path
 ) -> None:
     """Deaths in forward and backward, of chunk 0 and of others, in a replay: losses, state and generator are equal."""
-    expected = undisturbed(chunks, tmp_path, 8, **how)
+    expected = undisturbed(chunks, tmp_path, 5, **how)
     executor = whole(two if chunks == 2 else three)
     count = Count(executor)
-    found = train(executor, tmp_path, 8, PLAN, **how)
+    found = train(executor, tmp_path, 5, PLAN, **how)
     assert armed(tmp_path) == []
     assert same(found, expected)
-    assert count()[0] >= 9
+    assert count()[0] == 5
 
 
 def test_a_gradient_penalty_ends_with_the_same_bits(two: Executor, tmp_path: Path) -> None:
     """Graphs of graphs are made again, too: deaths in the first derivative, in the second, and between."""
-    plan = {0: ["second 1"], 1: ["forward 0", "backward 1"], 2: ["backward 0"], 3: ["second 0", "second 0"]}
-    expected = undisturbed(2, tmp_path, 5, penalty=True, twice=True)
-    found = train(whole(two), tmp_path, 5, plan, penalty=True, twice=True)
+    plan = {0: ["second 1"], 1: ["forward 0", "backward 1"], 2: ["second 0"]}
+    expected = undisturbed(2, tmp_path, 4, penalty=True, twice=True)
+    found = train(whole(two), tmp_path, 4, plan, penalty=True, twice=True)
     assert armed(tmp_path) == []
     assert same(found, expected)
 
@@ -190,12 +187,12 @@ def test_a_replica_that_somebody_killed_through_ray(two: Executor) -> None:
     assert torch.equal(model(torch.ones(4, 4)), expected)
 
 
-@pytest.mark.parametrize("options", [{"direct_line": False}, {"link": "object_store"}, {"link": "inline"}], ids=str)
+@pytest.mark.parametrize("options", [{"direct_line": False}, {"link": "object_store"}], ids=str)
 def test_every_way_of_calling_survives(options: dict[str, Any], tmp_path: Path) -> None:
     """As Ray tasks, and by each link."""
-    expected = undisturbed(2, tmp_path, 3)
+    expected = undisturbed(2, tmp_path, 2)
     with Executor(TWO, options=Options(**options)) as executor:
-        assert same(train(executor, tmp_path, 3, {1: ["late forward 1"], 2: ["backward 0"]}), expected)
+        assert same(train(executor, tmp_path, 2, {0: ["late forward 1"], 1: ["backward 0"]}), expected)
 
 
 # --- exactly once ---
