@@ -14,11 +14,12 @@ import argparse
 import contextlib
 import json
 import logging
-import multiprocessing
 import os
 import random
 import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -32,7 +33,7 @@ from torch.nn.utils import spectral_norm
 
 from benchmarks.measure import RESULTS, keep, machine
 from benchmarks.training_step import Ddp, batch, make, stepper
-from raydp_parallel import DataParallel, Executor, Options
+from raydp_parallel import DataParallel, Executor, Options, ReplicaStats
 
 CALL_TIMEOUT = 3.0
 
@@ -84,11 +85,8 @@ class Trainer:
         return [*tensors, torch.stack(self.losses), torch.get_rng_state()]
 
 
-def burn(seconds: float) -> None:
-    """Take a core away from the others."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        pass
+BURN = "import time\nend = time.time() + 0.5\nwhile time.time() < end: pass"
+"""Takes a core away from the others."""
 
 
 class Chaos(threading.Thread):
@@ -119,7 +117,7 @@ class Chaos(threading.Thread):
         what = self.random.choices([*self.done], [90, 2, 4, 4])[0]
         try:
             if what == "starved":
-                multiprocessing.get_context("spawn").Process(target=burn, args=(0.5,), daemon=True).start()
+                subprocess.run([sys.executable, "-S", "-c", BURN], check=True)
             else:
                 os.kill(pid, signal.SIGKILL if what == "killed" else signal.SIGSTOP)
             if what == "stopped for a while":
@@ -203,6 +201,8 @@ def cost(rounds: int, replicas: int) -> dict[str, Any]:
     calm: list[float] = []
     hit: list[float] = []
     extra: list[float] = []
+    chunks: list[float] = []
+    lost: list[float] = []
     with Executor(["cpu"] * replicas, options=Options(max_restarts_per_hour=1_000_000)) as executor:
         step = stepper(DataParallel(make(width), executor=executor), x, y)
         for _ in range(10):
@@ -211,26 +211,38 @@ def cost(rounds: int, replicas: int) -> dict[str, Any]:
             settle(executor)
             for _ in range(8):
                 step()
+            first = executor.stats()
             around = [timed(step) for _ in range(7)]
             before, typical = executor.stats(), statistics.median(around)
+            chunk = max(map(worked, first.replicas, before.replicas)) / len(around)
             pid = draw.choice(executor.replicas()).pid
-            threading.Timer(draw.uniform(0, 0.9) * typical / 1e3, os.kill, (pid, signal.SIGKILL)).start()
+            timer = threading.Timer(draw.uniform(0, 0.9) * typical / 1e3, os.kill, (pid, signal.SIGKILL))
+            timer.start()
             took = timed(step)
+            timer.join()
             after = executor.stats()
             if after.replays == before.replays:
-                continue  # it had answered already, and was not needed any more
+                step()  # it had answered already, and was not needed any more: this one sees that it died
+                continue
             calm += around
+            chunks.append(chunk)
             hit.append(took)
-            alive = [(a, b) for a, b in zip(before.replicas, after.replicas, strict=True) if b.deaths == a.deaths]
-            chunk = [b.forward_seconds + b.backward_seconds - a.forward_seconds - a.backward_seconds for a, b in alive]
-            # Who stood in computed its own chunk and that of the dead.
-            extra.append(took - typical - max(chunk) / 2 * 1e3)
+            extra.append(took - typical - chunk)
+            lost.append(after.lost_ms - before.lost_ms)
     return {
         "rounds": len(hit),
         "undisturbed step": statistics.median(calm),
+        "a chunk's forward and backward in it": statistics.median(chunks),
         "step with a kill": statistics.median(hit),
-        "over it, without the recompute": statistics.median(extra),
+        "of that, from the notice of the death": statistics.median(lost),
+        "over the undisturbed step and the recompute": statistics.median(extra),
     }
+
+
+def worked(before: ReplicaStats, after: ReplicaStats) -> float:
+    """Milliseconds that a replica computed in between."""
+    seconds = after.forward_seconds + after.backward_seconds - before.forward_seconds - before.backward_seconds
+    return seconds * 1e3
 
 
 def timed(work: Any) -> float:
@@ -329,7 +341,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--penalty", action="store_true")
-    parser.add_argument("--pause", type=float, default=0.8, help="seconds between two deeds, on average")
+    parser.add_argument("--pause", type=float, default=1.2, help="seconds between two deeds, on average")
     parser.add_argument("--rounds", type=int, default=25)
     chosen = parser.parse_args()
     logging.getLogger("raydp_parallel").setLevel(logging.ERROR)

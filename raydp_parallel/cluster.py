@@ -119,6 +119,8 @@ class RemoteDoor:
         if hasattr(os, "pidfd_open"):
             with contextlib.suppress(OSError):
                 self._process = os.pidfd_open(pid)
+                self._let_go = weakref.finalize(self, os.close, self._process)
+                self._let_go.atexit = False
 
     def end(self) -> None:
         """End the process. Ray takes 5 s for one that was stopped, and cannot reach all of them."""
@@ -126,7 +128,7 @@ class RemoteDoor:
         if process is not None:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(process, signal.SIGKILL)
-            os.close(process)
+            self._let_go()
 
     def call_directly(self, number: int = 0, timeout: float | None = None) -> None:
         """Open a direct line, if that can be had; else calls stay Ray tasks.
@@ -287,7 +289,7 @@ class RayCrew:
             return
         door.watch(hello.pid)
         if self._options.direct_line:
-            door.call_directly()
+            door.call_directly(timeout=self._options.placement_timeout)
             if self._arena is not None:
                 door.share(self._arena)
 

@@ -23,7 +23,7 @@ from raydp_parallel.messages import Forget
 from raydp_parallel.roster import Roster
 from raydp_parallel.seats import Seat
 
-_MOST_REPLAYS = {Ending.LOST: 3, Ending.SILENT: 1}
+_MOST_REPLAYS = {Ending.LOST: 5, Ending.SILENT: 1}
 """How often a chunk is given to another replica. What ends one replica after the other is the chunk itself."""
 
 

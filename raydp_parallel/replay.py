@@ -65,6 +65,10 @@ def forward(request: ForwardRequest, inputs: Kept, master: Master, home: Seat, m
     )
 
     def prepare(seat: Seat, mail: Mail) -> ForwardRequest:
+        with master.before_rebinding():
+            return again(seat, mail)
+
+    def again(seat: Seat, mail: Mail) -> ForwardRequest:
         changed = master.changed_since(marks[0])
         if changed is not None:
             raise _changed(f"{changed} was changed")

@@ -74,6 +74,8 @@ class Roster:
             return False
         if self._respawner is not None:
             self._respawner.stop()
+        if self._crew is not None:
+            self._crew.stop([seat.door for seat in self.ready()])
         self._crew = LocalCrew(self.options) if self.options.in_process else cluster.RayCrew(self.options)
         self._respawner = Respawner(self._crew, self.options)
         for seat in self.seats.values():

@@ -258,6 +258,36 @@ def test_an_exception_and_a_death_in_one_call(raises: int, two: Executor, tmp_pa
     assert whole(two)
 
 
+class Remembers(nn.Module):
+    """Keeps what it saw, and what it saw before has its part in the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.times = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = (x * self.weight * self.times).square() + getattr(self, "last", torch.zeros(1))
+        self.times, self.last = self.times + 1, out.detach()[:1]
+        return out
+
+
+def test_one_device_that_rebinds_attributes() -> None:
+    """They come back to the module; a replay finds what the forward found, and changes nothing."""
+    found = []
+    for deadly in (False, True):
+        with Executor(["cpu"]) as executor:
+            model = DataParallel(Remembers(), executor=executor)
+            for number in range(3):
+                out = model(torch.ones(2))
+                if deadly and number:
+                    kill(executor, 0)
+                out.sum().backward()
+            module = model.module
+            found.append([module.weight.grad.item(), module.times, module.last.item(), out.tolist()])
+    assert found[0] == found[1] and found[0][1] == 4
+
+
 # --- what cannot be made again ---
 
 
@@ -305,7 +335,7 @@ class Poison(nn.Module):
 
 def test_a_chunk_that_ends_whoever_runs_it(two: Executor) -> None:
     """Is given up after a few, with an error that says so; the next call works."""
-    with pytest.raises(ReplicaDied, match=r"last of 4 replicas .* the chunk itself may be the reason"):
+    with pytest.raises(ReplicaDied, match=r"last of 6 replicas .* the chunk itself may be the reason"):
         DataParallel(Poison(), executor=whole(two))(torch.arange(2.0))
     assert DataParallel(Poison(), executor=two)(torch.tensor([0.0, 2.0])).tolist() == [0.0, 2.0]
 

@@ -62,3 +62,13 @@ def test_a_driver_that_is_killed_leaves_nothing() -> None:
         while not all(map(gone, pids)) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert all(map(gone, pids))
+
+
+def test_a_cluster_that_is_left_during_a_call(tmp_path: Path) -> None:
+    """A clear error, and the next use starts a new one."""
+    command = [sys.executable, str(HERE / "left_script.py"), str(tmp_path)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert "ClusterError the Ray cluster was left while replicas ran; the next use starts anew" in done.stdout, (
+        done.stdout + done.stderr
+    )
+    assert "the next use works: [6.0]" in done.stdout, done.stdout + done.stderr

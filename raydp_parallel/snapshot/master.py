@@ -28,6 +28,7 @@ from raydp_parallel.snapshot.moments import Mark, Moment, moved, overwritten_sin
 
 _ids = itertools.count(1)
 _SIMPLE = (bool, int, float, str, type(None))
+_MISSING = object()
 
 
 class Update(NamedTuple):
@@ -94,6 +95,7 @@ class Master:
         self._updates: dict[int, Update] = {}
         self._moment = Moment()
         self._disturbed_at = 0
+        self._rebound: list[tuple[nn.Module, str, Any]] = []
 
     def __reduce__(self) -> Any:
         return type(None), ()  # it watches one module of one process; a copy of its wrapper gets its own
@@ -171,6 +173,7 @@ class Master:
 
     def _sync(self) -> None:
         self._sent_before = self.revision
+        self._rebound = []
         if self._image is None or self._look_at_specials() != self._special_look:
             self._restructure()
         elif self._image.changed():
@@ -230,8 +233,21 @@ class Master:
 
     def rebind(self, found: tuple[tuple[int, str, Any], ...]) -> None:
         """Give the master the attributes that a forward gave its only replica, as upstream's one device would."""
-        for index, name, value in found:
-            setattr(self._modules[index], name, value)
+        owners = [(self._modules[index], name, value) for index, name, value in found]
+        self._rebound = [(owner, name, getattr(owner, name, _MISSING)) for owner, name, _ in owners]
+        _set(owners)
+
+    @contextlib.contextmanager
+    def before_rebinding(self) -> Iterator[None]:
+        """Show the attributes that the last forward found, not those that it gave new values."""
+        rebound = self._rebound
+        now = [(owner, name, getattr(owner, name, _MISSING)) for owner, name, _ in rebound]
+        _set(rebound)
+        try:
+            yield
+        finally:
+            _set(now)
+            self._rebound = rebound
 
     def _next_revision(self) -> int:
         self.revision += 1
@@ -306,6 +322,14 @@ class Master:
             bumped=contents.moved_since(held),
         )
         return Update(message, mail.beside, sum(size for blob in message.blobs for size in blob.sizes))
+
+
+def _set(attributes: list[tuple[nn.Module, str, Any]]) -> None:
+    for owner, name, value in attributes:
+        if value is not _MISSING:
+            setattr(owner, name, value)
+        elif hasattr(owner, name):
+            delattr(owner, name)
 
 
 def check_devices(module: nn.Module) -> None:
