@@ -163,7 +163,8 @@ class _Forward:
             forget=seat.forget(),
             overlay=replay.overlay(chunk.master, self.marks[chunk.master], mail),
         )
-        self.made[number] = request, replay.keep(parcel, tensors, "arguments")
+        if graph is not None and self.executor.replays:
+            self.made[number] = request, replay.keep(parcel, tensors, "arguments")
         return request
 
     def _meanwhile(self) -> None:
@@ -208,8 +209,9 @@ class _Forward:
             part = None
             if graph is not None:
                 mark = marks[chunk.master]
-                before_and_after = self.marks[chunk.master], chunk.master.mark()
-                graph.recipe = replay.forward(*self.made[i], chunk.master, chunk.seat, before_and_after)
+                if i in self.made:
+                    before_and_after = self.marks[chunk.master], chunk.master.mark()
+                    graph.recipe = replay.forward(*self.made[i], chunk.master, chunk.seat, before_and_after)
                 part = bridge.Part(chunk.seat, graph, chunk.master, mark, self.owned[i], i == 0)
             self.call.parts.append(part)
 

@@ -101,10 +101,12 @@ class RemoteDoor:
 
     Args:
         actor: The actor.
+        patience: Seconds that a frame may stand still on the line; None waits.
     """
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: Any, patience: float | None = None) -> None:
         self.actor = actor
+        self._patience = patience
         self.line: Line | None = None
         # What abandoned calls were sent with: the replica may still read it. Until it answers a later one.
         self.abandoned: list[Pending] = []
@@ -140,6 +142,8 @@ class RemoteDoor:
         address = ray.get(self.actor.open_line.remote(number), timeout=timeout)
         try:
             self.line = Line(address, self._read) if address is not None else None
+            if self.line is not None and self._patience is not None:
+                self.line.limit(self._patience)
         except OSError as error:
             log.info("no direct line to a replica on this node (%s): calls go through Ray, 1 ms each", error)
 
@@ -308,7 +312,7 @@ class RayCrew:
             actor = ReplicaActor.options(**booked, scheduling_strategy=strategy).remote(  # type: ignore[attr-defined]
                 place.kind, self._options.link, place.number
             )
-            yield place, RemoteDoor(actor)
+            yield place, RemoteDoor(actor, self._options.call_timeout)
 
     def submit(
         self, door: RemoteDoor, method: str, header: bytes, beside: Sequence[Packet], kept: Sequence[Packet] = ()
@@ -336,7 +340,8 @@ class RayCrew:
             return Death(_in_short(error))
 
     def cause(self, door: RemoteDoor, death: Death) -> str:
-        if death.ending is Ending.SILENT:
+        # Ray would start another cluster, were it asked after the end of this one.
+        if death.ending is Ending.SILENT or not self.alive():
             return death.cause
         try:
             ray.get(door.actor.hello.remote(), timeout=_CAUSE_TIMEOUT)

@@ -125,6 +125,11 @@ class Executor:
                 self._recent.append(master)
             return master
 
+    @property
+    def replays(self) -> bool:
+        """Whether calls are run again when a replica dies, and keep what that takes."""
+        return self._roster.replays
+
     def known(self, module: nn.Module) -> Master | None:
         """The watch on a module that a wrapper keeps already, and with it what the replicas hold."""
         master = self._masters.get(id(module))

@@ -58,6 +58,12 @@ class Line:
         self._waiting: set[int] = set()
         self._arrived: dict[int, list[Any]] = {}
 
+    def limit(self, seconds: float) -> None:
+        """Take the line for cut when a frame stands still for so long: the other end hangs in the midst of it."""
+        interval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, interval)
+
     def send(self, number: int, buffers: Sequence[Any]) -> None:
         """Send a call; its answer comes under the same number."""
         self._waiting.add(number)

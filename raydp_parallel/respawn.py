@@ -22,6 +22,7 @@ from raydp_parallel.options import Options
 
 log = logging.getLogger("raydp_parallel")
 
+_LEFT = "the Ray cluster was left while replicas ran; the next use starts anew"
 _HOUR = 3600.0
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 30.0
@@ -146,7 +147,8 @@ class Respawner:
             self._problems[place] = error
             log.error("no replica for device %s: %s", place.device_id, error)
         except Exception as error:  # whatever it was, nobody may wait for ever
-            self._problems[place] = ClusterError(f"no replica could be started for device {place.device_id}: {error!r}")
+            seen = f"no replica could be started for device {place.device_id}: {error!r}"
+            self._problems[place] = ClusterError(seen if self._crew.alive() else _LEFT)
             log.exception("no replica for device %s", place.device_id)
         finally:
             with self._changed:
@@ -174,7 +176,7 @@ class Respawner:
             if self._ended.wait(pause):
                 return None
             if not self._crew.alive():
-                raise ClusterError("the Ray cluster was left while replicas ran; the next use starts anew")
+                raise ClusterError(_LEFT)
             self._book()
             begun = time.monotonic()
             try:
