@@ -13,6 +13,8 @@ from raydp_parallel.errors import (
     ReplicaDied,
     ReplicaError,
     ReplicaExit,
+    RestartsSpent,
+    StateChanged,
     TransferError,
 )
 from raydp_parallel.executor import Executor, shutdown
@@ -38,6 +40,8 @@ __all__ = [
     "ReplicaExit",
     "ReplicaInfo",
     "ReplicaStats",
+    "RestartsSpent",
+    "StateChanged",
     "TransferError",
     "data_parallel",
     "gather",

@@ -8,6 +8,7 @@ import ctypes
 import itertools
 import os
 import pickle
+import select
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -50,6 +51,7 @@ class Door:
         self._turns = Turnstile()
         self._mappings = Mappings()
         self._ledger = Ledger()
+        self._followed = 0
 
     def forward(self, number: int, header: bytes, *beside: Any) -> Any:
         """Run one chunk."""
@@ -118,7 +120,14 @@ class Door:
         return address, self._mappings.held()
 
     def _serve(self, listener: Any) -> None:
-        line.serve(listener, self._answer_line)
+        line.serve(listener, self._answer_line, self._follow)
+
+    def _follow(self, driver: int) -> None:
+        """End with the driver, however it ends. Ray takes seconds to notice that one was killed."""
+        if driver and not self._followed and hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):
+                self._followed = os.pidfd_open(driver)
+                threading.Thread(target=_end_with, args=(self._followed,), name="raydp-driver", daemon=True).start()
 
     def _answer_line(self, number: int, buffers: list[Any]) -> Sequence[Any]:
         """Answer a call that came over the line: leases that ended; method; header; packets."""
@@ -249,6 +258,14 @@ def shared_link(arena: Arena, gives: bool, always: bool) -> Link:
     """
     shared = SharedLink(arena, gives, always)
     return shared if always else BySize(InlineLink(), shared, name=shared.name)
+
+
+def _end_with(process: int) -> None:
+    """Wait for the end of a process, by its descriptor, and end this one."""
+    waiting = select.poll()
+    waiting.register(process, select.POLLIN)
+    waiting.poll()
+    os._exit(0)
 
 
 def _node() -> str:

@@ -27,12 +27,13 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
-from raydp_parallel import codec, context, outcome, reduction
-from raydp_parallel.executor import Executor, new_graph_key
+from raydp_parallel import codec, context, outcome, reduction, replay
+from raydp_parallel.executor import Executor
+from raydp_parallel.jobs import Answer, Graph, Job
 from raydp_parallel.links import Mail
 from raydp_parallel.messages import BackwardRequest
 from raydp_parallel.options import UnusedGrads
-from raydp_parallel.seats import Answer, Job, Seat
+from raydp_parallel.seats import Seat
 from raydp_parallel.snapshot.master import Master
 
 
@@ -40,9 +41,8 @@ class Part(NamedTuple):
     """One chunk of a call that can be differentiated.
 
     Attributes:
-        seat: Who holds its graph.
-        incarnation: Which of the seat's replicas does.
-        key: The graph's key.
+        seat: Who it was for.
+        graph: Its graph, wherever that is.
         master: The model it came from.
         mark: The versions of the model's tensors then.
         leaves: Which of the call's leaves its graph has, in the replica's order.
@@ -50,8 +50,7 @@ class Part(NamedTuple):
     """
 
     seat: Seat
-    incarnation: int
-    key: int
+    graph: Graph
     master: Master
     mark: Any
     leaves: Sequence[int]
@@ -61,13 +60,13 @@ class Part(NamedTuple):
 class Handle:
     """Alive while torch would keep the graphs; its end lets the replicas free them."""
 
-    def __init__(self, graphs: Sequence[tuple[Seat, int, int]]) -> None:
+    def __init__(self, graphs: Sequence[Graph]) -> None:
         weakref.finalize(self, _drop, tuple(graphs)).atexit = False
 
 
-def _drop(graphs: Sequence[tuple[Seat, int, int]]) -> None:
-    for seat, key, incarnation in graphs:
-        seat.drop_graph(key, incarnation)
+def _drop(graphs: Sequence[Graph]) -> None:
+    for graph in graphs:
+        graph.drop()
 
 
 class Call:
@@ -193,47 +192,51 @@ def _will_run(node: Any) -> bool:
 
 
 def _run(
-    call: Call, stash: dict[int, dict[int, Tensor]], needed: Sequence[bool], keep: bool, keys: dict[int, int]
+    call: Call, stash: dict[int, dict[int, Tensor]], needed: Sequence[bool], keep: bool, derived: dict[int, Graph]
 ) -> list[tuple[Part, Answer]]:
     """One trip: the backward of every chunk that has gradients."""
     ambient = context.capture()
     partial = not all(needed)
     threads = call.executor.threads(len(call.parts))
-    parts = [(part, stash[i], keys.get(i)) for i, part in enumerate(call.parts) if part is not None and i in stash]
+    parts = [(part, stash[i], derived.get(i)) for i, part in enumerate(call.parts) if part is not None and i in stash]
 
-    def job(part: Part, grads: dict[int, Tensor], derived: int | None) -> Job:
+    def job(part: Part, grads: dict[int, Tensor], makes: Graph | None) -> Job:
         indices = tuple(sorted(grads))
 
         def prepare(seat: Seat, mail: Mail) -> BackwardRequest:
-            parcel, _ = codec.encode(tuple(grads[i] for i in indices), mail, "gradients")
+            parcel, sent = codec.encode(tuple(grads[i] for i in indices), mail, "gradients")
             wanted = tuple(needed[leaf] for leaf in part.leaves)
-            moved = part.master.moved_since(part.mark, seat.held.get(part.master.id, 0))
-            return BackwardRequest(
-                part.master.id, part.key, indices, parcel, wanted, partial, keep, derived, moved, part.first, threads,
+            name = seat.name_of(part.master.id, part.seat)
+            moved = part.master.moved_since(part.mark, seat.held.get(name, 0))
+            key = makes.key if makes is not None else None
+            request = BackwardRequest(
+                name, part.graph.key, indices, parcel, wanted, partial, keep, key, moved, part.first, threads,
                 ambient, seat.forget(),
             )  # fmt: skip
+            if makes is not None and part.graph.recipe is not None:
+                kept = replay.keep(parcel, sent, "the gradients that it was given")
+                makes.recipe = replay.derived(request, kept, part.graph, part.graph.recipe, part.seat, part.master.id)
+            return request
 
-        return Job(part.seat, "backward", prepare, part.incarnation)
+        return Job(part.seat, "backward", prepare, part.master.id, makes, part.graph)
 
     answers = call.executor.run([job(*entry) for entry in parts])
     call.executor.note_backward()
-    finish(
-        [(part.seat, part.master if part.first else None, a) for (part, _, _), a in zip(parts, answers, strict=True)]
-    )
+    finish([(part.master if part.first else None, a) for (part, _, _), a in zip(parts, answers, strict=True)])
     return [(part, answer) for (part, _, _), answer in zip(parts, answers, strict=True)]
 
 
-def finish(answers: Sequence[tuple[Seat, Master | None, Answer]]) -> None:
+def finish(answers: Sequence[tuple[Master | None, Answer]]) -> None:
     """Take effects over, in order: state that chunk 0 changed, warnings, then the failure of the lowest chunk."""
-    for _, master, answer in answers:
+    for master, answer in answers:
         written = answer.reply.written
         if master is not None and written is not None:
             master.write_back(written, codec.unpack(written.tensors, answer.mail, torch.device("cpu")))
-    for _, _, answer in answers:
+    for _, answer in answers:
         outcome.warn_again(answer.reply.warnings)
-    for seat, _, answer in answers:
+    for _, answer in answers:
         if answer.reply.failure is not None:
-            outcome.reraise(answer.reply.failure, str(seat))
+            outcome.reraise(answer.reply.failure, str(answer.seat))
 
 
 def _collect(
@@ -267,11 +270,11 @@ def _derive(call: Call, stash: dict[int, dict[int, Tensor]], needed: Sequence[bo
     incoming = [grads[k] for _, grads in sorted(stash.items()) for k in sorted(grads)]
     kinds = [*call.kinds, *["input"] * len(incoming)]
     derived = Call(call.executor, [*call.leaves, *incoming], kinds, call.unused, True)
-    keys = {i: new_graph_key() for i in stash}
+    graphs = {i: Graph() for i in stash}
     parts = {i: part for i, part in enumerate(call.parts) if part is not None and i in stash}
-    handle = Handle([(part.seat, keys[i], part.incarnation) for i, part in parts.items()])
+    handle = Handle([*graphs.values()])
     token = fork(derived)
-    answers = _run(call, stash, needed, True, keys)
+    answers = _run(call, stash, needed, True, graphs)
     at = len(call.leaves)
     found: list[list[Tensor]] = [[] for _ in call.parts]
     derived.parts = [None] * len(call.parts)
@@ -279,7 +282,7 @@ def _derive(call: Call, stash: dict[int, dict[int, Tensor]], needed: Sequence[bo
     for (i, part), (_, answer) in zip(parts.items(), answers, strict=True):
         own = [*part.leaves, *range(at, at + len(stash[i]))]
         at += len(stash[i])
-        derived.parts[i] = part._replace(key=keys[i], leaves=own)
+        derived.parts[i] = part._replace(graph=graphs[i], leaves=own)
         assert answer.reply.value is not None
         found[i] = codec.unpack(answer.reply.value, answer.mail, call.leaves[0].device)
         present = codec.load(answer.reply.value, range(len(found[i])))

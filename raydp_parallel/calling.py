@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from raydp_parallel import bridge, codec, context
-from raydp_parallel.executor import Executor, new_graph_key
+from raydp_parallel import bridge, codec, context, replay
+from raydp_parallel.executor import Executor
+from raydp_parallel.jobs import Answer, Graph, Job
 from raydp_parallel.links import Mail
 from raydp_parallel.messages import Arguments, ForwardRequest, Produced
 from raydp_parallel.options import UnusedGrads
-from raydp_parallel.seats import Answer, Job, Seat
-from raydp_parallel.snapshot.master import Master, Update
+from raydp_parallel.seats import Seat
+from raydp_parallel.snapshot.master import Master
+from raydp_parallel.snapshot.moments import Mark
 
 _MOST_RERUNS = 2
 """How often a forward is run again while somebody writes to the weights behind their versions. A thread that never
@@ -86,65 +88,67 @@ class _Forward:
         self.capture = wanted if wanted is not None and wanted.module is chunks[0].master.module else None
         self.seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         self.call = bridge.Call(executor, [], [], unused)
-        self.sends: list[Update] = []
+        self.sends: list[int] = []
         self.verified = True
+        self.graphs: list[Graph | None] = []
 
     def run(self) -> list[Any]:
         """The chunks' outputs."""
+        try:
+            return self._run()
+        except BaseException:
+            # The exception's traceback may keep this alive for long.
+            for graph in self.graphs:
+                if graph is not None:
+                    graph.drop()
+            raise
+
+    def _run(self) -> list[Any]:
         answers = self._attempt()
         reruns = 0
         while not self.verified and reruns < _MOST_RERUNS:
             answers = self._attempt()
             reruns += 1
-        self.executor.note_forward(reruns, len(self.sends), sum(update.sent for update in self.sends))
+        self.executor.note_forward(reruns, len(self.sends), sum(self.sends))
         self._leave_out_unreached(answers)
         token = bridge.fork(self.call) if self.call.leaves else None
         first = self.chunks[0].master
-        bridge.finish(
-            [(c.seat, first if i == 0 else None, a) for i, (c, a) in enumerate(zip(self.chunks, answers, strict=True))]
-        )
+        bridge.finish([(first if i == 0 else None, answer) for i, answer in enumerate(answers)])
         self._note_parts(answers)
         return self._outputs(token, answers)
 
     def _attempt(self) -> list[Answer]:
         self.executor.revive([chunk.seat for chunk in self.chunks])
         self.inputs: list[list[Tensor]] = [[] for _ in self.chunks]
-        self.keys = [new_graph_key() if self.ambient.grad else None for _ in self.chunks]
-        keyed = [(c.seat, key) for c, key in zip(self.chunks, self.keys, strict=True) if key is not None]
-        self.handle = bridge.Handle([(seat, key, seat.incarnation) for seat, key in keyed])
-        jobs = [Job(c.seat, "forward", functools.partial(self._request, i)) for i, c in enumerate(self.chunks)]
-        try:
-            answers = self.executor.run(jobs, self._meanwhile)
-        except BaseException:
-            # Whether what was sent was adopted is not known: the next call sends everything.
-            for chunk in self.chunks:
-                chunk.seat.distrust(chunk.master.id)
-            raise
-        for chunk, answer in zip(self.chunks, answers, strict=True):
-            if not answer.reply.revision:
-                chunk.seat.distrust(chunk.master.id)
-        return answers
+        self.marks: dict[Master, Mark] = {}
+        self.made: dict[int, tuple[ForwardRequest, replay.Kept]] = {}
+        self.graphs = [Graph() if self.ambient.grad else None for _ in self.chunks]
+        self.handle = bridge.Handle([graph for graph in self.graphs if graph is not None])
+        jobs = [
+            Job(c.seat, "forward", functools.partial(self._request, i), c.master.id, self.graphs[i])
+            for i, c in enumerate(self.chunks)
+        ]
+        return self.executor.run(jobs, self._meanwhile)
 
     def _request(self, number: int, seat: Seat, mail: Mail) -> ForwardRequest:
-        """The message for one chunk. The executor's lock is held, for other threads may send the same modules."""
-        if number == 0:
+        """The message for one chunk. The executor's lock is held, for other threads may send the same modules.
+
+        If a replica dies, this is asked again, for another one.
+        """
+        if not self.marks:
             for master in self.masters:
                 master.sync()
-        chunk = self.chunks[number]
+            self.marks = {master: master.mark() for master in self.masters}
+        chunk, graph = self.chunks[number], self.graphs[number]
         value, root = (Arguments(chunk.args, chunk.kwargs), "") if chunk.kwargs else (chunk.args, "inputs")
         grad = self.ambient.grad
         parcel, tensors = codec.encode(value, mail, root, requires_grad=grad)
         self.inputs[number] = [t for t in tensors if t.requires_grad] if grad else []
-        update = chunk.master.update_from(seat.held.get(chunk.master.id, 0))
-        seat.held[chunk.master.id] = chunk.master.revision
-        message = None
-        if update is not None:
-            self.sends.append(update)
-            message = update.placed(mail)
-        return ForwardRequest(
-            model=chunk.master.id,
-            update=message,
-            graph=self.keys[number],
+        name = seat.name_of(chunk.master.id, chunk.seat)
+        request = ForwardRequest(
+            model=name,
+            update=replay.update(chunk.master, seat, name, mail, self.sends.append),
+            graph=graph.key if graph is not None else None,
             chunk=number,
             where=chunk.where,
             inputs=parcel,
@@ -157,7 +161,11 @@ class _Forward:
             alone=chunk.alone,
             doubtful=() if chunk.detach else chunk.master.doubtful(),
             forget=seat.forget(),
+            overlay=replay.overlay(chunk.master, self.marks[chunk.master], mail),
         )
+        if graph is not None and self.executor.replays:
+            self.made[number] = request, replay.keep(parcel, tensors, "arguments")
+        return request
 
     def _meanwhile(self) -> None:
         self._plan()
@@ -196,12 +204,15 @@ class _Forward:
 
     def _note_parts(self, answers: Sequence[Answer]) -> None:
         marks = {master: master.versions() for master in self.masters}
-        for i, (chunk, answer, key) in enumerate(zip(self.chunks, answers, self.keys, strict=True)):
-            chunk.seat.tally.rows += chunk.rows
+        for i, (chunk, answer, graph) in enumerate(zip(self.chunks, answers, self.graphs, strict=True)):
+            answer.seat.tally.rows += chunk.rows
             part = None
-            if key is not None:
+            if graph is not None:
                 mark = marks[chunk.master]
-                part = bridge.Part(chunk.seat, answer.incarnation, key, chunk.master, mark, self.owned[i], i == 0)
+                if i in self.made:
+                    before_and_after = self.marks[chunk.master], chunk.master.mark()
+                    graph.recipe = replay.forward(*self.made[i], chunk.master, chunk.seat, before_and_after)
+                part = bridge.Part(chunk.seat, graph, chunk.master, mark, self.owned[i], i == 0)
             self.call.parts.append(part)
 
     def _outputs(self, token: Tensor | None, answers: Sequence[Answer]) -> list[Any]:

@@ -62,6 +62,21 @@ def encode(value: Any, mail: Mail, root: str, requires_grad: bool = False) -> tu
     return Parcel(skeleton, tuple(specs), packet), tensors
 
 
+def encode_again(parcel: Parcel, tensors: Sequence[Tensor], mail: Mail) -> Parcel:
+    """The same parcel for another message, given its tensors, which are as they were."""
+    pieces: list[Piece] = []
+    offsets: list[int] = []
+    end = 0
+    for tensor in tensors:
+        _, end = _write(tensor, pieces, offsets, end)
+    return parcel._replace(packet=mail.send(pieces, offsets, end) if pieces else b"")
+
+
+def tensors_in(value: Any, root: str) -> list[Tensor]:
+    """The tensors that `encode` would find, in its order."""
+    return _skeleton(value, root)[1]
+
+
 def decode(parcel: Parcel, mail: Mail, device: torch.device) -> tuple[Any, list[Tensor]]:
     """Rebuild a parcel's value on ``device``, in memory that is the receiver's to write to.
 

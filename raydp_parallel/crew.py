@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -45,8 +46,10 @@ class Crew(Protocol):
         A function of the call alone: what a chunk computes, to the bit, must not depend on who runs it or ran before.
         """
 
-    def start(self, places: Sequence[Place]) -> dict[Place, tuple[Any, Hello]]:
-        """Start a replica in each place, or raise `PlacementError` within the deadline."""
+    def start(
+        self, places: Sequence[Place], cancelled: Callable[[], bool] | None = None
+    ) -> dict[Place, tuple[Any, Hello]]:
+        """Start a replica in each place, or raise `PlacementError` within the deadline, or once it is ``cancelled``."""
 
     def submit(self, door: Any, method: str, header: bytes, beside: Sequence[Packet]) -> Any:
         """Send a call; returns what `collect` waits for, which has a ``give_up()`` for calls nobody waits for."""
@@ -54,18 +57,32 @@ class Crew(Protocol):
     def collect(self, pending: Sequence[Any]) -> list[Any]:
         """Wait for all calls. Where a replica died, its answer is the `Death`."""
 
+    def cause(self, door: Any, death: Death) -> str:
+        """Why a replica ended, as far as can be found out; this may take a while."""
+
     def stop(self, doors: Sequence[Any]) -> None:
         """End replicas, at once."""
+
+
+class Ending(Enum):
+    """How a replica came to give no answer."""
+
+    LOST = "lost"
+    """Its process is gone, or nobody can reach it. Why, `Crew.cause` can say."""
+    SILENT = "silent"
+    """It did not answer in time."""
 
 
 class Death(NamedTuple):
     """A replica did not answer.
 
     Attributes:
-        cause: How it ended.
+        cause: What was seen of it.
+        ending: How it ended.
     """
 
     cause: str
+    ending: Ending = Ending.LOST
 
 
 def places(device_ids: Sequence[DeviceId]) -> list[Place]:

@@ -31,11 +31,19 @@ class ReplicaExit(ReplicaError):
 
 
 class ReplicaDied(ReplicaError):
-    """The replica's process ended, or did not answer in time. A new one starts with the next call."""
+    """The replica's process ended, or did not answer in time, and its work could not be done again."""
+
+
+class RestartsSpent(ReplicaError):
+    """No replica is left, and more were started within the hour than `Options.max_restarts_per_hour` allows."""
 
 
 class GraphLost(ReplicaError):
     """Backward needs a graph that went away with the replica that held it."""
+
+
+class StateChanged(GraphLost):
+    """The graph cannot be made again, because the module or its arguments have changed since the forward."""
 
 
 class TransferError(ParallelError, TypeError):

@@ -1,15 +1,11 @@
 """The executor: starts replicas, runs one call per chunk, and says what it did.
 
-  prepare the chunks' messages ──► submit all ──► (the driver checks contents meanwhile) ──► collect all
-
 All wrappers of a process share one executor, and through it one replica per device, unless they were given another.
 Chunks are logical and replicas physical: what chunk i computes depends on i only, never on who runs it.
 """
 
 from __future__ import annotations
 
-import itertools
-import logging
 import pickle
 import threading
 import weakref
@@ -20,20 +16,17 @@ from typing import Any
 
 from torch import nn
 
-from raydp_parallel import cluster, devices
+from raydp_parallel import joining
 from raydp_parallel.actor import unseal
-from raydp_parallel.crew import Crew, Death, DeviceId, Place, device_id, places
-from raydp_parallel.errors import ExecutorClosed, GraphLost, ReplicaDied
-from raydp_parallel.links import Link, Mail
-from raydp_parallel.local import LocalCrew
-from raydp_parallel.monitor import ExecutorStats, ReplicaInfo, Totals
+from raydp_parallel.crew import Death, DeviceId, device_id, places
+from raydp_parallel.dispatch import Dispatch
+from raydp_parallel.jobs import Answer, Job
+from raydp_parallel.links import Link
+from raydp_parallel.monitor import ExecutorStats, ReplicaInfo
 from raydp_parallel.options import Options
-from raydp_parallel.seats import Answer, Job, Seat, State
+from raydp_parallel.roster import Roster
+from raydp_parallel.seats import Seat
 from raydp_parallel.snapshot.master import Master
-
-log = logging.getLogger("raydp_parallel")
-
-_graph_keys = itertools.count(1)
 
 _RECENT = 4
 """Modules whose replicas outlive a call of the functional interface, so that the next call need not send them again."""
@@ -56,14 +49,11 @@ class Executor:
     def __init__(self, device_ids: Sequence[Any] | None = None, *, options: Options | None = None) -> None:
         self.options = options or Options()
         self.device_ids = normalize(device_ids) if device_ids != () else []
-        self._lock = threading.RLock()
-        self._closed = False
-        self._crew: Crew | None = None
-        self._seats: dict[Place, Seat] = {}
+        self._roster = Roster(self.options)
         self._masters: weakref.WeakValueDictionary[int, Master] = weakref.WeakValueDictionary()
         self._recent: deque[Master] = deque(maxlen=_RECENT)
-        self._totals = Totals()
-        self._start_all(places(self.device_ids))
+        if self.device_ids:
+            self.seats(self.device_ids)
 
     def __reduce__(self) -> Any:
         return shared, (self.options,)  # in another process there are other replicas
@@ -80,49 +70,42 @@ class Executor:
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._closed
+        return self._roster.closed
 
     @property
     def link(self) -> Link:
         """What bytes travel by."""
-        assert self._crew is not None
-        return self._crew.link
+        return self._roster.crew.link
 
     def replicas(self) -> tuple[ReplicaInfo, ...]:
         """Who runs what, one entry per device."""
-        return tuple(seat.info() for seat in self._seats.values())
+        return tuple(seat.info() for seat in self._roster.seats.values())
 
     def stats(self) -> ExecutorStats:
         """What was done so far."""
-        replicas = tuple(seat.tally.stats(seat.info()) for seat in self._seats.values())
-        return self._totals.stats(replicas, self._crew.link.name if self._crew is not None else self.options.link)
+        replicas = tuple(seat.tally.stats(seat.info()) for seat in self._roster.seats.values())
+        return self._roster.totals.stats(replicas, self._roster.link)
 
     def close(self) -> None:
         """End the replicas. Their graphs are lost; what the driver holds is not. May be called twice."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            if self._crew is not None:
-                self._crew.stop([seat.door for seat in self._seats.values() if seat.state is State.READY])
-                self._crew.link.close()
-            for seat in self._seats.values():
-                seat.state = State.CLOSED
+        with self._roster.lock:
+            if not self._roster.closed:
+                self._roster.close()
 
     def seats(self, device_ids: Sequence[DeviceId]) -> list[Seat]:
-        """The seats for ``device_ids``, each with a living replica."""
+        """The seats for ``device_ids``. Where a replica died, another stands in until its successor is there."""
         wanted = places(device_ids)
-        with self._lock:
+        with self._roster.lock:
             self._refresh()
-            if any(p not in self._seats or self._seats[p].state is not State.READY for p in wanted):
-                self._start_all(wanted)
-            return [self._seats[place] for place in wanted]
+            self._roster.fill(wanted)
+            return [self._roster.seats[place] for place in wanted]
 
     def revive(self, seats: Sequence[Seat]) -> None:
-        """See that somebody sits on each seat; whoever holds a replica of one that died gets the next."""
-        if any(seat.state is State.DEAD for seat in seats):
-            with self._lock:
-                self._start_all([seat.place for seat in seats])
+        """See that somebody sits on each seat, or is on the way."""
+        if not all(seat.ready for seat in seats):
+            with self._roster.lock:
+                self._refresh()
+                self._roster.fill([seat.place for seat in seats])
 
     def master(self, module: nn.Module, keep: bool = False) -> Master:
         """The watch on a module that all its wrappers share. Whoever asks for it keeps it alive.
@@ -131,17 +114,21 @@ class Executor:
             module: The module.
             keep: Whether the executor keeps it too, for a while: for callers that hold nothing between two calls.
         """
-        with self._lock:
+        with self._roster.lock:
             self._refresh()
             master = self.known(module)
             if master is None:
-                assert self._crew is not None
-                master = Master(module, self._crew.link)
+                master = Master(module, self._roster.crew.link)
                 weakref.finalize(master, _drop_model, weakref.ref(self), master.id).atexit = False
                 self._masters[id(module)] = master
             if keep and master not in self._recent:
                 self._recent.append(master)
             return master
+
+    @property
+    def replays(self) -> bool:
+        """Whether calls are run again when a replica dies, and keep what that takes."""
+        return self._roster.replays
 
     def known(self, module: nn.Module) -> Master | None:
         """The watch on a module that a wrapper keeps already, and with it what the replicas hold."""
@@ -156,45 +143,18 @@ class Executor:
             meanwhile: What the driver does while the replicas work.
 
         Raises:
-            ReplicaDied: A replica's process ended. All other calls have ended too.
+            ReplicaDied: A replica's process ended, and with ``on_fault="replay"`` others that did its work, too. All
+                other calls have ended.
         """
-        with self._lock:
-            if self._closed:
-                raise ExecutorClosed(
-                    "this executor was closed: make another, or leave `executor` out to use the process's"
-                )
-            assert self._crew is not None
-            sent: list[tuple[Any, int]] = []
-            try:
-                for job in jobs:
-                    sent.append(self._send(job))
-                if meanwhile is not None:
-                    meanwhile()
-            except BaseException:
-                self._abandon(jobs, sent)
-                raise
-        try:
-            results = self._crew.collect([pending for pending, _ in sent])
-        except BaseException:
-            self._abandon(jobs, sent)
-            raise
-        answers: list[Answer | ReplicaDied] = [
-            self._receive(job, result, incarnation)
-            for job, result, (_, incarnation) in zip(jobs, results, sent, strict=True)
-        ]
-        for answer in answers:
-            if isinstance(answer, ReplicaDied):
-                raise answer
-        return answers  # type: ignore[return-value]
+        return Dispatch(self._roster, jobs).run(meanwhile)
 
     def threads(self, chunks: int) -> int | None:
         """Torch's threads for each of so many chunks on CPUs."""
-        assert self._crew is not None
-        return self._crew.threads(chunks)
+        return self._roster.crew.threads(chunks)
 
     def note_forward(self, reruns: int, sends: int, state_bytes: int) -> None:
         """Count one forward call."""
-        totals = self._totals
+        totals = self._roster.totals
         totals.forwards += 1
         totals.reruns += reruns
         totals.state_sends += sends
@@ -202,99 +162,29 @@ class Executor:
 
     def note_backward(self) -> None:
         """Count one trip back."""
-        self._totals.backwards += 1
+        self._roster.totals.backwards += 1
 
     def flush(self) -> list[tuple[int, int]]:
         """Tell the replicas now what the driver let go of; returns how many models and graphs each still holds."""
-        with self._lock:
+        with self._roster.lock:
             self._refresh()
-            assert self._crew is not None
-            ready = [seat for seat in self._seats.values() if seat.state is State.READY]
-            calls = [self._crew.submit(s.door, "forget", pickle.dumps(s.forget()), ()) for s in ready]
-            answers = self._crew.collect(calls)
-            return [unseal(left, self._crew.link)[0] for left in answers if not isinstance(left, Death)]
-
-    def _abandon(self, jobs: Sequence[Job], sent: Sequence[tuple[Any, int]]) -> None:
-        """Nobody waits for these calls any more, and whether they arrived is not known."""
-        for pending, _ in sent:
-            pending.give_up()
-        for job in jobs:
-            job.seat.forget_again()
-
-    def _send(self, job: Job) -> tuple[Any, int]:
-        assert self._crew is not None
-        if job.incarnation is not None and not self._holds(job.seat, job.incarnation):
-            raise GraphLost(f"{job.seat} lost the graph of this forward, because its process ended; run forward again")
-        mail = Mail(self._crew.link)
-        message = job.prepare(job.seat, mail)
-        header = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        job.seat.tally.bytes_in += mail.size
-        pending = self._crew.submit(job.seat.door, job.method, header, mail.beside)
-        return pending, job.seat.incarnation
-
-    def _holds(self, seat: Seat, incarnation: int) -> bool:
-        """Whether the replica that held a graph is still there."""
-        assert self._crew is not None
-        return self._crew.alive() and (seat.state, seat.incarnation) == (State.READY, incarnation)
-
-    def _receive(self, job: Job, result: Any, incarnation: int) -> Answer | ReplicaDied:
-        assert self._crew is not None
-        if isinstance(result, Death):
-            return self._bury(job, result, incarnation)
-        reply, mail = unseal(result, self._crew.link)
-        job.seat.heard()
-        tally = job.seat.tally
-        if job.method == "forward":
-            tally.calls += 1
-            tally.forward_seconds += reply.seconds
-        else:
-            tally.backward_seconds += reply.seconds
-        tally.bytes_out += reply.size
-        return Answer(reply, mail, incarnation)
-
-    def _bury(self, job: Job, death: Death, incarnation: int) -> ReplicaDied:
-        seat = job.seat
-        with self._lock:
-            if seat.incarnation == incarnation and seat.state is State.READY:
-                assert self._crew is not None
-                self._crew.stop([seat.door])
-                seat.state = State.DEAD
-                seat.tally.deaths += 1
-                seat.leave_behind()
-                log.warning("%s died in %s: %s. A new one starts with the next call", seat, job.method, death.cause)
-        return ReplicaDied(f"{seat} died in {job.method}: {death.cause}. A new one starts with the next call")
+            self._roster.pick_up()
+            crew = self._roster.crew
+            calls = [crew.submit(s.door, "forget", pickle.dumps(s.forget()), ()) for s in self._roster.ready()]
+            answers = crew.collect(calls)
+            return [unseal(left, crew.link)[0] for left in answers if not isinstance(left, Death)]
 
     def _refresh(self) -> None:
-        """Make sure there is a crew, and that it belongs to the cluster that is connected now."""
-        if self._closed:
-            raise ExecutorClosed("this executor was closed: make another, or leave `executor` out to use the process's")
-        if self._crew is not None and self._crew.alive():
-            return
-        self._crew = LocalCrew(self.options) if self.options.in_process else cluster.RayCrew(self.options)
-        self._masters.clear()
-        self._recent.clear()
-        for seat in self._seats.values():
-            seat.state = State.EMPTY
-            seat.leave_behind()
-
-    def _start_all(self, wanted: Sequence[Place]) -> None:
-        if not wanted:
-            return
-        self._refresh()
-        assert self._crew is not None
-        missing = [p for p in dict.fromkeys(wanted) if p not in self._seats or self._seats[p].state is not State.READY]
-        started = self._crew.start(missing)
-        for place, (door, hello) in started.items():
-            seat = self._seats.setdefault(place, Seat(place, len(self._seats)))
-            seat.seat(door, hello)
-        gpus = [(s.place.number, s.hello) for p, s in self._seats.items() if p in wanted and s.hello and s.hello.memory]
-        devices.check_balance(gpus)
+        """After the cluster was left, nothing of what replicas held is there any more."""
+        if self._roster.refresh():
+            self._masters.clear()
+            self._recent.clear()
 
 
 def normalize(device_ids: Sequence[Any] | None) -> list[DeviceId]:
     """``device_ids`` in their plain form, checked against the cluster."""
     if device_ids is None:
-        return list(cluster.all_gpus())
+        return list(joining.all_gpus())
     if isinstance(device_ids, (str, int)) or not hasattr(device_ids, "__iter__"):
         raise TypeError(f"device_ids={device_ids!r}: give a list, such as [0, 1] or ['cpu', 'cpu']")
     ids = [device_id(entry) for entry in device_ids]
@@ -304,19 +194,14 @@ def normalize(device_ids: Sequence[Any] | None) -> list[DeviceId]:
         )
     gpus = [entry for entry in ids if isinstance(entry, int)]
     if gpus:
-        cluster.check_gpus(gpus)
+        joining.check_gpus(gpus)
     return ids
-
-
-def new_graph_key() -> int:
-    """A key that no graph of this process had before."""
-    return next(_graph_keys)
 
 
 def _drop_model(executor: weakref.ref[Executor], model: int) -> None:
     known = executor()
     if known is not None:
-        for seat in known._seats.values():
+        for seat in known._roster.seats.values():
             seat.drop_model(model)
 
 
@@ -342,4 +227,4 @@ def shutdown() -> None:
         for executor in _shared.values():
             executor.close()
         _shared.clear()
-    cluster.disconnect()
+    joining.disconnect()

@@ -57,6 +57,12 @@ class Line:
         self._waiting: set[int] = set()
         self._arrived: dict[int, list[Any]] = {}
 
+    def limit(self, seconds: float) -> None:
+        """Take the line for cut when a frame stands still for so long: the other end hangs in the midst of it."""
+        interval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, interval)
+
     def send(self, number: int, buffers: Sequence[Any]) -> None:
         """Send a call; its answer comes under the same number."""
         self._waiting.add(number)
@@ -134,9 +140,20 @@ def listen() -> tuple[str, socket.socket] | None:
     return address, listener
 
 
-def serve(listener: socket.socket, answer: Callable[[int, list[Any]], Sequence[Any]]) -> None:
-    """Answer one caller's calls, until it hangs up."""
-    connection = _accept(listener)
+def serve(
+    listener: socket.socket,
+    answer: Callable[[int, list[Any]], Sequence[Any]],
+    meet: Callable[[int], None] = lambda process: None,
+) -> None:
+    """Answer one caller's calls, until it hangs up.
+
+    Args:
+        listener: Where it calls.
+        answer: Answers a call.
+        meet: Is told the caller's process, as this one knows it; 0 if it cannot be seen from here.
+    """
+    connection, process = _accept(listener)
+    meet(process)
     try:
         while True:
             number, buffers = read_frame(connection)
@@ -147,13 +164,14 @@ def serve(listener: socket.socket, answer: Callable[[int, list[Any]], Sequence[A
         connection.close()
 
 
-def _accept(listener: socket.socket) -> socket.socket:
+def _accept(listener: socket.socket) -> tuple[socket.socket, int]:
     while True:
         connection, _ = listener.accept()
         peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-        if _PEER.unpack(peer)[1] == os.getuid():
+        process, user, _ = _PEER.unpack(peer)
+        if user == os.getuid():
             listener.close()
-            return connection
+            return connection, process
         connection.close()
 
 

@@ -6,14 +6,14 @@ import contextlib
 import itertools
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from raydp_parallel.actor import Door, link_for
-from raydp_parallel.crew import Place
+from raydp_parallel.crew import Death, Place
 from raydp_parallel.links import Link, Packet
 from raydp_parallel.messages import Hello
 from raydp_parallel.options import Options
@@ -77,7 +77,9 @@ class LocalCrew:
     def threads(self, chunks: int) -> int | None:
         return self._options.threads
 
-    def start(self, places: Sequence[Place]) -> dict[Place, tuple[Any, Hello]]:
+    def start(
+        self, places: Sequence[Place], cancelled: Callable[[], bool] | None = None
+    ) -> dict[Place, tuple[Any, Hello]]:
         doors = {place: LocalDoor(link_for(self._options.link)) for place in places}
         return {place: (door, Hello(os.getpid(), "driver", "cpu", "", "", 0, 0)) for place, door in doors.items()}
 
@@ -86,6 +88,9 @@ class LocalCrew:
 
     def collect(self, pending: Sequence[Answered]) -> list[Any]:
         return [call.answer for call in pending]
+
+    def cause(self, door: Any, death: Death) -> str:
+        return death.cause
 
     def stop(self, doors: Sequence[Any]) -> None:
         """Replicas in this process end with their last reference."""

@@ -152,6 +152,8 @@ class ForwardRequest(NamedTuple):
         alone: Whether attributes that the forward rebinds come back, as with one device of upstream's.
         doubtful: Leaves of the graph, by number, of which the driver asks whether the outputs depend on them.
         forget: Graph keys and models that the driver no longer needs.
+        overlay: State as it was when the call was first made, where write-backs have changed it since.
+        graph_only: Whether the call runs again for its graph alone, after a death: the outputs are known already.
     """
 
     model: int
@@ -169,6 +171,8 @@ class ForwardRequest(NamedTuple):
     alone: bool
     doubtful: tuple[int, ...]
     forget: Forget | None
+    overlay: Overlay | None = None
+    graph_only: bool = False
 
 
 class BackwardRequest(NamedTuple):
@@ -215,6 +219,20 @@ class Forget(NamedTuple):
 
     graphs: tuple[int, ...]
     models: tuple[int, ...]
+
+
+class Overlay(NamedTuple):
+    """State as it was at an earlier moment, for one forward that runs again.
+
+    Attributes:
+        slots: The slots that are different now.
+        tensors: The parcel of their contents then, a tuple.
+        undone: Whether the state is to be today's again, once the forward has run.
+    """
+
+    slots: tuple[int, ...]
+    tensors: Parcel
+    undone: bool
 
 
 class WriteBack(NamedTuple):

@@ -66,6 +66,9 @@ class ExecutorStats:
         state_bytes: Bytes of parameters and buffers that were sent.
         state_sends: Forwards, per replica, that had to send state or structure.
         reruns: Forwards that were run again because contents had changed behind versions.
+        replays: Chunks that were run again because their replica had died.
+        respawns: Replicas that were started in the place of others that had died.
+        lost_ms: Milliseconds from deaths that a call noticed until it had all its answers.
     """
 
     replicas: tuple[ReplicaStats, ...]
@@ -75,6 +78,14 @@ class ExecutorStats:
     state_bytes: int
     state_sends: int
     reruns: int
+    replays: int
+    respawns: int
+    lost_ms: float
+
+    @property
+    def deaths(self) -> int:
+        """How often a replica ended before its time."""
+        return sum(replica.deaths for replica in self.replicas)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -97,7 +108,13 @@ class ExecutorStats:
         rows = [names, *(_row(replica) for replica in self.replicas)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        return "\n".join([*lines, f"link {self.link}, {self.state_bytes / 1e6:.1f} MB of state sent"])
+        lines.append(f"link {self.link}, {self.state_bytes / 1e6:.1f} MB of state sent")
+        if self.deaths:
+            lines[-1] += (
+                f"; {self.deaths} deaths, {self.replays} chunks run again, {self.respawns} replicas replaced, "
+                f"{self.lost_ms:.0f} ms lost"
+            )
+        return "\n".join(lines)
 
 
 def _row(replica: ReplicaStats) -> tuple[str, ...]:
@@ -142,6 +159,9 @@ class Totals:
     state_bytes: int = 0
     state_sends: int = 0
     reruns: int = 0
+    replays: int = 0
+    respawns: int = 0
+    lost_ms: float = 0.0
 
     def stats(self, replicas: tuple[ReplicaStats, ...], link: str) -> ExecutorStats:
         """Frozen, with the replicas'."""

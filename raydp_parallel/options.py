@@ -8,11 +8,13 @@ from typing import Literal
 UnusedGrads = Literal["zeros", "none"]
 Scalars = Literal["vector", "mean", "weighted_mean", "sum"]
 LinkName = Literal["auto", "shared", "inline", "object_store"]
+OnFault = Literal["replay", "raise"]
 
 _CHOICES = {
     "unused_grads": ("zeros", "none"),
     "scalars": ("vector", "mean", "weighted_mean", "sum"),
     "link": ("auto", "shared", "inline", "object_store"),
+    "on_fault": ("replay", "raise"),
 }
 
 
@@ -29,7 +31,13 @@ class Options:
             cluster is one machine, the weights of CPU replicas included, else they go beside the call or through Ray's
             object store. The other names force one way for everything.
         placement_timeout: Seconds that a replica may take to be placed and to start.
-        call_timeout: Seconds that one forward or backward may take before its replica counts as dead; None waits.
+        call_timeout: Seconds that one forward or backward may take before its replica counts as dead and is ended;
+            None waits.
+        on_fault: What to do when a replica dies: ``"replay"`` runs its chunk again on another one, with the same
+            result to the bit, while a new process starts behind the scenes; ``"raise"`` raises `ReplicaDied`, and the
+            next call starts the new process.
+        max_restarts_per_hour: How many replicas that died are replaced within an hour. Beyond that, calls go on with
+            those that are left, and without any raise `RestartsSpent`.
         cpus_per_replica: What Ray books for each CPU replica. 0 lets any number of them share a small machine.
         gpus_per_replica: What Ray books for each GPU replica. Below 1, several replicas share one GPU.
         threads: Torch's threads in a CPU replica. None shares a node's cores among the chunks of a call.
@@ -43,6 +51,8 @@ class Options:
     link: LinkName = "auto"
     placement_timeout: float = 60.0
     call_timeout: float | None = None
+    on_fault: OnFault = "replay"
+    max_restarts_per_hour: int = 100
     cpus_per_replica: float = 0.0
     gpus_per_replica: float = 1.0
     threads: int | None = None
@@ -55,6 +65,8 @@ class Options:
                 raise ValueError(f"Options({name}={getattr(self, name)!r}): expected one of {', '.join(choices)}")
         if self.placement_timeout <= 0 or (self.call_timeout is not None and self.call_timeout <= 0):
             raise ValueError("Options: placement_timeout and call_timeout are seconds, and must be above 0")
+        if self.max_restarts_per_hour < 0:
+            raise ValueError(f"Options(max_restarts_per_hour={self.max_restarts_per_hour}): expected at least 0")
         if self.cpus_per_replica < 0 or not 0 < self.gpus_per_replica <= 1:
             raise ValueError(
                 f"Options(cpus_per_replica={self.cpus_per_replica}, gpus_per_replica={self.gpus_per_replica}): "

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import signal
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +16,7 @@ import ray
 from raydp_parallel.actor import METHODS, give_back, sample, shows, take_back
 from raydp_parallel.crew import Death
 from raydp_parallel.line import Line, LineCut
-from raydp_parallel.links import Arena, Descriptor, Exposed, Ledger, Mappings, Packet, Slice
+from raydp_parallel.links import Arena, Descriptor, Exposed, Found, Ledger, Mappings, Packet, Slice
 
 log = logging.getLogger("raydp_parallel")
 
@@ -30,7 +34,7 @@ class Pending:
     """
 
     def __init__(self, door: RemoteDoor, number: int, ref: Any) -> None:
-        self._door = door
+        self.door = door
         self._line = door.line
         self._number = number
         self._ref = ref
@@ -42,9 +46,11 @@ class Pending:
         try:
             answer = self._line.receive(self._number, timeout)
         except LineCut:
-            ray.get(self._door.actor.hello.remote(), timeout=timeout)  # raises with the cause of the death
             return Death("its direct line was cut")
-        return self._door.opened(answer)
+        try:
+            return self.door.opened(answer)
+        except OSError as error:
+            return Death(f"its memory is gone: {error}")  # it ended right behind its answer
 
     def give_up(self) -> None:
         """Nobody waits any more."""
@@ -56,10 +62,12 @@ class Lost:
     """A call that could not be sent, because nobody is there.
 
     Args:
+        door: Whose call it was.
         error: What was seen.
     """
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, door: RemoteDoor, error: Exception) -> None:
+        self.door = door
         self._error = error
 
     def result(self, timeout: float | None) -> Death:
@@ -75,16 +83,35 @@ class RemoteDoor:
 
     Args:
         actor: The actor.
+        patience: Seconds that a frame may stand still on the line; None waits.
     """
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: Any, patience: float | None = None) -> None:
         self.actor = actor
+        self._patience = patience
         self.line: Line | None = None
         self.shares = False
         self._number = 0
         self._missed = False
         self._mappings = Mappings()
         self._ledger = Ledger()
+        self._process: int | None = None
+
+    def watch(self, pid: int) -> None:
+        """Hold on to the process, which is on this machine, so that `end` finds it and no other."""
+        if hasattr(os, "pidfd_open"):
+            with contextlib.suppress(OSError):
+                self._process = os.pidfd_open(pid)
+                self._let_go = weakref.finalize(self, os.close, self._process)
+                self._let_go.atexit = False
+
+    def end(self) -> None:
+        """End the process. Ray takes 5 s for one that was stopped, and cannot reach all of them."""
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+            self._let_go()
 
     def call_directly(self, number: int = 0, timeout: float | None = None) -> None:
         """Open a direct line, if that can be had; else calls stay Ray tasks.
@@ -98,8 +125,10 @@ class RemoteDoor:
             return
         address, held = found
         try:
-            self.line = Line(address, self.opened)
+            self.line = Line(address, self._take_note)
             self._ledger.settle(held)
+            if self._patience is not None:
+                self.line.limit(self._patience)
         except OSError as error:
             log.info("no direct line to a replica on this node (%s): calls go through Ray, 1 ms each", error)
 
@@ -119,7 +148,7 @@ class RemoteDoor:
             self._missed = False
             return pending
         except (OSError, ray.exceptions.RayError) as error:
-            return Lost(error)
+            return Lost(self, error)
 
     def _send(self, number: int, method: str, header: bytes, beside: Sequence[Packet]) -> Pending:
         if not self.shares:
@@ -151,13 +180,20 @@ class RemoteDoor:
                 ray.get(self.actor.skip_to.remote(number), timeout=timeout)
             self._missed = False
 
+    def _take_note(self, answer: list[Any]) -> list[Any]:
+        """What an answer brings, and the word what of this process's memory is no longer used there."""
+        take_back(answer[0], self._ledger)
+        return [self._mappings.find(part) if isinstance(part, Descriptor) else part for part in answer[1:]]
+
     def opened(self, answer: list[Any]) -> Any:
         """An answer with its packets in reach; what lies in shared memory is kept there until it is garbage here."""
-        take_back(answer[0], self._ledger)
-        parts = [self._mappings.find(part) if isinstance(part, Descriptor) else part for part in answer[1:]]
+        parts = self._take_note(answer)
+        for part in parts:
+            if isinstance(part, Found):
+                part.piece()  # now, while the other process is there
         return tuple(parts) if len(parts) > 1 else parts[0]
 
-    def share(self, arena: Arena, always: bool) -> bool:
+    def share(self, arena: Arena, always: bool) -> None:
         """Use shared memory on the line, if both sides can read the other's."""
         if self.line is not None:
             probe, shown = sample(arena)
@@ -166,7 +202,6 @@ class RemoteDoor:
             if found is not None and shows(self._mappings.find(found[0]), found[1]):
                 ray.get(self.actor.start_sharing.remote(always))
                 self.shares = True
-        return self.shares
 
     def close(self) -> None:
         """Hang up."""

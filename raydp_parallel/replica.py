@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from raydp_parallel import codec, context, devices, outcome
 from raydp_parallel.errors import GraphLost
-from raydp_parallel.links import Mail
+from raydp_parallel.links import InlineLink, Mail
 from raydp_parallel.messages import (
     Arguments,
     BackwardRequest,
@@ -42,11 +42,13 @@ class _Graph(NamedTuple):
         outputs: The tensors that travelled to the driver.
         leaves: What gradients may be asked for: the model's leaves, then the inputs'.
         partial: Whether there are leaves besides, for which nobody will ask.
+        mirror: The model that it came from.
     """
 
     outputs: Sequence[Tensor]
     leaves: Sequence[Tensor]
     partial: bool
+    mirror: Mirror
 
 
 class Replica:
@@ -98,19 +100,30 @@ class Replica:
             except BaseException as error:
                 failure = outcome.failure(error, where)
             written, revision = self._written(request, back)
+            self._show_the_present(request)
         devices.finish(self.device)
         seconds = time.perf_counter() - start
         reached = self._reached(request) if isinstance(request, ForwardRequest) and request.doubtful else ()
         return Reply(value, written, outcome.caught(caught), failure, seconds, revision, back.size, reached)
 
     def _written(self, request: ForwardRequest | BackwardRequest, back: Mail) -> tuple[WriteBack | None, int]:
-        mirror = self._models.get(request.model)
+        mirror = self._mirror_of(request)
         if mirror is None:
             return None, 0
-        found = mirror.written() if request.write_back else None
+        if not request.write_back:
+            mirror.pass_over()
+            return None, mirror.revision
+        found = mirror.written()
         if found is None:
             return None, mirror.revision
         return WriteBack(found.slots, codec.encode(found.tensors, back, "state")[0]), mirror.revision
+
+    def _show_the_present(self, request: ForwardRequest | BackwardRequest) -> None:
+        """After a forward of the past, what its graph's backward finds is the driver's state of today."""
+        overlay = request.overlay if isinstance(request, ForwardRequest) else None
+        mirror = self._models.get(request.model)
+        if mirror is not None and overlay is not None and overlay.undone:
+            mirror.prepare(None, Mail(InlineLink()), True)
 
     def _forward(self, request: ForwardRequest, mail: Mail, back: Mail) -> Parcel:
         mirror = self._mirror(request, mail)
@@ -125,9 +138,12 @@ class Replica:
         keep = request.graph is not None
         rebound = mirror.rebound() if request.alone else ()
         value, root = (Produced(value, captured, rebound), "") if captured or rebound else (value, "output")
-        parcel, outputs = codec.encode(value, back, root, requires_grad=keep)
+        if request.graph_only:
+            parcel, outputs = Parcel(b"", (), b""), codec.tensors_in(value, root)
+        else:
+            parcel, outputs = codec.encode(value, back, root, requires_grad=keep)
         if request.graph is not None and any(t.requires_grad for t in outputs):
-            self._graphs[request.graph] = _Graph(outputs, leaves, request.detach)
+            self._graphs[request.graph] = _Graph(outputs, leaves, request.detach, mirror)
         return parcel
 
     def _reached(self, request: ForwardRequest) -> tuple[int, ...]:
@@ -143,6 +159,9 @@ class Replica:
             mirror = Mirror(self.device)
         try:
             mirror.prepare(request.update, mail, bool(self._graphs))
+            if request.overlay is not None:
+                then = codec.unpack(request.overlay.tensors, mail, self.device)
+                mirror.overlay(request.overlay.slots, then, bool(self._graphs))
         except BaseException:
             # Half adopted is worse than absent: the driver sends everything with the next call.
             self._models.pop(request.model, None)
@@ -157,32 +176,33 @@ class Replica:
                 "backward: the replica no longer holds the graph of this forward, because its process was replaced "
                 "since; run forward again"
             )
-        self._bump(request)
+        bump([t for t in map(graph.mirror.tensor, request.bumped) if t is not None])
         grads = codec.unpack(request.grads, mail, self.device)
         outputs = [graph.outputs[i] for i in request.outputs]
-        with context.enter(request.context), _in_replica(), self._watching(request.model):
+        with context.enter(request.context), _in_replica(), _watching(graph.mirror):
             found = differentiate(graph, outputs, grads, request)
         if request.derived is not None:
             kept = [g for g in found if g is not None]
-            self._graphs[request.derived] = _Graph(kept, [*graph.leaves, *grads], graph.partial)
+            self._graphs[request.derived] = _Graph(kept, [*graph.leaves, *grads], graph.partial, graph.mirror)
         return codec.encode(tuple(found), back, "gradients", requires_grad=request.derived is not None)[0]
 
-    def _bump(self, request: BackwardRequest) -> None:
-        mirror = self._models.get(request.model)
-        tensors = [mirror.tensor(slot) for slot in request.bumped] if mirror is not None else []
-        bump([t for t in tensors if t is not None])
+    def _mirror_of(self, request: ForwardRequest | BackwardRequest) -> Mirror | None:
+        """The model that a request is about. A graph keeps its own, also where the driver let go of the model."""
+        graph = self._graphs.get(request.graph) if isinstance(request, BackwardRequest) else None
+        return graph.mirror if graph is not None else self._models.get(request.model)
 
-    @contextlib.contextmanager
-    def _watching(self, model: int) -> Iterator[None]:
-        """Note what modules write to that a checkpoint runs again; in most backwards none does."""
-        calls: list[nn.Module] = []
-        hook = register_module_forward_pre_hook(lambda module, _args: calls.append(module))
-        try:
-            yield
-        finally:
-            hook.remove()
-            if calls and model in self._models:
-                self._models[model].note()
+
+@contextlib.contextmanager
+def _watching(mirror: Mirror) -> Iterator[None]:
+    """Note what modules write to that a checkpoint runs again; in most backwards none does."""
+    calls: list[nn.Module] = []
+    hook = register_module_forward_pre_hook(lambda module, _args: calls.append(module))
+    try:
+        yield
+    finally:
+        hook.remove()
+        if calls:
+            mirror.note()
 
 
 def differentiate(

@@ -1,16 +1,17 @@
-"""Seats: the places of an executor, who sits there now, and what a job for one of them is."""
+"""Seats: the places of an executor, and who sits there now."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from raydp_parallel.crew import Place
-from raydp_parallel.links import Mail
-from raydp_parallel.messages import Forget, Hello, Reply
+from raydp_parallel.messages import Forget, Hello
 from raydp_parallel.monitor import ReplicaInfo, Tally
+
+_GUESTS = 1 << 40
+"""Models are counted below this; above it they are named that a seat keeps for another."""
 
 
 class State(Enum):
@@ -42,13 +43,14 @@ class Seat:
         # Finalizers append here, from any thread and at any moment; the next call takes what is there.
         self._graphs: deque[int] = deque()
         self._models: deque[int] = deque()
-        self._told: list[Forget] = []
+        self.answered = False
 
     def seat(self, door: Any, hello: Hello) -> None:
         """A new replica sits down."""
         self._door, self._hello = door, hello
         self.state = State.READY
         self.incarnation += 1
+        self.answered = False
         self.leave_behind()
 
     def leave_behind(self) -> None:
@@ -56,7 +58,11 @@ class Seat:
         self.held.clear()
         self._graphs.clear()
         self._models.clear()
-        self._told.clear()
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be called."""
+        return self.state is State.READY
 
     @property
     def door(self) -> Any:
@@ -67,20 +73,13 @@ class Seat:
         """What the driver let go of since the last call."""
         if not self._graphs and not self._models:
             return None
-        told = Forget(_drain(self._graphs), _drain(self._models))
-        self._told.append(told)
-        return told
+        return Forget(_drain(self._graphs), _drain(self._models))
 
-    def heard(self) -> None:
-        """The replica answered: it knows what it was told."""
-        self._told.clear()
-
-    def forget_again(self) -> None:
+    def forget_again(self, told: Forget | None) -> None:
         """Tell once more what may not have arrived; hearing it twice does no harm."""
-        for told in self._told:
+        if told is not None:
             self._graphs.extend(told.graphs)
             self._models.extend(told.models)
-        self._told.clear()
 
     def drop_graph(self, key: int, incarnation: int) -> None:
         """Let go of a graph; told with the next call."""
@@ -92,10 +91,25 @@ class Seat:
         if model in self.held:
             self.held[model] = 0
 
+    def name_of(self, model: int, home: Seat) -> int:
+        """What a model is called here. A seat that stands in for another keeps a replica of its own for that one.
+
+        So each chunk finds what its forward left, as it would have at home.
+        """
+        return model if home is self else (home.index + 1) * _GUESTS + model
+
     def drop_model(self, model: int) -> None:
         """Let go of a model; told with the next call."""
-        if self.held.pop(model, None) is not None:
-            self._models.append(model)
+        self._drop([name for name in self.held if name % _GUESTS == model])
+
+    def dismiss(self, home: Seat) -> None:
+        """Let go of what was kept for another seat, which needs nobody to stand in any more."""
+        self._drop([name for name in self.held if name // _GUESTS == home.index + 1])
+
+    def _drop(self, names: list[int]) -> None:
+        for name in names:
+            if self.held.pop(name, None) is not None:
+                self._models.append(name)
 
     def info(self) -> ReplicaInfo:
         """Who sits here."""
@@ -120,36 +134,6 @@ class Seat:
         hello = self._hello
         where = f" (pid {hello.pid}, node {hello.node[:8]})" if hello is not None else ""
         return f"replica {self.index} for device {self.place.device_id}{where}"
-
-
-class Job(NamedTuple):
-    """One chunk's call.
-
-    Attributes:
-        seat: Who runs it.
-        method: ``"forward"`` or ``"backward"``.
-        prepare: Makes the message for the seat, and puts its packets into the mail.
-        incarnation: Which of the seat's replicas it is for; None is whoever sits there.
-    """
-
-    seat: Seat
-    method: str
-    prepare: Callable[[Seat, Mail], Any]
-    incarnation: int | None = None
-
-
-class Answer(NamedTuple):
-    """What came of a job.
-
-    Attributes:
-        reply: The replica's answer.
-        mail: Opens the answer's packets.
-        incarnation: Which of the seat's replicas answered.
-    """
-
-    reply: Reply
-    mail: Mail
-    incarnation: int
 
 
 def _drain(queue: deque[int]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from ray.cluster_utils import Cluster
 from torch import Tensor, nn
 
 import raydp_parallel
-from raydp_parallel import DataParallel, Options, PlacementError, ReplicaDied
+from raydp_parallel import DataParallel, Options, PlacementError
 
 
 class Net(nn.Module):
@@ -77,14 +77,19 @@ def main() -> None:
     print("the object store alone gives the same")
 
     lost = next(n for n in workers if n.node_id == by_store.executor.replicas()[1].node_id)
+    out = by_store(torch.ones(4, 8))
     cluster.remove_node(lost)
-    for _ in range(2):
-        try:
-            by_store(torch.ones(4, 8))
-        except (ReplicaDied, PlacementError) as error:
-            print(type(error).__name__, error)
-        else:
-            raise AssertionError("a node is gone")
+    out.sum().backward()  # half of its graph was there
+    by_store.module.load_state_dict(net.state_dict())
+    same(train(by_store, 4), expected)
+    stats = by_store.executor.stats()
+    assert stats.deaths == 1 and stats.replays >= 1
+    print("a node is lost, and training gives the same")
+    raydp_parallel.shutdown()
+    try:
+        DataParallel(copy.deepcopy(net), [0, 1])(torch.ones(4, 8))
+    except PlacementError as error:
+        print("PlacementError", error)
     alone = DataParallel(copy.deepcopy(net), [0], options=Options(link="object_store"))
     assert alone(torch.ones(4, 8)).shape == (4, 2)
     print("the other node goes on")

@@ -39,6 +39,9 @@ from raydp_parallel import (
 
 pytestmark = pytest.mark.usefixtures("cluster", "usable_afterwards")
 
+RAISE = Options(on_fault="raise")
+"""What a death does to a call that is not to be run again; what happens else, test_faults.py says."""
+
 TWO = ["cpu", "cpu"]
 THREE = ["cpu", "cpu", "cpu"]
 
@@ -271,6 +274,8 @@ def test_wrong_arguments(arguments: dict[str, Any], kind: type[Exception], words
         {"link": "carrier pigeon"},
         {"placement_timeout": 0},
         {"call_timeout": -1.0},
+        {"on_fault": "ignore"},
+        {"max_restarts_per_hour": -1},
         {"cpus_per_replica": -1},
         {"gpus_per_replica": 2},
         {"threads": 0},
@@ -525,7 +530,8 @@ def test_exit_in_forward(way: str) -> None:
 @pytest.mark.parametrize("way", ["os._exit", "segfault"])
 def test_death_in_forward(way: str) -> None:
     """The error names the replica that died; the next call has a new one, and the others are the old ones."""
-    model = DataParallel(Exits(way), THREE)
+    model = DataParallel(Exits(way), THREE, options=RAISE)
+    model(torch.tensor([0.0, 2.0, 3.0]))
     before = [info for info in model.executor.replicas() if info.device_id == "cpu"]
     error = raised(lambda: model(torch.arange(3.0)))
     assert isinstance(error, ReplicaDied) and isinstance(error, ReplicaError)
@@ -543,7 +549,7 @@ def test_death_in_forward(way: str) -> None:
 
 def test_death_in_backward() -> None:
     """Named as well; no gradient is taken over in part."""
-    model = DataParallel(ExitsInBackward(), TWO)
+    model = DataParallel(ExitsInBackward(), TWO, options=RAISE)
     out = model(torch.arange(2.0))
     with pytest.raises(ReplicaDied, match="died in backward"):
         out.sum().backward()
@@ -554,7 +560,8 @@ def test_death_in_backward() -> None:
 
 def test_graphs_of_a_dead_replica() -> None:
     """A forward from before the death cannot be differentiated; the error says what to do."""
-    model, deadly = DataParallel(Exits("none"), TWO), DataParallel(Exits("os._exit"), TWO)
+    model = DataParallel(Exits("none"), TWO, options=RAISE)
+    deadly = DataParallel(Exits("os._exit"), TWO, options=RAISE)
     out = model(torch.tensor([0.0, 2.0]))
     assert isinstance(raised(lambda: deadly(torch.arange(2.0))), ReplicaDied)
     for _ in range(2):  # while the seat is empty, and when somebody new sits there
@@ -566,7 +573,7 @@ def test_graphs_of_a_dead_replica() -> None:
 
 def test_killed_between_two_calls() -> None:
     """A process that somebody else ended is noticed by the next call, and replaced for the one after it."""
-    model = DataParallel(nn.Linear(4, 2), TWO)
+    model = DataParallel(nn.Linear(4, 2), TWO, options=RAISE)
     model(torch.ones(2, 4))
     second = [info for info in model.executor.replicas() if info.device_id == "cpu"][1]
     os.kill(second.pid, signal.SIGKILL)
@@ -588,7 +595,7 @@ class Waits(nn.Module):
 
 def test_no_answer_in_time(tmp_path: Path) -> None:
     """A replica that does not answer within ``call_timeout`` counts as dead, and a new one takes its place."""
-    with Executor(TWO, options=Options(call_timeout=1.5)) as executor:
+    with Executor(TWO, options=Options(call_timeout=1.5, on_fault="raise")) as executor:
         good_call(TWO, executor)
         model = DataParallel(Waits(), executor=executor)
         with pytest.raises(ReplicaDied, match=r"replica 1 .*no answer within call_timeout=1.5 s"):

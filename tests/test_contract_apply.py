@@ -315,7 +315,7 @@ class Dies(nn.Module):
 
 def test_A7_a_process_that_ends_is_a_named_error_and_is_replaced() -> None:
     """os._exit: which replica; the next call has a new one, the other stays."""
-    with Executor(CPUS) as executor:
+    with Executor(CPUS, options=Options(on_fault="raise")) as executor:
         model = DataParallel(Dies(), executor=executor)
         assert model(torch.tensor([[5.0], [6.0]])).tolist() == [[5.0], [6.0]]
         before = [replica.pid for replica in executor.replicas()]

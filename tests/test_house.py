@@ -20,14 +20,16 @@ PACKAGE = Path(raydp_parallel.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("context", "errors", "links", "monitor", "options"),
-    ("line", "messages"),
+    ("joining", "line", "messages"),
     ("crew", "devices", "outcome"),
-    ("batch", "codec", "seats"),
-    ("reduction", "snapshot"),
-    ("replica",),
+    ("batch", "codec", "respawn", "seats"),
+    ("jobs", "reduction", "snapshot"),
+    ("replay", "replica"),
     ("actor",),
     ("local", "remote"),
     ("cluster",),
+    ("roster",),
+    ("dispatch",),
     ("executor",),
     ("bridge",),
     ("calling",),
@@ -37,7 +39,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 """The rooms, from the ground up. A folder is one room. A room imports only from lower floors."""
 
 FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}
-ROOMS_WITH_RAY = {"actor", "cluster", "remote"}
+ROOMS_WITH_RAY = {"actor", "cluster", "joining", "remote"}
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 
 

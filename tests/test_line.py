@@ -96,6 +96,25 @@ def test_the_end_of_the_other_side_is_seen() -> None:
     caller.close()
 
 
+def test_a_frame_that_stands_still() -> None:
+    """The other end hangs before it has read, or answered, the whole of it."""
+    held = threading.Event()
+
+    def hang(number: int, buffers: list[Any]) -> Sequence[Any]:
+        held.wait(10)
+        return []
+
+    station = Station(hang)
+    caller = line.Line(station.address, list)
+    caller.limit(0.2)
+    caller.send(1, [b"small"])
+    caller.send(2, [np.zeros(8_000_000, dtype=np.uint8)])  # more than the socket takes, and nobody reads
+    with pytest.raises(TimeoutError):
+        caller.receive(2, 0.1)
+    held.set()
+    caller.close()
+
+
 def test_only_one_caller_is_let_in(echo: line.Line) -> None:
     """The second finds nobody listening."""
     echo.send(1, [])

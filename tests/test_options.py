@@ -52,6 +52,8 @@ BAD: tuple[dict[str, Any], ...] = (
     {"gpus_per_replica": 0},
     {"gpus_per_replica": 2},
     {"threads": 0},
+    {"on_fault": "ignore"},
+    {"max_restarts_per_hour": -1},
 )
 
 
@@ -63,7 +65,7 @@ def test_a_bad_value_is_refused_at_once(bad: dict[str, Any]) -> None:
         Options(**bad)
 
 
-@pytest.mark.parametrize("name", ("unused_grads", "scalars", "link"))
+@pytest.mark.parametrize("name", ("unused_grads", "scalars", "link", "on_fault"))
 def test_an_unknown_choice_is_told_the_known_ones(name: str) -> None:
     """The value seen and the values expected."""
     with pytest.raises(ValueError, match=f"Options\\({name}='x'\\): expected one of \\w+, "):

@@ -157,7 +157,7 @@ def test_attributes_that_are_more_than_a_number() -> None:
 
 def test_a_replica_that_is_held_recovers() -> None:
     """Who held a replica of a process that died was told that the next call starts one, and it did not."""
-    with Executor(["cpu"]) as executor:
+    with Executor(["cpu"], options=Options(on_fault="raise")) as executor:
         (replica,) = replicate(nn.Linear(2, 2), ["cpu"], executor=executor)
         x = torch.ones(1, 2)
         replica(x)

@@ -29,8 +29,14 @@ class _Place(NamedTuple):
     size: int
 
 
-class _Look(NamedTuple):
-    """What is cheap to see of the tensors, in the order of the slots."""
+class Look(NamedTuple):
+    """What is cheap to see of the tensors, in the order of the slots.
+
+    Attributes:
+        versions: How often each was written to.
+        pointers: Where each lies.
+        flags: Whether each requires a gradient.
+    """
 
     versions: list[int]
     pointers: list[int]
@@ -53,7 +59,7 @@ class Contents:
         self.slots: list[int] = []
         self.tensors: dict[int, Tensor] = {}
         self._row: list[Tensor] = []
-        self._seen = _Look([], [], [])
+        self._seen = Look([], [], [])
         self._places: dict[int, _Place] = {}
         self._block_at: dict[int, int] = {}
         self._version_at: dict[int, int] = {}
@@ -61,9 +67,14 @@ class Contents:
         self._stale: set[int] = set()
         self._exposed: set[int] = set()
 
+    @property
+    def seen(self) -> Look:
+        """What there was to see when it was last taken up."""
+        return self._seen
+
     def changed(self) -> bool:
         """Whether anything moved that is cheap to see."""
-        return self._look() != self._seen or bool(self._stale) or self._withdrawn()
+        return self.look() != self._seen or bool(self._stale) or self._withdrawn()
 
     def wrote(self, slot: int) -> None:
         """What lies in a slot was written to, though no version may tell."""
@@ -84,7 +95,7 @@ class Contents:
 
     def take(self, revision: int) -> bool:
         """Take up what moved. False if a tensor no longer lies as the layout says: then only `adopt` helps."""
-        now, then = self._look(), self._seen
+        now, then = self.look(), self._seen
         differ = [
             i
             for i in range(len(self._row))
@@ -133,7 +144,7 @@ class Contents:
         layout, old = blocks.lay_out(tensors), self.layout
         self.layout, self.tensors = layout, dict(sorted(tensors.items()))
         self.slots, self._row = [*self.tensors], [*self.tensors.values()]
-        now = self._look()
+        now = self.look()
         after = dict(zip(self.slots, zip(*now, strict=True), strict=True))
         kept = {
             block
@@ -161,6 +172,12 @@ class Contents:
         """The blocks whose contents are not what was sent up to ``revision``, though no version tells."""
         known = [block for block, at in self._block_at.items() if at <= revision and block not in self._exposed]
         return [block for block in known if not blocks.equal(self._read(block), self._sent(block))]
+
+    def edited(self, besides: set[int]) -> list[int]:
+        """The blocks, ``besides`` some, that are not what was sent last, though no version tells."""
+        besides = besides | self._stale | self._exposed
+        chosen = [block for block in self._places if block not in besides]
+        return [block for block in chosen if not blocks.equal(self._read(block), self._sent(block))]
 
     def send(self, chosen: list[int], revision: int) -> None:
         """Put the contents of some blocks where replicas can get them."""
@@ -212,11 +229,12 @@ class Contents:
         offsets, sizes = tuple(p.offset for p in places), tuple(p.size for p in places)
         return Blob(tuple(group), offsets, sizes, mail.place(places[0].packet))
 
-    def _look(self) -> _Look:
+    def look(self) -> Look:
+        """What there is to see now."""
         pointers = [*map(Tensor.data_ptr, self._row)]
-        return _Look(self.versions(), pointers, [*map(attrgetter("requires_grad"), self._row)])
+        return Look(self.versions(), pointers, [*map(attrgetter("requires_grad"), self._row)])
 
-    def _note(self, now: _Look, revision: int) -> None:
+    def _note(self, now: Look, revision: int) -> None:
         then = self._seen
         for i, slot in enumerate(self.slots):
             if now.flags[i] != then.flags[i]:
@@ -240,7 +258,7 @@ class Contents:
                 self._places[block] = _Place(packet, 0, self._start(block), self.layout.sizes[block])
                 self._block_at[block] = revision
                 self._exposed.add(block)
-        self._seen = self._seen._replace(pointers=self._look().pointers)
+        self._seen = self._seen._replace(pointers=self.look().pointers)
         return [block for block in chosen if block not in self._exposed]
 
     def _pack(self, chosen: list[int], revision: int) -> None:

@@ -24,9 +24,11 @@ from raydp_parallel.messages import Parcel, StateUpdate, WriteBack
 from raydp_parallel.snapshot import blocks, structure
 from raydp_parallel.snapshot.contents import Contents
 from raydp_parallel.snapshot.image import Image
+from raydp_parallel.snapshot.moments import Mark, Moment, moved, overwritten_since
 
 _ids = itertools.count(1)
 _SIMPLE = (bool, int, float, str, type(None))
+_MISSING = object()
 
 
 class Update(NamedTuple):
@@ -91,6 +93,9 @@ class Master:
         self._kinds: dict[int, str] = {}
         self._leaves: list[Leaf] | None = None
         self._updates: dict[int, Update] = {}
+        self._moment = Moment()
+        self._disturbed_at = 0
+        self._rebound: list[tuple[nn.Module, str, Any]] = []
 
     def __reduce__(self) -> Any:
         return type(None), ()  # it watches one module of one process; a copy of its wrapper gets its own
@@ -129,6 +134,34 @@ class Master:
         structure_at, then = mark
         return self._contents.moved_from(then, held) if structure_at == self.structure_at else ()
 
+    def mark(self) -> Mark:
+        """The state as the last `sync` took it to be, for a replay."""
+        return Mark(self._moment, self._contents.seen, self._disturbed_at)
+
+    def overwritten_since(self, mark: Mark) -> dict[int, Tensor]:
+        """What write-backs have changed since: the contents that those slots had."""
+        return overwritten_since(mark.moment)
+
+    def changed_since(self, mark: Mark) -> str | None:
+        """What of the module anybody else than a write-back has changed since; None if nothing."""
+        image = self._image
+        if image is None or self._disturbed_at != mark.disturbed_at or image.changed() or image.deep_changed():
+            return "an attribute, its structure, or a tensor behind its version"
+        if self._look_at_specials() != self._special_look or self._encode_specials() != self._special_parcel:
+            return "a tensor"
+        slots = moved(mark, self._contents)
+        if not slots:
+            specs = self._contents.layout.specs
+            besides = {specs[slot].block for slot in self.overwritten_since(mark)}
+            edited = {*self._contents.edited(besides)}
+            slots = [slot for slot, spec in specs.items() if spec.block in edited]
+        return self._name(slots[0]) if slots else None
+
+    def _name(self, slot: int) -> str:
+        tensor = self._contents.tensors[slot]
+        named = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
+        return next((f"{self._kinds[slot]} {name!r}" for name, t in named if t is tensor), "a tensor")
+
     def sync(self) -> None:
         """See what changed, as far as identities, versions and addresses tell."""
         with self._all_or_nothing():
@@ -136,6 +169,7 @@ class Master:
 
     def _sync(self) -> None:
         self._sent_before = self.revision
+        self._rebound = []
         if self._image is None or self._look_at_specials() != self._special_look:
             self._restructure()
         elif self._image.changed():
@@ -158,7 +192,7 @@ class Master:
             self._contents = Contents(self._link)
             self._specials = {}
             self._edits.clear()
-            self._next_revision()
+            self._disturbed_at = self._next_revision()
             raise
 
     def _verify(self) -> bool:
@@ -168,7 +202,8 @@ class Master:
             return False
         differing = self._contents.differing(self._sent_before)
         if differing:
-            self._contents.send(differing, self._next_revision())
+            self._disturbed_at = self._next_revision()
+            self._contents.send(differing, self.revision)
         return not differing
 
     def update_from(self, held: int) -> Update | None:
@@ -180,18 +215,35 @@ class Master:
         return self._updates[held]
 
     def write_back(self, written: WriteBack, tensors: list[Tensor]) -> None:
-        """Take over, in place, what chunk 0 changed in place."""
+        """Take over, in place, what chunk 0 changed in place. What it overwrites is kept, see `moments`."""
+        before, overwritten = self._contents.versions(), {}
         with torch.no_grad():
+            for slot, _ in written.slots:
+                overwritten[slot] = self._contents.tensors[slot].detach().clone()
             for (slot, moved), new in zip(written.slots, tensors, strict=True):
                 target = self._contents.tensors[slot]
                 # An edit that moves no version there moves none here; batch norm's running means are such.
                 (target if moved and not target.is_inference() else target.data).copy_(new)
                 self._contents.wrote(slot)
+        self._moment = self._moment.end(overwritten, before, self._contents.versions())
 
     def rebind(self, found: tuple[tuple[int, str, Any], ...]) -> None:
         """Give the master the attributes that a forward gave its only replica, as upstream's one device would."""
-        for index, name, value in found:
-            setattr(self._modules[index], name, value)
+        owners = [(self._modules[index], name, value) for index, name, value in found]
+        self._rebound = [(owner, name, getattr(owner, name, _MISSING)) for owner, name, _ in owners]
+        _set(owners)
+
+    @contextlib.contextmanager
+    def before_rebinding(self) -> Iterator[None]:
+        """Show the attributes that the last forward found, not those that it gave new values."""
+        rebound = self._rebound
+        now = [(owner, name, getattr(owner, name, _MISSING)) for owner, name, _ in rebound]
+        _set(rebound)
+        try:
+            yield
+        finally:
+            _set(now)
+            self._rebound = rebound
 
     def _next_revision(self) -> int:
         self.revision += 1
@@ -207,7 +259,7 @@ class Master:
         if found is None or not all(id(o) in modules and type(v) in _SIMPLE for o, _, v in found):
             self._restructure()
             return
-        revision = self._next_revision()
+        revision = self._disturbed_at = self._next_revision()
         for owner, name, value in found:
             self._image.accept(owner, name, value)
             self._edits[modules[id(owner)], name] = (revision, value)
@@ -232,7 +284,7 @@ class Master:
         self._structure, self._image = structure.dump(module, slot_of)
         self._modules = [*module.modules()]
         self._edits.clear()
-        self.structure_at = self._next_revision()
+        self.structure_at = self._disturbed_at = self._next_revision()
         self._specials = {slot: t for slot, t in sorted(found.items()) if not blocks.is_plain(t)}
         self._special_parcel, self._special_look = self._encode_specials(), self._look_at_specials()
         self._contents.adopt({s: t for s, t in found.items() if s not in self._specials}, self.revision)
@@ -266,6 +318,14 @@ class Master:
             bumped=contents.moved_since(held),
         )
         return Update(message, mail.beside, contents.sent(message.blobs))
+
+
+def _set(attributes: list[tuple[nn.Module, str, Any]]) -> None:
+    for owner, name, value in attributes:
+        if value is not _MISSING:
+            setattr(owner, name, value)
+        elif hasattr(owner, name):
+            delattr(owner, name)
 
 
 def check_devices(module: nn.Module) -> None:

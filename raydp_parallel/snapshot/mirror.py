@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,9 +69,7 @@ class Mirror:
     def prepare(self, update: StateUpdate | None, mail: Mail, graphs_alive: bool) -> None:
         """Undo what the last forward left, and adopt what changed in the driver."""
         if self.revision:
-            restored = self._image.restore()
-            if not self._restore_blocks(graphs_alive) or not restored:
-                self._load()
+            self._undo(graphs_alive)
         if update is not None:
             sources = _sources(update, mail)
             if update.structure is not None:
@@ -79,6 +77,26 @@ class Mirror:
             self._adopt(update, sources, graphs_alive)
         self._restore_flags()
         self._versions = self._now()
+        self._fresh = set()
+
+    def overlay(self, slots: Sequence[int], tensors: Sequence[Tensor], graphs_alive: bool) -> None:
+        """Show some slots as they were, until what the next forward leaves is undone."""
+        chosen = {self._specs[slot].block for slot in slots}
+        if graphs_alive and chosen and not self._renew(chosen):
+            self._load()
+        for slot, tensor in zip(slots, tensors, strict=True):
+            self._shown(slot).copy_(tensor)
+        self._dirty |= chosen
+        self._versions = self._now()
+
+    def pass_over(self) -> None:
+        """Nobody asks what was written."""
+        self._fresh = set()
+
+    def _undo(self, graphs_alive: bool) -> None:
+        restored = self._image.restore()
+        if not self._restore_blocks(graphs_alive) or not restored:
+            self._load()
 
     def leaves(self) -> list[Tensor]:
         """The tensors that may receive gradients, by slot."""

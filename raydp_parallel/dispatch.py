@@ -1,0 +1,197 @@
+"""One call per chunk, sent to all, answered by all, whoever dies on the way.
+
+  send all ──► (the driver checks contents meanwhile) ──► collect all ──► whose replica died, goes to another ──► ...
+
+A graph that a job needs and that died with its replica is made again first, by the messages that its recipe holds, in
+front of the job and on the same way, so that it costs no trip of its own.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from raydp_parallel.actor import unseal
+from raydp_parallel.crew import Death, Ending
+from raydp_parallel.errors import GraphLost, ReplicaDied
+from raydp_parallel.jobs import Answer, Graph, Job, Prepare
+from raydp_parallel.links import Mail
+from raydp_parallel.messages import Forget
+from raydp_parallel.roster import Roster
+from raydp_parallel.seats import Seat
+
+_MOST_REPLAYS = {Ending.LOST: 5, Ending.SILENT: 1}
+"""How often a chunk is given to another replica. What ends one replica after the other is the chunk itself."""
+
+
+class _Flight:
+    """A job on its way to a seat: the messages that went there, the last of which is the job's own."""
+
+    def __init__(self, job: Job, seat: Seat) -> None:
+        self.job = job
+        self.seat = seat
+        self.incarnation = seat.incarnation
+        self.pending: list[Any] = []
+        self.told: list[Forget | None] = []
+        self.graphs: list[Graph] = []
+
+    def land(self) -> None:
+        """What it makes is, or will be, where it was sent."""
+        for graph in self.graphs:
+            graph.lay(self.seat)
+
+
+class Dispatch:
+    """Runs one call per chunk, and waits for all.
+
+    Args:
+        roster: Whose replicas.
+        jobs: The calls.
+    """
+
+    def __init__(self, roster: Roster, jobs: Sequence[Job]) -> None:
+        self._roster = roster
+        self._jobs = jobs
+        self._seats = {job.seat for job in jobs}
+        self._answers: dict[int, Answer] = {}
+        self._flights: dict[int, _Flight] = {}
+        self._deaths = [0] * len(jobs)
+        self._hopeless: set[int] = set()
+
+    def run(self, meanwhile: Callable[[], None] | None = None) -> list[Answer]:
+        """The answers, in the order of the jobs.
+
+        Args:
+            meanwhile: What the driver does while the replicas work.
+        """
+        self._send(range(len(self._jobs)), meanwhile)
+        lost = self._collect()
+        if lost:
+            self._replay(lost)
+        return [self._answers[number] for number in range(len(self._jobs))]
+
+    def _replay(self, lost: dict[int, ReplicaDied]) -> None:
+        begun = time.perf_counter()
+        totals = self._roster.totals
+        try:
+            while lost:
+                if self._hopeless or not self._roster.replays:
+                    raise lost[min(self._hopeless or lost)]
+                totals.replays += len(lost)
+                self._send(sorted(lost))
+                lost = self._collect()
+        finally:
+            totals.lost_ms += (time.perf_counter() - begun) * 1e3
+
+    def _send(self, numbers: Sequence[int], meanwhile: Callable[[], None] | None = None) -> None:
+        with self._roster.lock:
+            self._roster.check_open()
+            try:
+                load: Counter[Seat] = Counter()
+                for number in sorted(numbers, key=self._is_whole):
+                    self._send_one(number, load)
+                if meanwhile is not None:
+                    meanwhile()
+            except BaseException:
+                self._abandon()
+                raise
+
+    def _is_whole(self, number: int) -> bool:
+        """What cannot be made again is to be found before anything else is sent."""
+        needs = self._jobs[number].needs
+        return needs is None or (needs.seat is not None and needs.on(needs.seat))
+
+    def _send_one(self, number: int, load: Counter[Seat]) -> None:
+        job = self._jobs[number]
+        seat = self._roster.choose(job, load, self._seats)
+        load[seat] += 1
+        steps = job.needs.steps(seat) if job.needs is not None else []
+        if job.needs is not None and not steps and not job.needs.on(seat):
+            raise GraphLost(f"{seat} has not got the graph of this forward, and it cannot be made again")
+        flight = self._flights[number] = _Flight(job, seat)
+        try:
+            for step in steps:
+                self._submit(flight, step.graph, step.method, step.prepare)
+            self._submit(flight, job.makes, job.method, job.prepare)
+        finally:
+            flight.land()
+
+    def _submit(self, flight: _Flight, makes: Graph | None, method: str, prepare: Prepare) -> None:
+        crew, seat = self._roster.crew, flight.seat
+        mail = Mail(crew.link)
+        message = prepare(seat, mail)
+        flight.told.append(message.forget)
+        header = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        seat.tally.bytes_in += mail.size
+        if makes is not None:
+            flight.graphs.append(makes)
+        flight.pending.append(crew.submit(seat.door, method, header, mail.beside))
+
+    def _collect(self) -> dict[int, ReplicaDied]:
+        """Wait for all that were sent. Returns whose replica died."""
+        flights = [*self._flights.items()]
+        try:
+            results = iter(self._roster.crew.collect([p for _, flight in flights for p in flight.pending]))
+            lost: dict[int, ReplicaDied] = {}
+            for number, flight in flights:
+                found = [next(results) for _ in flight.pending]
+                death = next((result for result in found if isinstance(result, Death)), None)
+                if death is None:
+                    self._answers[number] = self._receive(flight, found)
+                else:
+                    lost[number] = self._bury(number, flight, death)
+        except BaseException:
+            self._abandon()
+            raise
+        self._flights.clear()
+        return lost
+
+    def _receive(self, flight: _Flight, results: Sequence[Any]) -> Answer:
+        seat, job, link = flight.seat, flight.job, self._roster.crew.link
+        for result in results[:-1]:
+            reply, _ = unseal(result, link)
+            if reply.failure is not None:
+                for graph in flight.graphs:
+                    graph.lose()
+                raise GraphLost(
+                    "backward: the forward had to run again, because the replica that held its graph died, and that "
+                    f"failed on {seat}: {reply.failure.text}"
+                )
+        reply, mail = unseal(results[-1], link)
+        seat.answered = True
+        if not reply.revision:
+            seat.distrust(seat.name_of(job.model, job.seat))
+        tally = seat.tally
+        if job.method == "forward":
+            tally.calls += 1
+            tally.forward_seconds += reply.seconds
+        else:
+            tally.backward_seconds += reply.seconds
+        tally.bytes_out += reply.size
+        return Answer(reply, mail, seat)
+
+    def _bury(self, number: int, flight: _Flight, death: Death) -> ReplicaDied:
+        error = self._roster.bury(flight.seat, flight.incarnation, flight.job.method, death)
+        self._deaths[number] += 1
+        times = self._deaths[number]
+        if not self._roster.replays or times <= _MOST_REPLAYS[death.ending]:
+            return error
+        self._hopeless.add(number)
+        return ReplicaDied(
+            f"{flight.seat} died in {flight.job.method}: {death.cause}. It was the last of {times} replicas that ran "
+            "this chunk and died, so that the chunk itself may be the reason. The next call starts with others"
+        )
+
+    def _abandon(self) -> None:
+        """Nobody waits for these calls any more, and whether they arrived is not known."""
+        for flight in self._flights.values():
+            for pending in flight.pending:
+                pending.give_up()
+            for told in flight.told:
+                flight.seat.forget_again(told)
+            # Whether what was sent was adopted is not known either: the next call sends everything.
+            flight.seat.distrust(flight.seat.name_of(flight.job.model, flight.job.seat))
+        self._flights.clear()

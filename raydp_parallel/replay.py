@@ -1,0 +1,144 @@
+"""How a graph is made again after its replica died: the same forward, on another replica, as it was then.
+
+A recipe keeps what the call was made with: its message, the tensors of its arguments with their versions, and a mark of
+the module's state. Made again, the forward writes nothing back, and warns and counts nothing. If the module or the
+arguments have changed since, by anybody but our own write-backs, it is refused: a different graph in silence would be
+worse than an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from raydp_parallel import codec
+from raydp_parallel.errors import StateChanged
+from raydp_parallel.jobs import Graph, Recipe
+from raydp_parallel.links import Mail
+from raydp_parallel.messages import BackwardRequest, ForwardRequest, Overlay, Parcel, StateUpdate
+from raydp_parallel.seats import Seat
+from raydp_parallel.snapshot.master import Master
+from raydp_parallel.snapshot.moments import Mark
+
+
+class Kept(NamedTuple):
+    """Tensors that a message was made with, to be sent again as they are.
+
+    Attributes:
+        parcel: The parcel, without its packet.
+        tensors: Its tensors.
+        versions: Their versions then.
+        name: What they are, for errors.
+    """
+
+    parcel: Parcel
+    tensors: Sequence[Tensor]
+    versions: Sequence[int]
+    name: str
+
+    def again(self, mail: Mail) -> Parcel:
+        """The parcel for another message."""
+        if [*map(_version, self.tensors)] != [*self.versions]:
+            raise _changed(f"{self.name} were written to")
+        return codec.encode_again(self.parcel, self.tensors, mail)
+
+
+def keep(parcel: Parcel, tensors: Sequence[Tensor], name: str) -> Kept:
+    """Keep what a message was made with: memory and versions, and nothing of a graph that tensors belong to."""
+    return Kept(parcel._replace(packet=None), [t.detach() for t in tensors], [*map(_version, tensors)], name)
+
+
+def forward(request: ForwardRequest, inputs: Kept, master: Master, home: Seat, marks: tuple[Mark, Mark]) -> Recipe:
+    """The recipe of a forward's graph.
+
+    Args:
+        request: The message.
+        inputs: What it carried.
+        master: The module.
+        home: Whom the call was for.
+        marks: The module's state before the call, and after its write-back.
+    """
+    plain = request._replace(
+        update=None, inputs=inputs.parcel, write_back=False, doubtful=(), forget=None, overlay=None, graph_only=True
+    )
+
+    def prepare(seat: Seat, mail: Mail) -> ForwardRequest:
+        with master.before_rebinding():
+            return again(seat, mail)
+
+    def again(seat: Seat, mail: Mail) -> ForwardRequest:
+        changed = master.changed_since(marks[0])
+        if changed is not None:
+            raise _changed(f"{changed} was changed")
+        parcel = inputs.again(mail)
+        # Right after the forward a replica is as the forward left it; later write-backs came from later calls.
+        then = overlay(master, marks[0], mail, undone=bool(master.overwritten_since(marks[1])))
+        master.sync()
+        name = seat.name_of(master.id, home)
+        news = update(master, seat, name, mail)
+        return plain._replace(model=name, update=news, inputs=parcel, overlay=then, forget=seat.forget())
+
+    return Recipe("forward", prepare)
+
+
+def derived(request: BackwardRequest, grads: Kept, parent: Graph, before: Recipe, home: Seat, model: int) -> Recipe:
+    """The recipe of a graph that a backward under ``create_graph`` made.
+
+    Args:
+        request: The message.
+        grads: What it carried.
+        parent: The graph that was differentiated.
+        before: How that one was made.
+        home: Whom the call was for.
+        model: The model's id.
+    """
+    plain = request._replace(grads=grads.parcel, bumped=(), write_back=False, keep=True, forget=None)
+
+    def prepare(seat: Seat, mail: Mail) -> BackwardRequest:
+        name = seat.name_of(model, home)
+        return plain._replace(model=name, grads=grads.again(mail), forget=seat.forget())
+
+    return Recipe("backward", prepare, parent, before)
+
+
+def update(
+    master: Master, seat: Seat, name: int, mail: Mail, note: Callable[[int], None] | None = None
+) -> StateUpdate | None:
+    """What a seat's replica needs to hold the master copy's state, None if it does.
+
+    Args:
+        master: The module.
+        seat: The seat.
+        name: What the model is called there.
+        mail: Where the contents go.
+        note: Is told how many bytes are sent, if any update is.
+    """
+    found = master.update_from(seat.held.get(name, 0))
+    seat.held[name] = master.revision
+    if found is None:
+        return None
+    if note is not None:
+        note(found.sent)
+    return found.placed(mail)
+
+
+def overlay(master: Master, mark: Mark, mail: Mail, undone: bool = False) -> Overlay | None:
+    """What write-backs have changed since the mark, as it was."""
+    found = sorted(master.overwritten_since(mark).items())
+    if not found:
+        return None
+    parcel, _ = codec.encode(tuple(tensor for _, tensor in found), mail, "state")
+    return Overlay(tuple(slot for slot, _ in found), parcel, undone)
+
+
+def _changed(what: str) -> StateChanged:
+    return StateChanged(
+        f"backward: the replica that held the graph died, and the graph cannot be made again, because {what} since "
+        "the forward; run forward again"
+    )
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,0 +1,222 @@
+"""Behind the scenes: ends what is left of a replica that died, says why it died, and starts the next.
+
+One thread per replica that died, which ends when its successor is there. No call waits for it as long as another
+replica can do the work. A replica that dies before it ever answered is started again after a pause, longer each time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from raydp_parallel.crew import Crew, Death, Place
+from raydp_parallel.errors import ClusterError, ParallelError, PlacementError, RestartsSpent
+from raydp_parallel.messages import Hello
+from raydp_parallel.options import Options
+
+log = logging.getLogger("raydp_parallel")
+
+_LEFT = "the Ray cluster was left while replicas ran; the next use starts anew"
+_HOUR = 3600.0
+_FIRST_PAUSE = 0.1
+_LONGEST_PAUSE = 30.0
+_FAREWELL = 5.0
+"""Seconds that `Respawner.stop` waits for its threads, which look up every 0.2 s."""
+
+
+class Loss(NamedTuple):
+    """A replica that died.
+
+    Attributes:
+        place: Where it sat.
+        name: Its name, for the log.
+        door: What calls went through.
+        method: In what it died.
+        death: What was seen of it.
+        answered: Whether it had ever answered a call.
+    """
+
+    place: Place
+    name: str
+    door: Any
+    method: str
+    death: Death
+    answered: bool
+
+
+class Arrival(NamedTuple):
+    """A replica that was started.
+
+    Attributes:
+        door: What calls go through.
+        hello: What it says of itself.
+    """
+
+    door: Any
+    hello: Hello
+
+
+class Respawner:
+    """Replaces the replicas of one crew.
+
+    Args:
+        crew: Who starts them.
+        options: How many, and how long that may take.
+    """
+
+    def __init__(self, crew: Crew, options: Options) -> None:
+        self._crew = crew
+        self._options = options
+        self._changed = threading.Condition()
+        self._ended = threading.Event()
+        self._working: dict[Place, threading.Thread] = {}
+        self._arrived: dict[Place, Arrival] = {}
+        self._problems: dict[Place, ParallelError] = {}
+        self._in_vain: dict[Place, int] = {}
+        self._starts: deque[float] = deque()
+        _respawners.add(self)
+
+    def replace(self, loss: Loss) -> None:
+        """Start a successor, some time."""
+        self._begin(loss.place, loss)
+
+    def see_to(self, places: Collection[Place]) -> None:
+        """Try again where that was given up, if the hour allows it now."""
+        for place in places:
+            if place not in self._arrived and (self._left() or place not in self._problems):
+                self._begin(place, None)
+
+    def arrivals(self) -> dict[Place, Arrival]:
+        """Those that started since the last time."""
+        with self._changed:
+            found, self._arrived = self._arrived, {}
+            return found
+
+    def wait(self, places: Collection[Place]) -> None:
+        """Wait until somebody arrived in one of the places.
+
+        Raises:
+            ParallelError: Nobody will, or nobody did within ``placement_timeout``.
+        """
+
+        def settled() -> bool:
+            return any(p in self._arrived for p in places) or not any(p in self._working for p in places)
+
+        timeout = self._options.placement_timeout
+        with self._changed:
+            self._changed.wait_for(settled, timeout)
+            if not any(place in self._arrived for place in places):
+                late = PlacementError(f"all replicas died, and no new one started in placement_timeout={timeout:g} s")
+                raise next((self._problems[place] for place in places if place in self._problems), late)
+
+    def stop(self) -> None:
+        """Start nothing any more, and end what started too late. May be called twice."""
+        self._ended.set()
+        with self._changed:
+            working = [*self._working.values()]
+        for thread in working:
+            thread.join(_FAREWELL)
+        self._crew.stop([arrival.door for arrival in self.arrivals().values()])
+
+    def _begin(self, place: Place, loss: Loss | None) -> None:
+        thread = threading.Thread(target=self._work, args=(place, loss), name="raydp-respawn", daemon=True)
+        with self._changed:
+            if self._ended.is_set() or place in self._working:
+                return
+            self._problems.pop(place, None)
+            self._working[place] = thread
+        try:
+            thread.start()
+        except BaseException:
+            self._working.pop(place, None)
+            raise
+
+    def _work(self, place: Place, loss: Loss | None) -> None:
+        arrival = None
+        try:
+            if loss is not None:
+                self._report(loss)
+            arrival = self._start(place)
+        except ParallelError as error:
+            self._problems[place] = error
+            log.error("no replica for device %s: %s", place.device_id, error)
+        except Exception as error:  # whatever it was, nobody may wait for ever
+            seen = f"no replica could be started for device {place.device_id}: {error!r}"
+            self._problems[place] = ClusterError(seen if self._crew.alive() else _LEFT)
+            log.exception("no replica for device %s", place.device_id)
+        finally:
+            with self._changed:
+                self._working.pop(place, None)
+                if arrival is not None and not self._ended.is_set():
+                    self._arrived[place], arrival = arrival, None
+                self._changed.notify_all()
+            if arrival is not None:
+                self._crew.stop([arrival.door])
+
+    def _report(self, loss: Loss) -> None:
+        """End what may be left of it, and say what happened. Ray takes a while to know why."""
+        cause = self._crew.cause(loss.door, loss.death)
+        self._crew.stop([loss.door])
+        self._in_vain[loss.place] = 0 if loss.answered else self._in_vain.get(loss.place, 0) + 1
+        log.warning(
+            "%s died in %s: %s. Its chunks run again on other replicas, and a new one starts behind the scenes",
+            *(loss.name, loss.method, cause),
+        )
+
+    def _start(self, place: Place) -> Arrival | None:
+        while True:
+            pauses = self._in_vain.get(place, 0)
+            pause = min(_FIRST_PAUSE * 2**pauses, _LONGEST_PAUSE) if pauses else 0.0
+            if self._ended.wait(pause):
+                return None
+            if not self._crew.alive():
+                raise ClusterError(_LEFT)
+            self._book()
+            begun = time.monotonic()
+            try:
+                found = self._crew.start([place], self._ended.is_set)
+            except PlacementError as error:
+                if self._ended.is_set():
+                    return None
+                self._problems[place] = error
+                self._in_vain[place] = pauses + 1
+                log.warning("no replica for device %s yet, which is tried again: %s", place.device_id, error)
+                continue
+            door, hello = found[place]
+            seconds = time.monotonic() - begun
+            log.info("a new replica for device %s (pid %d) started in %.1f s", place.device_id, hello.pid, seconds)
+            self._problems.pop(place, None)
+            return Arrival(door, hello)
+
+    def _book(self) -> None:
+        """Count a start, if the hour allows one more."""
+        most = self._options.max_restarts_per_hour
+        with self._changed:
+            if not self._left():
+                raise RestartsSpent(
+                    f"{most} replicas were started within an hour in place of others that had died, which is what "
+                    f"Options(max_restarts_per_hour={most}) allows. The log names the causes; calls go on with the "
+                    "replicas that are left, if any"
+                )
+            self._starts.append(time.monotonic())
+
+    def _left(self) -> int:
+        while self._starts and self._starts[0] < time.monotonic() - _HOUR:
+            self._starts.popleft()
+        return self._options.max_restarts_per_hour - len(self._starts)
+
+
+_respawners: weakref.WeakSet[Respawner] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Ray must not be left, at the end of the program, by a thread that is in the midst of it."""
+    for respawner in [*_respawners]:
+        respawner.stop()

@@ -1,0 +1,166 @@
+"""The roster: who sits where, who stands in for whom, and who is buried."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from raydp_parallel import cluster, devices
+from raydp_parallel.crew import Crew, Death, Ending, Place
+from raydp_parallel.errors import ExecutorClosed, GraphLost, ReplicaDied
+from raydp_parallel.jobs import Job
+from raydp_parallel.local import LocalCrew
+from raydp_parallel.monitor import Totals
+from raydp_parallel.options import Options
+from raydp_parallel.respawn import Loss, Respawner
+from raydp_parallel.seats import Seat, State
+
+log = logging.getLogger("raydp_parallel")
+
+
+class Roster:
+    """The seats of an executor, and the crew that fills them.
+
+    Args:
+        options: How to place replicas, and what to do when one dies.
+
+    Attributes:
+        lock: Held while seats change, and while calls are sent.
+        seats: By place, in the order in which they were first filled.
+        totals: The executor's counters.
+        closed: Whether the executor was closed.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.lock = threading.RLock()
+        self.seats: dict[Place, Seat] = {}
+        self.totals = Totals()
+        self.closed = False
+        self._crew: Crew | None = None
+        self._respawner: Respawner | None = None
+
+    @property
+    def crew(self) -> Crew:
+        """Who runs the replicas."""
+        assert self._crew is not None
+        return self._crew
+
+    @property
+    def link(self) -> str:
+        """What bytes travel by."""
+        return self._crew.link.name if self._crew is not None else self.options.link
+
+    @property
+    def replays(self) -> bool:
+        """Whether another replica takes over when one dies."""
+        return self.options.on_fault == "replay"
+
+    def ready(self) -> list[Seat]:
+        """Those that can be called."""
+        return [seat for seat in self.seats.values() if seat.ready]
+
+    def check_open(self) -> None:
+        """Raise `ExecutorClosed` if it is."""
+        if self.closed:
+            raise ExecutorClosed("this executor was closed: make another, or leave `executor` out to use the process's")
+
+    def refresh(self) -> bool:
+        """Make sure there is a crew, and that it belongs to the cluster that is connected now; whether it is new."""
+        self.check_open()
+        if self._crew is not None and self._crew.alive():
+            return False
+        if self._respawner is not None:
+            self._respawner.stop()
+        if self._crew is not None:
+            self._crew.stop([seat.door for seat in self.ready()])
+        self._crew = LocalCrew(self.options) if self.options.in_process else cluster.RayCrew(self.options)
+        self._respawner = Respawner(self._crew, self.options)
+        for seat in self.seats.values():
+            seat.state = State.EMPTY
+            seat.leave_behind()
+        return True
+
+    def fill(self, wanted: Sequence[Place]) -> None:
+        """See that somebody sits in each place, or is on the way there."""
+        self.pick_up()
+        away = [p for p in dict.fromkeys(wanted) if p not in self.seats or not self.seats[p].ready]
+        if self.replays and self._respawner is not None:
+            dead = {p for p in away if p in self.seats and self.seats[p].state is State.DEAD}
+            self._respawner.see_to(dead)
+            away = [place for place in away if place not in dead]
+        if not away:
+            return
+        started = self.crew.start(away)
+        for place, (door, hello) in started.items():
+            self._seat(place).seat(door, hello)
+        found = [(seat.place.number, seat.hello) for place, seat in self.seats.items() if place in wanted]
+        devices.check_balance([(number, hello) for number, hello in found if hello is not None and hello.memory])
+
+    def pick_up(self) -> None:
+        """Seat those that were started behind the scenes."""
+        if self._respawner is None:
+            return
+        for place, (door, hello) in self._respawner.arrivals().items():
+            home = self._seat(place)
+            home.seat(door, hello)
+            for seat in self.ready():
+                seat.dismiss(home)
+            self.totals.respawns += 1
+
+    def _seat(self, place: Place) -> Seat:
+        return self.seats.setdefault(place, Seat(place, len(self.seats)))
+
+    def choose(self, job: Job, load: Counter[Seat], others: Collection[Seat]) -> Seat:
+        """Who runs a job: who it is for, else one of the same kind, if need be the first that comes back.
+
+        Args:
+            job: The job.
+            load: How many each seat was given already.
+            others: Who takes part in the call; they have the model, and the others may not.
+        """
+        holder = job.needs.seat if job.needs is not None else None
+        seat = holder if holder is not None and (holder.ready or not self.replays) else job.seat
+        if job.needs is not None and (not self.crew.alive() or (not self.replays and not job.needs.on(seat))):
+            raise GraphLost(f"{seat} lost the graph of this forward, because its process ended; run forward again")
+        if seat.ready or not self.replays:
+            return seat
+        while True:
+            self.pick_up()
+            able = [s for s in self.ready() if s.place.kind == seat.place.kind]
+            if able:
+                return seat if seat in able else min(able, key=lambda s: (s not in others, load[s], s.index))
+            assert self._respawner is not None
+            self._respawner.wait([place for place in self.seats if place.kind == seat.place.kind])
+
+    def bury(self, seat: Seat, incarnation: int, method: str, death: Death) -> ReplicaDied:
+        """A replica gave no answer: nobody calls it any more. Returns what to raise, if it comes to that."""
+        with self.lock:
+            new = seat.incarnation == incarnation and seat.ready
+            cause = death.cause if self.replays else self.crew.cause(seat.door, death)
+            error = ReplicaDied(f"{seat} died in {method}: {cause}. A new one starts with the next call")
+            if not new:
+                return error
+            seat.state = State.DEAD
+            seat.tally.deaths += 1
+            seat.leave_behind()
+            if death.ending is Ending.SILENT or not self.replays:
+                self.crew.stop([seat.door])
+            if not self.replays:
+                log.warning("%s", error)
+            elif self._respawner is not None:
+                self._respawner.replace(Loss(seat.place, str(seat), seat.door, method, death, seat.answered))
+        return error
+
+    def close(self) -> None:
+        """End everybody."""
+        self.closed = True
+        if self._respawner is not None:
+            self._respawner.stop()
+        if self._crew is not None:
+            self._crew.stop([seat.door for seat in self.ready()])
+            self._crew.link.close()
+        for seat in self.seats.values():
+            seat.state = State.CLOSED

@@ -1,0 +1,79 @@
+"""Moments of a master copy, so that a forward can be run again as it was when its graph is lost.
+
+[Note: what can be had back]
+Between a forward and its backward only write-backs change the master copy, in most programs: batch norm's running
+means, spectral norm's vectors. Each of them keeps the bytes that it overwrites, in the moment before it, and moments
+form a chain: whoever holds one finds what was overwritten since. Nobody holds it, and it is garbage with its bytes.
+
+    moment ──► moment ──► now            overwritten: by the write-back that ended the moment
+     versions   versions                 versions:    right before it, and right after
+
+What anybody else changed is found by versions that do not meet those of the chain, by addresses, flags and structure,
+and by a comparison with the bytes that were sent. It cannot be had back: then the replay is refused.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from raydp_parallel.snapshot.contents import Contents, Look
+
+
+class Moment:
+    """A stretch of a master copy's life between two write-backs."""
+
+    __slots__ = ("after", "before", "following", "overwritten")
+
+    def __init__(self) -> None:
+        self.overwritten: dict[int, Tensor] = {}
+        self.before: list[int] = []
+        self.after: list[int] = []
+        self.following: Moment | None = None
+
+    def end(self, overwritten: dict[int, Tensor], before: list[int], after: list[int]) -> Moment:
+        """A write-back took place; returns the moment that begins."""
+        self.overwritten, self.before, self.after = overwritten, before, after
+        self.following = Moment()
+        return self.following
+
+
+class Mark(NamedTuple):
+    """What a call remembers of its module's state.
+
+    Attributes:
+        moment: When it was.
+        look: What was cheap to see of its tensors.
+        disturbed_at: The revision at which something else than versions had told of a change for the last time.
+    """
+
+    moment: Moment
+    look: Look
+    disturbed_at: int
+
+
+def overwritten_since(moment: Moment) -> dict[int, Tensor]:
+    """The contents that slots had at a moment, where write-backs have changed them since."""
+    found: dict[int, Tensor] = {}
+    at: Moment | None = moment
+    while at is not None:
+        found = {**at.overwritten, **found}
+        at = at.following
+    return found
+
+
+def moved(mark: Mark, contents: Contents) -> list[int]:
+    """The slots that somebody else than a write-back changed since, as far as versions, addresses and flags tell."""
+    now = contents.look()
+    chain, at = [mark.look.versions], mark.moment
+    while at.following is not None:
+        chain += [at.before, at.after]
+        at = at.following
+    chain.append(now.versions)
+    found: set[int] = set()
+    for one, other in zip(chain[::2], chain[1::2], strict=True):
+        found.update(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+    for then, today in ((mark.look.pointers, now.pointers), (mark.look.flags, now.flags)):
+        found.update(i for i, (a, b) in enumerate(zip(then, today, strict=True)) if a != b)
+    return [contents.slots[i] for i in sorted(found)]

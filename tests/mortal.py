@@ -1,0 +1,125 @@
+"""Modules whose processes end at a chosen moment, and training that is compared to the bit with an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import spectral_norm
+from torch.utils.checkpoint import checkpoint
+
+from raydp_parallel import DataParallel, Executor
+
+
+def arm(folder: Path, *moments: str) -> None:
+    """Let processes end: ``"forward 1"`` is the next one that runs forward of chunk 1, twice named the next two."""
+    for moment in moments:
+        number = len(list(folder.glob(f"{moment} *")))
+        (folder / f"{moment} {number}").touch()
+
+
+def armed(folder: Path) -> list[str]:
+    """What has not come about."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def fate(folder: str, moment: str) -> None:
+    """End this process, if that was asked for; each file is one death."""
+    for name in sorted(os.listdir(folder)):
+        if name.startswith(f"{moment} "):
+            os.unlink(os.path.join(folder, name))
+            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)  # the signal arrives
+
+
+class Mortal(nn.Module):
+    """Runs a module on rows whose first column says which chunk they are; its process may end on the way.
+
+    Args:
+        body: The module.
+        folder: Where `arm` leaves word.
+    """
+
+    def __init__(self, body: nn.Module, folder: Path) -> None:
+        super().__init__()
+        self.body = body
+        self.folder = str(folder)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chunk, folder = int(x[0, 0]), self.folder
+        fate(folder, f"forward {chunk}")
+        out = self.body(x[:, 1:])
+        fate(folder, f"late forward {chunk}")
+        if out.requires_grad:
+            out.register_hook(lambda grad: fate(folder, f"{'second' if grad.requires_grad else 'backward'} {chunk}"))
+        return out
+
+
+class Everything(nn.Module):
+    """Dropout, batch norm, spectral norm, a counter that is a buffer, and a checkpoint."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Tanh())
+        self.norm = nn.BatchNorm1d(8)
+        self.outer = spectral_norm(nn.Linear(8, 3))
+        self.checkpointed = checkpointed
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += x.sum()
+        h = checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
+        return self.outer(torch.dropout(self.norm(h).tanh(), 0.4, self.training)) * (1 + self.seen.sigmoid())
+
+
+def rows(chunks: int, step: int, each: int = 4) -> Tensor:
+    """A batch; the first column says which chunk a row will be in."""
+    generator = torch.Generator().manual_seed(step)
+    number = torch.arange(chunks).repeat_interleave(each).unsqueeze(1)
+    return torch.cat([number, torch.randn(chunks * each, 6, generator=generator)], 1)
+
+
+def state(model: nn.Module) -> list[Tensor]:
+    """Weights, buffers, gradients and the driver's generator."""
+    tensors = [*model.parameters(), *model.buffers()]
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return [*(t.detach().clone() for t in tensors), *(g.clone() for g in grads), torch.get_rng_state()]
+
+
+def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    """To the bit."""
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def step(model: DataParallel[Any], optimizer: torch.optim.Optimizer, x: Tensor, penalty: bool, twice: bool) -> Tensor:
+    """One training step; if asked for with a gradient penalty, and with two forwards before one backward."""
+    optimizer.zero_grad()
+    x = x.clone().requires_grad_(penalty)
+    loss = model(x).square().mean()
+    if twice:
+        loss = loss + model(x).abs().mean()
+    if penalty:
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        loss = loss + (slope.norm(dim=1) - 1).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def train(executor: Executor, folder: Path, steps: int, plan: dict[int, Sequence[str]], **how: Any) -> list[Tensor]:
+    """Train, arming ``plan[step]`` before each step. The losses and the final state."""
+    torch.manual_seed(7)
+    chunks, penalty, twice = len(executor.device_ids), how.pop("penalty", False), how.pop("twice", False)
+    model = DataParallel(Mortal(Everything(**how), folder), executor=executor)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    losses = []
+    for number in range(steps):
+        arm(folder, *plan.get(number, ()))
+        losses.append(step(model, optimizer, rows(chunks, number), penalty, twice))
+    return [*losses, *state(model)]

@@ -1,0 +1,74 @@
+"""Faults that need a Ray of their own: no room for the object store, no shared memory, a driver that is killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+SMALL_SHM = "mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "
+"""In a name space of its own, so that nobody else's memory is touched."""
+
+
+def environment() -> dict[str, str]:
+    """What the scripts start with: a Ray of their own, this checkout."""
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    return {**env, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
+
+
+def may_mount() -> bool:
+    """Whether this user may have a /dev/shm of his own."""
+    if shutil.which("unshare") is None:
+        return False
+    test = ["unshare", "-m", "sh", "-c", f"{SMALL_SHM}true"]
+    return subprocess.run(test, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("narrow", ["object store", "/dev/shm"])
+def test_hardly_any_room(narrow: str) -> None:
+    """Ray's store is full, or there is no shared memory to speak of: training is slower, and right."""
+    command = [sys.executable, str(HERE / "narrow_script.py"), "object_store" if narrow == "object store" else "auto"]
+    if narrow == "/dev/shm":
+        if not may_mount():
+            pytest.skip("may not mount a small /dev/shm here")
+        command = ["unshare", "-m", "sh", "-c", SMALL_SHM + " ".join(command)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert "the same weights" in done.stdout, done.stdout + done.stderr
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_driver_that_is_killed_leaves_nothing() -> None:
+    """Its replicas end within two seconds, and with them all memory, which has no name but theirs."""
+    command = [sys.executable, str(HERE / "driver_script.py")]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        pids = [int(pid) for pid in driver.stdout.readline().split()]
+        assert len(pids) == 2 and not any(map(gone, pids))
+        driver.kill()
+        deadline = time.monotonic() + 2
+        while not all(map(gone, pids)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert all(map(gone, pids))
+
+
+def test_a_cluster_that_is_left_during_a_call(tmp_path: Path) -> None:
+    """A clear error, and the next use starts a new one."""
+    command = [sys.executable, str(HERE / "left_script.py"), str(tmp_path)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert "ClusterError the Ray cluster was left while replicas ran; the next use starts anew" in done.stdout, (
+        done.stdout + done.stderr
+    )
+    assert "the next use works: [6.0]" in done.stdout, done.stdout + done.stderr
