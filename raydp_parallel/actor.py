@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+from ray._private.worker import global_worker
 
 from raydp_parallel import devices, line, outcome
 from raydp_parallel.links import (
@@ -28,6 +29,7 @@ from raydp_parallel.links import (
     Slice,
 )
 from raydp_parallel.messages import Hello, Reply
+from raydp_parallel.phases import OpenSpan, unseen
 from raydp_parallel.replica import Replica
 
 
@@ -37,11 +39,12 @@ class Door:
     Args:
         device: Name of the torch device.
         link: What answers travel by.
+        span: Opens a span for each phase of a call, where somebody wants to see them.
     """
 
-    def __init__(self, device: str, link: Link) -> None:
+    def __init__(self, device: str, link: Link, span: OpenSpan = unseen) -> None:
         self._device = torch.device(device)
-        self._replica = Replica(self._device)
+        self._replica = Replica(self._device, span)
         self._link = link
         self._turns = Turnstile()
         self._mappings = Mappings()
@@ -49,11 +52,11 @@ class Door:
 
     def forward(self, number: int, header: bytes, *beside: Any) -> Any:
         """Run one chunk."""
-        return plain(self._answer(self._replica.forward, number, header, beside))
+        return plain(self._answer(self._replica.forward, number, header, self._opened(beside)))
 
     def backward(self, number: int, header: bytes, *beside: Any) -> Any:
         """Differentiate one chunk's graph."""
-        return plain(self._answer(self._replica.backward, number, header, beside))
+        return plain(self._answer(self._replica.backward, number, header, self._opened(beside)))
 
     def forget(self, number: int, header: bytes) -> Any:
         """Free what the driver no longer needs. Answers how many models and graphs are left."""
@@ -65,7 +68,8 @@ class Door:
 
     def hello(self) -> Hello:
         """Who is here."""
-        return devices.describe(self._device, os.getpid(), _node())
+        found = devices.describe(self._device, os.getpid(), _node())
+        return found._replace(gpu_index=_gpu()) if found.gpu else found
 
     def empty(self) -> None:
         """Nothing at all: what a call costs at least. For benchmarks."""
@@ -122,12 +126,16 @@ class Door:
         method, *read = struct.unpack(f"<{len(buffers[0]) // 8}Q", buffers[0])
         for lease in read:
             self._lent.pop(lease, None)
-        packets = [self._mappings.open(b) if isinstance(b, Descriptor) else b for b in buffers[2:]]
+        packets = self._opened(buffers[2:])
         work = (self._replica.forward, self._replica.backward, self._forget)[method]
         answer = self._answer(work, number, bytes(buffers[1]), packets)
         answer = answer if isinstance(answer, tuple) else (answer,)
         self._lent.update((part.descriptor.lease, part) for part in answer if isinstance(part, Slice))
         return answer
+
+    def _opened(self, packets: Sequence[Any]) -> list[Any]:
+        """Packets with what lies in the driver's memory in reach."""
+        return [self._mappings.open(packet) if isinstance(packet, Descriptor) else packet for packet in packets]
 
     def _answer(self, work: Callable[[Any, Mail, Mail], Any], number: int, header: bytes, beside: Any) -> Any:
         """Do one call's work, in its turn; whatever goes wrong is an answer too, and no death."""
@@ -213,6 +221,21 @@ def _node() -> str:
     return ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
 
 
+def _task_span(phase: str) -> Any:
+    """A span in `ray timeline`, inside the task that runs; a direct line's thread has none."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    return global_worker.core_worker.profile_event(phase.encode(), {"name": phase})  # type: ignore[attr-defined]
+
+
+_quiet: Any = ray.method(enable_task_events=False)
+"""Housekeeping does not show among a replica's tasks."""
+
+
+def _gpu() -> str:
+    return ",".join(map(str, ray.get_gpu_ids())) if ray.is_initialized() else ""
+
+
 @ray.remote(max_restarts=0, max_task_retries=0)
 class ReplicaActor(Door):
     """The door as a Ray actor.
@@ -220,13 +243,22 @@ class ReplicaActor(Door):
     Args:
         device: ``"cpu"`` or ``"gpu"``. A GPU that Ray merely counts, on a machine without CUDA, is a CPU.
         link: Name of the link for answers.
-        index: Which replica this is, for its name in the dashboard.
+        rank: Which of the executor's replicas this is, for the dashboard and for what it prints.
     """
 
-    def __init__(self, device: str, link: str, index: int) -> None:
+    def __init__(self, device: str, link: str, rank: int) -> None:
         place = "cuda:0" if device == "gpu" and torch.cuda.is_available() else "cpu"
-        super().__init__(place, link_for(link))
-        self._index = index
+        super().__init__(place, link_for(link), _task_span)
+        self._rank = rank
 
     def __repr__(self) -> str:
-        return f"Replica({self._index}@{self._device})"
+        device = f"{self._device} = GPU {_gpu()}" if self._device.type == "cuda" else f"{self._device}"
+        return f"Replica({self._rank}@{device}, node {_node()[:8]})"
+
+    hello = _quiet(Door.hello)
+    empty = _quiet(Door.empty)
+    forget = _quiet(Door.forget)
+    share = _quiet(Door.share)
+    unshare = _quiet(Door.unshare)
+    skip_to = _quiet(Door.skip_to)
+    open_line = _quiet(Door.open_line)

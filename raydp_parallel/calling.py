@@ -112,7 +112,10 @@ class _Forward:
         self.keys = [new_graph_key() if self.ambient.grad else None for _ in self.chunks]
         keyed = [(c.seat, key) for c, key in zip(self.chunks, self.keys, strict=True) if key is not None]
         self.handle = bridge.Handle([(seat, key, seat.incarnation) for seat, key in keyed])
-        jobs = [Job(c.seat, "forward", functools.partial(self._request, i)) for i, c in enumerate(self.chunks)]
+        jobs = [
+            Job(c.seat, "forward", functools.partial(self._request, i), None, c.master.id)
+            for i, c in enumerate(self.chunks)
+        ]
         try:
             answers = self.executor.run(jobs, self._meanwhile)
         except BaseException:
@@ -130,6 +133,7 @@ class _Forward:
         if number == 0:
             for master in self.masters:
                 master.sync()
+                self.executor.books.changed(master.why())
         chunk = self.chunks[number]
         value, root = (Arguments(chunk.args, chunk.kwargs), "") if chunk.kwargs else (chunk.args, "inputs")
         grad = self.ambient.grad
@@ -138,9 +142,11 @@ class _Forward:
         update = chunk.master.update_from(seat.held.get(chunk.master.id, 0))
         seat.held[chunk.master.id] = chunk.master.revision
         message = None
+        sent = 0
         if update is not None:
             self.sends.append(update)
-            message = update.placed(mail)
+            message, sent = update.placed(mail), update.sent
+        self.executor.books.state(seat, chunk.master.id, sent, chunk.master.size)
         mail.kept = chunk.master.packets()
         return ForwardRequest(
             model=chunk.master.id,
@@ -199,6 +205,7 @@ class _Forward:
         marks = {master: master.versions() for master in self.masters}
         for i, (chunk, answer, key) in enumerate(zip(self.chunks, answers, self.keys, strict=True)):
             chunk.seat.tally.rows += chunk.rows
+            self.executor.books.rows(chunk.seat, chunk.master.id, chunk.rows)
             part = None
             if key is not None:
                 mark = marks[chunk.master]

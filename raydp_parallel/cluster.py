@@ -18,12 +18,13 @@ from ray._private.utils import read_ray_address
 from ray._private.worker import global_worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raydp_parallel.actor import METHODS, ReplicaActor, link_for, shared_link
-from raydp_parallel.crew import Death, Place
+from raydp_parallel.actor import METHODS, link_for, shared_link
+from raydp_parallel.crew import Death, Place, Task
 from raydp_parallel.errors import ClusterError, PlacementError
 from raydp_parallel.line import Line, LineCut
 from raydp_parallel.links import Arena, Descriptor, Mappings, Packet, Slice, shared
 from raydp_parallel.messages import Hello
+from raydp_parallel.naming import Names
 from raydp_parallel.options import Options
 
 log = logging.getLogger("raydp_parallel")
@@ -184,20 +185,27 @@ class RemoteDoor:
         beside: Sequence[Packet],
         kept: Sequence[Packet] = (),
         timeout: float | None = None,
+        task: Task | None = None,
     ) -> Pending | Lost:
         """Send a call. What lies in the object store only Ray can carry."""
         number = self._number
         try:
             self._mend(number, timeout)
             self._number, self._missed = number + 1, True
-            pending = self._send(number, method, header, beside, kept)
+            pending = self._send(number, method, header, beside, kept, task)
             self._missed = False
             return pending
         except (OSError, ray.exceptions.RayError) as error:
             return Lost(error)
 
     def _send(
-        self, number: int, method: str, header: bytes, beside: Sequence[Packet], kept: Sequence[Packet]
+        self,
+        number: int,
+        method: str,
+        header: bytes,
+        beside: Sequence[Packet],
+        kept: Sequence[Packet],
+        task: Task | None,
     ) -> Pending:
         if self._mappings is None:
             beside = [packet.array if isinstance(packet, Slice) else packet for packet in beside]
@@ -207,9 +215,12 @@ class RemoteDoor:
             or any(isinstance(packet, ray.ObjectRef) for packet in beside)
             # The replica may be in the midst of a long answer, and would not read before that is taken.
             or (large and self.line.busy)
+            or (task is not None and task.shown)
         ):
-            plain = [packet.array if isinstance(packet, Slice) else packet for packet in beside]
-            return Pending(self, number, getattr(self.actor, method).remote(number, header, *plain), kept)
+            plain = [packet.descriptor if isinstance(packet, Slice) else packet for packet in beside]
+            call = getattr(self.actor, method)
+            call = call.options(name=task.name) if task is not None else call
+            return Pending(self, number, call.remote(number, header, *plain), [*beside, *kept])
         read = [self._read.popleft() for _ in range(len(self._read))]
         self.line.send(number, [struct.pack(f"<{1 + len(read)}Q", METHODS.index(method), *read), header, *beside])
         return Pending(self, number, None, [*beside, *kept])
@@ -264,11 +275,13 @@ class RayCrew:
     """Replicas as Ray actors.
 
     Args:
+        names: Starts actors under their names.
         options: Deadlines, and what to book.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, names: Names, options: Options) -> None:
         connect()
+        self._names = names
         self._options = options
         self._session = global_worker.core_worker  # type: ignore[attr-defined]
         nodes = _nodes()
@@ -320,16 +333,20 @@ class RayCrew:
                 node = next(n for n in nodes if n["NodeID"] == on_gpu[place.number])
                 booked = {"num_cpus": 0, "num_gpus": self._options.gpus_per_replica}
             strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            actor = ReplicaActor.options(**booked, scheduling_strategy=strategy).remote(  # type: ignore[attr-defined]
-                place.kind, self._options.link, place.number
-            )
-            doors[place] = RemoteDoor(actor)
+            options = {**booked, "scheduling_strategy": strategy}
+            doors[place] = RemoteDoor(self._names.start(place, self._options.link, options))
         return doors
 
     def submit(
-        self, door: RemoteDoor, method: str, header: bytes, beside: Sequence[Packet], kept: Sequence[Packet] = ()
+        self,
+        door: RemoteDoor,
+        method: str,
+        header: bytes,
+        beside: Sequence[Packet],
+        kept: Sequence[Packet] = (),
+        task: Task | None = None,
     ) -> Any:
-        return door.submit(method, header, beside, kept, self._options.call_timeout)
+        return door.submit(method, header, beside, kept, self._options.call_timeout, task)
 
     def collect(self, pending: Sequence[Pending]) -> list[Any]:
         timeout = self._options.call_timeout

@@ -31,6 +31,18 @@ class Place(NamedTuple):
         return self.number if self.kind == "gpu" else "cpu"
 
 
+class Task(NamedTuple):
+    """How a call looks in Ray's dashboard.
+
+    Attributes:
+        name: Its name there, if it is a Ray task.
+        shown: Whether it is to be one even where there is a faster way.
+    """
+
+    name: str
+    shown: bool = False
+
+
 class Crew(Protocol):
     """Starts replicas and carries calls to them."""
 
@@ -49,7 +61,13 @@ class Crew(Protocol):
         """Start a replica in each place, or raise `PlacementError` within the deadline."""
 
     def submit(
-        self, door: Any, method: str, header: bytes, beside: Sequence[Packet], kept: Sequence[Packet] = ()
+        self,
+        door: Any,
+        method: str,
+        header: bytes,
+        beside: Sequence[Packet],
+        kept: Sequence[Packet] = (),
+        task: Task | None = None,
     ) -> Any:
         """Send a call; returns what `collect` waits for, which has a ``give_up()`` for calls nobody waits for."""
 

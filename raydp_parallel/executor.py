@@ -20,14 +20,17 @@ from typing import Any
 
 from torch import nn
 
-from raydp_parallel import cluster, devices
+from raydp_parallel import cluster, devices, telemetry
 from raydp_parallel.actor import unseal
+from raydp_parallel.books import Books, Run
 from raydp_parallel.crew import Crew, Death, DeviceId, Place, device_id, places
 from raydp_parallel.errors import ExecutorClosed, GraphLost, ReplicaDied
 from raydp_parallel.links import Link, Mail
 from raydp_parallel.local import LocalCrew
 from raydp_parallel.monitor import ExecutorStats, ReplicaInfo, Totals
+from raydp_parallel.naming import Names, program
 from raydp_parallel.options import Options
+from raydp_parallel.reporter import Reporter
 from raydp_parallel.seats import Answer, Job, Seat, State
 from raydp_parallel.snapshot.master import Master
 
@@ -63,6 +66,8 @@ class Executor:
         self._masters: weakref.WeakValueDictionary[int, Master] = weakref.WeakValueDictionary()
         self._recent: deque[Master] = deque(maxlen=_RECENT)
         self._totals = Totals()
+        self.books = Books(self.options.name or program())
+        self._reporter: Reporter | None = None
         self._start_all(places(self.device_ids))
 
     def __reduce__(self) -> Any:
@@ -92,10 +97,12 @@ class Executor:
         """Who runs what, one entry per device."""
         return tuple(seat.info() for seat in self._seats.values())
 
-    def stats(self) -> ExecutorStats:
-        """What was done so far."""
-        replicas = tuple(seat.tally.stats(seat.info()) for seat in self._seats.values())
-        return self._totals.stats(replicas, self._crew.link.name if self._crew is not None else self.options.link)
+    def stats(self, model: nn.Module | None = None) -> ExecutorStats:
+        """What was done so far: for all models, or what concerns the replicas for one."""
+        known = self.known(model) if model is not None else None
+        only = None if model is None else known.id if known is not None else 0
+        link = self._crew.link.name if self._crew is not None else self.options.link
+        return self.books.stats(self._totals, [*self._seats.values()], link, only)
 
     def close(self) -> None:
         """End the replicas. Their graphs are lost; what the driver holds is not. May be called twice."""
@@ -103,6 +110,8 @@ class Executor:
             if self._closed:
                 return
             self._closed = True
+            if self._reporter is not None:
+                self._reporter.close()
             if self._crew is not None:
                 self._crew.stop([seat.door for seat in self._seats.values() if seat.state is State.READY])
                 self._crew.link.close()
@@ -139,6 +148,7 @@ class Executor:
                 master = Master(module, self._crew.link)
                 weakref.finalize(master, _drop_model, weakref.ref(self), master.id).atexit = False
                 self._masters[id(module)] = master
+                self.books.models[master.id] = f"{type(module).__name__}-{master.id}"
             if keep and master not in self._recent:
                 self._recent.append(master)
             return master
@@ -165,23 +175,25 @@ class Executor:
                 )
             assert self._crew is not None
             sent: list[tuple[Any, int]] = []
+            run = self.books.begin(jobs)
             try:
                 for job in jobs:
-                    sent.append(self._send(job))
+                    sent.append(self._send(job, run))
                 if meanwhile is not None:
                     meanwhile()
             except BaseException:
-                self._abandon(jobs, sent)
+                _abandon(run, sent)
                 raise
         try:
-            results = self._crew.collect([pending for pending, _ in sent])
+            results = run.wait(self._crew.collect, [pending for pending, _ in sent])
         except BaseException:
-            self._abandon(jobs, sent)
+            _abandon(run, sent)
             raise
         answers: list[Answer | ReplicaDied] = [
             self._receive(job, result, incarnation)
             for job, result, (_, incarnation) in zip(jobs, results, sent, strict=True)
         ]
+        run.ended([answer.reply if isinstance(answer, Answer) else None for answer in answers])
         for answer in answers:
             if isinstance(answer, ReplicaDied):
                 raise answer
@@ -214,28 +226,16 @@ class Executor:
             answers = self._crew.collect(calls)
             return [unseal(left, self._crew.link)[0] for left in answers if not isinstance(left, Death)]
 
-    def _abandon(self, jobs: Sequence[Job], sent: Sequence[tuple[Any, int]]) -> None:
-        """Nobody waits for these calls any more, and whether they arrived is not known."""
-        for pending, _ in sent:
-            pending.give_up()
-        for job in jobs:
-            job.seat.forget_again()
-
-    def _send(self, job: Job) -> tuple[Any, int]:
+    def _send(self, job: Job, run: Run) -> tuple[Any, int]:
         assert self._crew is not None
-        if job.incarnation is not None and not self._holds(job.seat, job.incarnation):
+        if job.incarnation is not None and not _holds(self._crew, job.seat, job.incarnation):
             raise GraphLost(f"{job.seat} lost the graph of this forward, because its process ended; run forward again")
         mail = Mail(self._crew.link)
         message = job.prepare(job.seat, mail)
         header = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        job.seat.tally.bytes_in += mail.size
-        pending = self._crew.submit(job.seat.door, job.method, header, mail.beside, mail.kept)
+        self.books.sent(job, mail)
+        pending = self._crew.submit(job.seat.door, job.method, header, mail.beside, mail.kept, run.sends())
         return pending, job.seat.incarnation
-
-    def _holds(self, seat: Seat, incarnation: int) -> bool:
-        """Whether the replica that held a graph is still there."""
-        assert self._crew is not None
-        return self._crew.alive() and (seat.state, seat.incarnation) == (State.READY, incarnation)
 
     def _receive(self, job: Job, result: Any, incarnation: int) -> Answer | ReplicaDied:
         assert self._crew is not None
@@ -243,13 +243,7 @@ class Executor:
             return self._bury(job, result, incarnation)
         reply, mail = unseal(result, self._crew.link)
         job.seat.heard()
-        tally = job.seat.tally
-        if job.method == "forward":
-            tally.calls += 1
-            tally.forward_seconds += reply.seconds
-        else:
-            tally.backward_seconds += reply.seconds
-        tally.bytes_out += reply.size
+        self.books.received(job, mail, reply)
         return Answer(reply, mail, incarnation)
 
     def _bury(self, job: Job, death: Death, incarnation: int) -> ReplicaDied:
@@ -261,6 +255,7 @@ class Executor:
                 seat.state = State.DEAD
                 seat.tally.deaths += 1
                 seat.leave_behind()
+                self.books.event(f"{seat} died in {job.method}: {death.cause}")
                 log.warning("%s died in %s: %s. A new one starts with the next call", seat, job.method, death.cause)
         return ReplicaDied(f"{seat} died in {job.method}: {death.cause}. A new one starts with the next call")
 
@@ -270,7 +265,11 @@ class Executor:
             raise ExecutorClosed("this executor was closed: make another, or leave `executor` out to use the process's")
         if self._crew is not None and self._crew.alive():
             return
-        self._crew = LocalCrew(self.options) if self.options.in_process else cluster.RayCrew(self.options)
+        if self._reporter is not None:
+            self._reporter.close()
+            self._reporter = None
+        names = Names(self.books.name, {place: seat.index for place, seat in self._seats.items()})
+        self._crew = LocalCrew(self.options) if self.options.in_process else cluster.RayCrew(names, self.options)
         self._masters.clear()
         self._recent.clear()
         for seat in self._seats.values():
@@ -287,6 +286,9 @@ class Executor:
         for place, (door, hello) in started.items():
             seat = self._seats.setdefault(place, Seat(place, len(self._seats)))
             seat.seat(door, hello)
+            self.books.seated(seat)
+        if self._reporter is None:
+            self._reporter = telemetry.watch(self)
         gpus = [(s.place.number, s.hello) for p, s in self._seats.items() if p in wanted and s.hello and s.hello.memory]
         devices.check_balance(gpus)
 
@@ -311,6 +313,20 @@ def normalize(device_ids: Sequence[Any] | None) -> list[DeviceId]:
 def new_graph_key() -> int:
     """A key that no graph of this process had before."""
     return next(_graph_keys)
+
+
+def _abandon(run: Run, sent: Sequence[tuple[Any, int]]) -> None:
+    """Nobody waits for these calls any more, and whether they arrived is not known."""
+    run.broken()
+    for pending, _ in sent:
+        pending.give_up()
+    for job in run.jobs:
+        job.seat.forget_again()
+
+
+def _holds(crew: Crew, seat: Seat, incarnation: int) -> bool:
+    """Whether the replica that held a graph is still there."""
+    return crew.alive() and (seat.state, seat.incarnation) == (State.READY, incarnation)
 
 
 def _drop_model(executor: weakref.ref[Executor], model: int) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from raydp_parallel.actor import Door, link_for
-from raydp_parallel.crew import Place
+from raydp_parallel.crew import Place, Task
 from raydp_parallel.links import Link, Packet
 from raydp_parallel.messages import Hello
 from raydp_parallel.options import Options
@@ -82,7 +82,13 @@ class LocalCrew:
         return {place: (door, Hello(os.getpid(), "driver", "cpu", "", "", 0, 0)) for place, door in doors.items()}
 
     def submit(
-        self, door: LocalDoor, method: str, header: bytes, beside: Sequence[Packet], kept: Sequence[Packet] = ()
+        self,
+        door: LocalDoor,
+        method: str,
+        header: bytes,
+        beside: Sequence[Packet],
+        kept: Sequence[Packet] = (),
+        task: Task | None = None,
     ) -> Answered:
         return Answered(door.call(method, header, beside))
 

@@ -109,6 +109,7 @@ class Seat:
             state=self.state.value,
             gpu=hello.gpu,
             gpu_uuid=hello.gpu_uuid,
+            gpu_index=hello.gpu_index,
         )
 
     @property
@@ -130,12 +131,14 @@ class Job(NamedTuple):
         method: ``"forward"`` or ``"backward"``.
         prepare: Makes the message for the seat, and puts its packets into the mail.
         incarnation: Which of the seat's replicas it is for; None is whoever sits there.
+        model: The model's id, for the books.
     """
 
     seat: Seat
     method: str
     prepare: Callable[[Seat, Mail], Any]
     incarnation: int | None = None
+    model: int = 0
 
 
 class Answer(NamedTuple):

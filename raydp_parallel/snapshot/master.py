@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from raydp_parallel import codec
 from raydp_parallel.links import InlineLink, Link, Mail, Packet
 from raydp_parallel.messages import Parcel, StateUpdate, WriteBack
-from raydp_parallel.snapshot import blocks, structure
+from raydp_parallel.snapshot import blocks, reasons, structure
 from raydp_parallel.snapshot.contents import Contents
 from raydp_parallel.snapshot.image import Image
 
@@ -91,6 +91,8 @@ class Master:
         self._kinds: dict[int, str] = {}
         self._leaves: list[Leaf] | None = None
         self._updates: dict[int, Update] = {}
+        self._why = ""
+        self.size = 0
 
     def __reduce__(self) -> Any:
         return type(None), ()  # it watches one module of one process; a copy of its wrapper gets its own
@@ -103,6 +105,11 @@ class Master:
         """Where the master copy lies."""
         tensors = self._contents.tensors
         return next((tensors[slot].device for slot in self._kinds if slot in tensors), torch.device("cpu"))
+
+    def why(self) -> str:
+        """What changed since this was asked last, besides mere contents; empty if nothing did."""
+        why, self._why = self._why, ""
+        return why
 
     def packets(self) -> list[Packet]:
         """The packets that the current contents lie in; replicas may read them as long as they run."""
@@ -208,6 +215,7 @@ class Master:
         assert self._image is not None
         found = self._image.differences()
         modules = {id(m): i for i, m in enumerate(self._modules)}
+        self._why = reasons.describe(self.module, self._image)
         if found is None or not all(id(o) in modules and type(v) in _SIMPLE for o, _, v in found):
             self._restructure()
             return
@@ -242,6 +250,7 @@ class Master:
         self._contents.adopt({s: t for s, t in found.items() if s not in self._specials}, self.revision)
         self._kinds = {numbers[id(b)]: "buffer" for b in module.buffers() if id(b) in numbers}
         self._kinds.update({numbers[id(p)]: "parameter" for p in module.parameters() if id(p) in numbers})
+        self.size = sum(self._contents.layout.sizes.values())
 
     def _look_at_specials(self) -> list[Any]:
         return [(t._version, t.requires_grad) for t in self._specials.values()]

@@ -1,0 +1,84 @@
+"""The entries of an executor's books: what a replica did for a model, and what concerns it whatever it runs."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from raydp_parallel.links import Descriptor, Slice
+from raydp_parallel.phases import Clock
+
+_RECENT = 20
+"""Calls of a replica that count as its recent ones."""
+
+
+@dataclass
+class Account:
+    """What one replica did for one model."""
+
+    rows: int = 0
+    forwards: int = 0
+    backwards: int = 0
+    seconds: list[float] = field(default_factory=lambda: [0.0] * 6)
+    """Adopt, copy in, forward, backward, copy out, wait."""
+    busy: dict[str, float] = field(default_factory=lambda: {"forward": 0.0, "backward": 0.0})
+    """All of the replica's own phases together, by method."""
+    state_sent: int = 0
+    state_skipped: int = 0
+    chunk_rows: int = 0
+    traffic: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Bytes by link and direction."""
+    answer: dict[str, int] = field(default_factory=dict)
+    """Bytes of the last answer, by method."""
+
+
+@dataclass
+class Chair:
+    """What concerns a replica whatever it runs."""
+
+    since: float
+    free: float
+    reduce: float = 0.0
+    idle: float = 0.0
+    memory: tuple[int, int] = (0, 0)
+    running: int = 0
+    sent: float = 0.0
+    clock: Clock = field(default_factory=Clock)
+    recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+
+
+def for_model(found: Sequence[Account]) -> dict[str, Any]:
+    """The counters that a replica's tally has for all models together, for one."""
+    ways = list(itertools.chain.from_iterable(account.traffic.items() for account in found))
+    return {
+        "calls": sum(account.forwards for account in found),
+        "rows": sum(account.rows for account in found),
+        "forward_seconds": sum(account.busy["forward"] for account in found),
+        "backward_seconds": sum(account.busy["backward"] for account in found),
+        "bytes_in": sum(size for (_, direction), size in ways if direction == "in"),
+        "bytes_out": sum(size for (_, direction), size in ways if direction == "out"),
+    }
+
+
+def way_of(packet: Any) -> tuple[str, int | None]:
+    """The link that a packet beside a message goes by, and its bytes, None if only the message knows."""
+    if isinstance(packet, Slice):
+        return "shared", packet.array.nbytes
+    if isinstance(packet, Descriptor):
+        return "shared", packet.size
+    if isinstance(packet, np.ndarray):
+        return "shared" if _mapped(packet) else "beside", packet.nbytes
+    return "object store", None
+
+
+def _mapped(array: Any) -> bool:
+    """Whether an array lies in another process's memory."""
+    while isinstance(array, np.ndarray):
+        array = array.base
+    return isinstance(array, mmap.mmap) or (isinstance(array, memoryview) and isinstance(array.obj, mmap.mmap))
