@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from raydp_parallel.links import Descriptor, Slice
+from raydp_parallel.monitor import PhaseSeconds
 from raydp_parallel.phases import Clock
 
 _RECENT = 20
@@ -51,6 +53,18 @@ class Chair:
     sent: float = 0.0
     clock: Clock = field(default_factory=Clock)
     recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+
+
+def phases_of(chair: Chair, found: Sequence[Account], now: float | None) -> PhaseSeconds:
+    """Where a replica's time went, up to now."""
+    columns = [sum(values) for values in zip(*(account.seconds for account in found), strict=True)] or [0.0] * 6
+    adopt, copy_in, forward, backward, copy_out, wait = columns
+    until = time.perf_counter() if now is None else now
+    # What is under way now is not known yet: until it ends its time counts as waited.
+    since = max(0.0, until - chair.free)
+    waited = max(0.0, min(since, until - chair.sent)) if chair.running else 0.0
+    wait, idle = wait + waited, chair.idle + since - waited
+    return PhaseSeconds(adopt, copy_in, forward, backward, copy_out, wait, chair.reduce, idle)
 
 
 def for_model(found: Sequence[Account]) -> dict[str, Any]:

@@ -20,12 +20,12 @@ from typing import Any
 
 from torch._C._profiler import _RecordFunctionFast as _range
 
-from raydp_parallel.accounts import Account, Chair, for_model, way_of
+from raydp_parallel.accounts import Account, Chair, for_model, phases_of, way_of
 from raydp_parallel.advice import advise
 from raydp_parallel.crew import Task
 from raydp_parallel.links import Mail
 from raydp_parallel.messages import Reply
-from raydp_parallel.monitor import DriverSeconds, ExecutorStats, PhaseSeconds, ReplicaStats, Totals
+from raydp_parallel.monitor import DriverSeconds, ExecutorStats, ReplicaStats, Totals
 from raydp_parallel.phases import CallSpan, ChunkSpan, Clock
 from raydp_parallel.reporter import Report
 from raydp_parallel.seats import Job, Seat
@@ -293,7 +293,7 @@ class Books:
             name: sum(getattr(account, name) for account in found) for name in ("state_sent", "state_skipped")
         }
         if chair is not None and hello is not None:
-            more["phases"] = self._phases(chair, found, now)
+            more["phases"] = phases_of(chair, found, now)
             more["memory"], more["memory_peak"] = chair.memory
             more["memory_total"] = hello.memory
             recent = [entry for entry in chair.recent if entry[1]]
@@ -304,16 +304,6 @@ class Books:
         if model is not None:
             more.update(for_model(found))
         return seat.tally.stats(info, **more)
-
-    def _phases(self, chair: Chair, found: Sequence[Account], now: float | None) -> PhaseSeconds:
-        columns = [sum(values) for values in zip(*(account.seconds for account in found), strict=True)] or [0.0] * 6
-        adopt, copy_in, forward, backward, copy_out, wait = columns
-        until = time.perf_counter() if now is None else now
-        # What is under way now is not known yet: until it ends its time counts as waited.
-        since = max(0.0, until - chair.free)
-        waited = max(0.0, min(since, until - chair.sent)) if chair.running else 0.0
-        wait, idle = wait + waited, chair.idle + since - waited
-        return PhaseSeconds(adopt, copy_in, forward, backward, copy_out, wait, chair.reduce, idle)
 
     def report(self, stats: ExecutorStats, history: Sequence[Any], last: bool) -> Report:
         """How things stand, for whoever wants to tell others."""
