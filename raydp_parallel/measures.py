@@ -11,7 +11,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from raydp_parallel.accounts import Account
-from raydp_parallel.monitor import ReplicaInfo, ReplicaStats
+from raydp_parallel.monitor import ReplicaInfo, ReplicaStats, asked_for
 from raydp_parallel.reporter import Report
 
 LABELS = ("executor", "model", "replica", "device", "node", "gpu_uuid")
@@ -51,7 +51,7 @@ MEMORY = Measure("raydp_gpu_memory_bytes", Kind.GAUGE, "The replica's memory on 
 FAULTS = Measure("raydp_faults", Kind.COUNTER, "Deaths of replicas, and what followed", ("kind",))
 RECENT = Measure("raydp_recent_row_seconds", Kind.GAUGE, "Forward and backward of a row, on average of the last calls")
 DRIVER = Measure("raydp_driver_seconds", Kind.COUNTER, "What the driver's time went to", ("phase",))
-INFO = Measure("raydp_replica_info", Kind.GAUGE, "1 while the replica is there", ("gpu", "pid", "ip", "gpu_index"))
+INFO = Measure("raydp_replica_info", Kind.GAUGE, "1 while the replica is there", ("gpu", "pid", "ip", "GpuIndex"))
 
 MEASURES = (SAMPLES, CALLS, SECONDS, BYTES, STATE, CHUNK, MEMORY, FAULTS, RECENT, DRIVER, INFO)
 
@@ -88,7 +88,7 @@ def readings(report: Report, addresses: Mapping[str, str]) -> Iterator[Reading]:
 
 def labels_of(replica: ReplicaInfo, executor: str, model: str) -> dict[str, str]:
     """The labels that every metric of a replica has."""
-    device = "cpu" if replica.device_id == "cpu" else f"cuda:{replica.device_id}"
+    device = asked_for(replica.device_id)
     return dict(
         zip(LABELS, (executor, model, str(replica.index), device, replica.node_id, replica.gpu_uuid), strict=True)
     )
@@ -119,6 +119,6 @@ def _of_replica(replica: ReplicaStats, labels: dict[str, str], addresses: Mappin
         "gpu": replica.gpu,
         "pid": str(replica.pid),
         "ip": addresses.get(replica.node_id, ""),
-        "gpu_index": replica.gpu_index,
+        "GpuIndex": replica.gpu_index,
     }
     yield INFO, {**labels, **there}, float(replica.state == "ready")

@@ -201,6 +201,11 @@ def table(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
+def asked_for(device_id: int | str) -> str:
+    """An entry of ``device_ids`` as torch would write it; its process may see the device under another number."""
+    return "cpu" if device_id == "cpu" else f"cuda:{device_id}"
+
+
 def device_of(replica: ReplicaInfo) -> str:
     """The device that a user asked for, and the one that the process sees if that is another."""
     same = replica.device_id == replica.device

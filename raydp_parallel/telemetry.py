@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import time
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -23,6 +22,7 @@ from ray.util.metrics import Counter, Gauge
 from raydp_parallel.errors import ClusterError
 from raydp_parallel.measures import LABELS, MEASURES, Kind, readings
 from raydp_parallel.reporter import Report, Reporter, Sink
+from raydp_parallel.status import Driver, entry
 from raydp_parallel.trace import TraceFile
 
 _NAMESPACE = b"raydp_parallel"
@@ -98,18 +98,8 @@ class Post:
         if report.last:
             store.internal_kv_del(self._key, False, _NAMESPACE)
             return
-        entry = {
-            "posted": time.time(),
-            "clock": time.perf_counter(),
-            "host": self._host,
-            "pid": os.getpid(),
-            "job": self._job,
-            "stats": report.stats.to_dict(),
-            "calls": report.calls,
-            "events": report.events,
-            "history": report.history,
-        }
-        store.internal_kv_put(self._key, json.dumps(entry).encode(), True, _NAMESPACE)
+        found = entry(report, Driver(self._host, os.getpid(), self._job))
+        store.internal_kv_put(self._key, json.dumps(found).encode(), True, _NAMESPACE)
 
 
 def posts(address: str | None = None) -> list[dict[str, Any]]:
@@ -131,7 +121,7 @@ def posts(address: str | None = None) -> list[dict[str, Any]]:
         value = store.internal_kv_get(key, _NAMESPACE)
         if value is not None:
             found.append(json.loads(value))
-    return sorted(found, key=lambda entry: (entry["job"], entry["stats"]["name"]))
+    return sorted(found, key=lambda known: (known["job"], known["stats"]["name"]))
 
 
 def _store(address: str | None) -> Any:
