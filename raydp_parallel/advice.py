@@ -58,7 +58,7 @@ def _straggler(stats: ExecutorStats) -> Iterator[Advice]:
     lost = max(r.phases.wait for r in stats.replicas if r.index != slow.index)
     yield Advice(
         "straggler",
-        f"replica {slow.index} on {asked_for(slow.device_id)} (node {slow.node_id[:8]}, pid {slow.pid}) is a straggler: "
+        f"{_who(slow)} (node {slow.node_id[:8]}, pid {slow.pid}) is a straggler: "
         f"{slow.recent_ms:.1f} ms of forward and backward in a call, {ratio:.1f} times the others' time for a row. "
         f"The others have waited for up to {lost:.1f} s. See what else runs on that device, or leave it out",
         {"recent_ms": slow.recent_ms, "ratio": ratio, "others_waited_s": lost},
@@ -137,7 +137,7 @@ def _faults(stats: ExecutorStats) -> Iterator[Advice]:
         if replica.deaths:
             yield Advice(
                 "faults",
-                f"replica {replica.index} on {asked_for(replica.device_id)} (node {replica.node_id[:8]}) died {replica.deaths} "
+                f"{_who(replica)} (node {replica.node_id[:8]}) died {replica.deaths} "
                 f"time(s); it is {replica.state} now. The driver's log has the causes",
                 {"deaths": replica.deaths},
                 replica.index,
@@ -150,7 +150,7 @@ def _memory(stats: ExecutorStats) -> Iterator[Advice]:
             share = replica.memory_peak / replica.memory_total
             yield Advice(
                 "memory",
-                f"replica {replica.index} on {asked_for(replica.device_id)} has used {share:.0%} of its GPU's memory: a larger "
+                f"{_who(replica)} has used {share:.0%} of its GPU's memory: a larger "
                 "batch may not fit",
                 {"share": share},
                 replica.index,
@@ -161,6 +161,10 @@ def _balanced(stats: ExecutorStats) -> Advice:
     total = sum(r.phases.total for r in stats.replicas)
     work = sum(r.phases.work for r in stats.replicas) / total if total else 0.0
     return Advice("balanced", f"nothing stands out: the replicas work {work:.0%} of the time", {"work": work})
+
+
+def _who(replica: ReplicaStats) -> str:
+    return f"replica {replica.index} on {asked_for(replica.device_id)}"
 
 
 def _mb(stats: ExecutorStats, field: str) -> str:
