@@ -150,8 +150,7 @@ def _memory(stats: ExecutorStats) -> Iterator[Advice]:
             share = replica.memory_peak / replica.memory_total
             yield Advice(
                 "memory",
-                f"{_who(replica)} has used {share:.0%} of its GPU's memory: a larger "
-                "batch may not fit",
+                f"{_who(replica)} has used {share:.0%} of its GPU's memory: a larger batch may not fit",
                 {"share": share},
                 replica.index,
             )

@@ -55,7 +55,9 @@ class Browser:
     def ask(self, method: str, path: str, **body: Any) -> Any:
         """A command of the WebDriver protocol."""
         data = json.dumps(body).encode() if method == "POST" else None
-        request = urllib.request.Request(f"{self._url}{path}", data, {"Content-Type": "application/json"}, method=method)
+        request = urllib.request.Request(
+            f"{self._url}{path}", data, {"Content-Type": "application/json"}, method=method
+        )
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)["value"]
 

@@ -24,6 +24,7 @@ os.environ["RAY_AUTH_MODE"] = "disabled"  # a browser without a token may look
 import browser
 import ray
 import torch
+from ray.util import state
 from torch import Tensor, nn
 
 import raydp_parallel
@@ -120,21 +121,27 @@ def within(seconds: float, what: Callable[[], Any]) -> tuple[Any, float]:
     return None, seconds
 
 
-def numbers(asked: Prometheus, training: Training, wall: float) -> None:
+def numbers(asked: Prometheus, training: Training) -> None:
     """Every panel returns data; the samples are exact; the phases add up."""
     rows = ROWS * STEPS
-    samples = f'sum({grafana.series(grafana.SAMPLES)})'
+    samples = f"sum({grafana.series(grafana.SAMPLES)})"
     found, _ = within(15, lambda: rows if asked.value(samples) == rows else None)
     print(f"samples: {asked.value(samples):.0f} of {rows}", "exact" if found else "WRONG")
-    seconds = asked.value(f'sum({grafana.series(grafana.SECONDS, "phase!=\\"idle\\"", model=False)})') or 0.0
-    stats = training.model.stats()
-    known = sum(r.phases.total - r.phases.idle for r in stats.replicas)
-    print(f"phases in Prometheus: {seconds:.4f} s of {known:.4f} s")
-    print(f"phases add up to {stats.replicas[0].phases.total / wall:.4f} of the wall time")
-    time.sleep(2)  # a rate needs two scrapes
+    busy = grafana.series(grafana.SECONDS, 'phase!="idle"', model=False)
+    seconds = asked.value(f"sum({busy})") or 0.0
+    known = sum(r.phases.total - r.phases.idle for r in training.model.executor.stats().replicas)
+    print(f"busy seconds: {seconds / known:.3f} of the statistics'")
     for panel in (panel for _, row in grafana.ROWS for panel in row):
         for query, _ in panel.queries:
             print(f"panel {panel.title}: {len(asked.ask(query))} series{' (GPU)' if panel.needs_gpu else ''}")
+
+
+def ended(asked: Prometheus, total: float) -> None:
+    """What the last report brought, when the executor had ended: all phases, and they make up the whole time."""
+    first = grafana.series(grafana.SECONDS, 'replica="0"', model=False)
+    query = f"sum({first})"
+    found, _ = within(10, lambda: value if (value := asked.value(query) or 0.0) >= total else None)
+    print(f"phases in Prometheus at the end: {found and found / total:.3f} of the wall time")
 
 
 def straggler(asked: Prometheus | None, training: Training) -> None:
@@ -160,18 +167,19 @@ def straggler(asked: Prometheus | None, training: Training) -> None:
 
 def look(folder: Path, url: str) -> None:
     """The dashboard's pages of actors and of one of them, and our own report."""
+    address = ray.get_runtime_context().gcs_address
     with browser.browser() as tab:
         tab.open(f"{url}/#/actors")
         tab.wait_for("raydp:train:0@cpu", "raydp:train:1@cpu", "Replica(1@cpu")
         tab.picture(folder / "actors.png")
         print("the Actors page shows both replicas by name and device")
-        actor = next(a for a in ray.util.state.list_actors() if a.name == "raydp:train:1@cpu")
+        actor = next(a for a in state.list_actors(address=address) if a.name == "raydp:train:1@cpu")
         tab.open(f"{url}/#/actors/{actor.actor_id}")
         text = tab.wait_for("forward #1 chunk 2/2", "backward #1 chunk 2/2")
         tab.picture(folder / "actor.png")
         print("the actor's page shows its phases;", "housekeeping" if "open_line" in text else "no housekeeping")
         report = folder / "report.html"
-        command.main(["report", "--html", str(report), "--address", ray.get_runtime_context().gcs_address])
+        command.main(["report", "--html", str(report), "--address", address])
         for mode in ("light", "dark"):
             tab.ask("POST", "/goog/cdp/execute", cmd="Emulation.setEmulatedMedia", params={
                 "features": [{"name": "prefers-color-scheme", "value": mode}]})  # fmt: skip
@@ -183,7 +191,8 @@ def look(folder: Path, url: str) -> None:
 
 def history() -> None:
     """What Ray's own tools list."""
-    names = [task.name for task in ray.util.state.list_tasks(limit=1000)]
+    address = ray.get_runtime_context().gcs_address
+    names = [task.name for task in state.list_tasks(address=address, limit=1000)]
     housekeeping = [name for name in names if not name.startswith(("forward", "backward")) and "__init__" not in name]
     print(f"tasks: {'forward #1 chunk 1/2' in names}, {'backward #1 chunk 2/2' in names}, others {housekeeping}")
     spans = {event["cat"] for event in ray.timeline()}
@@ -194,31 +203,33 @@ def main(folder: Path) -> None:
     """Everything with one Ray, for starting one takes long."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    ray.init(
+    context = ray.init(
         num_cpus=1, include_dashboard=True, dashboard_port=browser.free_port(), log_to_driver=False,
         _system_config={"metrics_report_interval_ms": 1000},
     )  # fmt: skip
-    url = f"http://{ray.worker.global_worker.node.webui_url}" if hasattr(ray, "worker") else ""
-    url = url or f"http://{ray._private.worker.global_worker.node.webui_url}"
     with contextlib.ExitStack() as stack:
         asked = stack.enter_context(prometheus()) if shutil.which("prometheus") else None
         training = Training()
         training.model.executor.seats(training.model.device_ids)
-        start = time.perf_counter()
+        start, before = time.perf_counter(), training.model.executor.stats()
         training.steps(STEPS)
-        wall = time.perf_counter() - start
-        print(f"trained {STEPS} steps in {wall:.1f} s")
+        wall, after = time.perf_counter() - start, training.model.executor.stats()
+        for a, b in zip(before.replicas, after.replicas, strict=True):
+            print(f"phases add up to {(b.phases.total - a.phases.total) / wall:.3f} of the wall time")
         if asked is None:
             print("skipped: no prometheus")
         else:
-            numbers(asked, training, time.perf_counter() - start)
+            numbers(asked, training)
         straggler(asked, training)
         history()
         if browser.missing():
             print(f"skipped: no {browser.missing()}")
         else:
-            look(folder, url)
-    raydp_parallel.shutdown()
+            look(folder, f"http://{context.dashboard_url}")
+        stats = training.model.executor.stats()
+        raydp_parallel.shutdown()
+        if asked is not None:
+            ended(asked, stats.replicas[0].phases.total)
     print("entries left:", len(telemetry.posts(ray.get_runtime_context().gcs_address)))
     ray.shutdown()
 
