@@ -35,7 +35,9 @@ def main() -> dict[str, Any]:
     parser.add_argument("--rounds", type=int, default=6000)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    executors = {f"metrics {'on' if on else 'off'}": Executor(["cpu", "cpu"], options=Options(metrics=on)) for on in (0, 1)}
+    executors = {
+        f"metrics {'on' if on else 'off'}": Executor(["cpu", "cpu"], options=Options(metrics=on)) for on in (0, 1)
+    }
     medians = interleaved({name: stepper(executor) for name, executor in executors.items()}, options.rounds, 200)
     print(machine())
     print(table(medians))

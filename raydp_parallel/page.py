@@ -24,7 +24,7 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin: 2rem 0 .3rem; }
 h3 { font-size: 1rem; margin: 1.4rem 0 .4rem; }
 p { margin: .3rem 0; } .faint, text.faint { color: var(--faint); fill: var(--faint); }
 .wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .6rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
+th, td { padding: .25rem .45rem; text-align: right; border-bottom: 1px solid var(--rule); white-space: nowrap; }
 th { font-weight: 600; color: var(--faint); } td:first-child, th:first-child { text-align: left; }
 tr.bad td { color: var(--bad); font-weight: 600; } li.bad { color: var(--bad); }
 svg { display: block; width: 100%; height: auto; background: var(--soft); } text { fill: var(--ink); font-size: 12px; }
@@ -101,7 +101,7 @@ def _advice(found: Sequence[Mapping[str, Any]]) -> str:
 def _replicas(entry: Mapping[str, Any]) -> str:
     slow = {advice["replica"] for advice in entry["stats"]["advice"] if advice["topic"] == "straggler"}
     head = ["replica", "device", "node", "pid", "state", "samples", "per second", "at work", "ms a call", "chunk",
-            "MB in", "MB out", "state sent", "skipped", "GPU MB", "peak", "deaths"]  # fmt: skip
+            "MB in", "MB out", "state sent", "skipped", "deaths", "GPU MB", "peak"]  # fmt: skip
     rows, bad = [head], set()
     for number, (replica, rate, share) in enumerate(
         zip(entry["stats"]["replicas"], rates(entry), shares(entry), strict=True)
@@ -113,7 +113,9 @@ def _replicas(entry: Mapping[str, Any]) -> str:
         bytes_ = [f"{replica[name] / 1e6:.1f}" for name in ("bytes_in", "bytes_out", "state_sent", "state_skipped")]
         memory = [f"{replica[name] / 1e6:.0f}" if replica["memory_total"] else "" for name in ("memory", "memory_peak")]
         pace = [f"{replica['recent_ms']:.2f}", str(replica["chunk_rows"])]
-        rows.append([*who, *what, *pace, *bytes_, *memory, str(replica["deaths"])])
+        rows.append([*who, *what, *pace, *bytes_, str(replica["deaths"]), *memory])
+    if not any(replica["memory_total"] for replica in entry["stats"]["replicas"]):
+        rows = [row[:-2] for row in rows]
     return _table(rows, bad)
 
 

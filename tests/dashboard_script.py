@@ -32,6 +32,12 @@ from raydp_parallel import DataParallel, Options, command, grafana, status, tele
 
 ROWS, STEPS = 64, 150
 
+OPEN_HISTORY = """
+const heads = [...document.querySelectorAll('*')].filter(e => e.textContent.trim() == 'Tasks History');
+heads.pop().click();
+setTimeout(() => window.scrollBy(0, 700), 500);
+"""
+
 
 class Net(nn.Module):
     """A perceptron that is slow in the replica whose rows say so."""
@@ -175,6 +181,8 @@ def look(folder: Path, url: str) -> None:
         print("the Actors page shows both replicas by name and device")
         actor = next(a for a in state.list_actors(address=address) if a.name == "raydp:train:1@cpu")
         tab.open(f"{url}/#/actors/{actor.actor_id}")
+        tab.wait_for("Tasks History")
+        tab.ask("POST", "/execute/sync", script=OPEN_HISTORY, args=[])
         text = tab.wait_for("forward #1 chunk 2/2", "backward #1 chunk 2/2")
         tab.picture(folder / "actor.png")
         print("the actor's page shows its phases;", "housekeeping" if "open_line" in text else "no housekeeping")
