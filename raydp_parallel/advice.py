@@ -97,9 +97,8 @@ def _limits(stats: ExecutorStats) -> Iterator[Advice]:
     if wait > work and each < 20 and straggler(stats.replicas) is None:
         yield Advice(
             "small chunks",
-            f"chunks too small: of {rows:.0f} rows, they take {each:.2f} ms of work, and {around:.2f} ms on the way or in "
-            "wait for each other. "
-            "Larger batches, or fewer replicas",
+            f"chunks too small: of {rows:.0f} rows, they take {each:.2f} ms of work, and {around:.2f} ms on the way or "
+            "waiting for each other. Larger batches, or fewer replicas",
             {"rows": rows, "work_ms": each, "way_ms": around},
         )
     if copies > work and copies > 0.2:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -19,9 +20,15 @@ from raydp_parallel.options import UnusedGrads
 from raydp_parallel.seats import Answer, Job, Seat
 from raydp_parallel.snapshot.master import Master, Update
 
+log = logging.getLogger("raydp_parallel")
+
 _MOST_RERUNS = 2
 """How often a forward is run again while somebody writes to the weights behind their versions. A thread that never
 stops doing so gets, like any race, one of the possible results."""
+
+
+_MUCH = 64 << 20
+"""Bytes of a model whose way to a replica is worth a line in the log."""
 
 
 class Chunk(NamedTuple):
@@ -146,6 +153,8 @@ class _Forward:
         if update is not None:
             self.sends.append(update)
             message, sent = update.placed(mail), update.sent
+            if message.structure is not None and sent > _MUCH:
+                log.info("sending %.0f MB of %s to %s", sent / 1e6, type(chunk.master.module).__name__, seat)
         self.executor.books.state(seat, chunk.master.id, sent, chunk.master.size)
         mail.kept = chunk.master.packets()
         return ForwardRequest(

@@ -19,13 +19,14 @@ from ray._private.worker import global_worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydp_parallel.actor import METHODS, link_for, shared_link
-from raydp_parallel.crew import Death, Place, Task
+from raydp_parallel.crew import Death, Lost, Place, Task, in_short
 from raydp_parallel.errors import ClusterError, PlacementError
 from raydp_parallel.line import Line, LineCut
 from raydp_parallel.links import Arena, Descriptor, Mappings, Packet, Slice, shared
 from raydp_parallel.messages import Hello
 from raydp_parallel.naming import Names
 from raydp_parallel.options import Options
+from raydp_parallel.progress import Waiting
 
 log = logging.getLogger("raydp_parallel")
 
@@ -128,24 +129,6 @@ class Pending:
         if self._ref is None and self._line is not None:
             self._line.give_up(self._number)
             self._door.abandoned.append(self)
-
-
-class Lost:
-    """A call that could not be sent, because nobody is there.
-
-    Args:
-        error: What was seen.
-    """
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def result(self, timeout: float | None) -> Death:
-        """What came of it."""
-        return Death(_in_short(self._error))
-
-    def give_up(self) -> None:
-        """Nothing is on its way."""
 
 
 class RemoteDoor:
@@ -302,7 +285,7 @@ class RayCrew:
     def start(self, places: Sequence[Place]) -> dict[Place, tuple[Any, Hello]]:
         doors = self._create(places)
         refs = {place: door.actor.hello.remote() for place, door in doors.items()}
-        _, late = ray.wait(list(refs.values()), num_returns=len(refs), timeout=self._options.placement_timeout)
+        late = _wait([*refs.values()], self._options.placement_timeout)
         if late:
             self.stop(list(doors.values()))
             raise self._not_placed(places, [place for place, ref in refs.items() if ref in late])
@@ -361,7 +344,7 @@ class RayCrew:
         except TimeoutError:
             return Death(f"no answer within call_timeout={self._options.call_timeout} s")
         except ray.exceptions.RayError as error:
-            return Death(_in_short(error))
+            return Death(in_short(error))
 
     def stop(self, doors: Sequence[Any]) -> None:
         for door in doors:
@@ -379,8 +362,14 @@ class RayCrew:
         )
 
 
-def _in_short(error: Exception) -> str:
-    return " ".join(str(error).split()).partition(" Some common causes")[0]
+def _wait(refs: list[Any], seconds: float) -> list[Any]:
+    """Wait until replicas have been placed and have started; returns those that have not."""
+    end, late = time.monotonic() + seconds, refs
+    with Waiting("replicas to be placed, and to import torch", len(refs)) as tell:
+        while late and time.monotonic() < end:
+            _, late = ray.wait(refs, num_returns=len(refs), timeout=min(1.0, max(0.0, end - time.monotonic())))
+            tell(len(refs) - len(late))
+    return late
 
 
 def _free(node: dict[str, Any]) -> str:

@@ -88,6 +88,29 @@ class Death(NamedTuple):
     cause: str
 
 
+class Lost:
+    """A call that could not be sent, because nobody is there.
+
+    Args:
+        error: What was seen.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self, timeout: float | None) -> Death:
+        """What came of it."""
+        return Death(in_short(self._error))
+
+    def give_up(self) -> None:
+        """Nothing is on its way."""
+
+
+def in_short(error: Exception) -> str:
+    """What an error of Ray says, without its guesses and on one line."""
+    return " ".join(str(error).split()).partition(" Some common causes")[0]
+
+
 def places(device_ids: Sequence[DeviceId]) -> list[Place]:
     """The places that ``device_ids`` name. The n-th ``"cpu"`` is always the same replica."""
     found = []

@@ -19,7 +19,7 @@ import raydp_parallel
 PACKAGE = Path(raydp_parallel.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("context", "errors", "links", "monitor", "options", "phases"),
+    ("context", "errors", "links", "monitor", "options", "phases", "progress"),
     ("advice", "line", "messages"),
     ("accounts", "crew", "devices", "outcome"),
     ("batch", "codec", "reporter", "seats"),
