@@ -137,6 +137,7 @@ def numbers(asked: Prometheus, training: Training) -> None:
     seconds = asked.value(f"sum({busy})") or 0.0
     known = sum(r.phases.total - r.phases.idle for r in training.model.executor.stats().replicas)
     print(f"busy seconds: {seconds / known:.3f} of the statistics'")
+    within(15, lambda: asked.ask(f"sum({grafana.rate(grafana.SAMPLES)})") or None)  # a rate needs two scrapes
     for panel in (panel for _, row in grafana.ROWS for panel in row):
         for query, _ in panel.queries:
             print(f"panel {panel.title}: {len(asked.ask(query))} series{' (GPU)' if panel.needs_gpu else ''}")
@@ -174,7 +175,8 @@ def straggler(asked: Prometheus | None, training: Training) -> None:
 def look(folder: Path, url: str) -> None:
     """The dashboard's pages of actors and of one of them, and our own report."""
     address = ray.get_runtime_context().gcs_address
-    with browser.browser() as tab:
+    with contextlib.ExitStack() as stack:
+        tab = stack.enter_context(browser.browser())
         tab.open(f"{url}/#/actors")
         tab.wait_for("raydp:train:0@cpu", "raydp:train:1@cpu", "Replica(1@cpu")
         tab.picture(folder / "actors.png")
@@ -186,7 +188,7 @@ def look(folder: Path, url: str) -> None:
         text = tab.wait_for("forward #1 chunk 2/2", "backward #1 chunk 2/2")
         tab.picture(folder / "actor.png")
         print("the actor's page shows its phases;", "housekeeping" if "open_line" in text else "no housekeeping")
-        report = folder / "report.html"
+        report = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "report.html"
         command.main(["report", "--html", str(report), "--address", address])
         for mode in ("light", "dark"):
             tab.ask("POST", "/goog/cdp/execute", cmd="Emulation.setEmulatedMedia", params={
