@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import struct
@@ -31,6 +32,8 @@ from raydp_parallel.links import (
 from raydp_parallel.messages import Hello, Reply
 from raydp_parallel.phases import OpenSpan, unseen
 from raydp_parallel.replica import Replica
+
+log = logging.getLogger("raydp_parallel")
 
 
 class Door:
@@ -142,9 +145,14 @@ class Door:
         back = Mail(self._link)
         try:
             with self._turns.take(number):
-                return seal(work(pickle.loads(header), Mail(self._link, beside), back), back)
+                reply = work(pickle.loads(header), Mail(self._link, beside), back)
+                self._look_at(reply)
+                return seal(reply, back)
         except BaseException as error:
             return seal(Reply(None, None, (), outcome.failure(error, None), 0.0, 0, 0), Mail(self._link))
+
+    def _look_at(self, reply: Any) -> None:
+        """A reply leaves; an actor logs those that tell of an exception."""
 
 
 SHARE_LIMIT = 32 * 1024 * 1024
@@ -254,6 +262,11 @@ class ReplicaActor(Door):
     def __repr__(self) -> str:
         device = f"{self._device} = GPU {_gpu()}" if self._device.type == "cuda" else f"{self._device}"
         return f"Replica({self._rank}@{device}, node {_node()[:8]})"
+
+    def _look_at(self, reply: Any) -> None:
+        if isinstance(reply, Reply) and reply.failure is not None:
+            # For the actor's page in the dashboard; the exception itself is raised in the driver.
+            log.warning("%s", reply.failure.text.strip().splitlines()[-1])
 
     hello = _quiet(Door.hello)
     empty = _quiet(Door.empty)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 import threading
 import time
 from collections import Counter, deque
@@ -124,8 +125,8 @@ class Books:
             self.event(f"{seat} took the place of one that ended")
 
     def event(self, text: str) -> None:
-        """Note something that does not happen with every call."""
-        self.events.append((time.time(), text))
+        """Note something that does not happen with every call; of Ray's long words the ends."""
+        self.events.append((time.time(), re.sub(r"class_name: .*? ip: \S+ ", "", text)))
 
     def begin(self, jobs: Sequence[Job]) -> Run:
         """A run begins."""

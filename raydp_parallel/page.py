@@ -18,7 +18,7 @@ _STYLE = """
 @media (prefers-color-scheme: dark) { :root { --ground: #14171a; --ink: #e6e8ea; --faint: #9aa3ad; --rule: #343a41;
   --soft: #1d2125; --adopt: #7b8794; --copy: #e0a63a; --forward: #5aa2f0; --backward: #35c498; --wait: #33393f;
   --reduce: #b084d8; --idle: #1d2125; --bad: #ff7b72; } }
-body { font: 15px/1.5 system-ui, sans-serif; background: var(--ground); color: var(--ink); max-width: 1100px;
+body { font: 15px/1.5 system-ui, sans-serif; background: var(--ground); color: var(--ink); max-width: 1200px;
   margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin: 2rem 0 .3rem; }
 h3 { font-size: 1rem; margin: 1.4rem 0 .4rem; }

@@ -35,7 +35,12 @@ ROWS, STEPS = 64, 150
 OPEN_HISTORY = """
 const heads = [...document.querySelectorAll('*')].filter(e => e.textContent.trim() == 'Tasks History');
 heads.pop().click();
-setTimeout(() => window.scrollBy(0, 700), 500);
+"""
+
+SHOW_HISTORY = """
+const heads = [...document.querySelectorAll('*')].filter(e => e.innerText && e.innerText.trim() == 'Tasks History');
+heads.pop().scrollIntoView();
+window.scrollBy(0, -120);
 """
 
 
@@ -186,6 +191,8 @@ def look(folder: Path, url: str) -> None:
         tab.wait_for("Tasks History")
         tab.ask("POST", "/execute/sync", script=OPEN_HISTORY, args=[])
         text = tab.wait_for("forward #1 chunk 2/2", "backward #1 chunk 2/2")
+        tab.ask("POST", "/execute/sync", script=SHOW_HISTORY, args=[])
+        time.sleep(0.5)  # the page scrolls smoothly
         tab.picture(folder / "actor.png")
         print("the actor's page shows its phases;", "housekeeping" if "open_line" in text else "no housekeeping")
         report = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "report.html"
