@@ -61,9 +61,7 @@ class Run:
     def sends(self) -> Task:
         """The next job's message is ready and goes out; returns how the call looks in Ray's dashboard."""
         now = time.perf_counter()
-        chair = self._books.chairs[self.jobs[len(self.times)].seat.index]
-        chair.running += 1
-        chair.sent = now
+        self._books.under_way(self.jobs[len(self.times)].seat, 1, now)
         self.times.append(now)
         place = f"chunk {len(self.times)}/{len(self.jobs)}"
         return Task(f"{self.method} #{self.number} {place}" if self.shown else f"{self.method} {place}", self.shown)
@@ -85,7 +83,7 @@ class Run:
 
     def _stand_up(self) -> None:
         for job, _ in zip(self.jobs, self.times, strict=False):
-            self._books.chairs[job.seat.index].running -= 1
+            self._books.under_way(job.seat, -1)
 
 
 class Books:
@@ -124,6 +122,13 @@ class Books:
             chair.clock, chair.memory = Clock(), (0, 0)
             self.event(f"{seat} took the place of one that ended")
 
+    def under_way(self, seat: Seat, change: int, sent: float | None = None) -> None:
+        """One call more, or less, is under way to a replica."""
+        chair = self.chairs[seat.index]
+        with self._lock:
+            chair.running += change
+            chair.sent = chair.sent if sent is None else sent
+
     def event(self, text: str) -> None:
         """Note something that does not happen with every call; of Ray's long words the ends."""
         self.events.append((time.time(), re.sub(r"class_name: .*? ip: \S+ ", "", text)))
@@ -161,12 +166,13 @@ class Books:
 
     def rows(self, seat: Seat, model: int, rows: int) -> None:
         """A chunk of a forward came to its end."""
-        account = self.account(seat, model)
-        account.rows += rows
-        account.chunk_rows = rows
-        chair = self.chairs[seat.index]
-        if chair.recent:
-            chair.recent[-1] = (chair.recent[-1][0], rows)
+        with self._lock:
+            account = self.account(seat, model)
+            account.rows += rows
+            account.chunk_rows = rows
+            chair = self.chairs[seat.index]
+            if chair.recent:
+                chair.recent[-1] = (chair.recent[-1][0], rows)
 
     def sent(self, job: Job, mail: Mail) -> None:
         """A message goes to a replica."""
@@ -176,13 +182,14 @@ class Books:
     def received(self, job: Job, mail: Mail, reply: Reply) -> None:
         """A replica answered."""
         tally = job.seat.tally
-        if job.method == "forward":
-            tally.calls += 1
-            tally.forward_seconds += reply.seconds
-        else:
-            tally.backward_seconds += reply.seconds
-        tally.bytes_out += reply.size
-        self._mailed(job, mail, reply.size, "out")
+        with self._lock:  # answers are heard by several threads
+            if job.method == "forward":
+                tally.calls += 1
+                tally.forward_seconds += reply.seconds
+            else:
+                tally.backward_seconds += reply.seconds
+            tally.bytes_out += reply.size
+            self._mailed(job, mail, reply.size, "out")
 
     def _mailed(self, job: Job, mail: Mail, size: int, direction: str) -> None:
         """A message with so many bytes of tensors: which way did they go?"""
