@@ -68,13 +68,14 @@ def _straggler(stats: ExecutorStats) -> Iterator[Advice]:
 
 def _limits(stats: ExecutorStats) -> Iterator[Advice]:
     """What most of the replicas' time goes to, if it is not their work."""
-    total = sum(r.phases.total for r in stats.replicas)
-    if not total:
+    # A loop that has ended, or a notebook that waits for its user, is not bound by anything.
+    total = sum(r.phases.total - stats.quiet for r in stats.replicas)
+    if total <= 0:
         return
     idle, wait, reduce, work, copies = (
         sum(value(r) for r in stats.replicas) / total
         for value in (
-            lambda r: r.phases.idle,
+            lambda r: r.phases.idle - stats.quiet,
             lambda r: r.phases.wait,
             lambda r: r.phases.reduce,
             lambda r: r.phases.work,
@@ -157,8 +158,8 @@ def _memory(stats: ExecutorStats) -> Iterator[Advice]:
 
 
 def _balanced(stats: ExecutorStats) -> Advice:
-    total = sum(r.phases.total for r in stats.replicas)
-    work = sum(r.phases.work for r in stats.replicas) / total if total else 0.0
+    total = sum(r.phases.total - stats.quiet for r in stats.replicas)
+    work = sum(r.phases.work for r in stats.replicas) / total if total > 0 else 0.0
     return Advice("balanced", f"nothing stands out: the replicas work {work:.0%} of the time", {"work": work})
 
 

@@ -329,10 +329,11 @@ class Books:
             began = min((chair.since for chair in self.chairs.values()), default=now)
             prepare, verify, wait, reduce = self.driver
             outside = max(0.0, now - began - sum(self.driver))
+            ended = max((chair.free for chair in self.chairs.values()), default=now)
             names = tuple(name for id_, name in self.models.items() if model in (None, id_))
             changes = tuple(self.changes.most_common(10))
         found = totals.stats(
-            replicas, link, name=self.name, models=names, seconds=now - began,
+            replicas, link, name=self.name, models=names, seconds=now - began, quiet=max(0.0, now - ended),
             driver=DriverSeconds(prepare, verify, wait, reduce, outside), changes=changes,
         )  # fmt: skip
         return _with_advice(found)

@@ -126,8 +126,9 @@ class Pending:
 
     def give_up(self) -> None:
         """Nobody waits any more."""
-        if self._ref is None and self._line is not None:
-            self._line.give_up(self._number)
+        if self._line is not None:
+            if self._ref is None:
+                self._line.give_up(self._number)
             self._door.abandoned.append(self)
 
 

@@ -165,6 +165,7 @@ class ExecutorStats:
         name: The executor's name in Ray's dashboard and in metrics.
         models: The modules that were run, by the names that metrics use.
         seconds: Time since the first replica started.
+        quiet: Time since the last call ended.
         driver: Where the driver's time went.
         changes: Why state was sent that was not merely new contents: what changed, and how often.
         advice: What limits this workload.
@@ -180,6 +181,7 @@ class ExecutorStats:
     name: str = ""
     models: tuple[str, ...] = ()
     seconds: float = 0.0
+    quiet: float = 0.0
     driver: DriverSeconds = DriverSeconds()
     changes: tuple[tuple[str, int], ...] = ()
     advice: tuple[Advice, ...] = ()

@@ -79,6 +79,7 @@ class Reporter:
         self._look = look
         self._sinks = [*sinks]
         self._history: deque[Moment] = deque(maxlen=_KEPT)
+        self._last: Report | None = None
         self._stop = threading.Event()
         self._telling = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="raydp-reporter", daemon=True)
@@ -102,14 +103,17 @@ class Reporter:
             if self._stop.is_set() and not last:
                 return False
             report = self._look([*self._history], last)
+            gone = report is None
+            report = self._last._replace(last=True, traced=()) if report is None and self._last is not None else report
             if report is None:
                 return False
+            self._last = report
             replicas = report.stats.replicas
             work = tuple(r.phases.work for r in replicas)
             self._history.append(Moment(time.time(), tuple(r.rows for r in replicas), work))
             for sink in [*self._sinks]:
                 self._hand_over(sink, report)
-            return True
+            return not gone
 
     def _hand_over(self, sink: Any, report: Report) -> None:
         try:

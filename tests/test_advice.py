@@ -68,6 +68,12 @@ def test_driver_bound() -> None:
     assert "40%" in found.text and "25%" in found.text and "40.0 s outside" in found.text
 
 
+def test_a_pause_after_the_last_call_is_nobodys_fault() -> None:
+    paused = replica(0, phases=replace(BUSY, idle=1005))
+    assert topics(stats(paused)) == ["driver"]
+    assert topics(stats(paused, quiet=1000.0)) == ["balanced"]
+
+
 def test_small_chunks() -> None:
     phases = PhaseSeconds(forward=0.02, backward=0.03, wait=0.2, idle=0.05)
     (found,) = advise(stats(replica(0, phases=phases, rows=400), replica(1, phases=phases, rows=400)))

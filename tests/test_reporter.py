@@ -69,6 +69,19 @@ def test_it_ends_with_whom_it_reports_on() -> None:
     assert asked == [False]
 
 
+def test_who_is_gone_without_a_word_is_reported_on_a_last_time() -> None:
+    """So that an executor that was dropped and never closed leaves no entry."""
+    listener = Listener()
+
+    def soon_gone(history: Sequence[Moment], last: bool) -> Report | None:
+        return look(history, last) if len(listener.heard) < 2 else None
+
+    told = Reporter(soon_gone, [listener])
+    told._thread.join(10)
+    assert not told._thread.is_alive()
+    assert [found.last for found in listener.heard] == [False, False, True]
+
+
 def test_a_sink_that_fails_is_left_out_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
     listener = Listener()
     told = Reporter(look, [Broken(), listener])

@@ -165,3 +165,40 @@ def test_without_metrics_nothing_is_reported() -> None:
         assert executor._reporter is None
         train(DataParallel(nn.Linear(4, 2), executor=executor), 1)
         assert executor.stats().replicas[0].rows == 6
+
+
+def test_counts_are_exact_when_several_threads_run_calls() -> None:
+    """Rows, calls and bytes; and no call seems to be under way afterwards."""
+    with Executor(["cpu", "cpu"]) as executor:
+        models = [DataParallel(nn.Linear(4, 2), executor=executor) for _ in range(3)]
+        threads = [threading.Thread(target=train, args=(model, 20)) for model in models]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        stats = executor.stats()
+        assert [replica.rows for replica in stats.replicas] == [180, 180]
+        assert [replica.calls for replica in stats.replicas] == [60, 60]
+        counted = executor.books.accounts.items()
+        for replica in stats.replicas:
+            own = [account.traffic for (index, _), account in counted if index == replica.index]
+            assert sum(size for ways in own for (_, way), size in ways.items() if way == "in") == replica.bytes_in
+            assert sum(size for ways in own for (_, way), size in ways.items() if way == "out") == replica.bytes_out
+        assert [chair.running for chair in executor.books.chairs.values()] == [0, 0]
+        assert all(r.phases.total == pytest.approx(stats.seconds, rel=0.05) for r in stats.replicas)
+
+
+def test_exceptions_stand_in_the_replicas_log() -> None:
+    """For its page in the dashboard."""
+
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise KeyError(f"rows {len(x)}")
+
+    with Executor(["cpu", "cpu"], options=Options(name="failing")) as executor:
+        with pytest.raises(KeyError):
+            DataParallel(Fails(), executor=executor)(torch.zeros(4, 2))
+        pid = executor.replicas()[0].pid
+        logs = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
+        (file,) = logs.glob(f"worker-*-{pid}.err")
+        assert "KeyError: 'rows 2'" in file.read_text()
