@@ -47,7 +47,7 @@ def report(*replicas: ReplicaStats, last: bool = False, **fields: Any) -> Report
     """A report of an executor after ten seconds."""
     found = replicas or (replica(0, 0.02), replica(1, 0.06))
     stats = ExecutorStats(
-        found, "auto", 100, 100, 4_000_000, 2, 0, "train", ("Net-1",), 10.0, DriverSeconds(1, 0.5, 7, 0.5, 1)
+        found, "auto", 100, 100, 4_000_000, 2, 0, "train", ("Net-1",), 10.0, 0.0, DriverSeconds(1, 0.5, 7, 0.5, 1)
     )
     object.__setattr__(stats, "advice", advise(stats))
     now = time.time()
