@@ -27,7 +27,7 @@ from raydp_parallel.crew import Task
 from raydp_parallel.links import Mail
 from raydp_parallel.messages import Reply
 from raydp_parallel.monitor import DriverSeconds, ExecutorStats, ReplicaStats, Totals
-from raydp_parallel.phases import CallSpan, ChunkSpan, Clock
+from raydp_parallel.phases import CallSpan, ChunkSpan, Clock, OpenSpan, unseen
 from raydp_parallel.reporter import Report
 from raydp_parallel.seats import Job, Seat
 
@@ -69,7 +69,7 @@ class Run:
     def wait(self, collect: Callable[[Sequence[Any]], list[Any]], pending: Sequence[Any]) -> list[Any]:
         """Wait for all calls, in a range of torch's profiler."""
         self.checked = time.perf_counter()
-        with _range(f"raydp_parallel.{self.method}: replicas"):
+        with _range(f"raydp_parallel.{self.method}: replicas"), self._books.seen("wait", self.shown):
             return collect(pending)
 
     def ended(self, replies: Sequence[Reply | None]) -> None:
@@ -105,6 +105,9 @@ class Books:
         self.events: deque[tuple[float, str]] = deque(maxlen=50)
         self.changes: Counter[str] = Counter()
         self.shown = True
+        self.span: OpenSpan = unseen
+        """Opens a span of the driver in `ray timeline`."""
+        self._last_shown = False
         self.traced: list[CallSpan] | None = None
         """Calls that somebody wants to write down; he takes them away."""
         self._lock = threading.Lock()
@@ -135,7 +138,13 @@ class Books:
 
     def begin(self, jobs: Sequence[Job]) -> Run:
         """A run begins."""
-        return Run(self, jobs)
+        run = Run(self, jobs)
+        self._last_shown = run.shown
+        return run
+
+    def seen(self, phase: str, shown: bool) -> contextlib.AbstractContextManager[Any]:
+        """A span in `ray timeline` for a phase of the driver, if its call is shown."""
+        return (self.span(phase) if shown else None) or contextlib.nullcontext()
 
     def shows(self, jobs: Sequence[Job], now: float) -> bool:
         """Whether this run is one of those that Ray's dashboard gets to see.
@@ -264,7 +273,7 @@ class Books:
     def reducing(self, seats: Sequence[Seat]) -> Iterator[None]:
         """The driver sums the gradients of some replicas, which have nothing to do meanwhile."""
         began = time.perf_counter()
-        with _range("raydp_parallel.reduce"):
+        with _range("raydp_parallel.reduce"), self.seen("reduce", self._last_shown):
             yield
         ended = time.perf_counter()
         with self._lock:

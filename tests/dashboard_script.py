@@ -213,7 +213,7 @@ def history() -> None:
     housekeeping = [name for name in names if not name.startswith(("forward", "backward")) and "__init__" not in name]
     print(f"tasks: {'forward #1 chunk 1/2' in names}, {'backward #1 chunk 2/2' in names}, others {housekeeping}")
     spans = {event["cat"] for event in ray.timeline()}
-    print("timeline:", sorted(spans & {"adopt", "copy in", "forward", "backward", "copy out"}))
+    print("timeline:", sorted(spans & {"adopt", "copy in", "forward", "backward", "copy out", "wait", "reduce"}))
 
 
 def main(folder: Path) -> None:

@@ -73,7 +73,7 @@ def test_a_straggler_is_named_by_all_who_are_asked(seen: str) -> None:
 def test_tasks_and_timeline_read_well(seen: str) -> None:
     """Tasks are named by phase, call and chunk; housekeeping is not among them; the timeline has every phase."""
     assert "tasks: True, True, others []" in seen
-    assert "timeline: ['adopt', 'backward', 'copy in', 'copy out', 'forward']" in seen
+    assert "timeline: ['adopt', 'backward', 'copy in', 'copy out', 'forward', 'reduce', 'wait']" in seen
 
 
 @needs_browser
