@@ -55,6 +55,26 @@ class Chair:
     recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
 
+def enter(account: Account, chair: Chair, method: str, laps: tuple[float, ...]) -> float:
+    """Enter what a replica measured; returns how long it was busy."""
+    t0, t1, t2, t3, t4 = laps
+    seconds, work = account.seconds, t3 - t2
+    seconds[0] += t1 - t0
+    seconds[1] += t2 - t1
+    if method == "forward":
+        seconds[2] += work
+        account.forwards += 1
+        chair.recent.append((work, account.chunk_rows))
+    else:
+        seconds[3] += work
+        account.backwards += 1
+        if chair.recent:
+            chair.recent[-1] = (chair.recent[-1][0] + work, chair.recent[-1][1])
+    seconds[4] += t4 - t3
+    account.busy[method] += t4 - t0
+    return t4 - t0
+
+
 def phases_of(chair: Chair, found: Sequence[Account], now: float | None) -> PhaseSeconds:
     """Where a replica's time went, up to now."""
     columns = [sum(values) for values in zip(*(account.seconds for account in found), strict=True)] or [0.0] * 6

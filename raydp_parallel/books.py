@@ -21,7 +21,7 @@ from typing import Any
 
 from torch._C._profiler import _RecordFunctionFast as _range
 
-from raydp_parallel.accounts import Account, Chair, for_model, phases_of, way_of
+from raydp_parallel.accounts import Account, Chair, enter, for_model, phases_of, way_of
 from raydp_parallel.advice import advise
 from raydp_parallel.crew import Task
 from raydp_parallel.links import Mail
@@ -118,12 +118,13 @@ class Books:
     def seated(self, seat: Seat) -> None:
         """A replica sat down."""
         now = time.perf_counter()
-        chair = self.chairs.get(seat.index)
-        if chair is None:
-            self.chairs[seat.index] = Chair(now, now)
-        else:
+        with self._lock:
+            chair = self.chairs.get(seat.index)
+            if chair is None:
+                self.chairs[seat.index] = Chair(now, now)
+                return
             chair.clock, chair.memory = Clock(), (0, 0)
-            self.event(f"{seat} took the place of one that ended")
+        self.event(f"{seat} took the place of one that ended")
 
     def under_way(self, seat: Seat, change: int, sent: float | None = None) -> None:
         """One call more, or less, is under way to a replica."""
@@ -158,7 +159,8 @@ class Books:
         method = jobs[0].method if jobs else ""
         if not self.shown or now < self._next_shown.get(method, 0.0):
             return False
-        if any(self.account(job.seat, job.model).answer.get(method, 0) > _LARGE for job in jobs):
+        known = [self.accounts.get((job.seat.index, job.model)) for job in jobs]
+        if any(account is not None and account.answer.get(method, 0) > _LARGE for account in known):
             return False
         self._next_shown[method] = now + max(1.0, (now - self._began) / 5)
         return True
@@ -185,8 +187,9 @@ class Books:
 
     def sent(self, job: Job, mail: Mail) -> None:
         """A message goes to a replica."""
-        job.seat.tally.bytes_in += mail.size
-        self._mailed(job, mail, mail.size, "in")
+        with self._lock:
+            job.seat.tally.bytes_in += mail.size
+            self._mailed(job, mail, mail.size, "in")
 
     def received(self, job: Job, mail: Mail, reply: Reply) -> None:
         """A replica answered."""
@@ -231,43 +234,23 @@ class Books:
         for job, reply, at in zip(jobs, replies, sent, strict=True):
             laps = reply.laps if reply is not None else ()
             chair = self.chairs[job.seat.index]
-            seconds = self.account(job.seat, job.model).seconds
+            account = self.account(job.seat, job.model)
             # Calls of several threads may overlap; what two were under way in counts once.
             start = max(at, chair.free)
             chair.idle += start - chair.free
             chair.free = max(ended, chair.free)
             busy = 0.0
             if laps:
-                busy = self._work(job, chair, seconds, laps)
+                busy = enter(account, chair, job.method, laps)
                 chair.clock.heard(at, laps, ended)
                 offset = chair.clock.offset
                 laps = tuple([stamp + offset for stamp in laps]) if offset else laps
             if reply is not None and reply.memory is not None:
                 chair.memory = reply.memory
-            seconds[5] += max(0.0, chair.free - start - busy)
+            account.seconds[5] += max(0.0, chair.free - start - busy)
             chunks.append(ChunkSpan(job.seat.index, at, laps))
         model = self.models.get(jobs[0].model, "") if jobs else ""
         self._keep(CallSpan(run.method, run.number, model, run.began, all_sent, ended, tuple(chunks)))
-
-    def _work(self, job: Job, chair: Chair, seconds: list[float], laps: tuple[float, ...]) -> float:
-        """Enter what a replica measured; returns how long it was busy."""
-        t0, t1, t2, t3, t4 = laps
-        seconds[0] += t1 - t0
-        seconds[1] += t2 - t1
-        account = self.account(job.seat, job.model)
-        work = t3 - t2
-        if job.method == "forward":
-            seconds[2] += work
-            account.forwards += 1
-            chair.recent.append((work, account.chunk_rows))
-        else:
-            seconds[3] += work
-            account.backwards += 1
-            if chair.recent:
-                chair.recent[-1] = (chair.recent[-1][0] + work, chair.recent[-1][1])
-        seconds[4] += t4 - t3
-        account.busy[job.method] += t4 - t0
-        return t4 - t0
 
     @contextlib.contextmanager
     def reducing(self, seats: Sequence[Seat]) -> Iterator[None]:
@@ -287,14 +270,16 @@ class Books:
 
     def state(self, seat: Seat, model: int, sent: int, size: int) -> None:
         """So much of a model's state went to a replica, out of so much."""
-        account = self.account(seat, model)
-        account.state_sent += sent
-        account.state_skipped += max(0, size - sent)
+        with self._lock:
+            account = self.account(seat, model)
+            account.state_sent += sent
+            account.state_skipped += max(0, size - sent)
 
     def changed(self, what: str) -> None:
         """A module changed in more than its contents; empty if it did not."""
         if what:
-            self.changes[what] += 1
+            with self._lock:
+                self.changes[what] += 1
 
     def _keep(self, call: CallSpan) -> None:
         self.calls.append(call)
@@ -339,7 +324,7 @@ class Books:
             prepare, verify, wait, reduce = self.driver
             outside = max(0.0, now - began - sum(self.driver))
             ended = max((chair.free for chair in self.chairs.values()), default=now)
-            names = tuple(name for id_, name in self.models.items() if model in (None, id_))
+            names = tuple(name for id_, name in [*self.models.items()] if model in (None, id_))
             changes = tuple(self.changes.most_common(10))
         found = totals.stats(
             replicas, link, name=self.name, models=names, seconds=now - began, quiet=max(0.0, now - ended),

@@ -102,7 +102,7 @@ class Reporter:
         with self._telling:
             if self._stop.is_set() and not last:
                 return False
-            report = self._look([*self._history], last)
+            report = self._seen(last)
             gone = report is None
             report = self._last._replace(last=True, traced=()) if report is None and self._last is not None else report
             if report is None:
@@ -114,6 +114,13 @@ class Reporter:
             for sink in [*self._sinks]:
                 self._hand_over(sink, report)
             return not gone
+
+    def _seen(self, last: bool) -> Report | None:
+        try:
+            return self._look([*self._history], last)
+        except Exception as error:
+            log.warning("no more reports: %s: %s", type(error).__name__, error)
+            return None
 
     def _hand_over(self, sink: Any, report: Report) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -216,3 +217,29 @@ def test_names_of_tasks(clock: Time) -> None:
 
 def test_executors_of_one_name_are_told_apart() -> None:
     assert [Books("twins").name, Books("twins").name] == ["twins", "twins/2"]
+
+
+def test_reports_while_calls_run(clock: Time) -> None:
+    """A model that runs for the first time while a report was made broke the reporter's thread."""
+    kept = Books("busy")
+    (seat,) = sit(kept, 1)
+    done = threading.Event()
+    failed: list[BaseException] = []
+
+    def report() -> None:
+        try:
+            while not done.is_set():
+                kept.report(taken(kept, [seat]), [], False)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=report)
+    thread.start()
+    for model in range(3000):
+        kept.models[model] = f"Net-{model}"
+        kept.state(seat, model, 1, 1)
+        kept.changed(f"attribute {model}")
+        kept.event("something")
+    done.set()
+    thread.join()
+    assert not failed

@@ -13,6 +13,7 @@ import ray
 import torch
 from torch import Tensor, nn
 
+import raydp_parallel
 from raydp_parallel import DataParallel, Executor, Options, command, telemetry
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -39,6 +40,7 @@ def train(model: DataParallel, steps: int = 8) -> None:
 
 def test_replicas_have_names_and_a_second_process_has_a_number() -> None:
     """The executor's, the replica's and the device's; GPUs under the number that the user gave."""
+    raydp_parallel.shutdown()  # other tests' replicas hold the GPUs
     with Executor(["cpu", 1], options=Options(name="named")) as executor:
         assert ray.get_actor("raydp:named:0@cpu")
         assert ray.get_actor("raydp:named:1@cuda:1")
