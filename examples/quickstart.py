@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import command_line
 import torch
 from torch import nn
 
-from raydp_parallel import DataParallel
+from raydp_parallel import DataParallel, Progress
 
 STEPS = 100
 BATCH = 256
@@ -21,16 +19,6 @@ def spirals(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     angle = 6 * radius + torch.pi * arms
     points = torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1)
     return points + 0.01 * torch.randn_like(points), arms
-
-
-def show_progress(step: int, loss: float, width: int = 30) -> None:
-    """One line that is drawn over on a terminal, ten lines elsewhere."""
-    done = width * step // STEPS
-    line = f"[{'#' * done}{'.' * (width - done)}] step {step:3d}/{STEPS}  loss {loss:.4f}"
-    if sys.stdout.isatty():
-        print(f"\r{line}", end="\n" if step == STEPS else "", flush=True)
-    elif step % (STEPS // 10) == 0:
-        print(line, flush=True)
 
 
 def parallel(net: nn.Module, device_ids: list[str | int] | None) -> DataParallel:
@@ -50,18 +38,21 @@ def main(device_ids: list[str | int] | None = None) -> list[float]:
 
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses = []
-    for step in range(1, STEPS + 1):
-        points, arms = spirals(BATCH)
-        scores = model(points)
-        loss = nn.functional.cross_entropy(scores, arms.to(scores.device))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-        show_progress(step, losses[-1])
+    with Progress(STEPS) as progress:
+        for _ in range(STEPS):
+            points, arms = spirals(BATCH)
+            scores = model(points)
+            loss = nn.functional.cross_entropy(scores, arms.to(scores.device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            progress.advance(f"loss {losses[-1]:.4f}")
 
+    stats = model.stats()
     print("\nWhat each replica did:")
-    print(model.executor.stats())
+    print(stats)
+    print("\nWhat limits it:", *stats.advice, sep="\n- ")
     print(f"\nFinal loss {losses[-1]:.4f}, at the start {losses[0]:.4f}")
     return losses
 

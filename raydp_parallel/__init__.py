@@ -18,22 +18,27 @@ from raydp_parallel.errors import (
     TransferError,
 )
 from raydp_parallel.executor import Executor, shutdown
-from raydp_parallel.monitor import ExecutorStats, ReplicaInfo, ReplicaStats
+from raydp_parallel.monitor import Advice, DriverSeconds, ExecutorStats, PhaseSeconds, ReplicaInfo, ReplicaStats
 from raydp_parallel.options import Options
 from raydp_parallel.primitives import RemoteReplica, parallel_apply, replicate
+from raydp_parallel.progress import Progress
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Advice",
     "ClusterError",
     "DataParallel",
+    "DriverSeconds",
     "Executor",
     "ExecutorClosed",
     "ExecutorStats",
     "GraphLost",
     "Options",
     "ParallelError",
+    "PhaseSeconds",
     "PlacementError",
+    "Progress",
     "RemoteReplica",
     "ReplicaDied",
     "ReplicaError",

@@ -6,6 +6,7 @@ import array
 import contextlib
 import ctypes
 import itertools
+import logging
 import os
 import pickle
 import select
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+from ray._private.worker import global_worker
 
 from raydp_parallel import devices, line, outcome
 from raydp_parallel.links import (
@@ -33,7 +35,10 @@ from raydp_parallel.links import (
     Slice,
 )
 from raydp_parallel.messages import Hello, Reply
+from raydp_parallel.phases import OpenSpan, unseen
 from raydp_parallel.replica import Replica
+
+log = logging.getLogger("raydp_parallel")
 
 
 class Door:
@@ -42,11 +47,12 @@ class Door:
     Args:
         device: Name of the torch device.
         link: What answers travel by.
+        span: Opens a span for each phase of a call, where somebody wants to see them.
     """
 
-    def __init__(self, device: str, link: Link) -> None:
+    def __init__(self, device: str, link: Link, span: OpenSpan = unseen) -> None:
         self._device = torch.device(device)
-        self._replica = Replica(self._device)
+        self._replica = Replica(self._device, span)
         self._link = link
         self._turns = Turnstile()
         self._mappings = Mappings()
@@ -71,7 +77,8 @@ class Door:
 
     def hello(self) -> Hello:
         """Who is here."""
-        return devices.describe(self._device, os.getpid(), _node())
+        found = devices.describe(self._device, os.getpid(), _node())
+        return found._replace(gpu_index=_gpu()) if found.gpu else found
 
     def empty(self) -> None:
         """Nothing at all: what a call costs at least. For benchmarks."""
@@ -146,9 +153,14 @@ class Door:
         try:
             with self._turns.take(number):
                 packets = [self._mappings.find(b) if isinstance(b, Descriptor) else b for b in beside]
-                return seal(work(pickle.loads(header), Mail(self._link, packets), back), back)
+                reply = work(pickle.loads(header), Mail(self._link, packets), back)
+                self._look_at(reply)
+                return seal(reply, back)
         except BaseException as error:
             return seal(Reply(None, None, (), outcome.failure(error, None), 0.0, 0, 0), Mail(self._link))
+
+    def _look_at(self, reply: Any) -> None:
+        """A reply leaves; an actor logs those that tell of an exception."""
 
 
 SHARE_LIMIT = 32 * 1024 * 1024
@@ -272,6 +284,21 @@ def _node() -> str:
     return ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
 
 
+def _task_span(phase: str) -> Any:
+    """A span in `ray timeline`, inside the task that runs; a direct line's thread has none."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    return global_worker.core_worker.profile_event(phase.encode(), {"name": phase})  # type: ignore[attr-defined]
+
+
+_quiet: Any = ray.method(enable_task_events=False)
+"""Housekeeping does not show among a replica's tasks."""
+
+
+def _gpu() -> str:
+    return ",".join(map(str, ray.get_gpu_ids())) if ray.is_initialized() else ""
+
+
 @ray.remote(max_restarts=0, max_task_retries=0)
 class ReplicaActor(Door):
     """The door as a Ray actor.
@@ -279,14 +306,28 @@ class ReplicaActor(Door):
     Args:
         device: ``"cpu"`` or ``"gpu"``. A GPU that Ray merely counts, on a machine without CUDA, is a CPU.
         link: Name of the link for answers.
-        index: Which replica this is, for its name in the dashboard.
+        rank: Which of the executor's replicas this is, for the dashboard and for what it prints.
     """
 
-    def __init__(self, device: str, link: str, index: int) -> None:
+    def __init__(self, device: str, link: str, rank: int) -> None:
         devices.keep_freed_memory()
         place = "cuda:0" if device == "gpu" and torch.cuda.is_available() else "cpu"
-        super().__init__(place, link_for(link))
-        self._index = index
+        super().__init__(place, link_for(link), _task_span)
+        self._rank = rank
 
     def __repr__(self) -> str:
-        return f"Replica({self._index}@{self._device})"
+        device = f"{self._device} = GPU {_gpu()}" if self._device.type == "cuda" else f"{self._device}"
+        return f"Replica({self._rank}@{device}, node {_node()[:8]})"
+
+    def _look_at(self, reply: Any) -> None:
+        if isinstance(reply, Reply) and reply.failure is not None:
+            # For the actor's page in the dashboard; the exception itself is raised in the driver.
+            log.warning("%s", reply.failure.text.strip().splitlines()[-1])
+
+    hello = _quiet(Door.hello)
+    empty = _quiet(Door.empty)
+    forget = _quiet(Door.forget)
+    share = _quiet(Door.share)
+    start_sharing = _quiet(Door.start_sharing)
+    skip_to = _quiet(Door.skip_to)
+    open_line = _quiet(Door.open_line)

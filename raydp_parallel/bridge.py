@@ -243,13 +243,15 @@ def _collect(
     call: Call, stash: dict[int, dict[int, Tensor]], needed: Sequence[bool], keep: bool
 ) -> list[Tensor | None]:
     """First order: the sums of the chunks' gradients."""
-    shares = []
+    shares, seats = [], []
     for part, answer in _run(call, stash, needed, keep, {}):
+        seats.append(answer.seat)
         assert answer.reply.value is not None
         shares.append(reduction.Share(answer.reply.value, answer.mail, part.leaves))
     device = call.leaves[0].device
-    sums = reduction.total(shares, device, len(call.leaves))
-    return reduction.settle(sums, call.leaves, call.kinds, needed, _whole(call, shares), call.unused)
+    with call.executor.books.reducing(seats):
+        sums = reduction.total(shares, device, len(call.leaves))
+        return reduction.settle(sums, call.leaves, call.kinds, needed, _whole(call, shares), call.unused)
 
 
 def _whole(call: Call, shares: Sequence[reduction.Share]) -> list[bool]:

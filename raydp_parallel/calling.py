@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -15,15 +16,20 @@ from raydp_parallel import bridge, codec, context, replay
 from raydp_parallel.executor import Executor
 from raydp_parallel.jobs import Answer, Graph, Job
 from raydp_parallel.links import Mail
-from raydp_parallel.messages import Arguments, ForwardRequest, Produced
+from raydp_parallel.messages import Arguments, ForwardRequest, Produced, StateUpdate
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.seats import Seat
 from raydp_parallel.snapshot.master import Master
 from raydp_parallel.snapshot.moments import Mark
 
+log = logging.getLogger("raydp_parallel")
+
 _MOST_RERUNS = 2
 """How often a forward is run again while somebody writes to the weights behind their versions. A thread that never
 stops doing so gets, like any race, one of the possible results."""
+
+_MUCH = 64 << 20
+"""Bytes of a model whose way to a replica is worth a line in the log."""
 
 
 class Chunk(NamedTuple):
@@ -138,6 +144,7 @@ class _Forward:
         if not self.marks:
             for master in self.masters:
                 master.sync()
+                self.executor.books.changed(master.why())
             self.marks = {master: master.mark() for master in self.masters}
         chunk, graph = self.chunks[number], self.graphs[number]
         value, root = (Arguments(chunk.args, chunk.kwargs), "") if chunk.kwargs else (chunk.args, "inputs")
@@ -147,7 +154,7 @@ class _Forward:
         name = seat.name_of(chunk.master.id, chunk.seat)
         request = ForwardRequest(
             model=name,
-            update=replay.update(chunk.master, seat, name, mail, self.sends.append),
+            update=self._update(chunk.master, seat, name, mail),
             graph=graph.key if graph is not None else None,
             chunk=number,
             where=chunk.where,
@@ -166,6 +173,16 @@ class _Forward:
         if graph is not None and self.executor.replays:
             self.made[number] = request, replay.keep(parcel, tensors, "arguments")
         return request
+
+    def _update(self, master: Master, seat: Seat, name: int, mail: Mail) -> StateUpdate | None:
+        """What a seat's replica needs of the state, entered in the books."""
+        before = len(self.sends)
+        update = replay.update(master, seat, name, mail, self.sends.append)
+        sent = sum(self.sends[before:])
+        if update is not None and update.structure is not None and sent > _MUCH:
+            log.info("sending %.0f MB of %s to %s", sent / 1e6, type(master.module).__name__, seat)
+        self.executor.books.state(seat, master.id, sent, master.size)
+        return update
 
     def _meanwhile(self) -> None:
         self._plan()
@@ -205,7 +222,7 @@ class _Forward:
     def _note_parts(self, answers: Sequence[Answer]) -> None:
         marks = {master: master.versions() for master in self.masters}
         for i, (chunk, answer, graph) in enumerate(zip(self.chunks, answers, self.graphs, strict=True)):
-            answer.seat.tally.rows += chunk.rows
+            self.executor.books.rows(answer.seat, chunk.master.id, chunk.rows)
             part = None
             if graph is not None:
                 mark = marks[chunk.master]

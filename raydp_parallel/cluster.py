@@ -1,24 +1,28 @@
-"""Replicas on a Ray cluster: placing actors, calling them, seeing their end."""
+"""Replicas on a Ray cluster: joining it, placing actors, calling them, seeing their end."""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import ray
+import torch
+from ray._private.utils import read_ray_address
 from ray._private.worker import global_worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from raydp_parallel.actor import ReplicaActor, link_for, shared_link
-from raydp_parallel.crew import Death, Ending, Place
-from raydp_parallel.errors import PlacementError
-from raydp_parallel.joining import check_gpus, connect, gpus, nodes
+from raydp_parallel.actor import link_for, shared_link
+from raydp_parallel.crew import Death, Ending, Place, Task
+from raydp_parallel.errors import ClusterError, PlacementError
 from raydp_parallel.links import Arena, Link, Packet, shared
 from raydp_parallel.messages import Hello
+from raydp_parallel.naming import Names
 from raydp_parallel.options import Options
+from raydp_parallel.progress import Waiting
 from raydp_parallel.remote import Lost, Pending, RemoteDoor, in_short
 
 log = logging.getLogger("raydp_parallel")
@@ -29,16 +33,87 @@ _TURN = 0.2
 _CAUSE_TIMEOUT = 5.0
 """Seconds that Ray may take to say why a process ended."""
 
+_CLIENT = (
+    "a ray:// client connection cannot run replicas: it has no object store and adds a proxy to every call. "
+    "Start the driver on a machine of the cluster (ray.init(address='auto')), or submit it as a Ray job"
+)
+_started_here = False
+
+
+def connect(start: bool = True) -> bool:
+    """Join the cluster: the one that is connected, ``RAY_ADDRESS``, one running here, else start one.
+
+    Args:
+        start: Whether to start a local cluster if there is none.
+
+    Returns:
+        Whether there is a cluster.
+    """
+    global _started_here
+    if ray.util.client.ray.is_connected():
+        raise ClusterError(_CLIENT)
+    if ray.is_initialized():
+        return True
+    if os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
+        raise ClusterError(_CLIENT)
+    # Ray's own rule. Not address="auto", which also finds the private cluster of somebody else's ray.init().
+    running = bool(os.environ.get("RAY_ADDRESS") or read_ray_address())
+    if not running and not start:
+        return False
+    ray.init()
+    _started_here = not running
+    return True
+
+
+def disconnect() -> None:
+    """Leave a cluster that `connect` started; any other is its user's."""
+    global _started_here
+    if _started_here and ray.is_initialized():
+        ray.shutdown()
+    _started_here = False
+
+
+def gpus() -> list[str]:
+    """The node of each logical GPU: the driver's node first, then by node id."""
+    return [node["NodeID"] for node in nodes() for _ in range(int(node["Resources"].get("GPU", 0)))]
+
+
+def all_gpus() -> list[int]:
+    """Every GPU of the cluster. On a machine without a GPU no cluster is started just to find none."""
+    return list(range(len(gpus()))) if connect(start=torch.cuda.is_available()) else []
+
+
+def check_gpus(ids: Sequence[int]) -> None:
+    """Raise `PlacementError` for ids that the cluster has not got."""
+    connect()
+    count = len(gpus())
+    missing = [i for i in ids if i >= count]
+    if missing:
+        has = "no GPU" if not count else "GPU 0 alone" if count == 1 else f"GPUs 0 to {count - 1}"
+        raise PlacementError(
+            f"device_ids: {missing} not in the cluster, which has {has} on {len(nodes())} node(s). "
+            "Use those, or 'cpu' entries for CPU replicas"
+        )
+
+
+def nodes() -> list[dict[str, Any]]:
+    """The living nodes, the driver's first."""
+    here = ray.get_runtime_context().get_node_id()
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return sorted(alive, key=lambda node: (node["NodeID"] != here, node["NodeID"]))
+
 
 class RayCrew:
     """Replicas as Ray actors.
 
     Args:
+        names: Starts actors under their names.
         options: Deadlines, and what to book.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, names: Names, options: Options) -> None:
         connect()
+        self._names = names
         self._options = options
         self._session = global_worker.core_worker  # type: ignore[attr-defined]
         machines = nodes()
@@ -84,8 +159,11 @@ class RayCrew:
         """Wait until all are there; returns those that are late. In short turns, between which Ctrl-C is heard."""
         deadline = time.monotonic() + self._options.placement_timeout
         late = refs
-        while late and (left := deadline - time.monotonic()) > 0 and not (cancelled is not None and cancelled()):
-            _, late = ray.wait(refs, num_returns=len(refs), timeout=min(left, _TURN))
+        with Waiting("replicas to be placed, and to import torch", len(refs)) as tell:
+            while late and (left := deadline - time.monotonic()) > 0 and not (cancelled is not None and cancelled()):
+                _, late = ray.wait(refs, num_returns=len(refs), timeout=min(left, _TURN))
+                if cancelled is None:  # nobody waits for what is started behind the scenes
+                    tell(len(refs) - len(late))
         return late
 
     def _meet(self, door: RemoteDoor, hello: Hello) -> None:
@@ -137,13 +215,13 @@ class RayCrew:
                 node = next(n for n in machines if n["NodeID"] == on_gpu[place.number])
                 booked = {"num_cpus": 0, "num_gpus": self._options.gpus_per_replica}
             strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            actor = ReplicaActor.options(**booked, scheduling_strategy=strategy).remote(  # type: ignore[attr-defined]
-                place.kind, self._options.link, place.number
-            )
+            actor = self._names.start(place, self._options.link, {**booked, "scheduling_strategy": strategy})
             yield place, RemoteDoor(actor, self._options.call_timeout)
 
-    def submit(self, door: RemoteDoor, method: str, header: bytes, beside: Sequence[Packet]) -> Any:
-        return door.submit(method, header, beside, self._options.call_timeout)
+    def submit(
+        self, door: RemoteDoor, method: str, header: bytes, beside: Sequence[Packet], task: Task | None = None
+    ) -> Any:
+        return door.submit(method, header, beside, self._options.call_timeout, task)
 
     def collect(self, pending: Sequence[Pending]) -> list[Any]:
         start, timeout = time.monotonic(), self._options.call_timeout

@@ -32,6 +32,18 @@ class Place(NamedTuple):
         return self.number if self.kind == "gpu" else "cpu"
 
 
+class Task(NamedTuple):
+    """How a call looks in Ray's dashboard.
+
+    Attributes:
+        name: Its name there, if it is a Ray task.
+        shown: Whether it is to be one even where there is a faster way.
+    """
+
+    name: str
+    shown: bool = False
+
+
 class Crew(Protocol):
     """Starts replicas and carries calls to them."""
 
@@ -51,7 +63,7 @@ class Crew(Protocol):
     ) -> dict[Place, tuple[Any, Hello]]:
         """Start a replica in each place, or raise `PlacementError` within the deadline, or once it is ``cancelled``."""
 
-    def submit(self, door: Any, method: str, header: bytes, beside: Sequence[Packet]) -> Any:
+    def submit(self, door: Any, method: str, header: bytes, beside: Sequence[Packet], task: Task | None = None) -> Any:
         """Send a call; returns what `collect` waits for, which has a ``give_up()`` for calls nobody waits for."""
 
     def collect(self, pending: Sequence[Any]) -> list[Any]:

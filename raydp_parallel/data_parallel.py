@@ -15,6 +15,7 @@ from torch._C._profiler import _RecordFunctionFast as record_function
 from raydp_parallel import batch, calling, devices, primitives, replica
 from raydp_parallel.crew import DeviceId
 from raydp_parallel.executor import Executor, normalize, shared
+from raydp_parallel.monitor import ExecutorStats
 from raydp_parallel.options import Options
 from raydp_parallel.snapshot.master import check_devices
 
@@ -95,6 +96,10 @@ class DataParallel(nn.DataParallel[T]):
     def executor(self) -> Executor:
         """Whose replicas run the module."""
         return self._executor or shared(self._options)
+
+    def stats(self) -> ExecutorStats:
+        """What the replicas did for this module, and what limits them; prints as a table."""
+        return self.executor.stats(self.module)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Split, run, gather."""

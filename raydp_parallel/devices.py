@@ -6,6 +6,7 @@ import ctypes
 import functools
 import math
 import random
+import time
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -172,6 +173,25 @@ def finish(device: torch.device) -> None:
     """Wait until the device has done what was asked of it, so that a measured time means something."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+class MemoryLook:
+    """Says now and then how full a device is: torch needs a tenth of a millisecond to tell.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._next = 0.0 if device.type == "cuda" else float("inf")
+
+    def now(self) -> tuple[int, int] | None:
+        """Bytes that are allocated, and the most that were; None on a CPU, and if that was said a moment ago."""
+        if time.monotonic() < self._next:
+            return None
+        self._next = time.monotonic() + 1.0
+        return torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
 
 
 def describe(device: torch.device, pid: int, node: str) -> Hello:

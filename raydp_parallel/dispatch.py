@@ -17,9 +17,9 @@ from typing import Any
 from raydp_parallel.actor import unseal
 from raydp_parallel.crew import Death, Ending
 from raydp_parallel.errors import GraphLost, ReplicaDied
-from raydp_parallel.jobs import Answer, Graph, Job, Prepare
+from raydp_parallel.jobs import Answer, Graph, Job, Step
 from raydp_parallel.links import Mail
-from raydp_parallel.messages import Forget
+from raydp_parallel.messages import Forget, Reply
 from raydp_parallel.roster import Roster
 from raydp_parallel.seats import Seat
 
@@ -37,6 +37,7 @@ class _Flight:
         self.pending: list[Any] = []
         self.told: list[Forget | None] = []
         self.graphs: list[Graph] = []
+        self.replies: list[Reply | None] = []
 
     def land(self) -> None:
         """What it makes is, or will be, where it was sent."""
@@ -60,6 +61,8 @@ class Dispatch:
         self._flights: dict[int, _Flight] = {}
         self._deaths = [0] * len(jobs)
         self._hopeless: set[int] = set()
+        with roster.lock:
+            self._run = roster.books.begin(jobs)
 
     def run(self, meanwhile: Callable[[], None] | None = None) -> list[Answer]:
         """The answers, in the order of the jobs.
@@ -67,10 +70,13 @@ class Dispatch:
         Args:
             meanwhile: What the driver does while the replicas work.
         """
-        self._send(range(len(self._jobs)), meanwhile)
-        lost = self._collect()
-        if lost:
-            self._replay(lost)
+        try:
+            self._send(range(len(self._jobs)), meanwhile)
+            lost = self._collect()
+            if lost:
+                self._replay(lost)
+        finally:
+            self._run.ended()
         return [self._answers[number] for number in range(len(self._jobs))]
 
     def _replay(self, lost: dict[int, ReplicaDied]) -> None:
@@ -80,7 +86,6 @@ class Dispatch:
             while lost:
                 if self._hopeless or not self._roster.replays:
                     raise lost[min(self._hopeless or lost)]
-                totals.replays += len(lost)
                 self._send(sorted(lost))
                 lost = self._collect()
         finally:
@@ -114,27 +119,32 @@ class Dispatch:
         flight = self._flights[number] = _Flight(job, seat)
         try:
             for step in steps:
-                self._submit(flight, step.graph, step.method, step.prepare)
-            self._submit(flight, job.makes, job.method, job.prepare)
+                self._submit(number, flight, step)
+            self._submit(number, flight, Step(job.makes, job.method, job.prepare), own=True)
         finally:
             flight.land()
+        if steps or self._deaths[number]:
+            self._roster.totals.replays += 1
+            self._roster.books.replays(seat)
 
-    def _submit(self, flight: _Flight, makes: Graph | None, method: str, prepare: Prepare) -> None:
-        crew, seat = self._roster.crew, flight.seat
+    def _submit(self, number: int, flight: _Flight, step: Step, own: bool = False) -> None:
+        crew, seat, books = self._roster.crew, flight.seat, self._roster.books
         mail = Mail(crew.link)
-        message = prepare(seat, mail)
+        message = step.prepare(seat, mail)
         flight.told.append(message.forget)
         header = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        seat.tally.bytes_in += mail.size
-        if makes is not None:
-            flight.graphs.append(makes)
-        flight.pending.append(crew.submit(seat.door, method, header, mail.beside))
+        books.sent(seat, flight.job, mail)
+        if step.graph is not None:
+            flight.graphs.append(step.graph)
+        task = self._run.sends(number, seat, "" if own else step.method)
+        flight.pending.append(crew.submit(seat.door, step.method, header, mail.beside, task))
 
     def _collect(self) -> dict[int, ReplicaDied]:
         """Wait for all that were sent. Returns whose replica died."""
         flights = [*self._flights.items()]
         try:
-            results = iter(self._roster.crew.collect([p for _, flight in flights for p in flight.pending]))
+            pending = [p for _, flight in flights for p in flight.pending]
+            results = iter(self._run.wait(self._roster.crew.collect, pending))
             lost: dict[int, ReplicaDied] = {}
             for number, flight in flights:
                 found = [next(results) for _ in flight.pending]
@@ -142,7 +152,9 @@ class Dispatch:
                 if death is None:
                     self._answers[number] = self._receive(flight, found)
                 else:
+                    flight.replies = [None] * len(found)
                     lost[number] = self._bury(number, flight, death)
+            self._run.heard([reply for _, flight in flights for reply in flight.replies])
         except BaseException:
             self._abandon()
             raise
@@ -153,6 +165,7 @@ class Dispatch:
         seat, job, link = flight.seat, flight.job, self._roster.crew.link
         for result in results[:-1]:
             reply, _ = unseal(result, link)
+            flight.replies.append(reply)
             if reply.failure is not None:
                 for graph in flight.graphs:
                     graph.lose()
@@ -164,13 +177,8 @@ class Dispatch:
         seat.answered = True
         if not reply.revision:
             seat.distrust(seat.name_of(job.model, job.seat))
-        tally = seat.tally
-        if job.method == "forward":
-            tally.calls += 1
-            tally.forward_seconds += reply.seconds
-        else:
-            tally.backward_seconds += reply.seconds
-        tally.bytes_out += reply.size
+        flight.replies.append(reply)
+        self._roster.books.received(seat, job, mail, reply)
         return Answer(reply, mail, seat)
 
     def _bury(self, number: int, flight: _Flight, death: Death) -> ReplicaDied:

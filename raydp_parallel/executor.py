@@ -16,14 +16,16 @@ from typing import Any
 
 from torch import nn
 
-from raydp_parallel import joining
+from raydp_parallel import cluster, telemetry
 from raydp_parallel.actor import unseal
-from raydp_parallel.crew import Death, DeviceId, device_id, places
+from raydp_parallel.books import Books
+from raydp_parallel.crew import Death, DeviceId, Place, device_id, places
 from raydp_parallel.dispatch import Dispatch
 from raydp_parallel.jobs import Answer, Job
 from raydp_parallel.links import Link
 from raydp_parallel.monitor import ExecutorStats, ReplicaInfo
 from raydp_parallel.options import Options
+from raydp_parallel.reporter import Reporter
 from raydp_parallel.roster import Roster
 from raydp_parallel.seats import Seat
 from raydp_parallel.snapshot.master import Master
@@ -50,6 +52,7 @@ class Executor:
         self.options = options or Options()
         self.device_ids = normalize(device_ids) if device_ids != () else []
         self._roster = Roster(self.options)
+        self._reporter: Reporter | None = None
         self._masters: weakref.WeakValueDictionary[int, Master] = weakref.WeakValueDictionary()
         self._recent: deque[Master] = deque(maxlen=_RECENT)
         if self.device_ids:
@@ -81,15 +84,23 @@ class Executor:
         """Who runs what, one entry per device."""
         return tuple(seat.info() for seat in self._roster.seats.values())
 
-    def stats(self) -> ExecutorStats:
-        """What was done so far."""
-        replicas = tuple(seat.tally.stats(seat.info()) for seat in self._roster.seats.values())
-        return self._roster.totals.stats(replicas, self._roster.link)
+    @property
+    def books(self) -> Books:
+        """Whose time went where, and what travelled."""
+        return self._roster.books
+
+    def stats(self, model: nn.Module | None = None) -> ExecutorStats:
+        """What was done so far: for all models, or what concerns the replicas for one."""
+        known = self.known(model) if model is not None else None
+        only = None if model is None else known.id if known is not None else 0
+        return self.books.stats(self._roster.totals, [*self._roster.seats.values()], self._roster.link, only)
 
     def close(self) -> None:
         """End the replicas. Their graphs are lost; what the driver holds is not. May be called twice."""
         with self._roster.lock:
             if not self._roster.closed:
+                self._roster.closed = True
+                self._stop_reports()
                 self._roster.close()
 
     def seats(self, device_ids: Sequence[DeviceId]) -> list[Seat]:
@@ -97,7 +108,7 @@ class Executor:
         wanted = places(device_ids)
         with self._roster.lock:
             self._refresh()
-            self._roster.fill(wanted)
+            self._fill(wanted)
             return [self._roster.seats[place] for place in wanted]
 
     def revive(self, seats: Sequence[Seat]) -> None:
@@ -105,7 +116,7 @@ class Executor:
         if not all(seat.ready for seat in seats):
             with self._roster.lock:
                 self._refresh()
-                self._roster.fill([seat.place for seat in seats])
+                self._fill([seat.place for seat in seats])
 
     def master(self, module: nn.Module, keep: bool = False) -> Master:
         """The watch on a module that all its wrappers share. Whoever asks for it keeps it alive.
@@ -121,6 +132,7 @@ class Executor:
                 master = Master(module, self._roster.crew.link)
                 weakref.finalize(master, _drop_model, weakref.ref(self), master.id).atexit = False
                 self._masters[id(module)] = master
+                self.books.models[master.id] = f"{type(module).__name__}-{master.id}"
             if keep and master not in self._recent:
                 self._recent.append(master)
             return master
@@ -179,12 +191,23 @@ class Executor:
         if self._roster.refresh():
             self._masters.clear()
             self._recent.clear()
+            self._stop_reports()
+
+    def _fill(self, wanted: Sequence[Place]) -> None:
+        self._roster.fill(wanted)
+        if self._reporter is None:
+            self._reporter = telemetry.watch(self)
+
+    def _stop_reports(self) -> None:
+        if self._reporter is not None:
+            self._reporter.close()
+            self._reporter = None
 
 
 def normalize(device_ids: Sequence[Any] | None) -> list[DeviceId]:
     """``device_ids`` in their plain form, checked against the cluster."""
     if device_ids is None:
-        return list(joining.all_gpus())
+        return list(cluster.all_gpus())
     if isinstance(device_ids, (str, int)) or not hasattr(device_ids, "__iter__"):
         raise TypeError(f"device_ids={device_ids!r}: give a list, such as [0, 1] or ['cpu', 'cpu']")
     ids = [device_id(entry) for entry in device_ids]
@@ -194,7 +217,7 @@ def normalize(device_ids: Sequence[Any] | None) -> list[DeviceId]:
         )
     gpus = [entry for entry in ids if isinstance(entry, int)]
     if gpus:
-        joining.check_gpus(gpus)
+        cluster.check_gpus(gpus)
     return ids
 
 
@@ -227,4 +250,4 @@ def shutdown() -> None:
         for executor in _shared.values():
             executor.close()
         _shared.clear()
-    joining.disconnect()
+    cluster.disconnect()

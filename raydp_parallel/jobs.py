@@ -40,15 +40,15 @@ class Recipe(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One message of several that make a graph again.
+    """One message of a job: its own, or one of those that make a graph again in front of it.
 
     Attributes:
-        graph: What is there afterwards.
+        graph: What is there afterwards, if any.
         method: What is called.
         prepare: Makes the message.
     """
 
-    graph: Graph
+    graph: Graph | None
     method: str
     prepare: Prepare
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from raydp_parallel.actor import Door, link_for
-from raydp_parallel.crew import Death, Place
+from raydp_parallel.crew import Death, Place, Task
 from raydp_parallel.links import Link, Packet
 from raydp_parallel.messages import Hello
 from raydp_parallel.options import Options
@@ -83,7 +83,9 @@ class LocalCrew:
         doors = {place: LocalDoor(link_for(self._options.link)) for place in places}
         return {place: (door, Hello(os.getpid(), "driver", "cpu", "", "", 0, 0)) for place, door in doors.items()}
 
-    def submit(self, door: LocalDoor, method: str, header: bytes, beside: Sequence[Packet]) -> Answered:
+    def submit(
+        self, door: LocalDoor, method: str, header: bytes, beside: Sequence[Packet], task: Task | None = None
+    ) -> Answered:
         return Answered(door.call(method, header, beside))
 
     def collect(self, pending: Sequence[Answered]) -> list[Any]:

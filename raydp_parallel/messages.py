@@ -295,6 +295,8 @@ class Reply(NamedTuple):
         revision: The revision that the replica holds of the model now, 0 for none.
         size: Bytes of tensors in the answer.
         reached: Those of the doubtful leaves that the outputs depend on.
+        laps: When each of the replica's phases began, and when the last ended, by its clock; see `phases`.
+        memory: Bytes of the GPU's memory that are allocated, and the most that were; None on a CPU, and mostly.
     """
 
     value: Parcel | None
@@ -305,6 +307,8 @@ class Reply(NamedTuple):
     revision: int
     size: int
     reached: tuple[int, ...] = ()
+    laps: tuple[float, ...] = ()
+    memory: tuple[int, int] | None = None
 
 
 class Hello(NamedTuple):
@@ -318,6 +322,7 @@ class Hello(NamedTuple):
         gpu_uuid: The GPU's uuid, empty on a CPU.
         memory: The device's bytes, 0 on a CPU.
         processors: The device's multiprocessors, 0 on a CPU.
+        gpu_index: The GPU's number on its node, empty on a CPU.
     """
 
     pid: int
@@ -327,3 +332,4 @@ class Hello(NamedTuple):
     gpu_uuid: str
     memory: int
     processors: int
+    gpu_index: str = ""

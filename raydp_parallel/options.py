@@ -43,6 +43,10 @@ class Options:
         threads: Torch's threads in a CPU replica. None shares a node's cores among the chunks of a call.
         direct_line: Call replicas on the driver's machine over a socket, five times faster than a Ray task. False
             makes every phase a Ray task, which Ray's dashboard lists.
+        name: What Ray's dashboard, metrics and `raydp-parallel status` call the executor; None is the program's name.
+        metrics: Report to Ray's metrics and to `raydp-parallel status`, once per second, in the background.
+        profile_dir: A folder to write all calls to, as a trace for Chrome or Perfetto with the driver and the replicas
+            on one clock. It grows by about 1 KB per call and chunk.
         in_process: Run the replicas inside the driver's process, one after the other, without Ray. For debuggers.
     """
 
@@ -57,6 +61,9 @@ class Options:
     gpus_per_replica: float = 1.0
     threads: int | None = None
     direct_line: bool = True
+    name: str | None = None
+    metrics: bool = True
+    profile_dir: str | None = None
     in_process: bool = False
 
     def __post_init__(self) -> None:
@@ -72,5 +79,7 @@ class Options:
                 f"Options(cpus_per_replica={self.cpus_per_replica}, gpus_per_replica={self.gpus_per_replica}): "
                 "expected cpus >= 0 and 0 < gpus <= 1"
             )
+        if self.name is not None and (not self.name or any(c in self.name for c in "/:@\n")):
+            raise ValueError(f"Options(name={self.name!r}): expected a name without '/', ':' and '@', such as 'train'")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"Options(threads={self.threads}): expected None or at least 1")

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from raydp_parallel import batch, calling, joining
+from raydp_parallel import batch, calling, cluster
 from raydp_parallel.batch import gather, scatter, scatter_kwargs
 from raydp_parallel.crew import DeviceId, device_id
 from raydp_parallel.executor import Executor, shared
@@ -170,5 +170,5 @@ def _replicas(modules: Sequence[Any], devices: Sequence[Any] | None) -> list[Rem
 
 
 def _default_devices(count: int) -> list[DeviceId]:
-    gpus = joining.all_gpus()
+    gpus = cluster.all_gpus()
     return [gpus[i % len(gpus)] for i in range(count)] if gpus else ["cpu"] * count

@@ -14,7 +14,7 @@ import numpy as np
 import ray
 
 from raydp_parallel.actor import METHODS, give_back, sample, shows, take_back
-from raydp_parallel.crew import Death
+from raydp_parallel.crew import Death, Task
 from raydp_parallel.line import Line, LineCut
 from raydp_parallel.links import Arena, Descriptor, Exposed, Found, Ledger, Mappings, Packet, Slice
 
@@ -138,19 +138,20 @@ class RemoteDoor:
         header: bytes,
         beside: Sequence[Packet],
         timeout: float | None = None,
+        task: Task | None = None,
     ) -> Pending | Lost:
         """Send a call. What lies in the object store only Ray can carry."""
         number = self._number
         try:
             self._mend(number, timeout)
             self._number, self._missed = number + 1, True
-            pending = self._send(number, method, header, beside)
+            pending = self._send(number, method, header, beside, task)
             self._missed = False
             return pending
         except (OSError, ray.exceptions.RayError) as error:
             return Lost(self, error)
 
-    def _send(self, number: int, method: str, header: bytes, beside: Sequence[Packet]) -> Pending:
+    def _send(self, number: int, method: str, header: bytes, beside: Sequence[Packet], task: Task | None) -> Pending:
         if not self.shares:
             beside = [_copyable(packet) for packet in beside]
         large = len(header) + sum(len(packet) for packet in beside if isinstance(packet, np.ndarray)) > _FRAME
@@ -159,9 +160,12 @@ class RemoteDoor:
             or any(isinstance(packet, ray.ObjectRef) for packet in beside)
             # The replica may be in the midst of a long answer, and would not read before that is taken.
             or (large and self.line.busy)
+            or (task is not None and task.shown)
         ):
             plain = [_copyable(packet) for packet in beside]
-            return Pending(self, number, getattr(self.actor, method).remote(number, header, *plain))
+            call = getattr(self.actor, method)
+            call = call.options(name=task.name) if task is not None else call
+            return Pending(self, number, call.remote(number, header, *plain))
         for packet in beside:
             if isinstance(packet, Slice):
                 self._ledger.lend(packet)

@@ -7,7 +7,6 @@ backward: differentiate a kept graph with respect to the leaves that are asked f
 from __future__ import annotations
 
 import contextlib
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from raydp_parallel.messages import (
     Reply,
     WriteBack,
 )
+from raydp_parallel.phases import IN_REPLICA, Laps, OpenSpan, unseen
 from raydp_parallel.snapshot.mirror import Mirror, bump
 
 running = False
@@ -56,10 +56,14 @@ class Replica:
 
     Args:
         device: The device.
+        span: Opens a span for each phase of a call, where somebody wants to see them.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, span: OpenSpan = unseen) -> None:
         self.device = device
+        self._span = span
+        self._laps = Laps(IN_REPLICA["forward"])
+        self._memory = devices.MemoryLook(device)
         self._models: dict[int, Mirror] = {}
         self._graphs: dict[int, _Graph] = {}
 
@@ -67,12 +71,14 @@ class Replica:
         """Run one chunk."""
         self.forget(request.forget)
         devices.use_threads(self.device, request.threads)
+        self._laps = Laps(IN_REPLICA["forward"], self._span)
         return self._answer(request.where, back, lambda: self._forward(request, mail, back), request)
 
     def backward(self, request: BackwardRequest, mail: Mail, back: Mail) -> Reply:
         """Differentiate one chunk's graph."""
         self.forget(request.forget)
         devices.use_threads(self.device, request.threads)
+        self._laps = Laps(IN_REPLICA["backward"], self._span)
         return self._answer(None, back, lambda: self._backward(request, mail, back), request)
 
     def forget(self, what: Forget | None) -> None:
@@ -91,7 +97,7 @@ class Replica:
         self, where: str | None, back: Mail, work: Callable[[], Parcel], request: ForwardRequest | BackwardRequest
     ) -> Reply:
         value, failure = None, None
-        start = time.perf_counter()
+        self._laps.begin(0)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
@@ -102,9 +108,12 @@ class Replica:
             written, revision = self._written(request, back)
             self._show_the_present(request)
         devices.finish(self.device)
-        seconds = time.perf_counter() - start
+        laps = self._laps.end()
         reached = self._reached(request) if isinstance(request, ForwardRequest) and request.doubtful else ()
-        return Reply(value, written, outcome.caught(caught), failure, seconds, revision, back.size, reached)
+        return Reply(
+            value, written, outcome.caught(caught), failure, laps[-1] - laps[0], revision, back.size, reached, laps,
+            self._memory.now(),
+        )  # fmt: skip
 
     def _written(self, request: ForwardRequest | BackwardRequest, back: Mail) -> tuple[WriteBack | None, int]:
         mirror = self._mirror_of(request)
@@ -127,6 +136,7 @@ class Replica:
 
     def _forward(self, request: ForwardRequest, mail: Mail, back: Mail) -> Parcel:
         mirror = self._mirror(request, mail)
+        self._laps.begin(1)
         value, inputs = codec.decode(request.inputs, mail, self.device)
         args, kwargs = value if isinstance(value, Arguments) else (value, {})
         own = [] if request.detach else mirror.leaves()
@@ -134,7 +144,9 @@ class Replica:
         devices.seed(self.device, request.seed, request.chunk)
         captures = capturing(mirror.module, request.capture)
         with context.enter(request.context), mirror.running(), _in_replica(), captures as captured:
+            self._laps.begin(2)
             value = mirror.module(*args, **kwargs)
+            self._finish_work()
         keep = request.graph is not None
         rebound = mirror.rebound() if request.alone else ()
         value, root = (Produced(value, captured, rebound), "") if captured or rebound else (value, "output")
@@ -177,14 +189,22 @@ class Replica:
                 "since; run forward again"
             )
         bump([t for t in map(graph.mirror.tensor, request.bumped) if t is not None])
+        self._laps.begin(1)
         grads = codec.unpack(request.grads, mail, self.device)
         outputs = [graph.outputs[i] for i in request.outputs]
         with context.enter(request.context), _in_replica(), _watching(graph.mirror):
+            self._laps.begin(2)
             found = differentiate(graph, outputs, grads, request)
+            self._finish_work()
         if request.derived is not None:
             kept = [g for g in found if g is not None]
             self._graphs[request.derived] = _Graph(kept, [*graph.leaves, *grads], graph.partial, graph.mirror)
         return codec.encode(tuple(found), back, "gradients", requires_grad=request.derived is not None)[0]
+
+    def _finish_work(self) -> None:
+        """A GPU has only been asked so far; the copies that follow would wait for it, and seem slow."""
+        devices.finish(self.device)
+        self._laps.begin(3)
 
     def _mirror_of(self, request: ForwardRequest | BackwardRequest) -> Mirror | None:
         """The model that a request is about. A graph keeps its own, also where the driver let go of the model."""

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from raydp_parallel.crew import Crew, Death, Place
@@ -68,11 +68,13 @@ class Respawner:
     Args:
         crew: Who starts them.
         options: How many, and how long that may take.
+        tell: Takes note of a death and its cause.
     """
 
-    def __init__(self, crew: Crew, options: Options) -> None:
+    def __init__(self, crew: Crew, options: Options, tell: Callable[[str], None]) -> None:
         self._crew = crew
         self._options = options
+        self._tell = tell
         self._changed = threading.Condition()
         self._ended = threading.Event()
         self._working: dict[Place, threading.Thread] = {}
@@ -164,6 +166,7 @@ class Respawner:
         cause = self._crew.cause(loss.door, loss.death)
         self._crew.stop([loss.door])
         self._in_vain[loss.place] = 0 if loss.answered else self._in_vain.get(loss.place, 0) + 1
+        self._tell(f"{loss.name} died in {loss.method}: {cause}")
         log.warning(
             "%s died in %s: %s. Its chunks run again on other replicas, and a new one starts behind the scenes",
             *(loss.name, loss.method, cause),

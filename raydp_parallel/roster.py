@@ -6,13 +6,17 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from raydp_parallel import cluster, devices
+from raydp_parallel.books import Books
 from raydp_parallel.crew import Crew, Death, Ending, Place
 from raydp_parallel.errors import ExecutorClosed, GraphLost, ReplicaDied
 from raydp_parallel.jobs import Job
 from raydp_parallel.local import LocalCrew
+from raydp_parallel.messages import Hello
 from raydp_parallel.monitor import Totals
+from raydp_parallel.naming import Names, program
 from raydp_parallel.options import Options
 from raydp_parallel.respawn import Loss, Respawner
 from raydp_parallel.seats import Seat, State
@@ -30,6 +34,7 @@ class Roster:
         lock: Held while seats change, and while calls are sent.
         seats: By place, in the order in which they were first filled.
         totals: The executor's counters.
+        books: Whose time went where.
         closed: Whether the executor was closed.
     """
 
@@ -38,6 +43,7 @@ class Roster:
         self.lock = threading.RLock()
         self.seats: dict[Place, Seat] = {}
         self.totals = Totals()
+        self.books = Books(options.name or program())
         self.closed = False
         self._crew: Crew | None = None
         self._respawner: Respawner | None = None
@@ -76,8 +82,9 @@ class Roster:
             self._respawner.stop()
         if self._crew is not None:
             self._crew.stop([seat.door for seat in self.ready()])
-        self._crew = LocalCrew(self.options) if self.options.in_process else cluster.RayCrew(self.options)
-        self._respawner = Respawner(self._crew, self.options)
+        names = Names(self.books.name, {place: seat.index for place, seat in self.seats.items()})
+        self._crew = LocalCrew(self.options) if self.options.in_process else cluster.RayCrew(names, self.options)
+        self._respawner = Respawner(self._crew, self.options, self.books.event)
         for seat in self.seats.values():
             seat.state = State.EMPTY
             seat.leave_behind()
@@ -95,7 +102,7 @@ class Roster:
             return
         started = self.crew.start(away)
         for place, (door, hello) in started.items():
-            self._seat(place).seat(door, hello)
+            self._seat(place, door, hello)
         found = [(seat.place.number, seat.hello) for place, seat in self.seats.items() if place in wanted]
         devices.check_balance([(number, hello) for number, hello in found if hello is not None and hello.memory])
 
@@ -104,14 +111,17 @@ class Roster:
         if self._respawner is None:
             return
         for place, (door, hello) in self._respawner.arrivals().items():
-            home = self._seat(place)
-            home.seat(door, hello)
+            home = self._seat(place, door, hello)
             for seat in self.ready():
                 seat.dismiss(home)
+            home.tally.respawns += 1
             self.totals.respawns += 1
 
-    def _seat(self, place: Place) -> Seat:
-        return self.seats.setdefault(place, Seat(place, len(self.seats)))
+    def _seat(self, place: Place, door: Any, hello: Hello) -> Seat:
+        seat = self.seats.setdefault(place, Seat(place, len(self.seats)))
+        seat.seat(door, hello)
+        self.books.seated(seat)
+        return seat
 
     def choose(self, job: Job, load: Counter[Seat], others: Collection[Seat]) -> Seat:
         """Who runs a job: who it is for, else one of the same kind, if need be the first that comes back.
@@ -150,6 +160,7 @@ class Roster:
                 self.crew.stop([seat.door])
             if not self.replays:
                 log.warning("%s", error)
+                self.books.event(f"{seat} died in {method}: {cause}")
             elif self._respawner is not None:
                 self._respawner.replace(Loss(seat.place, str(seat), seat.door, method, death, seat.answered))
         return error

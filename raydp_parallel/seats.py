@@ -123,6 +123,7 @@ class Seat:
             state=self.state.value,
             gpu=hello.gpu,
             gpu_uuid=hello.gpu_uuid,
+            gpu_index=hello.gpu_index,
         )
 
     @property

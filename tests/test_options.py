@@ -54,6 +54,9 @@ BAD: tuple[dict[str, Any], ...] = (
     {"threads": 0},
     {"on_fault": "ignore"},
     {"max_restarts_per_hour": -1},
+    {"name": ""},
+    {"name": "a/b"},
+    {"name": "me@host"},
 )
 
 
@@ -82,6 +85,9 @@ def test_an_unknown_choice_is_told_the_known_ones(name: str) -> None:
         {"cpus_per_replica": 2},
         {"gpus_per_replica": 0.25},
         {"threads": 1},
+        {"name": "resnet50-run.3"},
+        {"metrics": False},
+        {"profile_dir": "traces"},
     ),
     ids=str,
 )

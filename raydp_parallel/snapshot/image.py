@@ -221,6 +221,18 @@ class Image:
             found += [(self._owners[i], name, new) for name, new in node.items() if new is not copy[name]]
         return None if self._lists_changed() or self._readers_changed() else found
 
+    def culprits(self) -> list[tuple[Any, str]]:
+        """The attributes that changed, or that hold a container that did, as (owner, name)."""
+        changed = self._changed_containers()
+        found = []
+        for i, owner in enumerate(self._owners):
+            now, then = vars(owner), self._copies[i]
+            for name in {**then, **now}:
+                value = now.get(name, _MISSING)
+                if value is not then.get(name, _MISSING) or id(value) in changed:
+                    found.append((owner, name))
+        return found
+
     def _node(self, i: int) -> dict[Any, Any]:
         return vars(self._owners[i]) if i < len(self._owners) else self._nodes[i]
 

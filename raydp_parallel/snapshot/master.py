@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from raydp_parallel import codec
 from raydp_parallel.links import InlineLink, Link, Mail, Packet
 from raydp_parallel.messages import Parcel, StateUpdate, WriteBack
-from raydp_parallel.snapshot import blocks, structure
+from raydp_parallel.snapshot import blocks, reasons, structure
 from raydp_parallel.snapshot.contents import Contents
 from raydp_parallel.snapshot.image import Image
 from raydp_parallel.snapshot.moments import Mark, Moment, moved, overwritten_since
@@ -96,6 +96,8 @@ class Master:
         self._moment = Moment()
         self._disturbed_at = 0
         self._rebound: list[tuple[nn.Module, str, Any]] = []
+        self._why = ""
+        self.size = 0
 
     def __reduce__(self) -> Any:
         return type(None), ()  # it watches one module of one process; a copy of its wrapper gets its own
@@ -108,6 +110,11 @@ class Master:
         """Where the master copy lies."""
         tensors = self._contents.tensors
         return next((tensors[slot].device for slot in self._kinds if slot in tensors), torch.device("cpu"))
+
+    def why(self) -> str:
+        """What changed since this was asked last, besides mere contents; empty if nothing did."""
+        why, self._why = self._why, ""
+        return why
 
     def leaves(self) -> list[Leaf]:
         """What may receive gradients, in the order in which replicas report them."""
@@ -256,6 +263,7 @@ class Master:
         assert self._image is not None
         found = self._image.differences()
         modules = {id(m): i for i, m in enumerate(self._modules)}
+        self._why = reasons.describe(self.module, self._image)
         if found is None or not all(id(o) in modules and type(v) in _SIMPLE for o, _, v in found):
             self._restructure()
             return
@@ -290,6 +298,7 @@ class Master:
         self._contents.adopt({s: t for s, t in found.items() if s not in self._specials}, self.revision)
         self._kinds = {numbers[id(b)]: "buffer" for b in module.buffers() if id(b) in numbers}
         self._kinds.update({numbers[id(p)]: "parameter" for p in module.parameters() if id(p) in numbers})
+        self.size = sum(self._contents.layout.sizes.values())
 
     def _look_at_specials(self) -> list[Any]:
         return [(t._version, t.requires_grad) for t in self._specials.values()]

@@ -1,0 +1,134 @@
+"""The entries of an executor's books: what a replica did for a model, and what concerns it whatever it runs."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from raydp_parallel.links import Exposed, Found, Mail, Slice
+from raydp_parallel.monitor import PhaseSeconds
+from raydp_parallel.phases import Clock
+
+_RECENT = 20
+"""Calls of a replica that count as its recent ones."""
+
+
+@dataclass
+class Account:
+    """What one replica did for one model."""
+
+    rows: int = 0
+    forwards: int = 0
+    backwards: int = 0
+    seconds: list[float] = field(default_factory=lambda: [0.0] * 6)
+    """Adopt, copy in, forward, backward, copy out, wait."""
+    busy: dict[str, float] = field(default_factory=lambda: {"forward": 0.0, "backward": 0.0})
+    """All of the replica's own phases together, by method."""
+    state_sent: int = 0
+    state_skipped: int = 0
+    chunk_rows: int = 0
+    traffic: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Bytes by link and direction."""
+    answer: dict[str, int] = field(default_factory=dict)
+    """Bytes of the last answer, by method."""
+
+
+@dataclass
+class Chair:
+    """What concerns a replica whatever it runs."""
+
+    since: float
+    free: float
+    reduce: float = 0.0
+    idle: float = 0.0
+    memory: tuple[int, int] = (0, 0)
+    running: int = 0
+    sent: float = 0.0
+    clock: Clock = field(default_factory=Clock)
+    recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+
+
+def enter(account: Account, chair: Chair, method: str, laps: tuple[float, ...], own: bool = True) -> float:
+    """Enter what a replica measured; returns how long it was busy.
+
+    Args:
+        account: What it did for the model.
+        chair: What concerns the replica.
+        method: What it did.
+        laps: When its phases began, and when the last ended.
+        own: Whether it counts as a call. What makes a lost graph again takes time, and was counted where it ran first.
+    """
+    t0, t1, t2, t3, t4 = laps
+    seconds, work = account.seconds, t3 - t2
+    seconds[0] += t1 - t0
+    seconds[1] += t2 - t1
+    seconds[2 if method == "forward" else 3] += work
+    seconds[4] += t4 - t3
+    if not own:
+        return t4 - t0
+    account.busy[method] += t4 - t0
+    if method == "forward":
+        account.forwards += 1
+        chair.recent.append((work, account.chunk_rows))
+    else:
+        account.backwards += 1
+        if chair.recent:
+            chair.recent[-1] = (chair.recent[-1][0] + work, chair.recent[-1][1])
+    return t4 - t0
+
+
+def phases_of(chair: Chair, found: Sequence[Account], now: float | None) -> PhaseSeconds:
+    """Where a replica's time went, up to now."""
+    columns = [sum(values) for values in zip(*(account.seconds for account in found), strict=True)] or [0.0] * 6
+    adopt, copy_in, forward, backward, copy_out, wait = columns
+    until = time.perf_counter() if now is None else now
+    # What is under way now is not known yet: until it ends its time counts as waited.
+    since = max(0.0, until - chair.free)
+    waited = max(0.0, min(since, until - chair.sent)) if chair.running else 0.0
+    wait, idle = wait + waited, chair.idle + since - waited
+    return PhaseSeconds(adopt, copy_in, forward, backward, copy_out, wait, chair.reduce, idle)
+
+
+def for_model(found: Sequence[Account]) -> dict[str, Any]:
+    """The counters that a replica's tally has for all models together, for one."""
+    ways = list(itertools.chain.from_iterable(account.traffic.items() for account in found))
+    return {
+        "calls": sum(account.forwards for account in found),
+        "rows": sum(account.rows for account in found),
+        "forward_seconds": sum(account.busy["forward"] for account in found),
+        "backward_seconds": sum(account.busy["backward"] for account in found),
+        "bytes_in": sum(size for (_, direction), size in ways if direction == "in"),
+        "bytes_out": sum(size for (_, direction), size in ways if direction == "out"),
+    }
+
+
+def mailed(account: Account, mail: Mail, size: int, direction: str) -> None:
+    """Enter a message with so many bytes of tensors, by the ways that they went."""
+    if size:
+        traffic, left = account.traffic, size
+        for packet in mail.beside:
+            link, part = way_of(packet)
+            part = left if part is None else min(left, part)
+            left -= part
+            traffic[link, direction] += part
+        if left:
+            traffic["inline", direction] += left
+
+
+def way_of(packet: Any) -> tuple[str, int | None]:
+    """The link that a packet beside a message goes by, and its bytes, None if only the message knows."""
+    if isinstance(packet, Slice):
+        return "shared", packet.array.nbytes
+    if isinstance(packet, Found):
+        return "shared", packet.descriptor.size
+    if isinstance(packet, Exposed):
+        return "shared", 0  # it lies where it lay: nothing travels
+    if isinstance(packet, np.ndarray):
+        return "beside", packet.nbytes
+    return "object store", None

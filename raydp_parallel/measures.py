@@ -1,0 +1,126 @@
+"""What is measured: the names, kinds and labels of the metrics, and how they are read off a report. No Ray here.
+
+Sums of seconds, not histograms: a ratio of two counters is exact, whatever the time between two looks at them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from enum import Enum
+from typing import NamedTuple
+
+from raydp_parallel.accounts import Account
+from raydp_parallel.monitor import ReplicaInfo, ReplicaStats, asked_for
+from raydp_parallel.reporter import Report
+
+LABELS = ("executor", "model", "replica", "device", "node", "gpu_uuid")
+"""The labels that every metric has. ``model`` is empty where a number belongs to none."""
+
+
+class Kind(Enum):
+    """What a number does."""
+
+    COUNTER = "only grows"
+    GAUGE = "goes up and down"
+
+
+class Measure(NamedTuple):
+    """One metric.
+
+    Attributes:
+        name: Its name; Ray writes ``ray_`` before it, and ``_total`` behind a counter's.
+        kind: What it does.
+        description: What it is.
+        labels: Labels besides `LABELS`.
+    """
+
+    name: str
+    kind: Kind
+    description: str
+    labels: tuple[str, ...] = ()
+
+
+SAMPLES = Measure("raydp_samples", Kind.COUNTER, "Rows of the batches that were run")
+CALLS = Measure("raydp_calls", Kind.COUNTER, "Calls of the replica", ("method",))
+SECONDS = Measure("raydp_phase_seconds", Kind.COUNTER, "What the replica's time went to", ("phase",))
+BYTES = Measure("raydp_bytes", Kind.COUNTER, "Bytes of tensors on the way", ("link", "direction"))
+STATE = Measure("raydp_state_bytes", Kind.COUNTER, "State that was sent, or was there already", ("kind",))
+CHUNK = Measure("raydp_chunk_rows", Kind.GAUGE, "Rows of the last chunk")
+MEMORY = Measure("raydp_gpu_memory_bytes", Kind.GAUGE, "The replica's memory on its GPU", ("kind",))
+FAULTS = Measure("raydp_faults", Kind.COUNTER, "Deaths of replicas, and what followed", ("kind",))
+RECENT = Measure("raydp_recent_row_seconds", Kind.GAUGE, "Forward and backward of a row, on average of the last calls")
+LOST = Measure("raydp_lost_seconds", Kind.COUNTER, "From deaths that a call noticed until it had all its answers")
+DRIVER = Measure("raydp_driver_seconds", Kind.COUNTER, "What the driver's time went to", ("phase",))
+INFO = Measure("raydp_replica_info", Kind.GAUGE, "1 while the replica is there", ("gpu", "pid", "ip", "GpuIndex"))
+
+MEASURES = (SAMPLES, CALLS, SECONDS, BYTES, STATE, CHUNK, MEMORY, FAULTS, LOST, RECENT, DRIVER, INFO)
+
+_SECONDS = ("adopt", "copy in", "forward", "backward", "copy out", "wait")
+_NOT_FAULTS = {
+    "index", "pid", "calls", "rows", "bytes_in", "bytes_out", "state_sent", "state_skipped", "chunk_rows", "memory",
+    "memory_peak", "memory_total",
+}  # fmt: skip
+
+FAULT_KINDS = tuple(f.name for f in fields(ReplicaStats) if f.type == "int" and f.name not in _NOT_FAULTS)
+"""The counters of a replica that count what went wrong, whichever there are."""
+
+Reading = tuple[Measure, dict[str, str], float]
+
+
+def readings(report: Report, addresses: Mapping[str, str]) -> Iterator[Reading]:
+    """Every metric of a report, with its labels and its value so far.
+
+    Args:
+        report: The report.
+        addresses: The address of each node, by Ray's id of it.
+    """
+    stats = report.stats
+    replicas = {replica.index: replica for replica in stats.replicas}
+    for index, model, account in report.accounts:
+        if index in replicas:
+            yield from _of_model(account, labels_of(replicas[index], stats.name, model))
+    for replica in stats.replicas:
+        yield from _of_replica(replica, labels_of(replica, stats.name, ""), addresses)
+    nobody = {**dict.fromkeys(LABELS, ""), "executor": stats.name}
+    yield LOST, nobody, stats.lost_ms / 1e3
+    for phase in fields(stats.driver):
+        yield DRIVER, {**nobody, "phase": phase.name}, getattr(stats.driver, phase.name)
+
+
+def labels_of(replica: ReplicaInfo, executor: str, model: str) -> dict[str, str]:
+    """The labels that every metric of a replica has."""
+    device = asked_for(replica.device_id)
+    return dict(
+        zip(LABELS, (executor, model, str(replica.index), device, replica.node_id, replica.gpu_uuid), strict=True)
+    )
+
+
+def _of_model(account: Account, labels: dict[str, str]) -> Iterator[Reading]:
+    yield SAMPLES, labels, account.rows
+    yield CALLS, {**labels, "method": "forward"}, account.forwards
+    yield CALLS, {**labels, "method": "backward"}, account.backwards
+    for phase, value in zip(_SECONDS, account.seconds, strict=True):
+        yield SECONDS, {**labels, "phase": phase}, value
+    for (link, direction), size in [*account.traffic.items()]:
+        yield BYTES, {**labels, "link": link, "direction": direction}, size
+    yield STATE, {**labels, "kind": "sent"}, account.state_sent
+    yield STATE, {**labels, "kind": "skipped"}, account.state_skipped
+    yield CHUNK, labels, account.chunk_rows
+
+
+def _of_replica(replica: ReplicaStats, labels: dict[str, str], addresses: Mapping[str, str]) -> Iterator[Reading]:
+    yield SECONDS, {**labels, "phase": "reduce"}, replica.phases.reduce
+    yield SECONDS, {**labels, "phase": "idle"}, replica.phases.idle
+    yield MEMORY, {**labels, "kind": "allocated"}, replica.memory
+    yield MEMORY, {**labels, "kind": "peak"}, replica.memory_peak
+    for kind in FAULT_KINDS:
+        yield FAULTS, {**labels, "kind": kind}, getattr(replica, kind)
+    yield RECENT, labels, replica.recent_ms / 1e3 / max(1.0, replica.recent_rows)
+    there = {
+        "gpu": replica.gpu,
+        "pid": str(replica.pid),
+        "ip": addresses.get(replica.node_id, ""),
+        "GpuIndex": replica.gpu_index,
+    }
+    yield INFO, {**labels, **there}, float(replica.state == "ready")

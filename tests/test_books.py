@@ -1,0 +1,280 @@
+"""An executor's books: every second of a replica is entered once, and every byte by the way it went."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raydp_parallel import accounts, books
+from raydp_parallel.books import Books
+from raydp_parallel.crew import Place
+from raydp_parallel.jobs import Job
+from raydp_parallel.links import Arena, InlineLink, Mail, Mappings
+from raydp_parallel.messages import Hello, Reply
+from raydp_parallel.monitor import ExecutorStats, Totals
+from raydp_parallel.seats import Seat
+
+
+class Time:
+    """A clock that stands still until it is told."""
+
+    now = 100.0
+
+    def perf_counter(self) -> float:
+        """The time."""
+        return self.now
+
+    def time(self) -> float:
+        """The same, as seconds since the epoch."""
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
+    """The only clock of these tests."""
+    found = Time()
+    monkeypatch.setattr(books, "time", found)
+    monkeypatch.setattr(accounts, "time", found)
+    return found
+
+
+def sit(kept: Books, count: int = 2) -> list[Seat]:
+    """Replicas that sit down."""
+    seats = [Seat(Place("cpu", i), i) for i in range(count)]
+    for seat in seats:
+        seat.seat(None, Hello(40 + seat.index, "node", "cpu", "", "", 0, 0))
+        kept.seated(seat)
+    return seats
+
+
+def reply(stamps: tuple[float, ...]) -> Reply:
+    """An answer with these stamps."""
+    return Reply(None, None, (), None, stamps[-1] - stamps[0], 1, 0, (), stamps)
+
+
+def run(
+    kept: Books, clock: Time, seats: list[Seat], method: str = "forward", work: tuple[float, ...] = (0.3, 0.3)
+) -> None:
+    """A call: 10 ms to prepare, 1 ms there, 2 adopt, 3 in, some work, 4 out; all wait for the last, 5 ms back."""
+    call = kept.begin([Job(seat, method, lambda *_: None, 1) for seat in seats])
+    clock.now += 0.010
+    begin = clock.now
+    for number, seat in enumerate(seats):
+        call.sends(number, seat)
+    replies = []
+    for _, seconds in zip(seats, work, strict=True):
+        at = begin + 0.001
+        stamps = (at, at + 0.002, at + 0.005, at + 0.005 + seconds, at + 0.009 + seconds)
+        replies.append(reply(stamps))
+
+    def collect(_: Any) -> list[Any]:
+        clock.now = max(r.laps[-1] for r in replies) + 0.005
+        return []
+
+    call.wait(collect, [])
+    call.heard(replies)
+    call.ended()
+    for seat in seats if method == "forward" else ():
+        kept.rows(seat, 1, 16)
+
+
+def taken(kept: Books, seats: list[Seat], model: int | None = None) -> ExecutorStats:
+    """The statistics, now."""
+    return kept.stats(Totals(), seats, "auto", model)
+
+
+def test_every_second_is_entered_once(clock: Time) -> None:
+    """Phases, waiting for the slower one, reduction and idling add up to the time since the replica sat down."""
+    kept = Books("books")
+    seats = sit(kept)
+    clock.now += 1.0
+    run(kept, clock, seats, work=(0.1, 0.3))
+    clock.now += 0.5
+    run(kept, clock, seats, "backward", work=(0.2, 0.2))
+    with kept.reducing(seats):
+        clock.now += 0.25
+    clock.now += 2.0
+    stats = taken(kept, seats)
+    for replica in stats.replicas:
+        assert replica.phases.total == pytest.approx(stats.seconds)
+        assert replica.phases.reduce == pytest.approx(0.25)
+        assert replica.phases.idle == pytest.approx(1.0 + 0.01 + 0.5 + 0.01 + 2.0)
+    fast, slow = stats.replicas
+    assert fast.phases.forward == pytest.approx(0.1)
+    assert fast.phases.wait - slow.phases.wait == pytest.approx(0.2), "the fast one waits for the slow one"
+    assert slow.phases.wait == pytest.approx(2 * 0.006)
+    driver = stats.driver
+    assert driver.prepare == pytest.approx(0.02)
+    assert driver.prepare + driver.verify + driver.wait + driver.reduce + driver.outside == pytest.approx(stats.seconds)
+
+
+def test_a_call_that_is_under_way_counts_as_waited(clock: Time) -> None:
+    """So that one which hangs is seen."""
+    kept = Books("under way")
+    seats = sit(kept)
+    clock.now += 1.0
+    call = kept.begin([Job(seats[0], "forward", lambda *_: None, 1)])
+    call.sends(0, seats[0])
+    clock.now += 7.0
+    first, second = (replica.phases for replica in taken(kept, seats).replicas)
+    assert (first.idle, first.wait) == (1.0, 7.0)
+    assert (second.idle, second.wait) == (8.0, 0.0)
+    call.ended()
+    assert taken(kept, seats).replicas[0].phases.idle == 8.0
+
+
+def test_what_a_death_leaves_is_no_work(clock: Time) -> None:
+    """The time of the call counts as waited; whoever sits there next goes on from there."""
+    kept = Books("death")
+    seats = sit(kept)
+    call = kept.begin([Job(seat, "forward", lambda *_: None, 1) for seat in seats])
+    for number, seat in enumerate(seats):
+        call.sends(number, seat)
+    clock.now += 3.0
+    call.heard([None, None])
+    call.ended()
+    kept.seated(seats[0])
+    phases = taken(kept, seats).replicas[0].phases
+    assert (phases.wait, phases.work, phases.total) == (3.0, 0.0, 3.0)
+    assert "took the place" in kept.events[-1][1]
+
+
+def test_what_runs_again_counts_once(clock: Time) -> None:
+    """A replica died before its backward: the other one makes the graph again, and runs both chunks."""
+    kept = Books("again")
+    seats = sit(kept)
+    jobs = [Job(seat, "backward", lambda *_: None, 1) for seat in seats]
+    call = kept.begin(jobs)
+    for number, seat in enumerate(seats):
+        call.sends(number, seat)
+    clock.now += 1.0
+    call.heard([reply((100.0, 100.1, 100.2, 100.7, 100.8)), None])
+    clock.now += 0.5
+    names = [call.sends(1, seats[0], "forward").name, call.sends(1, seats[0]).name]
+    clock.now += 2.0
+    call.heard([reply((101.6, 101.7, 101.8, 102.3, 102.4)), reply((102.4, 102.5, 102.6, 103.1, 103.2))])
+    call.ended()
+    assert names == ["forward #1 again chunk 2/2", "backward #1 chunk 2/2"]
+    account = kept.account(seats[0], 1)
+    assert (account.forwards, account.backwards) == (0, 2)
+    assert account.busy == {"forward": 0.0, "backward": pytest.approx(1.6)}
+    stats = taken(kept, seats)
+    assert stats.replicas[0].phases.forward == pytest.approx(0.5)
+    assert stats.replicas[0].phases.backward == pytest.approx(1.0)
+    assert all(found.phases.total == pytest.approx(stats.seconds) for found in stats.replicas)
+    (shown,) = kept.calls
+    assert (shown.began, shown.ended) == (100.0, 103.5)
+    assert [(chunk.replica, chunk.sent) for chunk in shown.chunks] == [(0, 100.0), (0, 101.5)]
+    assert [chair.running for chair in kept.chairs.values()] == [0, 0]
+
+
+def test_of_one_model_alone(clock: Time) -> None:
+    """A wrapper's statistics are those of its module."""
+    kept = Books("models")
+    seats = sit(kept, 1)
+    kept.models.update({1: "Net-1", 2: "Other-2"})
+    run(kept, clock, seats, work=(0.1,))
+    call = kept.begin([Job(seats[0], "forward", lambda *_: None, 2)])
+    call.sends(0, seats[0])
+    clock.now += 1.0
+    call.heard([reply((clock.now - 0.9, clock.now - 0.8, clock.now - 0.7, clock.now - 0.2, clock.now))])
+    kept.rows(seats[0], 2, 4)
+    one, other = (taken(kept, seats, model).replicas[0] for model in (1, 2))
+    assert (one.rows, one.calls, one.phases.forward) == (16, 1, pytest.approx(0.1))
+    assert (other.rows, other.calls, other.forward_seconds) == (4, 1, pytest.approx(0.9))
+    assert taken(kept, seats, 2).models == ("Other-2",)
+    assert taken(kept, seats).replicas[0].phases.forward == pytest.approx(0.6)
+
+
+def test_bytes_by_the_way_they_went(clock: Time) -> None:
+    """Inside the message, beside it, or through shared memory, on both sides of it."""
+    kept = Books("bytes")
+    (seat,) = sit(kept, 1)
+    job = Job(seat, "forward", lambda *_: None, 1)
+    arena = Arena()
+    lent = arena.take(1000)
+    mail = Mail(InlineLink(), [lent, np.zeros(50, dtype=np.uint8)])
+    mail.size = 1060
+    kept.sent(seat, job, mail)
+    shown = Mappings().find(lent.descriptor)
+    kept.received(seat, job, Mail(InlineLink(), [shown]), reply((0.0,) * 5)._replace(size=1000))
+    traffic = kept.account(seat, 1).traffic
+    assert traffic == {("shared", "in"): 1000, ("beside", "in"): 50, ("inline", "in"): 10, ("shared", "out"): 1000}
+    assert (seat.tally.bytes_in, seat.tally.bytes_out) == (1060, 1000)
+
+
+def test_state_that_need_not_be_sent_is_counted(clock: Time) -> None:
+    kept = Books("state")
+    (seat,) = sit(kept, 1)
+    for sent in (100, 0, 0, 40):
+        kept.state(seat, 1, sent, 100)
+    found = taken(kept, [seat]).replicas[0]
+    assert (found.state_sent, found.state_skipped) == (140, 260)
+
+
+def test_few_calls_are_shown(clock: Time) -> None:
+    """The first, one in a second at first, then after a fifth of the time that has passed; see the note."""
+    kept = Books("shown")
+    seats = sit(kept)
+    jobs = [Job(seat, "forward", lambda *_: None, 1) for seat in seats]
+    shown = []
+    for _ in range(36_000):
+        shown.append(kept.begin(jobs).shown)
+        clock.now += 0.1
+    assert shown[0]
+    assert 5 <= sum(shown[:60]) <= 7
+    assert 30 <= sum(shown) <= 60, "in an hour"
+
+
+def test_calls_with_large_answers_are_not_shown(clock: Time) -> None:
+    kept = Books("large")
+    (seat,) = sit(kept, 1)
+    job = Job(seat, "backward", lambda *_: None, 1)
+    kept.received(seat, job, Mail(InlineLink()), reply((0.0,) * 5)._replace(size=1 << 30))
+    assert not kept.begin([job]).shown
+
+
+def test_names_of_tasks(clock: Time) -> None:
+    """With the call's number only where the call is shown, for Ray keeps every name it has seen."""
+    kept = Books("names")
+    seats = sit(kept)
+    jobs = [Job(seat, "forward", lambda *_: None, 1) for seat in seats]
+    first, second = kept.begin(jobs), kept.begin(jobs)
+    assert [first.sends(i, seat).name for i, seat in enumerate(seats)] == [
+        "forward #1 chunk 1/2",
+        "forward #1 chunk 2/2",
+    ]
+    assert second.sends(0, seats[0]) == ("forward chunk 1/2", False)
+
+
+def test_executors_of_one_name_are_told_apart() -> None:
+    assert [Books("twins").name, Books("twins").name] == ["twins", "twins/2"]
+
+
+def test_reports_while_calls_run(clock: Time) -> None:
+    """A model that runs for the first time while a report was made broke the reporter's thread."""
+    kept = Books("busy")
+    (seat,) = sit(kept, 1)
+    done = threading.Event()
+    failed: list[BaseException] = []
+
+    def report() -> None:
+        try:
+            while not done.is_set():
+                kept.report(taken(kept, [seat]), [], False)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=report)
+    thread.start()
+    for model in range(3000):
+        kept.models[model] = f"Net-{model}"
+        kept.state(seat, model, 1, 1)
+        kept.changed(f"attribute {model}")
+        kept.event("something")
+    done.set()
+    thread.join()
+    assert not failed

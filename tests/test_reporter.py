@@ -1,0 +1,90 @@
+"""The thread that tells others: regularly, a last time at the end, and never to anybody's harm."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from looking import report
+
+from raydp_parallel import reporter
+from raydp_parallel.reporter import Moment, Report, Reporter
+
+
+class Listener:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.heard: list[Report] = []
+        self.twice = threading.Event()
+
+    def take(self, found: Report) -> None:
+        """Hear a report."""
+        self.heard.append(found)
+        if len(self.heard) == 2:
+            self.twice.set()
+
+
+class Broken:
+    """Cannot take anything."""
+
+    def take(self, found: Report) -> None:
+        """Fail."""
+        raise OSError("disk full")
+
+
+def look(history: Sequence[Moment], last: bool) -> Report:
+    """A report with the history it was given."""
+    return report(history=history, last=last)
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a test need not wait a second."""
+    monkeypatch.setattr(reporter, "EVERY", 0.01)
+
+
+def test_it_tells_again_and_again_and_a_last_time() -> None:
+    listener = Listener()
+    told = Reporter(look, [listener])
+    assert listener.twice.wait(10)
+    told.close()
+    told.close()
+    assert [found.last for found in listener.heard].count(True) == 1
+    assert listener.heard[-1].last
+    assert len(listener.heard[-1].history) == len(listener.heard) - 1
+
+
+def test_it_ends_with_whom_it_reports_on() -> None:
+    asked: list[Any] = []
+
+    def gone(history: Sequence[Moment], last: bool) -> None:
+        asked.append(last)
+
+    told = Reporter(gone, [])
+    told._thread.join(10)
+    assert not told._thread.is_alive()
+    assert asked == [False]
+
+
+def test_who_is_gone_without_a_word_is_reported_on_a_last_time() -> None:
+    """So that an executor that was dropped and never closed leaves no entry."""
+    listener = Listener()
+
+    def soon_gone(history: Sequence[Moment], last: bool) -> Report | None:
+        return look(history, last) if len(listener.heard) < 2 else None
+
+    told = Reporter(soon_gone, [listener])
+    told._thread.join(10)
+    assert not told._thread.is_alive()
+    assert [found.last for found in listener.heard] == [False, False, True]
+
+
+def test_a_sink_that_fails_is_left_out_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    listener = Listener()
+    told = Reporter(look, [Broken(), listener])
+    assert listener.twice.wait(10)
+    told.close()
+    assert caplog.text.count("Broken takes no more reports: OSError: disk full") == 1

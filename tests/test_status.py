@@ -1,0 +1,56 @@
+"""Running executors as text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from looking import posted, replica, report
+
+from raydp_parallel import status
+
+
+def test_one_line_per_replica_and_the_straggler_marked() -> None:
+    lines = status.render([posted()]).splitlines()
+    assert lines[0].startswith("train  pid 99 on host, job 01000000, models Net-1")
+    head, first, second = lines[2:5]
+    assert len(head) == len(first) == len(second)
+    assert first.split()[:6] == ["0", "cuda:0", "a1b2c3d4", "4711", "ready", "3200"]
+    assert second.split()[0] == ">1"
+    assert any(line.startswith("! replica 1 on cuda:1") and "straggler" in line for line in lines)
+    assert lines[-1].endswith("replica 1 died: SIGKILL")
+
+
+def test_rates_are_of_the_last_seconds() -> None:
+    """Not since the start: a replica that became slow a minute ago shows it."""
+    found = posted()
+    assert all(300 < rate < 340 for rate in status.rates(found))
+    first, second = status.shares(found)
+    assert 0.15 < first < 0.25
+    assert 0.55 < second < 0.65
+
+
+def test_nothing_yet() -> None:
+    """An executor whose replicas have just started."""
+    fresh = report(replica(0, 0.0, calls=0, rows=0, recent_ms=0.0), history=[], events=[])
+    assert "0 samples per second" in status.render([posted(fresh)])
+    assert "No executor is running" in status.render([])
+    assert status.render([posted(fresh._replace(stats=replace(fresh.stats, replicas=())))])
+
+
+def test_faults_show_once_there_are_some() -> None:
+    """Whatever counters of faults there are."""
+    assert "deaths" not in status.render([posted()])
+    assert "deaths" in status.render([posted(report(replica(0, 0.02, deaths=1), replica(1, 0.02)))])
+
+
+def test_what_deaths_cost_is_told() -> None:
+    found = report(replica(0, 0.02, replays=1), replica(1, 0.02, deaths=1, respawns=1))
+    stats = replace(found.stats, replays=1, respawns=1, lost_ms=240.0)
+    text = status.render([posted(found._replace(stats=stats))])
+    assert "1 chunks run again, 1 replicas replaced, 240 ms lost" in text
+    assert {"deaths", "replays", "respawns"} <= set(text.split())
+
+
+def test_a_driver_that_is_not_heard_of_is_said_to_be() -> None:
+    found = posted()
+    assert "last heard of 60 s ago" in status.render([found], found["posted"] + 60)
