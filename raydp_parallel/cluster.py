@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
 import struct
@@ -59,7 +60,7 @@ class Pending:
     def result(self, timeout: float | None) -> Any:
         """Wait for the answer."""
         if self._ref is not None or self._line is None:
-            return ray.get(self._ref, timeout=timeout)
+            return _get(self._ref, timeout)
         try:
             answer = self._line.receive(self._number, timeout)
         except LineCut:
@@ -366,6 +367,18 @@ class RayCrew:
             f"{[p.device_id for p in late]} were not running. Free now: {free}. GPUs are held by other actors or tasks "
             "of this cluster (`ray list actors` shows them) or by another executor: close it, or use fewer device_ids"
         )
+
+
+def _get(ref: Any, timeout: float | None) -> Any:
+    """The result of a Ray task; waited for in short turns, between which Ctrl-C is heard."""
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return ray.get(ref, timeout=max(0.0, min(left, _TURN)))
+        except ray.exceptions.GetTimeoutError:
+            if left <= _TURN:
+                raise
 
 
 def _in_short(error: Exception) -> str:
