@@ -19,12 +19,9 @@ from raydp_parallel.joining import check_gpus, connect, gpus, nodes
 from raydp_parallel.links import Arena, Link, Packet, shared
 from raydp_parallel.messages import Hello
 from raydp_parallel.options import Options
-from raydp_parallel.remote import Lost, Pending, RemoteDoor, in_short
+from raydp_parallel.remote import TURN, Lost, Pending, RemoteDoor, in_short
 
 log = logging.getLogger("raydp_parallel")
-
-_TURN = 0.2
-"""Seconds that Ray is waited for at a time: inside, it looks for Ctrl-C once a second only."""
 
 _CAUSE_TIMEOUT = 5.0
 """Seconds that Ray may take to say why a process ended."""
@@ -85,7 +82,7 @@ class RayCrew:
         deadline = time.monotonic() + self._options.placement_timeout
         late = refs
         while late and (left := deadline - time.monotonic()) > 0 and not (cancelled is not None and cancelled()):
-            _, late = ray.wait(refs, num_returns=len(refs), timeout=min(left, _TURN))
+            _, late = ray.wait(refs, num_returns=len(refs), timeout=min(left, TURN))
         return late
 
     def _meet(self, door: RemoteDoor, hello: Hello) -> None:
