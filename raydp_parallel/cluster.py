@@ -23,12 +23,9 @@ from raydp_parallel.messages import Hello
 from raydp_parallel.naming import Names
 from raydp_parallel.options import Options
 from raydp_parallel.progress import Waiting
-from raydp_parallel.remote import Lost, Pending, RemoteDoor, in_short
+from raydp_parallel.remote import TURN, Lost, Pending, RemoteDoor, in_short
 
 log = logging.getLogger("raydp_parallel")
-
-_TURN = 0.2
-"""Seconds that Ray is waited for at a time: inside, it looks for Ctrl-C once a second only."""
 
 _CAUSE_TIMEOUT = 5.0
 """Seconds that Ray may take to say why a process ended."""
@@ -161,7 +158,7 @@ class RayCrew:
         late = refs
         with Waiting("replicas to be placed, and to import torch", len(refs)) as tell:
             while late and (left := deadline - time.monotonic()) > 0 and not (cancelled is not None and cancelled()):
-                _, late = ray.wait(refs, num_returns=len(refs), timeout=min(left, _TURN))
+                _, late = ray.wait(refs, num_returns=len(refs), timeout=min(left, TURN))
                 if cancelled is None:  # nobody waits for what is started behind the scenes
                     tell(len(refs) - len(late))
         return late

@@ -4,8 +4,9 @@ A Ray call of two actors takes 1 ms however little it carries, and a step pays t
 fifth (`benchmarks/step_latency.py`). Messages that Ray has to carry, because their bytes lie in its object store, still
 go by Ray; numbers keep the order between the two ways.
 
-A frame: how many buffers, the call's number, each buffer's length, the buffers. Of a buffer in shared memory only the
-descriptor travels, which its length says in its highest bit. The socket has no name in the file system, takes one
+A frame: how many buffers, the call's number, the size of what follows in one piece: each buffer's length, and the small
+buffers; then the large ones. Of a buffer in shared memory only the descriptor travels, which its length says in its
+highest bit. The socket has no name in the file system, takes one
 connection of the same user, and is gone with its processes.
 """
 
@@ -26,7 +27,7 @@ import numpy as np
 
 from raydp_parallel.links import Descriptor, Exposed, Slice
 
-_HEAD = struct.Struct("<II")
+_HEAD = struct.Struct("<IIQ")
 _LENGTH = 8
 _LARGE = 1 << 16
 _PEER = struct.Struct("3i")
@@ -180,27 +181,30 @@ def write_frame(connection: socket.socket, number: int, buffers: Sequence[Any]) 
     flags = [_SHARED if isinstance(buffer, (Slice, Exposed)) else 0 for buffer in buffers]
     plain = [pickle.dumps(tuple(b.descriptor)) if isinstance(b, (Slice, Exposed)) else b for b in buffers]
     views = [memoryview(buffer).cast("B") for buffer in plain]
-    lengths = [view.nbytes | flag for view, flag in zip(views, flags, strict=True)]
-    head = _HEAD.pack(len(views), number) + struct.pack(f"<{len(lengths)}Q", *lengths)
-    if sum(view.nbytes for view in views) <= _LARGE:
-        connection.sendall(b"".join([head, *views]))
-        return
-    connection.sendall(head)
+    lengths = struct.pack(f"<{len(views)}Q", *[v.nbytes | flag for v, flag in zip(views, flags, strict=True)])
+    small = [view for view in views if view.nbytes <= _LARGE]
+    head = _HEAD.pack(len(views), number, len(lengths) + sum(view.nbytes for view in small))
+    connection.sendall(b"".join([head, lengths, *small]))
     for view in views:
-        connection.sendall(view)
+        if view.nbytes > _LARGE:
+            connection.sendall(view)
 
 
 def read_frame(connection: socket.socket) -> tuple[int, list[Any]]:
     """Wait for a frame: its number, and its buffers: bytes, arrays if they are large, descriptors of shared memory."""
-    count, number = _HEAD.unpack(_read(connection, _HEAD.size))
-    lengths = struct.unpack(f"<{count}Q", _read(connection, count * _LENGTH))
-    return number, [_read_buffer(connection, length) for length in lengths]
-
-
-def _read_buffer(connection: socket.socket, length: int) -> Any:
-    if length & _SHARED:
-        return Descriptor(*pickle.loads(_read(connection, length ^ _SHARED)))
-    return _read(connection, length) if length <= _LARGE else _read_array(connection, length)
+    count, number, size = _HEAD.unpack(_read(connection, _HEAD.size))
+    body = _read(connection, size)
+    at = count * _LENGTH
+    buffers: list[Any] = []
+    for length in struct.unpack_from(f"<{count}Q", body):
+        plain = length & ~_SHARED
+        if plain > _LARGE:
+            buffers.append(_read_array(connection, plain))
+            continue
+        found = body[at : at + plain]
+        at += plain
+        buffers.append(Descriptor(*pickle.loads(found)) if length & _SHARED else found)
+    return number, buffers
 
 
 def _read(connection: socket.socket, size: int) -> bytes:

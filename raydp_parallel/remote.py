@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import signal
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +21,9 @@ from raydp_parallel.line import Line, LineCut
 from raydp_parallel.links import Arena, Descriptor, Exposed, Found, Ledger, Mappings, Packet, Slice
 
 log = logging.getLogger("raydp_parallel")
+
+TURN = 0.2
+"""Seconds that Ray is waited for at a time: inside, it looks for Ctrl-C once a second only."""
 
 _FRAME = 1 << 15
 """Bytes that a socket takes in whether or not anybody reads."""
@@ -42,7 +47,7 @@ class Pending:
     def result(self, timeout: float | None) -> Any:
         """Wait for the answer."""
         if self._ref is not None or self._line is None:
-            return ray.get(self._ref, timeout=timeout)
+            return _get(self._ref, timeout)
         try:
             answer = self._line.receive(self._number, timeout)
         except LineCut:
@@ -211,6 +216,18 @@ class RemoteDoor:
         """Hang up."""
         if self.line is not None:
             self.line.close()
+
+
+def _get(ref: Any, timeout: float | None) -> Any:
+    """The result of a Ray task; waited for in short turns, between which Ctrl-C is heard."""
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return ray.get(ref, timeout=max(0.0, min(left, TURN)))
+        except ray.exceptions.GetTimeoutError:
+            if left <= TURN:
+                raise
 
 
 def _copyable(packet: Packet) -> Packet:

@@ -21,6 +21,15 @@ def pytest_configure(config: pytest.Config) -> None:
     from raydp_parallel import Options
 
     Options.__init__.__kwdefaults__["link"] = config.getoption("--link")
+    config.addinivalue_line("markers", "copies: about the copies of small tensors, which --link shared does without")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With ``--link shared`` nothing is copied."""
+    if config.getoption("--link") == "shared":
+        for item in items:
+            if item.get_closest_marker("copies") is not None:
+                item.add_marker(pytest.mark.skip(reason="with --link shared nothing is copied"))
 
 
 @pytest.fixture(scope="session")

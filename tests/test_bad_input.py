@@ -294,7 +294,7 @@ def test_more_gpus_than_are_free() -> None:
     assert isinstance(error, PlacementError) and isinstance(error, ParallelError)
     for words in ("asked for 2 GPU and 0 CPU replicas", "after 1 s", "device_ids [0, 1]", "0 of 2 GPU", "close"):
         assert words in str(error), error
-    with Executor((), options=Options(placement_timeout=2)) as executor:
+    with Executor((), options=Options(placement_timeout=5)) as executor:
         model = DataParallel(nn.Linear(4, 2), [0, "cpu"], executor=executor)
         with pytest.raises(PlacementError, match=r"asked for 1 GPU and 1 CPU replicas.*device_ids \[0"):
             model(torch.ones(2, 4))

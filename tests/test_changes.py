@@ -683,6 +683,7 @@ def test_nothing_changed_nothing_is_sent(name: str, grad: bool, sent: Any) -> No
     assert sent(model) == before
 
 
+@pytest.mark.copies
 def test_training_sends_what_the_optimizer_changed(sent: Any) -> None:
     """A step moves the weights, and frozen ones stay where they are."""
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
@@ -712,6 +713,7 @@ def test_a_flag_costs_no_contents(sent: Any) -> None:
     assert sent(model)[1] == before[1]
 
 
+@pytest.mark.copies
 def test_an_edit_behind_versions_costs_one_rerun(sent: Any) -> None:
     """Contents are checked while the replicas run; only a difference runs the forward again."""
     net = nn.Linear(4, 4)
@@ -947,6 +949,7 @@ WAYS: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
+@pytest.mark.copies
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("way", WAYS)
 def test_writes_of_chunk_0_reach_the_master_once(way: str, grad: bool) -> None:

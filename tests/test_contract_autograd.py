@@ -1739,6 +1739,7 @@ class ScaledByBuffer(nn.Module):
         return x * self.weight * self.scale
 
 
+@pytest.mark.copies
 def test_B11_edit_through_data_is_not_an_error():
     """``.data`` moves no version: no error, and the replicas' copies are those of the forward."""
     models = trio(mlp(), 2)

@@ -375,7 +375,7 @@ class Stops(nn.Module):
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_replica_that_hangs(times: int, tmp_path: Path) -> None:
     """It counts as dead and is ended; its chunk runs once more; if that hangs too, the call raises."""
-    with Executor(TWO, options=Options(call_timeout=1.0)) as executor:
+    with Executor(TWO, options=Options(call_timeout=2.5)) as executor:
         model = DataParallel(Stops(tmp_path), executor=executor)
         model(torch.tensor([0.0, 2.0]))
         for number in range(times):
@@ -383,7 +383,7 @@ def test_a_replica_that_hangs(times: int, tmp_path: Path) -> None:
         if times == 1:
             assert model(torch.arange(2.0)).tolist() == [0.0, 1.0]
         else:
-            with pytest.raises(ReplicaDied, match=r"no answer within call_timeout=1.0 s. It was the last of 2"):
+            with pytest.raises(ReplicaDied, match=r"no answer within call_timeout=2.5 s. It was the last of 2"):
                 model(torch.arange(2.0))
         pids = [int(path.name[4:]) for path in tmp_path.iterdir()]
         assert len(pids) == times and all(map(ended, pids))
