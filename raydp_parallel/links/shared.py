@@ -13,6 +13,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from raydp_parallel.links import exposed
 from raydp_parallel.links.base import Link, Packet, Piece, fill
 from raydp_parallel.links.segments import Arena, Slice
@@ -48,12 +50,13 @@ class SharedLink(Link):
         fill(lent.array.ctypes.data, pieces, offsets)
         return lent
 
-    def open(self, packet: Slice | Found | bytes) -> Piece:
+    def open(self, packet: Slice | Found | np.ndarray[Any, Any] | bytes) -> Piece:
         if isinstance(packet, Found):
             return packet.piece()
         if isinstance(packet, bytes):
             return Piece(0, 0, None)  # of a message without tensors
-        return Piece(packet.array.__array_interface__["data"][0], packet.array.nbytes, packet)
+        array = packet.array if isinstance(packet, Slice) else packet  # Ray carried it, and copied it for that
+        return Piece(array.__array_interface__["data"][0], array.nbytes, packet)
 
     def take(self, packet: Packet) -> Piece | None:
         large = isinstance(packet, Found) and packet.descriptor.size >= self._in_place
