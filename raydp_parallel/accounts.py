@@ -50,6 +50,8 @@ class Chair:
     memory: tuple[int, int] = (0, 0)
     running: int = 0
     sent: float = 0.0
+    owed: float = 0.0
+    """Seconds that were entered as waited, and turned out to be work on a call that was heard of later."""
     clock: Clock = field(default_factory=Clock)
     recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))
 

@@ -287,7 +287,9 @@ class Books:
                 chair.clock.heard(one.at, reply.laps, ended)
             if reply is not None and reply.memory is not None:
                 chair.memory = reply.memory
-        self.account(seat, calls[-1][0].job.model).seconds[5] += max(0.0, chair.free - start - busy)
+        waited = chair.free - start - busy - chair.owed
+        chair.owed = max(0.0, -waited)
+        self.account(seat, calls[-1][0].job.model).seconds[5] += max(0.0, waited)
 
     def _span(self, one: Sent, reply: Reply | None) -> ChunkSpan:
         offset = self.chairs[one.seat.index].clock.offset

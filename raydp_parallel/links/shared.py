@@ -55,7 +55,7 @@ class SharedLink(Link):
             return packet.piece()
         if isinstance(packet, bytes):
             return Piece(0, 0, None)  # of a message without tensors
-        # One's own, or a copy that came over a line without shared memory.
+        # One's own, or a copy: Ray carried it, or a line without shared memory.
         array = packet.array if isinstance(packet, Slice) else packet
         return Piece(array.__array_interface__["data"][0], array.nbytes, packet)
 

@@ -96,8 +96,7 @@ class Master:
         self._moment = Moment()
         self._disturbed_at = 0
         self._rebound: list[tuple[nn.Module, str, Any]] = []
-        self._why = ""
-        self.size = 0
+        self._why, self.size = "", 0
 
     def __reduce__(self) -> Any:
         return type(None), ()  # it watches one module of one process; a copy of its wrapper gets its own
@@ -154,7 +153,7 @@ class Master:
         image = self._image
         if image is None or self._disturbed_at != mark.disturbed_at or image.changed() or image.deep_changed():
             return "an attribute, its structure, or a tensor behind its version"
-        if self._look_at_specials() != self._special_look or self._encode_specials() != self._special_parcel:
+        if _look_at(self._specials) != self._special_look or _encode(self._specials) != self._special_parcel:
             return "a tensor"
         slots = moved(mark, self._contents)
         if not slots:
@@ -177,7 +176,7 @@ class Master:
     def _sync(self) -> None:
         self._sent_before = self.revision
         self._rebound = []
-        if self._image is None or self._look_at_specials() != self._special_look:
+        if self._image is None or _look_at(self._specials) != self._special_look:
             self._restructure()
         elif self._image.changed():
             self._edit()
@@ -204,7 +203,7 @@ class Master:
 
     def _verify(self) -> bool:
         assert self._image is not None
-        if self._image.deep_changed() or not self._contents.fits() or self._encode_specials() != self._special_parcel:
+        if self._image.deep_changed() or not self._contents.fits() or _encode(self._specials) != self._special_parcel:
             self._restructure()
             return False
         differing = self._contents.differing(self._sent_before)
@@ -294,20 +293,11 @@ class Master:
         self._edits.clear()
         self.structure_at = self._disturbed_at = self._next_revision()
         self._specials = {slot: t for slot, t in sorted(found.items()) if not blocks.is_plain(t)}
-        self._special_parcel, self._special_look = self._encode_specials(), self._look_at_specials()
+        self._special_parcel, self._special_look = _encode(self._specials), _look_at(self._specials)
         self._contents.adopt({s: t for s, t in found.items() if s not in self._specials}, self.revision)
         self._kinds = {numbers[id(b)]: "buffer" for b in module.buffers() if id(b) in numbers}
         self._kinds.update({numbers[id(p)]: "parameter" for p in module.parameters() if id(p) in numbers})
         self.size = sum(self._contents.layout.sizes.values())
-
-    def _look_at_specials(self) -> list[Any]:
-        return [(t._version, t.requires_grad) for t in self._specials.values()]
-
-    def _encode_specials(self) -> Parcel | None:
-        """Tensors that are no plain window on a storage travel inside the structure, as values do."""
-        if not self._specials:
-            return None
-        return codec.encode(tuple(self._specials.values()), Mail(InlineLink()), "module", requires_grad=True)[0]
 
     def _make_update(self, held: int) -> Update:
         whole = held < self.structure_at
@@ -327,6 +317,17 @@ class Master:
             bumped=contents.moved_since(held),
         )
         return Update(message, mail.beside, contents.sent(message.blobs))
+
+
+def _look_at(specials: dict[int, Tensor]) -> list[Any]:
+    return [(t._version, t.requires_grad) for t in specials.values()]
+
+
+def _encode(specials: dict[int, Tensor]) -> Parcel | None:
+    """Tensors that are no plain window on a storage travel inside the structure, as values do."""
+    if not specials:
+        return None
+    return codec.encode(tuple(specials.values()), Mail(InlineLink()), "module", requires_grad=True)[0]
 
 
 def _set(attributes: list[tuple[nn.Module, str, Any]]) -> None:
