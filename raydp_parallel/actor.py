@@ -55,7 +55,7 @@ class Door:
         self._replica = Replica(self._device, span)
         self._link = link
         self._turns = Turnstile()
-        self._mappings = Mappings()
+        self._mappings = Mappings(devices.pinner(self._device))
         self._ledger = Ledger()
         self._followed = 0
 

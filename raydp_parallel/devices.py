@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import math
 import random
 import time
@@ -15,6 +16,8 @@ import torch
 
 from raydp_parallel.links import Arena, Piece
 from raydp_parallel.messages import Hello, TensorSpec
+
+log = logging.getLogger("raydp_parallel")
 
 
 def output_place(target: int | str | torch.device) -> torch.device:
@@ -135,7 +138,21 @@ def upload(source: Piece, device: torch.device) -> torch.Tensor:
     """The bytes of ``source`` in new memory of ``device``."""
     if not source.size:
         return torch.empty(0, dtype=torch.uint8, device=device)
-    return view(source).to(device, copy=True)
+    # Of pinned memory a copy runs beside the host, which has nothing to wait for before `finish`.
+    return view(source).to(device, copy=True, non_blocking=True)
+
+
+def pinner(device: torch.device) -> Callable[[int, int], Callable[[], object] | None] | None:
+    """What registers memory of the host with a GPU, so that it copies by itself; None on a CPU."""
+    return _pin if device.type == "cuda" else None
+
+
+def _pin(address: int, size: int) -> Callable[[], object] | None:
+    runtime = torch.cuda.cudart()
+    if int(runtime.cudaHostRegister(address, size, 0)):
+        log.info("%d bytes of shared memory cannot be pinned: they are copied through the driver's buffers", size)
+        return None
+    return functools.partial(runtime.cudaHostUnregister, address)
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3

@@ -19,7 +19,7 @@ import torch
 from harness import assert_same_grads, assert_same_state
 from torch import Tensor, nn
 
-from raydp_parallel import DataParallel, Executor, Options, PlacementError, remote
+from raydp_parallel import DataParallel, Executor, Options, PlacementError, devices, remote
 from raydp_parallel.links import Arena, Found, Ledger, Mappings, exposed
 from raydp_parallel.links.windows import Private
 
@@ -155,6 +155,42 @@ def test_segments_that_others_are_preferred_to_go_back_to_the_system() -> None:
     for _ in range(200):
         arena.take(100)
     assert not os.path.exists(path) or os.stat(path).st_ino != inode
+
+
+class Runtime:
+    """A CUDA runtime that takes down what it is asked to register."""
+
+    def __init__(self, answer: int = 0) -> None:
+        self.answer = answer
+        self.calls: list[tuple[str, int]] = []
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        """Pin."""
+        self.calls.append(("register", address))
+        return self.answer
+
+    def cudaHostUnregister(self, address: int) -> int:
+        """Unpin."""
+        self.calls.append(("unregister", address))
+        return 0
+
+
+@pytest.mark.parametrize("answer", [0, 1])
+def test_memory_that_a_gpu_copies_from_is_pinned_once(answer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as it is mapped; if the runtime refuses, it is used unpinned."""
+    runtime = Runtime(answer)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    assert devices.pinner(torch.device("cpu")) is None
+    mappings = Mappings(devices.pinner(torch.device("cuda", 0)))
+    source = lent(b"abc" * 50000)
+    for _ in range(3):
+        piece = mappings.find(source.descriptor).piece()
+        assert text(piece) == b"abc" * 50000
+    address = piece.address
+    assert runtime.calls == [("register", address)]
+    del piece, mappings
+    gc.collect()
+    assert runtime.calls == [("register", address)] + [("unregister", address)] * (not answer)
 
 
 # --- exposing a storage ---

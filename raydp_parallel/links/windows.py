@@ -12,6 +12,7 @@ import mmap
 import os
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 from raydp_parallel.links.base import PAGE, Packet, Piece
 from raydp_parallel.links.segments import Descriptor
@@ -32,6 +33,10 @@ _POPULATE_READ = 22
 _WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
+Pin = Callable[[int, int], Callable[[], object] | None]
+"""Lets a device read and write so many bytes from an address by itself; returns what ends that, None if refused."""
+
+
 class _Region:
     """A mapped run of a file, until it is garbage. Python's own ``mmap`` would keep the file open for each.
 
@@ -40,12 +45,20 @@ class _Region:
         offset: Where the run begins, on a page.
         length: Its bytes.
         flags: Private or shared.
+        pin: See `Mappings`.
     """
 
-    def __init__(self, file: int, offset: int, length: int, flags: int) -> None:
+    def __init__(self, file: int, offset: int, length: int, flags: int, pin: Pin | None = None) -> None:
         self.length = length
         self.address = _mmap(None, length, flags, file, offset)
-        weakref.finalize(self, _libc.munmap, self.address, length).atexit = False
+        unpin = pin(self.address, length) if pin is not None else None
+        weakref.finalize(self, _unmap, self.address, length, unpin).atexit = False
+
+
+def _unmap(address: int, length: int, unpin: Callable[[], object] | None) -> None:
+    if unpin is not None:
+        unpin()
+    _libc.munmap(address, length)
 
 
 def _mmap(address: int | None, length: int, flags: int, file: int, offset: int) -> int:
@@ -137,9 +150,14 @@ class Private:
 
 
 class Mappings:
-    """Memory of another process, mapped once each, and the word which of it is no longer used."""
+    """Memory of another process, mapped once each, and the word which of it is no longer used.
 
-    def __init__(self) -> None:
+    Args:
+        pin: What to do with memory that a GPU is to copy from; None where there is none.
+    """
+
+    def __init__(self, pin: Pin | None = None) -> None:
+        self._pin = pin
         self._known: dict[int, tuple[_Region, int]] = {}
         self._clock = 0
         self._found: weakref.WeakValueDictionary[int, Found] = weakref.WeakValueDictionary()
@@ -184,6 +202,7 @@ class Mappings:
             self._known = {t: known for t, known in self._known.items() if known[1] > self._clock - _PATIENCE}
         token = found.descriptor.token
         known = self._known.get(token)
-        region = known[0] if known else _Region(found.file(), 0, found.descriptor.length, mmap.MAP_SHARED)
-        self._known[token] = region, self._clock
-        return region
+        if known is None:
+            known = _Region(found.file(), 0, found.descriptor.length, mmap.MAP_SHARED, self._pin), self._clock
+        self._known[token] = known[0], self._clock
+        return known[0]
