@@ -369,6 +369,7 @@ class Stops(nn.Module):
                 os.unlink(os.path.join(self.folder, name))
                 Path(self.folder, f"pid {os.getpid()}").touch()
                 os.kill(os.getpid(), signal.SIGSTOP)
+                threading.Event().wait()  # the signal may find another thread first
         return x
 
 

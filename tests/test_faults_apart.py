@@ -30,7 +30,7 @@ def may_mount() -> bool:
     return subprocess.run(test, capture_output=True, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("narrow", ["object store", "/dev/shm"])
+@pytest.mark.parametrize("narrow", [pytest.param("object store", marks=pytest.mark.soak), "/dev/shm"])
 def test_hardly_any_room(narrow: str) -> None:
     """Ray's store is full, or there is no shared memory to speak of: training is slower, and right."""
     command = [sys.executable, str(HERE / "narrow_script.py"), "object_store" if narrow == "object store" else "auto"]

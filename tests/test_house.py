@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import textwrap
@@ -43,6 +44,7 @@ ROOMS_WITH_RAY = {"actor", "cluster", "remote", "telemetry"}
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 
 
+@functools.cache
 def parsed(file: str) -> ast.Module:
     """A file's syntax tree."""
     return ast.parse((PACKAGE / file).read_text())

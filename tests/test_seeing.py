@@ -157,6 +157,7 @@ def test_the_entry_of_a_dead_driver_is_removed() -> None:
     assert b"ffff0000:1:gone" not in store.internal_kv_keys(b"", b"raydp_parallel")
 
 
+@pytest.mark.soak  # Ray takes 40 s to say so
 def test_no_cluster_to_look_at_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["status", "--address", "127.0.0.1:1"]) == 1
     assert "no Ray cluster to look at" in capsys.readouterr().err
