@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import spectral_norm
 
-from benchmarks.measure import RESULTS, keep, machine
-from benchmarks.training_step import Ddp, batch, make, stepper
+from benchmarks.measure import RESULTS, machine
+from benchmarks.peers.told import Ddp, batch, make, stepper
 from raydp_parallel import DataParallel, Executor, Options, ReplicaStats
 
 CALL_TIMEOUT = 3.0
@@ -354,7 +354,8 @@ def main() -> None:
     else:
         found = {"DDP gloo": ddp(chosen.replicas), "Ray Train": ray_train(chosen.replicas)}
     print(found)
-    keep("faults", kept(chosen.part, found))
+    text = json.dumps({"machine": machine(), **kept(chosen.part, found)}, indent=2)
+    (RESULTS / "faults.json").write_text(text + "\n", encoding="utf-8")
     ray.shutdown()
     if chosen.part == "soak" and not found["bit-identical"]:
         raise SystemExit("the weights are not those of the undisturbed run")

@@ -6,16 +6,15 @@ metrics and to `raydp-parallel status`, and with one that does not.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
-import raydp_parallel
-from benchmarks.measure import interleaved, keep, machine, table
+from benchmarks.measure import Asked, Effort, Report, alone, compared, interleaved
 from raydp_parallel import DataParallel, Executor, Options
+
+ROUNDS = 6000
 
 
 def stepper(executor: Executor) -> Callable[[], None]:
@@ -29,24 +28,21 @@ def stepper(executor: Executor) -> Callable[[], None]:
     return step
 
 
-def main() -> dict[str, Any]:
-    """Measure, print, keep."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=6000)
-    options = parser.parse_args()
+def run(effort: Effort) -> Report:
+    """Cost of reports."""
     torch.set_num_threads(1)
     executors = {
-        f"metrics {'on' if on else 'off'}": Executor(["cpu", "cpu"], options=Options(metrics=on)) for on in (0, 1)
+        f"metrics {'on' if on else 'off'}": Executor(["cpu", "cpu"], options=Options(metrics=on))
+        for on in (False, True)
     }
-    medians = interleaved({name: stepper(executor) for name, executor in executors.items()}, options.rounds, 200)
-    print(machine())
-    print(table(medians))
-    keep("metrics_cost", {"replicas": 2, "rounds": options.rounds, "median_ms": medians})
+    rounds = effort.rounds(ROUNDS)
+    medians = interleaved({name: stepper(executor) for name, executor in executors.items()}, rounds, effort.warmup)
     for executor in executors.values():
         executor.close()
-    raydp_parallel.shutdown()
-    return medians
+    asked = [Asked("tiny step with metrics to one without", medians["metrics on"] / medians["metrics off"], 1.02)]
+    tables = [compared("a tiny step, 2 replicas", medians)]
+    return Report("metrics_cost", "What do reports cost a step?", tables, asked, {"median_ms": medians})
 
 
 if __name__ == "__main__":
-    main()
+    alone(run)
