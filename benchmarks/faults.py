@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from torch.nn.utils import spectral_norm
 
 from benchmarks.measure import RESULTS, machine
-from benchmarks.peers.told import Ddp, batch, make, stepper
+from benchmarks.nets import perceptron, vectors
+from benchmarks.peers.told import Ddp, stepper
 from raydp_parallel import DataParallel, Executor, Options, ReplicaStats
 
 CALL_TIMEOUT = 3.0
@@ -196,7 +197,7 @@ def soak(replicas: int, kills: int, seed: int, penalty: bool, pause: float) -> d
 def cost(rounds: int, replicas: int) -> dict[str, Any]:
     """Milliseconds of a step in which a replica is killed at a random moment, and of those around it."""
     width, rows = 1024, 64
-    x, y = batch(width, rows)
+    x, y = vectors(width, rows)
     draw = random.Random(0)
     calm: list[float] = []
     hit: list[float] = []
@@ -204,7 +205,7 @@ def cost(rounds: int, replicas: int) -> dict[str, Any]:
     chunks: list[float] = []
     lost: list[float] = []
     with Executor(["cpu"] * replicas, options=Options(max_restarts_per_hour=1_000_000)) as executor:
-        step = stepper(DataParallel(make(width), executor=executor), x, y)
+        step = stepper(DataParallel(perceptron(width), executor=executor), x, y)
         for _ in range(10):
             step()
         for _ in range(rounds):
@@ -283,8 +284,8 @@ def train_loop(config: dict[str, Any]) -> None:
     width, rows = 1024, 64
     torch.set_num_threads(config["threads"])
     rank, world = ray.train.get_context().get_world_rank(), ray.train.get_context().get_world_size()
-    x, y = (part.chunk(world)[rank] for part in batch(width, rows))
-    model = ray.train.torch.prepare_model(make(width))
+    x, y = (part.chunk(world)[rank] for part in vectors(width, rows))
+    model = ray.train.torch.prepare_model(perceptron(width))
     folder = Path(config["folder"])
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is not None:

@@ -90,7 +90,7 @@ def _read_in_place(source: Piece, spec: TensorSpec, dtype: torch.dtype) -> torch
 _recycled = Arena(shared=False)
 
 RECYCLED = 1 << 20
-"""Bytes from which it pays to compute into memory that was used before (measured)."""
+"""Bytes from which it pays to compute into memory that was used before, by estimate."""
 
 
 def recycled(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A perceptron, and DDP's processes that train it, a step when told, for what `faults` measures of a death."""
+"""DDP's processes that train a perceptron, a step when told, for what `faults` measures of a death."""
 
 from __future__ import annotations
 
@@ -13,19 +13,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-
-def make(width: int) -> nn.Module:
-    """A perceptron with two square layers."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
-    )  # fmt: skip
-
-
-def batch(width: int, rows: int) -> tuple[Tensor, Tensor]:
-    """The same rows for everybody."""
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(rows, width, generator=generator), torch.randint(0, 10, (rows,), generator=generator)
+from benchmarks.nets import perceptron, vectors
 
 
 def stepper(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], None]:
@@ -50,8 +38,8 @@ def ddp_worker(rank: int, world: int, threads: int, width: int, rows: int, file:
     """One process of DDP: a step for each word that comes, the checksum at the end."""
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
-    x, y = (part.chunk(world)[rank] for part in batch(width, rows))
-    model = DistributedDataParallel(make(width))
+    x, y = (part.chunk(world)[rank] for part in vectors(width, rows))
+    model = DistributedDataParallel(perceptron(width))
     step = stepper(model, x, y)
     while pipe.recv():
         step()

@@ -21,7 +21,7 @@ from raydp_parallel.links.segments import Arena, Slice
 from raydp_parallel.links.windows import Found, Private
 
 _IN_PLACE = 1 << 18
-"""Bytes from which it is cheaper to use a packet where it lies than to copy it and be done with it (measured)."""
+"""Bytes from which it is cheaper to use a packet where it lies than to copy it and be done with it, by estimate."""
 
 _EXPOSED = 1 << 16
 """Bytes from which a storage is worth a file of its own."""
