@@ -167,7 +167,7 @@ def _ended(pid: int) -> bool:
     for _ in range(2000):
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             return True
         if state == "Z":
             return True
