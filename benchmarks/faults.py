@@ -108,10 +108,17 @@ class Chaos(threading.Thread):
 
     def run(self) -> None:
         while self.done["killed"] < self.kills:
+            # Every other deed finds all at work, so that not each step meets six deaths on a slow machine.
+            patient = self.random.random() < 0.5
             time.sleep(self.random.expovariate(1 / self.pause))
-            ready = [info.pid for info in self.executor.replicas() if info.state == "ready"]
+            while len(ready := self.ready()) < len(self.executor.device_ids) and patient:
+                time.sleep(0.02)
             if ready:
                 self.harm(self.random.choice(ready))
+
+    def ready(self) -> list[int]:
+        """The processes of those that can be called."""
+        return [info.pid for info in self.executor.replicas() if info.state == "ready"]
 
     def harm(self, pid: int) -> None:
         """One deed: nine in ten are kills."""
@@ -347,7 +354,7 @@ def main() -> None:
     chosen = parser.parse_args()
     logging.getLogger("raydp_parallel").setLevel(logging.ERROR)
     print(machine())
-    ray.init(include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", include_dashboard=False, log_to_driver=False)
     if chosen.part == "soak":
         found: Any = soak(chosen.replicas, chosen.kills, chosen.seed, chosen.penalty, chosen.pause)
     elif chosen.part == "cost":

@@ -89,6 +89,7 @@ def phases_of(chair: Chair, found: Sequence[Account], now: float | None) -> Phas
     """Where a replica's time went, up to now."""
     columns = [sum(values) for values in zip(*(account.seconds for account in found), strict=True)] or [0.0] * 6
     adopt, copy_in, forward, backward, copy_out, wait = columns
+    wait = max(0.0, wait - chair.owed)
     until = time.perf_counter() if now is None else now
     # What is under way now is not known yet: until it ends its time counts as waited.
     since = max(0.0, until - chair.free)

@@ -319,11 +319,16 @@ class ReplicaActor(Door):
         device = f"{self._device} = GPU {_gpu()}" if self._device.type == "cuda" else f"{self._device}"
         return f"Replica({self._rank}@{device}, node {_node()[:8]})"
 
+    def note(self, text: str) -> None:
+        """Enter a line into the log."""
+        log.warning("%s", text)
+
     def _look_at(self, reply: Any) -> None:
         if isinstance(reply, Reply) and reply.failure is not None:
             # For the actor's page in the dashboard; the exception itself is raised in the driver.
             log.warning("%s", reply.failure.text.strip().splitlines()[-1])
 
+    note = _quiet(note)
     hello = _quiet(Door.hello)
     empty = _quiet(Door.empty)
     forget = _quiet(Door.forget)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
+import statistics
 import threading
 import time
 from collections import Counter, deque
@@ -345,8 +346,10 @@ class Books:
             more["memory"], more["memory_peak"] = chair.memory
             more["memory_total"] = hello.memory
             recent = [entry for entry in chair.recent if entry[1]]
-            more["recent_ms"] = 1e3 * sum(work for work, _ in recent) / max(1, len(recent))
-            more["recent_rows"] = sum(rows for _, rows in recent) / max(1, len(recent))
+            if recent:
+                # A median: a call that the machine's other work held up makes no straggler.
+                more["recent_ms"] = 1e3 * statistics.median(work for work, _ in recent)
+                more["recent_rows"] = statistics.median(rows for _, rows in recent)
         if found:
             more["chunk_rows"] = found[-1].chunk_rows
         if model is not None:

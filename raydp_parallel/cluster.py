@@ -240,6 +240,9 @@ class RayCrew:
         except ray.exceptions.RayError as error:
             return Death(in_short(error))
 
+    def note(self, door: RemoteDoor, text: str) -> None:
+        door.actor.note.remote(text)
+
     def cause(self, door: RemoteDoor, death: Death) -> str:
         # Ray would start another cluster, were it asked after the end of this one.
         if death.ending is Ending.SILENT or not self.alive():

@@ -69,6 +69,9 @@ class Crew(Protocol):
     def collect(self, pending: Sequence[Any]) -> list[Any]:
         """Wait for all calls. Where a replica died, its answer is the `Death`."""
 
+    def note(self, door: Any, text: str) -> None:
+        """Enter a line into a replica's own log, which the dashboard shows on its page."""
+
     def cause(self, door: Any, death: Death) -> str:
         """Why a replica ended, as far as can be found out; this may take a while."""
 

@@ -91,6 +91,9 @@ class LocalCrew:
     def collect(self, pending: Sequence[Answered]) -> list[Any]:
         return [call.answer for call in pending]
 
+    def note(self, door: Any, text: str) -> None:
+        """It has no log of its own."""
+
     def cause(self, door: Any, death: Death) -> str:
         return death.cause
 

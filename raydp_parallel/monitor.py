@@ -130,8 +130,8 @@ class ReplicaStats(ReplicaInfo):
         memory: Bytes of its GPU's memory that are allocated, 0 on a CPU.
         memory_peak: The most that were.
         memory_total: All there are.
-        recent_ms: Milliseconds of forward and backward that one of its last calls took, on average.
-        recent_rows: Rows of those calls, on average.
+        recent_ms: Milliseconds of forward and backward that one of its last calls took, their median.
+        recent_rows: Rows of those calls, their median.
     """
 
     calls: int = 0

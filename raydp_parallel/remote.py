@@ -238,5 +238,6 @@ def _copyable(packet: Packet) -> Packet:
 
 
 def in_short(error: Exception) -> str:
-    """What Ray says of a death, without its advice."""
-    return " ".join(str(error).split()).partition(" Some common causes")[0]
+    """What Ray says of a death, without its advice and what it repeats."""
+    text = " ".join(str(error).split()).partition(" Some common causes")[0]
+    return (text.partition("The actor is dead because ")[2] or text).rstrip(".")

@@ -142,9 +142,10 @@ class Respawner:
     def _work(self, place: Place, loss: Loss | None) -> None:
         arrival = None
         try:
-            if loss is not None:
-                self._report(loss)
+            why = self._report(loss) if loss is not None else None
             arrival = self._start(place)
+            if arrival is not None and why is not None:
+                self._crew.note(arrival.door, f"This process is here because {why}")
         except ParallelError as error:
             self._problems[place] = error
             log.error("no replica for device %s: %s", place.device_id, error)
@@ -161,16 +162,15 @@ class Respawner:
             if arrival is not None:
                 self._crew.stop([arrival.door])
 
-    def _report(self, loss: Loss) -> None:
+    def _report(self, loss: Loss) -> str:
         """End what may be left of it, and say what happened. Ray takes a while to know why."""
         cause = self._crew.cause(loss.door, loss.death)
         self._crew.stop([loss.door])
         self._in_vain[loss.place] = 0 if loss.answered else self._in_vain.get(loss.place, 0) + 1
-        self._tell(f"{loss.name} died in {loss.method}: {cause}")
-        log.warning(
-            "%s died in %s: %s. Its chunks run again on other replicas, and a new one starts behind the scenes",
-            *(loss.name, loss.method, cause),
-        )
+        what = f"{loss.name} died in {loss.method}: {cause}"
+        self._tell(what)
+        log.warning("%s. Its chunks run again on other replicas, and a new one starts behind the scenes", what)
+        return what
 
     def _start(self, place: Place) -> Arrival | None:
         while True:

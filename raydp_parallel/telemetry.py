@@ -25,6 +25,11 @@ from raydp_parallel.reporter import Report, Reporter, Sink
 from raydp_parallel.status import Driver, entry
 from raydp_parallel.trace import TraceFile
 
+try:
+    from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+except ImportError:  # older versions of Ray start no cluster that asks for a token by itself
+    maybe_enable_token_auth_if_token_available = None  # type: ignore[assignment]
+
 _NAMESPACE = b"raydp_parallel"
 
 
@@ -81,6 +86,8 @@ class Metrics:
             then = self._then.get(key)
             if value == then:
                 continue
+            if measure.kind is Kind.COUNTER and value < (then or 0.0):
+                continue  # time that was waited turned out to be work: the counter stands until the sum is there again
             self._then[key] = value
             # Not inc(), which refuses 0: a counter that begins at 0 shows its first step as one.
             metric._record(value - (then or 0.0) if measure.kind is Kind.COUNTER else value, labels)
@@ -134,6 +141,9 @@ def posts(address: str | None = None) -> list[dict[str, Any]]:
 
 
 def _store(address: str | None) -> Any:
+    if address is None and maybe_enable_token_auth_if_token_available is not None:
+        # A cluster that `ray.init()` started on this machine asks for the user's token; this is Ray's own rule for it.
+        maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
         # Given none, Ray looks for RAY_ADDRESS and for what runs here, as `ray status` does; its stubs know no None.
         return GcsClient(address=canonicalize_bootstrap_address_or_die(address))  # type: ignore[arg-type]

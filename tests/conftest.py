@@ -45,7 +45,8 @@ def start_ray(**options: object) -> None:
     import ray
 
     if not ray.is_initialized():
-        settings = {"num_cpus": 1, "num_gpus": 2, "include_dashboard": False, "log_to_driver": False, **options}
+        fixed = {"address": "local", "include_dashboard": False, "log_to_driver": False}
+        settings = {**fixed, "num_cpus": 1, "num_gpus": 2, **options}
         ray.init(**settings)  # type: ignore[arg-type]
 
 

@@ -221,6 +221,7 @@ def main(folder: Path) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     context = ray.init(
+        address="local",
         num_cpus=1, include_dashboard=True, dashboard_port=browser.free_port(), log_to_driver=False,
         _system_config={"metrics_report_interval_ms": 1000},
     )  # fmt: skip

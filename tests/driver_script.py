@@ -13,7 +13,7 @@ from raydp_parallel import DataParallel, Executor
 
 def main() -> None:
     """Replicas with graphs and shared memory."""
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     executor = Executor(["cpu", "cpu"])
     out = DataParallel(nn.Linear(300, 3000), executor=executor)(torch.ones(400, 300))
     print(*(info.pid for info in executor.replicas()), flush=True)

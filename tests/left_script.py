@@ -34,7 +34,7 @@ class Waits(nn.Module):
 def main() -> None:
     """One call that loses its cluster, and one that starts the next."""
     folder = Path(sys.argv[1])
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     model = DataParallel(Waits(str(folder)), ["cpu", "cpu"])
     x = torch.arange(4.0)
     model(x)

@@ -142,6 +142,21 @@ def test_what_a_death_leaves_is_no_work(clock: Time) -> None:
     assert "took the place" in kept.events[-1][1]
 
 
+def test_work_that_is_heard_of_late_was_no_waiting(clock: Time) -> None:
+    """Two threads' calls on one replica: the one that it did last, and quickly, is heard of first."""
+    kept = Books("late")
+    (seat, _) = sit(kept)
+    long, short = (kept.begin([Job(seat, "forward", lambda *_: None, model)]) for model in (1, 2))
+    long.sends(0, seat)
+    short.sends(0, seat)
+    clock.now += 4.0
+    short.heard([reply((103.0, 103.0, 103.0, 104.0, 104.0))])
+    assert kept.replica(seat).phases.wait == pytest.approx(3.0)
+    long.heard([reply((100.0, 100.0, 100.0, 103.0, 103.0))])
+    phases = kept.replica(seat).phases
+    assert (phases.forward, phases.wait, phases.total) == pytest.approx((4.0, 0.0, 4.0))
+
+
 def test_what_runs_again_counts_once(clock: Time) -> None:
     """A replica died before its backward: the other one makes the graph again, and runs both chunks."""
     kept = Books("again")

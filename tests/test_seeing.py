@@ -215,6 +215,26 @@ def test_what_runs_again_after_a_death_counts_once() -> None:
         assert "replica 1" in died
 
 
+def test_calls_that_are_shown_carry_large_tensors() -> None:
+    """A first call goes as a Ray task, though what it carries lies in shared memory and stays there."""
+    module = nn.Conv2d(2, 2, 3, padding=1)
+    with Executor(["cpu", "cpu"], options=Options(name="showing")) as executor:
+        model = DataParallel(module, executor=executor)
+        batches = [torch.randn(8, 2, 128, 128, requires_grad=True) for _ in range(3)]
+        outputs = []
+        for x in batches:
+            executor.books._next_shown.clear()  # each is shown
+            outputs.append(model(x))
+            assert executor.books._next_shown
+        for x, out in zip(batches, outputs, strict=True):
+            plain = module(x)
+            weight = torch.randn_like(plain)
+            executor.books._next_shown.clear()
+            assert torch.allclose(out, plain, atol=1e-6)
+            ours, theirs = (torch.autograd.grad(y, x, weight)[0] for y in (out, plain))
+            assert torch.allclose(ours, theirs, atol=1e-5)
+
+
 def test_exceptions_stand_in_the_replicas_log() -> None:
     """For its page in the dashboard."""
 
@@ -225,7 +245,27 @@ def test_exceptions_stand_in_the_replicas_log() -> None:
     with Executor(["cpu", "cpu"], options=Options(name="failing")) as executor:
         with pytest.raises(KeyError):
             DataParallel(Fails(), executor=executor)(torch.zeros(4, 2))
-        pid = executor.replicas()[0].pid
-        logs = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
-        (file,) = logs.glob(f"worker-*-{pid}.err")
-        assert "KeyError: 'rows 2'" in file.read_text()
+        assert "KeyError: 'rows 2'" in log_of(executor.replicas()[0].pid)
+
+
+def test_a_successor_s_log_says_why_it_is_there() -> None:
+    """On its page in the dashboard, where the dead one's is no longer looked at."""
+    with Executor(["cpu", "cpu"], options=Options(name="succeeding")) as executor:
+        model = DataParallel(nn.Linear(4, 2), executor=executor)
+        train(model, 1)
+        first = executor.replicas()[1].pid
+        os.kill(first, signal.SIGKILL)
+        patience = time.monotonic() + 60
+        while (new := executor.replicas()[1].pid) == first and time.monotonic() < patience:
+            train(model, 1)
+        while "is here because" not in log_of(new) and time.monotonic() < patience:
+            executor.flush()
+        assert f"is here because replica 1 for device cpu (pid {first}, " in log_of(new)
+        assert "worker process has died" in log_of(new)
+
+
+def log_of(pid: int) -> str:
+    """What a replica logged."""
+    logs = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
+    (file,) = logs.glob(f"worker-*-{pid}.err")
+    return file.read_text()
