@@ -354,6 +354,36 @@ def rebind(net: Any) -> None:
     net.first.weight.data = net.first.weight.data.clone() * 2
 
 
+@pytest.mark.parametrize("shown", [False, True])
+def test_a_weight_that_is_replaced_with_each_step_is_copied(
+    pair: Any, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Moving memory costs more than a copy; once it stays, it is shared again. Memory that comes back is known.
+
+    Copies of calls that the dashboard shows travel through Ray; a replica that once had to copy must not stay with that
+    when the driver's own memory is shown to it.
+    """
+    model, plain = pair
+    monkeypatch.setattr(model.executor.books, "shows", lambda *_: shown)
+    same(model, plain)
+    for step in range(4):
+        rebind(model.module)
+        rebind(plain)
+        same(model, plain)
+        assert model.module.first.weight.is_shared() == (step == 0)
+    for _ in range(9):
+        for net in (model.module, plain):
+            with torch.no_grad():
+                net.first.weight.mul_(0.9)
+        same(model, plain)
+    assert model.module.first.weight.is_shared()
+    old = model.module.first.weight.data
+    rebind(model.module)
+    model(data())
+    model.module.first.weight.data = old
+    assert sent(model, lambda: same(model, plain)) == 0
+
+
 def tie(net: Any) -> None:
     """One weight in two places."""
     net.second.weight = net.first.weight

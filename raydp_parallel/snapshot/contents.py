@@ -10,9 +10,10 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from raydp_parallel import codec
 from raydp_parallel.links import Link, Mail, Packet, Piece, aligned, paged
@@ -29,6 +30,13 @@ class _Place(NamedTuple):
     size: int
 
 
+class _Home(NamedTuple):
+    """The storage that a block lies in, and the revision that found it there first."""
+
+    ref: StorageWeakRef
+    since: int
+
+
 class Look(NamedTuple):
     """What is cheap to see of the tensors, in the order of the slots.
 
@@ -42,6 +50,9 @@ class Look(NamedTuple):
     pointers: list[int]
     flags: list[bool]
 
+
+_CALM = 8
+"""A storage that has come this many revisions after the one before it is worth to be moved into shared memory."""
 
 _NOTHING = blocks.Layout({}, {}, {})
 
@@ -66,6 +77,7 @@ class Contents:
         self._flag_at: dict[int, int] = {}
         self._stale: set[int] = set()
         self._exposed: set[int] = set()
+        self._homes: dict[int, _Home] = {}
 
     @property
     def seen(self) -> Look:
@@ -253,13 +265,25 @@ class Contents:
             if len(self.layout.members[block]) == 1 and blocks.is_loose(first):
                 continue  # it travels as a compact copy
             storage = first.untyped_storage()
-            packet = self._link.expose(storage, len(known[storage._cdata]))
+            may_move = self._has_settled(block, storage, revision)
+            packet = self._link.expose(storage, len(known[storage._cdata]) if may_move else 0)
             if packet is not None:
                 self._places[block] = _Place(packet, 0, self._start(block), self.layout.sizes[block])
                 self._block_at[block] = revision
                 self._exposed.add(block)
         self._seen = self._seen._replace(pointers=self.look().pointers)
         return [block for block in chosen if block not in self._exposed]
+
+    def _has_settled(self, block: int, storage: Any, revision: int) -> bool:
+        """Whether a block's storage is not replaced again and again.
+
+        To move each into shared memory would cost several times what a copy of its bytes does.
+        """
+        home = self._homes.get(block)
+        if home is None or home.ref.cdata != storage._cdata:
+            # As long as somebody holds a weak reference, no other storage gets the number.
+            self._homes[block] = _Home(StorageWeakRef(storage), revision if home is not None else -_CALM)
+        return home is None or revision - home.since >= _CALM
 
     def _pack(self, chosen: list[int], revision: int) -> None:
         if not chosen:

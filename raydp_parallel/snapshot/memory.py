@@ -65,6 +65,8 @@ class Copied:
         self._driver = Piece(0, 0, None)
 
     def adopt(self, source: Source) -> bool:
+        if _window(source, self.tensor.device) is not None:
+            return False  # what lies in the driver's own memory is not sent again when it changes: it has to be shown
         self._driver = source.open()
         self.refresh()
         return True
@@ -111,11 +113,16 @@ class Shown:
 
 def make(source: Source, device: torch.device) -> Memory:
     """The memory of a block whose bytes are at ``source``."""
-    mail = source.mail
-    if devices.is_cpu(device):
-        window = mail.link.show(mail.find(source.packet), source.offset, source.size)
-        if window is not None:
-            return Shown(window)
+    window = _window(source, device)
+    if window is not None:
+        return Shown(window)
     memory = Copied(source.size, device)
     memory.adopt(source)
     return memory
+
+
+def _window(source: Source, device: torch.device) -> Window | None:
+    mail = source.mail
+    if not devices.is_cpu(device):
+        return None
+    return mail.link.show(mail.find(source.packet), source.offset, source.size)
