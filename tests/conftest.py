@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +22,8 @@ def pytest_configure(config: pytest.Config) -> None:
     from raydp_parallel import Options
 
     Options.__init__.__kwdefaults__["link"] = config.getoption("--link")
+    # A shell starts what runs in the background with SIGINT ignored, and tests of Ctrl-C would wait for ever.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "copies: about the copies of small tensors, which --link shared does without")
 
 
