@@ -1,0 +1,130 @@
+"""A notebook: a kernel with cells, classes that live in it, and its stop button, which signals all its group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from jupyter_client.manager import KernelManager
+
+ROOT = Path(__file__).parent.parent
+
+CELL = """
+import ray, torch
+from pathlib import Path
+from torch import nn
+from raydp_parallel import DataParallel
+
+ray.init(address={address!r}, log_to_driver=False)
+folder = Path({folder!r})
+
+class Waits(torch.autograd.Function):
+    # Waits where it is told to, in forward or in backward.
+    @staticmethod
+    def forward(ctx, x):
+        wait("forward")
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        wait("backward")
+        return grad * 2
+
+def wait(where):
+    import time
+    (folder / ("in " + where)).touch()
+    while (folder / where).exists():
+        time.sleep(0.01)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return Waits.apply(x * self.weight)
+
+model = DataParallel(Net(), ["cpu", "cpu"])
+x = torch.arange(4.0)
+"""
+
+
+class Notebook:
+    """A kernel.
+
+    Args:
+        manager: Runs it.
+    """
+
+    def __init__(self, manager: KernelManager) -> None:
+        self._manager = manager
+        self._client = manager.client()
+        self._client.start_channels()
+        self._client.wait_for_ready(timeout=60)
+
+    def begin(self, code: str) -> str:
+        """Run a cell, and do not wait for it."""
+        number: str = self._client.execute(code)
+        return number
+
+    def ended(self, number: str) -> str:
+        """What a cell printed, or the exception that ended it."""
+        text = ""
+        while True:
+            message = self._client.get_iopub_msg(timeout=60)
+            if message["parent_header"].get("msg_id") != number:
+                continue
+            content = message["content"]
+            if message["msg_type"] == "stream" and content["name"] == "stdout":
+                text += content["text"]
+            elif message["msg_type"] == "error":
+                text += content["ename"]
+            elif message["msg_type"] == "status" and content["execution_state"] == "idle":
+                return text.strip()
+
+    def run(self, code: str) -> str:
+        """Run a cell to its end."""
+        return self.ended(self.begin(code))
+
+    def stop(self) -> None:
+        """Press the stop button."""
+        self._manager.interrupt_kernel()
+
+    def close(self) -> None:
+        """End the kernel."""
+        self._client.stop_channels()
+        self._manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture
+def notebook(cluster: None, tmp_path: Path) -> Iterator[Notebook]:
+    """A notebook that uses the suite's cluster, after its first cell."""
+    manager = KernelManager(kernel_name="python3")
+    manager.start_kernel(cwd=str(ROOT))
+    found = Notebook(manager)
+    address = ray.get_runtime_context().gcs_address
+    assert found.run(CELL.format(address=address, folder=str(tmp_path))) == ""
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_the_stop_button(notebook: Notebook, tmp_path: Path, where: str) -> None:
+    """The cell ends with KeyboardInterrupt while replicas wait, the same ones answer later, and gradients are whole."""
+    train = "model.zero_grad(); model(x).sum().backward(); print(model.module.weight.grad.item())"
+    pids = "print([info.pid for info in model.executor.replicas()])"
+    assert notebook.run(train) == "12.0"
+    before = notebook.run(pids)
+    (tmp_path / f"in {where}").unlink()
+    (tmp_path / where).touch()
+    cell = notebook.begin(train)
+    while not (tmp_path / f"in {where}").exists():
+        time.sleep(0.005)
+    notebook.stop()
+    assert notebook.ended(cell) == "KeyboardInterrupt"
+    (tmp_path / where).unlink()
+    assert notebook.run(train) == "12.0"
+    assert notebook.run(pids) == before
