@@ -37,6 +37,8 @@ from benchmarks.peers.told import Ddp, stepper
 from raydp_parallel import DataParallel, Executor, Options, ReplicaStats
 
 CALL_TIMEOUT = 3.0
+_LOOKS = 30
+"""Kills between two looks at what the driver holds."""
 
 
 class Net(nn.Module):
@@ -177,11 +179,13 @@ def soak(replicas: int, kills: int, seed: int, penalty: bool, pause: float) -> d
         trainer = Trainer(executor, seed, penalty)
         for _ in range(20):
             trainer.step()
-        before = belongings()
+        before, meanwhile = belongings(), []
         chaos = Chaos(executor, seed, kills, pause)
         chaos.start()
         while chaos.is_alive():
             trainer.step()
+            if chaos.done["killed"] >= _LOOKS * (len(meanwhile) + 1):
+                meanwhile.append(belongings())
         settle(executor)
         trainer.step()
         found, steps, stats = trainer.state(), len(trainer.losses), executor.stats()
@@ -197,7 +201,7 @@ def soak(replicas: int, kills: int, seed: int, penalty: bool, pause: float) -> d
     return {
         "replicas": replicas, "seed": seed, "gradient penalty": penalty, "steps": steps, "minutes": round(minutes, 2),
         **chaos.done, **counted, "lost ms": round(stats.lost_ms), "bit-identical": same, "before": before,
-        "after": after,
+        f"after each {_LOOKS} kills": meanwhile, "after": after,
     }  # fmt: skip
 
 
