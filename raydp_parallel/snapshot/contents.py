@@ -30,11 +30,22 @@ class _Place(NamedTuple):
     size: int
 
 
-class _Home(NamedTuple):
-    """The storage that a block lies in, and the revision that found it there first."""
+class _Homes:
+    """The storage that each block lies in, and the revision that found it there first."""
 
-    ref: StorageWeakRef
-    since: int
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def settled(self, block: int, storage: Any, revision: int) -> bool:
+        """Whether a block's storage is not replaced again and again.
+
+        To move each into shared memory would cost several times what a copy of its bytes does.
+        """
+        home, since = self._known.get(block, (None, -_CALM))
+        if home is None or home.cdata != storage._cdata:
+            # As long as somebody holds a weak reference, no other storage gets the number.
+            self._known[block] = StorageWeakRef(storage), -_CALM if home is None else revision
+        return revision - since >= _CALM
 
 
 class Look(NamedTuple):
@@ -77,7 +88,7 @@ class Contents:
         self._flag_at: dict[int, int] = {}
         self._stale: set[int] = set()
         self._exposed: set[int] = set()
-        self._homes: dict[int, _Home] = {}
+        self._homes = _Homes()
 
     @property
     def seen(self) -> Look:
@@ -265,25 +276,14 @@ class Contents:
             if len(self.layout.members[block]) == 1 and blocks.is_loose(first):
                 continue  # it travels as a compact copy
             storage = first.untyped_storage()
-            may_move = self._has_settled(block, storage, revision)
-            packet = self._link.expose(storage, len(known[storage._cdata]) if may_move else 0)
+            settled = self._homes.settled(block, storage, revision)
+            packet = self._link.expose(storage, len(known[storage._cdata]) if settled else 0)
             if packet is not None:
                 self._places[block] = _Place(packet, 0, self._start(block), self.layout.sizes[block])
                 self._block_at[block] = revision
                 self._exposed.add(block)
         self._seen = self._seen._replace(pointers=self.look().pointers)
         return [block for block in chosen if block not in self._exposed]
-
-    def _has_settled(self, block: int, storage: Any, revision: int) -> bool:
-        """Whether a block's storage is not replaced again and again.
-
-        To move each into shared memory would cost several times what a copy of its bytes does.
-        """
-        home = self._homes.get(block)
-        if home is None or home.ref.cdata != storage._cdata:
-            # As long as somebody holds a weak reference, no other storage gets the number.
-            self._homes[block] = _Home(StorageWeakRef(storage), revision if home is not None else -_CALM)
-        return home is None or revision - home.since >= _CALM
 
     def _pack(self, chosen: list[int], revision: int) -> None:
         if not chosen:
