@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +19,12 @@ from raydp_parallel.phases import Clock
 
 _RECENT = 20
 """Calls of a replica that count as its recent ones."""
+
+_GONE = -1
+"""Stands for all modules that are gone."""
+
+_PATIENCE = 16
+"""Modules that are gone and keep their accounts until somebody reports on them for the last time."""
 
 
 @dataclass
@@ -37,6 +45,81 @@ class Account:
     """Bytes by link and direction."""
     answer: dict[str, int] = field(default_factory=dict)
     """Bytes of the last answer, by method."""
+
+    def add(self, other: Account) -> None:
+        """Take over what was done for another model."""
+        self.rows += other.rows
+        self.forwards += other.forwards
+        self.backwards += other.backwards
+        self.seconds = [a + b for a, b in zip(self.seconds, other.seconds, strict=True)]
+        self.busy = {method: spent + other.busy[method] for method, spent in self.busy.items()}
+        self.state_sent += other.state_sent
+        self.state_skipped += other.state_skipped
+        self.traffic.update(other.traffic)
+
+
+class Accounts(dict[tuple[int, int], Account]):
+    """The accounts, by replica and model.
+
+    A module that `replicate` is called with in each step has another number each time, and one account all the same. Of
+    modules that are gone one account is left for each replica, so that there are never more than modules.
+
+    Attributes:
+        names: What metrics call the models.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[int, str] = {}
+        self._modules: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._same: dict[int, int] = {}
+        # Finalizers append here, from any thread and at any moment, also under the books' lock.
+        self._gone: deque[int] = deque()
+
+    def meet(self, model: int, module: Any) -> None:
+        """A module is run under a new number."""
+        found, first = self._modules.get(id(module), (None, 0))
+        if found is not None and found() is module:
+            self._same[model] = first
+            return
+        self._modules[id(module)] = weakref.ref(module), model
+        self.names[model] = f"{type(module).__name__}-{model}"
+        weakref.finalize(module, self._gone.append, model).atexit = False
+
+    def part(self, model: int) -> None:
+        """A number is not used any more; its module may be. Finalizers ask for this."""
+        self._same.pop(model, None)
+
+    def number(self, model: int) -> int:
+        """The number that a model's accounts go by: its module's first."""
+        return self._same.get(model, model)
+
+    def of(self, index: int, model: int) -> Account:
+        """What a replica did for a model."""
+        key = index, self.number(model)
+        found = self.get(key)
+        if found is None:
+            if len(self._gone) > _PATIENCE:
+                self._settle(len(self._gone))
+            found = self[key] = Account()
+        return found
+
+    def reported(self) -> list[tuple[int, str, Account]]:
+        """Copies for a report, with the models' names; for modules that are gone it is the last."""
+        gone = len(self._gone)
+        found = [(i, self.names.get(m, ""), copy.deepcopy(account)) for (i, m), account in self.items() if m != _GONE]
+        self._settle(gone)
+        return found
+
+    def _settle(self, count: int) -> None:
+        gone = {self._gone.popleft() for _ in range(count)}
+        for index, model in [key for key in self if key[1] in gone]:
+            self.setdefault((index, _GONE), Account()).add(self.pop((index, model)))
+        for key, known in [*self._modules.items()] if gone else ():
+            if known[1] in gone:
+                del self._modules[key]
+        for model in gone:
+            self.names.pop(model, None)
 
 
 @dataclass
@@ -104,6 +187,7 @@ def for_model(found: Sequence[Account]) -> dict[str, Any]:
     return {
         "calls": sum(account.forwards for account in found),
         "rows": sum(account.rows for account in found),
+        "chunk_rows": found[-1].chunk_rows if found else 0,
         "forward_seconds": sum(account.busy["forward"] for account in found),
         "backward_seconds": sum(account.busy["backward"] for account in found),
         "bytes_in": sum(size for (_, direction), size in ways if direction == "in"),

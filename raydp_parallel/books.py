@@ -10,7 +10,6 @@ A step pays for this with some additions of floats; whoever wants to see the boo
 from __future__ import annotations
 
 import contextlib
-import copy
 import re
 import statistics
 import threading
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 
 from torch._C._profiler import _RecordFunctionFast as _range
 
-from raydp_parallel.accounts import Account, Chair, enter, for_model, mailed, phases_of
+from raydp_parallel.accounts import Account, Accounts, Chair, enter, for_model, mailed, phases_of
 from raydp_parallel.advice import advise
 from raydp_parallel.crew import Task
 from raydp_parallel.jobs import Job
@@ -121,7 +120,7 @@ class Run:
         """It came to its end, or nobody waits for it any more."""
         self._stand_up()
         if self._times is not None:
-            model = self._books.models.get(self.jobs[0].model, "") if self.jobs else ""
+            model = self._books.name_of(self.jobs[0].model) if self.jobs else ""
             chunks = tuple(chunk for _, chunk in sorted(self._chunks.items()))
             self._books.keep(CallSpan(self.method, self.number, model, *self._times, chunks))
 
@@ -143,8 +142,8 @@ class Books:
         with _naming:
             _names[name] += 1
             self.name = name if _names[name] == 1 else f"{name}/{_names[name]}"
-        self.models: dict[int, str] = {}
-        self.accounts: dict[tuple[int, int], Account] = {}
+        self.accounts = Accounts()
+        self.models = self.accounts.names
         self.chairs: dict[int, Chair] = {}
         self.driver = [0.0] * 4
         self.calls: deque[CallSpan] = deque(maxlen=_SHOWN)
@@ -205,7 +204,7 @@ class Books:
         method = jobs[0].method if jobs else ""
         if not self.shown or now < self._next_shown.get(method, 0.0):
             return False
-        known = [self.accounts.get((job.seat.index, job.model)) for job in jobs]
+        known = [self.accounts.get((job.seat.index, self.accounts.number(job.model))) for job in jobs]
         if any(account is not None and account.answer.get(method, 0) > _LARGE for account in known):
             return False
         self._next_shown[method] = now + max(1.0, (now - self._began) / 5)
@@ -218,8 +217,11 @@ class Books:
 
     def account(self, seat: Seat, model: int) -> Account:
         """What a replica did for a model."""
-        found = self.accounts.get((seat.index, model))
-        return found if found is not None else self.accounts.setdefault((seat.index, model), Account())
+        return self.accounts.of(seat.index, model)
+
+    def name_of(self, model: int) -> str:
+        """What metrics call a model."""
+        return self.models.get(self.accounts.number(model), "")
 
     def rows(self, seat: Seat, model: int, rows: int) -> None:
         """A chunk of a forward came to its end."""
@@ -350,24 +352,22 @@ class Books:
                 # A median: a call that the machine's other work held up makes no straggler.
                 more["recent_ms"] = 1e3 * statistics.median(work for work, _ in recent)
                 more["recent_rows"] = statistics.median(rows for _, rows in recent)
-        if found:
-            more["chunk_rows"] = found[-1].chunk_rows
         if model is not None:
             more.update(for_model(found))
+        elif chair is not None and chair.recent:
+            more["chunk_rows"] = chair.recent[-1][1]  # of whichever model came last
         return seat.tally.stats(info, **more)
 
     def report(self, stats: ExecutorStats, history: Sequence[Any], last: bool) -> Report:
         """How things stand, for whoever wants to tell others."""
         with self._lock:
             traced, self.traced = self.traced, None if self.traced is None else []
-            named = self.models
-            accounts = [(index, named.get(model, ""), copy.deepcopy(a)) for (index, model), a in self.accounts.items()]
-            return Report(stats, accounts, [*self.calls], [*self.events], history, traced or (), last)
+            return Report(stats, self.accounts.reported(), [*self.calls], [*self.events], history, traced or (), last)
 
     def stats(self, totals: Totals, seats: Sequence[Seat], link: str, model: int | None = None) -> ExecutorStats:
         """Frozen, all of it."""
         with self._lock:
-            now = time.perf_counter()
+            now, model = time.perf_counter(), None if model is None else self.accounts.number(model)
             replicas = tuple(self.replica(seat, model, now) for seat in seats)
             began = min((chair.since for chair in self.chairs.values()), default=now)
             prepare, verify, wait, reduce = self.driver

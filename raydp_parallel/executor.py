@@ -97,11 +97,14 @@ class Executor:
 
     def close(self) -> None:
         """End the replicas. Their graphs are lost; what the driver holds is not. May be called twice."""
+        self._roster.release()
         with self._roster.lock:
             if not self._roster.closed:
                 self._roster.closed = True
-                self._stop_reports()
-                self._roster.close()
+                try:
+                    self._stop_reports()
+                finally:  # Ctrl-C on the way; nobody would end them later
+                    self._roster.close()
 
     def seats(self, device_ids: Sequence[DeviceId]) -> list[Seat]:
         """The seats for ``device_ids``. Where a replica died, another stands in until its successor is there."""
@@ -132,7 +135,7 @@ class Executor:
                 master = Master(module, self._roster.crew.link)
                 weakref.finalize(master, _drop_model, weakref.ref(self), master.id).atexit = False
                 self._masters[id(module)] = master
-                self.books.models[master.id] = f"{type(module).__name__}-{master.id}"
+                self.books.accounts.meet(master.id, module)
             if keep and master not in self._recent:
                 self._recent.append(master)
             return master
@@ -224,7 +227,8 @@ def normalize(device_ids: Sequence[Any] | None) -> list[DeviceId]:
 def _drop_model(executor: weakref.ref[Executor], model: int) -> None:
     known = executor()
     if known is not None:
-        for seat in known._roster.seats.values():
+        known.books.accounts.part(model)
+        for seat in [*known._roster.seats.values()]:  # a finalizer: another thread may be seating somebody
             seat.drop_model(model)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
-from raydp_parallel import accounts, books
+from raydp_parallel import Executor, Options, accounts, books, parallel_apply, replicate
 from raydp_parallel.books import Books
 from raydp_parallel.crew import Place
 from raydp_parallel.jobs import Job
@@ -293,3 +296,39 @@ def test_reports_while_calls_run(clock: Time) -> None:
     done.set()
     thread.join()
     assert not failed
+
+
+def step_with_verbs(net: nn.Module, executor: Executor) -> None:
+    """A step of a loop that replicates anew each time, as upstream's verbs invite to."""
+    x = torch.ones(2, 2)
+    for out in parallel_apply(replicate(net, ["cpu", "cpu"], executor=executor), [x, x]):
+        out.sum().backward()
+
+
+def test_steps_with_the_verbs_open_one_account_for_each_replica() -> None:
+    """Each step has another watch on the module; its number, its name in metrics, was another one too."""
+    net = nn.Linear(2, 2)
+    with Executor(options=Options(in_process=True), device_ids=["cpu", "cpu"]) as executor:
+        for _ in range(30):
+            step_with_verbs(net, executor)
+        assert len(executor.books.accounts) == 2 and len(executor.stats().models) == 1
+        assert len(executor.books.accounts._same) <= 1
+        assert [account.forwards for account in executor.books.accounts.values()] == [30, 30]
+        assert [replica.calls for replica in executor.stats(net).replicas] in ([30, 30], [0, 0])
+
+
+def test_modules_that_are_gone_leave_one_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search over many modules in one program: the sums stay, and the books do not grow."""
+    with Executor(options=Options(in_process=True), device_ids=["cpu", "cpu"]) as executor:
+        for _ in range(60):
+            step_with_verbs(nn.Linear(2, 2), executor)
+        gc.collect()
+        stats = executor.stats()
+        assert [replica.calls for replica in stats.replicas] == [60, 60]
+        assert len(executor.books.accounts) < 2 * 30
+        ended = executor.books.report(stats, (), False)
+        assert sum(account.forwards for _, _, account in ended.accounts) <= 60
+        assert len(executor.books.accounts) == 2 and executor.books.models == {}
+        assert sum(account.forwards for account in executor.books.accounts.values()) == 120
+        assert sum(replica.phases.forward for replica in executor.stats().replicas) > 0
+        assert executor.books.report(stats, (), False).accounts == []
