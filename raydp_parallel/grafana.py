@@ -73,7 +73,12 @@ _OTHERS = f"(sum by (executor) ({_PACE}) - on (executor) group_right () {_PACE})
 SLOWNESS = f"{_PACE} * on (executor) group_left () (count by (executor) ({_PACE}) - 1) / {_OTHERS}"
 """How many times the others' time each replica takes for a row."""
 
-_JOINED = f"on (ip, GpuIndex) group_left (executor, replica) {series(INFO, model=False)}"
+
+def _of_gpu(metric: str) -> str:
+    """Ray's metric of a node's GPU, for the replicas that are there now: a respawn leaves the old process's series."""
+    there = f"({series(INFO, model=False)} == 1)"
+    return f"max by (executor, replica) ({there} * on (ip, GpuIndex) group_left () max by (ip, GpuIndex) ({metric}))"
+
 
 ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
     (
@@ -99,7 +104,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel("At work", "Share of the time in forward and backward.",
                   ((f"sum by ({_WHO}) ({rate(SECONDS, _WORK, model=False)})", _NAME),), unit="percentunit"),
             Panel("GPU utilisation", "As Ray measures it, of the GPUs that replicas run on.",
-                  ((f"max by (executor, replica) (ray_node_gpus_utilization * {_JOINED})",
+                  ((_of_gpu("ray_node_gpus_utilization"),
                     "{{executor}} {{replica}}"),), unit="percent", needs_gpu=True),
         ),
     ),
@@ -138,7 +143,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel("GPU memory of replicas", "What torch has allocated there, and the most it had. 0 on CPUs.",
                   ((f"max by ({_WHO}, kind) ({series(MEMORY, model=False)})", f"{_NAME} {{{{kind}}}}"),), unit="bytes"),
             Panel("GPU memory of devices", "As Ray measures it, all processes together.",
-                  ((f"max by (executor, replica) (ray_node_gram_used * {_JOINED})", "{{executor}} {{replica}}"),),
+                  ((_of_gpu("ray_node_gram_used"), "{{executor}} {{replica}}"),),
                   unit="decmbytes", needs_gpu=True),
         ),
     ),

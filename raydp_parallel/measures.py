@@ -67,6 +67,40 @@ FAULT_KINDS = tuple(f.name for f in fields(ReplicaStats) if f.type == "int" and 
 
 Reading = tuple[Measure, dict[str, str], float]
 
+_MOVES = ("node", "gpu_uuid")
+"""Labels that change when a replica comes back elsewhere. What it did before stays where it was done."""
+
+
+class News:
+    """What is new in each report: what to add to a counter, and a gauge's value.
+
+    A counter's sum over all labels is exact, also when a replica comes back on another node or GPU. A gauge that is not
+    read any more, because its replica has another process now, is 0.
+
+    Args:
+        addresses: The address of each node, by Ray's id of it.
+    """
+
+    def __init__(self, addresses: Mapping[str, str]) -> None:
+        self._addresses = addresses
+        self._then: dict[tuple[str, tuple[str, ...]], tuple[Reading, float]] = {}
+
+    def of(self, report: Report) -> Iterator[Reading]:
+        """What to tell after this report."""
+        before, self._then = self._then, {}
+        for measure, labels, value in readings(report, self._addresses):
+            counts = measure.kind is Kind.COUNTER
+            key = measure.name, tuple(v for name, v in labels.items() if not (counts and name in _MOVES))
+            _, then = before.pop(key, (None, None))
+            if counts and then is not None and value < then:
+                value = then  # time that was waited turned out to be work: it stands until the sum is there again
+            self._then[key] = (measure, labels, value), value
+            if value != then:
+                yield measure, labels, value - (then or 0.0) if counts else value
+        for (measure, labels, _), then in before.values():
+            if measure.kind is Kind.GAUGE and then:
+                yield measure, labels, 0.0
+
 
 def readings(report: Report, addresses: Mapping[str, str]) -> Iterator[Reading]:
     """Every metric of a report, with its labels and its value so far.
@@ -81,7 +115,7 @@ def readings(report: Report, addresses: Mapping[str, str]) -> Iterator[Reading]:
         if index in replicas:
             yield from _of_model(account, labels_of(replicas[index], stats.name, model))
     for replica in stats.replicas:
-        yield from _of_replica(replica, labels_of(replica, stats.name, ""), addresses)
+        yield from _of_replica(replica, labels_of(replica, stats.name, ""), addresses, report.last)
     nobody = {**dict.fromkeys(LABELS, ""), "executor": stats.name}
     yield LOST, nobody, stats.lost_ms / 1e3
     for phase in fields(stats.driver):
@@ -109,7 +143,9 @@ def _of_model(account: Account, labels: dict[str, str]) -> Iterator[Reading]:
     yield CHUNK, labels, account.chunk_rows
 
 
-def _of_replica(replica: ReplicaStats, labels: dict[str, str], addresses: Mapping[str, str]) -> Iterator[Reading]:
+def _of_replica(
+    replica: ReplicaStats, labels: dict[str, str], addresses: Mapping[str, str], last: bool
+) -> Iterator[Reading]:
     yield SECONDS, {**labels, "phase": "reduce"}, replica.phases.reduce
     yield SECONDS, {**labels, "phase": "idle"}, replica.phases.idle
     yield MEMORY, {**labels, "kind": "allocated"}, replica.memory
@@ -123,4 +159,4 @@ def _of_replica(replica: ReplicaStats, labels: dict[str, str], addresses: Mappin
         "ip": addresses.get(replica.node_id, ""),
         "GpuIndex": replica.gpu_index,
     }
-    yield INFO, {**labels, **there}, float(replica.state == "ready")
+    yield INFO, {**labels, **there}, float(replica.state == "ready" and not last)

@@ -20,7 +20,7 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.util.metrics import Counter, Gauge
 
 from raydp_parallel.errors import ClusterError
-from raydp_parallel.measures import LABELS, MEASURES, Kind, readings
+from raydp_parallel.measures import LABELS, MEASURES, Kind, News
 from raydp_parallel.reporter import Report, Reporter, Sink
 from raydp_parallel.status import Driver, entry
 from raydp_parallel.trace import TraceFile
@@ -70,27 +70,18 @@ class Metrics:
     """
 
     def __init__(self, addresses: Mapping[str, str]) -> None:
-        self._addresses = addresses
+        self._news = News(addresses)
         kinds = {Kind.COUNTER: Counter, Kind.GAUGE: Gauge}
         self._metrics = {m.name: kinds[m.kind](m.name, m.description, tag_keys=(*LABELS, *m.labels)) for m in MEASURES}
-        self._then: dict[tuple[str, tuple[str, ...]], float] = {}
         self._session = global_worker.core_worker  # type: ignore[attr-defined]
 
     def take(self, report: Report) -> None:
         """Add what is new."""
         if not global_worker.connected or global_worker.core_worker is not self._session:  # type: ignore[attr-defined]
             return
-        for measure, labels, value in readings(report, self._addresses):
-            metric = self._metrics[measure.name]
-            key = measure.name, tuple(labels.values())
-            then = self._then.get(key)
-            if value == then:
-                continue
-            if measure.kind is Kind.COUNTER and value < (then or 0.0):
-                continue  # time that was waited turned out to be work: the counter stands until the sum is there again
-            self._then[key] = value
+        for measure, labels, value in self._news.of(report):
             # Not inc(), which refuses 0: a counter that begins at 0 shows its first step as one.
-            metric._record(value - (then or 0.0) if measure.kind is Kind.COUNTER else value, labels)
+            self._metrics[measure.name]._record(value, labels)
 
 
 class Post:
