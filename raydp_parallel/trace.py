@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,8 +28,7 @@ class TraceFile:
 
     def __init__(self, folder: str, name: str) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        self.path = Path(folder) / f"{name.replace('/', '-')}-{os.getpid()}.trace.json"
-        self.path.write_text("[\n", encoding="utf-8")
+        self.path = _begin(Path(folder), f"{name.replace('/', '-')}-{os.getpid()}")
         self._named: set[int] = set()
 
     def take(self, report: Report) -> None:
@@ -40,6 +41,16 @@ class TraceFile:
             file.writelines(json.dumps(event) + ",\n" for event in events(report.traced))
             if report.last:
                 file.write(json.dumps(_row_name(_DRIVER, "driver")) + "\n]\n")
+
+
+def _begin(folder: Path, name: str) -> Path:
+    """A new file. Of that name there is one after the cluster was left, or from another machine's same process."""
+    for number in itertools.count(1):
+        path = folder / f"{name}{f'~{number}' if number > 1 else ''}.trace.json"
+        with contextlib.suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
+            file.write("[\n")
+            return path
+    raise AssertionError("numbers do not end")
 
 
 def events(calls: Iterable[CallSpan]) -> Iterator[dict[str, Any]]:

@@ -30,3 +30,12 @@ def test_the_file_is_json_at_the_end_and_readable_before(tmp_path: Path) -> None
     whole = json.loads(file.path.read_text())
     rows = {event["args"]["name"] for event in whole if event["ph"] == "M"}
     assert rows == {"driver", "replica 0 on 0 (cuda:0), pid 4711", "replica 1 on 1 (cuda:0), pid 4712"}
+
+
+def test_a_trace_that_is_there_is_not_written_over(tmp_path: Path) -> None:
+    """After the cluster was left the same executor, in the same process, begins another."""
+    one, other = TraceFile(str(tmp_path), "train"), TraceFile(str(tmp_path), "train")
+    one.take(report())
+    other.take(report())
+    assert one.path != other.path
+    assert len(one.path.read_text()) == len(other.path.read_text()) > 100
