@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
@@ -24,6 +25,9 @@ log = logging.getLogger("raydp_parallel")
 
 TURN = 0.2
 """Seconds that Ray is waited for at a time: inside, it looks for Ctrl-C once a second only."""
+
+_OWN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""What this process, or its machine, has not got: no sign of a death."""
 
 _FRAME = 1 << 15
 """Bytes that a socket takes in whether or not anybody reads."""
@@ -55,6 +59,8 @@ class Pending:
         try:
             return self.door.opened(answer)
         except OSError as error:
+            if error.errno in _OWN:
+                raise  # other replicas would seem to die of it, too
             return Death(f"its memory is gone: {error}")  # it ended right behind its answer
 
     def give_up(self) -> None:
