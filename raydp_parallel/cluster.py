@@ -137,6 +137,8 @@ class RayCrew:
                 doors[place] = door
             refs = {place: door.actor.hello.remote() for place, door in doors.items()}
             late = self._await(list(refs.values()), cancelled)
+            if late and cancelled is not None and cancelled():
+                raise PlacementError("nobody waits for this start any more")  # perhaps the cluster is gone: ask nothing
             if late:
                 raise self._not_placed(places, [place for place, ref in refs.items() if ref in late])
             hellos = {place: ray.get(ref) for place, ref in refs.items()}
@@ -158,9 +160,16 @@ class RayCrew:
         late = refs
         with Waiting("replicas to be placed, and to import torch", len(refs)) as tell:
             while late and (left := deadline - time.monotonic()) > 0 and not (cancelled is not None and cancelled()):
-                _, late = ray.wait(refs, num_returns=len(refs), timeout=min(left, TURN))
-                if cancelled is None:  # nobody waits for what is started behind the scenes
+                turn = min(left, TURN)
+                if cancelled is None:
+                    _, late = ray.wait(refs, num_returns=len(refs), timeout=turn)
                     tell(len(refs) - len(late))
+                else:
+                    # Nobody waits for what is started behind the scenes. Not inside of Ray: who leaves the cluster
+                    # while a thread is in there finds his process ended.
+                    time.sleep(turn / 4)
+                    if not cancelled():
+                        _, late = ray.wait(refs, num_returns=len(refs), timeout=0)
         return late
 
     def _meet(self, door: RemoteDoor, hello: Hello) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from raydp_parallel.crew import Crew, Death, Place
-from raydp_parallel.errors import ClusterError, ParallelError, PlacementError, RestartsSpent
+from raydp_parallel.errors import ClusterError, ExecutorClosed, ParallelError, PlacementError, RestartsSpent
 from raydp_parallel.messages import Hello
 from raydp_parallel.options import Options
 
@@ -108,18 +108,27 @@ class Respawner:
         """
 
         def settled() -> bool:
-            return any(p in self._arrived for p in places) or not any(p in self._working for p in places)
+            coming = not self._ended.is_set() and any(p in self._working for p in places)
+            return any(p in self._arrived for p in places) or not coming
 
         timeout = self._options.placement_timeout
         with self._changed:
             self._changed.wait_for(settled, timeout)
+            if self._ended.is_set():
+                raise ExecutorClosed("this executor was closed while a call waited for a new replica")
             if not any(place in self._arrived for place in places):
                 late = PlacementError(f"all replicas died, and no new one started in placement_timeout={timeout:g} s")
                 raise next((self._problems[place] for place in places if place in self._problems), late)
 
+    def end(self) -> None:
+        """Start nothing any more, and wait for nothing."""
+        self._ended.set()
+        with self._changed:
+            self._changed.notify_all()
+
     def stop(self) -> None:
         """Start nothing any more, and end what started too late. May be called twice."""
-        self._ended.set()
+        self.end()
         with self._changed:
             working = [*self._working.values()]
         for thread in working:
@@ -183,10 +192,12 @@ class Respawner:
             self._book()
             begun = time.monotonic()
             try:
-                found = self._crew.start([place], self._ended.is_set)
+                found = self._crew.start([place], self._hopeless)
             except PlacementError as error:
                 if self._ended.is_set():
                     return None
+                if not self._crew.alive():
+                    raise ClusterError(_LEFT) from error
                 self._problems[place] = error
                 self._in_vain[place] = pauses + 1
                 log.warning("no replica for device %s yet, which is tried again: %s", place.device_id, error)
@@ -196,6 +207,10 @@ class Respawner:
             log.info("a new replica for device %s (pid %d) started in %.1f s", place.device_id, hello.pid, seconds)
             self._problems.pop(place, None)
             return Arrival(door, hello)
+
+    def _hopeless(self) -> bool:
+        """Whether a start is to be left: asked of Ray after its end, anything would start another cluster."""
+        return self._ended.is_set() or not self._crew.alive()
 
     def _book(self) -> None:
         """Count a start, if the hour allows one more."""

@@ -102,7 +102,8 @@ class Roster:
             return
         started = self.crew.start(away)
         for place, (door, hello) in started.items():
-            self._seat(place, door, hello)
+            again = place in self.seats and self.seats[place].state is State.DEAD
+            self._count(self._seat(place, door, hello), again)
         found = [(seat.place.number, seat.hello) for place, seat in self.seats.items() if place in wanted]
         devices.check_balance([(number, hello) for number, hello in found if hello is not None and hello.memory])
 
@@ -114,8 +115,11 @@ class Roster:
             home = self._seat(place, door, hello)
             for seat in self.ready():
                 seat.dismiss(home)
-            home.tally.respawns += 1
-            self.totals.respawns += 1
+            self._count(home, True)
+
+    def _count(self, seat: Seat, again: bool) -> None:
+        seat.tally.respawns += again
+        self.totals.respawns += again
 
     def _seat(self, place: Place, door: Any, hello: Hello) -> Seat:
         seat = self.seats.setdefault(place, Seat(place, len(self.seats)))
@@ -165,13 +169,20 @@ class Roster:
                 self._respawner.replace(Loss(seat.place, str(seat), seat.door, method, death, seat.answered))
         return error
 
+    def release(self) -> None:
+        """Start nobody any more. Who waits for a new replica, with the lock in his hand, is told so."""
+        if self._respawner is not None:
+            self._respawner.end()
+
     def close(self) -> None:
         """End everybody."""
         self.closed = True
-        if self._respawner is not None:
-            self._respawner.stop()
-        if self._crew is not None:
-            self._crew.stop([seat.door for seat in self.ready()])
-            self._crew.link.close()
-        for seat in self.seats.values():
-            seat.state = State.CLOSED
+        try:
+            if self._respawner is not None:
+                self._respawner.stop()
+        finally:
+            if self._crew is not None:
+                self._crew.stop([seat.door for seat in self.ready()])
+                self._crew.link.close()
+            for seat in self.seats.values():
+                seat.state = State.CLOSED

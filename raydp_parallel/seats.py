@@ -79,7 +79,8 @@ class Seat:
         """Tell once more what may not have arrived; hearing it twice does no harm."""
         if told is not None:
             self._graphs.extend(told.graphs)
-            self._models.extend(told.models)
+            # Not what was sent anew since: its name is in use again.
+            self._models.extend(name for name in told.models if name not in self.held)
 
     def drop_graph(self, key: int, incarnation: int) -> None:
         """Let go of a graph; told with the next call."""
@@ -100,11 +101,11 @@ class Seat:
 
     def drop_model(self, model: int) -> None:
         """Let go of a model; told with the next call."""
-        self._drop([name for name in self.held if name % _GUESTS == model])
+        self._drop([name for name in [*self.held] if name % _GUESTS == model])
 
     def dismiss(self, home: Seat) -> None:
         """Let go of what was kept for another seat, which needs nobody to stand in any more."""
-        self._drop([name for name in self.held if name // _GUESTS == home.index + 1])
+        self._drop([name for name in [*self.held] if name // _GUESTS == home.index + 1])
 
     def _drop(self, names: list[int]) -> None:
         for name in names:

@@ -1,0 +1,156 @@
+"""What happens around the start of a new replica, with replicas in this process: who waits, who leaves, who counts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from harness import raised
+from torch import nn
+
+from raydp_parallel import ClusterError, DataParallel, Executor, ExecutorClosed, Options, ReplicaDied, roster
+from raydp_parallel.crew import Death, Place, Task
+from raydp_parallel.errors import PlacementError
+from raydp_parallel.links import Packet
+from raydp_parallel.local import Answered, LocalCrew
+from raydp_parallel.messages import Hello
+
+PLACES = ["cpu", "cpu"]
+X = torch.ones(4, 4)
+
+
+class MortalCrew(LocalCrew):
+    """Replicas that can die, and starts that can be held."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        self.dead: list[Any] = []
+        self.stopped: list[Any] = []
+        self.holds = self.left = False
+        self.held = threading.Event()
+
+    def alive(self) -> bool:
+        return not self.left
+
+    def start(
+        self, places: Sequence[Place], cancelled: Callable[[], bool] | None = None
+    ) -> dict[Place, tuple[Any, Hello]]:
+        while self.holds:
+            self.held.set()
+            time.sleep(0.005)
+            if cancelled is not None and cancelled():
+                raise PlacementError("nobody waits for this start any more")
+        return super().start(places)
+
+    def submit(
+        self, door: Any, method: str, header: bytes, beside: Sequence[Packet], task: Task | None = None
+    ) -> Answered:
+        return Answered(Death("killed")) if door in self.dead else super().submit(door, method, header, beside, task)
+
+    def stop(self, doors: Sequence[Any]) -> None:
+        self.stopped += doors
+
+
+def make(**options: Any) -> tuple[Executor, MortalCrew, Any]:
+    """An executor, its crew and a model."""
+    executor = Executor(PLACES, options=Options(in_process=True, **options))
+    crew: Any = executor._roster.crew
+    return executor, crew, DataParallel(nn.Linear(4, 2), executor=executor)
+
+
+def doors(executor: Executor) -> list[Any]:
+    """What calls to its replicas go through."""
+    return [seat.door for seat in executor._roster.seats.values()]
+
+
+@pytest.fixture(autouse=True)
+def mortal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Crews of this file."""
+    monkeypatch.setattr(roster, "LocalCrew", MortalCrew)
+    yield
+
+
+def test_close_does_not_wait_for_a_call_that_waits_for_a_replica() -> None:
+    """All are dead, the next is on its way, and a thread holds the lock meanwhile: it hears of the end at once."""
+    executor, crew, model = make()
+    model(X)
+    crew.dead, crew.holds = doors(executor), True
+    errors: list[BaseException] = []
+    thread = threading.Thread(target=lambda: errors.append(raised(lambda: model(X))), daemon=True)
+    thread.start()
+    assert crew.held.wait(10)
+    begun = time.monotonic()
+    executor.close()
+    assert time.monotonic() - begun < 5
+    thread.join(10)
+    assert [type(error) for error in errors] == [ExecutorClosed]
+    assert not [thread for thread in threading.enumerate() if thread.name == "raydp-respawn"]
+
+
+def test_ctrl_c_while_it_closes_leaves_no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second `close` does nothing, so the first has to do it all."""
+    for what in ("_stop_reports", "_roster._respawner.stop"):
+        executor, crew, model = make()
+        model(X)
+
+        def interrupted() -> None:
+            raise KeyboardInterrupt
+
+        owner: Any = executor if what == "_stop_reports" else executor._roster._respawner
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, what.rpartition(".")[2], interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                executor.close()
+        assert crew.stopped == doors(executor)
+        assert [info.state for info in executor.replicas()] == ["closed", "closed"]
+
+
+def test_a_start_is_left_with_its_cluster() -> None:
+    """It asks nothing more: asked after its end, Ray would start another cluster, that nobody wants."""
+    executor, crew, model = make()
+    model(X)
+    crew.dead, crew.holds = doors(executor)[1:], True
+    model(X)
+    assert crew.held.wait(10)
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "raydp-respawn"]
+    crew.left = True
+    thread.join(10)
+    assert not thread.is_alive()
+    respawner: Any = executor._roster._respawner
+    assert [type(error) for error in respawner._problems.values()] == [ClusterError]
+    assert model(X).shape == (4, 2)  # with a crew of the next cluster
+    executor.close()
+
+
+def test_a_replica_that_is_replaced_by_the_next_call_counts_too() -> None:
+    """As those that are replaced behind the scenes."""
+    executor, crew, model = make(on_fault="raise")
+    model(X)
+    crew.dead = doors(executor)[1:]
+    with pytest.raises(ReplicaDied):
+        model(X)
+    model(X)
+    stats = executor.stats()
+    assert (stats.deaths, stats.respawns, [r.respawns for r in stats.replicas]) == (1, 1, [0, 1])
+    executor.close()
+
+
+def test_a_name_that_is_in_use_again_is_not_forgotten() -> None:
+    """Who gives up a call tells again what it had told; of a model that was sent anew since, nothing."""
+    executor, _, model = make()
+    model(X)
+    seat = executor.seats(PLACES)[0]
+    (name,) = seat.held
+    seat.drop_model(name)
+    told = seat.forget()
+    model(X)
+    assert told is not None and seat.held[name]
+    seat.forget_again(told)
+    again = seat.forget()
+    assert again is not None and again.models == ()
+    assert model(X).shape == (4, 2)
+    executor.close()
