@@ -18,10 +18,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the chosen link the default."""
+    """Make the chosen link the default; and one thread in each replica, as in the tests' own computations."""
     from raydp_parallel import Options
 
-    Options.__init__.__kwdefaults__["link"] = config.getoption("--link")
+    Options.__init__.__kwdefaults__.update(link=config.getoption("--link"), threads=1)
     # A shell starts what runs in the background with SIGINT ignored, and tests of Ctrl-C would wait for ever.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "copies: about the copies of small tensors, which --link shared does without")
@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
-    """A running Ray node with 1 CPU, so that replicas compute with one thread, and 2 fake GPUs."""
+    """A running Ray node with 2 fake GPUs."""
     start_ray()
     yield
     stop_ray()
@@ -49,7 +49,8 @@ def start_ray(**options: object) -> None:
 
     if not ray.is_initialized():
         fixed = {"address": "local", "include_dashboard": False, "log_to_driver": False}
-        settings = {**fixed, "num_cpus": 1, "num_gpus": 2, **options}
+        # Ray starts so many processes at a time as it has CPUs.
+        settings = {**fixed, "num_cpus": 4, "num_gpus": 2, **options}
         ray.init(**settings)  # type: ignore[arg-type]
 
 
