@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,3 +96,9 @@ class LocalCrew:
 
     def stop(self, doors: Sequence[Any]) -> None:
         """Replicas in this process end with their last reference."""
+
+    def release(self, places: Collection[Place] | None = None) -> None:
+        """Nothing is held."""
+
+    def leaving(self) -> Collection[str]:
+        return ()
