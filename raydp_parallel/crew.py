@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from raydp_parallel.links import Link, Packet
-from raydp_parallel.messages import Hello
+from raydp_parallel.messages import Hello, Package
 
 DeviceId = int | str
 """A logical GPU of the cluster, or ``"cpu"``."""
@@ -78,6 +78,9 @@ class Crew(Protocol):
 
     def stop(self, doors: Sequence[Any]) -> None:
         """End replicas, at once."""
+
+    def teach(self, package: Package, doors: Sequence[Any]) -> bool:
+        """Give modules to replicas, and to those that start later; False if they have them already."""
 
     def release(self, places: Collection[Place] | None = None) -> None:
         """Let go of what some places hold of the cluster, by default all."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from raydp_parallel import cluster, telemetry
+from raydp_parallel import cluster, sources, telemetry
 from raydp_parallel.actor import unseal
 from raydp_parallel.books import Books
 from raydp_parallel.crew import Death, DeviceId, Place, device_id, places
@@ -183,6 +183,15 @@ class Executor:
                 other calls have ended.
         """
         return Dispatch(self._roster, jobs).run(meanwhile)
+
+    def teach(self, answers: Sequence[Answer]) -> bool:
+        """Send modules that replicas could not import, and that only this process has; whether to call them again."""
+        names = {name for answer in answers if (name := sources.missing(answer.reply.failure)) is not None}
+        packages = [package for name in names if (package := sources.pack(name)) is not None]
+        with self._roster.lock:
+            doors = [seat.door for seat in self._roster.ready()]
+            taught = [self._roster.crew.teach(package, doors) for package in packages]
+            return any(taught)
 
     def threads(self, chunks: int) -> int | None:
         """Torch's threads for each of so many chunks on CPUs."""

@@ -15,7 +15,7 @@ import torch
 from raydp_parallel.actor import Door, link_for
 from raydp_parallel.crew import Death, Place, Task
 from raydp_parallel.links import Link, Packet
-from raydp_parallel.messages import Hello
+from raydp_parallel.messages import Hello, Package
 from raydp_parallel.options import Options
 
 
@@ -96,6 +96,9 @@ class LocalCrew:
 
     def stop(self, doors: Sequence[Any]) -> None:
         """Replicas in this process end with their last reference."""
+
+    def teach(self, package: Package, doors: Sequence[Any]) -> bool:
+        return False
 
     def release(self, places: Collection[Place] | None = None) -> None:
         """Nothing is held."""

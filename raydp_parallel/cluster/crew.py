@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from raydp_parallel.cluster.nodes import booked, draining, for_cpus, nodes
 from raydp_parallel.crew import Death, Ending, Place, Task
 from raydp_parallel.errors import PlacementError
 from raydp_parallel.links import Arena, Link, Packet, shared
-from raydp_parallel.messages import Hello
+from raydp_parallel.messages import Hello, Package
 from raydp_parallel.naming import Names
 from raydp_parallel.options import Options
 from raydp_parallel.progress import Waiting
@@ -57,6 +58,8 @@ class RayCrew:
         self._groups = Groups(names.executor, options)
         self._leaving: frozenset[str] = frozenset()
         self._look = 0.0
+        self._taught: dict[str, Any] = {}
+        self._teaching = threading.Lock()
 
     def alive(self) -> bool:
         # Asked with every call: what Ray's own is_initialized() reads, without the way there.
@@ -85,6 +88,9 @@ class RayCrew:
             hellos = {place: ray.get(ref) for place, ref in refs.items()}
             for place, hello in hellos.items():
                 self._meet(doors[place], hello)
+            with self._teaching:
+                known = [*self._taught.values()]
+            ray.get([door.actor.learn.remote(package) for door in doors.values() for package in known])
             return {place: (doors[place], hello) for place, hello in hellos.items()}
         except ray.exceptions.RayError as error:
             self._undo(holds, doors)
@@ -204,6 +210,15 @@ class RayCrew:
             door.end()
             if self.alive():
                 ray.kill(door.actor)
+
+    def teach(self, package: Package, doors: Sequence[Any]) -> bool:
+        with self._teaching:
+            if package.name in self._taught:
+                return False
+            self._taught[package.name] = ray.put(package)
+        log.info("replicas cannot import %s: its files are sent to them", package.name)
+        ray.get([door.actor.learn.remote(self._taught[package.name]) for door in doors])
+        return True
 
     def release(self, places: Collection[Place] | None = None) -> None:
         if self.alive():

@@ -54,8 +54,8 @@ class Hold(NamedTuple):
     def strategy(self) -> Any:
         """How Ray is told to start a process there."""
         if self.group is None:
-            # Soft: a node that has just gone is no reason to fail.
-            return NodeAffinitySchedulingStrategy(self.node, soft=True)
+            # Not soft: then Ray takes any node for what needs nothing (seen with 2.60).
+            return NodeAffinitySchedulingStrategy(self.node, soft=False)
         return PlacementGroupSchedulingStrategy(self.group, self.bundle)
 
 
@@ -141,9 +141,7 @@ class Groups:
         while True:
             machines = nodes()
             planned = plan(places, machines, self._options)
-            beyond = any(p.kind == "gpu" and p.number >= len(homes(machines, self._options)) for p in places)
-            good = len(planned) == len(places) and at_home(planned, machines, self._options)
-            if good or beyond or time.monotonic() >= until:
+            if at_home(places, planned, homes(machines, self._options)) or time.monotonic() >= until:
                 return planned
             time.sleep(5 * _LOOK)
 

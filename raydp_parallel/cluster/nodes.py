@@ -125,10 +125,9 @@ def in_order(found: Mapping[Place, T], rank: Callable[[T], int]) -> dict[Place, 
     return {**found, **dict(zip(gpus, sorted((found[place] for place in gpus), key=rank), strict=True))}
 
 
-def at_home(found: Mapping[Place, str], machines: Sequence[Node], options: Options) -> bool:
-    """Whether every GPU replica is where its number says."""
-    known = homes(machines, options)
-    return all(known[p.number : p.number + 1] == [node] for p, node in found.items() if p.kind == "gpu")
+def at_home(places: Sequence[Place], found: Mapping[Place, str], known: Sequence[str]) -> bool:
+    """Whether every GPU replica whose number the cluster has is where that says."""
+    return all(found.get(p) == known[p.number] for p in places if p.kind == "gpu" and p.number < len(known))
 
 
 def all_gpus(options: Options) -> list[int]:
