@@ -1,4 +1,4 @@
-"""Run by test_cluster.py in its own process: a head without CPUs and GPUs, the driver on it, and nodes that come and go.
+"""Run by test_cluster.py in its own process: a head without CPUs and GPUs, the driver on it, nodes that come and go.
 
 Nodes are all on this machine here. What they do not share is refused to them: memory, because there are several, and
 the modules of the driver, by a path that only the driver has.
@@ -265,7 +265,7 @@ def chosen(cluster: Cluster, net: nn.Module) -> None:
         assert nodes_of(executor) == [node.node_id] * 2
         model = DataParallel(copy.deepcopy(net), executor=executor)
         assert model(torch.ones(4, 8)).shape == (4, 2)
-        other = cluster.add_node(num_cpus=1, num_gpus=1, resources={"special": 0.5}, labels={"zone": "c"})
+        other = cluster.add_node(num_cpus=1, num_gpus=1, resources={"special": 1}, labels={"zone": "c"})
         assert executor.grow() == 2 and executor.device_ids == [0, 1, 2, 3]
         assert sorted(nodes_of(executor)[2:]) == [other.node_id] * 2
         assert DataParallel(net, executor=executor).device_ids == [0, 1, 2, 3] and model.device_ids == [0, 1]
@@ -275,9 +275,7 @@ def chosen(cluster: Cluster, net: nn.Module) -> None:
 def main() -> None:
     """Everything in one cluster, for starting one takes long."""
     torch.set_num_threads(1)
-    cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "num_gpus": 0, "include_dashboard": False}
-    )
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "num_gpus": 0, "include_dashboard": False})
     for _ in range(2):
         cluster.add_node(num_cpus=1, num_gpus=1)
     ray.init(address=cluster.address, log_to_driver=False)

@@ -16,7 +16,7 @@ from raydp_parallel.actor import link_for, shared_link
 from raydp_parallel.cluster.groups import Groups, Hold
 from raydp_parallel.cluster.holders import no_room
 from raydp_parallel.cluster.joining import connect
-from raydp_parallel.cluster.nodes import booked, draining, for_cpus, nodes
+from raydp_parallel.cluster.nodes import booked, draining, for_cpus, living, nodes
 from raydp_parallel.crew import Death, Ending, Place, Task
 from raydp_parallel.errors import PlacementError
 from raydp_parallel.links import Arena, Link, Packet, shared
@@ -82,9 +82,9 @@ class RayCrew:
             for place, door in self._create({place: holds[place] for place in places if place in holds}):
                 doors[place] = door
             refs = {place: door.actor.hello.remote() for place, door in doors.items()}
-            late = self._await(list(refs.values()), deadline, cancelled)
+            late = self._await(list(refs.values()), holds, deadline, cancelled)
             if late:
-                raise self._not_started([place for place, ref in refs.items() if ref in late])
+                raise self._not_started({place: holds[place].node for place, ref in refs.items() if ref in late})
             hellos = {place: ray.get(ref) for place, ref in refs.items()}
             for place, hello in hellos.items():
                 self._meet(doors[place], hello)
@@ -105,19 +105,26 @@ class RayCrew:
         self.stop(list(doors.values()))
         self.release(holds)
 
-    def _not_started(self, late: Sequence[Place]) -> PlacementError:
+    def _not_started(self, late: Mapping[Place, str]) -> PlacementError:
+        which = f"the replicas for device_ids {[place.device_id for place in late]} were placed, but"
+        lost = {*late.values()} - living()
+        if lost:
+            return PlacementError(f"{which} nodes ended meanwhile: {', '.join(node[:8] for node in sorted(lost))}")
         return PlacementError(
-            f"the replicas for device_ids {[p.device_id for p in late]} were placed, but did not start within "
-            f"placement_timeout={self._options.placement_timeout:g} s; the logs of their processes, in Ray's session "
-            "folder, may say why"
+            f"{which} did not start within placement_timeout={self._options.placement_timeout:g} s; the logs of their "
+            "processes, in Ray's session folder, may say why"
         )
 
-    def _await(self, refs: list[Any], deadline: float, cancelled: Callable[[], bool] | None) -> list[Any]:
+    def _await(
+        self, refs: list[Any], holds: Mapping[Place, Hold], deadline: float, cancelled: Callable[[], bool] | None
+    ) -> list[Any]:
         """Wait until all are there; returns those that are late. In short turns, between which Ctrl-C is heard."""
         late = refs
         with Waiting("replicas to start, and to import torch", len(refs)) as tell:
             while late and (left := deadline - time.monotonic()) > 0 and not (cancelled is not None and cancelled()):
                 _, late = ray.wait(refs, num_returns=len(refs), timeout=min(left, TURN))
+                if late and not living().issuperset(hold.node for hold in holds.values()):
+                    break
                 if cancelled is None:  # nobody waits for what is started behind the scenes
                     tell(len(refs) - len(late))
         return late

@@ -1,19 +1,21 @@
 """What places hold of the cluster: Ray's placement groups.
 
 [Note: groups]
-If all replicas that start together fit into what is free now, each gets a group of its own, tied to the node that it
-was planned for. Else they wait as one group, tied to no node: Ray places it as a whole or not at all, so that two
-programs never wait for each other's half, and its autoscaler knows the whole demand. In either case a group is there
-before any process starts, and outlives the process: nobody else gets the GPU while a successor starts. What was held
-on a node that ended, or is about to, is let go of, and the place gets another group. One group for a whole executor
-could not do that: Ray neither frees a part of a group nor adds to it, and a part that is tied to a lost node never
-comes back.
+Each replica has a group of its own, tied to the node that it was planned for. It is there before the process starts,
+and outlives it: nobody else gets the GPU while a successor starts. What was held on a node that ended, or is about to,
+is let go of, and the place gets another group. One group for a whole executor could not do that: Ray neither frees a
+part of a group nor adds to it, and what was lost with several nodes comes back together or not at all.
+
+Where there is no room for all, they wait as one group that is tied to no node. Ray places it as a whole or not at all,
+so that two programs do not wait for each other's half, and its autoscaler knows the whole demand. Once it is placed,
+groups of their own take its place; who was faster is waited for again.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -59,6 +61,18 @@ class Hold(NamedTuple):
         return PlacementGroupSchedulingStrategy(self.group, self.bundle)
 
 
+class Made(NamedTuple):
+    """A group that was asked for.
+
+    Attributes:
+        group: The group.
+        places: Whose its bundles are.
+    """
+
+    group: PlacementGroup
+    places: tuple[Place, ...]
+
+
 class Groups:
     """The holds of an executor's places.
 
@@ -70,6 +84,7 @@ class Groups:
     def __init__(self, name: str, options: Options) -> None:
         self._name = name
         self._options = options
+        self._elastic = options.elastic
         self._holds: dict[Place, Hold] = {}
         self._lock = threading.Lock()  # replicas are also started behind the scenes
         if options.label_selector and not _BY_LABEL:
@@ -101,7 +116,7 @@ class Groups:
     def _kept(self, places: Sequence[Place], machines: Sequence[Node]) -> dict[Place, Hold]:
         """What places hold from before, where the node is still there."""
         there = {node.id for node in machines}
-        old = {place: self._holds[place] for place in places if place in self._holds}
+        old = {place: hold for place in places if (hold := self._holds.get(place)) is not None}
         gone = {place for place, hold in old.items() if hold.group is None or hold.node not in there}
         self.release(gone)
         return {place: hold for place, hold in old.items() if place not in gone}
@@ -110,29 +125,47 @@ class Groups:
         self, places: Sequence[Place], deadline: float, cancelled: Callable[[], bool] | None
     ) -> dict[Place, Hold]:
         planned = self._plan(places, deadline)
-        fits_now = len(planned) == len(places) or (self._options.elastic and bool(planned))
-        made = self._singles(planned) if fits_now else self._together(places)
+        with Waiting(_room, len(places), level=logging.WARNING) as tell:
+
+            def over() -> bool:
+                if cancelled is None:  # nobody waits for what is started behind the scenes
+                    tell(0)
+                return time.monotonic() >= deadline or (cancelled is not None and cancelled())
+
+            while not over():
+                if len(planned) == len(places) or (self._elastic and planned):
+                    made = [self._make({place: node}) for place, node in planned.items()]
+                    if found := self._wait(made, over, most=_RACE):
+                        return found
+                # Where one is enough to start with, none waits for the others.
+                ticket = [{place: ""} for place in places] if self._elastic else [dict.fromkeys(places, "")]
+                found = self._wait([self._make(part) for part in ticket], over, enough=1)
+                if self._elastic and found:
+                    return found
+                planned = {place: hold.node for place, hold in found.items()}
+                self._remove({hold.group for hold in found.values() if hold.group is not None})
+        return {}
+
+    def _wait(
+        self, made: Sequence[Made], over: Callable[[], bool], enough: int | None = None, most: float = math.inf
+    ) -> dict[Place, Hold]:
+        """What some groups got, once enough of them are there, by default all; the others are let go of."""
+        ready: list[Made] = []
         begun = time.monotonic()
         try:
-            with Waiting(_room, len(places), level=logging.WARNING) as tell:
-                while (left := deadline - time.monotonic()) > 0 and not (cancelled is not None and cancelled()):
-                    ready = [group for group in made if _is_made(group)]
-                    if len(ready) == len(made) or (ready and self._options.elastic):
-                        self._remove([group for group in made if group not in ready])
-                        return _holds({group: made[group] for group in ready})
-                    waited = time.monotonic() - begun
-                    if fits_now and waited > _RACE:
-                        fits_now = False
-                        self._remove(made)
-                        made = self._together(places)
-                    if cancelled is None:  # nobody waits for what is started behind the scenes
-                        tell(len(ready))
-                    time.sleep(min(left, _LOOK if waited < 1 else 10 * _LOOK))
+            while len(ready := [m for m in made if _is_there(m.group)]) < (enough or len(made)):
+                waited = time.monotonic() - begun
+                if over() or waited > most:
+                    break
+                time.sleep(_LOOK if waited < 1 else 10 * _LOOK)
+            if len(ready) < len(made) and not self._elastic:
+                ready = []
+            return _holds(ready)
         except BaseException:
-            self._remove(made)
+            ready = []
             raise
-        self._remove(made)
-        return {}
+        finally:
+            self._remove([m.group for m in made if m not in ready])
 
     def _plan(self, places: Sequence[Place], deadline: float) -> dict[Place, str]:
         """Where there is room now, at home if that gets free in a moment."""
@@ -145,28 +178,22 @@ class Groups:
                 return planned
             time.sleep(5 * _LOOK)
 
-    def _singles(self, planned: Mapping[Place, str]) -> dict[PlacementGroup, list[Place]]:
-        return {self._make([place], {"ray.io/node-id": node}): [place] for place, node in planned.items()}
-
-    def _together(self, places: Sequence[Place]) -> dict[PlacementGroup, list[Place]]:
-        # Where one is enough to start with, none waits for the others.
-        parts = [[place] for place in places] if self._options.elastic else [[*places]]
-        return {self._make(part, {}): part for part in parts}
-
-    def _make(self, places: Sequence[Place], where: Mapping[str, str]) -> Any:
-        labels = {**self._options.label_selector, **where}
-        by_label = {"bundle_label_selector": [labels for _ in places]} if labels and _BY_LABEL else {}
-        bundles = [booked(place.kind, self._options) for place in places]
-        numbers = ",".join(str(place.device_id) for place in places)
-        return placement_group(bundles, "PACK", name=f"raydp:{self._name}:{numbers}", **by_label)
+    def _make(self, wanted: Mapping[Place, str]) -> Made:
+        """A group for some places, tied to their nodes if those are named."""
+        labels = [
+            {**self._options.label_selector, **({"ray.io/node-id": node} if node else {})} for node in wanted.values()
+        ]
+        by_label = {"bundle_label_selector": labels} if _BY_LABEL and any(labels) else {}
+        bundles = [booked(place.kind, self._options) for place in wanted]
+        numbers = ",".join(str(place.device_id) for place in wanted)
+        return Made(placement_group(bundles, "PACK", name=f"raydp:{self._name}:{numbers}", **by_label), (*wanted,))
 
     def release(self, places: Collection[Place] | None = None) -> None:
         """Let go of what some places hold, by default all."""
         with self._lock:
             wanted = [*(self._holds if places is None else places)]
             gone = [self._holds.pop(place) for place in wanted if place in self._holds]
-            used = {hold.group.id for hold in self._holds.values() if hold.group is not None}
-        self._remove([hold.group for hold in gone if hold.group is not None and hold.group.id not in used])
+        self._remove([hold.group for hold in gone if hold.group is not None])
 
     @staticmethod
     def _remove(groups: Collection[PlacementGroup]) -> None:
@@ -174,16 +201,16 @@ class Groups:
             remove_placement_group(group)
 
 
-def _is_made(group: PlacementGroup) -> bool:
+def _is_there(group: PlacementGroup) -> bool:
     return bool(placement_group_table(group).get("state") == "CREATED")
 
 
-def _holds(made: Mapping[PlacementGroup, Sequence[Place]]) -> dict[Place, Hold]:
-    """What the groups got, handed out in the order of nodes."""
+def _holds(made: Sequence[Made]) -> dict[Place, Hold]:
+    """What groups got, handed out in the order of nodes."""
     found = {
-        places[bundle]: Hold(group, bundle, node)
-        for group, places in made.items()
-        for bundle, node in sorted(placement_group_table(group)["bundles_to_node_id"].items())
+        m.places[bundle]: Hold(m.group, bundle, node)
+        for m in made
+        for bundle, node in sorted(placement_group_table(m.group)["bundles_to_node_id"].items())
     }
     rank = {node.id: number for number, node in enumerate(nodes())}
     return in_order(found, lambda hold: rank.get(hold.node, len(rank)))

@@ -54,6 +54,11 @@ def nodes() -> list[Node]:
     return sorted(found, key=lambda node: (node.id != here, node.id))
 
 
+def living() -> frozenset[str]:
+    """All nodes that have not ended, by id."""
+    return frozenset(node["NodeID"] for node in ray.nodes() if node["Alive"])
+
+
 def _node(entry: Mapping[str, Any], free: Mapping[str, float]) -> Node:
     return Node(entry["NodeID"], entry["NodeManagerAddress"], entry["Resources"], free, entry.get("Labels") or {})
 
