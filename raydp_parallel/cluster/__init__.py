@@ -2,6 +2,6 @@
 
 from raydp_parallel.cluster.crew import RayCrew
 from raydp_parallel.cluster.joining import connect, disconnect
-from raydp_parallel.cluster.nodes import all_gpus, check_gpus, nodes
+from raydp_parallel.cluster.nodes import all_gpus, check_gpus
 
-__all__ = ["RayCrew", "all_gpus", "check_gpus", "connect", "disconnect", "nodes"]
+__all__ = ["RayCrew", "all_gpus", "check_gpus", "connect", "disconnect"]
