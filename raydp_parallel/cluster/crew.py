@@ -13,7 +13,7 @@ import ray
 from ray._private.worker import global_worker
 
 from raydp_parallel.actor import link_for, shared_link
-from raydp_parallel.cluster.groups import Groups, Hold
+from raydp_parallel.cluster.holds import Hold, Holds
 from raydp_parallel.cluster.holders import no_room
 from raydp_parallel.cluster.joining import connect
 from raydp_parallel.cluster.nodes import booked, draining, for_cpus, living, nodes
@@ -55,7 +55,7 @@ class RayCrew:
         self._told = False
         self.link = self._choose_link(len(machines))
         self._cores = int(min(node.total.get("CPU", 1) for node in computing))
-        self._groups = Groups(names.executor, options)
+        self._holds = Holds(names.executor, options)
         self._leaving: frozenset[str] = frozenset()
         self._look = 0.0
         self._taught: dict[str, Any] = {}
@@ -74,7 +74,7 @@ class RayCrew:
     ) -> dict[Place, tuple[Any, Hello]]:
         doors: dict[Place, RemoteDoor] = {}
         deadline = time.monotonic() + self._options.placement_timeout
-        holds = self._groups.claim(places, deadline, cancelled)
+        holds = self._holds.claim(places, deadline, cancelled)
         try:
             absent = [place for place in places if place not in holds]
             if absent and not (self._options.elastic and holds):
@@ -229,7 +229,7 @@ class RayCrew:
 
     def release(self, places: Collection[Place] | None = None) -> None:
         if self.alive():
-            self._groups.release(places)
+            self._holds.release(places)
 
     def leaving(self) -> frozenset[str]:
         now = time.monotonic()

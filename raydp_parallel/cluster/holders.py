@@ -118,7 +118,7 @@ def _holders() -> Iterator[_Holder]:
 
 
 def _named(group: str) -> str:
-    """A placement group, or the executor whose it is (`Groups` names it)."""
+    """A placement group, or the executor whose it is (`Holds` names it)."""
     ours = re.fullmatch(r"raydp:([^:]*):.*", group)
     return f"executor {ours[1]!r}" if ours else f"placement group {group!r}"
 

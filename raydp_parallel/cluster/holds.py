@@ -73,7 +73,7 @@ class Made(NamedTuple):
     places: tuple[Place, ...]
 
 
-class Groups:
+class Holds:
     """The holds of an executor's places.
 
     Args:
