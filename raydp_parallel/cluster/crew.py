@@ -13,8 +13,8 @@ import ray
 from ray._private.worker import global_worker
 
 from raydp_parallel.actor import link_for, shared_link
-from raydp_parallel.cluster.holds import Hold, Holds
 from raydp_parallel.cluster.holders import no_room
+from raydp_parallel.cluster.holds import Hold, Holds
 from raydp_parallel.cluster.joining import connect
 from raydp_parallel.cluster.nodes import booked, draining, for_cpus, living, nodes
 from raydp_parallel.crew import Death, Ending, Place, Task
