@@ -24,7 +24,7 @@ from raydp_parallel.messages import Hello, Package
 from raydp_parallel.naming import Names
 from raydp_parallel.options import Options
 from raydp_parallel.progress import Waiting
-from raydp_parallel.remote import TURN, Lost, Pending, RemoteDoor, in_short
+from raydp_parallel.remote import TURN, Lost, Pending, RemoteDoor, fetch, in_short
 
 log = logging.getLogger("raydp_parallel")
 
@@ -183,6 +183,7 @@ class RayCrew:
         start, timeout = time.monotonic(), self._options.call_timeout
         before: Counter[int] = Counter()
         results = []
+        fetch(pending, timeout)
         # All chunks end before anyone hears of the failure of one.
         for call in pending:
             before[id(call.door)] += 1  # a replica that runs several calls, one after the other, has time for each
