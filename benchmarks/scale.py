@@ -184,18 +184,27 @@ def times_table(load: Workload, machines: Machines) -> Table:
     return Table(f"a step, ms, by the model: {load.name}, {gbits:g} Gbit/s", ["replicas", *WAYS], rows)
 
 
-def hand_over_table(loads: Sequence[Workload], machines: Machines) -> Table:
+def through_relays(machines: Machines, fitted: dict[str, float]) -> Machines:
+    """Calls as one per node, passed on there: what Ray costs the driver for a call is paid once per node, and a hop."""
+    spared = fitted["ray_call_ms"] / 1e3 * (1 - 1 / machines.per_node)
+    return machines._replace(per_call=max(0.0, machines.per_call - spared), trip=machines.trip + fitted["hop_ms"] / 1e3)
+
+
+def hand_over_table(loads: Sequence[Workload], machines: Machines, fitted: dict[str, float]) -> Table:
     """For each workload and network: up to where each way is within a quarter of DDP's step."""
     ours = [way for way in WAYS if way != "DDP"]
-    poor = machines._replace(optimizer=_ADAM)
+    poor, relayed = machines._replace(optimizer=_ADAM), through_relays(machines, fitted)
     rows: list[list[object]] = []
     for load in loads:
         for gbits in NETWORKS:
             found = [hand_over(way, load, machines._replace(network=gbits * GBIT)) for way in ours]
-            found.append(hand_over("collective", load, poor._replace(network=gbits * GBIT)))
+            others = (kind._replace(network=gbits * GBIT) for kind in (relayed, poor))
+            found.extend(hand_over("collective", load, kind) for kind in others)
             rows.append([f"{load.name}, {gbits} Gbit/s", *(f"{n:,}" if n else "never" for n in found)])
     title = f"from how many replicas on a step takes over {TOO_MUCH:g} of DDP's: hand over to Ray Train, by the model"
-    return Table(title, ["workload and network", *ours, "collective, Adam on a driver's CPU"], rows)
+    return Table(
+        title, ["workload and network", *ours, "collective, calls relayed", "collective, Adam on a driver's CPU"], rows
+    )
 
 
 @ray.remote(num_cpus=0)
@@ -280,16 +289,23 @@ def run(effort: Effort) -> Report:
     measured, points = measure(effort)
     first = points[STEP][COUNTS[0]] / 2
     per_call = max(0.0, _line(points[STEP_OWN])[1] / 2)
-    fitted = {"trip_ms": first, "per_call_ms": per_call, "memory_gb_s": copy_speed() / 1e9}
+    fitted = {
+        "trip_ms": first,
+        "per_call_ms": per_call,
+        "ray_call_ms": max(0.0, _line(points[TRIP_OWN])[1]),
+        "hop_ms": max(0.0, points[TREE][COUNTS[0]] - points[TRIP][COUNTS[0]]),
+        "memory_gb_s": copy_speed() / 1e9,
+    }
     machines = with_fit(fitted)
     tables = [
         measured,
         traffic_table(WORKLOADS[0], machines.per_node),
         *(times_table(load, machines) for load in WORKLOADS),
-        hand_over_table(WORKLOADS, machines),
+        hand_over_table(WORKLOADS, machines, fitted),
     ]
     notes = [
         f"Taken from the measurement: a trip of {first:.2f} ms, {per_call:.3f} ms of the driver for each further call, "
+        f"{fitted['ray_call_ms']:.3f} ms of it Ray's, {fitted['hop_ms']:.2f} ms for a hop through a relay, "
         f"{fitted['memory_gb_s']:.1f} GB/s for copies. The rest is computed; docs/scaling.md says how.",
         "All actors are on this machine: the wall time of a step has their work in it, too, as far as cores are short; "
         "the driver's own time has not.",
@@ -323,7 +339,11 @@ def plan(arguments: Sequence[str]) -> None:
     fitted = json.loads((RESULTS / "scale.json").read_text(encoding="utf-8"))["data"]["fitted"]
     load = Workload("yours", given.weights * MB, given.inputs * MB, given.outputs * MB, given.compute / 1e3)
     machines = with_fit(fitted, given.network, given.per_node)
-    tables = [traffic_table(load, given.per_node), times_table(load, machines), hand_over_table([load], machines)]
+    tables = [
+        traffic_table(load, given.per_node),
+        times_table(load, machines),
+        hand_over_table([load], machines, fitted),
+    ]
     print(*(as_text(table) for table in tables), sep="\n\n")
 
 

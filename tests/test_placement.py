@@ -75,6 +75,7 @@ def test_cpu_replicas_go_round() -> None:
     head = node("head", cpus=0)
     assert [n.id for n in for_cpus([head, *machines], Options())] == ["a", "b", "c"]
     assert [n.id for n in for_cpus([head], Options())] == ["head"]
+    assert for_cpus(machines, Options(label_selector={"zone": "a"})) == []
     assert placed([node("a", 1), node("b", 1)], ["cpu", 1, "cpu"], cpus_per_replica=1) == ["a", "b", "b"]
 
 

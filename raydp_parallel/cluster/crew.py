@@ -49,7 +49,7 @@ class RayCrew:
         self._options = options
         self._session = global_worker.core_worker  # type: ignore[attr-defined]
         machines = nodes()
-        computing = for_cpus(machines, options)
+        computing = for_cpus(machines, options) or machines
         self._nodes = len(computing)
         self._arena: Arena | None = None
         self._told = False

@@ -56,7 +56,7 @@ class Hold(NamedTuple):
     def strategy(self) -> Any:
         """How Ray is told to start a process there."""
         if self.group is None:
-            # Not soft: then Ray takes any node for what needs nothing (seen with 2.60).
+            # With soft=True Ray takes any node for what needs nothing (seen with 2.60).
             return NodeAffinitySchedulingStrategy(self.node, soft=False)
         return PlacementGroupSchedulingStrategy(self.group, self.bundle)
 
@@ -104,9 +104,9 @@ class Holds:
         found = self._kept(places, machines)
         missing = [place for place in places if place not in found]
         unbooked = [place for place in missing if not booked(place.kind, self._options)]
-        suitable = for_cpus(machines, self._options)
-        found |= {place: Hold(None, 0, suitable[place.number % len(suitable)].id) for place in unbooked}
-        missing = [place for place in missing if place not in found]
+        if unbooked:
+            found |= self._unbooked(unbooked, deadline, cancelled)
+        missing = [place for place in missing if place not in unbooked]
         if missing:
             found |= self._reserve(missing, deadline, cancelled)
         with self._lock:
@@ -120,6 +120,16 @@ class Holds:
         gone = {place for place, hold in old.items() if hold.group is None or hold.node not in there}
         self.release(gone)
         return {place: hold for place, hold in old.items() if place not in gone}
+
+    def _unbooked(
+        self, places: Sequence[Place], deadline: float, cancelled: Callable[[], bool] | None
+    ) -> dict[Place, Hold]:
+        """Nodes for those who take nothing of them; they wait only if no node has the labels that Options ask for."""
+        while not (suitable := for_cpus(nodes(), self._options)):
+            if time.monotonic() >= deadline or (cancelled is not None and cancelled()):
+                return {}
+            time.sleep(10 * _LOOK)
+        return {place: Hold(None, 0, suitable[place.number % len(suitable)].id) for place in places}
 
     def _reserve(
         self, places: Sequence[Place], deadline: float, cancelled: Callable[[], bool] | None

@@ -101,7 +101,7 @@ def homes(machines: Sequence[Node], options: Options) -> list[str]:
 
 def for_cpus(machines: Sequence[Node], options: Options) -> list[Node]:
     """Nodes for CPU replicas: those with CPUs for Ray; a head is often started with none, to be left alone."""
-    suitable = [node for node in machines if suits(node, options)] or [*machines]
+    suitable = [node for node in machines if suits(node, options)]
     return [node for node in suitable if node.total.get("CPU", 0) > 0] or suitable
 
 
