@@ -12,14 +12,16 @@ import pickle
 import select
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 import torch
+from ray._private import worker
 from ray._private.worker import global_worker
 
-from raydp_parallel import devices, line, outcome
+from raydp_parallel import devices, line, outcome, sources
 from raydp_parallel.links import (
     Arena,
     BySize,
@@ -34,7 +36,7 @@ from raydp_parallel.links import (
     SharedLink,
     Slice,
 )
-from raydp_parallel.messages import Hello, Reply
+from raydp_parallel.messages import Hello, Package, Reply
 from raydp_parallel.phases import OpenSpan, unseen
 from raydp_parallel.replica import Replica
 
@@ -82,6 +84,11 @@ class Door:
 
     def empty(self) -> None:
         """Nothing at all: what a call costs at least. For benchmarks."""
+
+    def learn(self, package: Package) -> None:
+        """Take modules that only the driver has."""
+        folder = Path(_global_node().get_session_dir_path())  # which goes when the cluster ends
+        sources.unpack(package, folder / "raydp_parallel_sources")
 
     def share(self, probe: Descriptor, shown: bytes) -> tuple[Descriptor, bytes] | None:
         """See whether memory of the driver can be read here.
@@ -280,6 +287,10 @@ def _end_with(process: int) -> None:
     os._exit(0)
 
 
+def _global_node() -> Any:
+    return worker._global_node
+
+
 def _node() -> str:
     return ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
 
@@ -332,6 +343,7 @@ class ReplicaActor(Door):
     hello = _quiet(Door.hello)
     empty = _quiet(Door.empty)
     forget = _quiet(Door.forget)
+    learn = _quiet(Door.learn)
     share = _quiet(Door.share)
     start_sharing = _quiet(Door.start_sharing)
     skip_to = _quiet(Door.skip_to)

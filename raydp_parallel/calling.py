@@ -111,6 +111,8 @@ class _Forward:
 
     def _run(self) -> list[Any]:
         answers = self._attempt()
+        while any(answer.reply.failure is not None for answer in answers) and self.executor.teach(answers):
+            answers = self._attempt()
         reruns = 0
         while not self.verified and reruns < _MOST_RERUNS:
             answers = self._attempt()

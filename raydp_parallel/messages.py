@@ -311,6 +311,20 @@ class Reply(NamedTuple):
     memory: tuple[int, int] | None = None
 
 
+class Package(NamedTuple):
+    """A module or a package, as files.
+
+    Attributes:
+        name: Its name.
+        digest: Names its contents.
+        files: Their paths, from the folder that goes on Python's path, and what is in them.
+    """
+
+    name: str
+    digest: str
+    files: tuple[tuple[str, bytes], ...]
+
+
 class Hello(NamedTuple):
     """What a replica says of itself when it starts.
 

@@ -43,9 +43,12 @@ class Pending:
         self._line = door.line
         self._number = number
         self._ref = ref
+        self._answer: Any = None
 
     def result(self, timeout: float | None) -> Any:
         """Wait for the answer."""
+        if self._answer is not None:
+            return self._answer
         if self._ref is not None or self._line is None:
             return _get(self._ref, timeout)
         try:
@@ -81,6 +84,19 @@ class Lost:
 
     def give_up(self) -> None:
         """Nothing is on its way."""
+
+
+def fetch(pending: Sequence[Pending | Lost], timeout: float | None) -> None:
+    """Get what Ray carries together, which costs a fifth of getting each alone.
+
+    What comes of a death, or too late, each call finds out for itself.
+    """
+    calls = [call for call in pending if isinstance(call, Pending) and call._ref is not None]
+    if len(calls) > 1:
+        with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
+            answers = _get([call._ref for call in calls], timeout)
+            for call, answer in zip(calls, answers, strict=True):
+                call._answer = answer
 
 
 class RemoteDoor:
@@ -219,7 +235,7 @@ class RemoteDoor:
 
 
 def _get(ref: Any, timeout: float | None) -> Any:
-    """The result of a Ray task; waited for in short turns, between which Ctrl-C is heard."""
+    """The result of a Ray task, or of a list of them; waited for in short turns, between which Ctrl-C is heard."""
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     while True:
         left = deadline - time.monotonic()

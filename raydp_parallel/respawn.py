@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from raydp_parallel.crew import Crew, Death, Place
-from raydp_parallel.errors import ClusterError, ParallelError, PlacementError, RestartsSpent
+from raydp_parallel.errors import ClusterError, NoRoom, ParallelError, PlacementError, RestartsSpent
 from raydp_parallel.messages import Hello
 from raydp_parallel.options import Options
 
@@ -89,7 +89,7 @@ class Respawner:
         self._begin(loss.place, loss)
 
     def see_to(self, places: Collection[Place]) -> None:
-        """Try again where that was given up, if the hour allows it now."""
+        """Start somebody, where that is not under way, or try again where it was given up, if the hour allows it."""
         for place in places:
             if place not in self._arrived and (self._left() or place not in self._problems):
                 self._begin(place, None)
@@ -107,15 +107,20 @@ class Respawner:
             ParallelError: Nobody will, or nobody did within ``placement_timeout``.
         """
 
+        timeout = self._options.placement_timeout
+        if not self.await_one(places, timeout):
+            late = PlacementError(f"all replicas died, and no new one started in placement_timeout={timeout:g} s")
+            raise next((self._problems[place] for place in places if place in self._problems), late)
+
+    def await_one(self, places: Collection[Place], timeout: float) -> bool:
+        """Wait until somebody arrived in one of the places; False if nobody will, or nobody did in time."""
+
         def settled() -> bool:
             return any(p in self._arrived for p in places) or not any(p in self._working for p in places)
 
-        timeout = self._options.placement_timeout
         with self._changed:
             self._changed.wait_for(settled, timeout)
-            if not any(place in self._arrived for place in places):
-                late = PlacementError(f"all replicas died, and no new one started in placement_timeout={timeout:g} s")
-                raise next((self._problems[place] for place in places if place in self._problems), late)
+            return any(place in self._arrived for place in places)
 
     def stop(self) -> None:
         """Start nothing any more, and end what started too late. May be called twice."""
@@ -180,10 +185,19 @@ class Respawner:
                 return None
             if not self._crew.alive():
                 raise ClusterError(_LEFT)
-            self._book()
+            booked = self._book()
             begun = time.monotonic()
             try:
                 found = self._crew.start([place], self._ended.is_set)
+            except NoRoom as error:
+                if self._ended.is_set():
+                    return None
+                with self._changed:
+                    self._starts.remove(booked)  # no process was started
+                known = place in self._problems
+                self._problems[place] = error
+                log.log(logging.INFO if known else logging.WARNING, "device %s waits: %s", place.device_id, error)
+                continue
             except PlacementError as error:
                 if self._ended.is_set():
                     return None
@@ -197,7 +211,7 @@ class Respawner:
             self._problems.pop(place, None)
             return Arrival(door, hello)
 
-    def _book(self) -> None:
+    def _book(self) -> float:
         """Count a start, if the hour allows one more."""
         most = self._options.max_restarts_per_hour
         with self._changed:
@@ -208,6 +222,7 @@ class Respawner:
                     "replicas that are left, if any"
                 )
             self._starts.append(time.monotonic())
+            return self._starts[-1]
 
     def _left(self) -> int:
         while self._starts and self._starts[0] < time.monotonic() - _HOUR:

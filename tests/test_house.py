@@ -22,7 +22,7 @@ PACKAGE = Path(raydp_parallel.__file__).parent
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("context", "errors", "links", "monitor", "options", "phases", "progress"),
     ("advice", "line", "messages"),
-    ("accounts", "crew", "devices", "outcome"),
+    ("accounts", "crew", "devices", "outcome", "sources"),
     ("batch", "codec", "reporter", "respawn", "seats"),
     ("jobs", "measures", "reduction", "snapshot", "status", "trace"),
     ("books", "grafana", "page", "replay", "replica"),
