@@ -20,6 +20,7 @@ import torch
 from ray._private.worker import global_worker
 
 from raydp_parallel import devices, line, outcome
+from raydp_parallel.exchange import Host, Join
 from raydp_parallel.links import (
     Arena,
     BySize,
@@ -70,6 +71,26 @@ class Door:
     def forget(self, number: int, header: bytes) -> Any:
         """Free what the driver no longer needs. Answers how many models and graphs are left."""
         return plain(self._answer(self._forget, number, header, ()))
+
+    def group(self, number: int, header: bytes) -> Any:
+        """Host a store for groups of replicas, become a member of one, or leave some."""
+        return plain(self._answer(self._group, number, header, ()))
+
+    def _group(self, what: Any, _mail: Mail, _back: Mail) -> Any:
+        groups = self._replica.groups
+        if isinstance(what, Host):
+            groups.address = self._address()
+            return groups.host(what.patience)
+        if isinstance(what, Join):
+            groups.address = self._address()
+            return groups.join(what)
+        for name in what:
+            groups.leave(name)
+        return None
+
+    def _address(self) -> str:
+        """Where other nodes reach this one."""
+        return "127.0.0.1"
 
     def _forget(self, what: Any, _mail: Mail, _back: Mail) -> tuple[int, int]:
         self._replica.forget(what)
@@ -139,7 +160,7 @@ class Door:
     def _answer_line(self, number: int, buffers: list[Any]) -> Sequence[Any]:
         """Answer a call that came over the line: leases that ended; method; header; packets."""
         take_back(buffers[0], self._ledger)
-        work = (self._replica.forward, self._replica.backward, self._forget)[buffers[1][0]]
+        work = (self._replica.forward, self._replica.backward, self._forget, self._group)[buffers[1][0]]
         answer = self._answer(work, number, bytes(buffers[2]), buffers[3:])
         answer = answer if isinstance(answer, tuple) else (answer,)
         for part in answer:
@@ -167,7 +188,7 @@ SHARE_LIMIT = 32 * 1024 * 1024
 """Bytes up to which each replica gets a copy of its own over its line. What is larger is put into the object store,
 once for all replicas; that costs 5 ms however little it is."""
 
-METHODS = ("forward", "backward", "forget")
+METHODS = ("forward", "backward", "forget", "group")
 """Methods by the number that stands for them on a direct line."""
 
 
@@ -319,6 +340,9 @@ class ReplicaActor(Door):
         device = f"{self._device} = GPU {_gpu()}" if self._device.type == "cuda" else f"{self._device}"
         return f"Replica({self._rank}@{device}, node {_node()[:8]})"
 
+    def _address(self) -> str:
+        return str(ray.util.get_node_ip_address())
+
     def _look_at(self, reply: Any) -> None:
         if isinstance(reply, Reply) and reply.failure is not None:
             # For the actor's page in the dashboard; the exception itself is raised in the driver.
@@ -327,6 +351,7 @@ class ReplicaActor(Door):
     hello = _quiet(Door.hello)
     empty = _quiet(Door.empty)
     forget = _quiet(Door.forget)
+    group = _quiet(Door.group)
     share = _quiet(Door.share)
     start_sharing = _quiet(Door.start_sharing)
     skip_to = _quiet(Door.skip_to)

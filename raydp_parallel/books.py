@@ -250,6 +250,9 @@ class Books:
             account = self.account(seat, job.model)
             account.answer[job.method] = reply.size
             mailed(account, mail, reply.size, "out")
+            among = reply.passed + (reply.reduced.size if reply.reduced is not None else 0)
+            if among:
+                account.traffic["collective", "among"] += among
 
     def replays(self, seat: Seat) -> None:
         """A replica is given what another one died of, or with."""
@@ -284,6 +287,9 @@ class Books:
         for one, reply in calls:
             if reply is not None and reply.laps:
                 busy += enter(self.account(seat, one.job.model), chair, one.method, reply.laps, one.own)
+                if reply.reduced is not None:  # it stands under "copy out" so far
+                    self.account(seat, one.job.model).seconds[4] -= reply.reduced.seconds
+                    chair.reduce += reply.reduced.seconds
                 chair.clock.heard(one.at, reply.laps, ended)
             if reply is not None and reply.memory is not None:
                 chair.memory = reply.memory
