@@ -42,6 +42,7 @@ class Reduce(NamedTuple):
     Attributes:
         group: The group.
         root: The member that gets the sum.
+        order: The members in the order of their chunks, in which the gradients are added.
         leaves: The leaves of the graph whose gradients are summed, by number; the same ones in all members.
         kept: The key under which each keeps its own gradients until the driver has the sum.
         patience: Seconds that one may wait for the others.
@@ -50,6 +51,7 @@ class Reduce(NamedTuple):
 
     group: str
     root: int
+    order: tuple[int, ...]
     leaves: tuple[int, ...]
     kept: int
     patience: float

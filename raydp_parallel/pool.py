@@ -81,10 +81,11 @@ class Pool:
             self._groups.dissolve(self._alliance)  # those who were told already wait in vain
             return {}
         self._told[number] = seat, seat.incarnation
-        groups, root = self._groups, self._alliance.rank(self._parts[self._root].seat)
+        groups, order = self._groups, tuple(self._alliance.rank(part.seat) for part in self._parts)
         overlap = self._parts[0].master.id not in groups.late
         key = self.kept[number].key
-        return {"reduce": Reduce(self._alliance.name, root, tuple(self._rows), key, groups.patience, overlap)}
+        name, root, rows = self._alliance.name, order[self._root], tuple(self._rows)
+        return {"reduce": Reduce(name, root, order, rows, key, groups.patience, overlap)}
 
     def _has_kept(self, number: int, seat: Seat) -> bool:
         return seat.ready and self._told.get(number) == (seat, seat.incarnation)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
-from torch import distributed
+from torch import Tensor, distributed
 
 from raydp_parallel.exchange import Join
 
@@ -36,15 +35,45 @@ class Group:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = patience
         options._threads = 2
-        prefix = dist.PrefixStore(join.group, self._store)
-        self._backend: Any = dist.ProcessGroupGloo(prefix, join.rank, join.size, options)
+        self._backend: Any = self._make(join, "", options)
+        # Parts of sums are collected while others are still exchanged, not in the same order in all members.
+        self._second: Any = self._make(join, "+", options) if join.size > 2 else None
 
-    def reduce(self, tensor: Tensor, root: int, patience: float) -> Any:
-        """Begin to sum a tensor of each member into the root's. The others' are of no use afterwards."""
-        options = dist.ReduceOptions()
+    def _make(self, join: Join, which: str, options: Any) -> Any:
+        prefix = dist.PrefixStore(join.group + which, self._store)
+        return dist.ProcessGroupGloo(prefix, join.rank, join.size, options)
+
+    def sum(self, tensor: Tensor, root: int, order: Sequence[int], patience: float) -> Summation:
+        """Begin to sum a tensor of each member, whose length `padded` gives, for the root.
+
+        Args:
+            tensor: The tensor; of no use afterwards.
+            root: Who gets the sum.
+            order: The members in the order in which their tensors are added.
+            patience: Seconds that the others may take.
+        """
+        if self.size == 2:
+            options = dist.ReduceOptions()
+            options.rootRank = root
+            options.timeout = timedelta(seconds=patience)
+            # Two can be added in one way only.
+            return Reduction(self._backend.reduce([tensor], options), tensor)
+        options = dist.AllToAllOptions()
+        options.timeout = timedelta(seconds=patience)
+        parts = torch.empty_like(tensor)
+        work = self._backend.alltoall_base(parts, tensor, [], [], options)
+        return Exchange(work, tensor, parts, order, lambda mine: self._gather(tensor, mine, root, patience))
+
+    def padded(self, length: int) -> int:
+        """The least length that `sum` can work with."""
+        return -(-length // self.size) * self.size
+
+    def _gather(self, whole: Tensor, part: Tensor, root: int, patience: float) -> Any:
+        options = dist.GatherOptions()
         options.rootRank = root
         options.timeout = timedelta(seconds=patience)
-        return self._backend.reduce([tensor], options)
+        into = [[*whole.chunk(self.size)]] if self.rank == root else []
+        return self._second.gather(into, [part], options)
 
     def broadcast(self, tensor: Tensor, root: int, patience: float) -> Any:
         """Begin to copy the root's tensor into those of the others."""
@@ -55,7 +84,76 @@ class Group:
 
     def close(self) -> None:
         """Leave. Others that still wait for this process see at once that they wait in vain."""
-        self._backend = None
+        self._backend = self._second = None
+
+
+class Summation(Protocol):
+    """A sum on its way."""
+
+    def advance(self) -> None:
+        """Do what can be done without waiting."""
+
+    def finish(self, until: float) -> Tensor:
+        """Wait for it. In the root this is the sum. Raises `RuntimeError` if it did not come."""
+
+
+class Reduction(NamedTuple):
+    """A sum of two, which the backend makes in one go."""
+
+    work: Any
+    tensor: Tensor
+
+    def advance(self) -> None:
+        """There is nothing to do."""
+
+    def finish(self, until: float) -> Tensor:
+        """Wait for it."""
+        wait([self.work], until)
+        return self.tensor
+
+
+class Exchange:
+    """A sum of many: each member gets one part of all tensors, adds them in order, and gives its part to the root.
+
+    As many bytes travel as in the ring that backends use, whose order of additions depends on how many members there
+    are and on who they are. This one is the driver's own, to the bit.
+
+    Args:
+        work: The exchange of the parts.
+        whole: This member's tensor; the root's becomes the sum.
+        parts: One part of each member's tensor, once the work is done.
+        order: The members in the order of the sum.
+        gather: Begins to bring a part to the root.
+    """
+
+    def __init__(
+        self, work: Any, whole: Tensor, parts: Tensor, order: Sequence[int], gather: Callable[[Tensor], Any]
+    ) -> None:
+        self._works = [work]
+        self._whole = whole
+        self._parts = parts
+        self._order = order
+        self._gather = gather
+
+    def advance(self) -> None:
+        """Add, if all parts are there."""
+        if len(self._works) == 1 and self._works[0].is_completed():
+            self._add(time.monotonic())
+
+    def finish(self, until: float) -> Tensor:
+        """Wait for it."""
+        if len(self._works) == 1:
+            self._add(until)
+        wait(self._works[1:], until)
+        return self._whole
+
+    def _add(self, until: float) -> None:
+        wait(self._works, until)
+        parts = self._parts.chunk(len(self._order))
+        total = parts[self._order[0]]
+        for rank in self._order[1:]:
+            total += parts[rank]
+        self._works.append(self._gather(total))
 
 
 def wait(works: Sequence[Any], until: float) -> None:

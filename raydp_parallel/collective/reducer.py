@@ -17,12 +17,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from raydp_parallel.collective.group import Group, wait
+from raydp_parallel.collective.group import Group, Summation
 from raydp_parallel.exchange import Reduce, Sum
 
 _BUCKET = 4 << 20
@@ -100,15 +100,11 @@ class Reducer:
         self._waiting = [len(bucket.rows) for bucket in self._buckets]
         self._bucket_of = {row: k for k, bucket in enumerate(self._buckets) for row in bucket.rows}
         self._there: set[int] = set()
+        self._sums: list[Summation] = []
         self._flat: list[Tensor] = []
-        self._works: list[Any] = []
-        self._spoiled = False
+        self._spoiled = self._failed = False
+        self.size = 0
         self.seconds = 0.0
-
-    @property
-    def size(self) -> int:
-        """Bytes that went into the sum."""
-        return sum(flat.nbytes for flat in self._flat)
 
     @property
     def marks(self) -> bytes:
@@ -136,17 +132,27 @@ class Reducer:
 
     def _arrived(self, row: int) -> None:
         if row in self._there:
-            self._spoiled |= self._bucket_of[row] < len(self._flat)
+            self._spoiled |= self._bucket_of[row] < len(self._sums)
             return
         self._there.add(row)
         self._waiting[self._bucket_of[row]] -= 1
-        while len(self._flat) < len(self._buckets) and not self._waiting[len(self._flat)]:
-            self._begin(lambda row: self._leaves[row].grad)
+        try:
+            while not self._failed and self._more() and not self._waiting[len(self._sums)]:
+                self._begin(lambda row: self._leaves[row].grad)
+                for earlier in self._sums:
+                    earlier.advance()
+        except RuntimeError:
+            self._failed = True  # the group broke: backward goes on
+
+    def _more(self) -> bool:
+        return len(self._sums) < len(self._buckets)
 
     def _begin(self, grad_of: Callable[[int], Tensor | None]) -> None:
         """Pack the next bucket, and begin to sum it."""
-        bucket = self._buckets[len(self._flat)]
-        flat = torch.empty(bucket.size, dtype=bucket.dtype, device=self._leaves[bucket.rows[0]].device)
+        bucket = self._buckets[len(self._sums)]
+        flat = torch.empty(
+            self._group.padded(bucket.size), dtype=bucket.dtype, device=self._leaves[bucket.rows[0]].device
+        )
         with torch.no_grad():
             for row, into in zip(bucket.rows, self._windows(bucket, flat), strict=True):
                 grad = grad_of(row)
@@ -156,8 +162,9 @@ class Reducer:
                     into.copy_(grad)
                 else:
                     into.zero_()
-        self._flat.append(flat)
-        self._works.append(self._group.reduce(flat, self._word.root, self._word.patience))
+        self.size += flat.nbytes
+        word = self._word
+        self._sums.append(self._group.sum(flat, word.root, word.order, word.patience))
 
     def _windows(self, bucket: Bucket, flat: Tensor) -> list[Tensor]:
         """A bucket as its gradients, which lie as their leaves do."""
@@ -176,14 +183,16 @@ class Reducer:
         """
         began = time.monotonic()
         try:
-            while len(self._flat) < len(self._buckets):
+            while not self._failed and self._more():
                 self._begin(lambda row: found[self._word.leaves[row]])
-            wait(self._works, began + self._word.patience)
+            self._flat = [one.finish(began + self._word.patience) for one in self._sums]
         except RuntimeError:
-            return Sum.FAILED
+            self._failed = True
         finally:
-            self._works.clear()
+            self._sums.clear()
             self.seconds = time.monotonic() - began
+        if self._failed:
+            return Sum.FAILED
         return Sum.SPOILED if self._spoiled else Sum.DONE
 
     def sums(self) -> tuple[Tensor, ...] | None:
