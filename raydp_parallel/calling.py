@@ -153,8 +153,8 @@ class _Forward:
         return route(self.executor.groups, seats, size_of(master, master.module)) if len(seats) > 1 else None
 
     def _post(self, master: Master) -> Post | None:
-        names = [(c.seat, c.seat.name_of(master.id, c.seat)) for c in self.chunks if c.master is master]
-        return post(self.executor.groups, self.ways[master], master, names)
+        chunks = {number: chunk.seat for number, chunk in enumerate(self.chunks) if chunk.master is master}
+        return post(self.executor.groups, self.ways[master], master, chunks)
 
     def _request(self, number: int, seat: Seat, mail: Mail) -> ForwardRequest:
         """The message for one chunk. The executor's lock is held, for other threads may send the same modules.

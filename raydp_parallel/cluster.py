@@ -169,7 +169,7 @@ class RayCrew:
             door.watch(hello.pid)
             if self._options.direct_line:
                 door.call_directly(timeout=self._options.placement_timeout)
-        if self._arena is None:
+        if self._arena is None or door.line is None:
             return
         door.share(self._arena, self._options.link == "shared")
         if not door.shares or hello.device != "cpu":
@@ -189,15 +189,20 @@ class RayCrew:
     def _choose_link(self, count: int) -> Link:
         """The link for a cluster of so many nodes."""
         name = self._options.link
-        possible = self._options.direct_line and count == 1 and shared.exists()
-        if name == "shared" and not possible:
+        possible = self._options.direct_line and shared.exists()
+        if name == "shared" and not (possible and count == 1):
             raise PlacementError(
                 f"Options(link='shared'): memory is shared on one machine with Linux, over direct lines; the "
                 f"cluster has {count} node(s), direct_line={self._options.direct_line}"
             )
-        if name in ("auto", "shared") and possible:
+        on_gpu, here = gpus(), ray.get_runtime_context().get_node_id()
+        # With GPUs elsewhere alone, nobody would use the memory.
+        if name in ("auto", "shared") and possible and (count == 1 or not on_gpu or here in on_gpu):
             self._arena = Arena()
-            return shared_link(self._arena, gives=False, always=name == "shared")
+            link = shared_link(self._arena, gives=False, always=name == "shared")
+            if count > 1:
+                link.withdraw()  # what others get are copies, which have to be compared with the driver's memory
+            return link
         return link_for(name, ray.put, ray.get)
 
     def _create(self, places: Sequence[Place]) -> Iterator[tuple[Place, RemoteDoor]]:

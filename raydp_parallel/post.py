@@ -26,7 +26,7 @@ class Route(NamedTuple):
     Attributes:
         source: Who gets the contents from the driver.
         legs: The groups, and who has the contents in each.
-        seats: All on the way.
+        seats: All on the way. Those that read the driver's memory are not: they have nothing to wait for.
     """
 
     source: Seat
@@ -49,8 +49,9 @@ def route(groups: Groups, seats: Sequence[Seat], size: int) -> Route | None:
     if not groups.wanted(seats, size):
         return None
     source = groups.near(seats)
+    others = [seat for seat in seats if seat is not source and not getattr(seat.door, "shares", False)]
     nodes: dict[str, list[Seat]] = {}
-    for seat in [source, *(seat for seat in seats if seat is not source)]:
+    for seat in [source, *others]:
         nodes.setdefault(seat.hello.node if seat.hello is not None else "", []).append(seat)
     legs = []
     for members in [[found[0] for found in nodes.values()], *nodes.values()]:
@@ -59,7 +60,7 @@ def route(groups: Groups, seats: Sequence[Seat], size: int) -> Route | None:
             if alliance is None:
                 return None
             legs.append((alliance, members[0]))
-    return Route(source, legs, frozenset(seats))
+    return Route(source, legs, frozenset([source, *others])) if legs else None
 
 
 class Post:
@@ -70,13 +71,15 @@ class Post:
         way: The way they take.
         master: The model.
         held: The revision that all of them hold.
+        chunks: Who is to run a chunk, by its number; those on the way only.
     """
 
-    def __init__(self, groups: Groups, way: Route, master: Master, held: int) -> None:
+    def __init__(self, groups: Groups, way: Route, master: Master, held: int, chunks: dict[int, Seat]) -> None:
         self._groups = groups
         self._way = way
         self._master = master
         self._held = held
+        self._chunks = chunks
         self._told: set[int] = set()
         self._broken = False
         found = master.update_from(held)
@@ -95,11 +98,12 @@ class Post:
             mail: Where contents go.
             note: Is told how many bytes are sent.
         """
-        if self._broken or number in self._told:
-            self.abandon()  # it was told, and did not get them
+        if number not in self._chunks:
             return None
         whole = all(alliance.whole for alliance, _ in self._way.legs)
-        if not whole or seat not in self._way.seats or seat.held.get(name, 0) != self._held:
+        expected = seat is self._chunks[number] and seat.held.get(name, 0) == self._held
+        # Who was told before, and is to be told again, did not get them.
+        if self._broken or number in self._told or not whole or not expected:
             self.abandon()
             return None
         self._told.add(number)
@@ -122,22 +126,23 @@ class Post:
                 self._groups.dissolve(alliance)
 
 
-def post(groups: Groups, way: Route | None, master: Master, names: Sequence[tuple[Seat, int]]) -> Post | None:
+def post(groups: Groups, way: Route | None, master: Master, chunks: dict[int, Seat]) -> Post | None:
     """Begin to pass a model's new contents on; None if there are none, or the replicas hold different ones.
 
     Args:
         groups: The executor's groups.
         way: The way; None if there is none.
         master: The model.
-        names: Who runs a chunk of it, and what it is called there.
+        chunks: Who is to run its chunks, by their numbers.
     """
-    if way is None or {seat for seat, _ in names} != way.seats:
+    if way is None:
         return None
-    held = {seat.held.get(name, 0) for seat, name in names}
-    found = master.update_from(held.pop()) if len(held) == 1 else None
-    if found is None or not groups.wanted([*way.seats], found.sent) or not found.sent:
+    ours = {number: seat for number, seat in chunks.items() if seat in way.seats}
+    held = {seat.held.get(master.id, 0) for seat in ours.values()}
+    found = master.update_from(min(held)) if len(held) == 1 else None
+    if found is None or not found.sent or not groups.wanted([*ours.values()], found.sent):
         return None
-    return Post(groups, way, master, names[0][0].held.get(names[0][1], 0))
+    return Post(groups, way, master, min(held), ours)
 
 
 def size_of(master: Master, module: Any) -> int:

@@ -36,7 +36,7 @@ class Group:
         options._timeout = patience
         options._threads = 2
         self._backend: Any = self._make(join, "", options)
-        # Parts of sums are collected while others are still exchanged, not in the same order in all members.
+        # Parts of one sum go to the root while those of the next are exchanged, here sooner and there later.
         self._second: Any = self._make(join, "+", options) if join.size > 2 else None
 
     def _make(self, join: Join, which: str, options: Any) -> Any:
@@ -90,8 +90,8 @@ class Group:
 class Summation(Protocol):
     """A sum on its way."""
 
-    def advance(self) -> None:
-        """Do what can be done without waiting."""
+    def advance(self) -> bool:
+        """Do what can be done without waiting; whether that was all, so that it may be the next one's turn."""
 
     def finish(self, until: float) -> Tensor:
         """Wait for it. In the root this is the sum. Raises `RuntimeError` if it did not come."""
@@ -103,8 +103,8 @@ class Reduction(NamedTuple):
     work: Any
     tensor: Tensor
 
-    def advance(self) -> None:
-        """There is nothing to do."""
+    def advance(self) -> bool:
+        return True
 
     def finish(self, until: float) -> Tensor:
         """Wait for it."""
@@ -135,10 +135,11 @@ class Exchange:
         self._order = order
         self._gather = gather
 
-    def advance(self) -> None:
+    def advance(self) -> bool:
         """Add, if all parts are there."""
         if len(self._works) == 1 and self._works[0].is_completed():
             self._add(time.monotonic())
+        return len(self._works) > 1
 
     def finish(self, until: float) -> Tensor:
         """Wait for it."""

@@ -139,8 +139,8 @@ class Reducer:
         try:
             while not self._failed and self._more() and not self._waiting[len(self._sums)]:
                 self._begin(lambda row: self._leaves[row].grad)
-                for earlier in self._sums:
-                    earlier.advance()
+                # In order, here too: what the first sum does next, it does before the second's.
+                all(one.advance() for one in self._sums)
         except RuntimeError:
             self._failed = True  # the group broke: backward goes on
 
