@@ -98,7 +98,12 @@ class Summation(Protocol):
 
 
 class Reduction(NamedTuple):
-    """A sum of two, which the backend makes in one go."""
+    """A sum of two, which the backend makes in one go.
+
+    Attributes:
+        work: The backend's operation.
+        tensor: This member's tensor.
+    """
 
     work: Any
     tensor: Tensor
