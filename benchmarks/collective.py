@@ -6,7 +6,7 @@
 are a group; the same without overlap, so that sums begin when backward is over; and the object store, where everything
 goes through the driver. At the end all must hold the same weights.
 
-It then counts the bytes through the driver per step, with 2 replicas and with 8.
+It then counts the bytes through the driver per step, with 2 replicas and with 8 on two further nodes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from raydp_parallel import DataParallel, Executor, Options
 CASE = "MLP 16.8 M, batch 256"
 NODES = 2
 ROUNDS = 24
+_GPUS = 4
+"""GPUs that Ray counts on each of two further nodes, where CPU replicas take their places to count bytes."""
 _FIRST, _OURS, _LATE, _STAR = "DDP gloo", "among replicas", "among replicas, no overlap", "object store"
 
 
@@ -46,7 +48,8 @@ def contender(link: Any, overlap: bool = True) -> tuple[Peer, Executor]:
 
 def traffic(replicas: int, width: int, steps: int = 3) -> float:
     """Bytes through the driver per step, for each byte of the model."""
-    with Executor(["cpu"] * replicas, options=Options(metrics=False)) as executor:
+    gpus = [0, _GPUS] if replicas == 2 else [*range(replicas)]
+    with Executor(gpus, options=Options(metrics=False)) as executor:
         net = perceptron(width)
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
         model, x = DataParallel(net, executor=executor), torch.ones(2 * replicas, width)
@@ -82,9 +85,9 @@ def run(effort: Effort) -> Report:
     rows = [[name, ms, ms / medians[_FIRST], f"{sums[name]:.9g}"] for name, ms in medians.items()]
     tables = [Table(f"{CASE}, {NODES} nodes", ["", "ms per step", f"to {_FIRST}", "checksum"], rows)]
     asked = [Asked(f"two nodes, step to {_FIRST}", medians[_OURS] / medians[_FIRST], 1.1)]
-    many = 8 if effort is not Effort.SMOKE else 3
+    many = 2 * _GPUS
     lines = []
-    for width in (512, 2896) if effort is Effort.FULL else (512,):
+    for width in (512, 2896) if effort is Effort.FULL else (512,) if effort is Effort.QUICK else ():
         few, more = traffic(2, width), traffic(many, width)
         lines.append([f"{(2 * width + 10) * width * 4 / 1e6:.0f} MB", few, more, more / few])
         asked.append(Asked(f"bytes through the driver, {lines[-1][0]}, {many} replicas to 2", more / few, 1.1))
@@ -103,7 +106,8 @@ def main() -> None:
     """Start two nodes, and measure."""
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": False})
     try:
-        cluster.add_node(num_cpus=1, num_gpus=0)
+        for _ in range(2):
+            cluster.add_node(num_cpus=1, num_gpus=_GPUS)
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
         alone(run)
     finally:
