@@ -41,6 +41,9 @@ _PATIENCE = 60.0
 """Seconds that a member waits for others. A member that dies is noticed at once; this is for a network that fell
 silent. Doubles each time that it was too short."""
 
+_LONGEST = 3600.0
+"""Seconds that they wait at most."""
+
 _SHARE_OF_TIMEOUT = 0.4
 """How much of `Options.call_timeout` members may wait for each other, so that only who hangs himself exceeds it."""
 
@@ -116,8 +119,9 @@ class Groups:
             return False
         if options.link == "collective":
             return True
-        nodes = {seat.hello.node for seat in seats if seat.hello is not None}
-        return size >= _LEAST and len(nodes) > 1
+        hellos = [seat.hello for seat in seats if seat.hello is not None]
+        # GPUs of several nodes are not for every day until that has been seen to work on some.
+        return size >= _LEAST and len({h.node for h in hellos}) > 1 and all(h.device == "cpu" for h in hellos)
 
     def find(self, seats: Sequence[Seat], size: int, always: bool = False) -> Alliance | None:
         """The group of some seats, made if need be. None: they are better off, or have to do, without.
@@ -143,19 +147,19 @@ class Groups:
         """Who of some is cheapest to reach: one on the driver's node, else the first."""
         return min(seats, key=lambda seat: (getattr(seat.door, "line", None) is None, _order(seat)))
 
-    def dissolve(self, alliance: Alliance, slow: bool = False) -> None:
+    def dissolve(self, alliance: Alliance, waited: float = 0.0) -> None:
         """A group is of no use any more. Members that wait in it hear that from those that leave.
 
         Args:
             alliance: The group.
-            slow: Whether it broke though nobody died: the others may have been too impatient.
+            waited: Seconds that members have waited for others. If nobody died, they may have been too impatient.
         """
         with self._roster.lock:
             if self._known.get(alliance.seats) is not alliance:
                 return
             del self._known[alliance.seats]
-            if slow and alliance.whole:
-                self._wait *= 2
+            if waited >= self._wait and alliance.whole:
+                self._wait = min(2 * self._wait, _LONGEST)
             word = pickle.dumps((alliance.name,))
             for seat in alliance.seats:
                 if alliance.has(seat) and self._roster.crew.alive():

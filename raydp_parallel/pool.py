@@ -103,7 +103,8 @@ class Pool:
         """Take up what came. Returns the chunks that have to be asked for the gradients that they keep."""
         found = [answer.reply.reduced for answer in answers]
         if any(one is None or one.outcome is Sum.FAILED for one in found):
-            self._groups.dissolve(self._alliance, slow=True)
+            waited = max((one.seconds for one in found if one is not None), default=0.0)
+            self._groups.dissolve(self._alliance, waited)
         if any(one is not None and one.outcome is Sum.SPOILED for one in found):
             self._groups.late.add(self._parts[0].master.id)
         if self._summed(answers):

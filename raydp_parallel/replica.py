@@ -253,7 +253,7 @@ class Replica:
         assert word is not None
         outcome = reducer.finish(found) if reducer is not None else Sum.FAILED
         if reducer is None or outcome is Sum.FAILED:
-            self._reduced = Reduced(Sum.FAILED, b"", None, 0.0, 0)
+            self._reduced = Reduced(Sum.FAILED, b"", None, reducer.seconds if reducer is not None else 0.0, 0)
             return found
         sums = reducer.sums() if outcome is Sum.DONE else None
         parcel = codec.encode(sums, back, "gradients")[0] if sums is not None else None
