@@ -30,7 +30,8 @@ class Options:
         link: How bytes travel: ``"auto"`` sends small ones inside the call; large ones lie in shared memory if the
             cluster is one machine, the weights of CPU replicas included, else they go beside the call or through Ray's
             object store, and CPU replicas on several nodes sum gradients and pass weights on among themselves.
-            ``"collective"`` lets replicas do so wherever they are, and on GPUs too. The other names force one way for everything.
+            ``"collective"`` lets replicas do so wherever they are, and on GPUs too. The other names force one way for
+            everything.
         placement_timeout: Seconds that a replica may take to be placed and to start.
         call_timeout: Seconds that one forward or backward may take before its replica counts as dead and is ended;
             None waits.

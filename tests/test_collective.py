@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import signal
 import threading
 import time
@@ -316,6 +317,62 @@ def test_one_that_stands_still_is_ended_and_no_other(here: Executor, cluster: No
         (tmp_path / "stop 1 0").touch()
         assert same(train(executor, tmp_path, {}, 3), expected)
         assert executor.stats().deaths == 1
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_weights_and_sums_that_do_not_arrive_go_through_the_driver(
+    three: Executor, here: Executor, who: int, tmp_path: Path
+) -> None:
+    """One of them has left the group without a word: it is sent the weights, all answer with their own gradients."""
+    expected = train(here, tmp_path, {}, 3)
+    train(whole(three), tmp_path, {}, 1)  # there is a group
+    (group,) = (known for known in three.groups._known.values() if len(known.seats) == 3)
+    crew = three._roster.crew
+    crew.collect([crew.submit(group.seats[who].door, "group", pickle.dumps((group.name,)), ())])
+    deaths, reruns = three.stats().deaths, three.stats().replays
+    assert same(train(three, tmp_path, {}, 3), expected)
+    assert (three.stats().deaths, three.stats().replays) == (deaths, reruns)
+    assert group.name not in {known.name for known in three.groups._known.values()}
+
+
+def test_where_no_group_can_be_made_the_driver_does_all(
+    three: Executor, here: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first time that is a warning; it is not tried again with each call."""
+    expected, tries = train(here, tmp_path, {}, 3), []
+    whole(three)
+    for group in [*three.groups._known.values()]:
+        three.groups.dissolve(group)
+    monkeypatch.setattr(three.groups, "_gather", lambda *_: tries.append(1) or "no route to host")
+    exchanged = among(three)
+    assert same(train(three, tmp_path, {}, 3), expected)
+    assert len(tries) == 1 and among(three) == exchanged
+    assert [r.levelname for r in caplog.records if "no route to host" in r.getMessage()] == ["WARNING"]
+    three.groups._not_before = 0.0
+
+
+class Own(nn.Module):
+    """Tells whether its process has a default group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(7, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.one(x) + float(torch.distributed.is_initialized())
+        return out
+
+
+def test_the_default_group_is_the_users(three: Executor, here: Executor) -> None:
+    """Groups of ours leave it alone."""
+    torch.manual_seed(5)
+    module = Own()
+    model = DataParallel(module, executor=whole(three))
+    for _ in range(2):
+        out = model(rows(3, 1))
+        out.sum().backward()
+    assert torch.equal(out, DataParallel(module, executor=here)(rows(3, 1)))
+    assert not torch.distributed.is_initialized()
 
 
 class Odd(nn.Module):
