@@ -22,6 +22,7 @@ from ray._private import worker
 from ray._private.worker import global_worker
 
 from raydp_parallel import devices, line, outcome, sources
+from raydp_parallel.exchange import Host, Join
 from raydp_parallel.links import (
     Arena,
     BySize,
@@ -72,6 +73,26 @@ class Door:
     def forget(self, number: int, header: bytes) -> Any:
         """Free what the driver no longer needs. Answers how many models and graphs are left."""
         return plain(self._answer(self._forget, number, header, ()))
+
+    def group(self, number: int, header: bytes) -> Any:
+        """Host a store for groups of replicas, become a member of one, or leave some."""
+        return plain(self._answer(self._group, number, header, ()))
+
+    def _group(self, what: Any, _mail: Mail, _back: Mail) -> Any:
+        groups = self._replica.groups
+        if isinstance(what, Host):
+            groups.address = self._address()
+            return groups.host(what.patience)
+        if isinstance(what, Join):
+            groups.address = self._address()
+            return groups.join(what)
+        for name in what:
+            groups.leave(name)
+        return None
+
+    def _address(self) -> str:
+        """Where other nodes reach this one."""
+        return "127.0.0.1"
 
     def _forget(self, what: Any, _mail: Mail, _back: Mail) -> tuple[int, int]:
         self._replica.forget(what)
@@ -146,7 +167,7 @@ class Door:
     def _answer_line(self, number: int, buffers: list[Any]) -> Sequence[Any]:
         """Answer a call that came over the line: leases that ended; method; header; packets."""
         take_back(buffers[0], self._ledger)
-        work = (self._replica.forward, self._replica.backward, self._forget)[buffers[1][0]]
+        work = (self._replica.forward, self._replica.backward, self._forget, self._group)[buffers[1][0]]
         answer = self._answer(work, number, bytes(buffers[2]), buffers[3:])
         answer = answer if isinstance(answer, tuple) else (answer,)
         for part in answer:
@@ -174,7 +195,7 @@ SHARE_LIMIT = 32 * 1024 * 1024
 """Bytes up to which each replica gets a copy of its own over its line. What is larger is put into the object store,
 once for all replicas; that costs 5 ms however little it is."""
 
-METHODS = ("forward", "backward", "forget")
+METHODS = ("forward", "backward", "forget", "group")
 """Methods by the number that stands for them on a direct line."""
 
 
@@ -334,6 +355,9 @@ class ReplicaActor(Door):
         """Enter a line into the log."""
         log.warning("%s", text)
 
+    def _address(self) -> str:
+        return str(ray.util.get_node_ip_address())
+
     def _look_at(self, reply: Any) -> None:
         if isinstance(reply, Reply) and reply.failure is not None:
             # For the actor's page in the dashboard; the exception itself is raised in the driver.
@@ -344,6 +368,7 @@ class ReplicaActor(Door):
     empty = _quiet(Door.empty)
     forget = _quiet(Door.forget)
     learn = _quiet(Door.learn)
+    group = _quiet(Door.group)
     share = _quiet(Door.share)
     start_sharing = _quiet(Door.start_sharing)
     skip_to = _quiet(Door.skip_to)

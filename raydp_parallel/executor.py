@@ -21,6 +21,7 @@ from raydp_parallel.actor import unseal
 from raydp_parallel.books import Books
 from raydp_parallel.crew import Death, DeviceId, Place, device_id, places
 from raydp_parallel.dispatch import Dispatch
+from raydp_parallel.groups import Groups
 from raydp_parallel.jobs import Answer, Job
 from raydp_parallel.links import Link
 from raydp_parallel.monitor import ExecutorStats, ReplicaInfo
@@ -53,6 +54,7 @@ class Executor:
         self._every = device_ids is None
         self.device_ids = normalize(device_ids, self.options) if device_ids != () else []
         self._roster = Roster(self.options)
+        self.groups = Groups(self._roster)
         self._reporter: Reporter | None = None
         self._masters: weakref.WeakValueDictionary[int, Master] = weakref.WeakValueDictionary()
         self._recent: deque[Master] = deque(maxlen=_RECENT)

@@ -10,13 +10,13 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 UnusedGrads = Literal["zeros", "none"]
 Scalars = Literal["vector", "mean", "weighted_mean", "sum"]
-LinkName = Literal["auto", "shared", "inline", "object_store"]
+LinkName = Literal["auto", "shared", "inline", "object_store", "collective"]
 OnFault = Literal["replay", "raise"]
 
 _CHOICES = {
     "unused_grads": ("zeros", "none"),
     "scalars": ("vector", "mean", "weighted_mean", "sum"),
-    "link": ("auto", "shared", "inline", "object_store"),
+    "link": ("auto", "shared", "inline", "object_store", "collective"),
     "on_fault": ("replay", "raise"),
 }
 
@@ -53,7 +53,9 @@ class Options:
             ``"mean"``, their mean weighted by the chunks' rows, or their ``"sum"``.
         link: How bytes travel: ``"auto"`` sends small ones inside the call; large ones lie in shared memory if the
             cluster is one machine, the weights of CPU replicas included, else they go beside the call or through Ray's
-            object store. The other names force one way for everything.
+            object store, and CPU replicas on several nodes sum gradients and pass weights on among themselves.
+            ``"collective"`` lets replicas do so wherever they are, and on GPUs too. The other names force one way for
+            everything.
         placement_timeout: Seconds that replicas may take to be placed and to start. While they wait for a place Ray's
             autoscaler knows of it, and a node that is added is used.
         call_timeout: Seconds that one forward or backward may take before its replica counts as dead and is ended;

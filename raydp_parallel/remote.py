@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from raydp_parallel.actor import METHODS, give_back, sample, shows, take_back
+from raydp_parallel.actor import METHODS, SHARE_LIMIT, give_back, sample, shows, take_back
 from raydp_parallel.crew import Death, Task
 from raydp_parallel.line import Line, LineCut
 from raydp_parallel.links import Arena, Descriptor, Exposed, Found, Ledger, Mappings, Packet, Slice
@@ -174,7 +174,7 @@ class RemoteDoor:
 
     def _send(self, number: int, method: str, header: bytes, beside: Sequence[Packet], task: Task | None) -> Pending:
         if not self.shares:
-            beside = [_copyable(packet) for packet in beside]
+            beside = [_stored(packet) for packet in beside]
         large = len(header) + sum(len(packet) for packet in beside if isinstance(packet, np.ndarray)) > _FRAME
         if (
             self.line is None
@@ -251,6 +251,19 @@ def _copyable(packet: Packet) -> Packet:
     if isinstance(packet, Exposed):
         return packet.descriptor
     return packet.array if isinstance(packet, Slice) else packet
+
+
+_put: weakref.WeakKeyDictionary[Slice, Any] = weakref.WeakKeyDictionary()
+"""What of this process's shared memory lies in the object store too, for replicas on other nodes."""
+
+
+def _stored(packet: Packet) -> Packet:
+    """A packet for a replica that shares no memory. Large ones are put into the store once, for all of them."""
+    if not isinstance(packet, Slice) or packet.array.nbytes <= SHARE_LIMIT:
+        return _copyable(packet)
+    if packet not in _put:
+        _put[packet] = ray.put(packet.array)
+    return _put[packet]
 
 
 def in_short(error: Exception) -> str:

@@ -16,7 +16,7 @@ from raydp_parallel.actor import link_for, shared_link
 from raydp_parallel.cluster.holders import no_room
 from raydp_parallel.cluster.holds import Hold, Holds
 from raydp_parallel.cluster.joining import connect
-from raydp_parallel.cluster.nodes import booked, draining, for_cpus, living, nodes
+from raydp_parallel.cluster.nodes import Node, booked, draining, for_cpus, homes, living, nodes
 from raydp_parallel.crew import Death, Ending, Place, Task
 from raydp_parallel.errors import PlacementError
 from raydp_parallel.links import Arena, Link, Packet, shared
@@ -53,7 +53,7 @@ class RayCrew:
         self._nodes = len(computing)
         self._arena: Arena | None = None
         self._told = False
-        self.link = self._choose_link(len(machines))
+        self.link = self._choose_link(machines)
         self._cores = int(min(node.total.get("CPU", 1) for node in computing))
         self._holds = Holds(names.executor, options)
         self._leaving: frozenset[str] = frozenset()
@@ -135,7 +135,7 @@ class RayCrew:
             door.watch(hello.pid)
             if self._options.direct_line:
                 door.call_directly(timeout=self._options.placement_timeout)
-        if self._arena is None:
+        if self._arena is None or door.line is None:
             return
         door.share(self._arena, self._options.link == "shared")
         if not door.shares or hello.device != "cpu":
@@ -152,18 +152,23 @@ class RayCrew:
             self._told = True
             log.warning("%s: bytes are copied", what)
 
-    def _choose_link(self, count: int) -> Link:
-        """The link for a cluster of so many nodes."""
-        name = self._options.link
-        possible = self._options.direct_line and count == 1 and shared.exists()
-        if name == "shared" and not possible:
+    def _choose_link(self, machines: Sequence[Node]) -> Link:
+        """The link for a cluster of these nodes."""
+        name, count = self._options.link, len(machines)
+        possible = self._options.direct_line and shared.exists()
+        if name == "shared" and not (possible and count == 1):
             raise PlacementError(
                 f"Options(link='shared'): memory is shared on one machine with Linux, over direct lines; the "
                 f"cluster has {count} node(s), direct_line={self._options.direct_line}"
             )
-        if name in ("auto", "shared") and possible:
+        on_gpu, here = homes(machines, self._options), ray.get_runtime_context().get_node_id()
+        # With GPUs elsewhere alone, nobody would use the memory.
+        if name in ("auto", "shared") and possible and (count == 1 or not on_gpu or here in on_gpu):
             self._arena = Arena()
-            return shared_link(self._arena, gives=False, always=name == "shared")
+            link = shared_link(self._arena, gives=False, always=name == "shared")
+            if count > 1:
+                link.withdraw()  # what others get are copies, which have to be compared with the driver's memory
+            return link
         return link_for(name, ray.put, ray.get)
 
     def _create(self, holds: Mapping[Place, Hold]) -> Iterator[tuple[Place, RemoteDoor]]:
