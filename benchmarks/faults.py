@@ -36,7 +36,9 @@ from benchmarks.nets import perceptron, vectors
 from benchmarks.peers.told import Ddp, stepper
 from raydp_parallel import DataParallel, Executor, Options, ReplicaStats
 
-CALL_TIMEOUT = 3.0
+CALL_TIMEOUT = 8.0
+"""Seconds after which a stopped replica counts as dead; a chunk that met two of them would be given up."""
+
 _LOOKS = 30
 """Kills between two looks at what the driver holds."""
 

@@ -26,9 +26,12 @@ def draw(found: dict[str, Any], file: Path) -> None:
         "weights_sweep": weights,
         "scaling": scaling,
         "memory": memory,
+        "scale": scale,
     }
-    figure, grid = pyplot.subplots(3, 2, figsize=(15, 17), constrained_layout=True)
-    for axes, (name, panel) in zip(grid.flat, panels.items(), strict=True):
+    figure, grid = pyplot.subplots(4, 2, figsize=(15, 22), constrained_layout=True)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_axis_off()
+    for axes, (name, panel) in zip(grid.flat, panels.items(), strict=False):
         if name in found:
             panel(axes, found[name])
             axes.grid(axis="y", alpha=0.3)
@@ -140,4 +143,17 @@ def memory(axes: Axes, result: dict[str, Any]) -> None:
     axes.axhline(size, color="black", linestyle=":", label=f"one copy of the weights, {size} MB")
     axes.set_ylabel("MB grown")
     axes.set_title(f"Memory with {size} MB of weights, beyond what the processes had before")
+    axes.legend(fontsize=8)
+
+
+def scale(axes: Axes, result: dict[str, Any]) -> None:
+    """Time of a step by the model, for each way, of the first workload."""
+    name, ways = next(iter(result["data"]["step_ms"].items()))
+    styles = ((GREY, "-s"), (COLOURS[3], "-s"), (COLOURS[4], "-s"), (OURS, "-o"), ("black", ":"))
+    for (way, times), (colour, style) in zip(ways.items(), styles, strict=True):
+        axes.loglog(result["data"]["replicas"], times, style, color=colour, label=way)
+    axes.set_xticks(result["data"]["replicas"], [str(count) for count in result["data"]["replicas"]])
+    axes.set_xlabel("replicas")
+    axes.set_ylabel("ms per step")
+    axes.set_title(f"By the model, 100 Gbit/s: {name}")
     axes.legend(fontsize=8)

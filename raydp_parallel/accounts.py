@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from raydp_parallel.links import Exposed, Found, Mail, Slice
+from raydp_parallel.messages import Reply
 from raydp_parallel.monitor import PhaseSeconds
 from raydp_parallel.phases import Clock
 
@@ -206,6 +207,20 @@ def mailed(account: Account, mail: Mail, size: int, direction: str) -> None:
             traffic[link, direction] += part
         if left:
             traffic["inline", direction] += left
+
+
+def exchanged(account: Account, reply: Reply) -> None:
+    """Enter what a replica gave to others, not by way of the driver."""
+    size = reply.passed + (reply.reduced.size if reply.reduced is not None else 0)
+    if size:
+        account.traffic["collective", "among"] += size
+
+
+def summed(account: Account, chair: Chair, reply: Reply) -> None:
+    """Time in which a replica waited for sums with others is no time of copying out, which it was entered as."""
+    if reply.reduced is not None:
+        account.seconds[4] -= reply.reduced.seconds
+        chair.reduce += reply.reduced.seconds
 
 
 def way_of(packet: Any) -> tuple[str, int | None]:

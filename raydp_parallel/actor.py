@@ -12,14 +12,17 @@ import pickle
 import select
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 import torch
+from ray._private import worker
 from ray._private.worker import global_worker
 
-from raydp_parallel import devices, line, outcome
+from raydp_parallel import devices, line, outcome, sources
+from raydp_parallel.exchange import Host, Join
 from raydp_parallel.links import (
     Arena,
     BySize,
@@ -34,7 +37,7 @@ from raydp_parallel.links import (
     SharedLink,
     Slice,
 )
-from raydp_parallel.messages import Hello, Reply
+from raydp_parallel.messages import Hello, Package, Reply
 from raydp_parallel.phases import OpenSpan, unseen
 from raydp_parallel.replica import Replica
 
@@ -71,6 +74,26 @@ class Door:
         """Free what the driver no longer needs. Answers how many models and graphs are left."""
         return plain(self._answer(self._forget, number, header, ()))
 
+    def group(self, number: int, header: bytes) -> Any:
+        """Host a store for groups of replicas, become a member of one, or leave some."""
+        return plain(self._answer(self._group, number, header, ()))
+
+    def _group(self, what: Any, _mail: Mail, _back: Mail) -> Any:
+        groups = self._replica.groups
+        if isinstance(what, Host):
+            groups.address = self._address()
+            return groups.host(what.patience)
+        if isinstance(what, Join):
+            groups.address = self._address()
+            return groups.join(what)
+        for name in what:
+            groups.leave(name)
+        return None
+
+    def _address(self) -> str:
+        """Where other nodes reach this one."""
+        return "127.0.0.1"
+
     def _forget(self, what: Any, _mail: Mail, _back: Mail) -> tuple[int, int]:
         self._replica.forget(what)
         return self._replica.holdings()
@@ -82,6 +105,11 @@ class Door:
 
     def empty(self) -> None:
         """Nothing at all: what a call costs at least. For benchmarks."""
+
+    def learn(self, package: Package) -> None:
+        """Take modules that only the driver has."""
+        folder = Path(_global_node().get_session_dir_path())  # which goes when the cluster ends
+        sources.unpack(package, folder / "raydp_parallel_sources")
 
     def share(self, probe: Descriptor, shown: bytes) -> tuple[Descriptor, bytes] | None:
         """See whether memory of the driver can be read here.
@@ -139,7 +167,7 @@ class Door:
     def _answer_line(self, number: int, buffers: list[Any]) -> Sequence[Any]:
         """Answer a call that came over the line: leases that ended; method; header; packets."""
         take_back(buffers[0], self._ledger)
-        work = (self._replica.forward, self._replica.backward, self._forget)[buffers[1][0]]
+        work = (self._replica.forward, self._replica.backward, self._forget, self._group)[buffers[1][0]]
         answer = self._answer(work, number, bytes(buffers[2]), buffers[3:])
         answer = answer if isinstance(answer, tuple) else (answer,)
         for part in answer:
@@ -167,7 +195,7 @@ SHARE_LIMIT = 32 * 1024 * 1024
 """Bytes up to which each replica gets a copy of its own over its line. What is larger is put into the object store,
 once for all replicas; that costs 5 ms however little it is."""
 
-METHODS = ("forward", "backward", "forget")
+METHODS = ("forward", "backward", "forget", "group")
 """Methods by the number that stands for them on a direct line."""
 
 
@@ -280,6 +308,10 @@ def _end_with(process: int) -> None:
     os._exit(0)
 
 
+def _global_node() -> Any:
+    return worker._global_node
+
+
 def _node() -> str:
     return ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
 
@@ -323,6 +355,9 @@ class ReplicaActor(Door):
         """Enter a line into the log."""
         log.warning("%s", text)
 
+    def _address(self) -> str:
+        return str(ray.util.get_node_ip_address())
+
     def _look_at(self, reply: Any) -> None:
         if isinstance(reply, Reply) and reply.failure is not None:
             # For the actor's page in the dashboard; the exception itself is raised in the driver.
@@ -332,6 +367,8 @@ class ReplicaActor(Door):
     hello = _quiet(Door.hello)
     empty = _quiet(Door.empty)
     forget = _quiet(Door.forget)
+    learn = _quiet(Door.learn)
+    group = _quiet(Door.group)
     share = _quiet(Door.share)
     start_sharing = _quiet(Door.start_sharing)
     skip_to = _quiet(Door.skip_to)

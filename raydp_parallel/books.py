@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from torch._C._profiler import _RecordFunctionFast as _range
 
-from raydp_parallel.accounts import Account, Accounts, Chair, enter, for_model, mailed, phases_of
+from raydp_parallel.accounts import Account, Accounts, Chair, enter, exchanged, for_model, mailed, phases_of, summed
 from raydp_parallel.advice import advise
 from raydp_parallel.crew import Task
 from raydp_parallel.jobs import Job
@@ -253,6 +253,7 @@ class Books:
             account = self.account(seat, job.model)
             account.answer[job.method] = reply.size
             mailed(account, mail, reply.size, "out")
+            exchanged(account, reply)
 
     def replays(self, seat: Seat) -> None:
         """A replica is given what another one died of, or with."""
@@ -287,6 +288,7 @@ class Books:
         for one, reply in calls:
             if reply is not None and reply.laps:
                 busy += enter(self.account(seat, one.job.model), chair, one.method, reply.laps, one.own)
+                summed(self.account(seat, one.job.model), chair, reply)
                 chair.clock.heard(one.at, reply.laps, ended)
             if reply is not None and reply.memory is not None:
                 chair.memory = reply.memory

@@ -19,6 +19,7 @@ buffers in passing, and the handles free everything.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -33,28 +34,9 @@ from raydp_parallel.jobs import Answer, Graph, Job
 from raydp_parallel.links import Mail
 from raydp_parallel.messages import BackwardRequest
 from raydp_parallel.options import UnusedGrads
+from raydp_parallel.pool import Part, Pool, plan, share
 from raydp_parallel.seats import Seat
 from raydp_parallel.snapshot.master import Master
-
-
-class Part(NamedTuple):
-    """One chunk of a call that can be differentiated.
-
-    Attributes:
-        seat: Who it was for.
-        graph: Its graph, wherever that is.
-        master: The model it came from.
-        mark: The versions of the model's tensors then.
-        leaves: Which of the call's leaves its graph has, in the replica's order.
-        first: Whether it is chunk 0, whose in-place changes count.
-    """
-
-    seat: Seat
-    graph: Graph
-    master: Master
-    mark: Any
-    leaves: Sequence[int]
-    first: bool
 
 
 class Handle:
@@ -192,19 +174,25 @@ def _will_run(node: Any) -> bool:
 
 
 def _run(
-    call: Call, stash: dict[int, dict[int, Tensor]], needed: Sequence[bool], keep: bool, derived: dict[int, Graph]
-) -> list[tuple[Part, Answer]]:
-    """One trip: the backward of every chunk that has gradients."""
+    call: Call,
+    stash: dict[int, dict[int, Tensor]],
+    needed: Sequence[bool],
+    keep: bool,
+    derived: dict[int, Graph],
+    pool: Pool | None = None,
+    chosen: Sequence[int] | None = None,
+) -> list[Answer]:
+    """One trip: the backward of every chunk that has gradients, or of those ``chosen`` among them."""
     ambient = context.capture()
     partial = not all(needed)
     threads = call.executor.threads(len(call.parts))
-    parts = [(part, stash[i], derived.get(i)) for i, part in enumerate(call.parts) if part is not None and i in stash]
 
-    def job(part: Part, grads: dict[int, Tensor], makes: Graph | None) -> Job:
+    def job(number: int, i: int, part: Part) -> Job:
+        grads, makes = stash[i], derived.get(i)
         indices = tuple(sorted(grads))
 
         def prepare(seat: Seat, mail: Mail) -> BackwardRequest:
-            parcel, sent = codec.encode(tuple(grads[i] for i in indices), mail, "gradients")
+            parcel, sent = codec.encode(tuple(grads[k] for k in indices), mail, "gradients")
             wanted = tuple(needed[leaf] for leaf in part.leaves)
             name = seat.name_of(part.master.id, part.seat)
             moved = part.master.moved_since(part.mark, seat.held.get(name, 0))
@@ -216,14 +204,44 @@ def _run(
             if makes is not None and part.graph.recipe is not None:
                 kept = replay.keep(parcel, sent, "the gradients that it was given")
                 makes.recipe = replay.derived(request, kept, part.graph, part.graph.recipe, part.seat, part.master.id)
-            return request
+            return request if pool is None else request._replace(**pool.words(number, seat))
 
-        return Job(part.seat, "backward", prepare, part.master.id, makes, part.graph)
+        made = makes if pool is None else pool.kept[number]
+        return Job(part.seat, "backward", prepare, part.master.id, made, part.graph)
 
-    answers = call.executor.run([job(*entry) for entry in parts])
+    jobs = [job(number, i, part) for number, (i, part) in enumerate(_parts(call, stash))]
+    return call.executor.run(jobs if chosen is None else [jobs[number] for number in chosen])
+
+
+def _parts(call: Call, stash: dict[int, dict[int, Tensor]]) -> list[tuple[int, Part]]:
+    """The chunks that have gradients, with their numbers in the call."""
+    return [(i, part) for i, part in enumerate(call.parts) if part is not None and i in stash]
+
+
+def _finish(call: Call, parts: Sequence[Part], answers: Sequence[Answer]) -> None:
+    """The effects of one trip."""
     call.executor.note_backward()
-    finish([(part.master if part.first else None, a) for (part, _, _), a in zip(parts, answers, strict=True)])
-    return [(part, answer) for (part, _, _), answer in zip(parts, answers, strict=True)]
+    finish([(part.master if part.first else None, a) for part, a in zip(parts, answers, strict=True)])
+
+
+def _pooled(
+    call: Call, stash: dict[int, dict[int, Tensor]], needed: Sequence[bool], keep: bool, pool: Pool
+) -> list[Answer]:
+    """One trip whose gradients are summed among the replicas; a second one if that went wrong."""
+    parts = [part for _, part in _parts(call, stash)]
+    try:
+        answers = _run(call, stash, needed, keep, {}, pool)
+    except BaseException:
+        pool.abandon()
+        raise
+    missing = pool.heard(answers)
+    _finish(call, parts, answers)
+    if missing:
+        fetched = _run(call, stash, needed, keep, {}, pool, missing)
+        finish([(None, answer) for answer in fetched])
+        for number, answer in zip(missing, fetched, strict=True):
+            answers[number] = answer
+    return answers
 
 
 def finish(answers: Sequence[tuple[Master | None, Answer]]) -> None:
@@ -243,27 +261,37 @@ def _collect(
     call: Call, stash: dict[int, dict[int, Tensor]], needed: Sequence[bool], keep: bool
 ) -> list[Tensor | None]:
     """First order: the sums of the chunks' gradients."""
-    shares, seats = [], []
-    for part, answer in _run(call, stash, needed, keep, {}):
-        seats.append(answer.seat)
-        assert answer.reply.value is not None
-        shares.append(reduction.Share(answer.reply.value, answer.mail, part.leaves))
+    parts = [part for _, part in _parts(call, stash)]
+    pool = plan(call.executor, parts, call.leaves, needed) if parts else None
+    summed: Counter[int] = Counter()
+    if pool is None:
+        answers = _run(call, stash, needed, keep, {})
+        _finish(call, parts, answers)
+        shares = [share(part, answer) for part, answer in zip(parts, answers, strict=True)]
+    else:
+        try:
+            answers = _pooled(call, stash, needed, keep, pool)
+            shares, summed = pool.shares(answers)
+        finally:
+            pool.close()
     device = call.leaves[0].device
-    with call.executor.books.reducing(seats):
+    with call.executor.books.reducing([answer.seat for answer in answers]):
         sums = reduction.total(shares, device, len(call.leaves))
-        return reduction.settle(sums, call.leaves, call.kinds, needed, _whole(call, shares), call.unused)
+        whole = _whole(call, shares[-len(parts) :] if parts else [], summed)
+        return reduction.settle(sums, call.leaves, call.kinds, needed, whole, call.unused)
 
 
-def _whole(call: Call, shares: Sequence[reduction.Share]) -> list[bool]:
-    """For each leaf whether every chunk that has it gave a gradient."""
-    expected, given = [0] * len(call.leaves), [0] * len(call.leaves)
+def _whole(call: Call, shares: Sequence[reduction.Share], summed: Counter[int]) -> list[bool]:
+    """For each leaf whether every chunk that has it gave a gradient, here or into the replicas' sum."""
+    expected, given = [0] * len(call.leaves), [summed[leaf] for leaf in range(len(call.leaves))]
     for part in call.parts:
         for leaf in part.leaves if part is not None else ():
             expected[leaf] += 1
-    for share in shares:
-        present = codec.load(share.parcel, range(len(share.parcel.specs)))
-        for leaf, row in zip(share.leaves, present, strict=True):
-            given[leaf] += row is not None
+    for one in shares:
+        present = codec.load(one.parcel, range(len(one.parcel.specs)))
+        for at, row in zip(one.leaves, present, strict=True):
+            if at is not None:
+                given[at] += row is not None
     return [a == b for a, b in zip(expected, given, strict=True)]
 
 
@@ -277,11 +305,12 @@ def _derive(call: Call, stash: dict[int, dict[int, Tensor]], needed: Sequence[bo
     handle = Handle([*graphs.values()])
     token = fork(derived)
     answers = _run(call, stash, needed, True, graphs)
+    _finish(call, [*parts.values()], answers)
     at = len(call.leaves)
     found: list[list[Tensor]] = [[] for _ in call.parts]
     derived.parts = [None] * len(call.parts)
     places: list[tuple[int, int, int]] = []
-    for (i, part), (_, answer) in zip(parts.items(), answers, strict=True):
+    for (i, part), answer in zip(parts.items(), answers, strict=True):
         own = [*part.leaves, *range(at, at + len(stash[i]))]
         at += len(stash[i])
         derived.parts[i] = part._replace(graph=graphs[i], leaves=own)

@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel import bridge, codec, context, replay
+from raydp_parallel.exchange import Relay
 from raydp_parallel.executor import Executor
 from raydp_parallel.jobs import Answer, Graph, Job
 from raydp_parallel.links import Mail
 from raydp_parallel.messages import Arguments, ForwardRequest, Produced, StateUpdate
 from raydp_parallel.options import UnusedGrads
+from raydp_parallel.pool import Part
+from raydp_parallel.post import Post, Route, post, route, size_of
 from raydp_parallel.seats import Seat
 from raydp_parallel.snapshot.master import Master
 from raydp_parallel.snapshot.moments import Mark
@@ -111,6 +114,8 @@ class _Forward:
 
     def _run(self) -> list[Any]:
         answers = self._attempt()
+        while any(answer.reply.failure is not None for answer in answers) and self.executor.teach(answers):
+            answers = self._attempt()
         reruns = 0
         while not self.verified and reruns < _MOST_RERUNS:
             answers = self._attempt()
@@ -130,11 +135,28 @@ class _Forward:
         self.made: dict[int, tuple[ForwardRequest, replay.Kept]] = {}
         self.graphs = [Graph() if self.ambient.grad else None for _ in self.chunks]
         self.handle = bridge.Handle([graph for graph in self.graphs if graph is not None])
+        self.posts: dict[Master, Post | None] = {}
+        self.ways = {master: self._way(master) for master in self.masters}
         jobs = [
             Job(c.seat, "forward", functools.partial(self._request, i), c.master.id, self.graphs[i])
             for i, c in enumerate(self.chunks)
         ]
-        return self.executor.run(jobs, self._meanwhile)
+        try:
+            return self.executor.run(jobs, self._meanwhile)
+        except BaseException:
+            for post in self.posts.values():
+                if post is not None:
+                    post.abandon()
+            raise
+
+    def _way(self, master: Master) -> Route | None:
+        """The way for a model's new contents from replica to replica, if there is to be one."""
+        seats = [chunk.seat for chunk in self.chunks if chunk.master is master]
+        return route(self.executor.groups, seats, size_of(master, master.module)) if len(seats) > 1 else None
+
+    def _post(self, master: Master) -> Post | None:
+        chunks = {number: chunk.seat for number, chunk in enumerate(self.chunks) if chunk.master is master}
+        return post(self.executor.groups, self.ways[master], master, chunks)
 
     def _request(self, number: int, seat: Seat, mail: Mail) -> ForwardRequest:
         """The message for one chunk. The executor's lock is held, for other threads may send the same modules.
@@ -146,15 +168,17 @@ class _Forward:
                 master.sync()
                 self.executor.books.changed(master.why())
             self.marks = {master: master.mark() for master in self.masters}
+            self.posts = {master: self._post(master) for master in self.masters}
         chunk, graph = self.chunks[number], self.graphs[number]
         value, root = (Arguments(chunk.args, chunk.kwargs), "") if chunk.kwargs else (chunk.args, "inputs")
         grad = self.ambient.grad
         parcel, tensors = codec.encode(value, mail, root, requires_grad=grad)
         self.inputs[number] = [t for t in tensors if t.requires_grad] if grad else []
         name = seat.name_of(chunk.master.id, chunk.seat)
+        update, relay = self._update(number, seat, name, mail)
         request = ForwardRequest(
             model=name,
-            update=self._update(chunk.master, seat, name, mail),
+            update=update,
             graph=graph.key if graph is not None else None,
             chunk=number,
             where=chunk.where,
@@ -169,20 +193,24 @@ class _Forward:
             doubtful=() if chunk.detach else chunk.master.doubtful(),
             forget=seat.forget(),
             overlay=replay.overlay(chunk.master, self.marks[chunk.master], mail),
+            relay=relay,
         )
         if graph is not None and self.executor.replays:
             self.made[number] = request, replay.keep(parcel, tensors, "arguments")
         return request
 
-    def _update(self, master: Master, seat: Seat, name: int, mail: Mail) -> StateUpdate | None:
+    def _update(self, number: int, seat: Seat, name: int, mail: Mail) -> tuple[StateUpdate | None, Relay | None]:
         """What a seat's replica needs of the state, entered in the books."""
-        before = len(self.sends)
-        update = replay.update(master, seat, name, mail, self.sends.append)
+        before, master = len(self.sends), self.chunks[number].master
+        post = self.posts[master]
+        update, relay = (post and post.update(number, seat, name, mail, self.sends.append)) or (None, None)
+        if relay is None:
+            update = replay.update(master, seat, name, mail, self.sends.append)
         sent = sum(self.sends[before:])
         if update is not None and update.structure is not None and sent > _MUCH:
             log.info("sending %.0f MB of %s to %s", sent / 1e6, type(master.module).__name__, seat)
         self.executor.books.state(seat, master.id, sent, master.size)
-        return update
+        return update, relay
 
     def _meanwhile(self) -> None:
         self._plan()
@@ -204,11 +232,13 @@ class _Forward:
             return at
 
         self.owned: list[list[int]] = []
+        self.own: list[int] = []
         for chunk, inputs in zip(self.chunks, self.inputs, strict=True):
             model = chunk.master if self.ambient.grad and not chunk.detach else None
             if model is not None and model not in known:
                 known[model] = [enter(leaf.tensor, leaf.kind) for leaf in model.leaves()]
             own = known[model] if model is not None else []
+            self.own.append(len(own))
             self.owned.append([*own, *(enter(tensor, "input") for tensor in inputs)])
         self.call.leaves, self.call.kinds = [*leaves.values()], kinds
 
@@ -229,7 +259,7 @@ class _Forward:
                 if i in self.made:
                     before_and_after = self.marks[chunk.master], chunk.master.mark()
                     graph.recipe = replay.forward(*self.made[i], chunk.master, chunk.seat, before_and_after)
-                part = bridge.Part(chunk.seat, graph, chunk.master, mark, self.owned[i], i == 0)
+                part = Part(chunk.seat, graph, chunk.master, mark, self.owned[i], i == 0, self.own[i])
             self.call.parts.append(part)
 
     def _outputs(self, token: Tensor | None, answers: Sequence[Answer]) -> list[Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from raydp_parallel.links import Link, Packet
-from raydp_parallel.messages import Hello
+from raydp_parallel.messages import Hello, Package
 
 DeviceId = int | str
 """A logical GPU of the cluster, or ``"cpu"``."""
@@ -61,7 +61,11 @@ class Crew(Protocol):
     def start(
         self, places: Sequence[Place], cancelled: Callable[[], bool] | None = None
     ) -> dict[Place, tuple[Any, Hello]]:
-        """Start a replica in each place, or raise `PlacementError` within the deadline, or once it is ``cancelled``."""
+        """Start a replica in each place, or raise `PlacementError` within the deadline, or once it is ``cancelled``.
+
+        With ``Options.elastic`` fewer may be started, one at least. What a place was given it keeps, also for its next
+        replica, until it is released.
+        """
 
     def submit(self, door: Any, method: str, header: bytes, beside: Sequence[Packet], task: Task | None = None) -> Any:
         """Send a call; returns what `collect` waits for, which has a ``give_up()`` for calls nobody waits for."""
@@ -77,6 +81,15 @@ class Crew(Protocol):
 
     def stop(self, doors: Sequence[Any]) -> None:
         """End replicas, at once."""
+
+    def teach(self, package: Package, doors: Sequence[Any]) -> bool:
+        """Give modules to replicas, and to those that start later; False if they have them already."""
+
+    def release(self, places: Collection[Place] | None = None) -> None:
+        """Let go of what some places hold of the cluster, by default all."""
+
+    def leaving(self) -> Collection[str]:
+        """The nodes that are known to end soon. Cheap enough to be asked with every call."""
 
 
 class Ending(Enum):

@@ -61,12 +61,12 @@ class DataParallel(nn.DataParallel[T]):
         self.module = module
         if device_ids is None and executor is not None:
             device_ids = executor.device_ids or None
-        ids = normalize(device_ids)
+        self._options = options or (executor.options if executor is not None else Options())
+        ids = normalize(device_ids, self._options)
         self.device_ids: list[Any] = list(ids)
         if not ids:
             return
         self.dim = dim
-        self._options = options or (executor.options if executor is not None else Options())
         self._executor = executor
         self._master: Any = self.executor.known(module)  # from the wrapper that this one is to replace
         self._output_device = None if output_device is None else _own_device(output_device, ids)
@@ -242,7 +242,7 @@ def data_parallel(
     """
     if not isinstance(inputs, tuple):
         inputs = (inputs,) if inputs is not None else ()
-    ids = normalize(device_ids)
+    ids = normalize(device_ids, Options())
     if not ids:
         raise RuntimeError(
             "device type could not be determined: the cluster has no GPU. Give device_ids=['cpu', ...] for CPU replicas"

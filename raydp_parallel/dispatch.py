@@ -79,13 +79,15 @@ class Dispatch:
             self._run.ended()
         return [self._answers[number] for number in range(len(self._jobs))]
 
-    def _replay(self, lost: dict[int, ReplicaDied]) -> None:
+    def _replay(self, lost: dict[int, ReplicaDied | None]) -> None:
+        """Send again what was lost with its replica, or did not reach it whole."""
         begun = time.perf_counter()
         totals = self._roster.totals
         try:
             while lost:
-                if self._hopeless or not self._roster.replays:
-                    raise lost[min(self._hopeless or lost)]
+                deaths = {number: error for number, error in lost.items() if error is not None}
+                if deaths and (self._hopeless or not self._roster.replays):
+                    raise deaths[min(self._hopeless & deaths.keys() or deaths)]
                 self._send(sorted(lost))
                 lost = self._collect()
         finally:
@@ -139,18 +141,20 @@ class Dispatch:
         task = self._run.sends(number, seat, "" if own else step.method)
         flight.pending.append(crew.submit(seat.door, step.method, header, mail.beside, task))
 
-    def _collect(self) -> dict[int, ReplicaDied]:
-        """Wait for all that were sent. Returns whose replica died."""
+    def _collect(self) -> dict[int, ReplicaDied | None]:
+        """Wait for all that were sent. Returns whose replica died, and None for who has to be sent everything again."""
         flights = [*self._flights.items()]
         try:
             pending = [p for _, flight in flights for p in flight.pending]
             results = iter(self._run.wait(self._roster.crew.collect, pending))
-            lost: dict[int, ReplicaDied] = {}
+            lost: dict[int, ReplicaDied | None] = {}
             for number, flight in flights:
                 found = [next(results) for _ in flight.pending]
                 death = next((result for result in found if isinstance(result, Death)), None)
                 if death is None:
-                    self._answers[number] = self._receive(flight, found)
+                    answer = self._answers[number] = self._receive(flight, found)
+                    if answer.reply.missed:
+                        lost[number] = None
                 else:
                     flight.replies = [None] * len(found)
                     lost[number] = self._bury(number, flight, death)

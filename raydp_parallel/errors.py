@@ -14,6 +14,10 @@ class PlacementError(ParallelError):
     """The cluster has not got, or not in time, the devices that were asked for."""
 
 
+class NoRoom(PlacementError):
+    """Nothing was free for a replica within the deadline. The text says what is free and where, and who holds what."""
+
+
 class ClusterError(ParallelError):
     """Ray cannot be used as it is: a client connection, or a cluster that went away."""
 

@@ -16,11 +16,12 @@ from typing import Any
 
 from torch import nn
 
-from raydp_parallel import cluster, telemetry
+from raydp_parallel import cluster, sources, telemetry
 from raydp_parallel.actor import unseal
 from raydp_parallel.books import Books
 from raydp_parallel.crew import Death, DeviceId, Place, device_id, places
 from raydp_parallel.dispatch import Dispatch
+from raydp_parallel.groups import Groups
 from raydp_parallel.jobs import Answer, Job
 from raydp_parallel.links import Link
 from raydp_parallel.monitor import ExecutorStats, ReplicaInfo
@@ -50,8 +51,10 @@ class Executor:
 
     def __init__(self, device_ids: Sequence[Any] | None = None, *, options: Options | None = None) -> None:
         self.options = options or Options()
-        self.device_ids = normalize(device_ids) if device_ids != () else []
+        self._every = device_ids is None
+        self.device_ids = normalize(device_ids, self.options) if device_ids != () else []
         self._roster = Roster(self.options)
+        self.groups = Groups(self._roster)
         self._reporter: Reporter | None = None
         self._masters: weakref.WeakValueDictionary[int, Master] = weakref.WeakValueDictionary()
         self._recent: deque[Master] = deque(maxlen=_RECENT)
@@ -105,6 +108,29 @@ class Executor:
                     self._stop_reports()
                 finally:  # Ctrl-C on the way; nobody would end them later
                     self._roster.close()
+
+    def grow(self, timeout: float | None = None) -> int:
+        """Wait for replicas that are missing, between two calls: after a node was added, or before a long run.
+
+        Devices of an elastic executor that had no room, those that left a node, and those that died join by themselves
+        too, once they are ready; this waits for them. An executor for every GPU of the cluster (``device_ids`` left
+        out) gets those that were added since. How many chunks a wrapper makes does not change: those made from now on
+        make more.
+
+        Args:
+            timeout: Seconds to wait for all; None is ``placement_timeout``. Fewer are no error.
+
+        Returns:
+            How many joined.
+        """
+        with self._roster.lock:
+            self._refresh()
+            joined = self._roster.grow(self.options.placement_timeout if timeout is None else timeout)
+            more = [k for k in cluster.all_gpus(self.options) if k not in self.device_ids] if self._every else []
+            if more:
+                self._fill(places(more))
+                self.device_ids = [*self.device_ids, *more]
+            return joined + len(more)
 
     def seats(self, device_ids: Sequence[DeviceId]) -> list[Seat]:
         """The seats for ``device_ids``. Where a replica died, another stands in until its successor is there."""
@@ -163,6 +189,15 @@ class Executor:
         """
         return Dispatch(self._roster, jobs).run(meanwhile)
 
+    def teach(self, answers: Sequence[Answer]) -> bool:
+        """Send modules that replicas could not import, and that only this process has; whether to call them again."""
+        names = {name for answer in answers if (name := sources.missing(answer.reply.failure)) is not None}
+        packages = [package for name in names if (package := sources.pack(name)) is not None]
+        with self._roster.lock:
+            doors = [seat.door for seat in self._roster.ready()]
+            taught = [self._roster.crew.teach(package, doors) for package in packages]
+            return any(taught)
+
     def threads(self, chunks: int) -> int | None:
         """Torch's threads for each of so many chunks on CPUs."""
         return self._roster.crew.threads(chunks)
@@ -207,10 +242,10 @@ class Executor:
             self._reporter = None
 
 
-def normalize(device_ids: Sequence[Any] | None) -> list[DeviceId]:
+def normalize(device_ids: Sequence[Any] | None, options: Options) -> list[DeviceId]:
     """``device_ids`` in their plain form, checked against the cluster."""
     if device_ids is None:
-        return list(cluster.all_gpus())
+        return list(cluster.all_gpus(options))
     if isinstance(device_ids, (str, int)) or not hasattr(device_ids, "__iter__"):
         raise TypeError(f"device_ids={device_ids!r}: give a list, such as [0, 1] or ['cpu', 'cpu']")
     ids = [device_id(entry) for entry in device_ids]
@@ -220,7 +255,7 @@ def normalize(device_ids: Sequence[Any] | None) -> list[DeviceId]:
         )
     gpus = [entry for entry in ids if isinstance(entry, int)]
     if gpus:
-        cluster.check_gpus(gpus)
+        cluster.check_gpus(gpus, options)
     return ids
 
 

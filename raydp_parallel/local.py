@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from raydp_parallel.actor import Door, link_for
 from raydp_parallel.crew import Death, Place, Task
 from raydp_parallel.links import Link, Packet
-from raydp_parallel.messages import Hello
+from raydp_parallel.messages import Hello, Package
 from raydp_parallel.options import Options
 
 
@@ -99,3 +99,12 @@ class LocalCrew:
 
     def stop(self, doors: Sequence[Any]) -> None:
         """Replicas in this process end with their last reference."""
+
+    def teach(self, package: Package, doors: Sequence[Any]) -> bool:
+        return False
+
+    def release(self, places: Collection[Place] | None = None) -> None:
+        """Nothing is held."""
+
+    def leaving(self) -> Collection[str]:
+        return ()

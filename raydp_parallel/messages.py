@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from raydp_parallel.context import CallContext
+from raydp_parallel.exchange import Reduce, Reduced, Relay
 
 
 class TensorSpec(NamedTuple):
@@ -154,6 +155,8 @@ class ForwardRequest(NamedTuple):
         forget: Graph keys and models that the driver no longer needs.
         overlay: State as it was when the call was first made, where write-backs have changed it since.
         graph_only: Whether the call runs again for its graph alone, after a death: the outputs are known already.
+        relay: How the update's contents come here, or go on from here; None if they come with the message for this
+            replica alone.
     """
 
     model: int
@@ -173,6 +176,7 @@ class ForwardRequest(NamedTuple):
     forget: Forget | None
     overlay: Overlay | None = None
     graph_only: bool = False
+    relay: Relay | None = None
 
 
 class BackwardRequest(NamedTuple):
@@ -192,6 +196,8 @@ class BackwardRequest(NamedTuple):
         threads: Torch's threads, on a CPU; None leaves them.
         context: The caller's ambient torch state.
         forget: Graph keys and models that the driver no longer needs.
+        reduce: Gradients to be summed among replicas, None if the driver sums.
+        kept: Nothing is differentiated: the gradients are asked for that are kept under this key.
     """
 
     model: int
@@ -207,13 +213,15 @@ class BackwardRequest(NamedTuple):
     threads: int | None
     context: CallContext
     forget: Forget | None
+    reduce: Reduce | None = None
+    kept: int | None = None
 
 
 class Forget(NamedTuple):
     """What the driver no longer needs; rides on the next call.
 
     Attributes:
-        graphs: Keys of graphs.
+        graphs: Keys of graphs, and of gradients that were kept.
         models: Ids of models.
     """
 
@@ -297,6 +305,9 @@ class Reply(NamedTuple):
         reached: Those of the doubtful leaves that the outputs depend on.
         laps: When each of the replica's phases began, and when the last ended, by its clock; see `phases`.
         memory: Bytes of the GPU's memory that are allocated, and the most that were; None on a CPU, and mostly.
+        reduced: What came of summing gradients among replicas, if that was asked for.
+        missed: Whether nothing was done, because contents did not arrive that another replica was to pass on.
+        passed: Bytes that this replica passed on to others.
     """
 
     value: Parcel | None
@@ -309,6 +320,23 @@ class Reply(NamedTuple):
     reached: tuple[int, ...] = ()
     laps: tuple[float, ...] = ()
     memory: tuple[int, int] | None = None
+    reduced: Reduced | None = None
+    missed: bool = False
+    passed: int = 0
+
+
+class Package(NamedTuple):
+    """A module or a package, as files.
+
+    Attributes:
+        name: Its name.
+        digest: Names its contents.
+        files: Their paths, from the folder that goes on Python's path, and what is in them.
+    """
+
+    name: str
+    digest: str
+    files: tuple[tuple[str, bytes], ...]
 
 
 class Hello(NamedTuple):

@@ -92,7 +92,8 @@ class ReplicaInfo:
         device_id: The entry of ``device_ids`` that it serves.
         node_id: Ray's id of its node.
         pid: Its process, 0 before it started.
-        state: ``"ready"``, ``"dead"``, ``"closed"``, or ``"empty"`` before it started.
+        state: ``"ready"``, ``"dead"``, ``"closed"``, ``"empty"`` before it started, or ``"away"`` while an elastic
+            executor has no device for it.
         gpu: Name of its GPU, empty on a CPU.
         gpu_uuid: The GPU's uuid, empty on a CPU.
         gpu_index: The GPU's number on its node, as Ray's own metrics count, empty on a CPU.

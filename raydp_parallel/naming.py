@@ -24,10 +24,13 @@ class Names:
     Args:
         name: The executor's.
         ranks: The numbers of replicas whose places are known already.
+
+    Attributes:
+        executor: The executor's name.
     """
 
     def __init__(self, name: str, ranks: Mapping[Place, int]) -> None:
-        self._name = name
+        self.executor = name
         self._ranks = {**ranks}
         self._used: set[str] = set()
 
@@ -36,7 +39,7 @@ class Names:
         rank = self._ranks.setdefault(place, len(self._ranks))
         device = "cpu" if place.kind == "cpu" else f"cuda:{place.number}"
         for number in itertools.count(1):
-            name = f"raydp:{self._name}:{rank}@{device}" + (f"~{number}" if number > 1 else "")
+            name = f"raydp:{self.executor}:{rank}@{device}" + (f"~{number}" if number > 1 else "")
             if name in self._used:
                 continue
             self._used.add(name)

@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn, TypeVar
 
 UnusedGrads = Literal["zeros", "none"]
 Scalars = Literal["vector", "mean", "weighted_mean", "sum"]
-LinkName = Literal["auto", "shared", "inline", "object_store"]
+LinkName = Literal["auto", "shared", "inline", "object_store", "collective"]
 OnFault = Literal["replay", "raise"]
 
 _CHOICES = {
     "unused_grads": ("zeros", "none"),
     "scalars": ("vector", "mean", "weighted_mean", "sum"),
-    "link": ("auto", "shared", "inline", "object_store"),
+    "link": ("auto", "shared", "inline", "object_store", "collective"),
     "on_fault": ("replay", "raise"),
 }
+
+_SELECTOR = r"!?(in\([^(),!]+(,[^(),!]+)*\)|[^(),!]+)"
+"""What Ray takes for a label: ``a``, ``!a``, ``in(a, b)`` or ``!in(a, b)``."""
+
+V = TypeVar("V")
+
+
+class Frozen(dict[str, V]):
+    """A dict that stays as it is, and may be part of a key."""
+
+    def __hash__(self) -> int:  # type: ignore[override]  # dict has none, for it changes
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> Any:
+        return Frozen, (dict(self),)
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError("Options are frozen: make new ones, as with dataclasses.replace(options, ...)")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    update = setdefault = pop = popitem = clear = _refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +53,11 @@ class Options:
             ``"mean"``, their mean weighted by the chunks' rows, or their ``"sum"``.
         link: How bytes travel: ``"auto"`` sends small ones inside the call; large ones lie in shared memory if the
             cluster is one machine, the weights of CPU replicas included, else they go beside the call or through Ray's
-            object store. The other names force one way for everything.
-        placement_timeout: Seconds that a replica may take to be placed and to start.
+            object store, and CPU replicas on several nodes sum gradients and pass weights on among themselves.
+            ``"collective"`` lets replicas do so wherever they are, and on GPUs too. The other names force one way for
+            everything.
+        placement_timeout: Seconds that replicas may take to be placed and to start. While they wait for a place Ray's
+            autoscaler knows of it, and a node that is added is used.
         call_timeout: Seconds that one forward or backward may take before its replica counts as dead and is ended;
             None waits.
         on_fault: What to do when a replica dies: ``"replay"`` runs its chunk again on another one, with the same
@@ -38,8 +65,17 @@ class Options:
             next call starts the new process.
         max_restarts_per_hour: How many replicas that died are replaced within an hour. Beyond that, calls go on with
             those that are left, and without any raise `RestartsSpent`.
-        cpus_per_replica: What Ray books for each CPU replica. 0 lets any number of them share a small machine.
-        gpus_per_replica: What Ray books for each GPU replica. Below 1, several replicas share one GPU.
+        cpus_per_replica: CPUs that Ray books for each replica, on a CPU or a GPU. 0 lets any number of them share a
+            small machine.
+        gpus_per_replica: What Ray books for each GPU replica, above 0 and at most 1. With 0.5 each GPU of the cluster
+            counts as two logical GPUs, whose replicas share it.
+        resources: Further resources that Ray books for each replica, such as ``{"accelerator_type:A100": 0.001}``.
+            Only nodes that have them are used.
+        label_selector: Labels that a node must have to be used, such as ``{"market-type": "!spot"}``; the values are
+            those of Ray's label selectors. It needs a Ray that places by label, 2.49 or newer.
+        elastic: Start with as many GPUs as there are, one at least, instead of waiting for all; they run the chunks of
+            the others, too. Nodes that join are used, nodes that drain are left. Chunks stay what ``device_ids`` say,
+            so that results do not depend on who is there.
         threads: Torch's threads in a CPU replica. None shares a node's cores among the chunks of a call.
         direct_line: Call replicas on the driver's machine over a socket, five times faster than a Ray task. False
             makes every phase a Ray task, which Ray's dashboard lists.
@@ -59,6 +95,9 @@ class Options:
     max_restarts_per_hour: int = 100
     cpus_per_replica: float = 0.0
     gpus_per_replica: float = 1.0
+    resources: Mapping[str, float] = field(default_factory=Frozen)
+    label_selector: Mapping[str, str] = field(default_factory=Frozen)
+    elastic: bool = False
     threads: int | None = None
     direct_line: bool = True
     name: str | None = None
@@ -70,16 +109,50 @@ class Options:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"Options({name}={getattr(self, name)!r}): expected one of {', '.join(choices)}")
-        if self.placement_timeout <= 0 or (self.call_timeout is not None and self.call_timeout <= 0):
-            raise ValueError("Options: placement_timeout and call_timeout are seconds, and must be above 0")
-        if self.max_restarts_per_hour < 0:
-            raise ValueError(f"Options(max_restarts_per_hour={self.max_restarts_per_hour}): expected at least 0")
-        if self.cpus_per_replica < 0 or not 0 < self.gpus_per_replica <= 1:
-            raise ValueError(
-                f"Options(cpus_per_replica={self.cpus_per_replica}, gpus_per_replica={self.gpus_per_replica}): "
-                "expected cpus >= 0 and 0 < gpus <= 1"
-            )
+        self._check_numbers()
+        self._check_placement()
+        if self.elastic and self.on_fault != "replay":
+            raise ValueError("Options(elastic=True, on_fault='raise'): replicas that are away need others to stand in")
         if self.name is not None and (not self.name or any(c in self.name for c in "/:@\n")):
             raise ValueError(f"Options(name={self.name!r}): expected a name without '/', ':' and '@', such as 'train'")
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"Options(threads={self.threads}): expected None or at least 1")
+
+    def _check_numbers(self) -> None:
+        for name in ("placement_timeout", "call_timeout", "cpus_per_replica", "gpus_per_replica"):
+            value = getattr(self, name)
+            if not _is_number(value) and not (name == "call_timeout" and value is None):
+                raise TypeError(f"Options({name}={value!r}): expected a number, got {type(value).__name__}")
+        if self.placement_timeout <= 0 or (self.call_timeout is not None and self.call_timeout <= 0):
+            raise ValueError("Options: placement_timeout and call_timeout are seconds, and must be above 0")
+        if self.max_restarts_per_hour < 0:
+            raise ValueError(f"Options(max_restarts_per_hour={self.max_restarts_per_hour}): expected at least 0")
+        if not 0 <= self.cpus_per_replica < math.inf or not 0 < self.gpus_per_replica <= 1:
+            raise ValueError(
+                f"Options(cpus_per_replica={self.cpus_per_replica}, gpus_per_replica={self.gpus_per_replica}): "
+                "expected cpus >= 0 and 0 < gpus <= 1. For CPU replicas, give device_ids=['cpu', ...]"
+            )
+
+    def _check_placement(self) -> None:
+        for name, example in (("resources", "{'accelerator_type:A100': 0.001}"), ("label_selector", "{'zone': 'a'}")):
+            value = getattr(self, name)
+            if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
+                raise TypeError(f"Options({name}={value!r}): expected a dict by name, such as {example}")
+            object.__setattr__(self, name, Frozen(value))
+        for name, amount in self.resources.items():
+            if name in ("CPU", "GPU", "memory", "object_store_memory"):
+                raise ValueError(
+                    f"Options(resources={{{name!r}: ...}}): expected custom resources of Ray's; CPUs and GPUs are "
+                    "booked with cpus_per_replica and gpus_per_replica"
+                )
+            if not _is_number(amount) or not 0 < amount < math.inf:
+                raise ValueError(f"Options(resources={{{name!r}: {amount!r}}}): expected a number above 0")
+        for name, wanted in self.label_selector.items():
+            if not isinstance(wanted, str) or not re.fullmatch(_SELECTOR, wanted):
+                raise ValueError(
+                    f"Options(label_selector={{{name!r}: {wanted!r}}}): expected 'a', '!a', 'in(a, b)' or '!in(a, b)'"
+                )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

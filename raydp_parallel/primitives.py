@@ -158,8 +158,9 @@ def _replicas(modules: Sequence[Any], devices: Sequence[Any] | None) -> list[Rem
     strange = next((m for m in modules if not isinstance(m, (nn.Module, RemoteReplica))), None)
     if strange is not None:
         raise TypeError(f"parallel_apply: {type(strange).__name__} is neither a replica nor a module")
-    ids = [device_id(entry) for entry in devices] if devices is not None else _default_devices(len(modules))
     owner = next((m._executor for m in modules if isinstance(m, RemoteReplica)), None) or shared(Options())
+    count = len(modules)
+    ids = _default_devices(count, owner.options) if devices is None else [device_id(entry) for entry in devices]
     seats = owner.seats(ids)
     return [
         module
@@ -169,6 +170,6 @@ def _replicas(modules: Sequence[Any], devices: Sequence[Any] | None) -> list[Rem
     ]
 
 
-def _default_devices(count: int) -> list[DeviceId]:
-    gpus = cluster.all_gpus()
+def _default_devices(count: int, options: Options) -> list[DeviceId]:
+    gpus = cluster.all_gpus(options)
     return [gpus[i % len(gpus)] for i in range(count)] if gpus else ["cpu"] * count

@@ -76,14 +76,18 @@ class Waiting:
     """Says what a start waits for, once it takes longer than one would think.
 
     Args:
-        what: What it waits for, said with how much of it is there.
+        what: What it waits for, said with how much of it is there; or a function that says it anew each time.
         total: How much there will be.
         stream: The terminal to draw on, by default standard error.
+        level: At which level it is logged: at first, and then each ten seconds.
     """
 
-    def __init__(self, what: str, total: int, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, what: str | Callable[[], str], total: int, stream: TextIO | None = None, level: int = logging.INFO
+    ) -> None:
         self._what = what
         self._total = total
+        self._level = level
         self._stream = stream or sys.stderr
         self._start = time.monotonic()
         self._said = 0.0
@@ -94,11 +98,15 @@ class Waiting:
         waited = time.monotonic() - self._start
         if waited < _PATIENCE:
             return
-        text = f"{self._what}: {done} of {self._total} after {waited:.0f} s"
-        if not self._said or waited >= self._said + _OFTEN:
+        due, live = not self._said or waited >= self._said + _OFTEN, self._stream.isatty()
+        if not due and not live:
+            return
+        what = self._what if isinstance(self._what, str) else self._what()
+        text = f"{what}: {done} of {self._total} after {waited:.0f} s"
+        if due:
             self._said = waited
-            log.info("waiting for %s", text)
-        if self._stream.isatty():
+            log.log(self._level, "waiting for %s", text)
+        if live:
             self._drawn = True
             self._stream.write(f"\rraydp_parallel: waiting for {text}\x1b[K")
             self._stream.flush()

@@ -20,12 +20,12 @@ class Share(NamedTuple):
     Attributes:
         parcel: The parcel of a tuple: a gradient or None for each of the chunk's leaves.
         mail: Opens its packets.
-        leaves: Which of the call's leaves they belong to.
+        leaves: Which of the call's leaves they belong to; None for those that are to be left out.
     """
 
     parcel: Parcel
     mail: Mail
-    leaves: Sequence[int]
+    leaves: Sequence[int | None]
 
 
 def total(shares: Sequence[Share], device: torch.device, count: int) -> list[Tensor | None]:
@@ -33,7 +33,9 @@ def total(shares: Sequence[Share], device: torch.device, count: int) -> list[Ten
     sums: list[Tensor | None] = [None] * count
     for share in shares:
         present = codec.load(share.parcel, range(len(share.parcel.specs)))
-        rows = [(leaf, row) for leaf, row in zip(share.leaves, present, strict=True) if row is not None]
+        rows = [
+            (leaf, row) for leaf, row in zip(share.leaves, present, strict=True) if row is not None and leaf is not None
+        ]
         # A parameter that is an input too stands twice in a row.
         first = {leaf: row for leaf, row in reversed(rows) if sums[leaf] is None}
         fresh = [*first.items()]

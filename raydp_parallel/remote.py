@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from raydp_parallel.actor import METHODS, give_back, sample, shows, take_back
+from raydp_parallel.actor import METHODS, SHARE_LIMIT, give_back, sample, shows, take_back
 from raydp_parallel.crew import Death, Task
 from raydp_parallel.line import Line, LineCut
 from raydp_parallel.links import Arena, Descriptor, Exposed, Found, Ledger, Mappings, Packet, Slice
@@ -47,9 +47,12 @@ class Pending:
         self._line = door.line
         self._number = number
         self._ref = ref
+        self._answer: Any = None
 
     def result(self, timeout: float | None) -> Any:
         """Wait for the answer."""
+        if self._answer is not None:
+            return self._answer
         if self._ref is not None or self._line is None:
             return _get(self._ref, timeout)
         try:
@@ -87,6 +90,19 @@ class Lost:
 
     def give_up(self) -> None:
         """Nothing is on its way."""
+
+
+def fetch(pending: Sequence[Pending | Lost], timeout: float | None) -> None:
+    """Get what Ray carries together, which costs a fifth of getting each alone.
+
+    What comes of a death, or too late, each call finds out for itself.
+    """
+    calls = [call for call in pending if isinstance(call, Pending) and call._ref is not None]
+    if len(calls) > 1:
+        with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
+            answers = _get([call._ref for call in calls], timeout)
+            for call, answer in zip(calls, answers, strict=True):
+                call._answer = answer
 
 
 class RemoteDoor:
@@ -164,7 +180,7 @@ class RemoteDoor:
 
     def _send(self, number: int, method: str, header: bytes, beside: Sequence[Packet], task: Task | None) -> Pending:
         if not self.shares:
-            beside = [_copyable(packet) for packet in beside]
+            beside = [_stored(packet) for packet in beside]
         large = len(header) + sum(len(packet) for packet in beside if isinstance(packet, np.ndarray)) > _FRAME
         if (
             self.line is None
@@ -225,7 +241,7 @@ class RemoteDoor:
 
 
 def _get(ref: Any, timeout: float | None) -> Any:
-    """The result of a Ray task; waited for in short turns, between which Ctrl-C is heard."""
+    """The result of a Ray task, or of a list of them; waited for in short turns, between which Ctrl-C is heard."""
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     while True:
         left = deadline - time.monotonic()
@@ -241,6 +257,19 @@ def _copyable(packet: Packet) -> Packet:
     if isinstance(packet, Exposed):
         return packet.descriptor
     return packet.array if isinstance(packet, Slice) else packet
+
+
+_put: weakref.WeakKeyDictionary[Slice, Any] = weakref.WeakKeyDictionary()
+"""What of this process's shared memory lies in the object store too, for replicas on other nodes."""
+
+
+def _stored(packet: Packet) -> Packet:
+    """A packet for a replica that shares no memory. Large ones are put into the store once, for all of them."""
+    if not isinstance(packet, Slice) or packet.array.nbytes <= SHARE_LIMIT:
+        return _copyable(packet)
+    if packet not in _put:
+        _put[packet] = ray.put(packet.array)
+    return _put[packet]
 
 
 def in_short(error: Exception) -> str:

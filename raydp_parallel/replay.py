@@ -61,8 +61,9 @@ def forward(request: ForwardRequest, inputs: Kept, master: Master, home: Seat, m
         marks: The module's state before the call, and after its write-back.
     """
     plain = request._replace(
-        update=None, inputs=inputs.parcel, write_back=False, doubtful=(), forget=None, overlay=None, graph_only=True
-    )
+        update=None, inputs=inputs.parcel, write_back=False, doubtful=(), forget=None, overlay=None, graph_only=True,
+        relay=None,
+    )  # fmt: skip
 
     def prepare(seat: Seat, mail: Mail) -> ForwardRequest:
         with master.before_rebinding():

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from raydp_parallel import codec, context, devices, outcome
+from raydp_parallel import codec, collective, context, devices, outcome
 from raydp_parallel.errors import GraphLost
+from raydp_parallel.exchange import Reduced, Sum
 from raydp_parallel.links import InlineLink, Mail
 from raydp_parallel.messages import (
     Arguments,
@@ -66,13 +67,32 @@ class Replica:
         self._memory = devices.MemoryLook(device)
         self._models: dict[int, Mirror] = {}
         self._graphs: dict[int, _Graph] = {}
+        self._kept: dict[int, Sequence[Tensor | None]] = {}
+        self._reduced: Reduced | None = None
+        self.groups = collective.Groups()
 
     def forward(self, request: ForwardRequest, mail: Mail, back: Mail) -> Reply:
         """Run one chunk."""
         self.forget(request.forget)
         devices.use_threads(self.device, request.threads)
         self._laps = Laps(IN_REPLICA["forward"], self._span)
-        return self._answer(request.where, back, lambda: self._forward(request, mail, back), request)
+        passed = 0
+        if request.relay is not None and request.update is not None:
+            self._laps.begin(0)
+            found = collective.pass_on(request.relay, request.update, mail, self.groups)
+            if found is None:
+                return self._missed(request)
+            request, passed = request._replace(update=found[0]), found[1]
+        answer = self._answer(request.where, back, lambda: self._forward(request, mail, back), request)
+        return answer._replace(passed=passed) if passed else answer
+
+    def _missed(self, request: ForwardRequest) -> Reply:
+        """Contents did not arrive that another replica was to pass on: nothing is done, and the driver sends again."""
+        assert request.relay is not None
+        for leg in request.relay.legs:
+            self.groups.leave(leg.group)
+        laps = self._laps.end()
+        return Reply(None, None, (), None, laps[-1] - laps[0], 0, 0, laps=laps, missed=True)
 
     def backward(self, request: BackwardRequest, mail: Mail, back: Mail) -> Reply:
         """Differentiate one chunk's graph."""
@@ -86,17 +106,18 @@ class Replica:
         if what is not None:
             for key in what.graphs:
                 self._graphs.pop(key, None)
+                self._kept.pop(key, None)
             for model in what.models:
                 self._models.pop(model, None)
 
     def holdings(self) -> tuple[int, int]:
         """How many models and graphs are here."""
-        return len(self._models), len(self._graphs)
+        return len(self._models), len(self._graphs) + len(self._kept)
 
     def _answer(
         self, where: str | None, back: Mail, work: Callable[[], Parcel], request: ForwardRequest | BackwardRequest
     ) -> Reply:
-        value, failure = None, None
+        value, failure, self._reduced = None, None, None
         self._laps.begin(0)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -112,7 +133,7 @@ class Replica:
         reached = self._reached(request) if isinstance(request, ForwardRequest) and request.doubtful else ()
         return Reply(
             value, written, outcome.caught(caught), failure, laps[-1] - laps[0], revision, back.size, reached, laps,
-            self._memory.now(),
+            self._memory.now(), self._reduced,
         )  # fmt: skip
 
     def _written(self, request: ForwardRequest | BackwardRequest, back: Mail) -> tuple[WriteBack | None, int]:
@@ -182,6 +203,22 @@ class Replica:
         return mirror
 
     def _backward(self, request: BackwardRequest, mail: Mail, back: Mail) -> Parcel:
+        if request.kept is not None:
+            return codec.encode(tuple(self._kept.pop(request.kept)), back, "gradients")[0]
+        with self._reducing(request):
+            return self._differentiate(request, mail, back)
+
+    @contextlib.contextmanager
+    def _reducing(self, request: BackwardRequest) -> Iterator[None]:
+        """Whatever goes wrong here, others do not wait for this replica's share: it leaves their group."""
+        try:
+            yield
+        finally:
+            word = request.reduce
+            if word is not None and (self._reduced is None or self._reduced.outcome is Sum.FAILED):
+                self.groups.leave(word.group)
+
+    def _differentiate(self, request: BackwardRequest, mail: Mail, back: Mail) -> Parcel:
         graph = self._graphs.get(request.graph)
         if graph is None:
             raise GraphLost(
@@ -192,14 +229,38 @@ class Replica:
         self._laps.begin(1)
         grads = codec.unpack(request.grads, mail, self.device)
         outputs = [graph.outputs[i] for i in request.outputs]
-        with context.enter(request.context), _in_replica(), _watching(graph.mirror):
+        group = self.groups.find(request.reduce.group) if request.reduce is not None else None
+        reducer = None
+        if group is not None and request.reduce is not None:
+            reducer = collective.Reducer(group, request.reduce, graph.leaves)
+        watching = reducer.watching() if reducer is not None else contextlib.nullcontext()
+        with context.enter(request.context), _in_replica(), _watching(graph.mirror), watching:
             self._laps.begin(2)
             found = differentiate(graph, outputs, grads, request)
             self._finish_work()
         if request.derived is not None:
             kept = [g for g in found if g is not None]
             self._graphs[request.derived] = _Graph(kept, [*graph.leaves, *grads], graph.partial, graph.mirror)
+        if request.reduce is not None:
+            found = self._reduce(request, reducer, found, back)
         return codec.encode(tuple(found), back, "gradients", requires_grad=request.derived is not None)[0]
+
+    def _reduce(
+        self, request: BackwardRequest, reducer: collective.Reducer | None, found: list[Tensor | None], back: Mail
+    ) -> list[Tensor | None]:
+        """Sum gradients with those of other replicas; returns what the driver needs besides."""
+        word = request.reduce
+        assert word is not None
+        outcome = reducer.finish(found) if reducer is not None else Sum.FAILED
+        if reducer is None or outcome is Sum.FAILED:
+            self._reduced = Reduced(Sum.FAILED, b"", None, reducer.seconds if reducer is not None else 0.0, 0)
+            return found
+        sums = reducer.sums() if outcome is Sum.DONE else None
+        parcel = codec.encode(sums, back, "gradients")[0] if sums is not None else None
+        self._reduced = Reduced(outcome, reducer.marks, parcel, reducer.seconds, reducer.size)
+        self._kept[word.kept] = found
+        marks = dict(zip(word.leaves, reducer.marks, strict=True))
+        return [grad if marks.get(i) in (None, collective.APART) else None for i, grad in enumerate(found)]
 
     def _finish_work(self) -> None:
         """A GPU has only been asked so far; the copies that follow would wait for it, and seem slow."""

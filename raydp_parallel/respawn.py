@@ -16,7 +16,14 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from raydp_parallel.crew import Crew, Death, Place
-from raydp_parallel.errors import ClusterError, ExecutorClosed, ParallelError, PlacementError, RestartsSpent
+from raydp_parallel.errors import (
+    ClusterError,
+    ExecutorClosed,
+    NoRoom,
+    ParallelError,
+    PlacementError,
+    RestartsSpent,
+)
 from raydp_parallel.messages import Hello
 from raydp_parallel.options import Options
 
@@ -89,7 +96,7 @@ class Respawner:
         self._begin(loss.place, loss)
 
     def see_to(self, places: Collection[Place]) -> None:
-        """Try again where that was given up, if the hour allows it now."""
+        """Start somebody, where that is not under way, or try again where it was given up, if the hour allows it."""
         for place in places:
             if place not in self._arrived and (self._left() or place not in self._problems):
                 self._begin(place, None)
@@ -107,18 +114,23 @@ class Respawner:
             ParallelError: Nobody will, or nobody did within ``placement_timeout``.
         """
 
+        timeout = self._options.placement_timeout
+        if not self.await_one(places, timeout):
+            late = PlacementError(f"all replicas died, and no new one started in placement_timeout={timeout:g} s")
+            raise next((self._problems[place] for place in places if place in self._problems), late)
+
+    def await_one(self, places: Collection[Place], timeout: float) -> bool:
+        """Wait until somebody arrived in one of the places; False if nobody will, or nobody did in time."""
+
         def settled() -> bool:
             coming = not self._ended.is_set() and any(p in self._working for p in places)
             return any(p in self._arrived for p in places) or not coming
 
-        timeout = self._options.placement_timeout
         with self._changed:
             self._changed.wait_for(settled, timeout)
             if self._ended.is_set():
                 raise ExecutorClosed("this executor was closed while a call waited for a new replica")
-            if not any(place in self._arrived for place in places):
-                late = PlacementError(f"all replicas died, and no new one started in placement_timeout={timeout:g} s")
-                raise next((self._problems[place] for place in places if place in self._problems), late)
+            return any(place in self._arrived for place in places)
 
     def end(self) -> None:
         """Start nothing any more, and wait for nothing."""
@@ -189,10 +201,21 @@ class Respawner:
                 return None
             if not self._crew.alive():
                 raise ClusterError(_LEFT)
-            self._book()
+            booked = self._book()
             begun = time.monotonic()
             try:
                 found = self._crew.start([place], self._hopeless)
+            except NoRoom as error:
+                if self._ended.is_set():
+                    return None
+                if not self._crew.alive():
+                    raise ClusterError(_LEFT) from error
+                with self._changed:
+                    self._starts.remove(booked)  # no process was started
+                known = place in self._problems
+                self._problems[place] = error
+                log.log(logging.INFO if known else logging.WARNING, "device %s waits: %s", place.device_id, error)
+                continue
             except PlacementError as error:
                 if self._ended.is_set():
                     return None
@@ -212,7 +235,7 @@ class Respawner:
         """Whether a start is to be left: asked of Ray after its end, anything would start another cluster."""
         return self._ended.is_set() or not self._crew.alive()
 
-    def _book(self) -> None:
+    def _book(self) -> float:
         """Count a start, if the hour allows one more."""
         most = self._options.max_restarts_per_hour
         with self._changed:
@@ -223,6 +246,7 @@ class Respawner:
                     "replicas that are left, if any"
                 )
             self._starts.append(time.monotonic())
+            return self._starts[-1]
 
     def _left(self) -> int:
         while self._starts and self._starts[0] < time.monotonic() - _HOUR:

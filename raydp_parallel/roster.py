@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -86,26 +87,71 @@ class Roster:
         self._crew = LocalCrew(self.options) if self.options.in_process else cluster.RayCrew(names, self.options)
         self._respawner = Respawner(self._crew, self.options, self.books.event)
         for seat in self.seats.values():
-            seat.state = State.EMPTY
-            seat.leave_behind()
+            seat.empty(State.EMPTY)
         return True
 
     def fill(self, wanted: Sequence[Place]) -> None:
         """See that somebody sits in each place, or is on the way there."""
         self.pick_up()
-        away = [p for p in dict.fromkeys(wanted) if p not in self.seats or not self.seats[p].ready]
+        self._leave_nodes()
+        absent = [p for p in dict.fromkeys(wanted) if p not in self.seats or not self.seats[p].ready]
         if self.replays and self._respawner is not None:
-            dead = {p for p in away if p in self.seats and self.seats[p].state is State.DEAD}
-            self._respawner.see_to(dead)
-            away = [place for place in away if place not in dead]
-        if not away:
+            behind = {p for p in absent if p in self.seats and self.seats[p].state in (State.DEAD, State.AWAY)}
+            self._respawner.see_to(behind)
+            absent = [place for place in absent if place not in behind]
+        if not absent:
             return
-        started = self.crew.start(away)
-        for place, (door, hello) in started.items():
-            again = place in self.seats and self.seats[place].state is State.DEAD
-            self._count(self._seat(place, door, hello), again)
+        started = self.crew.start(absent)
+        for place in absent:
+            if place in started:
+                again = place in self.seats and self.seats[place].state is State.DEAD
+                self._count(self._seat(place, *started[place]), again)
+            else:
+                self._await(place)
         found = [(seat.place.number, seat.hello) for place, seat in self.seats.items() if place in wanted]
         devices.check_balance([(number, hello) for number, hello in found if hello is not None and hello.memory])
+
+    def _await(self, place: Place) -> None:
+        """An elastic executor starts without a place, which is filled once there is room."""
+        seat = self.seats.setdefault(place, Seat(place, len(self.seats)))
+        seat.state = State.AWAY
+        if self._respawner is not None:
+            self._respawner.see_to([place])
+
+    def _leave_nodes(self) -> None:
+        """Leave nodes that are about to end, as long as somebody is left elsewhere."""
+        leaving = self.crew.leaving() if self.options.elastic else ()
+        if not leaving:
+            return
+        going = [seat for seat in self.ready() if seat.hello is not None and seat.hello.node in leaving]
+        staying = {seat.place.kind for seat in self.ready() if seat not in going}
+        for seat in going:
+            if seat.place.kind not in staying:
+                continue  # its end, if it comes, is a death like any other
+            self.crew.stop([seat.door])
+            self.crew.release([seat.place])
+            log.info("%s was left, because its node is about to end", seat)
+            self.books.event(f"{seat} was left, because its node is about to end")
+            seat.empty(State.AWAY)
+
+    def missing(self) -> list[Seat]:
+        """Those without a replica of their own."""
+        return [seat for seat in self.seats.values() if not seat.ready]
+
+    def grow(self, timeout: float) -> int:
+        """Wait until everybody has a replica of their own, or the time is over; how many came."""
+        self.pick_up()
+        before = len(self.missing())
+        if not self.replays or self._respawner is None:
+            self.fill([seat.place for seat in self.missing()])
+            return before - len(self.missing())
+        deadline = time.monotonic() + timeout
+        while (places := [seat.place for seat in self.missing()]) and (left := deadline - time.monotonic()) > 0:
+            self._respawner.see_to(places)
+            if not self._respawner.await_one(places, left):
+                break
+            self.pick_up()
+        return before - len(self.missing())
 
     def pick_up(self) -> None:
         """Seat those that were started behind the scenes."""
@@ -157,9 +203,8 @@ class Roster:
             error = ReplicaDied(f"{seat} died in {method}: {cause}. A new one starts with the next call")
             if not new:
                 return error
-            seat.state = State.DEAD
+            seat.empty(State.DEAD)
             seat.tally.deaths += 1
-            seat.leave_behind()
             if death.ending is Ending.SILENT or not self.replays:
                 self.crew.stop([seat.door])
             if not self.replays:
@@ -183,6 +228,7 @@ class Roster:
         finally:
             if self._crew is not None:
                 self._crew.stop([seat.door for seat in self.ready()])
+                self._crew.release()
                 self._crew.link.close()
             for seat in self.seats.values():
                 seat.state = State.CLOSED

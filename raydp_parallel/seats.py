@@ -19,6 +19,8 @@ class State(Enum):
 
     EMPTY = "empty"
     READY = "ready"
+    AWAY = "away"
+    """Nobody was placed there yet, or who sat there left its node before that ended."""
     DEAD = "dead"
     CLOSED = "closed"
 
@@ -63,6 +65,11 @@ class Seat:
     def ready(self) -> bool:
         """Whether it can be called."""
         return self.state is State.READY
+
+    def empty(self, state: State) -> None:
+        """Nobody sits here any more."""
+        self.state = state
+        self.leave_behind()
 
     @property
     def door(self) -> Any:

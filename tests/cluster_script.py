@@ -1,37 +1,116 @@
-"""Run by test_cluster.py in its own process: a head without GPUs, the driver on it, two nodes with one each."""
+"""Run by test_cluster.py in its own process: a head without CPUs and GPUs, the driver on it, nodes that come and go.
+
+Nodes are all on this machine here. What they do not share is refused to them: memory, because there are several, and
+the modules of the driver, by a path that only the driver has.
+"""
 
 from __future__ import annotations
 
 import copy
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
 
 import ray
 import torch
+from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
+from ray.core.generated import autoscaler_pb2
 from torch import Tensor, nn
 
 import raydp_parallel
-from raydp_parallel import DataParallel, Options, PlacementError
+from raydp_parallel import DataParallel, Executor, Options, PlacementError
 
+HIDDEN = """
+import torch
+from torch import nn
+from hidden.parts import Wide
 
 class Net(nn.Module):
-    """Two layers, batch norm and dropout; wide enough that its weights do not ride inside a message."""
-
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.one, self.norm, self.two = nn.Linear(8, 4000), nn.BatchNorm1d(4000), nn.Linear(4000, 2)
+        self.one, self.norm, self.two = Wide(), nn.BatchNorm1d(4000), nn.Linear(4000, 2)
+
+    def forward(self, x):
+        return self.two(torch.dropout(torch.relu(self.norm(self.one(x))), 0.5, self.training))
+"""
+PARTS = """
+from pathlib import Path
+from torch import nn
+
+WIDTH = int(Path(__file__).with_name("width.txt").read_text())
+
+class Wide(nn.Linear):
+    def __init__(self):
+        super().__init__(8, WIDTH)
+"""
+
+
+def hidden(folder: str) -> nn.Module:
+    """Two layers, batch norm and dropout, wide enough that the weights do not ride inside a message; its package is on
+    a path of this process alone."""
+    package = Path(folder, "hidden")
+    package.mkdir()
+    (package / "__init__.py").write_text(HIDDEN)
+    (package / "parts.py").write_text(PARTS)
+    (package / "width.txt").write_text("4000")
+    sys.path.insert(0, folder)
+    import hidden as found
+
+    torch.manual_seed(0)
+    return found.Net()  # type: ignore[no-any-return]
+
+
+class Held(nn.Module):
+    """Stops its process at a chosen moment, until the node ends."""
+
+    def __init__(self, body: nn.Module, folder: str) -> None:
+        super().__init__()
+        self.body, self.folder = body, folder
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.two(torch.dropout(torch.relu(self.norm(self.one(x))), 0.5, self.training))
+        chunk = int(x[0, 0])
+        hold(self.folder, f"forward {chunk}")
+        out = self.body(x)
+        if out.requires_grad:
+            out.register_hook(lambda grad: hold(self.folder, f"backward {chunk}"))
+        return out
 
 
-def train(model: nn.Module, steps: int) -> list[Tensor]:
-    """Losses and final weights."""
+def hold(folder: str, moment: str) -> None:
+    """Once, if that was asked for."""
+    asked = Path(folder, moment)
+    if asked.exists():
+        asked.rename(Path(folder, "reached"))
+        time.sleep(60)
+
+
+def batch(chunks: int, step: int) -> Tensor:
+    """Rows; the first column says which chunk they will be in."""
+    x = torch.linspace(-1, 1, chunks * 32).view(chunks * 4, 8) + step
+    x[:, 0] = torch.arange(chunks).repeat_interleave(4)
+    return x
+
+
+def train(model: Any, chunks: int, steps: int, before: dict[Any, Any] | None = None) -> list[Tensor]:
+    """Losses and final weights.
+
+    Args:
+        model: The model.
+        chunks: How many.
+        steps: How many.
+        before: What to do before a step's forward, and, under ``(step, "backward")``, before its backward.
+    """
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     kept = []
     for step in range(steps):
-        x = torch.linspace(-1, 1, 96).view(12, 8) + step
-        loss = model(x).square().mean()
+        (before or {}).get(step, int)()
+        loss = model(batch(chunks, step)).square().mean()
+        (before or {}).get((step, "backward"), int)()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -41,58 +120,173 @@ def train(model: nn.Module, steps: int) -> list[Tensor]:
 
 def same(one: list[Tensor], other: list[Tensor]) -> None:
     """To the bit."""
-    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def here(net: nn.Module, chunks: int) -> DataParallel[Any]:
+    """The same in this process."""
+    return DataParallel(copy.deepcopy(net), ["cpu"] * chunks, options=Options(in_process=True, threads=1))
+
+
+def nodes_of(executor: Executor) -> list[str]:
+    """Where each replica is."""
+    return [info.node_id for info in executor.replicas()]
+
+
+def two_nodes(net: nn.Module) -> None:
+    """Code and weights reach nodes that have neither; somebody who asks for more is told who holds what."""
+    with Executor(options=Options(name="first")) as executor:
+        model = DataParallel(copy.deepcopy(net), executor=executor)
+        assert model.device_ids == [0, 1]
+        same(train(model, 2, 3), train(here(net, 2), 2, 3))
+        assert len({*nodes_of(executor)}) == 2 and nodes_of(executor) == sorted(nodes_of(executor))
+        assert ray.get_runtime_context().get_node_id() not in nodes_of(executor)
+        print("two nodes train as one process does, a package that only the driver has")
+        begun = time.monotonic()
+        try:
+            Executor([0, 1, 2], options=Options(placement_timeout=1))
+        except PlacementError as error:
+            assert 0.9 < time.monotonic() - begun < 10
+            print("PlacementError", error)
+
+
+def spread(net: nn.Module) -> None:
+    """CPU replicas leave a head without CPUs alone."""
+    with Executor(["cpu", "cpu"]) as executor:
+        model = DataParallel(copy.deepcopy(net), executor=executor)
+        assert model(torch.ones(6, 8)).shape == (6, 2)
+        assert len({*nodes_of(executor)}) == 2
+        assert ray.get_runtime_context().get_node_id() not in nodes_of(executor)
+    print("cpu replicas are spread over the nodes that have CPUs")
+
+
+def three_nodes(cluster: Cluster, options: Options) -> Executor:
+    """A node that is added while replicas wait is used, and the autoscaler knew that they did."""
+    made: list[Executor] = []
+    thread = threading.Thread(target=lambda: made.append(Executor([0, 1, 2], options=options)))
+    thread.start()
+    while not (asked := gangs()):
+        time.sleep(0.05)
+    assert asked == [3], asked
+    cluster.add_node(num_cpus=1, num_gpus=1, resources={"special": 1}, labels={"zone": "b"})
+    thread.join()
+    (executor,) = made
+    assert len({*nodes_of(executor)}) == 3 and nodes_of(executor) == sorted(nodes_of(executor))
+    print("a node that is added meanwhile is used, and the autoscaler knew")
+    return executor
+
+
+def gangs() -> list[int]:
+    """How many bundles each group has that waits, as the autoscaler is told."""
+    reply = gcs().get_cluster_resource_state(10)
+    state = autoscaler_pb2.GetClusterResourceStateReply.FromString(reply).cluster_resource_state
+    return [len(found.requests) for found in state.pending_gang_resource_requests]
+
+
+def gcs() -> Any:
+    """Ray's own client."""
+    return GcsClient(address=ray.get_runtime_context().gcs_address)
+
+
+def lost_in_each_phase(cluster: Cluster, net: nn.Module, executor: Executor) -> None:
+    """Nodes end in the midst of forward, in the midst of backward, between the two, and between two steps."""
+    folder = tempfile.mkdtemp()
+
+    def end(replica: int) -> None:
+        cluster.remove_node(next(n for n in cluster.worker_nodes if n.node_id == nodes_of(executor)[replica]))
+
+    def end_in(moment: str, replica: int) -> None:
+        Path(folder, moment).touch()
+        threading.Thread(target=when_reached, args=(replica,)).start()
+
+    def when_reached(replica: int) -> None:
+        while not Path(folder, "reached").exists():
+            time.sleep(0.01)
+        end(replica)
+        Path(folder, "reached").unlink()
+
+    def heal() -> None:
+        for _ in range(2):
+            cluster.add_node(num_cpus=1, num_gpus=1)
+        assert executor.grow() == 2
+        assert len({*nodes_of(executor)}) == 3
+
+    model = DataParallel(Held(copy.deepcopy(net), folder), executor=executor)
+    plan = {
+        0: lambda: end_in("forward 2", 2),
+        1: lambda: end_in("backward 1", 1),
+        2: heal,
+        (2, "backward"): lambda: end(2),
+        3: lambda: end(1),
+    }
+    same(train(model, 3, 4, plan), train(here(Held(net, folder), 3), 3, 4))
+    assert executor.stats().deaths == 4, executor.stats()
+    assert not [*Path(folder).iterdir()]
+    print("nodes are lost in each phase, and training gives the same")
+
+
+def elastic(cluster: Cluster, net: nn.Module) -> None:
+    """Three chunks on one GPU, on two once there are two, and on one again when the other's node drains."""
+    with Executor([0, 1, 2], options=Options(elastic=True, link="object_store")) as executor:
+        model = DataParallel(copy.deepcopy(net), executor=executor)
+        states: list[list[str]] = []
+
+        def note() -> None:
+            states.append(sorted(info.state for info in executor.replicas()))
+
+        def join() -> None:
+            note()
+            cluster.add_node(num_cpus=1, num_gpus=1, labels={"zone": "a"}, resources={"special": 1})
+            while executor.grow(timeout=0.2) < 1:
+                pass
+            note()
+
+        def drain() -> None:
+            (node,) = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Labels"].get("zone") == "a"]
+            reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+            accepted, why = gcs().drain_node(node, reason, "to be reclaimed", int((time.time() + 600) * 1000))
+            assert accepted, why
+            time.sleep(1.1)  # it is looked for once per second
+
+        same(train(model, 3, 3, {1: join, 2: drain}), train(here(net, 3), 3, 3))
+        note()
+        assert states == [["away", "away", "ready"], ["away", "ready", "ready"], ["away", "away", "ready"]], states
+        assert executor.stats().deaths == 0
+    print("replicas join and leave, and training gives the same")
+
+
+def chosen(cluster: Cluster, net: nn.Module) -> None:
+    """By label and resource, two on one GPU, one of its halves after the other; an executor for all GPUs grows."""
+    options = Options(
+        gpus_per_replica=0.5, cpus_per_replica=0.25, resources={"special": 0.25}, label_selector={"zone": "c"}
+    )
+    node = cluster.add_node(num_cpus=1, num_gpus=1, resources={"special": 1}, labels={"zone": "c"})
+    with Executor(options=options) as executor:
+        assert nodes_of(executor) == [node.node_id] * 2
+        model = DataParallel(copy.deepcopy(net), executor=executor)
+        assert model(torch.ones(4, 8)).shape == (4, 2)
+        other = cluster.add_node(num_cpus=1, num_gpus=1, resources={"special": 1}, labels={"zone": "c"})
+        assert executor.grow() == 2 and executor.device_ids == [0, 1, 2, 3]
+        assert sorted(nodes_of(executor)[2:]) == [other.node_id] * 2
+        assert DataParallel(net, executor=executor).device_ids == [0, 1, 2, 3] and model.device_ids == [0, 1]
+    print("replicas go where Options say, two on one GPU")
 
 
 def main() -> None:
     """Everything in one cluster, for starting one takes long."""
     torch.set_num_threads(1)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0})
-    workers = [cluster.add_node(num_cpus=1, num_gpus=1) for _ in range(2)]
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "num_gpus": 0, "include_dashboard": False})
+    for _ in range(2):
+        cluster.add_node(num_cpus=1, num_gpus=1)
     ray.init(address=cluster.address, log_to_driver=False)
-    torch.manual_seed(0)
-    net = Net()
-    here = DataParallel(copy.deepcopy(net), ["cpu", "cpu"], options=Options(in_process=True, threads=1))
-    expected = train(here, 4)
-
-    model = DataParallel(copy.deepcopy(net))
-    assert model.device_ids == [0, 1]
-    same(train(model, 4), expected)
-    infos = model.executor.replicas()
-    nodes = {info.node_id for info in infos}
-    assert len(nodes) == 2
-    assert ray.get_runtime_context().get_node_id() not in nodes
-    print("two nodes train as one process does")
-
-    spread = DataParallel(copy.deepcopy(net), ["cpu"] * 3)
-    assert spread(torch.ones(6, 8)).shape == (6, 2)
-    seats = spread.executor.seats(spread.device_ids)
-    assert len({seat.info().node_id for seat in seats}) == 3
-    assert seats[0].info().node_id == ray.get_runtime_context().get_node_id()
-    print("cpu replicas are spread, the driver's node first")
-
-    by_store = DataParallel(copy.deepcopy(net), [0, 1], options=Options(link="object_store"))
-    raydp_parallel.shutdown()  # frees the GPUs for the next executor
-    same(train(by_store, 4), expected)
-    print("the object store alone gives the same")
-
-    lost = next(n for n in workers if n.node_id == by_store.executor.replicas()[1].node_id)
-    out = by_store(torch.ones(4, 8))
-    cluster.remove_node(lost)
-    out.sum().backward()  # half of its graph was there
-    by_store.module.load_state_dict(net.state_dict())
-    same(train(by_store, 4), expected)
-    stats = by_store.executor.stats()
-    assert stats.deaths == 1 and stats.replays >= 1
-    print("a node is lost, and training gives the same")
-    raydp_parallel.shutdown()
-    try:
-        DataParallel(copy.deepcopy(net), [0, 1])(torch.ones(4, 8))
-    except PlacementError as error:
-        print("PlacementError", error)
-    alone = DataParallel(copy.deepcopy(net), [0], options=Options(link="object_store"))
-    assert alone(torch.ones(4, 8)).shape == (4, 2)
-    print("the other node goes on")
+    with tempfile.TemporaryDirectory() as folder:
+        net = hidden(folder)
+        two_nodes(net)
+        spread(net)
+        with three_nodes(cluster, Options(link="object_store")) as executor:
+            lost_in_each_phase(cluster, net, executor)
+        elastic(cluster, net)
+        chosen(cluster, net)
     raydp_parallel.shutdown()
     ray.shutdown()
     cluster.shutdown()

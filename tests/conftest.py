@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +14,19 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--link shared`` runs the suite with another link than the default."""
+    """``--link shared`` runs the suite with another link than the default, ``--nodes 2`` on several nodes."""
     parser.addoption("--link", default="auto", help="the link of tests that do not choose one: Options(link=...)")
+    help = "run on so many nodes, with the driver on a head without CPUs and GPUs; 0 is one node for all"
+    parser.addoption("--nodes", type=int, default=0, help=help)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the chosen link the default."""
+    """Make the chosen link the default; and one thread in each replica, as in the tests' own computations."""
     from raydp_parallel import Options
 
-    Options.__init__.__kwdefaults__["link"] = config.getoption("--link")
+    global _nodes
+    _nodes = config.getoption("--nodes")
+    Options.__init__.__kwdefaults__.update(link=config.getoption("--link"), threads=1)
     # A shell starts what runs in the background with SIGINT ignored, and tests of Ctrl-C would wait for ever.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     config.addinivalue_line("markers", "copies: about the copies of small tensors, which --link shared does without")
@@ -35,9 +40,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="with --link shared nothing is copied"))
 
 
+_nodes = 0
+_cluster: Any = None
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
-    """A running Ray node with 1 CPU, so that replicas compute with one thread, and 2 fake GPUs."""
+    """A running Ray node with 2 fake GPUs."""
     start_ray()
     yield
     stop_ray()
@@ -47,10 +56,24 @@ def start_ray(**options: object) -> None:
     """Start the suite's Ray, unless it runs."""
     import ray
 
-    if not ray.is_initialized():
+    if not ray.is_initialized() and _nodes:
+        _start_nodes()
+        ray.init(address=_cluster.address, log_to_driver=False)
+    elif not ray.is_initialized():
         fixed = {"address": "local", "include_dashboard": False, "log_to_driver": False}
-        settings = {**fixed, "num_cpus": 1, "num_gpus": 2, **options}
+        # Ray starts so many processes at a time as it has CPUs.
+        settings = {**fixed, "num_cpus": 4, "num_gpus": 2, **options}
         ray.init(**settings)  # type: ignore[arg-type]
+
+
+def _start_nodes() -> None:
+    """Nodes as in `start_ray`, behind a head that has nothing but the driver."""
+    from ray.cluster_utils import Cluster
+
+    global _cluster
+    _cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    for number in range(_nodes):
+        _cluster.add_node(num_cpus=1, num_gpus=1 if number < 2 else 0)
 
 
 def stop_ray() -> None:
@@ -61,6 +84,8 @@ def stop_ray() -> None:
 
     raydp_parallel.shutdown()
     ray.shutdown()
+    if _cluster is not None:
+        _cluster.shutdown()
 
 
 @pytest.fixture(autouse=True)

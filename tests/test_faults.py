@@ -505,11 +505,11 @@ def test_ctrl_c_while_replicas_start(monkeypatch: pytest.MonkeyPatch) -> None:
     doors: list[Any] = []
     wait = cluster.RayCrew._await
 
-    def interrupted(self: Any, refs: list[Any], cancelled: Any) -> list[Any]:
+    def interrupted(self: Any, refs: list[Any], *others: Any) -> list[Any]:
         doors.extend(refs)
         monkeypatch.setattr(cluster.RayCrew, "_await", wait)
         os.kill(os.getpid(), signal.SIGINT)
-        return wait(self, refs, cancelled)
+        return wait(self, refs, *others)
 
     monkeypatch.setattr(cluster.RayCrew, "_await", interrupted)
     with Executor(()) as executor:

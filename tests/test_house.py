@@ -20,18 +20,19 @@ import raydp_parallel
 PACKAGE = Path(raydp_parallel.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("context", "errors", "links", "monitor", "options", "phases", "progress"),
+    ("context", "errors", "exchange", "links", "monitor", "options", "phases", "progress"),
     ("advice", "line", "messages"),
-    ("accounts", "crew", "devices", "outcome"),
+    ("accounts", "crew", "devices", "outcome", "sources"),
     ("batch", "codec", "reporter", "respawn", "seats"),
-    ("jobs", "measures", "reduction", "snapshot", "status", "trace"),
+    ("collective", "jobs", "measures", "reduction", "snapshot", "status", "trace"),
     ("books", "grafana", "page", "replay", "replica"),
     ("actor", "telemetry"),
     ("command", "local", "naming", "remote"),
     ("__main__", "cluster"),
     ("roster",),
-    ("dispatch",),
+    ("dispatch", "groups"),
     ("executor",),
+    ("pool", "post"),
     ("bridge",),
     ("calling",),
     ("primitives",),

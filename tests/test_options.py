@@ -57,6 +57,17 @@ BAD: tuple[dict[str, Any], ...] = (
     {"name": ""},
     {"name": "a/b"},
     {"name": "me@host"},
+    {"resources": {"disk": 0}},
+    {"resources": {"disk": -1.0}},
+    {"resources": {"disk": "1"}},
+    {"resources": {"disk": True}},
+    {"resources": {"GPU": 1}},
+    {"label_selector": {"zone": ""}},
+    {"label_selector": {"zone": "in()"}},
+    {"label_selector": {"zone": 1}},
+    {"label_selector": {"zone": "a b) or (c"}},
+    {"cpus_per_replica": float("nan")},
+    {"gpus_per_replica": -0.5},
 )
 
 
@@ -66,6 +77,47 @@ def test_a_bad_value_is_refused_at_once(bad: dict[str, Any]) -> None:
     (name,) = bad
     with pytest.raises(ValueError, match=name):
         Options(**bad)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    (
+        {"gpus_per_replica": "1"},
+        {"cpus_per_replica": None},
+        {"placement_timeout": "60"},
+        {"placement_timeout": True},
+        {"call_timeout": "1"},
+        {"resources": ["disk"]},
+        {"resources": {1: 1}},
+        {"label_selector": "zone=a"},
+    ),
+    ids=str,
+)
+def test_a_value_of_the_wrong_kind_is_refused_at_once(bad: dict[str, Any]) -> None:
+    """The error names the option and the value."""
+    ((name, value),) = bad.items()
+    with pytest.raises(TypeError, match=name) as raised:
+        Options(**bad)
+    assert repr(value) in str(raised.value)
+
+
+def test_who_is_away_needs_somebody_to_stand_in() -> None:
+    """Two options that exclude each other."""
+    with pytest.raises(ValueError, match="elastic=True, on_fault='raise'"):
+        Options(elastic=True, on_fault="raise")
+
+
+def test_dicts_are_copied_and_frozen() -> None:
+    """They are part of a key, travel, and read as dicts."""
+    mine = {"disk": 1}
+    options = Options(resources=mine, label_selector={"zone": "in(a, b)"})
+    mine["disk"] = 2
+    assert options.resources == {"disk": 1} and options.resources["disk"] == 1
+    assert options == Options(resources={"disk": 1}, label_selector={"zone": "in(a, b)"})
+    assert len({options, dataclasses.replace(options), pickle.loads(pickle.dumps(options)), Options()}) == 2
+    for change in (lambda d: d.update(x=1), lambda d: d.pop("disk"), lambda d: d.__setitem__("x", 1)):
+        with pytest.raises(TypeError, match="frozen"):
+            change(options.resources)
 
 
 @pytest.mark.parametrize("name", ("unused_grads", "scalars", "link", "on_fault"))
@@ -88,6 +140,9 @@ def test_an_unknown_choice_is_told_the_known_ones(name: str) -> None:
         {"name": "resnet50-run.3"},
         {"metrics": False},
         {"profile_dir": "traces"},
+        {"resources": {"accelerator_type:A100": 0.001}},
+        {"label_selector": {"market-type": "!spot", "zone": "!in(a,b)"}},
+        {"elastic": True},
     ),
     ids=str,
 )

@@ -1,103 +1,38 @@
-"""Replicas on a Ray cluster: joining it, placing actors, calling them, seeing their end."""
+"""Replicas on a Ray cluster: starting actors, calling them, seeing their end."""
 
 from __future__ import annotations
 
 import logging
-import os
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
-import torch
-from ray._private.utils import read_ray_address
 from ray._private.worker import global_worker
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydp_parallel.actor import link_for, shared_link
+from raydp_parallel.cluster.holders import no_room
+from raydp_parallel.cluster.holds import Hold, Holds
+from raydp_parallel.cluster.joining import connect
+from raydp_parallel.cluster.nodes import Node, booked, draining, for_cpus, homes, living, nodes
 from raydp_parallel.crew import Death, Ending, Place, Task
-from raydp_parallel.errors import ClusterError, PlacementError
+from raydp_parallel.errors import PlacementError
 from raydp_parallel.links import Arena, Link, Packet, shared
-from raydp_parallel.messages import Hello
+from raydp_parallel.messages import Hello, Package
 from raydp_parallel.naming import Names
 from raydp_parallel.options import Options
 from raydp_parallel.progress import Waiting
-from raydp_parallel.remote import TURN, Lost, Pending, RemoteDoor, in_short
+from raydp_parallel.remote import TURN, Lost, Pending, RemoteDoor, fetch, in_short
 
 log = logging.getLogger("raydp_parallel")
 
+_BETWEEN_LOOKS = 1.0
+"""Seconds between two looks for nodes that are about to end; each is a call to Ray."""
+
 _CAUSE_TIMEOUT = 5.0
 """Seconds that Ray may take to say why a process ended."""
-
-_CLIENT = (
-    "a ray:// client connection cannot run replicas: it has no object store and adds a proxy to every call. "
-    "Start the driver on a machine of the cluster (ray.init(address='auto')), or submit it as a Ray job"
-)
-_started_here = False
-
-
-def connect(start: bool = True) -> bool:
-    """Join the cluster: the one that is connected, ``RAY_ADDRESS``, one running here, else start one.
-
-    Args:
-        start: Whether to start a local cluster if there is none.
-
-    Returns:
-        Whether there is a cluster.
-    """
-    global _started_here
-    if ray.util.client.ray.is_connected():
-        raise ClusterError(_CLIENT)
-    if ray.is_initialized():
-        return True
-    if os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
-        raise ClusterError(_CLIENT)
-    # Ray's own rule. Not address="auto", which also finds the private cluster of somebody else's ray.init().
-    running = bool(os.environ.get("RAY_ADDRESS") or read_ray_address())
-    if not running and not start:
-        return False
-    ray.init()
-    _started_here = not running
-    return True
-
-
-def disconnect() -> None:
-    """Leave a cluster that `connect` started; any other is its user's."""
-    global _started_here
-    if _started_here and ray.is_initialized():
-        ray.shutdown()
-    _started_here = False
-
-
-def gpus() -> list[str]:
-    """The node of each logical GPU: the driver's node first, then by node id."""
-    return [node["NodeID"] for node in nodes() for _ in range(int(node["Resources"].get("GPU", 0)))]
-
-
-def all_gpus() -> list[int]:
-    """Every GPU of the cluster. On a machine without a GPU no cluster is started just to find none."""
-    return list(range(len(gpus()))) if connect(start=torch.cuda.is_available()) else []
-
-
-def check_gpus(ids: Sequence[int]) -> None:
-    """Raise `PlacementError` for ids that the cluster has not got."""
-    connect()
-    count = len(gpus())
-    missing = [i for i in ids if i >= count]
-    if missing:
-        has = "no GPU" if not count else "GPU 0 alone" if count == 1 else f"GPUs 0 to {count - 1}"
-        raise PlacementError(
-            f"device_ids: {missing} not in the cluster, which has {has} on {len(nodes())} node(s). "
-            "Use those, or 'cpu' entries for CPU replicas"
-        )
-
-
-def nodes() -> list[dict[str, Any]]:
-    """The living nodes, the driver's first."""
-    here = ray.get_runtime_context().get_node_id()
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    return sorted(alive, key=lambda node: (node["NodeID"] != here, node["NodeID"]))
 
 
 class RayCrew:
@@ -114,11 +49,17 @@ class RayCrew:
         self._options = options
         self._session = global_worker.core_worker  # type: ignore[attr-defined]
         machines = nodes()
-        self._nodes = len(machines)
+        computing = for_cpus(machines, options) or machines
+        self._nodes = len(computing)
         self._arena: Arena | None = None
         self._told = False
-        self.link = self._choose_link(len(machines))
-        self._cores = int(min(node["Resources"].get("CPU", 1) for node in machines))
+        self.link = self._choose_link(machines)
+        self._cores = int(min(node.total.get("CPU", 1) for node in computing))
+        self._holds = Holds(names.executor, options)
+        self._leaving: frozenset[str] = frozenset()
+        self._look = 0.0
+        self._taught: dict[str, Any] = {}
+        self._teaching = threading.Lock()
 
     def alive(self) -> bool:
         # Asked with every call: what Ray's own is_initialized() reads, without the way there.
@@ -132,33 +73,57 @@ class RayCrew:
         self, places: Sequence[Place], cancelled: Callable[[], bool] | None = None
     ) -> dict[Place, tuple[Any, Hello]]:
         doors: dict[Place, RemoteDoor] = {}
+        deadline = time.monotonic() + self._options.placement_timeout
+        holds = self._holds.claim(places, deadline, cancelled)
         try:
-            for place, door in self._create(places):
+            absent = [place for place in places if place not in holds]
+            if absent:
+                _check_wanted(cancelled)
+            if absent and not (self._options.elastic and holds):
+                raise no_room(places, absent, self._options)
+            for place, door in self._create({place: holds[place] for place in places if place in holds}):
                 doors[place] = door
             refs = {place: door.actor.hello.remote() for place, door in doors.items()}
-            late = self._await(list(refs.values()), cancelled)
-            if late and cancelled is not None and cancelled():
-                raise PlacementError("nobody waits for this start any more")  # perhaps the cluster is gone: ask nothing
+            late = self._await(list(refs.values()), holds, deadline, cancelled)
             if late:
-                raise self._not_placed(places, [place for place, ref in refs.items() if ref in late])
+                _check_wanted(cancelled)
+                raise self._not_started({place: holds[place].node for place, ref in refs.items() if ref in late})
             hellos = {place: ray.get(ref) for place, ref in refs.items()}
             for place, hello in hellos.items():
                 self._meet(doors[place], hello)
+            with self._teaching:
+                known = [*self._taught.values()]
+            ray.get([door.actor.learn.remote(package) for door in doors.values() for package in known])
             return {place: (doors[place], hello) for place, hello in hellos.items()}
         except ray.exceptions.RayError as error:
-            self.stop(list(doors.values()))
+            self._undo(holds, doors)
             text = str(error)
             hint = ": install raydp_parallel on every node of the cluster" if "'raydp_parallel'" in text else ""
             raise PlacementError(f"a replica did not start{hint}: {text}") from error
         except BaseException:
-            self.stop(list(doors.values()))
+            self._undo(holds, doors)
             raise
 
-    def _await(self, refs: list[Any], cancelled: Callable[[], bool] | None) -> list[Any]:
+    def _undo(self, holds: Mapping[Place, Hold], doors: Mapping[Place, RemoteDoor]) -> None:
+        self.stop(list(doors.values()))
+        self.release(holds)
+
+    def _not_started(self, late: Mapping[Place, str]) -> PlacementError:
+        which = f"the replicas for device_ids {[place.device_id for place in late]} were placed, but"
+        lost = {*late.values()} - living()
+        if lost:
+            return PlacementError(f"{which} nodes ended meanwhile: {', '.join(node[:8] for node in sorted(lost))}")
+        return PlacementError(
+            f"{which} did not start within placement_timeout={self._options.placement_timeout:g} s; the logs of their "
+            "processes, in Ray's session folder, may say why"
+        )
+
+    def _await(
+        self, refs: list[Any], holds: Mapping[Place, Hold], deadline: float, cancelled: Callable[[], bool] | None
+    ) -> list[Any]:
         """Wait until all are there; returns those that are late. In short turns, between which Ctrl-C is heard."""
-        deadline = time.monotonic() + self._options.placement_timeout
         late = refs
-        with Waiting("replicas to be placed, and to import torch", len(refs)) as tell:
+        with Waiting("replicas to start, and to import torch", len(refs)) as tell:
             while late and (left := deadline - time.monotonic()) > 0 and not (cancelled is not None and cancelled()):
                 turn = min(left, TURN)
                 if cancelled is None:
@@ -168,8 +133,11 @@ class RayCrew:
                     # Nobody waits for what is started behind the scenes. Not inside of Ray: who leaves the cluster
                     # while a thread is in there finds his process ended.
                     time.sleep(turn / 4)
-                    if not cancelled():
-                        _, late = ray.wait(refs, num_returns=len(refs), timeout=0)
+                    if cancelled():
+                        break
+                    _, late = ray.wait(refs, num_returns=len(refs), timeout=0)
+                if late and not living().issuperset(hold.node for hold in holds.values()):
+                    break
         return late
 
     def _meet(self, door: RemoteDoor, hello: Hello) -> None:
@@ -178,7 +146,7 @@ class RayCrew:
             door.watch(hello.pid)
             if self._options.direct_line:
                 door.call_directly(timeout=self._options.placement_timeout)
-        if self._arena is None:
+        if self._arena is None or door.line is None:
             return
         door.share(self._arena, self._options.link == "shared")
         if not door.shares or hello.device != "cpu":
@@ -195,33 +163,31 @@ class RayCrew:
             self._told = True
             log.warning("%s: bytes are copied", what)
 
-    def _choose_link(self, count: int) -> Link:
-        """The link for a cluster of so many nodes."""
-        name = self._options.link
-        possible = self._options.direct_line and count == 1 and shared.exists()
-        if name == "shared" and not possible:
+    def _choose_link(self, machines: Sequence[Node]) -> Link:
+        """The link for a cluster of these nodes."""
+        name, count = self._options.link, len(machines)
+        possible = self._options.direct_line and shared.exists()
+        if name == "shared" and not (possible and count == 1):
             raise PlacementError(
                 f"Options(link='shared'): memory is shared on one machine with Linux, over direct lines; the "
                 f"cluster has {count} node(s), direct_line={self._options.direct_line}"
             )
-        if name in ("auto", "shared") and possible:
+        on_gpu, here = homes(machines, self._options), ray.get_runtime_context().get_node_id()
+        # With GPUs elsewhere alone, nobody would use the memory.
+        if name in ("auto", "shared") and possible and (count == 1 or not on_gpu or here in on_gpu):
             self._arena = Arena()
-            return shared_link(self._arena, gives=False, always=name == "shared")
+            link = shared_link(self._arena, gives=False, always=name == "shared")
+            if count > 1:
+                link.withdraw()  # what others get are copies, which have to be compared with the driver's memory
+            return link
         return link_for(name, ray.put, ray.get)
 
-    def _create(self, places: Sequence[Place]) -> Iterator[tuple[Place, RemoteDoor]]:
-        machines, on_gpu = nodes(), gpus()
-        for place in places:
-            if place.kind == "cpu":
-                node = machines[place.number % len(machines)]
-                booked = {"num_cpus": self._options.cpus_per_replica, "num_gpus": 0}
-            else:
-                if place.number >= len(on_gpu):
-                    check_gpus([place.number])
-                node = next(n for n in machines if n["NodeID"] == on_gpu[place.number])
-                booked = {"num_cpus": 0, "num_gpus": self._options.gpus_per_replica}
-            strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            actor = self._names.start(place, self._options.link, {**booked, "scheduling_strategy": strategy})
+    def _create(self, holds: Mapping[Place, Hold]) -> Iterator[tuple[Place, RemoteDoor]]:
+        for place, hold in holds.items():
+            needs = booked(place.kind, self._options)
+            amounts = {"num_cpus": needs.pop("CPU", 0), "num_gpus": needs.pop("GPU", 0), "resources": needs}
+            strategy = {"scheduling_strategy": hold.strategy()}
+            actor = self._names.start(place, self._options.link, {**amounts, **strategy})
             yield place, RemoteDoor(actor, self._options.call_timeout)
 
     def submit(
@@ -233,6 +199,7 @@ class RayCrew:
         start, timeout = time.monotonic(), self._options.call_timeout
         before: Counter[int] = Counter()
         results = []
+        fetch(pending, timeout)
         # All chunks end before anyone hears of the failure of one.
         for call in pending:
             before[id(call.door)] += 1  # a replica that runs several calls, one after the other, has time for each
@@ -271,18 +238,28 @@ class RayCrew:
             if self.alive():
                 ray.kill(door.actor)
 
-    def _not_placed(self, places: Sequence[Place], late: Sequence[Place]) -> PlacementError:
-        asked = f"{sum(p.kind == 'gpu' for p in places)} GPU and {sum(p.kind == 'cpu' for p in places)} CPU replicas"
-        free = "; ".join(_free(node) for node in nodes())
-        return PlacementError(
-            f"asked for {asked}; after {self._options.placement_timeout:g} s the replicas for device_ids "
-            f"{[p.device_id for p in late]} were not running. Free now: {free}. GPUs are held by other actors or tasks "
-            "of this cluster (`ray list actors` shows them) or by another executor: close it, or use fewer device_ids"
-        )
+    def teach(self, package: Package, doors: Sequence[Any]) -> bool:
+        with self._teaching:
+            if package.name in self._taught:
+                return False
+            self._taught[package.name] = ray.put(package)
+        log.info("replicas cannot import %s: its files are sent to them", package.name)
+        ray.get([door.actor.learn.remote(self._taught[package.name]) for door in doors])
+        return True
+
+    def release(self, places: Collection[Place] | None = None) -> None:
+        if self.alive():
+            self._holds.release(places)
+
+    def leaving(self) -> frozenset[str]:
+        now = time.monotonic()
+        if now >= self._look:
+            self._look = now + _BETWEEN_LOOKS
+            self._leaving = draining()
+        return self._leaving
 
 
-def _free(node: dict[str, Any]) -> str:
-    free = ray._private.state.available_resources_per_node().get(node["NodeID"], {})
-    total = node["Resources"]
-    amounts = ", ".join(f"{free.get(name, 0):g} of {total.get(name, 0):g} {name}" for name in ("GPU", "CPU"))
-    return f"node {node['NodeID'][:8]} ({node['NodeManagerAddress']}): {amounts}"
+def _check_wanted(cancelled: Callable[[], bool] | None) -> None:
+    """Go no further with a start that nobody waits for: perhaps the cluster is gone, and may not be asked anything."""
+    if cancelled is not None and cancelled():
+        raise PlacementError("nobody waits for this start any more")

@@ -1,0 +1,233 @@
+"""What places hold of the cluster: Ray's placement groups.
+
+[Note: groups]
+Each replica has a group of its own, tied to the node that it was planned for. It is there before the process starts,
+and outlives it: nobody else gets the GPU while a successor starts. What was held on a node that ended, or is about to,
+is let go of, and the place gets another group. One group for a whole executor could not do that: Ray neither frees a
+part of a group nor adds to it, and what was lost with several nodes comes back together or not at all.
+
+Where there is no room for all, they wait as one group that is tied to no node. Ray places it as a whole or not at all,
+so that two programs do not wait for each other's half, and its autoscaler knows the whole demand. Once it is placed,
+groups of their own take its place; who was faster is waited for again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from raydp_parallel.cluster.nodes import Node, at_home, booked, for_cpus, homes, in_order, nodes, plan
+from raydp_parallel.crew import Place
+from raydp_parallel.errors import PlacementError
+from raydp_parallel.options import Options
+from raydp_parallel.progress import Waiting
+
+_PATIENCE = 1.0
+"""Seconds that others may take to free the places at home, as an executor of this program that was just closed."""
+_RACE = 2.0
+"""Seconds after which somebody else must have been faster."""
+_LOOK = 0.02
+"""Seconds between two looks at a group; Ray makes one in a few milliseconds."""
+_BY_LABEL = "bundle_label_selector" in inspect.signature(placement_group).parameters
+
+
+class Hold(NamedTuple):
+    """What a place holds.
+
+    Attributes:
+        group: The placement group, None if nothing is booked.
+        bundle: Which of its bundles.
+        node: The node.
+    """
+
+    group: PlacementGroup | None
+    bundle: int
+    node: str
+
+    def strategy(self) -> Any:
+        """How Ray is told to start a process there."""
+        if self.group is None:
+            # With soft=True Ray takes any node for what needs nothing (seen with 2.60).
+            return NodeAffinitySchedulingStrategy(self.node, soft=False)
+        return PlacementGroupSchedulingStrategy(self.group, self.bundle)
+
+
+class Made(NamedTuple):
+    """A group that was asked for.
+
+    Attributes:
+        group: The group.
+        places: Whose its bundles are.
+    """
+
+    group: PlacementGroup
+    places: tuple[Place, ...]
+
+
+class Holds:
+    """The holds of an executor's places.
+
+    Args:
+        name: The executor's, for Ray's dashboard.
+        options: What to book, and how long to wait for it.
+    """
+
+    def __init__(self, name: str, options: Options) -> None:
+        self._name = name
+        self._options = options
+        self._elastic = options.elastic
+        self._holds: dict[Place, Hold] = {}
+        self._lock = threading.Lock()  # replicas are also started behind the scenes
+        if options.label_selector and not _BY_LABEL:
+            raise PlacementError(f"Options(label_selector=...): Ray {ray.__version__} cannot place by label")
+
+    def claim(
+        self, places: Sequence[Place], deadline: float, cancelled: Callable[[], bool] | None = None
+    ) -> dict[Place, Hold]:
+        """A hold for each place; for fewer by the deadline, and with ``elastic`` as soon as there are some.
+
+        Args:
+            places: The places.
+            deadline: How long to wait, by the monotonic clock.
+            cancelled: Whether nobody wants them any more; None if somebody watches.
+        """
+        machines = nodes()
+        found = self._kept(places, machines)
+        missing = [place for place in places if place not in found]
+        unbooked = [place for place in missing if not booked(place.kind, self._options)]
+        if unbooked:
+            found |= self._unbooked(unbooked, deadline, cancelled)
+        missing = [place for place in missing if place not in unbooked]
+        if missing:
+            found |= self._reserve(missing, deadline, cancelled)
+        with self._lock:
+            self._holds |= found
+        return found
+
+    def _kept(self, places: Sequence[Place], machines: Sequence[Node]) -> dict[Place, Hold]:
+        """What places hold from before, where the node is still there."""
+        there = {node.id for node in machines}
+        old = {place: hold for place in places if (hold := self._holds.get(place)) is not None}
+        gone = {place for place, hold in old.items() if hold.group is None or hold.node not in there}
+        self.release(gone)
+        return {place: hold for place, hold in old.items() if place not in gone}
+
+    def _unbooked(
+        self, places: Sequence[Place], deadline: float, cancelled: Callable[[], bool] | None
+    ) -> dict[Place, Hold]:
+        """Nodes for those who take nothing of them; they wait only if no node has the labels that Options ask for."""
+        while not (suitable := for_cpus(nodes(), self._options)):
+            if time.monotonic() >= deadline or (cancelled is not None and cancelled()):
+                return {}
+            time.sleep(10 * _LOOK)
+        return {place: Hold(None, 0, suitable[place.number % len(suitable)].id) for place in places}
+
+    def _reserve(
+        self, places: Sequence[Place], deadline: float, cancelled: Callable[[], bool] | None
+    ) -> dict[Place, Hold]:
+        planned = self._plan(places, deadline)
+        with Waiting(_room, len(places), level=logging.WARNING) as tell:
+
+            def over() -> bool:
+                if cancelled is None:  # nobody waits for what is started behind the scenes
+                    tell(0)
+                return time.monotonic() >= deadline or (cancelled is not None and cancelled())
+
+            while not over():
+                if len(planned) == len(places) or (self._elastic and planned):
+                    made = [self._make({place: node}) for place, node in planned.items()]
+                    if found := self._wait(made, over, most=_RACE):
+                        return found
+                # Where one is enough to start with, none waits for the others.
+                ticket = [{place: ""} for place in places] if self._elastic else [dict.fromkeys(places, "")]
+                found = self._wait([self._make(part) for part in ticket], over, enough=1)
+                if self._elastic and found:
+                    return found
+                planned = {place: hold.node for place, hold in found.items()}
+                self._remove({hold.group for hold in found.values() if hold.group is not None})
+        return {}
+
+    def _wait(
+        self, made: Sequence[Made], over: Callable[[], bool], enough: int | None = None, most: float = math.inf
+    ) -> dict[Place, Hold]:
+        """What some groups got, once enough of them are there, by default all; the others are let go of."""
+        ready: list[Made] = []
+        begun = time.monotonic()
+        try:
+            while len(ready := [m for m in made if _is_there(m.group)]) < (enough or len(made)):
+                waited = time.monotonic() - begun
+                if over() or waited > most:
+                    break
+                time.sleep(_LOOK if waited < 1 else 10 * _LOOK)
+            if len(ready) < len(made) and not self._elastic:
+                ready = []
+            return _holds(ready)
+        except BaseException:
+            ready = []
+            raise
+        finally:
+            self._remove([m.group for m in made if m not in ready])
+
+    def _plan(self, places: Sequence[Place], deadline: float) -> dict[Place, str]:
+        """Where there is room now, at home if that gets free in a moment."""
+        now = time.monotonic()
+        until = now + min(_PATIENCE, (deadline - now) / 2)
+        while True:
+            machines = nodes()
+            planned = plan(places, machines, self._options)
+            if at_home(places, planned, homes(machines, self._options)) or time.monotonic() >= until:
+                return planned
+            time.sleep(5 * _LOOK)
+
+    def _make(self, wanted: Mapping[Place, str]) -> Made:
+        """A group for some places, tied to their nodes if those are named."""
+        labels = [
+            {**self._options.label_selector, **({"ray.io/node-id": node} if node else {})} for node in wanted.values()
+        ]
+        by_label = {"bundle_label_selector": labels} if _BY_LABEL and any(labels) else {}
+        bundles = [booked(place.kind, self._options) for place in wanted]
+        numbers = ",".join(str(place.device_id) for place in wanted)
+        return Made(placement_group(bundles, "PACK", name=f"raydp:{self._name}:{numbers}", **by_label), (*wanted,))
+
+    def release(self, places: Collection[Place] | None = None) -> None:
+        """Let go of what some places hold, by default all."""
+        with self._lock:
+            wanted = [*(self._holds if places is None else places)]
+            gone = [self._holds.pop(place) for place in wanted if place in self._holds]
+        self._remove([hold.group for hold in gone if hold.group is not None])
+
+    @staticmethod
+    def _remove(groups: Collection[PlacementGroup]) -> None:
+        # Asked of Ray after its end, this would start another cluster; the groups ended with theirs.
+        for group in groups if ray.is_initialized() else ():
+            remove_placement_group(group)
+
+
+def _is_there(group: PlacementGroup) -> bool:
+    return bool(placement_group_table(group).get("state") == "CREATED")
+
+
+def _holds(made: Sequence[Made]) -> dict[Place, Hold]:
+    """What groups got, handed out in the order of nodes."""
+    found = {
+        m.places[bundle]: Hold(m.group, bundle, node)
+        for m in made
+        for bundle, node in sorted(placement_group_table(m.group)["bundles_to_node_id"].items())
+    }
+    rank = {node.id: number for number, node in enumerate(nodes())}
+    return in_order(found, lambda hold: rank.get(hold.node, len(rank)))
+
+
+def _room() -> str:
+    machines = nodes()
+    free, total = (sum(getattr(n, which).get("GPU", 0) for n in machines) for which in ("free", "total"))
+    return f"room for replicas ({free:g} of the cluster's {total:g} GPUs are free)"

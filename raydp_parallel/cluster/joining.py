@@ -1,0 +1,57 @@
+"""Joining a cluster, and leaving one that was started here."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import ray
+from ray._private import worker
+from ray._private.utils import read_ray_address
+
+from raydp_parallel.errors import ClusterError
+
+_CLIENT = (
+    "a ray:// client connection cannot run replicas: it has no object store and adds a proxy to every call. "
+    "Start the driver on a machine of the cluster (ray.init(address='auto')), or submit it as a Ray job"
+)
+_started_here = False
+
+
+def connect(start: bool = True) -> bool:
+    """Join the cluster: the one that is connected, ``RAY_ADDRESS``, one running here, else start one.
+
+    Args:
+        start: Whether to start a local cluster if there is none.
+
+    Returns:
+        Whether there is a cluster.
+    """
+    global _started_here
+    if ray.util.client.ray.is_connected():
+        raise ClusterError(_CLIENT)
+    if ray.is_initialized():
+        return True
+    if os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
+        raise ClusterError(_CLIENT)
+    # Ray's own rule. Not address="auto", which also finds the private cluster of somebody else's ray.init().
+    running = bool(os.environ.get("RAY_ADDRESS") or read_ray_address())
+    if not running and not start:
+        return False
+    ray.init()
+    _started_here = not running
+    return True
+
+
+def disconnect() -> None:
+    """Leave a cluster that `connect` started; any other is its user's."""
+    global _started_here
+    if _started_here and ray.is_initialized():
+        ray.shutdown()
+    _started_here = False
+
+
+def is_private() -> bool:
+    """Whether this process started the cluster, by ``ray.init()``: then it is one machine, and nobody adds others."""
+    node: Any = worker._global_node
+    return node is not None and bool(node.head)

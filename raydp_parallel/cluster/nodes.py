@@ -1,0 +1,163 @@
+"""The nodes of the cluster, what a replica takes of them, and which node it goes to. The driver's node comes first.
+
+[Note: logical GPUs]
+Logical GPU k is the k-th in the order of nodes: the driver's first, the others by id. With ``gpus_per_replica=0.5``
+there are two of them for each GPU. A replica goes to the node of its number if something is free there, else to the
+first node that has room; then the replicas are numbered anew, so that ranks are in the order of nodes all the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import ray
+import torch
+from ray._private.state import state
+
+from raydp_parallel.cluster import joining
+from raydp_parallel.crew import Place
+from raydp_parallel.errors import PlacementError
+from raydp_parallel.options import Options
+
+T = TypeVar("T")
+
+_LITTLE = 1e-6
+"""What sums of fractions may be off."""
+
+
+class Node(NamedTuple):
+    """A living node.
+
+    Attributes:
+        id: Ray's id of it.
+        address: Its IP address.
+        total: What it has, by the name of the resource.
+        free: What of that nobody holds.
+        labels: Its labels.
+    """
+
+    id: str
+    address: str
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+    labels: Mapping[str, str]
+
+
+def nodes() -> list[Node]:
+    """The living nodes that do not drain, the driver's first, then by id."""
+    here = ray.get_runtime_context().get_node_id()
+    free = state.available_resources_per_node()
+    leaving = draining()
+    found = [_node(n, free.get(n["NodeID"], {})) for n in ray.nodes() if n["Alive"] and n["NodeID"] not in leaving]
+    return sorted(found, key=lambda node: (node.id != here, node.id))
+
+
+def living() -> frozenset[str]:
+    """All nodes that have not ended, by id."""
+    return frozenset(node["NodeID"] for node in ray.nodes() if node["Alive"])
+
+
+def _node(entry: Mapping[str, Any], free: Mapping[str, float]) -> Node:
+    return Node(entry["NodeID"], entry["NodeManagerAddress"], entry["Resources"], free, entry.get("Labels") or {})
+
+
+def draining() -> frozenset[str]:
+    """The nodes that are about to end: drained by somebody, or with notice from their provider."""
+    look = getattr(state, "get_draining_nodes", None)  # Ray 2.40 has it; it is not public
+    return frozenset(look()) if look is not None else frozenset()
+
+
+def booked(kind: str, options: Options) -> dict[str, float]:
+    """What Ray books for a replica."""
+    needs = {"CPU": options.cpus_per_replica, "GPU": options.gpus_per_replica if kind == "gpu" else 0.0}
+    return {name: amount for name, amount in {**needs, **options.resources}.items() if amount}
+
+
+def suits(node: Node, options: Options) -> bool:
+    """Whether replicas may go to a node, free or not."""
+    labels = all(_matches(node.labels.get(name), wanted) for name, wanted in options.label_selector.items())
+    return labels and fits(node.total, options.resources)
+
+
+def _matches(label: str | None, wanted: str) -> bool:
+    """Ray's selectors: ``a``, ``!a``, ``in(a, b)``, ``!in(a, b)``."""
+    no, inside, alone = re.fullmatch(r"(!?)(?:in\((.*)\)|(.*))", wanted).groups()  # type: ignore[union-attr]
+    values = [value.strip() for value in inside.split(",")] if inside is not None else [alone]
+    return (label in values) != bool(no)
+
+
+def fits(amounts: Mapping[str, float], needs: Mapping[str, float]) -> bool:
+    """Whether so much is there."""
+    return all(amounts.get(name, 0.0) + _LITTLE >= amount for name, amount in needs.items())
+
+
+def homes(machines: Sequence[Node], options: Options) -> list[str]:
+    """The node of each logical GPU."""
+    each = int(1 / options.gpus_per_replica + _LITTLE)
+    return [n.id for n in machines if suits(n, options) for _ in range(int(n.total.get("GPU", 0)) * each)]
+
+
+def for_cpus(machines: Sequence[Node], options: Options) -> list[Node]:
+    """Nodes for CPU replicas: those with CPUs for Ray; a head is often started with none, to be left alone."""
+    suitable = [node for node in machines if suits(node, options)]
+    return [node for node in suitable if node.total.get("CPU", 0) > 0] or suitable
+
+
+def plan(places: Sequence[Place], machines: Sequence[Node], options: Options) -> dict[Place, str]:
+    """The node of each place for which there is room now."""
+    left = {node.id: dict(node.free) for node in machines if suits(node, options)}
+    gpu_homes, cpu_homes = homes(machines, options), [node.id for node in for_cpus(machines, options)]
+    found: dict[Place, str] = {}
+    for place in places:
+        needs = booked(place.kind, options)
+        at_home = gpu_homes if place.kind == "gpu" else cpu_homes
+        number = place.number if place.kind == "gpu" else place.number % max(1, len(cpu_homes))
+        home = at_home[number] if number < len(at_home) else ""
+        room = [node for node in left if fits(left[node], needs)]
+        if room:
+            node = home if home in room else room[0]
+            found[place] = node
+            left[node] = {name: amount - needs.get(name, 0.0) for name, amount in left[node].items()}
+    rank = {node.id: number for number, node in enumerate(machines)}
+    return in_order(found, rank.__getitem__)
+
+
+def in_order(found: Mapping[Place, T], rank: Callable[[T], int]) -> dict[Place, T]:
+    """The same, handed out so that GPU replicas are numbered in the order of nodes."""
+    gpus = sorted(place for place in found if place.kind == "gpu")
+    return {**found, **dict(zip(gpus, sorted((found[place] for place in gpus), key=rank), strict=True))}
+
+
+def at_home(places: Sequence[Place], found: Mapping[Place, str], known: Sequence[str]) -> bool:
+    """Whether every GPU replica whose number the cluster has is where that says."""
+    return all(found.get(p) == known[p.number] for p in places if p.kind == "gpu" and p.number < len(known))
+
+
+def all_gpus(options: Options) -> list[int]:
+    """Every GPU of the cluster. On a machine without a GPU no cluster is started just to find none."""
+    return list(range(len(homes(nodes(), options)))) if joining.connect(start=torch.cuda.is_available()) else []
+
+
+def check_gpus(ids: Sequence[int], options: Options) -> None:
+    """Raise `PlacementError` for ids that a private cluster has not got. To any other nodes may be added."""
+    joining.connect()
+    if options.elastic or not joining.is_private():
+        return
+    machines = nodes()
+    count = len(homes(machines, options))
+    missing = [i for i in ids if i >= count]
+    if missing:
+        has = "no GPU" if not count else "GPU 0 alone" if count == 1 else f"GPUs 0 to {count - 1}"
+        raise PlacementError(
+            f"device_ids: {missing} not in the cluster, which has {has} on {len(machines)} node(s)"
+            f"{_by_options(options)}. Use those, or 'cpu' entries for CPU replicas"
+        )
+
+
+def _by_options(options: Options) -> str:
+    plain = Options()
+    names = ("gpus_per_replica", "resources", "label_selector")
+    said = [f"{n}={getattr(options, n)!r}" for n in names if getattr(options, n) != getattr(plain, n)]
+    return f" with Options({', '.join(said)})" if said else ""

@@ -1,0 +1,205 @@
+"""Sums of gradients among replicas, begun while backward still runs.
+
+[Note: the order of buckets]
+Gradients are packed into buckets, those of the last layers first, for backward comes to them first. All members must
+begin the same operations in the same order, and backward may come to the leaves in another order in each of them: so a
+bucket begins once all its gradients are there and all buckets before it have begun. What backward never comes to is
+zeros, at its end.
+
+[Note: gradients that come twice]
+A leaf's gradient is taken when torch has added it up. If more is added afterwards (a reentrant checkpoint runs a
+backward of its own inside, and a leaf may be used in two of them), the sum of that bucket is of no use: the member says
+so, the driver sums what each kept, and does not ask for an early beginning with this model any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from raydp_parallel.collective.group import Group, Summation
+from raydp_parallel.exchange import Reduce, Sum
+
+_BUCKET = 4 << 20
+"""Bytes after which a bucket is full. Smaller ones begin earlier, and cost more operations."""
+
+_FIRST = 1 << 20
+"""Bytes of the first one, which is small so that the network has something to do early."""
+
+NOTHING, SUMMED, APART = 0, 1, 2
+"""Marks of a leaf, see `Reduced.marks`."""
+
+
+class Bucket(NamedTuple):
+    """Some leaves whose gradients travel together.
+
+    Attributes:
+        rows: Which of the leaves that take part.
+        offsets: Where each begins in the bucket, in elements.
+        size: Elements of all.
+        dtype: Their dtype.
+    """
+
+    rows: Sequence[int]
+    offsets: Sequence[int]
+    size: int
+    dtype: torch.dtype
+
+
+def plan(leaves: Sequence[Tensor]) -> list[Bucket]:
+    """The buckets of some leaves: a function of their sizes and dtypes alone, so that all members find the same."""
+    found: list[Bucket] = []
+    rows: list[int] = []
+    offsets: list[int] = []
+    end = 0
+
+    def close() -> None:
+        nonlocal rows, offsets, end
+        if rows:
+            found.append(Bucket(rows, offsets, end, leaves[rows[0]].dtype))
+        rows, offsets, end = [], [], 0
+
+    for row in reversed(range(len(leaves))):
+        leaf = leaves[row]
+        full = end * leaf.element_size() >= (_BUCKET if found else _FIRST)
+        if rows and (full or leaf.dtype != leaves[rows[0]].dtype):
+            close()
+        rows.append(row)
+        offsets.append(end)
+        end += leaf.numel()
+    close()
+    return found
+
+
+def fits(grad: Tensor, leaf: Tensor) -> bool:
+    """Whether a gradient can be summed with those of others by adding numbers in a row."""
+    plain = type(grad) is Tensor and grad.layout is torch.strided and not grad.is_nested
+    return plain and grad.dtype == leaf.dtype and grad.shape == leaf.shape
+
+
+class Reducer:
+    """One `Reduce`, in one member.
+
+    Args:
+        group: The group.
+        word: What the driver asks for.
+        leaves: The leaves of the graph.
+    """
+
+    def __init__(self, group: Group, word: Reduce, leaves: Sequence[Tensor]) -> None:
+        self._group = group
+        self._word = word
+        self._leaves = [leaves[i] for i in word.leaves]
+        self._buckets = plan(self._leaves)
+        self._marks = bytearray(len(self._leaves))
+        self._waiting = [len(bucket.rows) for bucket in self._buckets]
+        self._bucket_of = {row: k for k, bucket in enumerate(self._buckets) for row in bucket.rows}
+        self._there: set[int] = set()
+        self._sums: list[Summation] = []
+        self._flat: list[Tensor] = []
+        self._spoiled = self._failed = False
+        self.size = 0
+        self.seconds = 0.0
+
+    @property
+    def marks(self) -> bytes:
+        """See `Reduced.marks`."""
+        return bytes(self._marks)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Begin with each bucket as soon as torch has added up its gradients."""
+        hooks = []
+        if self._word.overlap:
+            hooks = [
+                leaf.register_post_accumulate_grad_hook(self._hook(row))
+                for row, leaf in enumerate(self._leaves)
+                if leaf.is_leaf
+            ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _hook(self, row: int) -> Callable[[Tensor], None]:
+        return lambda _leaf: self._arrived(row)
+
+    def _arrived(self, row: int) -> None:
+        if row in self._there:
+            self._spoiled |= self._bucket_of[row] < len(self._sums)
+            return
+        self._there.add(row)
+        self._waiting[self._bucket_of[row]] -= 1
+        try:
+            while not self._failed and self._more() and not self._waiting[len(self._sums)]:
+                self._begin(lambda row: self._leaves[row].grad)
+                # In order, here too: what the first sum does next, it does before the second's.
+                all(one.advance() for one in self._sums)
+        except RuntimeError:
+            self._failed = True  # the group broke: backward goes on
+
+    def _more(self) -> bool:
+        return len(self._sums) < len(self._buckets)
+
+    def _begin(self, grad_of: Callable[[int], Tensor | None]) -> None:
+        """Pack the next bucket, and begin to sum it."""
+        bucket = self._buckets[len(self._sums)]
+        flat = torch.empty(
+            self._group.padded(bucket.size), dtype=bucket.dtype, device=self._leaves[bucket.rows[0]].device
+        )
+        with torch.no_grad():
+            for row, into in zip(bucket.rows, self._windows(bucket, flat), strict=True):
+                grad = grad_of(row)
+                suits = grad is not None and fits(grad, self._leaves[row])
+                self._marks[row] = NOTHING if grad is None else SUMMED if suits else APART
+                if grad is not None and suits:
+                    into.copy_(grad)
+                else:
+                    into.zero_()
+        self.size += flat.nbytes
+        word = self._word
+        self._sums.append(self._group.sum(flat, word.root, word.order, word.patience))
+
+    def _windows(self, bucket: Bucket, flat: Tensor) -> list[Tensor]:
+        """A bucket as its gradients, which lie as their leaves do."""
+        found = []
+        for row, offset in zip(bucket.rows, bucket.offsets, strict=True):
+            leaf = self._leaves[row]
+            dense = torch.empty_like(leaf, device="meta").stride()  # the leaf's own, if it has no gaps
+            found.append(flat.as_strided(leaf.shape, dense, offset))
+        return found
+
+    def finish(self, found: Sequence[Tensor | None]) -> Sum:
+        """Sum what has not begun yet, and wait for all of it.
+
+        Args:
+            found: The gradients, by the leaves of the graph.
+        """
+        began = time.monotonic()
+        try:
+            while not self._failed and self._more():
+                self._begin(lambda row: found[self._word.leaves[row]])
+            self._flat = [one.finish(began + self._word.patience) for one in self._sums]
+        except RuntimeError:
+            self._failed = True
+        finally:
+            self._sums.clear()
+            self.seconds = time.monotonic() - began
+        if self._failed:
+            return Sum.FAILED
+        return Sum.SPOILED if self._spoiled else Sum.DONE
+
+    def sums(self) -> tuple[Tensor, ...] | None:
+        """In the root, the sums, by the leaves that take part."""
+        if self._group.rank != self._word.root:
+            return None
+        found: dict[int, Tensor] = {}
+        for bucket, flat in zip(self._buckets, self._flat, strict=True):
+            found.update(zip(bucket.rows, self._windows(bucket, flat), strict=True))
+        return tuple(found[row] for row in range(len(self._leaves)))
