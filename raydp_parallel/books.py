@@ -131,6 +131,12 @@ class Run:
         return sent
 
 
+def _numbered(name: str) -> str:
+    with _naming:
+        _names[name] += 1
+        return name if _names[name] == 1 else f"{name}/{_names[name]}"
+
+
 class Books:
     """The books of one executor.
 
@@ -139,9 +145,7 @@ class Books:
     """
 
     def __init__(self, name: str) -> None:
-        with _naming:
-            _names[name] += 1
-            self.name = name if _names[name] == 1 else f"{name}/{_names[name]}"
+        self.name = _numbered(name)
         self.accounts = Accounts()
         self.models = self.accounts.names
         self.chairs: dict[int, Chair] = {}
