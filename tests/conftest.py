@@ -12,7 +12,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--link shared`` runs the suite with another link than the default."""
+    """``--link shared``, or ``collective``, runs the suite with another link than the default."""
     parser.addoption("--link", default="auto", help="the link of tests that do not choose one: Options(link=...)")
 
 
