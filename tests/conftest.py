@@ -14,7 +14,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--link shared`` runs the suite with another link than the default, ``--nodes 2`` on several nodes."""
+    """``--link shared`` or ``collective`` runs the suite with another link, ``--nodes 2`` on several nodes."""
     parser.addoption("--link", default="auto", help="the link of tests that do not choose one: Options(link=...)")
     help = "run on so many nodes, with the driver on a head without CPUs and GPUs; 0 is one node for all"
     parser.addoption("--nodes", type=int, default=0, help=help)

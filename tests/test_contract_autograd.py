@@ -1158,7 +1158,8 @@ def test_B6_subset_moves_only_what_was_asked():
     everything = bytes_out(model)
     assert small - before < 1000
     assert inputs - small < 1000
-    assert everything - inputs > 2 * 4 * 8 * 1000
+    senders = 1 if model.executor.options.link == "collective" else 2  # replicas that sum among themselves
+    assert everything - inputs > senders * 4 * 8 * 1000
 
 
 def test_B6_frozen_parameters_are_not_moved():
