@@ -101,7 +101,7 @@ class Door:
 
     def start_sharing(self, always: bool) -> None:
         """Both can read the other's memory: answer through it from now on."""
-        self._link = shared_link(Arena(), gives=True, always=always)
+        self._link = shared_link(Arena(pin=devices.pinner(self._device)), gives=True, always=always)
 
     def skip_to(self, number: int) -> None:
         """Wait for no call before ``number`` any more: they were lost on the way."""

@@ -15,6 +15,7 @@ from ray._private.utils import read_ray_address
 from ray._private.worker import global_worker
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from raydp_parallel import devices
 from raydp_parallel.actor import link_for, shared_link
 from raydp_parallel.crew import Death, Ending, Place, Task
 from raydp_parallel.errors import ClusterError, PlacementError
@@ -196,7 +197,7 @@ class RayCrew:
                 f"cluster has {count} node(s), direct_line={self._options.direct_line}"
             )
         if name in ("auto", "shared") and possible:
-            self._arena = Arena()
+            self._arena = Arena(pin=devices.pinner(None))
             return shared_link(self._arena, gives=False, always=name == "shared")
         return link_for(name, ray.put, ray.get)
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from raydp_parallel import devices
 from raydp_parallel.actor import METHODS, give_back, sample, shows, take_back
 from raydp_parallel.crew import Death, Task
 from raydp_parallel.line import Line, LineCut
@@ -98,7 +99,7 @@ class RemoteDoor:
         self.shares = False
         self._number = 0
         self._missed = False
-        self._mappings = Mappings()
+        self._mappings = Mappings(devices.pinner(None))
         self._ledger = Ledger()
         self._process: int | None = None
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 
 from raydp_parallel.links.base import PAGE, Packet, Piece
-from raydp_parallel.links.segments import Descriptor
+from raydp_parallel.links.segments import Descriptor, Pin
 
 _PATIENCE = 64
 """A mapping that was not used while so many others were goes."""
@@ -31,10 +31,6 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MAP_FIXED = 0x10
 _POPULATE_READ = 22
 _WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
-
-
-Pin = Callable[[int, int], Callable[[], object] | None]
-"""Lets a device read and write so many bytes from an address by itself; returns what ends that, None if refused."""
 
 
 class _Region:

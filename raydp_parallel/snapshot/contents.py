@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from raydp_parallel import codec
+from raydp_parallel import codec, devices
 from raydp_parallel.links import Link, Mail, Packet, Piece, aligned, paged
 from raydp_parallel.messages import Blob, SlotSpec, TensorSpec
 from raydp_parallel.snapshot import blocks
@@ -66,6 +66,7 @@ class Contents:
         self._flag_at: dict[int, int] = {}
         self._stale: set[int] = set()
         self._exposed: set[int] = set()
+        self._prints = devices.prints({})
 
     @property
     def seen(self) -> Look:
@@ -170,14 +171,22 @@ class Contents:
 
     def differing(self, revision: int) -> list[int]:
         """The blocks whose contents are not what was sent up to ``revision``, though no version tells."""
-        known = [block for block, at in self._block_at.items() if at <= revision and block not in self._exposed]
-        return [block for block in known if not blocks.equal(self._read(block), self._sent(block))]
+        return self._unlike([b for b, at in self._block_at.items() if at <= revision and b not in self._exposed])
 
     def edited(self, besides: set[int]) -> list[int]:
         """The blocks, ``besides`` some, that are not what was sent last, though no version tells."""
         besides = besides | self._stale | self._exposed
-        chosen = [block for block in self._places if block not in besides]
-        return [block for block in chosen if not blocks.equal(self._read(block), self._sent(block))]
+        return self._unlike([block for block in self._places if block not in besides])
+
+    def _unlike(self, chosen: list[int]) -> list[int]:
+        """Those of some blocks that are not what was sent. On a GPU fingerprints are compared, not bytes."""
+        printed = self._prints.of(chosen)
+        marked = [*dict.fromkeys(printed.keys)]
+        unlike = {*printed.unlike(devices.prints({block: self._read(block) for block in marked}))}
+        plain = [block for block in chosen if block not in {*marked}]
+        same = devices.compare([(self._read(block), self._sent(block)) for block in plain])()
+        unlike.update(block for block, alike in zip(plain, same, strict=True) if not alike)
+        return [block for block in chosen if block in unlike]
 
     def send(self, chosen: list[int], revision: int) -> None:
         """Put the contents of some blocks where replicas can get them."""
@@ -269,6 +278,7 @@ class Contents:
         for piece in pieces:
             offsets.append(paged(end, piece.size))
             end = offsets[-1] + aligned(piece.size)
+        self._prints = self._prints.joined(devices.prints(dict(zip(chosen, pieces, strict=True))))
         packet = self._link.send(pieces, offsets, end)
         for block, offset, piece in zip(chosen, offsets, pieces, strict=True):
             self._places[block] = _Place(packet, end, offset, piece.size)
@@ -289,7 +299,7 @@ class Contents:
     def _sent(self, block: int) -> Piece:
         place = self._places[block]
         whole = self._link.open(place.packet)
-        return Piece(whole.address + place.offset, place.size, whole)
+        return whole.part(place.offset, place.size)
 
 
 def _alike(one: SlotSpec, other: SlotSpec) -> bool:

@@ -30,7 +30,7 @@ class Source(NamedTuple):
     def open(self) -> Piece:
         """The bytes, to be read."""
         whole = self.mail.open(self.packet)
-        return Piece(whole.address + self.offset, self.size, whole.owner)
+        return whole.part(self.offset, self.size)
 
 
 class Memory(Protocol):
@@ -63,26 +63,34 @@ class Copied:
     def __init__(self, size: int, device: torch.device) -> None:
         self.tensor = torch.empty(size, dtype=torch.uint8, device=device)
         self._driver = Piece(0, 0, None)
+        self._near: Piece | None = None
 
     def adopt(self, source: Source) -> bool:
-        self._driver = source.open()
+        self._driver, self._near = source.open(), None
         self.refresh()
         return True
 
     def refresh(self) -> None:
         if devices.is_cpu(self.tensor.device):
             ctypes.memmove(self.tensor.data_ptr(), self._driver.address, self._driver.size)
+        elif self._near is not None and self._near.origin is not None:
+            self.tensor.copy_(self._near.origin.tensor)
         else:
             self.tensor.copy_(devices.upload(self._driver, self.tensor.device))
 
     def renewed(self) -> Copied:
         other = Copied(len(self.tensor), self.tensor.device)
-        other._driver = self._driver
+        other._driver, other._near = self._driver, self._near
         other.refresh()
         return other
 
     def driver(self) -> Piece:
-        return self._driver
+        if devices.is_cpu(self.tensor.device) or not self._driver.size:
+            return self._driver
+        # Kept on the device for the few blocks that are asked for: buffers, after each forward.
+        if self._near is None:
+            self._near = devices.piece(devices.upload(self._driver, self.tensor.device))
+        return self._near
 
 
 class Shown:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +65,7 @@ class Mirror:
         self._fresh: set[int] = set()
         self._dirty: set[int] = set()
         self._reported: dict[int, Piece] = {}
+        self._alike: Callable[[], list[bool]] = list
 
     def prepare(self, update: StateUpdate | None, mail: Mail, graphs_alive: bool) -> None:
         """Undo what the last forward left, and adopt what changed in the driver."""
@@ -91,6 +92,7 @@ class Mirror:
 
     def pass_over(self) -> None:
         """Nobody asks what was written."""
+        self._hear()
         self._fresh = set()
 
     def _undo(self, graphs_alive: bool) -> None:
@@ -117,12 +119,13 @@ class Mirror:
 
     def written(self) -> Written | None:
         """What the module changed in place since it last began to run, None if nothing."""
-        slots = []
-        for block in sorted(self._fresh):
-            if blocks.equal(self._bytes(block), self._reported.get(block) or self._memory[block].driver()):
-                continue
-            self._reported[block] = blocks.copy(self._bytes(block))
-            slots += [(slot, slot in self._moved) for slot in self._members[block]]
+        self._hear()
+        fresh, slots = sorted(self._fresh), []
+        pairs = [(self._bytes(b), self._reported.get(b) or self._memory[b].driver()) for b in fresh]
+        for block, alike in zip(fresh, devices.compare(pairs)(), strict=True):
+            if not alike:
+                self._reported[block] = devices.copied(self._bytes(block))
+                slots += [(slot, slot in self._moved) for slot in self._members[block]]
         self._fresh = set()
         if not slots:
             return None
@@ -142,13 +145,22 @@ class Mirror:
 
     def note(self, touched: Collection[int] = ()) -> None:
         """See what was written to. Not only in forward: a checkpoint runs modules again in backward."""
+        self._hear()
         versions = self._now()
         self._moved = {slot for slot, version in versions.items() if version != self._versions.get(slot)}
         self._versions = versions
         self._fresh = {self._specs[slot].block for slot in self._specs if slot in self._moved or self._rebound(slot)}
         self._fresh.update(block for block in self._memory if self._address(block) in touched)
-        self._fresh.update(b for b in self._unversioned if not blocks.equal(self._bytes(b), self._memory[b].driver()))
         self._dirty |= self._fresh
+        # A GPU begins to compare now, and is asked for its answer when the outputs are on their way.
+        self._alike = devices.compare([(self._bytes(b), self._memory[b].driver()) for b in self._unversioned])
+
+    def _hear(self) -> None:
+        """Take up which of the blocks that kernels write to without telling were written to."""
+        answers, self._alike = self._alike(), list
+        written = {block for block, alike in zip(self._unversioned, answers, strict=False) if not alike}
+        self._fresh |= written
+        self._dirty |= written
 
     def _now(self) -> dict[int, int]:
         return {slot: _version(tensor) for slot, tensor in self._slots.items()}
@@ -167,6 +179,7 @@ class Mirror:
 
     def _restore_blocks(self, graphs_alive: bool) -> bool:
         """Give what was written to the driver's bytes. False if the module still holds tensors that were replaced."""
+        self._hear()
         dirty, self._dirty = self._dirty, set()
         self._reported.clear()
         if not dirty:

@@ -1,0 +1,37 @@
+"""Devices, CPU and CUDA alike. Nobody else in the package asks whether a tensor is on CUDA."""
+
+from __future__ import annotations
+
+from raydp_parallel.devices.about import MemoryLook, check_balance, describe, output_place
+from raydp_parallel.devices.contents import Prints, compare, copied, prints
+from raydp_parallel.devices.gpu import Stopwatch, finish, pinner
+from raydp_parallel.devices.kinds import is_cpu
+from raydp_parallel.devices.memory import RECYCLED, in_place, piece, reader, recycled, upload, windows
+from raydp_parallel.devices.raw import view
+from raydp_parallel.devices.settings import keep_freed_memory, seed, use_threads
+
+__all__ = [
+    "RECYCLED",
+    "MemoryLook",
+    "Prints",
+    "Stopwatch",
+    "check_balance",
+    "compare",
+    "copied",
+    "describe",
+    "finish",
+    "in_place",
+    "is_cpu",
+    "keep_freed_memory",
+    "output_place",
+    "piece",
+    "pinner",
+    "prints",
+    "reader",
+    "recycled",
+    "seed",
+    "upload",
+    "use_threads",
+    "view",
+    "windows",
+]
