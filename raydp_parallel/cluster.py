@@ -177,6 +177,20 @@ class RayCrew:
             self.link.withdraw()
         if not door.shares:
             self._go_without(hello)
+        elif isinstance(self.link, devices.DeviceLink):
+            self._meet_on_device(door, hello, self.link)
+
+    def _meet_on_device(self, door: RemoteDoor, hello: Hello, link: devices.DeviceLink) -> None:
+        """Share the GPU's memory with who is on the driver's; the others get copies through the machine's."""
+        device = devices.gpu_in_use(hello.gpu_uuid)
+        if device is None:
+            return
+        arena = link.arena or devices.DeviceArena(device)
+        why = door.share_device(arena)
+        if why:
+            devices.refused(why)
+        else:
+            link.arena = arena
 
     def _go_without(self, hello: Hello) -> None:
         """A replica and this process cannot read each other's memory."""
@@ -198,7 +212,7 @@ class RayCrew:
             )
         if name in ("auto", "shared") and possible:
             self._arena = Arena(pin=devices.pinner(None))
-            return shared_link(self._arena, gives=False, always=name == "shared")
+            return devices.reaching(shared_link(self._arena, gives=False, always=name == "shared"))
         return link_for(name, ray.put, ray.get)
 
     def _create(self, places: Sequence[Place]) -> Iterator[tuple[Place, RemoteDoor]]:

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from raydp_parallel.devices.about import MemoryLook, check_balance, describe, output_place
 from raydp_parallel.devices.contents import Prints, compare, copied, prints
-from raydp_parallel.devices.gpu import Stopwatch, finish, pinner
+from raydp_parallel.devices.gpu import Stopwatch, finish, let_go, pinner
+from raydp_parallel.devices.ipc import (
+    DeviceArena,
+    DeviceLink,
+    DeviceSlice,
+    Opener,
+    gpu_in_use,
+    reaching,
+    refused,
+    sample,
+    shows,
+)
 from raydp_parallel.devices.kinds import is_cpu
 from raydp_parallel.devices.memory import RECYCLED, in_place, piece, reader, recycled, upload, windows
 from raydp_parallel.devices.raw import view
@@ -12,7 +23,11 @@ from raydp_parallel.devices.settings import keep_freed_memory, seed, use_threads
 
 __all__ = [
     "RECYCLED",
+    "DeviceArena",
+    "DeviceLink",
+    "DeviceSlice",
     "MemoryLook",
+    "Opener",
     "Prints",
     "Stopwatch",
     "check_balance",
@@ -20,16 +35,22 @@ __all__ = [
     "copied",
     "describe",
     "finish",
+    "gpu_in_use",
     "in_place",
     "is_cpu",
     "keep_freed_memory",
+    "let_go",
     "output_place",
     "piece",
     "pinner",
     "prints",
+    "reaching",
     "reader",
     "recycled",
+    "refused",
+    "sample",
     "seed",
+    "shows",
     "upload",
     "use_threads",
     "view",

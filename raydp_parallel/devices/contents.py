@@ -182,7 +182,8 @@ def _print(group: Sequence[Tensor]) -> Tensor:
     whole = torch.cat(padded) if len(padded) > 1 else padded[0].clone()
     words = whole.view(torch.int32).to(torch.int64)
     sizes = [len(run) // 4 for run in padded]
-    sums = [_per_run(words * factors[: len(words)], sizes) for factors in _factors(device)]
+    # Each run from the first factor on: its print must not depend on its neighbours.
+    sums = [_per_run(words * torch.cat([f[:size] for size in sizes]), sizes) for f in _factors(device)]
     return torch.stack(sums, 1)
 
 

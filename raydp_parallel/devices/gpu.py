@@ -101,15 +101,26 @@ class _Lent:
     def keep(self, owner: Any, device: torch.device) -> None:
         """Keep what a copy reads that was just asked for, until it has run."""
         event = _behind(device)
+        self.let_go()
         with self._lock:
-            kept, self._kept = self._kept, []
-            self._kept = [*(entry for entry in kept if not entry[0].query()), (event, owner)]
+            self._kept.append((event, owner))
+
+    def let_go(self) -> None:
+        """Of what has been copied."""
+        if self._kept:
+            with self._lock:
+                self._kept = [entry for entry in self._kept if not entry[0].query()]
 
     def __len__(self) -> int:
         return len(self._kept)
 
 
 lent = _Lent()
+
+
+def let_go() -> None:
+    """Of the machine's memory, and of other processes', that a device has copied from by now."""
+    lent.let_go()
 
 
 def upload(source: Piece, device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ from raydp_parallel.links.by_size import BySize
 from raydp_parallel.links.exposed import Exposed
 from raydp_parallel.links.inline import InlineLink
 from raydp_parallel.links.object_store import ObjectStoreLink
-from raydp_parallel.links.segments import Arena, Descriptor, Ledger, Slice
+from raydp_parallel.links.segments import Arena, Descriptor, Ledger, Slice, new_lease, new_token
 from raydp_parallel.links.shared import SharedLink
 from raydp_parallel.links.windows import Found, Mappings
 
@@ -34,5 +34,7 @@ __all__ = [
     "Slice",
     "Window",
     "aligned",
+    "new_lease",
+    "new_token",
     "paged",
 ]

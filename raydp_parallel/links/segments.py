@@ -29,6 +29,16 @@ _tokens = itertools.count(1)
 _leases = itertools.count(1)
 
 
+def new_token() -> int:
+    """A name for some memory of this process."""
+    return next(_tokens)
+
+
+def new_lease() -> int:
+    """A name for one use of it."""
+    return next(_leases)
+
+
 class Descriptor(NamedTuple):
     """What another process needs to see some memory.
 
@@ -40,6 +50,7 @@ class Descriptor(NamedTuple):
         size: Bytes of it that count.
         lease: Names this use of a segment, for the word that it is no longer read; 0 for memory that is not lent.
         given: Whether it is the receiver's to write to, as long as it uses it.
+        device: For a GPU's memory: the handle to open it with.
     """
 
     token: int
@@ -49,6 +60,7 @@ class Descriptor(NamedTuple):
     size: int
     lease: int = 0
     given: bool = False
+    device: bytes = b""
 
 
 def describe(file: int, length: int, size: int) -> Descriptor:

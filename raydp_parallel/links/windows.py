@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
-from raydp_parallel.links.base import PAGE, Packet, Piece
+from raydp_parallel.links.base import PAGE, Origin, Packet, Piece
 from raydp_parallel.links.segments import Descriptor, Pin
 
 _PATIENCE = 64
@@ -80,8 +80,16 @@ class Found:
 
     def piece(self) -> Piece:
         """The memory itself."""
+        if self.on_device:
+            whole = Piece(0, self.descriptor.length, self, self._mappings.opener(self.descriptor))
+            return whole.part(0, self.descriptor.size)
         region = self._mappings.map(self)
         return Piece(region.address, self.descriptor.size, (region, self))
+
+    @property
+    def on_device(self) -> bool:
+        """Whether it is a GPU's memory, to be copied from there."""
+        return bool(self.descriptor.device)
 
     def take(self) -> Piece | None:
         """The memory for one's own use; None if too much is in use already."""
@@ -145,15 +153,23 @@ class Private:
         return Piece(whole.address + self._offset, self._size, whole.owner)
 
 
+def _unopened(descriptor: Descriptor) -> Origin:
+    raise OSError("a GPU's memory came, and this process has not agreed to open any")
+
+
 class Mappings:
     """Memory of another process, mapped once each, and the word which of it is no longer used.
 
     Args:
         pin: What to do with memory that a GPU is to copy from; None where there is none.
+
+    Attributes:
+        opener: Opens a GPU's memory, once both sides have seen that this works.
     """
 
     def __init__(self, pin: Pin | None = None) -> None:
         self._pin = pin
+        self.opener: Callable[[Descriptor], Origin] = _unopened
         self._known: dict[int, tuple[_Region, int]] = {}
         self._clock = 0
         self._found: weakref.WeakValueDictionary[int, Found] = weakref.WeakValueDictionary()
