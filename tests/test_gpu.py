@@ -288,8 +288,11 @@ def test_times_are_the_devices(fake: FakeGpu) -> None:
 
 
 @pytest.mark.usefixtures("fake")
-def test_a_gpu_says_who_it_is() -> None:
-    """With its uuid."""
+def test_a_gpu_says_who_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its uuid; and without an index it is the current one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert devices.output_place("cuda") == devices.output_place(3) == torch.device("cuda", 3)
     assert devices.describe(CPU, 1, "node") == Hello(1, "node", "cpu", "Fake", UUID, 1000, 10)
 
 
@@ -369,6 +372,7 @@ def test_answers_come_by_the_gpus_memory(ends: Ends) -> None:
 
 def test_who_cannot_open_it_gets_a_copy(ends: Ends) -> None:
     """Through the host."""
+    assert not devices.shows(Piece(0, 0, None), b"")
     lent = ends.arena.fill([devices.piece(torch.arange(5.0))], [0], 20)
     assert np.frombuffer(lent.array.tobytes(), np.float32).tolist() == [0, 1, 2, 3, 4]
     sent: list[Any] = []
