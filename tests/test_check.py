@@ -92,7 +92,13 @@ def test_a_row_for_gpus_is_not_checked_without(here: Here, name: str) -> None:
     assert (line.status, line.text) == (Status.NOT_CHECKED, "not checked: no GPU")
 
 
-@pytest.mark.parametrize("name", [*(row.name for row in training.ROWS)])
+def test_rows_say_what_they_were_held_against(like_gpus: LikeGpus) -> None:
+    """Where there are GPUs."""
+    assert "['cpu', 'cpu']" in training.beside_upstream(like_gpus).text
+    assert training.on_several(like_gpus).good
+
+
+@pytest.mark.parametrize("name", [row.name for row in training.ROWS if not row.gpus])
 def test_training_rows_compare_with_upstream(like_gpus: LikeGpus, name: str) -> None:
     """With the oracle where a GPU would have upstream itself: the same bits."""
     line = runner.try_row(BY_NAME[name], like_gpus)

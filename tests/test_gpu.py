@@ -262,8 +262,8 @@ def test_what_chunk_0_writes_comes_back_once() -> None:
 @pytest.mark.usefixtures("fake")
 def test_an_edit_without_a_version_is_found_on_the_device() -> None:
     """Of a CUDA master copy, by fingerprints; the forward is run again."""
-    net = nn.Sequential(nn.Linear(300, 200), nn.Linear(200, 2))
-    model, x = wrapped(net), torch.randn(4, 300)
+    net = nn.Sequential(nn.Linear(2000, 600), nn.Linear(600, 2))  # over `devices.memory.SMALL`
+    model, x = wrapped(net), torch.randn(4, 2000)
     with torch.no_grad():
         model(x)
         for edit in (lambda w: w.data.mul_(2), lambda w: w.detach().numpy().__setitem__((0, 0), 5)):

@@ -71,7 +71,8 @@ def does_not_grow(here: Here) -> Found:
     held = here.executor().flush()
     grown = (torch.cuda.memory_allocated(here.device) if here.gpus else 0) - before
     graphs = sum(graphs for _, graphs in held)
-    text = f"{graphs} graphs left in the replicas; the driver's GPU memory grew by {grown / _MB:.1f} MB"
+    text = f"{graphs} graphs left in the replicas"
+    text += f"; the driver's GPU memory grew by {grown / _MB:.1f} MB" if here.gpus else ""
     return Found(text, {"graphs": graphs, "grown": grown}, not graphs and grown <= x.nbytes)
 
 

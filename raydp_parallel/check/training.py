@@ -245,7 +245,20 @@ CASES = {
     "tied transformer, loss inside": Case(nets.gpt, texts, inside),
 }
 
+
+def beside_upstream(here: Here) -> Found:
+    """That the rows above have been held against torch's own wrapper."""
+    return Found(f"in each row of training, with device_ids {here.one} and {here.several}")
+
+
+def on_several(here: Here) -> Found:
+    """That the rows above had a replica for each of several GPUs."""
+    return Found(f"in each row of training, on {here.gpus} GPUs")
+
+
 ROWS = (
     *(Row("training", name, functools.partial(check, case)) for name, case in CASES.items()),
     Row("training", "two nets of a GAN, second order", gan),
+    Row("training", "beside nn.DataParallel", beside_upstream, gpus=1),
+    Row("training", "a replica for each of several GPUs", on_several, gpus=2),
 )

@@ -17,7 +17,7 @@ from raydp_parallel.devices.ipc import (
     shows,
 )
 from raydp_parallel.devices.kinds import is_cpu
-from raydp_parallel.devices.memory import RECYCLED, in_place, piece, reader, recycled, upload, windows
+from raydp_parallel.devices.memory import RECYCLED, in_place, load, near, piece, reader, recycled, upload, windows
 from raydp_parallel.devices.raw import view
 from raydp_parallel.devices.settings import keep_freed_memory, seed, use_threads
 
@@ -40,6 +40,8 @@ __all__ = [
     "is_cpu",
     "keep_freed_memory",
     "let_go",
+    "load",
+    "near",
     "output_place",
     "piece",
     "pinner",

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from raydp_parallel.devices.gpu import DeviceBytes
+from raydp_parallel.devices.gpu import DeviceBytes, behind
 from raydp_parallel.links import Piece
 
 _libc = ctypes.CDLL(None)
@@ -60,12 +60,13 @@ class _Answer:
         self._bytes = DeviceBytes(tensor.to(torch.uint8))
         self._room = torch.empty(tensor.numel(), dtype=torch.uint8, device="cpu")
         self._bytes.copy_to(self._room.data_ptr())
+        self._copied = behind(tensor.device)  # and not what is asked of the device until somebody wants to know
         self._fetched = False
 
     def fetch(self) -> list[int]:
         """What it holds."""
         if not self._fetched:
-            self._bytes.wait()
+            self._copied.synchronize()
             self._bytes.settle()
             self._fetched = True
         return self._room.tolist()

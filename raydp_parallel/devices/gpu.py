@@ -59,7 +59,7 @@ class DeviceBytes:
 
     def wait(self) -> None:
         """Wait until what this and earlier ones of the device began to copy is there."""
-        _behind(self._tensor.device).synchronize()
+        behind(self._tensor.device).synchronize()
 
     def settle(self) -> None:
         """After `wait`: the bytes that took a way round are where they belong."""
@@ -68,7 +68,7 @@ class DeviceBytes:
             ctypes.memmove(address, staged.data_ptr(), len(staged))
 
 
-def _behind(device: torch.device, timed: bool = False) -> torch.cuda.Event:
+def behind(device: torch.device, timed: bool = False) -> torch.cuda.Event:
     """An event behind all that was asked of a device on the current stream."""
     event = torch.cuda.Event(enable_timing=timed)
     event.record(torch.cuda.current_stream(device))
@@ -100,7 +100,7 @@ class _Lent:
 
     def keep(self, owner: Any, device: torch.device) -> None:
         """Keep what a copy reads that was just asked for, until it has run."""
-        event = _behind(device)
+        event = behind(device)
         self.let_go()
         with self._lock:
             self._kept.append((event, owner))
@@ -131,10 +131,17 @@ def upload(source: Piece, device: torch.device) -> Tensor:
     return found
 
 
+def load(target: Tensor, source: Piece) -> None:
+    """Copy the bytes of ``source``, wherever they are, to a GPU's memory. The host does not wait."""
+    data = source.origin.tensor if source.origin is not None else view(source)
+    torch._foreach_copy_([target], [data], non_blocking=True)
+    lent.keep((data, source.owner), target.device)
+
+
 def finish(device: torch.device) -> None:
     """Wait until the device has done what was asked of it."""
     if not is_cpu(device):
-        _behind(device).synchronize()
+        behind(device).synchronize()
 
 
 class Stopwatch:
@@ -151,7 +158,7 @@ class Stopwatch:
     def mark(self) -> None:
         """Here."""
         if not is_cpu(self._device):
-            self._marked = _behind(self._device, timed=True)
+            self._marked = behind(self._device, timed=True)
 
     def finish(self) -> float | None:
         """Wait for the device; the seconds since it passed the mark, None if there was none, or on a CPU."""
@@ -159,7 +166,7 @@ class Stopwatch:
         if marked is None:
             finish(self._device)
             return None
-        end = _behind(self._device, timed=True)
+        end = behind(self._device, timed=True)
         end.synchronize()
         return float(marked.elapsed_time(end)) / 1e3
 

@@ -100,10 +100,10 @@ class DeviceArena:
     def fill(self, pieces: Sequence[Piece], offsets: Sequence[int], size: int) -> DeviceSlice:
         """Copies of bytes that lie on the device, ready for another process."""
         lent = self.take(size)
-        for piece, offset in zip(pieces, offsets, strict=True):
-            if piece.size:
-                assert piece.origin is not None
-                lent.segment.tensor[offset : offset + piece.size].copy_(piece.origin.tensor)
+        whole = lent.segment.tensor
+        sources = [(offset, piece.origin.tensor) for piece, offset in zip(pieces, offsets, strict=True) if piece.origin]
+        if sources:
+            torch._foreach_copy_([whole[at : at + len(data)] for at, data in sources], [data for _, data in sources])
         lent.segment.written.record(torch.cuda.current_stream(self.device))
         return lent
 

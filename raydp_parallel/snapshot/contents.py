@@ -278,8 +278,11 @@ class Contents:
         for piece in pieces:
             offsets.append(paged(end, piece.size))
             end = offsets[-1] + aligned(piece.size)
-        self._prints = self._prints.joined(devices.prints(dict(zip(chosen, pieces, strict=True))))
         packet = self._link.send(pieces, offsets, end)
+        if isinstance(packet, devices.DeviceSlice):  # which is there to be compared with
+            self._prints = self._prints.of([block for block in self._prints.keys if block not in {*chosen}])
+        else:
+            self._prints = self._prints.joined(devices.prints(dict(zip(chosen, pieces, strict=True))))
         for block, offset, piece in zip(chosen, offsets, pieces, strict=True):
             self._places[block] = _Place(packet, end, offset, piece.size)
             self._block_at[block] = revision

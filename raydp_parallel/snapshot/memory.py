@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,16 +19,18 @@ class Source(NamedTuple):
         packet: The packet, as the message names it.
         offset: Where they begin in it.
         size: How many they are.
+        near: The bytes of the packet where the device reads them fastest, if they are there.
     """
 
     mail: Mail
     packet: Packet
     offset: int
     size: int
+    near: Piece | None = None
 
     def open(self) -> Piece:
         """The bytes, to be read."""
-        whole = self.mail.open(self.packet)
+        whole = self.near if self.near is not None else self.mail.open(self.packet)
         return whole.part(self.offset, self.size)
 
 
@@ -71,12 +72,7 @@ class Copied:
         return True
 
     def refresh(self) -> None:
-        if devices.is_cpu(self.tensor.device):
-            ctypes.memmove(self.tensor.data_ptr(), self._driver.address, self._driver.size)
-        elif self._near is not None and self._near.origin is not None:
-            self.tensor.copy_(self._near.origin.tensor)
-        else:
-            self.tensor.copy_(devices.upload(self._driver, self.tensor.device))
+        devices.load(self.tensor, self._near or self._driver)
 
     def renewed(self) -> Copied:
         other = Copied(len(self.tensor), self.tensor.device)
@@ -85,7 +81,7 @@ class Copied:
         return other
 
     def driver(self) -> Piece:
-        if devices.is_cpu(self.tensor.device) or not self._driver.size:
+        if devices.is_cpu(self.tensor.device) or not self._driver.size or self._driver.origin is not None:
             return self._driver
         # Kept on the device for the few blocks that are asked for: buffers, after each forward.
         if self._near is None:

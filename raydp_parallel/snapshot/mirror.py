@@ -72,7 +72,7 @@ class Mirror:
         if self.revision:
             self._undo(graphs_alive)
         if update is not None:
-            sources = _sources(update, mail)
+            sources = _sources(update, mail, self._device)
             if update.structure is not None:
                 self._build(update, sources)
             self._adopt(update, sources, graphs_alive)
@@ -299,13 +299,14 @@ def bump(tensors: list[Tensor]) -> None:
         torch.autograd.graph.increment_version(moving)
 
 
-def _sources(update: StateUpdate, mail: Mail) -> dict[int, Source]:
+def _sources(update: StateUpdate, mail: Mail, device: torch.device) -> dict[int, Source]:
     """Where the bytes of each block are that an update brings."""
-    return {
-        block: Source(mail, blob.packet, offset, size)
-        for blob in update.blobs
-        for block, offset, size in zip(blob.blocks, blob.offsets, blob.sizes, strict=True)
-    }
+    found: dict[int, Source] = {}
+    for blob in update.blobs:
+        near = None if devices.is_cpu(device) else devices.near(mail.open(blob.packet), device)
+        for block, offset, size in zip(blob.blocks, blob.offsets, blob.sizes, strict=True):
+            found[block] = Source(mail, blob.packet, offset, size, near)
+    return found
 
 
 def _members(specs: dict[int, SlotSpec]) -> dict[int, list[int]]:
