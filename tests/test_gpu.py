@@ -26,6 +26,7 @@ from raydp_parallel.devices import contents, gpu, ipc
 from raydp_parallel.links import Arena, Descriptor, InlineLink, Ledger, Mail, Mappings, ObjectStoreLink, Piece
 from raydp_parallel.messages import Hello
 from raydp_parallel.options import Options
+from raydp_parallel.snapshot.master import Master
 
 CPU = torch.device("cpu")
 IN_PROCESS = Options(in_process=True)
@@ -79,13 +80,17 @@ def test_every_link_takes_a_gpus_bytes(fake: FakeGpu, make: Any) -> None:
     assert fake.log.count("wait") == 1
 
 
-def test_what_a_copy_reads_is_kept_until_it_has_run(fake: FakeGpu) -> None:
+COPIES = [lambda source: gpu.upload(source, CPU), lambda source: gpu.load(host(64), source)]
+
+
+@pytest.mark.parametrize("begin", COPIES, ids=["upload", "load"])
+def test_what_a_copy_reads_is_kept_until_it_has_run(fake: FakeGpu, begin: Any) -> None:
     """The host does not wait for an upload, so its source must not be given back before."""
     gpu.lent.let_go()
     before, owner = len(gpu.lent), Arena().take(64)
     alive = weakref.ref(owner)
     fake.later("some work", lambda: None)  # which the copy is queued behind
-    gpu.upload(Piece(owner.array.ctypes.data, 64, owner), CPU)
+    begin(Piece(owner.array.ctypes.data, 64, owner))
     del owner
     gc.collect()
     devices.let_go()
@@ -475,3 +480,22 @@ def test_a_full_gpu_sends_another_way(ends: Ends, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ends.arena, "take", refuse)
     assert not isinstance(ends.link.send([devices.piece(x)], [0], x.nbytes), ipc.DeviceSlice)
     assert ends.link.arena is None
+
+
+def test_what_went_by_the_gpus_memory_is_compared_with_itself(ends: Ends) -> None:
+    """It has no fingerprints, and an edit behind its version is found."""
+    ends.link.arena = ends.arena
+    ends.link.withdraw()  # as for every replica on a GPU
+    net = nn.Linear(300, 200)
+    master = Master(net, ends.link)
+    master.sync()
+    assert master.verify()
+    net.weight.data.mul_(2)
+    master.sync()
+    assert not master.verify()
+    assert master.verify()
+    ends.link.arena = None
+    net.weight.data.mul_(2)
+    assert not master.verify()
+    net.weight.data.neg_()
+    assert not master.verify()

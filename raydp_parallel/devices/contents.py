@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from raydp_parallel.devices.gpu import DeviceBytes, behind
-from raydp_parallel.links import Piece
+from raydp_parallel.devices.ipc import DeviceSlice
+from raydp_parallel.links import Packet, Piece
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -152,6 +153,12 @@ class Prints(NamedTuple):
         kept = self.of([key for key in self.keys if key not in again])
         assert kept.values is not None
         return Prints((*kept.keys, *newer.keys), torch.cat([kept.values, newer.values]))
+
+    def replaced(self, sent: Mapping[int, Piece], packet: Packet) -> Prints:
+        """These, and those of runs that were just sent; a packet on the device is there to be compared with itself."""
+        if not isinstance(packet, DeviceSlice):
+            return self.joined(prints(sent))
+        return self.of([key for key in self.keys if key not in sent])
 
     def unlike(self, now: Prints) -> list[int]:
         """Whose differ ``now``; both must be of the same runs. This waits for the device."""

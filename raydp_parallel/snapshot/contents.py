@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -180,13 +180,7 @@ class Contents:
 
     def _unlike(self, chosen: list[int]) -> list[int]:
         """Those of some blocks that are not what was sent. On a GPU fingerprints are compared, not bytes."""
-        printed = self._prints.of(chosen)
-        marked = [*dict.fromkeys(printed.keys)]
-        unlike = {*printed.unlike(devices.prints({block: self._read(block) for block in marked}))}
-        plain = [block for block in chosen if block not in {*marked}]
-        same = devices.compare([(self._read(block), self._sent(block)) for block in plain])()
-        unlike.update(block for block, alike in zip(plain, same, strict=True) if not alike)
-        return [block for block in chosen if block in unlike]
+        return _unlike(chosen, self._prints.of(chosen), self._read, self._sent)
 
     def send(self, chosen: list[int], revision: int) -> None:
         """Put the contents of some blocks where replicas can get them."""
@@ -279,10 +273,7 @@ class Contents:
             offsets.append(paged(end, piece.size))
             end = offsets[-1] + aligned(piece.size)
         packet = self._link.send(pieces, offsets, end)
-        if isinstance(packet, devices.DeviceSlice):  # which is there to be compared with
-            self._prints = self._prints.of([block for block in self._prints.keys if block not in {*chosen}])
-        else:
-            self._prints = self._prints.joined(devices.prints(dict(zip(chosen, pieces, strict=True))))
+        self._prints = self._prints.replaced(dict(zip(chosen, pieces, strict=True)), packet)
         for block, offset, piece in zip(chosen, offsets, pieces, strict=True):
             self._places[block] = _Place(packet, end, offset, piece.size)
             self._block_at[block] = revision
@@ -303,6 +294,18 @@ class Contents:
         place = self._places[block]
         whole = self._link.open(place.packet)
         return whole.part(place.offset, place.size)
+
+
+def _unlike(
+    chosen: list[int], printed: devices.Prints, read: Callable[[int], Piece], sent: Callable[[int], Piece]
+) -> list[int]:
+    marked = {*printed.keys}
+    now = devices.prints({block: read(block) for block in dict.fromkeys(printed.keys)})
+    unlike = {*printed.unlike(now)}
+    plain = [block for block in chosen if block not in marked]
+    same = devices.compare([(read(block), sent(block)) for block in plain])()
+    unlike.update(block for block, alike in zip(plain, same, strict=True) if not alike)
+    return [block for block in chosen if block in unlike]
 
 
 def _alike(one: SlotSpec, other: SlotSpec) -> bool:
