@@ -488,14 +488,14 @@ def test_what_went_by_the_gpus_memory_is_compared_with_itself(ends: Ends) -> Non
     ends.link.withdraw()  # as for every replica on a GPU
     net = nn.Linear(300, 200)
     master = Master(net, ends.link)
-    master.sync()
-    assert master.verify()
-    net.weight.data.mul_(2)
-    master.sync()
-    assert not master.verify()
-    assert master.verify()
-    ends.link.arena = None
-    net.weight.data.mul_(2)
-    assert not master.verify()
-    net.weight.data.neg_()
-    assert not master.verify()
+
+    def sound() -> bool:
+        master.sync()
+        return master.verify()
+
+    assert sound()
+    for arena in (ends.arena, None, None):
+        ends.link.arena = arena
+        net.weight.data.neg_()
+        assert not sound()
+        assert sound()
