@@ -255,7 +255,7 @@ class Mirror:
         for (index, name), value in self._edits.items():
             vars(self._modules[index])[name] = value
         self._image = structure.survey(self.module)
-        self._unversioned = self._find_unversioned()
+        self._unversioned = _unversioned(self.module, self._specs, self._slots)
 
     def _keeps(self, block: int, slots: list[int], update: StateUpdate) -> bool:
         """Whether the tensors of a block fit the new structure as they are."""
@@ -264,11 +264,6 @@ class Mirror:
             and update.block_sizes[block] == len(self._memory[block].tensor)
             and all(_flagless(update.slots[s]) == _flagless(self._specs[s]) for s in slots)
         )
-
-    def _find_unversioned(self) -> list[int]:
-        """Blocks that kernels write to without telling, such as batch norm's running means: all but parameters."""
-        parameters = {id(p) for p in self.module.parameters()}
-        return sorted({spec.block for slot, spec in self._specs.items() if id(self._slots[slot]) not in parameters})
 
     def _adopt(self, update: StateUpdate, sources: dict[int, Source], graphs_alive: bool) -> None:
         self._flags.update(update.flags)
@@ -307,6 +302,12 @@ def _sources(update: StateUpdate, mail: Mail, device: torch.device) -> dict[int,
         for block, offset, size in zip(blob.blocks, blob.offsets, blob.sizes, strict=True):
             found[block] = Source(mail, blob.packet, offset, size, near)
     return found
+
+
+def _unversioned(module: nn.Module, specs: dict[int, SlotSpec], slots: dict[int, Tensor]) -> list[int]:
+    """Blocks that kernels write to without telling, such as batch norm's running means: all but parameters."""
+    parameters = {id(p) for p in module.parameters()}
+    return sorted({spec.block for slot, spec in specs.items() if id(slots[slot]) not in parameters})
 
 
 def _members(specs: dict[int, SlotSpec]) -> dict[int, list[int]]:
