@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+import raydp_parallel
 from raydp_parallel import command
 from raydp_parallel.check import copies, ddp, memory, rows, runner, sharing, speed, table, training
 from raydp_parallel.check.here import Here, machine
@@ -176,6 +177,7 @@ def test_rows_about_speed(like_gpus: LikeGpus, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_gpu_for_two(like_gpus: LikeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """The node of the tests counts two GPUs, which this process takes for one; its replicas are on CPUs."""
+    raydp_parallel.shutdown()  # who holds those GPUs for other tests
     found = sharing.halves(like_gpus)
     assert found.good, found
     monkeypatch.setattr(sharing, "DataParallel", lambda *_, **__: (_ for _ in ()).throw(sharing.PlacementError("one")))
