@@ -61,6 +61,7 @@ class Door:
         self._mappings = Mappings(devices.pinner(self._device))
         self._ledger = Ledger()
         self._followed = 0
+        self._device_arena: devices.DeviceArena | None = None
 
     def forward(self, number: int, header: bytes, *beside: Any) -> Any:
         """Run one chunk."""
@@ -129,7 +130,32 @@ class Door:
 
     def start_sharing(self, always: bool) -> None:
         """Both can read the other's memory: answer through it from now on."""
-        self._link = shared_link(Arena(), gives=True, always=always)
+        self._link = shared_link(Arena(pin=devices.pinner(self._device)), gives=True, always=always)
+
+    def share_device(self, probe: Descriptor, shown: bytes) -> tuple[Descriptor, bytes] | str:
+        """See whether memory of the driver's GPU, which is this replica's, can be opened here.
+
+        Args:
+            probe: Some memory of the driver's there.
+            shown: What lies in it.
+
+        Returns:
+            Some memory of this process there, and what lies in it, for the driver to try; or why it does not work.
+        """
+        try:
+            self._mappings.opener = devices.Opener(self._device)
+            if not devices.shows(self._mappings.find(probe).piece(), shown):
+                return "what the replica saw is not what was written"
+            self._device_arena = devices.DeviceArena(self._device)
+            lent, shown = devices.sample(self._device_arena)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        self._ledger.lend(lent)
+        return lent.descriptor, shown
+
+    def start_device(self) -> None:
+        """Both can open the other's memory: answer through it from now on."""
+        self._link = devices.DeviceLink(self._link, self._device_arena)
 
     def skip_to(self, number: int) -> None:
         """Wait for no call before ``number`` any more: they were lost on the way."""
@@ -248,6 +274,7 @@ def shows(found: Found, expected: bytes) -> bool:
 
 def give_back(mappings: Mappings) -> bytes:
     """The word which of the other's memory is no longer used, for the next message."""
+    devices.let_go()
     ended = itertools.chain.from_iterable(mappings.released())
     return array.array("Q", ended).tobytes()
 
@@ -371,5 +398,7 @@ class ReplicaActor(Door):
     group = _quiet(Door.group)
     share = _quiet(Door.share)
     start_sharing = _quiet(Door.start_sharing)
+    share_device = _quiet(Door.share_device)
+    start_device = _quiet(Door.start_device)
     skip_to = _quiet(Door.skip_to)
     open_line = _quiet(Door.open_line)

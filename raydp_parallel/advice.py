@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 from raydp_parallel.monitor import Advice, ExecutorStats, ReplicaStats, asked_for
 
@@ -12,6 +15,11 @@ _CALLS = 5
 
 STRAGGLER = 1.25
 """How many times the others' time a replica takes for its work before it is called a straggler."""
+
+_SECONDS = 5
+"""Reports in a row that name the same GPU before it is warned of."""
+
+log = logging.getLogger("raydp_parallel")
 
 _NOTICEABLE = 0.2
 """Milliseconds of a call below which a difference is noise."""
@@ -47,6 +55,27 @@ def straggler(replicas: tuple[ReplicaStats, ...]) -> ReplicaStats | None:
 def pace(replica: ReplicaStats) -> float:
     """Milliseconds of forward and backward for each row, lately."""
     return replica.recent_ms / max(1.0, replica.recent_rows)
+
+
+class SlowGpu:
+    """Says once, as the constructor does of memory and processors, that a GPU is slower than the others as measured."""
+
+    def __init__(self) -> None:
+        self._suspect: int | None = None
+        self._times = 0
+        self._told = False
+
+    def take(self, report: Any) -> None:
+        """Look at a report's statistics; a single slow second is nobody's fault."""
+        if self._told or report.stats.forwards < _CALLS:
+            return
+        gpus = replace(report.stats, replicas=tuple(replica for replica in report.stats.replicas if replica.gpu))
+        slow = straggler(gpus.replicas)
+        self._times = self._times + 1 if slow is not None and slow.index == self._suspect else 1
+        self._suspect = slow.index if slow is not None else None
+        if slow is not None and self._times >= _SECONDS:
+            self._told = True
+            log.warning("There is an imbalance between your GPUs. %s", next(_straggler(gpus)))
 
 
 def _straggler(stats: ExecutorStats) -> Iterator[Advice]:

@@ -1,4 +1,5 @@
-"""The command ``raydp-parallel``: look at running executors from another terminal, and write Grafana's dashboard."""
+"""The command ``raydp-parallel``: look at running executors from another terminal, write
+Grafana's dashboard, and check what this machine's devices compute."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from raydp_parallel import grafana, page, status, telemetry
+from raydp_parallel.check import program as check
 from raydp_parallel.errors import ClusterError
 
 _CLEAR = "\x1b[H\x1b[2J"
@@ -18,13 +20,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     options = _parser().parse_args(arguments)
     try:
-        options.run(options)
+        return int(options.run(options) or 0)
     except ClusterError as error:
         sys.stderr.write(f"raydp-parallel: {error}\n")
         return 1
     except KeyboardInterrupt:
         return 130
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -42,6 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     boards = commands.add_parser("grafana", help="write the Grafana dashboard")
     boards.add_argument("--out", required=True, metavar="DIR", help="the folder that Grafana reads dashboards from")
     boards.set_defaults(run=_grafana)
+    checks = commands.add_parser("check", help="what this machine's devices compute, and how fast")
+    check.add_arguments(checks)
+    checks.set_defaults(run=check.run)
     return parser
 
 

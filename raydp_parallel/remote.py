@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import ray
 
+from raydp_parallel import devices
 from raydp_parallel.actor import METHODS, SHARE_LIMIT, give_back, sample, shows, take_back
 from raydp_parallel.crew import Death, Task
 from raydp_parallel.line import Line, LineCut
@@ -118,9 +119,10 @@ class RemoteDoor:
         self._patience = patience
         self.line: Line | None = None
         self.shares = False
+        self.shares_device = False
         self._number = 0
         self._missed = False
-        self._mappings = Mappings()
+        self._mappings = Mappings(devices.pinner(None))
         self._ledger = Ledger()
         self._process: int | None = None
 
@@ -179,6 +181,8 @@ class RemoteDoor:
             return Lost(self, error)
 
     def _send(self, number: int, method: str, header: bytes, beside: Sequence[Packet], task: Task | None) -> Pending:
+        if not self.shares_device:
+            beside = [packet.array if isinstance(packet, devices.DeviceSlice) else packet for packet in beside]
         if not self.shares:
             beside = [_stored(packet) for packet in beside]
         large = len(header) + sum(len(packet) for packet in beside if isinstance(packet, np.ndarray)) > _FRAME
@@ -233,6 +237,23 @@ class RemoteDoor:
             if found is not None and shows(self._mappings.find(found[0]), found[1]):
                 ray.get(self.actor.start_sharing.remote(always))
                 self.shares = True
+
+    def share_device(self, arena: devices.DeviceArena) -> str:
+        """Use the memory of the GPU that both are on, if each can open the other's; returns why not, else nothing."""
+        try:
+            probe, shown = devices.sample(arena)
+            self._ledger.lend(probe)
+            found = ray.get(self.actor.share_device.remote(probe.descriptor, shown))
+            if isinstance(found, str):
+                return found
+            self._mappings.opener = devices.Opener(arena.device)
+            if not devices.shows(self._mappings.find(found[0]).piece(), found[1]):
+                return "what this process saw is not what the replica wrote"
+        except (RuntimeError, OSError, AttributeError, TypeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        ray.get(self.actor.start_device.remote())
+        self.shares_device = True
+        return ""
 
     def close(self) -> None:
         """Hang up."""

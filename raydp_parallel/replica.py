@@ -65,6 +65,7 @@ class Replica:
         self._span = span
         self._laps = Laps(IN_REPLICA["forward"])
         self._memory = devices.MemoryLook(device)
+        self._worked = devices.Stopwatch(device)
         self._models: dict[int, Mirror] = {}
         self._graphs: dict[int, _Graph] = {}
         self._kept: dict[int, Sequence[Tensor | None]] = {}
@@ -128,8 +129,10 @@ class Replica:
                 failure = outcome.failure(error, where)
             written, revision = self._written(request, back)
             self._show_the_present(request)
-        devices.finish(self.device)
+        ago = self._worked.finish()
         laps = self._laps.end()
+        if ago is not None:  # the host had asked for the copies behind the work, and went on
+            laps = (*laps[:3], min(max(laps[2], laps[4] - ago), laps[4]), laps[4])
         reached = self._reached(request) if isinstance(request, ForwardRequest) and request.doubtful else ()
         return Reply(
             value, written, outcome.caught(caught), failure, laps[-1] - laps[0], revision, back.size, reached, laps,
@@ -263,8 +266,8 @@ class Replica:
         return [grad if marks.get(i) in (None, collective.APART) else None for i, grad in enumerate(found)]
 
     def _finish_work(self) -> None:
-        """A GPU has only been asked so far; the copies that follow would wait for it, and seem slow."""
-        devices.finish(self.device)
+        """A GPU has only been asked so far: when it is done, its own mark tells."""
+        self._worked.mark()
         self._laps.begin(3)
 
     def _mirror_of(self, request: ForwardRequest | BackwardRequest) -> Mirror | None:

@@ -19,6 +19,7 @@ from ray._private.worker import global_worker
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.util.metrics import Counter, Gauge
 
+from raydp_parallel.advice import SlowGpu
 from raydp_parallel.errors import ClusterError
 from raydp_parallel.measures import LABELS, MEASURES, Kind, News
 from raydp_parallel.reporter import Report, Reporter, Sink
@@ -43,7 +44,7 @@ def watch(executor: Any) -> Reporter | None:
         sinks.append(TraceFile(options.profile_dir, executor.books.name))
         executor.books.traced = []
     if options.metrics and not options.in_process:
-        sinks += [Metrics(_addresses()), Post(executor.books.name)]
+        sinks += [Metrics(_addresses()), Post(executor.books.name), SlowGpu()]
     if not sinks:
         return None
     known = weakref.ref(executor)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from raydp_parallel.advice import advise, straggler
+from raydp_parallel.advice import SlowGpu, advise, straggler
 from raydp_parallel.monitor import DriverSeconds, ExecutorStats, PhaseSeconds, ReplicaStats
 
 BUSY = PhaseSeconds(forward=30, backward=60, wait=5, idle=5)
@@ -33,6 +34,23 @@ def topics(found: ExecutorStats) -> list[str]:
 def test_nothing_stands_out() -> None:
     assert topics(stats(replica(0), replica(1))) == ["balanced"]
     assert "90%" in str(advise(stats(replica(0)))[0])
+
+
+def test_a_slow_gpu_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """After some seconds with the same one; CPUs, which other programs slow down, are not."""
+    gpus = [replica(i, gpu="G", recent_ms=30.0 + 60.0 * (i == 1)) for i in range(3)]
+    cpus = [replica(i, recent_ms=30.0 + 60.0 * (i == 1)) for i in range(3)]
+    other = [replica(i, gpu="G", recent_ms=30.0 + 60.0 * (i == 2)) for i in range(3)]
+    watch, calm = SlowGpu(), SlowGpu()
+    for found in (cpus, gpus, gpus, gpus, gpus, other, gpus, gpus, gpus, gpus):
+        watch.take(SimpleNamespace(stats=stats(*found)))
+    calm.take(SimpleNamespace(stats=stats(*gpus, forwards=1)))
+    assert not caplog.records
+    for _ in range(3):
+        watch.take(SimpleNamespace(stats=stats(*gpus)))
+    (said,) = caplog.records
+    assert said.getMessage().startswith("There is an imbalance between your GPUs. replica 1 on cuda:1 (node")
+    assert "3.0 times the others' time" in said.getMessage()
 
 
 def test_too_early_to_say() -> None:

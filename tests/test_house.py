@@ -27,8 +27,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("collective", "jobs", "measures", "reduction", "snapshot", "status", "trace"),
     ("books", "grafana", "page", "replay", "replica"),
     ("actor", "telemetry"),
-    ("command", "local", "naming", "remote"),
-    ("__main__", "cluster"),
+    ("local", "naming", "remote"),
+    ("cluster",),
     ("roster",),
     ("dispatch", "groups"),
     ("executor",),
@@ -37,6 +37,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("calling",),
     ("primitives",),
     ("data_parallel",),
+    ("check",),
+    ("command",),
+    ("__main__",),
 )
 """The rooms, from the ground up. A folder is one room. A room imports only from lower floors."""
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raydp_parallel import codec
+from raydp_parallel import codec, devices
 from raydp_parallel.links import InlineLink, Link, Mail, ObjectStoreLink
 from raydp_parallel.messages import WriteBack
 from raydp_parallel.snapshot import blocks, structure
@@ -45,7 +45,7 @@ def rebuilt(tensors: dict[int, Tensor]) -> dict[int, Tensor]:
     for block, members in layout.members.items():
         found = blocks.read([tensors[slot] for slot in members])
         assert found.size == layout.sizes[block]
-        data = blocks.copy(found)
+        data = devices.copied(found)
         storages[block] = (
             torch.frombuffer(bytearray(data.owner), dtype=torch.uint8) if data.size else torch.empty(0).byte()
         )
@@ -134,18 +134,18 @@ def test_parameters_and_flags_are_rebuilt() -> None:
 def test_equal_compares_bytes() -> None:
     """NaN equals itself, 0.0 is not -0.0, sizes differ."""
     nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
-    assert blocks.equal(blocks.read([nan]), blocks.read([nan.clone()]))
-    assert not blocks.equal(blocks.read([zero]), blocks.read([-zero]))
-    assert not blocks.equal(blocks.read([zero]), blocks.read([torch.zeros(2)]))
-    assert blocks.equal(blocks.read([torch.empty(0)]), blocks.read([torch.empty(0)]))
+    assert devices.compare([(blocks.read([nan]), blocks.read([nan.clone()]))])() == [True]
+    assert devices.compare([(blocks.read([zero]), blocks.read([-zero]))])() == [False]
+    assert devices.compare([(blocks.read([zero]), blocks.read([torch.zeros(2)]))])() == [False]
+    assert devices.compare([(blocks.read([torch.empty(0)]), blocks.read([torch.empty(0)]))])() == [True]
 
 
 def test_a_copy_of_a_block_is_its_own() -> None:
     """What was copied stays, whatever becomes of the source."""
     tensor = torch.ones(3)
-    kept = blocks.copy(blocks.read([tensor]))
+    kept = devices.copied(blocks.read([tensor]))
     tensor.zero_()
-    assert blocks.equal(kept, blocks.read([torch.ones(3)]))
+    assert devices.compare([(kept, blocks.read([torch.ones(3)]))])() == [True]
 
 
 def test_what_is_plain() -> None:

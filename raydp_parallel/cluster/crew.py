@@ -12,6 +12,7 @@ from typing import Any
 import ray
 from ray._private.worker import global_worker
 
+from raydp_parallel import devices
 from raydp_parallel.actor import link_for, shared_link
 from raydp_parallel.cluster.holders import no_room
 from raydp_parallel.cluster.holds import Hold, Holds
@@ -153,6 +154,20 @@ class RayCrew:
             self.link.withdraw()
         if not door.shares:
             self._go_without(hello)
+        elif isinstance(self.link, devices.DeviceLink):
+            self._meet_on_device(door, hello, self.link)
+
+    def _meet_on_device(self, door: RemoteDoor, hello: Hello, link: devices.DeviceLink) -> None:
+        """Share the GPU's memory with who is on the driver's; the others get copies through the machine's."""
+        device = devices.gpu_in_use(hello.gpu_uuid)
+        if device is None:
+            return
+        arena = link.arena or devices.DeviceArena(device)
+        why = door.share_device(arena)
+        if why:
+            devices.refused(why)
+        else:
+            link.arena = arena
 
     def _go_without(self, hello: Hello) -> None:
         """A replica and this process cannot read each other's memory."""
@@ -175,8 +190,8 @@ class RayCrew:
         on_gpu, here = homes(machines, self._options), ray.get_runtime_context().get_node_id()
         # With GPUs elsewhere alone, nobody would use the memory.
         if name in ("auto", "shared") and possible and (count == 1 or not on_gpu or here in on_gpu):
-            self._arena = Arena()
-            link = shared_link(self._arena, gives=False, always=name == "shared")
+            self._arena = Arena(pin=devices.pinner(None))
+            link = devices.reaching(shared_link(self._arena, gives=False, always=name == "shared"))
             if count > 1:
                 link.withdraw()  # what others get are copies, which have to be compared with the driver's memory
             return link

@@ -6,12 +6,12 @@ memory that can be read (``open``). Between processes of one machine nothing nee
 
 from __future__ import annotations
 
-from raydp_parallel.links.base import Link, Mail, Packet, Piece, Window, aligned, paged
+from raydp_parallel.links.base import Link, Mail, Origin, Packet, Piece, Window, aligned, paged
 from raydp_parallel.links.by_size import BySize
 from raydp_parallel.links.exposed import Exposed
 from raydp_parallel.links.inline import InlineLink
 from raydp_parallel.links.object_store import ObjectStoreLink
-from raydp_parallel.links.segments import Arena, Descriptor, Ledger, Slice
+from raydp_parallel.links.segments import Arena, Descriptor, Ledger, Slice, new_lease, new_token
 from raydp_parallel.links.shared import SharedLink
 from raydp_parallel.links.windows import Found, Mappings
 
@@ -27,11 +27,14 @@ __all__ = [
     "Mail",
     "Mappings",
     "ObjectStoreLink",
+    "Origin",
     "Packet",
     "Piece",
     "SharedLink",
     "Slice",
     "Window",
     "aligned",
+    "new_lease",
+    "new_token",
     "paged",
 ]

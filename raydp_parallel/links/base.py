@@ -15,18 +15,46 @@ Packet = Any
 """What a link makes of some bytes: bytes, which lie in the message, or something that travels beside it."""
 
 
+class Origin(Protocol):
+    """Memory of a device, which the CPU cannot read."""
+
+    @property
+    def tensor(self) -> Any:
+        """The bytes, where they lie."""
+
+    def part(self, offset: int, size: int) -> Origin:
+        """Some of the bytes."""
+
+    def copy_to(self, address: int) -> None:
+        """Begin to copy the bytes to the CPU's memory."""
+
+    def wait(self) -> None:
+        """Wait until what this and earlier ones of the device began to copy has come."""
+
+    def settle(self) -> None:
+        """After `wait`: see that it is where it belongs."""
+
+
 class Piece(NamedTuple):
-    """A run of bytes in the CPU's memory.
+    """A run of bytes.
 
     Attributes:
-        address: Where it starts.
+        address: Where it starts in the CPU's memory; 0 if it lies elsewhere.
         size: How many bytes.
         owner: What keeps the memory alive.
+        origin: Where it lies, if that is a device's memory.
     """
 
     address: int
     size: int
     owner: Any
+    origin: Origin | None = None
+
+    def part(self, offset: int, size: int) -> Piece:
+        """Some of the bytes."""
+        if self.origin is not None:
+            return Piece(0, size, self.owner, self.origin.part(offset, size))
+        return Piece(self.address + offset, size, self.owner)
 
 
 class Window(Protocol):
@@ -136,5 +164,14 @@ def paged(offset: int, size: int) -> int:
 
 def fill(address: int, pieces: Sequence[Piece], offsets: Sequence[int]) -> None:
     """Copy the pieces to their offsets from ``address``."""
+    far = []
     for piece, offset in zip(pieces, offsets, strict=True):
-        ctypes.memmove(address + offset, piece.address, piece.size)
+        if piece.origin is None:
+            ctypes.memmove(address + offset, piece.address, piece.size)
+        elif piece.size:
+            piece.origin.copy_to(address + offset)
+            far.append(piece.origin)
+    if far:
+        far[-1].wait()  # those of a message are one device's, and come in order
+        for origin in far:
+            origin.settle()

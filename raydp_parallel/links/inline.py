@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-from raydp_parallel.links.base import Link, Piece
+from raydp_parallel.links.base import Link, Piece, fill
 
 
 class InlineLink(Link):
@@ -14,6 +14,10 @@ class InlineLink(Link):
     name = "inline"
 
     def send(self, pieces: Sequence[Piece], offsets: Sequence[int], size: int) -> bytes:
+        if any(piece.origin is not None for piece in pieces):
+            whole = ctypes.create_string_buffer(size)
+            fill(ctypes.addressof(whole), pieces, offsets)
+            return whole.raw
         if len(pieces) == 1:
             return ctypes.string_at(pieces[0].address, pieces[0].size)
         runs: list[bytes] = []

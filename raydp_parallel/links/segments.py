@@ -22,8 +22,21 @@ _SMALLEST = 1 << 16
 _PATIENCE = 64
 """A segment that so many others were preferred to goes back to the system."""
 
+Pin = Callable[[int, int], Callable[[], object] | None]
+"""Lets a device read and write so many bytes from an address by itself; returns what ends that, None if refused."""
+
 _tokens = itertools.count(1)
 _leases = itertools.count(1)
+
+
+def new_token() -> int:
+    """A name for some memory of this process."""
+    return next(_tokens)
+
+
+def new_lease() -> int:
+    """A name for one use of it."""
+    return next(_leases)
 
 
 class Descriptor(NamedTuple):
@@ -37,6 +50,7 @@ class Descriptor(NamedTuple):
         size: Bytes of it that count.
         lease: Names this use of a segment, for the word that it is no longer read; 0 for memory that is not lent.
         given: Whether it is the receiver's to write to, as long as it uses it.
+        device: For a GPU's memory: the handle to open it with.
     """
 
     token: int
@@ -46,6 +60,7 @@ class Descriptor(NamedTuple):
     size: int
     lease: int = 0
     given: bool = False
+    device: bytes = b""
 
 
 def describe(file: int, length: int, size: int) -> Descriptor:
@@ -56,19 +71,23 @@ def describe(file: int, length: int, size: int) -> Descriptor:
 class _Segment:
     """Anonymous memory that another process of the same user can map."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, pin: Pin | None = None) -> None:
         self.used = 0
         self._file = os.memfd_create("raydp_parallel", os.MFD_CLOEXEC)
         os.ftruncate(self._file, length)
         self.array = np.frombuffer(mmap.mmap(self._file, length), dtype=np.uint8)
         self.descriptor = describe(self._file, length, length)
+        if pin is not None:
+            unpin = pin(self.array.__array_interface__["data"][0], length)
+            if unpin is not None:
+                weakref.finalize(self, unpin).atexit = False
         weakref.finalize(self, os.close, self._file)
 
 
 class _Scratch:
     """Memory of this process alone, in huge pages where the system has them."""
 
-    def __init__(self, length: int) -> None:
+    def __init__(self, length: int, pin: Pin | None = None) -> None:
         self.used = 0
         memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -98,10 +117,12 @@ class Arena:
 
     Args:
         shared: Whether other processes can map them.
+        pin: What to do with memory that a GPU is to copy to; None where there is none.
     """
 
-    def __init__(self, shared: bool = True) -> None:
-        self._make: Callable[[int], _Segment | _Scratch] = _Segment if shared else _Scratch
+    def __init__(self, shared: bool = True, pin: Pin | None = None) -> None:
+        self._make: Callable[[int, Pin | None], _Segment | _Scratch] = _Segment if shared else _Scratch
+        self._pin = pin
         self._free: dict[int, list[_Segment | _Scratch]] = defaultdict(list)
         self._clock = 0
 
@@ -115,7 +136,7 @@ class Arena:
         try:
             segment = self._free[length].pop()
         except IndexError:
-            segment = self._make(length)
+            segment = self._make(length, self._pin)
         segment.used = self._clock
         return Slice(segment, size, given, self._give_back)
 

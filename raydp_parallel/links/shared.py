@@ -60,11 +60,11 @@ class SharedLink(Link):
         return Piece(array.__array_interface__["data"][0], array.nbytes, packet)
 
     def take(self, packet: Packet) -> Piece | None:
-        large = isinstance(packet, Found) and packet.descriptor.size >= self._in_place
+        large = isinstance(packet, Found) and packet.descriptor.size >= self._in_place and not packet.on_device
         return packet.take() if large else None
 
     def show(self, packet: Packet, offset: int, size: int) -> Private | None:
-        large = isinstance(packet, Found) and size >= self._exposed
+        large = isinstance(packet, Found) and size >= self._exposed and not packet.on_device
         return Private(packet, offset, size) if large else None
 
     def expose(self, storage: Any, known: int) -> Packet | None:

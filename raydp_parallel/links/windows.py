@@ -14,8 +14,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
-from raydp_parallel.links.base import PAGE, Packet, Piece
-from raydp_parallel.links.segments import Descriptor
+from raydp_parallel.links.base import PAGE, Origin, Packet, Piece
+from raydp_parallel.links.segments import Descriptor, Pin
 
 _PATIENCE = 64
 """A mapping that was not used while so many others were goes."""
@@ -31,10 +31,6 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MAP_FIXED = 0x10
 _POPULATE_READ = 22
 _WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
-
-
-Pin = Callable[[int, int], Callable[[], object] | None]
-"""Lets a device read and write so many bytes from an address by itself; returns what ends that, None if refused."""
 
 
 class _Region:
@@ -84,8 +80,16 @@ class Found:
 
     def piece(self) -> Piece:
         """The memory itself."""
+        if self.on_device:
+            whole = Piece(0, self.descriptor.length, self, self._mappings.opener(self.descriptor))
+            return whole.part(0, self.descriptor.size)
         region = self._mappings.map(self)
         return Piece(region.address, self.descriptor.size, (region, self))
+
+    @property
+    def on_device(self) -> bool:
+        """Whether it is a GPU's memory, to be copied from there."""
+        return bool(self.descriptor.device)
 
     def take(self) -> Piece | None:
         """The memory for one's own use; None if too much is in use already."""
@@ -149,15 +153,23 @@ class Private:
         return Piece(whole.address + self._offset, self._size, whole.owner)
 
 
+def _unopened(descriptor: Descriptor) -> Origin:
+    raise OSError("a GPU's memory came, and this process has not agreed to open any")
+
+
 class Mappings:
     """Memory of another process, mapped once each, and the word which of it is no longer used.
 
     Args:
         pin: What to do with memory that a GPU is to copy from; None where there is none.
+
+    Attributes:
+        opener: Opens a GPU's memory, once both sides have seen that this works.
     """
 
     def __init__(self, pin: Pin | None = None) -> None:
         self._pin = pin
+        self.opener: Callable[[Descriptor], Origin] = _unopened
         self._known: dict[int, tuple[_Region, int]] = {}
         self._clock = 0
         self._found: weakref.WeakValueDictionary[int, Found] = weakref.WeakValueDictionary()

@@ -6,7 +6,6 @@ a recurrent net) share a block, so that they do so in a replica too.
 
 from __future__ import annotations
 
-import ctypes
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,11 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel import codec, devices
-from raydp_parallel.links import InlineLink, Piece
+from raydp_parallel.links import Piece
 from raydp_parallel.messages import SlotSpec, TensorSpec
-
-_libc = ctypes.CDLL(None)
-_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 _PARAMETER = b"parameter"
 """Stands for the most common class of them all."""
@@ -150,17 +146,6 @@ def _window(tensor: Tensor, start: int, end: int) -> Tensor:
             return whole
     window = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return window.set_(tensor.untyped_storage(), start, (end - start,), (1,))
-
-
-def equal(one: Piece, other: Piece) -> bool:
-    """Whether two runs of bytes are the same, compared at memory speed and without the GIL."""
-    return one.size == other.size and (one.size == 0 or _libc.memcmp(one.address, other.address, one.size) == 0)
-
-
-def copy(source: Piece) -> Piece:
-    """The same bytes in memory of their own."""
-    data = ctypes.string_at(source.address, source.size)
-    return InlineLink().open(data)
 
 
 def build(spec: SlotSpec, storage: Tensor) -> Tensor:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from raydp_parallel import codec
+from raydp_parallel import codec, devices
 from raydp_parallel.links import Link, Mail, Packet, Piece, aligned, paged
 from raydp_parallel.messages import Blob, SlotSpec, TensorSpec
 from raydp_parallel.snapshot import blocks
@@ -89,6 +89,7 @@ class Contents:
         self._stale: set[int] = set()
         self._exposed: set[int] = set()
         self._homes = _Homes()
+        self._prints = devices.prints({})
 
     @property
     def seen(self) -> Look:
@@ -193,14 +194,16 @@ class Contents:
 
     def differing(self, revision: int) -> list[int]:
         """The blocks whose contents are not what was sent up to ``revision``, though no version tells."""
-        known = [block for block, at in self._block_at.items() if at <= revision and block not in self._exposed]
-        return [block for block in known if not blocks.equal(self._read(block), self._sent(block))]
+        return self._unlike([b for b, at in self._block_at.items() if at <= revision and b not in self._exposed])
 
     def edited(self, besides: set[int]) -> list[int]:
         """The blocks, ``besides`` some, that are not what was sent last, though no version tells."""
         besides = besides | self._stale | self._exposed
-        chosen = [block for block in self._places if block not in besides]
-        return [block for block in chosen if not blocks.equal(self._read(block), self._sent(block))]
+        return self._unlike([block for block in self._places if block not in besides])
+
+    def _unlike(self, chosen: list[int]) -> list[int]:
+        """Those of some blocks that are not what was sent. On a GPU fingerprints are compared, not bytes."""
+        return _unlike(chosen, self._prints.of(chosen), self._read, self._sent)
 
     def send(self, chosen: list[int], revision: int) -> None:
         """Put the contents of some blocks where replicas can get them."""
@@ -294,6 +297,7 @@ class Contents:
             offsets.append(paged(end, piece.size))
             end = offsets[-1] + aligned(piece.size)
         packet = self._link.send(pieces, offsets, end)
+        self._prints = self._prints.replaced(dict(zip(chosen, pieces, strict=True)), packet)
         for block, offset, piece in zip(chosen, offsets, pieces, strict=True):
             self._places[block] = _Place(packet, end, offset, piece.size)
             self._block_at[block] = revision
@@ -313,7 +317,19 @@ class Contents:
     def _sent(self, block: int) -> Piece:
         place = self._places[block]
         whole = self._link.open(place.packet)
-        return Piece(whole.address + place.offset, place.size, whole)
+        return whole.part(place.offset, place.size)
+
+
+def _unlike(
+    chosen: list[int], printed: devices.Prints, read: Callable[[int], Piece], sent: Callable[[int], Piece]
+) -> list[int]:
+    marked = {*printed.keys}
+    now = devices.prints({block: read(block) for block in dict.fromkeys(printed.keys)})
+    unlike = {*printed.unlike(now)}
+    plain = [block for block in chosen if block not in marked]
+    same = devices.compare([(read(block), sent(block)) for block in plain])()
+    unlike.update(block for block, alike in zip(plain, same, strict=True) if not alike)
+    return [block for block in chosen if block in unlike]
 
 
 def _alike(one: SlotSpec, other: SlotSpec) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,17 +19,19 @@ class Source(NamedTuple):
         packet: The packet, as the message names it.
         offset: Where they begin in it.
         size: How many they are.
+        near: The bytes of the packet where the device reads them fastest, if they are there.
     """
 
     mail: Mail
     packet: Packet
     offset: int
     size: int
+    near: Piece | None = None
 
     def open(self) -> Piece:
         """The bytes, to be read."""
-        whole = self.mail.open(self.packet)
-        return Piece(whole.address + self.offset, self.size, whole.owner)
+        whole = self.near if self.near is not None else self.mail.open(self.packet)
+        return whole.part(self.offset, self.size)
 
 
 class Memory(Protocol):
@@ -63,28 +64,31 @@ class Copied:
     def __init__(self, size: int, device: torch.device) -> None:
         self.tensor = torch.empty(size, dtype=torch.uint8, device=device)
         self._driver = Piece(0, 0, None)
+        self._near: Piece | None = None
 
     def adopt(self, source: Source) -> bool:
         if _window(source, self.tensor.device) is not None:
             return False  # what lies in the driver's own memory is not sent again when it changes: it has to be shown
-        self._driver = source.open()
+        self._driver, self._near = source.open(), None
         self.refresh()
         return True
 
     def refresh(self) -> None:
-        if devices.is_cpu(self.tensor.device):
-            ctypes.memmove(self.tensor.data_ptr(), self._driver.address, self._driver.size)
-        else:
-            self.tensor.copy_(devices.upload(self._driver, self.tensor.device))
+        devices.load(self.tensor, self._near or self._driver)
 
     def renewed(self) -> Copied:
         other = Copied(len(self.tensor), self.tensor.device)
-        other._driver = self._driver
+        other._driver, other._near = self._driver, self._near
         other.refresh()
         return other
 
     def driver(self) -> Piece:
-        return self._driver
+        if devices.is_cpu(self.tensor.device) or not self._driver.size or self._driver.origin is not None:
+            return self._driver
+        # Kept on the device for the few blocks that are asked for: buffers, after each forward.
+        if self._near is None:
+            self._near = devices.piece(devices.upload(self._driver, self.tensor.device))
+        return self._near
 
 
 class Shown:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -65,13 +65,14 @@ class Mirror:
         self._fresh: set[int] = set()
         self._dirty: set[int] = set()
         self._reported: dict[int, Piece] = {}
+        self._alike: Callable[[], list[bool]] = list
 
     def prepare(self, update: StateUpdate | None, mail: Mail, graphs_alive: bool) -> None:
         """Undo what the last forward left, and adopt what changed in the driver."""
         if self.revision:
             self._undo(graphs_alive)
         if update is not None:
-            sources = _sources(update, mail)
+            sources = _sources(update, mail, self._device)
             if update.structure is not None:
                 self._build(update, sources)
             self._adopt(update, sources, graphs_alive)
@@ -91,6 +92,7 @@ class Mirror:
 
     def pass_over(self) -> None:
         """Nobody asks what was written."""
+        self._hear()
         self._fresh = set()
 
     def _undo(self, graphs_alive: bool) -> None:
@@ -117,12 +119,13 @@ class Mirror:
 
     def written(self) -> Written | None:
         """What the module changed in place since it last began to run, None if nothing."""
-        slots = []
-        for block in sorted(self._fresh):
-            if blocks.equal(self._bytes(block), self._reported.get(block) or self._memory[block].driver()):
-                continue
-            self._reported[block] = blocks.copy(self._bytes(block))
-            slots += [(slot, slot in self._moved) for slot in self._members[block]]
+        self._hear()
+        fresh, slots = sorted(self._fresh), []
+        pairs = [(self._bytes(b), self._reported.get(b) or self._memory[b].driver()) for b in fresh]
+        for block, alike in zip(fresh, devices.compare(pairs)(), strict=True):
+            if not alike:
+                self._reported[block] = devices.copied(self._bytes(block))
+                slots += [(slot, slot in self._moved) for slot in self._members[block]]
         self._fresh = set()
         if not slots:
             return None
@@ -142,13 +145,22 @@ class Mirror:
 
     def note(self, touched: Collection[int] = ()) -> None:
         """See what was written to. Not only in forward: a checkpoint runs modules again in backward."""
+        self._hear()
         versions = self._now()
         self._moved = {slot for slot, version in versions.items() if version != self._versions.get(slot)}
         self._versions = versions
         self._fresh = {self._specs[slot].block for slot in self._specs if slot in self._moved or self._rebound(slot)}
         self._fresh.update(block for block in self._memory if self._address(block) in touched)
-        self._fresh.update(b for b in self._unversioned if not blocks.equal(self._bytes(b), self._memory[b].driver()))
         self._dirty |= self._fresh
+        # A GPU begins to compare now, and is asked for its answer when the outputs are on their way.
+        self._alike = devices.compare([(self._bytes(b), self._memory[b].driver()) for b in self._unversioned])
+
+    def _hear(self) -> None:
+        """Take up which of the blocks that kernels write to without telling were written to."""
+        answers, self._alike = self._alike(), list
+        written = {block for block, alike in zip(self._unversioned, answers, strict=False) if not alike}
+        self._fresh |= written
+        self._dirty |= written
 
     def _now(self) -> dict[int, int]:
         return {slot: _version(tensor) for slot, tensor in self._slots.items()}
@@ -167,6 +179,7 @@ class Mirror:
 
     def _restore_blocks(self, graphs_alive: bool) -> bool:
         """Give what was written to the driver's bytes. False if the module still holds tensors that were replaced."""
+        self._hear()
         dirty, self._dirty = self._dirty, set()
         self._reported.clear()
         if not dirty:
@@ -242,7 +255,7 @@ class Mirror:
         for (index, name), value in self._edits.items():
             vars(self._modules[index])[name] = value
         self._image = structure.survey(self.module)
-        self._unversioned = self._find_unversioned()
+        self._unversioned = _unversioned(self.module, self._specs, self._slots)
 
     def _keeps(self, block: int, slots: list[int], update: StateUpdate) -> bool:
         """Whether the tensors of a block fit the new structure as they are."""
@@ -251,11 +264,6 @@ class Mirror:
             and update.block_sizes[block] == len(self._memory[block].tensor)
             and all(_flagless(update.slots[s]) == _flagless(self._specs[s]) for s in slots)
         )
-
-    def _find_unversioned(self) -> list[int]:
-        """Blocks that kernels write to without telling, such as batch norm's running means: all but parameters."""
-        parameters = {id(p) for p in self.module.parameters()}
-        return sorted({spec.block for slot, spec in self._specs.items() if id(self._slots[slot]) not in parameters})
 
     def _adopt(self, update: StateUpdate, sources: dict[int, Source], graphs_alive: bool) -> None:
         self._flags.update(update.flags)
@@ -286,13 +294,20 @@ def bump(tensors: list[Tensor]) -> None:
         torch.autograd.graph.increment_version(moving)
 
 
-def _sources(update: StateUpdate, mail: Mail) -> dict[int, Source]:
+def _sources(update: StateUpdate, mail: Mail, device: torch.device) -> dict[int, Source]:
     """Where the bytes of each block are that an update brings."""
-    return {
-        block: Source(mail, blob.packet, offset, size)
-        for blob in update.blobs
-        for block, offset, size in zip(blob.blocks, blob.offsets, blob.sizes, strict=True)
-    }
+    found: dict[int, Source] = {}
+    for blob in update.blobs:
+        near = None if devices.is_cpu(device) else devices.near(mail.open(blob.packet), device)
+        for block, offset, size in zip(blob.blocks, blob.offsets, blob.sizes, strict=True):
+            found[block] = Source(mail, blob.packet, offset, size, near)
+    return found
+
+
+def _unversioned(module: nn.Module, specs: dict[int, SlotSpec], slots: dict[int, Tensor]) -> list[int]:
+    """Blocks that kernels write to without telling, such as batch norm's running means: all but parameters."""
+    parameters = {id(p) for p in module.parameters()}
+    return sorted({spec.block for slot, spec in specs.items() if id(slots[slot]) not in parameters})
 
 
 def _members(specs: dict[int, SlotSpec]) -> dict[int, list[int]]:

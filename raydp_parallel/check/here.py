@@ -1,0 +1,169 @@
+"""What this machine has: its devices, their versions, and wrappers over them."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from raydp_parallel.data_parallel import DataParallel
+from raydp_parallel.executor import Executor
+from raydp_parallel.options import Options
+
+PLAIN = Options(threads=1, metrics=False)
+"""How a sum is shared among threads decides its last bits."""
+
+
+class Here:
+    """The devices of this machine. Replicas are started when a row first needs them.
+
+    Args:
+        quick: Whether to measure for a short time only.
+        gpus: How many GPUs to use; None finds out.
+    """
+
+    def __init__(self, quick: bool = False, gpus: int | None = None) -> None:
+        self.quick = quick
+        self.gpus = torch.cuda.device_count() if gpus is None else gpus
+        self.device = torch.device("cuda", 0) if self.gpus else torch.device("cpu")
+        self._executor: Executor | None = None
+
+    @property
+    def one(self) -> list[Any]:
+        """The ``device_ids`` of one replica."""
+        return [0] if self.gpus else ["cpu"]
+
+    @property
+    def several(self) -> list[Any]:
+        """The ``device_ids`` of several chunks; on a single GPU they are one replica's."""
+        if self.gpus > 1:
+            return [*range(self.gpus)]
+        return [0, 0] if self.gpus else ["cpu", "cpu"]
+
+    def executor(self, options: Options = PLAIN) -> Executor:
+        """The replicas that rows share. Those with other options end first: a GPU is one executor's at a time."""
+        if self._executor is not None and self._executor.options != options:
+            self.close()
+        if self._executor is None:
+            self._executor = Executor((), options=options)
+        return self._executor
+
+    def ours(self, net: nn.Module, ids: Sequence[Any], **more: Any) -> DataParallel[nn.Module]:
+        """A net under our wrapper."""
+        return DataParallel(net.to(self.device), ids, executor=self.executor(), **more)
+
+    def upstreams(self, net: nn.Module, ids: Sequence[Any], **more: Any) -> nn.DataParallel[nn.Module]:
+        """A net under torch's own, which needs GPUs."""
+        return nn.DataParallel(net.to(self.device), list(ids), **more)
+
+    def rounds(self, full: int) -> int:
+        """How often to do what a full run does so many times."""
+        return max(3, full // 5) if self.quick else full
+
+    def finish(self) -> None:
+        """Wait until the devices have done what was asked of them."""
+        for index in range(self.gpus):
+            torch.cuda.synchronize(index)
+
+    def seconds(self, work: Callable[[], Any], rounds: int, warmup: int = 3) -> float:
+        """Seconds that some work takes, the median."""
+        times = []
+        for _ in range(warmup + rounds):
+            self.finish()
+            begun = time.perf_counter()
+            work()
+            self.finish()
+            times.append(time.perf_counter() - begun)
+        return sorted(times[warmup:])[rounds // 2]
+
+    def close(self) -> None:
+        """End the replicas."""
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.close()
+
+
+@contextlib.contextmanager
+def exact() -> Iterator[None]:
+    """Compute as repeatably as the devices can: one thread, no shortened floats, no choice of kernels by speed."""
+    threads = torch.get_num_threads()
+    matmul, convolve = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, convolve.allow_tf32, convolve.deterministic, convolve.benchmark
+    torch.set_num_threads(1)
+    matmul.allow_tf32, convolve.allow_tf32, convolve.deterministic, convolve.benchmark = False, False, True, False
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        matmul.allow_tf32, convolve.allow_tf32, convolve.deterministic, convolve.benchmark = before
+
+
+def machine() -> dict[str, Any]:
+    """What a table was taken on."""
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "gpus": [
+            {
+                "name": gpu.name,
+                "memory": gpu.total_memory,
+                "processors": gpu.multi_processor_count,
+                "uuid": str(getattr(gpu, "uuid", "")),
+                "capability": f"{gpu.major}.{gpu.minor}",
+            }
+            for gpu in found
+        ],
+        "driver": driver(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if found else None,
+        "allocator": os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")),
+        "processor": processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "torch": torch.__version__,
+        "ray": version("ray"),
+        "raydp_parallel": version("raydp-parallel"),
+    }
+
+
+def version(package: str) -> str:
+    """The version of an installed package, empty if it is used as it lies."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def driver() -> str:
+    """The version of NVIDIA's driver, empty where there is none."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ""
+    asked = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return told.stdout.strip().splitlines()[0] if told.returncode == 0 and told.stdout.strip() else ""
+
+
+def processor() -> str:
+    """The CPU's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

@@ -1,0 +1,16 @@
+"""All rows, in the order in which they are looked at."""
+
+from __future__ import annotations
+
+from raydp_parallel.check import behaviour, copies, faults, memory, sharing, speed, training
+from raydp_parallel.check.table import Row
+
+ROWS: tuple[Row, ...] = (
+    *training.ROWS,
+    *behaviour.ROWS,
+    *memory.ROWS,
+    *copies.ROWS,
+    *speed.ROWS,
+    *faults.ROWS,
+    *sharing.ROWS,
+)

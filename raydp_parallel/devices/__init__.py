@@ -1,0 +1,60 @@
+"""Devices, CPU and CUDA alike. Nobody else in the package asks whether a tensor is on CUDA."""
+
+from __future__ import annotations
+
+from raydp_parallel.devices.about import MemoryLook, check_balance, describe, output_place
+from raydp_parallel.devices.contents import Prints, compare, copied, prints
+from raydp_parallel.devices.gpu import Stopwatch, finish, let_go, pinner
+from raydp_parallel.devices.ipc import (
+    DeviceArena,
+    DeviceLink,
+    DeviceSlice,
+    Opener,
+    gpu_in_use,
+    reaching,
+    refused,
+    sample,
+    shows,
+)
+from raydp_parallel.devices.kinds import is_cpu
+from raydp_parallel.devices.memory import RECYCLED, in_place, load, near, piece, reader, recycled, upload, windows
+from raydp_parallel.devices.raw import view
+from raydp_parallel.devices.settings import keep_freed_memory, seed, use_threads
+
+__all__ = [
+    "RECYCLED",
+    "DeviceArena",
+    "DeviceLink",
+    "DeviceSlice",
+    "MemoryLook",
+    "Opener",
+    "Prints",
+    "Stopwatch",
+    "check_balance",
+    "compare",
+    "copied",
+    "describe",
+    "finish",
+    "gpu_in_use",
+    "in_place",
+    "is_cpu",
+    "keep_freed_memory",
+    "let_go",
+    "load",
+    "near",
+    "output_place",
+    "piece",
+    "pinner",
+    "prints",
+    "reaching",
+    "reader",
+    "recycled",
+    "refused",
+    "sample",
+    "seed",
+    "shows",
+    "upload",
+    "use_threads",
+    "view",
+    "windows",
+]

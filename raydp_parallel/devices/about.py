@@ -1,0 +1,83 @@
+"""What a device is, how full it is, and whether it is like the others."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from raydp_parallel.devices.kinds import is_cpu
+from raydp_parallel.messages import Hello
+
+
+def output_place(target: int | str | torch.device) -> torch.device:
+    """The driver's device that a ``target_device`` or ``output_device`` names.
+
+    An int is a CUDA index, as upstream; ``-1`` is the CPU, with upstream's warning. Device ids are logical
+    here, so on a driver without CUDA every index names the CPU, where such a driver's master copy lives.
+    """
+    if isinstance(target, int) and not isinstance(target, bool):
+        if target == -1:
+            warnings.warn(
+                "Using -1 to represent CPU tensor is deprecated. Please use a "
+                'device object or string instead, e.g., "cpu".',
+                FutureWarning,
+                stacklevel=3,
+            )
+            return torch.device("cpu")
+        return torch.device("cuda", target) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(target)
+    if device.type != "cpu" and not torch.cuda.is_available():
+        return torch.device("cpu")
+    if device.type == "cuda" and device.index is None:  # which torch's stubs leave out
+        return torch.device("cuda", torch.cuda.current_device())  # type: ignore[unreachable]
+    return device
+
+
+class MemoryLook:
+    """Says now and then how full a device is: torch needs a tenth of a millisecond to tell.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._next = 0.0 if not is_cpu(device) else float("inf")
+
+    def now(self) -> tuple[int, int] | None:
+        """Bytes that are allocated, and the most that were; None on a CPU, and if that was said a moment ago."""
+        if time.monotonic() < self._next:
+            return None
+        self._next = time.monotonic() + 1.0
+        return torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
+
+
+def describe(device: torch.device, pid: int, node: str) -> Hello:
+    """What a replica on ``device`` says of itself."""
+    if is_cpu(device):
+        return Hello(pid, node, str(device), "", "", 0, 0)
+    found = torch.cuda.get_device_properties(device)
+    return Hello(pid, node, str(device), found.name, str(found.uuid), found.total_memory, found.multi_processor_count)
+
+
+_IMBALANCE = """
+    There is an imbalance between your GPUs. You may want to exclude GPU {} which
+    has less than 75% of the memory or cores of GPU {}. You can do so by setting
+    the device_ids argument to DataParallel, or by setting the CUDA_VISIBLE_DEVICES
+    environment variable."""
+
+
+def check_balance(found: Sequence[tuple[int, Hello]]) -> None:
+    """Warn as upstream does if one GPU is much smaller than another.
+
+    Args:
+        found: For each GPU replica its device id and what it said of itself.
+    """
+    for name in ("memory", "processors"):
+        sizes = sorted((getattr(hello, name), index) for index, hello in found)
+        if sizes and sizes[0][0] < 0.75 * sizes[-1][0]:
+            warnings.warn(_IMBALANCE.format(sizes[0][1], sizes[-1][1]), stacklevel=2)
+            return

@@ -1,0 +1,259 @@
+"""Bytes between two processes on the same physical GPU: copied on the device, never through the host.
+
+[Note: what CUDA shares]
+CUDA lends another process a whole allocation, by a handle that may be opened once per process, and the memory must live
+on until the other has closed it; opening takes long. So what travels is not each tensor's own memory but a segment of
+an arena, shared once and used again, as segments in the machine's memory are: the sender copies on the device, records
+the segment's event, and sends a descriptor; the receiver's stream waits for that event, copies out, and says with a
+later message that it is done, once its copy has run. Torch counts who has opened a storage and keeps a freed one
+until that is nobody; here every segment is opened once and stays open.
+
+Upstream's first replica works on the master's own memory. Ours has a copy, also on the same GPU: a forward that is run
+again, after a death or an edit behind a version, must not find what its first attempt wrote.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import weakref
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raydp_parallel.devices.gpu import DeviceBytes, on_host
+from raydp_parallel.links import Descriptor, Link, Packet, Piece, Slice, Window, new_lease, new_token
+
+log = logging.getLogger("raydp_parallel")
+
+LIMIT = 1 << 16
+"""Bytes up to which a packet rides in the message."""
+
+_SMALLEST = 1 << 20
+_SAMPLE = 4096
+
+
+class _DeviceSegment:
+    """Memory of a GPU that another process can open."""
+
+    def __init__(self, length: int, device: torch.device) -> None:
+        self.tensor = torch.empty(length, dtype=torch.uint8, device=device)
+        self.written = torch.cuda.Event(interprocess=True)
+        self.written.record(torch.cuda.current_stream(device))  # before which there is no handle
+        handle = self.tensor.untyped_storage()._share_cuda_()
+        known = pickle.dumps((handle[1:], self.tensor.storage_offset(), self.written.ipc_handle()))
+        self.descriptor = Descriptor(new_token(), "", 0, length, length, device=known)
+
+
+class DeviceSlice(Slice):
+    """A segment of a GPU's memory lent out; free again when this is garbage.
+
+    Args:
+        segment: The memory.
+        size: Bytes that count.
+        free: Takes the segment back.
+    """
+
+    def __init__(self, segment: _DeviceSegment, size: int, free: Any) -> None:
+        self.segment = segment
+        self.descriptor = segment.descriptor._replace(size=size, lease=new_lease())
+        weakref.finalize(self, free, segment).atexit = False
+
+    @property
+    def piece(self) -> Piece:
+        """The bytes, where they are."""
+        return Piece(0, self.descriptor.size, self, DeviceBytes(self.segment.tensor[: self.descriptor.size]))
+
+    @property
+    def array(self) -> np.ndarray:  # type: ignore[override]  # an attribute of slices that the host reads
+        """A copy on the host, for who cannot open a GPU's memory."""
+        found = on_host(self.piece)
+        return found.owner.numpy()  # type: ignore[no-any-return]
+
+
+class DeviceArena:
+    """Segments of a GPU's memory, recycled by size.
+
+    Args:
+        device: The GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._free: dict[int, list[_DeviceSegment]] = defaultdict(list)
+
+    def take(self, size: int) -> DeviceSlice:
+        """Memory for ``size`` bytes."""
+        step = max(_SMALLEST, (1 << (size - 1).bit_length()) // 8)
+        length = -(-size // step) * step
+        try:
+            segment = self._free[length].pop()
+        except IndexError:
+            segment = _DeviceSegment(length, self.device)
+        return DeviceSlice(segment, size, self._give_back)
+
+    def fill(self, pieces: Sequence[Piece], offsets: Sequence[int], size: int) -> DeviceSlice:
+        """Copies of bytes that lie on the device, ready for another process."""
+        lent = self.take(size)
+        whole = lent.segment.tensor
+        sources = [(offset, piece.origin.tensor) for piece, offset in zip(pieces, offsets, strict=True) if piece.origin]
+        if sources:
+            torch._foreach_copy_([whole[at : at + len(data)] for at, data in sources], [data for _, data in sources])
+        lent.segment.written.record(torch.cuda.current_stream(self.device))
+        return lent
+
+    def _give_back(self, segment: _DeviceSegment) -> None:
+        self._free[len(segment.tensor)].append(segment)
+
+    def close(self) -> None:
+        """Free what is not lent out."""
+        self._free.clear()
+
+
+class _Opened(DeviceBytes):
+    """Another process's segment, seen from here."""
+
+    def __init__(self, tensor: Tensor, written: torch.cuda.Event) -> None:
+        super().__init__(tensor)
+        self._written = written
+
+    @property
+    def tensor(self) -> Tensor:
+        # Whatever reads it comes behind what the other process wrote.
+        self._written.wait(torch.cuda.current_stream(self._tensor.device))
+        return super().tensor
+
+    def part(self, offset: int, size: int) -> _Opened:
+        return _Opened(DeviceBytes(self._tensor).tensor[offset : offset + size], self._written)
+
+
+class Opener:
+    """Opens another process's segments, each once.
+
+    Args:
+        device: The GPU, as this process counts.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._known: dict[int, _Opened] = {}
+
+    def __call__(self, descriptor: Descriptor) -> _Opened:
+        """The bytes of a segment."""
+        found = self._known.get(descriptor.token)
+        if found is None:
+            handle, offset, event = pickle.loads(descriptor.device)
+            # The other process may count its GPUs in another way: the handle is the same, the index is this one's.
+            storage = torch.UntypedStorage._new_shared_cuda(self._device.index or 0, *handle)
+            whole = torch.empty(0, dtype=torch.uint8, device=self._device)
+            whole.set_(storage, offset, (descriptor.length,), (1,))
+            written = torch.cuda.Event.from_ipc_handle(self._device, event)
+            found = self._known[descriptor.token] = _Opened(whole, written)
+        return found
+
+
+class DeviceLink(Link):
+    """What lies on the GPU goes by its memory, once that is known to work, and everything else by another link.
+
+    Args:
+        near: The other link.
+        arena: Where the memory comes from; None for now.
+    """
+
+    def __init__(self, near: Link, arena: DeviceArena | None = None) -> None:
+        self._near = near
+        self.arena = arena
+
+    @property
+    def name(self) -> str:  # type: ignore[override]  # a constant in links that are one
+        """The other link's, and this."""
+        return f"{self._near.name} and CUDA IPC" if self.arena is not None else self._near.name
+
+    @property
+    def exposes(self) -> bool:  # type: ignore[override]
+        """Whether the other link does."""
+        return self._near.exposes
+
+    def send(self, pieces: Sequence[Piece], offsets: Sequence[int], size: int) -> Packet:
+        arena = self.arena
+        if arena is not None and size > LIMIT and all(_lies_on(arena.device, piece) for piece in pieces if piece.size):
+            try:
+                return arena.fill(pieces, offsets, size)
+            except torch.OutOfMemoryError:
+                log.info("no room for %d bytes on the GPU beside those to be sent: they go by another way", size)
+            except RuntimeError as error:
+                self.arena = None
+                refused(error)
+        return self._near.send(pieces, offsets, size)
+
+    def open(self, packet: Packet) -> Piece:
+        return packet.piece if isinstance(packet, DeviceSlice) else self._near.open(packet)
+
+    def take(self, packet: Packet) -> Piece | None:
+        return None if isinstance(packet, DeviceSlice) else self._near.take(packet)
+
+    def show(self, packet: Packet, offset: int, size: int) -> Window | None:
+        return None if isinstance(packet, DeviceSlice) else self._near.show(packet, offset, size)
+
+    def expose(self, storage: Any, known: int) -> Packet | None:
+        return self._near.expose(storage, known)
+
+    def withdraw(self) -> None:
+        self._near.withdraw()
+
+    def close(self) -> None:
+        if self.arena is not None:
+            self.arena.close()
+        self._near.close()
+
+
+def _lies_on(device: torch.device, piece: Piece) -> bool:
+    return piece.origin is not None and bool(piece.origin.tensor.device == device)
+
+
+def reaching(near: Link) -> Link:
+    """A link that may come to reach into a GPU's memory, where there is one."""
+    return DeviceLink(near) if torch.cuda.is_available() else near
+
+
+def gpu_in_use(uuid: str) -> torch.device | None:
+    """This process's name for the GPU with some uuid, if it has begun to use GPUs at all."""
+    if not uuid or not torch.cuda.is_initialized():
+        return None
+    for index in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(index).uuid) == uuid:
+            return torch.device("cuda", index)
+    return None
+
+
+def sample(arena: DeviceArena) -> tuple[DeviceSlice, bytes]:
+    """Some memory of the GPU to try, and what lies in it."""
+    shown = os.urandom(_SAMPLE)
+    data = torch.frombuffer(bytearray(shown), dtype=torch.uint8).to(arena.device)
+    return arena.fill([Piece(0, _SAMPLE, data, DeviceBytes(data))], [0], _SAMPLE), shown
+
+
+def shows(piece: Piece, expected: bytes) -> bool:
+    """Whether another process's memory holds what it should."""
+    if piece.origin is None:
+        return False
+    return bool(on_host(piece).owner.numpy().tobytes() == expected)
+
+
+_told: set[str] = set()
+
+
+def refused(error: object) -> None:
+    """Say once that a GPU's memory cannot be shared, and what happens instead."""
+    if not _told:
+        _told.add("refused")
+        log.warning(
+            "CUDA IPC is refused (%s), as in some containers and with expandable segments: what goes between this "
+            "process and a replica on the same GPU is copied through the machine's memory",
+            " ".join(str(error).split())[:200],
+        )

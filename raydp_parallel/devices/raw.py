@@ -1,0 +1,32 @@
+"""Runs of memory as tensors of bytes, and the other way round."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raydp_parallel.links import Piece
+
+
+def view(source: Piece) -> Tensor:
+    """A run of the machine's memory as a tensor of bytes."""
+    if not source.size:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.from_numpy(np.asarray(_Bytes(source)))
+
+
+class _Bytes:
+    """Memory as NumPy wants it. Not a ctypes array: each length of those makes a class, which only the gc can free."""
+
+    def __init__(self, source: Piece) -> None:
+        self._source = source
+        where = (source.address, False)
+        self.__array_interface__ = {"data": where, "shape": (source.size,), "typestr": "|u1", "version": 3}
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor that are one run, as a tensor of bytes over the same memory."""
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    start: int = tensor.storage_offset() * tensor.itemsize  # type: ignore[assignment]  # SymInt while tracing only
+    return flat.set_(tensor.untyped_storage(), start, (tensor.nbytes,), (1,))

@@ -1,0 +1,501 @@
+"""What the package does on a GPU, on a fake one: the order of copies, events and waits, and the results."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import gc
+import pickle
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_gpu import UUID, FakeGpu, installed
+from torch import Tensor, nn
+
+import raydp_parallel
+from raydp_parallel import codec, devices, remote
+from raydp_parallel.actor import Door, give_back, link_for, shared_link, take_back
+from raydp_parallel.check import training
+from raydp_parallel.cluster import RayCrew
+from raydp_parallel.devices import contents, gpu, ipc
+from raydp_parallel.links import Arena, Descriptor, InlineLink, Ledger, Mail, Mappings, ObjectStoreLink, Piece
+from raydp_parallel.messages import Hello
+from raydp_parallel.options import Options
+from raydp_parallel.snapshot.master import Master
+
+CPU = torch.device("cpu")
+IN_PROCESS = Options(in_process=True)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    """A GPU."""
+    with installed(monkeypatch) as found:
+        yield found
+
+
+def host(size: int) -> Tensor:
+    """Memory of the host with nothing of interest in it."""
+    return torch.full((size,), 9, dtype=torch.uint8)
+
+
+# --- copies ---
+
+
+def test_a_gpus_bytes_are_copied_where_they_are_wanted(fake: FakeGpu) -> None:
+    """Into pinned memory at once, into other memory by a pinned buffer; there only after the wait."""
+    source, pinned, plain = torch.arange(6, dtype=torch.float32).view(2, 3), host(24), host(24)
+    fake.pinned[pinned.data_ptr()] = 24
+    piece = devices.piece(source)
+    assert (piece.address, piece.size) == (0, 24)
+    assert piece.origin is not None
+    for target in (pinned, plain):
+        piece.origin.copy_to(target.data_ptr())
+        assert target.tolist() == [9] * 24
+    piece.origin.wait()
+    assert pinned.view(torch.float32).tolist() == [*range(6)]
+    assert plain.tolist() == [9] * 24
+    piece.origin.settle()
+    assert plain.view(torch.float32).tolist() == [*range(6)]
+    assert fake.log == ["copy to the host", "pinned buffer", "copy to the host", "record", "wait"]
+
+
+@pytest.mark.parametrize("make", [InlineLink, ObjectStoreLink, lambda: shared_link(Arena(), True, True)])
+def test_every_link_takes_a_gpus_bytes(fake: FakeGpu, make: Any) -> None:
+    """With the machine's own among them, in one message with one wait."""
+    link, tensors = make(), [torch.arange(5.0), torch.empty(0), torch.arange(3, dtype=torch.int16)]
+    pieces = [devices.piece(t) for t in tensors]
+    near = torch.tensor([1, 2, 3], dtype=torch.uint8)
+    packet = link.send([*pieces, Piece(near.data_ptr(), 3, near)], [0, 64, 64, 128], 192)
+    found = link.open(packet)
+    data = ctypes.string_at(found.address, found.size)
+    assert np.frombuffer(data[:20], np.float32).tolist() == [0, 1, 2, 3, 4]
+    assert np.frombuffer(data[64:70], np.int16).tolist() == [0, 1, 2]
+    assert data[128:131] == b"\1\2\3"
+    assert fake.log.count("wait") == 1
+
+
+COPIES = [lambda source: gpu.upload(source, CPU), lambda source: gpu.load(host(64), source)]
+
+
+@pytest.mark.parametrize("begin", COPIES, ids=["upload", "load"])
+def test_what_a_copy_reads_is_kept_until_it_has_run(fake: FakeGpu, begin: Any) -> None:
+    """The host does not wait for an upload, so its source must not be given back before."""
+    gpu.lent.let_go()
+    before, owner = len(gpu.lent), Arena().take(64)
+    alive = weakref.ref(owner)
+    fake.later("some work", lambda: None)  # which the copy is queued behind
+    begin(Piece(owner.array.ctypes.data, 64, owner))
+    del owner
+    gc.collect()
+    devices.let_go()
+    assert alive() is not None
+    assert len(gpu.lent) == before + 1
+    devices.finish(CPU)
+    devices.let_go()
+    gc.collect()
+    assert alive() is None
+    assert len(gpu.lent) == before
+
+
+def test_reading_a_gpus_bytes_on_a_cpu(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is on a CPU gets a copy."""
+    piece = devices.piece(torch.arange(4.0))
+    monkeypatch.setattr(devices.kinds, "HOST", frozenset({"cpu"}))
+    spec = codec.spec_of(torch.empty(4))
+    assert devices.reader(piece, CPU)(spec, torch.float32).tolist() == [0, 1, 2, 3]
+    (window,) = devices.windows(piece, [spec], [torch.float32], CPU)
+    assert window.tolist() == [0, 1, 2, 3]
+    assert devices.upload(piece, CPU).view(torch.float32).tolist() == [0, 1, 2, 3]
+
+
+def test_segments_are_pinned_where_a_gpu_copies(fake: FakeGpu) -> None:
+    """When they are made, until they go; who uses no GPU pins nothing; a refusal is no error."""
+    arena = Arena(pin=devices.pinner(CPU))
+    lent = arena.take(1000)
+    address = lent.array.ctypes.data
+    assert fake.pinned == {address: 1 << 16}
+    del lent
+    arena.close()
+    gc.collect()
+    assert not fake.pinned
+    assert devices.pinner(None)(address, 64) is None  # type: ignore[misc]  # CUDA has not begun here
+    fake.refuses = True
+    assert Arena(pin=devices.pinner(CPU)).take(10).array.size == 10
+
+
+def test_a_drivers_memory_is_pinned_once_it_uses_cuda(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not before: it would be started for that."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    unpin = devices.pinner(None)(4096, 64)  # type: ignore[misc]
+    assert fake.pinned == {4096: 64}
+    unpin()  # type: ignore[misc]
+    assert not fake.pinned
+
+
+# --- comparisons ---
+
+
+def test_bytes_are_compared_where_they_are(fake: FakeGpu) -> None:
+    """Small ones together, large ones alone, others of other sizes; one small answer, asked for later."""
+    torch.manual_seed(1)
+    large = torch.randint(0, 255, (contents._LARGE + 5,), dtype=torch.uint8)
+    nan = torch.tensor([float("nan"), 1.0])
+    cases: list[tuple[Tensor, Tensor, bool]] = [(nan, nan.clone(), True), (torch.zeros(3), -torch.zeros(3), False)]
+    cases += [(torch.zeros(5), torch.zeros(6), False), (torch.zeros(0), torch.zeros(0), True)]
+    cases += [(large, large.clone(), True), (large, large.flip(0), False), (torch.ones(3), torch.ones(3), True)]
+    answers = devices.compare([(devices.piece(one), devices.piece(other)) for one, other, _ in cases])
+    assert "wait" not in fake.log
+    assert answers() == [same for _, _, same in cases]
+    assert fake.log.count("wait") == 1
+    assert answers() == [same for _, _, same in cases]
+    assert fake.log.count("wait") == 1
+
+
+def test_a_copy_stays_on_the_device(fake: FakeGpu) -> None:
+    """And is one."""
+    tensor = torch.arange(4.0)
+    found = devices.copied(devices.piece(tensor))
+    tensor.zero_()
+    assert found.origin is not None
+    assert found.origin.tensor.view(torch.float32).tolist() == [0, 1, 2, 3]
+
+
+EDITS = {
+    "one bit": lambda t: t.view(torch.int32).bitwise_xor_(1),
+    "signs": lambda t: t.neg_(),
+    "two signs": lambda t: t[:2].neg_(),
+    "swapped": lambda t: t.copy_(t.flip(0)),
+    "moved": lambda t: t.copy_(t.roll(1)),
+    "zeros": lambda t: t.zero_(),
+    "doubled": lambda t: t.mul_(2),
+    "plus and minus": lambda t: t.view(torch.int32)[:3].add_(torch.tensor([1, -2, 1], dtype=torch.int32)),
+}
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("edit", [*EDITS])
+@pytest.mark.parametrize("size", [8, 1001, contents._LARGE // 4 + 3])
+def test_fingerprints_tell_every_edit(edit: str, size: int) -> None:
+    """Of that run alone, wherever it stands among others."""
+    torch.manual_seed(2)
+    tensors = {7: torch.randn(3), 1: torch.randn(size), 5: torch.randn(11).to(torch.int8), 2: torch.randn(0)}
+
+    def now() -> Any:
+        return devices.prints({key: devices.piece(t) for key, t in tensors.items()})
+
+    before = now()
+    assert before.unlike(now()) == []
+    EDITS[edit](tensors[1])
+    assert before.unlike(now()) == [1]
+
+
+@pytest.mark.usefixtures("fake")
+def test_fingerprints_of_some_and_newer_ones() -> None:
+    """Newer ones replace older ones of the same runs."""
+    one, other = torch.randn(4), torch.randn(5)
+
+    def of(**runs: Tensor) -> Any:
+        return devices.prints({int(key[1:]): devices.piece(t) for key, t in runs.items()})
+
+    both = of(a1=one, a2=other)
+    one.add_(1)
+    assert both.unlike(of(a1=one, a2=other)) == [1]
+    joined = both.joined(of(a1=one))
+    assert joined.keys == (2, 1)
+    assert joined.unlike(of(a2=other, a1=one)) == []
+    assert both.of([2]).unlike(of(a2=other)) == []
+    assert devices.prints({}).joined(both) == both
+    assert both.joined(devices.prints({})) == both
+    assert devices.prints({}).unlike(both) == []
+
+
+# --- the whole way ---
+
+
+def wrapped(net: nn.Module, chunks: int = 2) -> Any:
+    """On replicas in this process, which take the CPU for their GPU."""
+    return raydp_parallel.DataParallel(net, ["cpu"] * chunks, options=IN_PROCESS)
+
+
+@pytest.mark.parametrize("name", ["perceptron, SGD", "residual net with batch norm", "tied transformer, loss inside"])
+def test_training_is_right_though_copies_take_place_later(fake: FakeGpu, name: str) -> None:
+    """Who read before the wait would find something else."""
+    case = training.CASES[name]
+    torch.manual_seed(0)
+    net = case.make().double()
+    plain = training.train(copy.deepcopy(net), case, 4, CPU)
+    assert training.difference(training.train(wrapped(net, 1), case, 4, CPU), plain) <= training.TOLERANCE
+    assert fake.log.count("wait") < fake.log.count("copy to the host")
+
+
+class Writes(nn.Module):
+    """Writes to a buffer without a version, to a parameter with one, and rebinds nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.add_(1)
+        self.seen.data.add_(x.sum(0))
+        return self.norm(x) * self.weight.detach()
+
+
+@pytest.mark.usefixtures("fake")
+def test_what_chunk_0_writes_comes_back_once() -> None:
+    """And what the others write does not."""
+    net = Writes()
+    plain = copy.deepcopy(net)
+    x = torch.randn(6, 3)
+    model = wrapped(net)
+    for _ in range(3):
+        model(x)
+        plain(x[:3])
+    for name, tensor in net.state_dict().items():
+        torch.testing.assert_close(tensor, plain.state_dict()[name])
+
+
+@pytest.mark.usefixtures("fake")
+def test_an_edit_without_a_version_is_found_on_the_device() -> None:
+    """Of a CUDA master copy, by fingerprints; the forward is run again."""
+    net = nn.Sequential(nn.Linear(2000, 600), nn.Linear(600, 2))  # over `devices.memory.SMALL`
+    model, x = wrapped(net), torch.randn(4, 2000)
+    with torch.no_grad():
+        model(x)
+        for edit in (lambda w: w.data.mul_(2), lambda w: w.detach().numpy().__setitem__((0, 0), 5)):
+            edit(net[0].weight)
+            torch.testing.assert_close(model(x), net(x))
+    assert model.executor.stats().reruns == 2
+
+
+def test_times_are_the_devices(fake: FakeGpu) -> None:
+    """Forward lasts until the device's mark, though the host went on before."""
+    watch = devices.Stopwatch(CPU)
+    assert watch.finish() is None
+    watch.mark()
+    assert 0 <= (watch.finish() or -1) < 5
+    assert watch.finish() is None
+    model = wrapped(nn.Linear(3, 2))
+    model(torch.ones(4, 3)).sum().backward()
+    for replica in model.stats().replicas:
+        assert replica.phases.forward > 0
+        assert replica.phases.copy_out >= 0
+        assert (replica.memory, replica.memory_peak) == (5, 7)
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_gpu_says_who_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its uuid; and without an index it is the current one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert devices.output_place("cuda") == devices.output_place(3) == torch.device("cuda", 3)
+    assert devices.describe(CPU, 1, "node") == Hello(1, "node", "cpu", "Fake", UUID, 1000, 10)
+
+
+# --- between processes on one GPU ---
+
+
+class Ends:
+    """The driver's end and a replica's, in one process."""
+
+    def __init__(self) -> None:
+        self.door = Door("cpu", link_for("auto"))
+        self.door.start_sharing(False)
+        self.arena = devices.DeviceArena(CPU)
+        self.link = devices.DeviceLink(shared_link(Arena(), False, False))
+        actor = SimpleNamespace(
+            **{name: SimpleNamespace(remote=getattr(self.door, name)) for name in ("share_device", "start_device")}
+        )
+        self.remote = remote.RemoteDoor(actor)
+
+
+@pytest.fixture
+def ends(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Ends:
+    """Both ends."""
+    monkeypatch.setattr(remote.ray, "get", lambda found: found)
+    monkeypatch.setattr(ipc, "_told", set())
+    return Ends()
+
+
+def over(packets: list[Any], mappings: Mappings) -> list[Any]:
+    """What the other process gets of packets that lie beside a message."""
+    return [mappings.find(Descriptor(*pickle.loads(pickle.dumps(tuple(p.descriptor))))) for p in packets]
+
+
+def test_tensors_go_by_the_gpus_memory(fake: FakeGpu, ends: Ends) -> None:
+    """Behind the sender's event; the segment is the sender's again once the copy has run, and is opened once."""
+    assert ends.remote.share_device(ends.arena) == ""
+    ends.link.arena = ends.arena
+    assert ends.link.name == "shared and CUDA IPC"
+    ledger = Ledger()
+    for number in range(3):
+        x = torch.full((200, 300), float(number))
+        mail = Mail(ends.link)
+        parcel, _ = codec.encode((x, x.t()), mail, "inputs")
+        assert all(isinstance(packet, devices.DeviceSlice) for packet in mail.beside)
+        for packet in mail.beside:
+            ledger.lend(packet)
+        fake.log.clear()
+        there = ends.door._mappings
+        found = codec.unpack(parcel, Mail(ends.door._link, over(mail.beside, there)), CPU)
+        assert fake.log[0] == "stream waits"
+        assert "copy to the host" not in fake.log
+        assert torch.equal(found[0], x)
+        assert torch.equal(found[1], x.t())
+        del mail, packet
+        gc.collect()
+        devices.finish(CPU)
+        take_back(give_back(there), ledger)
+        assert len(ledger) == 0
+    assert len(fake.opened) == 2 + 1  # each side's sample, and one segment for all three
+    assert sum(map(len, ends.arena._free.values())) == 1  # the sample is lent still
+
+
+def test_answers_come_by_the_gpus_memory(ends: Ends) -> None:
+    """What the replica sends, and what is small or lies elsewhere goes as ever."""
+    assert ends.remote.share_device(ends.arena) == ""
+    answer = Mail(ends.door._link)
+    parcel, _ = codec.encode((torch.arange(90000.0),), answer, "output")
+    found = codec.unpack(parcel, Mail(ends.link, over(answer.beside, ends.remote._mappings)), CPU)
+    assert torch.equal(found[0], torch.arange(90000.0))
+    ends.link.arena = ends.arena
+    assert isinstance(ends.link.send([devices.piece(torch.ones(2))], [0], 8), bytes)
+    near = torch.ones(90000)
+    assert not isinstance(
+        ends.link.send([Piece(near.data_ptr(), near.nbytes, near)], [0], near.nbytes), ipc.DeviceSlice
+    )
+
+
+def test_who_cannot_open_it_gets_a_copy(ends: Ends) -> None:
+    """Through the host."""
+    assert not devices.shows(Piece(0, 0, None), b"")
+    lent = ends.arena.fill([devices.piece(torch.arange(5.0))], [0], 20)
+    assert np.frombuffer(lent.array.tobytes(), np.float32).tolist() == [0, 1, 2, 3, 4]
+    sent: list[Any] = []
+    ends.remote.actor.forward = SimpleNamespace(remote=lambda _number, _header, *beside: sent.extend(beside))
+    ends.remote.submit("forward", b"", [lent])
+    assert isinstance(sent[0], np.ndarray)
+    with pytest.raises(OSError, match="has not agreed to open any"):
+        over([lent], Mappings())[0].piece()
+
+
+def test_own_packets_are_compared_and_opened_in_place(ends: Ends) -> None:
+    """The driver looks at what it sent."""
+    ends.link.arena = ends.arena
+    x = torch.randn(30000)
+    packet = ends.link.send([devices.piece(x)], [0], x.nbytes)
+    assert devices.compare([(ends.link.open(packet), devices.piece(x))])() == [True]
+    assert ends.link.take(packet) is None
+    assert ends.link.show(packet, 0, 10) is None
+    assert not ends.link.exposes or ends.link.expose(torch.zeros(2).untyped_storage(), 1) is None
+    ends.link.withdraw()
+    assert not ends.link.exposes
+    small = ends.link.send([devices.piece(torch.ones(2))], [0], 8)
+    assert ends.link.open(small).size == 8
+    assert ends.link.take(small) is None
+    assert ends.link.show(small, 0, 8) is None
+    ends.link.close()
+
+
+def wrong(*_: object) -> bool:
+    """Not what was written."""
+    return False
+
+
+def refuse(*_: object) -> Any:
+    """As torch does with expandable segments, and CUDA in some containers."""
+    raise RuntimeError("cudaIpcGetMemHandle: invalid argument")
+
+
+@pytest.mark.parametrize("where", ["driver shares", "replica sees", "replica opens", "driver sees"])
+def test_a_failed_trial_leaves_host_copies(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    """Whatever goes wrong, on whichever side: it is said once, and the memory is not used."""
+    seen = iter([True, False])
+    patches: dict[str, tuple[Any, str, Any]] = {
+        "driver shares": (torch.UntypedStorage, "_share_cuda_", refuse),
+        "replica sees": (devices, "shows", wrong),
+        "replica opens": (torch.UntypedStorage, "_new_shared_cuda", staticmethod(refuse)),
+        "driver sees": (devices, "shows", lambda *_: next(seen)),
+    }
+    monkeypatch.setattr(*patches[where])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    crew: Any = None
+    monkeypatch.setattr(ipc, "DeviceArena", lambda _device: devices.DeviceArena(CPU))
+    for _ in range(2):
+        RayCrew._meet_on_device(crew, ends.remote, Hello(1, "n", "cuda:0", "G", UUID, 1, 1), ends.link)
+        seen = iter([True, False])
+    assert not ends.remote.shares_device
+    assert ends.link.arena is None
+    assert ends.link.name == "shared"
+    (said,) = [r for r in caplog.records if "CUDA IPC is refused" in r.getMessage()]
+    assert said.levelname == "WARNING"
+
+
+def test_only_the_drivers_own_gpu_is_shared(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By uuid; and only if this process uses GPUs already."""
+    hello, crew = Hello(1, "n", "cuda:0", "G", UUID, 1, 1), None
+    assert devices.gpu_in_use(UUID) is None
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert devices.gpu_in_use("") is None
+    assert devices.gpu_in_use("GPU-other") is None
+    assert devices.gpu_in_use(UUID) == torch.device("cuda", 0)
+    other: Any = crew
+    RayCrew._meet_on_device(other, ends.remote, hello._replace(gpu_uuid="GPU-other"), ends.link)
+    assert ends.link.arena is None
+    monkeypatch.setattr(devices, "gpu_in_use", lambda _uuid: CPU)
+    RayCrew._meet_on_device(other, ends.remote, hello, ends.link)
+    assert ends.link.arena is not None
+    assert ends.remote.shares_device
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    near = shared_link(Arena(), False, False)
+    assert isinstance(devices.reaching(near), devices.DeviceLink)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert devices.reaching(near) is near
+
+
+def test_a_full_gpu_sends_another_way(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For want of memory this time only; for any other reason from now on."""
+    ends.link.arena = ends.arena
+    x = torch.randn(30000)
+
+    def full(*_: object) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(ends.arena, "take", full)
+    assert not isinstance(ends.link.send([devices.piece(x)], [0], x.nbytes), ipc.DeviceSlice)
+    assert ends.link.arena is not None
+    monkeypatch.setattr(ends.arena, "take", refuse)
+    assert not isinstance(ends.link.send([devices.piece(x)], [0], x.nbytes), ipc.DeviceSlice)
+    assert ends.link.arena is None
+
+
+def test_what_went_by_the_gpus_memory_is_compared_with_itself(ends: Ends) -> None:
+    """It has no fingerprints, and an edit behind its version is found."""
+    ends.link.arena = ends.arena
+    ends.link.withdraw()  # as for every replica on a GPU
+    net = nn.Linear(300, 200)
+    master = Master(net, ends.link)
+
+    def sound() -> bool:
+        master.sync()
+        return master.verify()
+
+    assert sound()
+    for arena in (ends.arena, None, None):
+        ends.link.arena = arena
+        net.weight.data.neg_()
+        assert not sound()
+        assert sound()
