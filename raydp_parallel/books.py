@@ -357,7 +357,7 @@ class Books:
             if recent:
                 # A median: a call that the machine's other work held up makes no straggler.
                 more["recent_ms"] = 1e3 * statistics.median(work for work, _ in recent)
-                more["recent_rows"] = statistics.median(rows for _, rows in recent)
+                more["recent_rows"] = float(statistics.median(rows for _, rows in recent))
         if model is not None:
             more.update(for_model(found))
         elif chair is not None and chair.recent:

@@ -59,11 +59,12 @@ def here(cluster: None) -> Iterator[Here]:
 
 
 @pytest.fixture(scope="module")
-def like_gpus(here: Here) -> LikeGpus:
+def like_gpus(here: Here) -> Iterator[LikeGpus]:
     """One that seems to have a GPU, with the same replicas."""
     found = LikeGpus()
     found._executor = here.executor()
-    return found
+    yield found
+    found.close()
 
 
 @pytest.mark.parametrize(("code", "said"), [(7, "ended, with status 7"), (-9, "was ended by signal 9")])

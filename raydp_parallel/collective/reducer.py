@@ -164,7 +164,8 @@ class Reducer:
                     into.zero_()
         self.size += flat.nbytes
         word = self._word
-        self._sums.append(self._group.sum(flat, word.root, word.order, word.patience))
+        # Groups work in the memory of the host: see the package.
+        self._sums.append(self._group.sum(flat.cpu(), word.root, word.order, word.patience))
 
     def _windows(self, bucket: Bucket, flat: Tensor) -> list[Tensor]:
         """A bucket as its gradients, which lie as their leaves do."""
