@@ -11,7 +11,7 @@ import os
 import pickle
 import select
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class Door:
         self._device = torch.device(device)
         self._replica = Replica(self._device, span)
         self._link = link
-        self._turns = Turnstile()
+        self._turns = line.Turnstile()
         self._mappings = Mappings(devices.pinner(self._device))
         self._ledger = Ledger()
         self._followed = 0
@@ -223,37 +223,6 @@ once for all replicas; that costs 5 ms however little it is."""
 
 METHODS = ("forward", "backward", "forget", "group")
 """Methods by the number that stands for them on a direct line."""
-
-
-class Turnstile:
-    """Lets calls through one at a time, in the order of their numbers, whichever way they come."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._next = 0
-        self._taken = False
-
-    @contextlib.contextmanager
-    def take(self, number: int) -> Iterator[None]:
-        """Wait for one's turn, and hold it for the block."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._next >= number and not self._taken)
-            if self._next > number:
-                raise LookupError(f"call {number} came after its time")
-            self._taken = True
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._next, self._taken = number + 1, False
-                self._changed.notify_all()
-
-    def skip_to(self, number: int) -> None:
-        """Wait for no call before ``number`` any more, once the one that runs has ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._taken)
-            self._next = max(self._next, number)
-            self._changed.notify_all()
 
 
 def sample(arena: Arena) -> tuple[Slice, bytes]:

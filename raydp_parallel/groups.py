@@ -37,7 +37,7 @@ _LEAST = 1 << 18
 _JOIN = 15.0
 """Seconds that members may take to find each other."""
 
-_PATIENCE = 60.0
+_PATIENCE = 15.0
 """Seconds that a member waits for others. A member that dies is noticed at once; this is for a network that fell
 silent. Doubles each time that it was too short."""
 

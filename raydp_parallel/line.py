@@ -12,6 +12,7 @@ connection of the same user, and is gone with its processes.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import select
@@ -20,7 +21,7 @@ import struct
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -226,3 +227,34 @@ def _read_array(connection: socket.socket, size: int) -> np.ndarray:
             raise LineCut("the other end of the line is gone")
         at += got
     return whole
+
+
+class Turnstile:
+    """Lets calls through one at a time, in the order of their numbers, whichever way they come."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._next = 0
+        self._taken = False
+
+    @contextlib.contextmanager
+    def take(self, number: int) -> Iterator[None]:
+        """Wait for one's turn, and hold it for the block."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._next >= number and not self._taken)
+            if self._next > number:
+                raise LookupError(f"call {number} came after its time")
+            self._taken = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._next, self._taken = number + 1, False
+                self._changed.notify_all()
+
+    def skip_to(self, number: int) -> None:
+        """Wait for no call before ``number`` any more, once the one that runs has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._taken)
+            self._next = max(self._next, number)
+            self._changed.notify_all()

@@ -122,4 +122,4 @@ class Waiting:
 
 def redraws(stream: TextIO) -> bool:
     """Whether what was written to a stream can be written over: on a terminal, and in a notebook."""
-    return stream.isatty() or "ipykernel" in sys.modules
+    return stream.isatty() or type(stream).__module__.startswith("ipykernel.")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, Options, line
-from raydp_parallel.actor import Turnstile
+from raydp_parallel.line import Turnstile
 from raydp_parallel.links import Arena, Descriptor, Mappings
 
 

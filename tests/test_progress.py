@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import sys
 
 import pytest
 
@@ -50,10 +49,9 @@ def test_one_line_on_a_terminal() -> None:
     assert len(others[0]) >= len(first.rstrip())
 
 
-def test_one_line_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_line_in_a_notebook() -> None:
     """Whose output is no terminal, and can be drawn over all the same."""
-    monkeypatch.setitem(sys.modules, "ipykernel", io)
-    stream = io.StringIO()
+    stream = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
     with Progress(20, stream=stream) as bar:
         for _ in range(20):
             bar.advance()
