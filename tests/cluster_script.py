@@ -202,8 +202,8 @@ def lost_in_each_phase(cluster: Cluster, net: nn.Module, executor: Executor) -> 
     def when_reached(replica: int) -> None:
         while not Path(folder, "reached").exists():
             time.sleep(0.01)
+        Path(folder, "reached").unlink()  # first: whoever ends next must not find it
         end(replica)
-        Path(folder, "reached").unlink()
 
     def heal() -> None:
         for _ in range(2):
