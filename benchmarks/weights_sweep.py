@@ -10,6 +10,7 @@ is the plain module's forward of one row, with one thread: what each replica can
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -87,9 +88,11 @@ def measure(megabytes: int, effort: Effort) -> dict[str, float]:
     """Milliseconds of a forward after each kind of change."""
     net = perceptron(megabytes)
     x = torch.randn(REPLICAS, net[0].in_features)  # type: ignore[index]
-    model = raydp_parallel.DataParallel(net, ["cpu"] * REPLICAS)
     contenders: dict[str, Callable[[], float]] = {FLOOR: partial(alone_forward, net, x[:1])}
-    contenders.update({name: partial(forward, model, x, change) for name, change in changes(net).items()})
+    # Weights that are replaced are a net's own: they are copied as long as that goes on, whatever else changes them.
+    for one, names in ((net, (IDLE, UNCHANGED, ONE, IN_PLACE, LOADED)), (copy.deepcopy(net), (REPLACED,))):
+        model, found = raydp_parallel.DataParallel(one, ["cpu"] * REPLICAS), changes(one)
+        contenders.update({name: partial(forward, model, x, found[name]) for name in names})
     rounds = max(10, min(200, 2000 // megabytes))
     return interleaved(contenders, effort.rounds(rounds), min(effort.warmup, 2 if megabytes >= 100 else 5))
 
