@@ -19,6 +19,7 @@ import ray
 import torch
 
 import raydp_parallel
+from raydp_parallel.check.here import processor
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -149,21 +150,12 @@ def as_text(table: Table) -> str:
 def machine() -> dict[str, Any]:
     """What the numbers were taken on."""
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "ray": ray.__version__,
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 def connect() -> None:

@@ -123,3 +123,13 @@ def train(executor: Executor, folder: Path, steps: int, plan: dict[int, Sequence
         arm(folder, *plan.get(number, ()))
         losses.append(step(model, optimizer, rows(chunks, number), penalty, twice))
     return [*losses, *state(model)]
+
+
+def whole(executor: Executor) -> Executor:
+    """Once every seat is taken again."""
+    for _ in range(2000):
+        executor.seats(executor.device_ids)
+        if all(info.state == "ready" for info in executor.replicas()):
+            return executor
+        time.sleep(0.01)
+    raise AssertionError(executor.replicas())

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from harness import raised
-from mortal import arm, armed, fate, rows, same, state
+from mortal import arm, armed, fate, rows, same, state, whole
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -202,16 +202,6 @@ def here() -> Iterator[Executor]:
     """Three that share nothing, in this process: what is right."""
     with Executor(["cpu"] * 3, options=Options(in_process=True, threads=1, link="inline")) as executor:
         yield executor
-
-
-def whole(executor: Executor) -> Executor:
-    """Once every seat is taken again."""
-    for _ in range(2000):
-        executor.seats(executor.device_ids)
-        if all(info.state == "ready" for info in executor.replicas()):
-            return executor
-        time.sleep(0.01)
-    raise AssertionError(executor.replicas())
 
 
 def among(executor: Executor) -> int:

@@ -16,7 +16,7 @@ import pytest
 import ray
 import torch
 from harness import raised
-from mortal import Everything, Mortal, arm, armed, fate, rows, same, state, train
+from mortal import Everything, Mortal, arm, armed, fate, rows, same, state, train, whole
 from torch import Tensor, nn
 
 from raydp_parallel import (
@@ -50,16 +50,6 @@ def three(cluster: None) -> Iterator[Executor]:
     """Three of them."""
     with Executor([*TWO, "cpu"], options=PLENTY) as executor:
         yield executor
-
-
-def whole(executor: Executor) -> Executor:
-    """Once every seat is taken again."""
-    for _ in range(2000):
-        executor.seats(executor.device_ids)
-        if all(info.state == "ready" for info in executor.replicas()):
-            return executor
-        time.sleep(0.01)
-    raise AssertionError(executor.replicas())
 
 
 def ended(pid: int) -> bool:
