@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -69,3 +70,29 @@ def raised(call: Callable[[], Any]) -> BaseException:
     except BaseException as error:
         return error
     raise AssertionError("nothing was raised")
+
+
+def cycles(call: Callable[[], Any]) -> list[str]:
+    """What of torch, the package and the tests only the collector would free after this call.
+
+    Names of types: another thread of this process, Ray's own, may leave its own meanwhile, which do not count.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        call()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        return [type(found).__name__ for found in gc.garbage if _home(found) in ("torch", "raydp_parallel", "tests")]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+        gc.collect()
+
+
+def _home(found: object) -> str:
+    """The package of an object's type, or of a function."""
+    module = getattr(found, "__module__", None) or type(found).__module__
+    package = str(module).partition(".")[0]
+    return "tests" if package.startswith("test_") or package == __name__ else package
