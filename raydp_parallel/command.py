@@ -4,7 +4,9 @@ Grafana's dashboard, and check what this machine's devices compute."""
 from __future__ import annotations
 
 import argparse
+import math
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     shows = commands.add_parser("status", help="what every running executor of the cluster does")
     shows.add_argument("--watch", action="store_true", help="again and again, until Ctrl-C")
-    shows.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="how often (default 1)")
+    shows.add_argument("--every", type=_seconds, default=1.0, metavar="SECONDS", help="how often (default 1)")
     shows.set_defaults(run=_status)
     reports = commands.add_parser("report", help="the same as one HTML page with a timeline")
     reports.add_argument("--html", required=True, metavar="FILE", help="where to write it")
@@ -47,6 +49,16 @@ def _parser() -> argparse.ArgumentParser:
     check.add_arguments(checks)
     checks.set_defaults(run=check.run)
     return parser
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < threading.TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(f"invalid seconds: {text!r}")
+    return seconds
 
 
 def _status(options: argparse.Namespace) -> None:

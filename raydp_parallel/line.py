@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from raydp_parallel import pulse
 from raydp_parallel.links import Descriptor, Exposed, Slice
 
 _HEAD = struct.Struct("<IIQ")
@@ -33,6 +34,9 @@ _LENGTH = 8
 _LARGE = 1 << 16
 _PEER = struct.Struct("3i")
 _SHARED = 1 << 63
+_PULSE, _NO_PULSE = b"p", b"-"
+_GREETING = 5.0
+"""Seconds in which the other end has to say that it holds the pulse. It is awake: it has just said where it listens."""
 
 
 class LineCut(ConnectionError):
@@ -53,11 +57,34 @@ class Line:
     def __init__(self, address: str, unread: Callable[[list[Any]], object]) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(f"\0{address}")
+        self._ending = threading.Lock()
+        self._listen_for_its_end()
         self._unread = unread
         self._reading = threading.Lock()
         self.intact = True
         self._waiting: set[int] = set()
         self._arrived: dict[int, list[Any]] = {}
+
+    def _listen_for_its_end(self) -> None:
+        """Hand over a pulse, and cut the line as soon as that stops: long before the kernel would."""
+        file = pulse.make()
+        if file is None:
+            self._socket.sendall(_NO_PULSE)
+            return
+        try:
+            felt = pulse.Pulse(file)
+            socket.send_fds(self._socket, [_PULSE], [file])
+        finally:
+            os.close(file)
+        self._socket.settimeout(_GREETING)
+        beats = self._socket.recv(1) == _PULSE
+        self._socket.settimeout(None)
+        if beats:
+            threading.Thread(target=self._cut_after, args=(felt,), name="raydp-pulse", daemon=True).start()
+
+    def _cut_after(self, felt: pulse.Pulse) -> None:
+        felt.wait()
+        self._shut()
 
     def limit(self, seconds: float) -> None:
         """Take the line for cut when a frame stands still for so long: the other end hangs in the midst of it."""
@@ -127,8 +154,14 @@ class Line:
             self._unread(arrived)
 
     def close(self) -> None:
-        """Hang up. May be called twice."""
-        self._socket.close()
+        """Hang up, also if a thread waits for an answer. May be called twice."""
+        self._shut()
+        with self._ending:
+            self._socket.close()
+
+    def _shut(self) -> None:
+        with self._ending, contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # what came before can still be read
 
 
 def listen() -> tuple[str, socket.socket] | None:
@@ -156,14 +189,27 @@ def serve(
     """
     connection, process = _accept(listener)
     meet(process)
-    try:
+    with contextlib.closing(connection), contextlib.suppress(OSError), _pulse(connection):
         while True:
             number, buffers = read_frame(connection)
             write_frame(connection, number, answer(number, buffers))
-    except OSError:
-        pass
+
+
+@contextlib.contextmanager
+def _pulse(connection: socket.socket) -> Iterator[None]:
+    """Hold the caller's pulse, if it brings one, while this thread serves."""
+    _, files, _, _ = socket.recv_fds(connection, 1, 1)
+    if not files:
+        yield
+        return
+    held = pulse.Pulse(files[0])
+    os.close(files[0])
+    held.hold()
+    try:
+        connection.sendall(_PULSE)
+        yield
     finally:
-        connection.close()
+        held.let_go()
 
 
 def _accept(listener: socket.socket) -> tuple[socket.socket, int]:

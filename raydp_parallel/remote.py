@@ -177,6 +177,8 @@ class RemoteDoor:
             pending = self._send(number, method, header, beside, task)
             self._missed = False
             return pending
+        except ray.exceptions.ObjectStoreFullError:
+            raise  # which is nobody's death; other replicas would seem to die of it, too
         except (OSError, ray.exceptions.RayError) as error:
             return Lost(self, error)
 
@@ -228,14 +230,14 @@ class RemoteDoor:
                 part.piece()  # now, while the other process is there
         return tuple(parts) if len(parts) > 1 else parts[0]
 
-    def share(self, arena: Arena, always: bool) -> None:
+    def share(self, arena: Arena, always: bool, timeout: float | None = None) -> None:
         """Use shared memory on the line, if both sides can read the other's."""
         if self.line is not None:
             probe, shown = sample(arena)
             self._ledger.lend(probe)
-            found = ray.get(self.actor.share.remote(probe.descriptor, shown))
+            found = ray.get(self.actor.share.remote(probe.descriptor, shown), timeout=timeout)
             if found is not None and shows(self._mappings.find(found[0]), found[1]):
-                ray.get(self.actor.start_sharing.remote(always))
+                ray.get(self.actor.start_sharing.remote(always), timeout=timeout)
                 self.shares = True
 
     def share_device(self, arena: devices.DeviceArena) -> str:

@@ -33,6 +33,9 @@ _LEFT = "the Ray cluster was left while replicas ran; the next use starts anew"
 _HOUR = 3600.0
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 30.0
+_PEACE = 0.25
+"""Seconds for the step in which a replica died, before the imports of its successor take a core from it."""
+
 _FAREWELL = 5.0
 """Seconds that `Respawner.stop` waits for its threads, which look up every 0.2 s."""
 
@@ -84,6 +87,7 @@ class Respawner:
         self._tell = tell
         self._changed = threading.Condition()
         self._ended = threading.Event()
+        self._awaited = threading.Event()
         self._working: dict[Place, threading.Thread] = {}
         self._arrived: dict[Place, Arrival] = {}
         self._problems: dict[Place, ParallelError] = {}
@@ -92,7 +96,8 @@ class Respawner:
         _respawners.add(self)
 
     def replace(self, loss: Loss) -> None:
-        """Start a successor, some time."""
+        """Start a successor, soon."""
+        self._awaited.clear()
         self._begin(loss.place, loss)
 
     def see_to(self, places: Collection[Place]) -> None:
@@ -126,6 +131,7 @@ class Respawner:
             coming = not self._ended.is_set() and any(p in self._working for p in places)
             return any(p in self._arrived for p in places) or not coming
 
+        self._awaited.set()
         with self._changed:
             self._changed.wait_for(settled, timeout)
             if self._ended.is_set():
@@ -135,6 +141,7 @@ class Respawner:
     def end(self) -> None:
         """Start nothing any more, and wait for nothing."""
         self._ended.set()
+        self._awaited.set()
         with self._changed:
             self._changed.notify_all()
 
@@ -163,6 +170,8 @@ class Respawner:
     def _work(self, place: Place, loss: Loss | None) -> None:
         arrival = None
         try:
+            if loss is not None:
+                self._awaited.wait(_PEACE)
             why = self._report(loss) if loss is not None else None
             arrival = self._start(place)
             if arrival is not None and why is not None:

@@ -7,16 +7,19 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
 from torch import Tensor, nn
 
-from raydp_parallel import DataParallel, Executor, Options, line
+from raydp_parallel import DataParallel, Executor, Options, line, remote
 from raydp_parallel.line import Turnstile
 from raydp_parallel.links import Arena, Descriptor, Mappings
+from raydp_parallel.remote import Pending, RemoteDoor
 
 
 class Station:
@@ -203,6 +206,27 @@ def _memory_files(pid: int | str) -> int:
         except FileNotFoundError:
             continue  # closed since it was listed
     return found
+
+
+def test_a_full_object_store_is_nobody_s_death() -> None:
+    """The caller hears of it as what it is, and the replica is told that the call's number will not come."""
+    skipped: list[int] = []
+
+    def full(*_arguments: Any) -> None:
+        raise ray.exceptions.ObjectStoreFullError("no room")
+
+    actor = SimpleNamespace(
+        forward=SimpleNamespace(remote=full),
+        backward=SimpleNamespace(remote=lambda *_arguments: ray.ObjectRef.from_random()),
+        skip_to=SimpleNamespace(remote=skipped.append),
+    )
+    door = RemoteDoor(actor)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote.ray, "get", lambda found, timeout=None: found)
+        with pytest.raises(ray.exceptions.ObjectStoreFullError):
+            door.submit("forward", b"", [])
+        assert isinstance(door.submit("backward", b"", []), Pending)
+    assert skipped == [1]
 
 
 def test_calls_are_ray_tasks_where_that_is_asked(cluster: None) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from looking import posted, replica, report
 
-from raydp_parallel import status
+from raydp_parallel import command, status
 
 
 def test_one_line_per_replica_and_the_straggler_marked() -> None:
@@ -54,3 +55,10 @@ def test_what_deaths_cost_is_told() -> None:
 def test_a_driver_that_is_not_heard_of_is_said_to_be() -> None:
     found = posted()
     assert "last heard of 60 s ago" in status.render([found], found["posted"] + 60)
+
+
+@pytest.mark.parametrize("seconds", ["-1", "0", "nan", "inf", "often"])
+def test_how_often_has_to_be_a_time(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["status", "--watch", "--every", seconds])
+    assert f"--every: invalid seconds: '{seconds}'" in capsys.readouterr().err

@@ -94,7 +94,8 @@ class RayCrew:
                 self._meet(doors[place], hello)
             with self._teaching:
                 known = [*self._taught.values()]
-            ray.get([door.actor.learn.remote(package) for door in doors.values() for package in known])
+            taught = [door.actor.learn.remote(package) for door in doors.values() for package in known]
+            ray.get(taught, timeout=self._options.placement_timeout)
             return {place: (doors[place], hello) for place, hello in hellos.items()}
         except ray.exceptions.RayError as error:
             self._undo(holds, doors)
@@ -149,7 +150,7 @@ class RayCrew:
                 door.call_directly(timeout=self._options.placement_timeout)
         if self._arena is None or door.line is None:
             return
-        door.share(self._arena, self._options.link == "shared")
+        door.share(self._arena, self._options.link == "shared", self._options.placement_timeout)
         if not door.shares or hello.device != "cpu":
             self.link.withdraw()
         if not door.shares:
@@ -238,12 +239,15 @@ class RayCrew:
         # Ray would start another cluster, were it asked after the end of this one.
         if death.ending is Ending.SILENT or not self.alive():
             return death.cause
-        try:
-            ray.get(door.actor.hello.remote(), timeout=_CAUSE_TIMEOUT)
-        except ray.exceptions.GetTimeoutError:
-            return death.cause
-        except ray.exceptions.RayError as error:
-            return in_short(error)
+        said, deadline = door.actor.hello.remote(), time.monotonic() + _CAUSE_TIMEOUT
+        while time.monotonic() < deadline and self.alive():
+            if ray.wait([said], timeout=0)[0]:
+                try:
+                    ray.get(said)
+                except ray.exceptions.RayError as error:
+                    return in_short(error)
+                break
+            time.sleep(TURN / 10)  # and not inside of Ray, see `_await`
         return death.cause
 
     def stop(self, doors: Sequence[Any]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import socket
 from typing import Any
 
 import ray
@@ -11,10 +13,15 @@ from ray._private.utils import read_ray_address
 
 from raydp_parallel.errors import ClusterError
 
+log = logging.getLogger("raydp_parallel")
+
 _CLIENT = (
     "a ray:// client connection cannot run replicas: it has no object store and adds a proxy to every call. "
     "Start the driver on a machine of the cluster (ray.init(address='auto')), or submit it as a Ray job"
 )
+_ANSWERS = 5.0
+"""Seconds that a cluster has to take a call. Ray itself tries for minutes."""
+
 _started_here = False
 
 
@@ -34,12 +41,35 @@ def connect(start: bool = True) -> bool:
         return True
     if os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
         raise ClusterError(_CLIENT)
-    # Ray's own rule. Not address="auto", which also finds the private cluster of somebody else's ray.init().
-    running = bool(os.environ.get("RAY_ADDRESS") or read_ray_address())
+    running = bool(os.environ.get("RAY_ADDRESS")) or _runs_here()
     if not running and not start:
         return False
-    ray.init()
+    ray.init(address=None if running else "local")
     _started_here = not running
+    return True
+
+
+def _runs_here() -> bool:
+    """Whether a cluster was started on this machine for others to join, by Ray's own rule, and still answers.
+
+    Not address="auto", which also finds the private cluster of somebody else's ray.init().
+    """
+    address = read_ray_address()
+    if not address:
+        return False
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWERS).close()
+    except OSError as error:
+        log.warning(
+            "the cluster at %s, which Ray has noted down for this machine, does not answer (%s): another is started; "
+            "`ray stop` clears that note",
+            address,
+            error,
+        )
+        return False
+    except ValueError:
+        pass  # no address that can be tried: Ray knows more of it
     return True
 
 

@@ -1,0 +1,62 @@
+"""Which cluster is joined, by what Ray has noted down for this machine; Ray itself is not started."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import Any
+
+import pytest
+import ray
+
+from raydp_parallel.cluster import joining
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The addresses that Ray was asked to join; "local" is a cluster of one's own."""
+    asked: list[Any] = []
+    monkeypatch.setattr(ray, "init", lambda address=None: asked.append(address))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(joining, "_started_here", False)
+    return asked
+
+
+def test_a_cluster_that_answers_is_joined(monkeypatch: pytest.MonkeyPatch, started: list[Any]) -> None:
+    """By Ray's own rules, which need no address for that."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr(joining, "read_ray_address", lambda: address)
+        assert joining.connect(start=False)
+    assert started == [None] and not joining._started_here
+
+
+def test_a_cluster_that_was_killed_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, started: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its address stays behind, and Ray tries it for minutes; here another cluster is started, and that is said."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    monkeypatch.setattr(joining, "read_ray_address", lambda: address)
+    with caplog.at_level(logging.WARNING, "raydp_parallel"):
+        assert not joining.connect(start=False)
+        assert joining.connect()
+    assert started == ["local"] and joining._started_here
+    assert address in caplog.text and "does not answer" in caplog.text and "ray stop" in caplog.text
+
+
+@pytest.mark.parametrize("noted", [None, "", "auto"])
+def test_other_notes(monkeypatch: pytest.MonkeyPatch, started: list[Any], noted: str | None) -> None:
+    """None is none; what is no address is Ray's to understand."""
+    monkeypatch.setattr(joining, "read_ray_address", lambda: noted)
+    assert joining.connect()
+    assert started == [None if noted else "local"]
+
+
+def test_an_address_of_the_user_s_is_ray_s(monkeypatch: pytest.MonkeyPatch, started: list[Any]) -> None:
+    """Whatever was noted down."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setattr(joining, "read_ray_address", lambda: pytest.fail("is not asked"))
+    assert joining.connect(start=False)
+    assert started == [None]

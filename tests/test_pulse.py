@@ -1,0 +1,133 @@
+"""The lock that tells of a death, and the line that is cut by it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from raydp_parallel import line, pulse
+
+HOLDER = """
+import os, sys, time
+from raydp_parallel import line
+found = line.listen()
+print(found[0], flush=True)
+def answer(number, buffers):
+    if number == 1 and not os.fork():  # as a data loader's worker would, it keeps the socket open
+        print(os.getpid(), flush=True)
+        time.sleep(60)
+    if number == 2:
+        print("hangs", flush=True)
+        time.sleep(60)
+    return buffers
+line.serve(found[1], answer)
+"""
+
+
+@contextmanager
+def holder() -> Iterator[tuple[line.Line, subprocess.Popen[str], int]]:
+    """A line to a process with a child, which keeps the process's side of the line open."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    caller = line.Line(process.stdout.readline().strip(), list)
+    caller.send(1, [b"first"])
+    child = int(process.stdout.readline())
+    try:
+        yield caller, process, child
+    finally:
+        caller.close()
+        process.kill()
+        process.wait()
+        os.kill(child, signal.SIGKILL)
+        process.stdout.close()
+
+
+def waiting() -> list[threading.Thread]:
+    """Threads that wait for a pulse to stop."""
+    return [thread for thread in threading.enumerate() if thread.name == "raydp-pulse"]
+
+
+def test_a_death_cuts_the_line_though_its_socket_is_open() -> None:
+    """A child of the replica's keeps the socket open; without the pulse nobody would ever hear of the death."""
+    with holder() as (caller, process, _):
+        assert bytes(caller.receive(1, 10)[0]) == b"first"
+        caller.send(2, [b"never answered"])
+        process.kill()
+        with pytest.raises(line.LineCut):
+            caller.receive(2, 60)
+
+
+def test_what_was_sent_before_the_death_is_read() -> None:
+    """An answer that arrived is an answer."""
+    with holder() as (caller, process, _):
+        before = waiting()
+        caller.send(2, [b"never answered"])
+        assert process.stdout is not None and process.stdout.readline() == "hangs\n"
+        process.kill()
+        for thread in before:
+            thread.join(10)
+        assert bytes(caller.receive(1, 10)[0]) == b"first"
+        with pytest.raises(line.LineCut):
+            caller.receive(2, 60)
+
+
+def served(answer: Callable[[int, list[Any]], Sequence[Any]]) -> tuple[line.Line, threading.Thread]:
+    """A line to a thread of this process."""
+    found = line.listen()
+    assert found is not None
+    thread = threading.Thread(target=line.serve, args=(found[1], answer), daemon=True)
+    thread.start()
+    return line.Line(found[0], list), thread
+
+
+def test_hanging_up_ends_who_waits() -> None:
+    """No thread is left by a line that was closed."""
+    before = set(waiting())
+    caller, thread = served(lambda number, buffers: buffers)
+    (new,) = set(waiting()) - before
+    caller.close()
+    thread.join(10)
+    new.join(10)
+    assert not thread.is_alive() and not new.is_alive()
+
+
+def test_without_such_a_lock_the_socket_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are no robust locks the line works, and its end is seen when the socket closes."""
+    monkeypatch.delattr(os, "memfd_create")
+    assert pulse.make() is None
+    before = set(waiting())
+
+    def answer(number: int, buffers: list[Any]) -> Sequence[Any]:
+        if number == 2:
+            raise OSError
+        return buffers
+
+    caller, thread = served(answer)
+    assert set(waiting()) == before
+    caller.send(1, [b"first"])
+    assert bytes(caller.receive(1, 10)[0]) == b"first"
+    caller.send(2, [b""])
+    with pytest.raises(line.LineCut):
+        caller.receive(2, 10)
+    caller.close()
+    thread.join(10)
+
+
+def test_who_answers_the_call_with_silence_is_no_line() -> None:
+    """A process that was stopped before it greeted is not waited for without end."""
+    address = f"\0raydp-parallel-silent-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(line, "_GREETING", 0.05)
+        silent.bind(address)
+        silent.listen(1)
+        with pytest.raises(OSError, match="timed out"):
+            line.Line(address[1:], list)
