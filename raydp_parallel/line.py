@@ -68,18 +68,19 @@ class Line:
     def _listen_for_its_end(self) -> None:
         """Hand over a pulse, and cut the line as soon as that stops: long before the kernel would."""
         file = pulse.make()
-        if file is None:
-            self._socket.sendall(_NO_PULSE)
-            return
+        felt = None
         try:
-            felt = pulse.Pulse(file)
-            socket.send_fds(self._socket, [_PULSE], [file])
+            felt = pulse.Pulse(file) if file is not None else None
+            socket.send_fds(self._socket, [_PULSE], [file] if file is not None else [])
         finally:
-            os.close(file)
+            if file is not None:
+                os.close(file)
         self._socket.settimeout(_GREETING)
-        beats = self._socket.recv(1) == _PULSE
+        greeting = self._socket.recv(1)
         self._socket.settimeout(None)
-        if beats:
+        if not greeting:
+            raise LineCut("the other end hung up at once")
+        if felt is not None and greeting == _PULSE:
             threading.Thread(target=self._cut_after, args=(felt,), name="raydp-pulse", daemon=True).start()
 
     def _cut_after(self, felt: pulse.Pulse) -> None:
@@ -200,6 +201,7 @@ def _pulse(connection: socket.socket) -> Iterator[None]:
     """Hold the caller's pulse, if it brings one, while this thread serves."""
     _, files, _, _ = socket.recv_fds(connection, 1, 1)
     if not files:
+        connection.sendall(_NO_PULSE)
         yield
         return
     held = pulse.Pulse(files[0])

@@ -436,7 +436,8 @@ def test_ctrl_c_while_everybody_is_dead(two: Executor) -> None:
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         model(x)
-    assert time.monotonic() - begun < 1
+    assert time.monotonic() - begun < 5
+    assert [info.state for info in two.replicas()] == ["dead", "dead"]  # it did not wait for them
     thread.join()
     assert torch.equal(model(x), expected)
 
@@ -483,7 +484,7 @@ def test_ctrl_c_in_a_replay_and_in_backward(phase: str, two: Executor, tmp_path:
         thread.join()
     finally:
         (tmp_path / "go on").touch()  # whatever came of it: other tests have the same replicas, and would wait for ever
-    assert waited < 2
+    assert waited < 5
     model.zero_grad()
     model(x).sum().backward()
     assert model.module.weight.grad is not None and model.module.weight.grad.item() == 3
@@ -507,7 +508,7 @@ def test_ctrl_c_while_replicas_start(monkeypatch: pytest.MonkeyPatch) -> None:
         begun = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             model(torch.ones(4, 4))
-        assert time.monotonic() - begun < 1
+        assert time.monotonic() - begun < 5
         for hello in doors:
             with pytest.raises(ray.exceptions.RayActorError):
                 ray.get(hello)
@@ -523,8 +524,9 @@ def test_close_while_a_replica_starts(two: Executor) -> None:
     model(torch.ones(4, 4))
     begun = time.monotonic()
     executor.close()
-    assert time.monotonic() - begun < 2
-    assert not [thread for thread in threading.enumerate() if thread.name == "raydp-respawn"]
+    assert time.monotonic() - begun < 5
+    respawner: Any = executor._roster._respawner
+    assert not respawner._working
 
 
 # --- several callers ---

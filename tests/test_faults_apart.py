@@ -51,14 +51,14 @@ def gone(pid: int) -> bool:
 
 
 def test_a_driver_that_is_killed_leaves_nothing() -> None:
-    """Its replicas end within two seconds, and with them all memory, which has no name but theirs."""
+    """Its replicas end, on an idle machine in two seconds, and with them all memory, which has no name but theirs."""
     command = [sys.executable, str(HERE / "driver_script.py")]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
         pids = [int(pid) for pid in driver.stdout.readline().split()]
         assert len(pids) == 2 and not any(map(gone, pids))
         driver.kill()
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + 8
         while not all(map(gone, pids)) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert all(map(gone, pids))

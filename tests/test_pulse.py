@@ -131,3 +131,34 @@ def test_who_answers_the_call_with_silence_is_no_line() -> None:
         silent.listen(1)
         with pytest.raises(OSError, match="timed out"):
             line.Line(address[1:], list)
+
+
+def test_a_lock_that_does_not_get_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other side has no file left for it: there is a line, and its socket tells."""
+    receive = socket.recv_fds
+    monkeypatch.setattr(socket, "recv_fds", lambda *arguments: (receive(*arguments)[0], [], 0, None))
+    before = set(waiting())
+    caller, thread = served(lambda number, buffers: buffers)
+    assert set(waiting()) == before
+    caller.send(1, [b"first"])
+    assert bytes(caller.receive(1, 10)[0]) == b"first"
+    caller.close()
+    thread.join(10)
+
+
+def test_who_hangs_up_at_once_is_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a process that cannot map the lock does."""
+
+    def full(_file: int) -> pulse.Pulse:
+        raise OSError("no memory")
+
+    found = line.listen()
+    assert found is not None
+    thread = threading.Thread(target=line.serve, args=(found[1], lambda number, buffers: buffers), daemon=True)
+    make = pulse.Pulse
+    mine = threading.current_thread()
+    monkeypatch.setattr(pulse, "Pulse", lambda file: make(file) if threading.current_thread() is mine else full(file))
+    thread.start()
+    with pytest.raises(line.LineCut):
+        line.Line(found[0], list)
+    thread.join(10)

@@ -88,7 +88,8 @@ def test_close_does_not_wait_for_a_call_that_waits_for_a_replica() -> None:
     assert time.monotonic() - begun < 5
     thread.join(10)
     assert [type(error) for error in errors] == [ExecutorClosed]
-    assert not [thread for thread in threading.enumerate() if thread.name == "raydp-respawn"]
+    respawner: Any = executor._roster._respawner
+    assert not respawner._working
 
 
 def test_ctrl_c_while_it_closes_leaves_no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,11 +117,11 @@ def test_a_start_is_left_with_its_cluster() -> None:
     crew.dead, crew.holds = doors(executor)[1:], True
     model(X)
     assert crew.held.wait(10)
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "raydp-respawn"]
+    respawner: Any = executor._roster._respawner
+    (thread,) = respawner._working.values()
     crew.left = True
     thread.join(10)
     assert not thread.is_alive()
-    respawner: Any = executor._roster._respawner
     assert [type(error) for error in respawner._problems.values()] == [ClusterError]
     assert model(X).shape == (4, 2)  # with a crew of the next cluster
     executor.close()
