@@ -20,6 +20,9 @@ from raydp_parallel import DataParallel, Executor, Options, command, telemetry
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
+HERE = Options(in_process=True)
+"""For what only the driver's side tells."""
+
 
 class Counting(nn.Module):
     """Changes an attribute with each forward in the driver."""
@@ -82,7 +85,7 @@ def test_phases_add_up_with_real_replicas() -> None:
 
 
 def test_statistics_of_a_wrapper_are_its_own() -> None:
-    with Executor(["cpu", "cpu"]) as executor:
+    with Executor(["cpu", "cpu"], options=HERE) as executor:
         one, other = (DataParallel(nn.Linear(4, 2), executor=executor) for _ in range(2))
         train(one, 3)
         train(other, 5)
@@ -94,7 +97,7 @@ def test_statistics_of_a_wrapper_are_its_own() -> None:
 
 def test_advice_names_what_makes_state_travel_again() -> None:
     """A list that grows in the module, with every forward."""
-    with Executor(["cpu", "cpu"]) as executor:
+    with Executor(["cpu", "cpu"], options=HERE) as executor:
         net = Counting()
         model = DataParallel(net, executor=executor)
         for step in range(12):
@@ -121,7 +124,7 @@ def test_a_trace_has_the_driver_and_all_replicas_on_one_clock(tmp_path: Path) ->
 
 
 def test_torch_profiler_shows_the_replicas_work_as_ranges() -> None:
-    with Executor(["cpu", "cpu"]) as executor:
+    with Executor(["cpu", "cpu"], options=HERE) as executor:
         model = DataParallel(nn.Linear(4, 2), executor=executor)
         train(model, 1)
         with torch.profiler.profile() as profile:

@@ -647,26 +647,27 @@ def test_large_outputs_are_gathered_with_their_gradients(second: bool) -> None:
 # --- links, fallbacks, leftovers ---
 
 
+def trained(options: Options) -> tuple[dict[str, Tensor], str]:
+    """The weights after some steps, and the link in use."""
+    torch.manual_seed(2)
+    with Executor(TWO, options=options) as executor:
+        model = DataParallel(Net(), executor=executor)
+        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(data(step)).square().mean().backward()
+            optimizer.step()
+        return model.module.state_dict(), executor.stats().link
+
+
 @on_cluster
-@pytest.mark.parametrize("link", ["auto", "shared", "inline", "object_store"])
-def test_training_is_the_same_by_every_link(link: Any) -> None:
+def test_training_is_the_same_by_every_link() -> None:
     """To the bit."""
-
-    def train(options: Options) -> tuple[dict[str, Tensor], str]:
-        torch.manual_seed(2)
-        with Executor(TWO, options=options) as executor:
-            model = DataParallel(Net(), executor=executor)
-            optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-            for step in range(3):
-                optimizer.zero_grad()
-                model(data(step)).square().mean().backward()
-                optimizer.step()
-            return model.module.state_dict(), executor.stats().link
-
-    reference, name = train(Options())
-    found, _ = train(Options(link=link))
+    reference, name = trained(Options())
     assert name == "shared"
-    assert all(torch.equal(found[key], reference[key]) for key in reference)
+    for link in ("shared", "inline", "object_store"):
+        found, _ = trained(Options(link=link))
+        assert all(torch.equal(found[key], reference[key]) for key in reference), link
 
 
 @on_cluster
