@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import pickle
 import signal
 import threading
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 from harness import raised
 from mortal import arm, armed, fate, rows, same, state, whole
@@ -22,19 +22,19 @@ from torch.utils.checkpoint import checkpoint
 
 from raydp_parallel import DataParallel, Executor, Options
 from raydp_parallel.collective import Group, Groups, Reducer
-from raydp_parallel.exchange import Join, Reduce, Sum
+from raydp_parallel.exchange import Join, Kind, Reduce, Sum
 
 # --- one group in one process, a thread for each member ---
 
 
-def together(size: int, work: Callable[[int, Group], Any], patience: float = 10.0) -> list[Any]:
+def together(size: int, work: Callable[[int, Group], Any], kind: Kind = Kind.GLOO) -> list[Any]:
     """What each member of a new group makes of it, or what it raised."""
     host = Groups()
     store = host.host(10.0)
 
     def member(rank: int) -> Any:
         groups = host if rank == 0 else Groups()
-        assert groups.join(Join("test", rank, size, store, 10.0, ())) == ""
+        assert groups.join(Join("test", rank, size, store, 10.0, kind)) == ""
         group = groups.find("test")
         assert group is not None
         try:
@@ -159,7 +159,7 @@ def test_who_leaves_is_noticed_at_once(size: int) -> None:
         leaf = torch.ones(400_000, requires_grad=True)
         if rank == size - 1:
             time.sleep(0.2)
-            group.close()
+            group.leave()
             return Sum.FAILED
         return Reducer(group, word(0, range(size), 1, patience=60.0), [leaf]).finish([leaf.detach()])
 
@@ -317,8 +317,7 @@ def test_weights_and_sums_that_do_not_arrive_go_through_the_driver(
     expected = train(here, tmp_path, {}, 3)
     train(whole(three), tmp_path, {}, 1)  # there is a group
     (group,) = (known for known in three.groups._known.values() if len(known.seats) == 3)
-    crew = three._roster.crew
-    crew.collect([crew.submit(group.seats[who].door, "group", pickle.dumps((group.name,)), ())])
+    ray.get(group.seats[who].door.actor.leave.remote([group.name]))
     deaths, reruns = three.stats().deaths, three.stats().replays
     assert same(train(three, tmp_path, {}, 3), expected)
     assert (three.stats().deaths, three.stats().replays) == (deaths, reruns)
