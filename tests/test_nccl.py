@@ -260,10 +260,10 @@ def test_who_hangs_is_ended_and_the_others_are_told(three: Executor, tmp_path: P
     expected = train(whole(three), tmp_path, {}, False)
     three.groups._wait = 600.0
     deaths = three.stats().deaths
-    (tmp_path / "stop 1 0").touch()
+    (tmp_path / "stop midway 1 0").touch()
 
     def end() -> None:
-        while (tmp_path / "stop 1 0").exists():
+        while (tmp_path / "stop midway 1 0").exists():
             time.sleep(0.01)
         [*three._roster.seats.values()][1].door.end()
 
