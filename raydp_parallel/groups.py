@@ -105,7 +105,7 @@ class Groups:
         self._not_before = 0.0
         self._pause = _PAUSE
         self._wait = _PATIENCE
-        self._told = False
+        self._told = self._no_nccl = False
 
     @property
     def patience(self) -> float:
@@ -115,6 +115,12 @@ class Groups:
     def _share(self, seconds: float) -> float:
         limit = self._roster.options.call_timeout
         return seconds if limit is None else min(seconds, _SHARE_OF_TIMEOUT * limit)
+
+    def kind(self, seats: Sequence[Seat]) -> Kind:
+        """What these can sum by. Nccl refuses a GPU that comes twice: kernels on it would wait for each other."""
+        hellos = [seat.hello for seat in seats if seat.hello is not None]
+        gpus = {hello.gpu_uuid for hello in hellos if hello.gpu_uuid and hello.device != "cpu"}
+        return Kind.NCCL if len(gpus) == len(seats) and not self._no_nccl else Kind.GLOO
 
     def wanted(self, seats: Sequence[Seat], size: int, kind: Kind = Kind.GLOO) -> bool:
         """Whether so many bytes are to go by a group of these, if there can be one.
@@ -186,6 +192,7 @@ class Groups:
         alliance = Alliance(name, kind, members, tuple(seat.incarnation for seat in members))
         trouble = self._gather(alliance, min(_JOIN[kind], self._share(_JOIN[kind])))
         if trouble:
+            self._no_nccl |= kind is Kind.NCCL and alliance.whole  # nobody died: there is no such thing here
             self._not_before = time.monotonic() + self._pause
             self._pause *= 2
             self._tell_to_leave(alliance)
@@ -254,13 +261,6 @@ def _understood(answer: Any, link: Link) -> tuple[Any, str]:
     said, _ = unseal(answer, link)
     failure = getattr(said, "failure", None)
     return said, failure.text.strip().splitlines()[-1] if failure is not None else ""
-
-
-def kind_of(seats: Sequence[Seat]) -> Kind:
-    """What these can exchange tensors by. Two members of nccl's on one GPU would wait for each other for ever."""
-    hellos = [seat.hello for seat in seats if seat.hello is not None]
-    gpus = {hello.gpu_uuid for hello in hellos if hello.gpu_uuid and hello.device != "cpu"}
-    return Kind.NCCL if len(gpus) == len(seats) else Kind.GLOO
 
 
 def _order(seat: Seat) -> tuple[str, int]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from raydp_parallel import codec, collective
 from raydp_parallel.exchange import Reduce, Sum
 from raydp_parallel.executor import Executor
-from raydp_parallel.groups import Alliance, kind_of
+from raydp_parallel.groups import Alliance
 from raydp_parallel.jobs import Answer, Graph
 from raydp_parallel.messages import Reply, TensorSpec
 from raydp_parallel.reduction import Share
@@ -173,7 +173,7 @@ def plan(executor: Executor, parts: Sequence[Part], leaves: Sequence[Tensor], ne
         return None
     size = sum(chosen[row].nbytes for row in rows)
     seats = [part.seat for part in parts]
-    alliance = executor.groups.find(seats, size, kind_of(seats))
+    alliance = executor.groups.find(seats, size, executor.groups.kind(seats))
     return Pool(executor, alliance, parts, rows) if alliance is not None else None
 
 

@@ -22,7 +22,6 @@ from raydp_parallel.collective import Group, Groups, Reducer
 from raydp_parallel.collective.backends import Nccl
 from raydp_parallel.devices import Lane, Makers
 from raydp_parallel.exchange import Join, Kind, Sum
-from raydp_parallel.groups import kind_of
 
 CPU = torch.device("cpu")
 
@@ -239,8 +238,9 @@ def test_a_death_in_the_midst_of_a_sum_of_nccl(three: Executor, tmp_path: Path) 
     assert not armed(tmp_path) and time.monotonic() - began < 200
 
 
-def test_two_replicas_on_one_gpu_are_in_no_group_of_nccl(three: Executor) -> None:
-    """Nor some of which one is on a CPU."""
+def test_two_replicas_on_one_gpu_are_in_no_group_of_nccl(three: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor some of which one is on a CPU. Where a group of nccl's cannot be made, no other is tried."""
+    kind_of = three.groups.kind
     seats = [*whole(three)._roster.seats.values()]
     pose(three, ["", "", ""])
     assert kind_of(seats) is Kind.GLOO
@@ -253,6 +253,14 @@ def test_two_replicas_on_one_gpu_are_in_no_group_of_nccl(three: Executor) -> Non
     assert kind_of(seats) is Kind.NCCL
     size = 1 << 20
     assert three.groups.wanted(seats, size, Kind.NCCL) and not three.groups.wanted(seats, size, Kind.GLOO)
+    with monkeypatch.context() as patch:
+        patch.setattr(three.groups, "_gather", lambda *_: "no GPU like that")
+        patch.setattr(three.groups, "_not_before", 0.0)
+        patch.setattr(three.groups, "_no_nccl", False)
+        patch.setattr(three.groups, "_pause", 10.0)
+        assert three.groups.find(seats[:2], size, Kind.NCCL) is None
+        assert kind_of(seats) is Kind.GLOO
+    assert kind_of(seats) is Kind.NCCL
 
 
 def test_who_hangs_is_ended_and_the_others_are_told(three: Executor, tmp_path: Path) -> None:
