@@ -103,7 +103,8 @@ class Line:
             try:
                 while self._readable(0):
                     self._take_in(None)
-            except (LineCut, OSError, ValueError):  # a closed socket has no number to wait for
+            except (OSError, ValueError):  # a closed socket has no number to wait for
+                self.intact = False  # perhaps in the middle of a frame
                 return {*numbers}
             return {number for number in numbers if number in self._arrived}
 
