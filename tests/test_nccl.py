@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import fake_nccl
 import pytest
@@ -18,10 +19,13 @@ from mortal import arm, armed, rows, same, state, whole
 from test_collective import Wide, among, together, word
 
 from raydp_parallel import DataParallel, Executor, Options
-from raydp_parallel.collective import Group, Groups, Reducer
+from raydp_parallel.collective import Group, Groups, Reducer, pass_on
 from raydp_parallel.collective.backends import Nccl
-from raydp_parallel.devices import Lane, Makers
-from raydp_parallel.exchange import Join, Kind, Sum
+from raydp_parallel.devices import DeviceArena, DeviceLink, Lane, Makers
+from raydp_parallel.devices.gpu import on_device, on_host
+from raydp_parallel.exchange import Join, Kind, Leg, Relay, Sum
+from raydp_parallel.links import Mail, ObjectStoreLink
+from raydp_parallel.messages import Blob
 
 CPU = torch.device("cpu")
 
@@ -157,6 +161,38 @@ def test_sums_lie_on_a_stream_of_their_own(nccl: list[str], gpu: FakeGpu) -> Non
     again = [*begin, "on the current stream"]
     assert gpu.log == [*again, *again, "the current stream waits for a stream"]
     groups.leave("one")
+
+
+class Update(NamedTuple):
+    """What of a `StateUpdate` travels."""
+
+    blobs: tuple[Blob, ...]
+
+
+def test_contents_that_came_over_the_gpu_are_passed_on_by_the_host(gpu: FakeGpu) -> None:
+    """As CUDA IPC brings them to a replica on the driver's GPU, and others are to have them."""
+    arena, data = DeviceArena(CPU), torch.arange(3000, dtype=torch.uint8)
+    packet = arena.fill([on_device(data)], [0], 3000)
+    sizes = (1000, 2000)
+    relay = Relay((Leg("test", 0),), sizes, True, 10.0)
+    host = Groups()
+    store = host.host(10.0)
+
+    def member(rank: int) -> bytes:
+        groups = (host, Groups())[rank]
+        assert groups.join(Join("test", rank, 2, store, 10.0, Kind.GLOO)) == ""
+        mail = Mail(DeviceLink(ObjectStoreLink(), arena), [] if rank else [packet])
+        blob = Blob((7, 8), (0, 1024) if rank else (0, 1000), sizes, None if rank else 0)
+        found = pass_on(relay._replace(source=not rank), Update((blob,)), mail, groups)  # type: ignore[arg-type]
+        assert found is not None
+        whole = on_host(mail.open(found[0].blobs[0].packet))
+        groups.leave("test")
+        return b"".join(
+            ctypes.string_at(whole.address + at, size) for at, size in zip(blob.offsets, sizes, strict=True)
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(member, range(2))] == [data.numpy().tobytes()] * 2
 
 
 def test_gradients_of_several_streams_are_packed_behind_all_of_them(gpu: FakeGpu) -> None:
