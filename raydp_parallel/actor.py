@@ -76,20 +76,21 @@ class Door:
         return plain(self._answer(self._forget, number, header, ()))
 
     def group(self, number: int, header: bytes) -> Any:
-        """Host a store for groups of replicas, become a member of one, or leave some."""
+        """Host a store for groups of replicas, or become a member of one."""
         return plain(self._answer(self._group, number, header, ()))
 
-    def _group(self, what: Any, _mail: Mail, _back: Mail) -> Any:
+    def _group(self, what: Host | Join, _mail: Mail, _back: Mail) -> Any:
         groups = self._replica.groups
         if isinstance(what, Host):
             groups.address = self._address()
             return groups.host(what.patience)
-        if isinstance(what, Join):
-            groups.address = self._address()
-            return groups.join(what)
-        for name in what:
-            groups.leave(name)
-        return None
+        groups.address = self._address()
+        return groups.join(what)
+
+    def leave(self, groups: Sequence[str]) -> None:
+        """Leave groups, at once: this waits for no call, for one may be waiting in such a group."""
+        for name in groups:
+            self._replica.groups.leave(name)
 
     def _address(self) -> str:
         """Where other nodes reach this one."""
@@ -177,7 +178,7 @@ class Door:
             return None
         address, listener = found
         self._ledger.settle(held)
-        threading.Thread(target=self._serve, args=(listener,), name="raydp-line", daemon=True).start()
+        threading.Thread(target=self._serve, args=(listener,), name=_LINE, daemon=True).start()
         return address, self._mappings.held()
 
     def _serve(self, listener: Any) -> None:
@@ -220,6 +221,8 @@ class Door:
 SHARE_LIMIT = 32 * 1024 * 1024
 """Bytes up to which each replica gets a copy of its own over its line. What is larger is put into the object store,
 once for all replicas; that costs 5 ms however little it is."""
+
+_LINE = "raydp-line"
 
 METHODS = ("forward", "backward", "forget", "group")
 """Methods by the number that stands for them on a direct line."""
@@ -314,7 +317,7 @@ def _node() -> str:
 
 def _task_span(phase: str) -> Any:
     """A span in `ray timeline`, inside the task that runs; a direct line's thread has none."""
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread().name == _LINE:
         return None
     return global_worker.core_worker.profile_event(phase.encode(), {"name": phase})  # type: ignore[attr-defined]
 
@@ -327,7 +330,11 @@ def _gpu() -> str:
     return ",".join(map(str, ray.get_gpu_ids())) if ray.is_initialized() else ""
 
 
-@ray.remote(max_restarts=0, max_task_retries=0)
+_aside: Any = ray.method(enable_task_events=False, concurrency_group="aside")
+"""What does not wait for the call that runs. All others keep to one thread, and to the order in which they come."""
+
+
+@ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"aside": 1})  # type: ignore[call-overload]
 class ReplicaActor(Door):
     """The door as a Ray actor.
 
@@ -365,6 +372,7 @@ class ReplicaActor(Door):
     forget = _quiet(Door.forget)
     learn = _quiet(Door.learn)
     group = _quiet(Door.group)
+    leave = _aside(Door.leave)
     share = _quiet(Door.share)
     start_sharing = _quiet(Door.start_sharing)
     share_device = _quiet(Door.share_device)

@@ -207,7 +207,8 @@ def _run(
             return request if pool is None else request._replace(**pool.words(number, seat))
 
         made = makes if pool is None else pool.kept[number]
-        return Job(part.seat, "backward", prepare, part.master.id, made, part.graph)
+        heard = None if pool is None else pool.heard
+        return Job(part.seat, "backward", prepare, part.master.id, made, part.graph, heard)
 
     jobs = [job(number, i, part) for number, (i, part) in enumerate(_parts(call, stash))]
     return call.executor.run(jobs if chosen is None else [jobs[number] for number in chosen])
@@ -234,7 +235,7 @@ def _pooled(
     except BaseException:
         pool.abandon()
         raise
-    missing = pool.heard(answers)
+    missing = pool.missing(answers)
     _finish(call, parts, answers)
     if missing:
         fetched = _run(call, stash, needed, keep, {}, pool, missing)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from raydp_parallel.exchange import Relay
 from raydp_parallel.executor import Executor
 from raydp_parallel.jobs import Answer, Graph, Job
 from raydp_parallel.links import Mail
-from raydp_parallel.messages import Arguments, ForwardRequest, Produced, StateUpdate
+from raydp_parallel.messages import Arguments, ForwardRequest, Produced, Reply, StateUpdate
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.pool import Part
 from raydp_parallel.post import Post, Route, post, route, size_of
@@ -138,9 +138,12 @@ class _Forward:
         self.posts: dict[Master, Post | None] = {}
         self.ways = {master: self._way(master) for master in self.masters}
         jobs = [
-            Job(c.seat, "forward", functools.partial(self._request, i), c.master.id, self.graphs[i])
+            Job(
+                c.seat, "forward", functools.partial(self._request, i), c.master.id, self.graphs[i], None,
+                self._listener(c.master),
+            )
             for i, c in enumerate(self.chunks)
-        ]
+        ]  # fmt: skip
         try:
             return self.executor.run(jobs, self._meanwhile)
         except BaseException:
@@ -157,6 +160,16 @@ class _Forward:
     def _post(self, master: Master) -> Post | None:
         chunks = {number: chunk.seat for number, chunk in enumerate(self.chunks) if chunk.master is master}
         return post(self.executor.groups, self.ways[master], master, chunks)
+
+    def _listener(self, master: Master) -> Callable[[Reply | None], None] | None:
+        """Who is to hear at once what became of a chunk; None if no replica waits for another."""
+
+        def heard(reply: Reply | None) -> None:
+            post = self.posts.get(master)
+            if post is not None:
+                post.heard(reply)
+
+        return heard if self.ways[master] is not None else None
 
     def _request(self, number: int, seat: Seat, mail: Mail) -> ForwardRequest:
         """The message for one chunk. The executor's lock is held, for other threads may send the same modules.

@@ -44,6 +44,10 @@ class Task(NamedTuple):
     shown: bool = False
 
 
+Heard = Callable[[int, Any], None]
+"""Is told the number of a call, and its answer."""
+
+
 class Crew(Protocol):
     """Starts replicas and carries calls to them."""
 
@@ -70,8 +74,16 @@ class Crew(Protocol):
     def submit(self, door: Any, method: str, header: bytes, beside: Sequence[Packet], task: Task | None = None) -> Any:
         """Send a call; returns what `collect` waits for, which has a ``give_up()`` for calls nobody waits for."""
 
-    def collect(self, pending: Sequence[Any]) -> list[Any]:
-        """Wait for all calls. Where a replica died, its answer is the `Death`."""
+    def collect(self, pending: Sequence[Any], heard: Heard | None = None) -> list[Any]:
+        """Wait for all calls. Where a replica died, its answer is the `Death`.
+
+        Args:
+            pending: The calls.
+            heard: Is told each answer as soon as it is there: others may be waiting for one that died.
+        """
+
+    def leave(self, door: Any, groups: Sequence[str]) -> None:
+        """Let a replica leave groups of replicas at once, also while a call of it waits for others in one."""
 
     def note(self, door: Any, text: str) -> None:
         """Enter a line into a replica's own log, which the dashboard shows on its page."""

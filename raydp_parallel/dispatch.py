@@ -8,6 +8,7 @@ front of the job and on the same way, so that it costs no trip of its own.
 
 from __future__ import annotations
 
+import functools
 import pickle
 import time
 from collections import Counter
@@ -145,8 +146,8 @@ class Dispatch:
         """Wait for all that were sent. Returns whose replica died, and None for who has to be sent everything again."""
         flights = [*self._flights.items()]
         try:
-            pending = [p for _, flight in flights for p in flight.pending]
-            results = iter(self._run.wait(self._roster.crew.collect, pending))
+            calls = [(flight, p) for _, flight in flights for p in flight.pending]
+            results = iter(self._run.wait(functools.partial(self._listen, calls), [p for _, p in calls]))
             lost: dict[int, ReplicaDied | None] = {}
             for number, flight in flights:
                 found = [next(results) for _ in flight.pending]
@@ -165,10 +166,26 @@ class Dispatch:
         self._flights.clear()
         return lost
 
-    def _receive(self, flight: _Flight, results: Sequence[Any]) -> Answer:
-        seat, job, link = flight.seat, flight.job, self._roster.crew.link
-        for result in results[:-1]:
-            reply, _ = unseal(result, link)
+    def _listen(self, calls: Sequence[tuple[_Flight, Any]], pending: Sequence[Any]) -> list[Any]:
+        """The answers, opened; jobs hear of them as they come, for other replicas may wait for one that died."""
+        crew = self._roster.crew
+        opened: dict[int, Any] = {}
+
+        def heard(index: int, answer: Any) -> None:
+            flight, call = calls[index]
+            found = opened[index] = answer if isinstance(answer, Death) else unseal(answer, crew.link)
+            if flight.job.heard is not None and (call is flight.pending[-1] or isinstance(found, Death)):
+                flight.job.heard(None if isinstance(found, Death) else found[0])
+
+        waited_for = any(flight.job.heard is not None for flight, _ in calls)
+        for index, answer in enumerate(crew.collect(pending, heard if waited_for else None)):
+            if index not in opened:
+                heard(index, answer)
+        return [opened[index] for index in range(len(calls))]
+
+    def _receive(self, flight: _Flight, results: Sequence[tuple[Reply, Mail]]) -> Answer:
+        seat, job = flight.seat, flight.job
+        for reply, _ in results[:-1]:
             flight.replies.append(reply)
             if reply.failure is not None:
                 for graph in flight.graphs:
@@ -177,7 +194,7 @@ class Dispatch:
                     "backward: the forward had to run again, because the replica that held its graph died, and that "
                     f"failed on {seat}: {reply.failure.text}"
                 )
-        reply, mail = unseal(results[-1], link)
+        reply, mail = results[-1]
         seat.answered = True
         if not reply.revision:
             seat.distrust(seat.name_of(job.model, job.seat))

@@ -16,6 +16,15 @@ class Host(NamedTuple):
     patience: float
 
 
+class Kind(Enum):
+    """What members exchange tensors by."""
+
+    GLOO = "gloo"
+    """Sockets, from and to the machine's memory."""
+    NCCL = "nccl"
+    """Whatever there is between GPUs."""
+
+
 class Join(NamedTuple):
     """Become a member of a group of replicas, which exchange tensors without the driver.
 
@@ -25,7 +34,7 @@ class Join(NamedTuple):
         size: How many members there are.
         store: Where they find each other: host and port.
         patience: Seconds that they may take for that.
-        left: Groups that are no more.
+        kind: What they exchange tensors by.
     """
 
     group: str
@@ -33,7 +42,7 @@ class Join(NamedTuple):
     size: int
     store: tuple[str, int]
     patience: float
-    left: tuple[str, ...]
+    kind: Kind
 
 
 class Reduce(NamedTuple):

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 
 from raydp_parallel.actor import unseal
 from raydp_parallel.crew import Death
-from raydp_parallel.exchange import Host, Join
+from raydp_parallel.exchange import Host, Join, Kind
+from raydp_parallel.links import Link
 from raydp_parallel.roster import Roster
 from raydp_parallel.seats import Seat
 
@@ -34,7 +35,7 @@ log = logging.getLogger("raydp_parallel")
 _LEAST = 1 << 18
 """Bytes from which a group pays, by estimate; ``link="collective"`` uses it for any number."""
 
-_JOIN = 15.0
+_JOIN = {Kind.GLOO: 15.0, Kind.NCCL: 60.0}
 """Seconds that members may take to find each other."""
 
 _PATIENCE = 15.0
@@ -59,11 +60,13 @@ class Alliance(NamedTuple):
 
     Attributes:
         name: Its name.
+        kind: What its members exchange tensors by.
         seats: Its members, by rank.
         incarnations: Which of each seat's replicas it is.
     """
 
     name: str
+    kind: Kind
     seats: tuple[Seat, ...]
     incarnations: tuple[int, ...]
 
@@ -95,23 +98,39 @@ class Groups:
     def __init__(self, roster: Roster) -> None:
         self.late: set[int] = set()
         self._roster = roster
-        self._known: dict[tuple[Seat, ...], Alliance] = {}
-        self._left: list[str] = []
+        self._known: dict[tuple[Kind, tuple[Seat, ...]], Alliance] = {}
+        self._guard = threading.Lock()
         self._making = threading.Lock()
         self._numbers = itertools.count(1)
         self._not_before = 0.0
         self._pause = _PAUSE
         self._wait = _PATIENCE
-        self._told = False
+        self._told = self._no_nccl = False
 
     @property
     def patience(self) -> float:
         """Seconds that members may wait for each other."""
-        limit = self._roster.options.call_timeout
-        return self._wait if limit is None else min(self._wait, _SHARE_OF_TIMEOUT * limit)
+        return self._share(self._wait)
 
-    def wanted(self, seats: Sequence[Seat], size: int) -> bool:
-        """Whether so many bytes are to go by a group of these, if there can be one."""
+    def _share(self, seconds: float) -> float:
+        limit = self._roster.options.call_timeout
+        return seconds if limit is None else min(seconds, _SHARE_OF_TIMEOUT * limit)
+
+    def kind(self, seats: Sequence[Seat]) -> Kind:
+        """What these can sum by. Nccl refuses a GPU that comes twice: kernels on it would wait for each other."""
+        hellos = [seat.hello for seat in seats if seat.hello is not None]
+        gpus = {hello.gpu_uuid for hello in hellos if hello.gpu_uuid and hello.device != "cpu"}
+        return Kind.NCCL if len(gpus) == len(seats) and not self._no_nccl else Kind.GLOO
+
+    def wanted(self, seats: Sequence[Seat], size: int, kind: Kind = Kind.GLOO) -> bool:
+        """Whether so many bytes are to go by a group of these, if there can be one.
+
+        Args:
+            seats: Who is to be in it.
+            size: The bytes.
+            kind: What it would be made of: GPUs of one node sum among themselves, if each has its own, but no node
+                needs the network to pass on what lies in its memory.
+        """
         options = self._roster.options
         if options.in_process or options.link not in ("auto", "collective") or len(seats) < 2:
             return False
@@ -119,88 +138,92 @@ class Groups:
             return False
         if options.link == "collective":
             return True
-        hellos = [seat.hello for seat in seats if seat.hello is not None]
-        # GPUs of several nodes are not for every day until that has been seen to work on some.
-        return size >= _LEAST and len({h.node for h in hellos}) > 1 and all(h.device == "cpu" for h in hellos)
+        nodes = {seat.hello.node for seat in seats if seat.hello is not None}
+        return size >= _LEAST and (len(nodes) > 1 or kind is Kind.NCCL)
 
-    def find(self, seats: Sequence[Seat], size: int, always: bool = False) -> Alliance | None:
+    def find(self, seats: Sequence[Seat], size: int, kind: Kind = Kind.GLOO, always: bool = False) -> Alliance | None:
         """The group of some seats, made if need be. None: they are better off, or have to do, without.
 
         Args:
             seats: Who is to be in it.
             size: How many bytes it is for.
+            kind: What it is made of.
             always: Whether it is known that one is wanted.
         """
-        if not always and not self.wanted(seats, size):
+        if not always and not self.wanted(seats, size, kind):
             return None
         members = tuple(sorted(seats, key=_order))
-        known = self._known.get(members)
+        known = self._known.get((kind, members))
         if known is not None and known.whole:
             return known
         if time.monotonic() < self._not_before:
             return None
         with self._making:
-            known = self._known.get(members)
-            return known if known is not None and known.whole else self._make(members)
+            known = self._known.get((kind, members))
+            return known if known is not None and known.whole else self._make(kind, members)
 
     def near(self, seats: Sequence[Seat]) -> Seat:
         """Who of some is cheapest to reach: one on the driver's node, else the first."""
         return min(seats, key=lambda seat: (getattr(seat.door, "line", None) is None, _order(seat)))
 
     def dissolve(self, alliance: Alliance, waited: float = 0.0) -> None:
-        """A group is of no use any more. Members that wait in it hear that from those that leave.
+        """A group is of no use any more. Members that wait in it are told so.
 
         Args:
             alliance: The group.
             waited: Seconds that members have waited for others. If nobody died, they may have been too impatient.
         """
-        with self._roster.lock:
-            if self._known.get(alliance.seats) is not alliance:
+        with self._guard:
+            if self._known.get((alliance.kind, alliance.seats)) is not alliance:
                 return
-            del self._known[alliance.seats]
-            if waited >= self._wait and alliance.whole:
-                self._wait = min(2 * self._wait, _LONGEST)
-            word = pickle.dumps((alliance.name,))
-            for seat in alliance.seats:
-                if alliance.has(seat) and self._roster.crew.alive():
-                    self._roster.crew.submit(seat.door, "group", word, ()).give_up()
+            del self._known[alliance.kind, alliance.seats]
+        if waited >= self._wait and alliance.whole:
+            self._wait = min(2 * self._wait, _LONGEST)
+        self._tell_to_leave(alliance)
 
-    def _make(self, members: tuple[Seat, ...]) -> Alliance | None:
+    def _tell_to_leave(self, alliance: Alliance) -> None:
+        """Members wait for others in it no longer. Not by a message like others, which would wait its turn."""
+        for seat in alliance.seats:
+            if alliance.has(seat):
+                self._roster.crew.leave(seat.door, [alliance.name])
+
+    def _make(self, kind: Kind, members: tuple[Seat, ...]) -> Alliance | None:
         name = f"{os.getpid()}-{id(self):x}-{next(self._numbers)}"
-        alliance = Alliance(name, members, tuple(seat.incarnation for seat in members))
-        patience = min(_JOIN, self.patience)
-        trouble = self._gather(alliance, patience)
+        alliance = Alliance(name, kind, members, tuple(seat.incarnation for seat in members))
+        trouble = self._gather(alliance, min(_JOIN[kind], self._share(_JOIN[kind])))
         if trouble:
+            self._no_nccl |= kind is Kind.NCCL and alliance.whole  # nobody died: there is no such thing here
             self._not_before = time.monotonic() + self._pause
             self._pause *= 2
-            self._left.append(name)
+            self._tell_to_leave(alliance)
             self._tell(members, trouble)
             return None
         self._pause = _PAUSE
-        with self._roster.lock:
-            self._known[members] = alliance
-            self._thin_out()
+        with self._guard:
+            self._known[kind, members] = alliance
+            gone = self._thin_out()
+        for old in gone:
+            self._tell_to_leave(old)
         return alliance
 
-    def _thin_out(self) -> None:
+    def _thin_out(self) -> list[Alliance]:
         """Let go of groups that are not whole any more, and of the oldest if there are many."""
-        gone = [members for members, known in self._known.items() if not known.whole]
-        gone += [members for members in self._known if members not in gone][:-_MOST]
-        self._left += [self._known.pop(members).name for members in gone]
+        gone = [key for key, known in self._known.items() if not known.whole]
+        gone += [key for key in self._known if key not in gone][:-_MOST]
+        return [self._known.pop(key) for key in gone]
 
     def _gather(self, alliance: Alliance, patience: float) -> str:
         """Let all members join; returns what went wrong."""
         ((store, death),) = self._ask(alliance, alliance.seats[:1], [Host(patience)])
         if death:
             return death
-        left, self._left = tuple(self._left), []
         size = len(alliance.seats)
-        words = [Join(alliance.name, rank, size, tuple(store), patience, left) for rank in range(size)]
+        words = [Join(alliance.name, rank, size, tuple(store), patience, alliance.kind) for rank in range(size)]
         found = self._ask(alliance, alliance.seats, words)
         return next((death or answer for answer, death in found if death or answer), "")
 
     def _ask(self, alliance: Alliance, seats: Sequence[Seat], words: Sequence[Any]) -> list[tuple[Any, str]]:
-        """What each answers, or what went wrong."""
+        """What each answers, or what went wrong; after the first of that the others wait for nobody."""
         crew = self._roster.crew
         with self._roster.lock:
             self._roster.check_open()
@@ -208,15 +231,16 @@ class Groups:
                 return [("", "a replica died")] * len(seats)
             headers = [pickle.dumps(word) for word in words]
             calls = [crew.submit(s.door, "group", header, ()) for s, header in zip(seats, headers, strict=True)]
-        found: list[tuple[Any, str]] = []
-        for answer in crew.collect(calls):
-            if isinstance(answer, Death):
-                found.append(("", answer.cause))
-                continue
-            said, _ = unseal(answer, crew.link)
-            failure = getattr(said, "failure", None)
-            found.append((said, failure.text.strip().splitlines()[-1] if failure is not None else ""))
-        return found
+        found: dict[int, tuple[Any, str]] = {}
+
+        def heard(number: int, answer: Any) -> None:
+            found[number] = _understood(answer, crew.link)
+            said, trouble = found[number]
+            if trouble or (isinstance(said, str) and said):
+                self._tell_to_leave(alliance)
+
+        crew.collect(calls, heard)
+        return [found[number] for number in range(len(calls))]
 
     def _tell(self, members: Sequence[Seat], trouble: str) -> None:
         level = logging.INFO if self._told else logging.WARNING
@@ -228,6 +252,15 @@ class Groups:
             "the next try is in %g s at the earliest",
             names, trouble, self._not_before - time.monotonic(),
         )  # fmt: skip
+
+
+def _understood(answer: Any, link: Link) -> tuple[Any, str]:
+    """What a replica answered, or what went wrong."""
+    if isinstance(answer, Death):
+        return "", answer.cause
+    said, _ = unseal(answer, link)
+    failure = getattr(said, "failure", None)
+    return said, failure.text.strip().splitlines()[-1] if failure is not None else ""
 
 
 def _order(seat: Seat) -> tuple[str, int]:

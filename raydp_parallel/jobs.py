@@ -117,6 +117,7 @@ class Job(NamedTuple):
         model: The model that it concerns.
         makes: The graph that is there afterwards.
         needs: The graph that must be there before.
+        heard: Is told what came of it as soon as that is known, while others still work: None if its replica died.
     """
 
     seat: Seat
@@ -125,6 +126,7 @@ class Job(NamedTuple):
     model: int
     makes: Graph | None = None
     needs: Graph | None = None
+    heard: Callable[[Reply | None], None] | None = None
 
 
 class Answer(NamedTuple):

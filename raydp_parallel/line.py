@@ -21,7 +21,7 @@ import struct
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -113,14 +113,36 @@ class Line:
         """
         with self._reading:
             while number not in self._arrived:
-                found, buffers = self._read_frame(timeout)
-                if found in self._waiting:
-                    self._arrived[found] = buffers
-                else:
-                    # The answer to a call that was given up (Ctrl-C); nobody waits for it.
-                    self._unread(buffers)
+                self._take_in(timeout)
             self._waiting.discard(number)
             return self._arrived.pop(number)
+
+    def _take_in(self, timeout: float | None) -> None:
+        found, buffers = self._read_frame(timeout)
+        if found in self._waiting:
+            self._arrived[found] = buffers
+        else:
+            # The answer to a call that was given up (Ctrl-C); nobody waits for it.
+            self._unread(buffers)
+
+    def look(self, numbers: Collection[int]) -> set[int]:
+        """Read what has come. Returns which answers are here: `receive` would not wait; all if the line is cut."""
+        with self._reading:
+            try:
+                while self._readable(0):
+                    self._take_in(None)
+            except (OSError, ValueError):  # a closed socket has no number to wait for
+                self.intact = False  # perhaps in the middle of a frame
+                return {*numbers}
+            return {number for number in numbers if number in self._arrived}
+
+    def file(self) -> int:
+        """The number of the socket, for who waits for several; -1 once it is closed."""
+        return self._socket.fileno()
+
+    def waits_for(self) -> int:
+        """How many answers are waited for, by whomever."""
+        return len(self._waiting)
 
     def _read_frame(self, timeout: float | None) -> tuple[int, list[Any]]:
         if not self.intact:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from raydp_parallel.actor import Door, link_for
-from raydp_parallel.crew import Death, Place, Task
+from raydp_parallel.crew import Death, Heard, Place, Task
 from raydp_parallel.links import Link, Packet
 from raydp_parallel.messages import Hello, Package
 from raydp_parallel.options import Options
@@ -88,8 +88,14 @@ class LocalCrew:
     ) -> Answered:
         return Answered(door.call(method, header, beside))
 
-    def collect(self, pending: Sequence[Answered]) -> list[Any]:
+    def collect(self, pending: Sequence[Answered], heard: Heard | None = None) -> list[Any]:
+        for number, call in enumerate(pending):
+            if heard is not None:
+                heard(number, call.answer)
         return [call.answer for call in pending]
+
+    def leave(self, door: Any, groups: Sequence[str]) -> None:
+        """One process is no group."""
 
     def note(self, door: Any, text: str) -> None:
         """It has no log of its own."""

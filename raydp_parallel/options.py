@@ -53,9 +53,9 @@ class Options:
             ``"mean"``, their mean weighted by the chunks' rows, or their ``"sum"``.
         link: How bytes travel: ``"auto"`` sends small ones inside the call; large ones lie in shared memory if the
             cluster is one machine, the weights of CPU replicas included, else they go beside the call or through Ray's
-            object store, and CPU replicas on several nodes sum gradients and pass weights on among themselves.
-            ``"collective"`` lets replicas do so wherever they are, and on GPUs too. The other names force one way for
-            everything.
+            object store; replicas on several nodes, and those that have GPUs of their own, sum gradients among
+            themselves, and on several nodes pass weights on. ``"collective"`` lets replicas do both wherever they are.
+            The other names force one way for everything.
         placement_timeout: Seconds that replicas may take to be placed and to start. While they wait for a place Ray's
             autoscaler knows of it, and a node that is added is used.
         call_timeout: Seconds that one forward or backward may take before its replica counts as dead and is ended;

@@ -18,7 +18,7 @@ from raydp_parallel.exchange import Reduce, Sum
 from raydp_parallel.executor import Executor
 from raydp_parallel.groups import Alliance
 from raydp_parallel.jobs import Answer, Graph
-from raydp_parallel.messages import TensorSpec
+from raydp_parallel.messages import Reply, TensorSpec
 from raydp_parallel.reduction import Share
 from raydp_parallel.seats import Seat
 from raydp_parallel.snapshot.master import Master
@@ -99,12 +99,15 @@ class Pool:
         for graph in self.kept:
             graph.drop()
 
-    def heard(self, answers: Sequence[Answer]) -> list[int]:
+    def heard(self, reply: Reply | None) -> None:
+        """A member answered, or died. If it did not do its part, the others wait in vain, and are told so."""
+        reduced = reply.reduced if reply is not None else None
+        if not self._fetching and (reduced is None or reduced.outcome is Sum.FAILED):
+            self._groups.dissolve(self._alliance, reduced.seconds if reduced is not None else 0.0)
+
+    def missing(self, answers: Sequence[Answer]) -> list[int]:
         """Take up what came. Returns the chunks that have to be asked for the gradients that they keep."""
         found = [answer.reply.reduced for answer in answers]
-        if any(one is None or one.outcome is Sum.FAILED for one in found):
-            waited = max((one.seconds for one in found if one is not None), default=0.0)
-            self._groups.dissolve(self._alliance, waited)
         if any(one is not None and one.outcome is Sum.SPOILED for one in found):
             self._groups.late.add(self._parts[0].master.id)
         if self._summed(answers):
@@ -169,7 +172,8 @@ def plan(executor: Executor, parts: Sequence[Part], leaves: Sequence[Tensor], ne
     if not rows or any([*part.leaves[: first.own]] != [*first.leaves[: first.own]] for part in parts):
         return None
     size = sum(chosen[row].nbytes for row in rows)
-    alliance = executor.groups.find([part.seat for part in parts], size)
+    seats = [part.seat for part in parts]
+    alliance = executor.groups.find(seats, size, executor.groups.kind(seats))
     return Pool(executor, alliance, parts, rows) if alliance is not None else None
 
 

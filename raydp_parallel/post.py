@@ -15,7 +15,7 @@ from raydp_parallel import collective
 from raydp_parallel.exchange import Leg, Relay
 from raydp_parallel.groups import Alliance, Groups
 from raydp_parallel.links import Mail
-from raydp_parallel.messages import StateUpdate
+from raydp_parallel.messages import Reply, StateUpdate
 from raydp_parallel.seats import Seat
 from raydp_parallel.snapshot.master import Master
 
@@ -117,6 +117,11 @@ class Post:
         assert found is not None
         note(found.sent)
         return found.placed(mail), relay
+
+    def heard(self, reply: Reply | None) -> None:
+        """One of them answered, or died. If it did not get the contents, or could not pass them on, others will not."""
+        if reply is None or reply.missed:
+            self.abandon()
 
     def abandon(self) -> None:
         """Not all of them will get what they are waiting for."""

@@ -7,10 +7,11 @@ import errno
 import logging
 import math
 import os
+import select
 import signal
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,9 @@ log = logging.getLogger("raydp_parallel")
 
 TURN = 0.2
 """Seconds that Ray is waited for at a time: inside, it looks for Ctrl-C once a second only."""
+
+_SHORT_TURN = 0.02
+"""The same, where several threads read from one line."""
 
 _OWN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """What this process, or its machine, has not got: no sign of a death."""
@@ -49,6 +53,11 @@ class Pending:
         self._number = number
         self._ref = ref
         self._answer: Any = None
+
+    @property
+    def through_ray(self) -> bool:
+        """Whether it is a Ray task."""
+        return self._ref is not None
 
     def result(self, timeout: float | None) -> Any:
         """Wait for the answer."""
@@ -81,6 +90,8 @@ class Lost:
         error: What was seen.
     """
 
+    through_ray = False
+
     def __init__(self, door: RemoteDoor, error: Exception) -> None:
         self.door = door
         self._error = error
@@ -93,17 +104,63 @@ class Lost:
         """Nothing is on its way."""
 
 
-def fetch(pending: Sequence[Pending | Lost], timeout: float | None) -> None:
-    """Get what Ray carries together, which costs a fifth of getting each alone.
+def await_each(calls: Sequence[Pending | Lost], deadlines: Sequence[float], take: Callable[[int, bool], None]) -> None:
+    """Wait for calls, and let each answer be taken as soon as it is there, whoever else is still to answer.
 
-    What comes of a death, or too late, each call finds out for itself.
+    Args:
+        calls: The calls.
+        deadlines: When each is to be taken at the latest.
+        take: Takes what came of a call, by its number and whether that is there.
     """
-    calls = [call for call in pending if isinstance(call, Pending) and call._ref is not None]
-    if len(calls) > 1:
-        with contextlib.suppress(TimeoutError, ray.exceptions.RayError):
-            answers = _get([call._ref for call in calls], timeout)
-            for call, answer in zip(calls, answers, strict=True):
-                call._answer = answer
+    left = dict(enumerate(calls))
+    while left:
+        found = {number for number, call in left.items() if isinstance(call, Lost)}
+        for line, numbers in _by_line(left).items():
+            found.update(numbers[at] for at in line.look(numbers))
+        now = time.monotonic()
+        late = {number for number in left if deadlines[number] <= now} - found
+        if not found and not late:
+            found = _await_some(left, min(deadlines[number] for number in left) - now)
+        for number in sorted(found | late):
+            del left[number]
+            take(number, number in found)
+
+
+def _by_line(left: dict[int, Pending | Lost]) -> dict[Line, dict[int, int]]:
+    """The calls that went over lines, by what each line calls them."""
+    found: dict[Line, dict[int, int]] = {}
+    for number, call in left.items():
+        if isinstance(call, Pending) and call._ref is None and call._line is not None:
+            found.setdefault(call._line, {})[call._number] = number
+    return found
+
+
+def _await_some(left: dict[int, Pending | Lost], seconds: float) -> set[int]:
+    """Wait a turn. Returns what Ray has brought; what came over lines is to be looked for."""
+    refs = {number: call._ref for number, call in left.items() if isinstance(call, Pending) and call._ref is not None}
+    if refs:
+        return _fetch(left, refs, min(TURN, seconds))
+    lines = _by_line(left)
+    waiting = select.poll()
+    # Another thread may have read what this one is about to wait for.
+    turn = TURN if all(line.waits_for() <= len(numbers) for line, numbers in lines.items()) else _SHORT_TURN
+    for line in lines:
+        if line.file() >= 0:
+            waiting.register(line.file(), select.POLLIN)
+    waiting.poll(max(1.0, min(turn, seconds) * 1e3))
+    return set()
+
+
+def _fetch(left: dict[int, Pending | Lost], refs: dict[int, Any], seconds: float) -> set[int]:
+    """Get what Ray carries, together, which costs a fifth of getting each alone."""
+    try:
+        answers = ray.get([*refs.values()], timeout=max(0.0, seconds))
+    except ray.exceptions.RayError:  # of one that died, or all are not there yet: those that are, each for itself
+        there, _ = ray.wait([*refs.values()], num_returns=len(refs), timeout=0)
+        return {number for number, ref in refs.items() if ref in there}
+    for number, answer in zip(refs, answers, strict=True):
+        left[number]._answer = answer  # type: ignore[union-attr]  # only those that Ray carries
+    return {*refs}
 
 
 class RemoteDoor:
@@ -141,6 +198,27 @@ class RemoteDoor:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(process, signal.SIGKILL)
             self._let_go()
+
+    def last_words(self, seconds: float, asks: Callable[[], bool]) -> str | None:
+        """Why its process ended, by Ray; None if Ray does not say so in time, or says that it did not.
+
+        Not inside of Ray for longer than a look: who leaves the cluster while a thread is in there finds his process
+        ended.
+
+        Args:
+            seconds: How long to wait.
+            asks: Whether Ray may still be asked.
+        """
+        said, deadline = self.actor.hello.remote(), time.monotonic() + seconds
+        while time.monotonic() < deadline and asks():
+            if ray.wait([said], timeout=0)[0]:
+                try:
+                    ray.get(said)
+                except ray.exceptions.RayError as error:
+                    return in_short(error)
+                return None
+            time.sleep(TURN / 10)
+        return None
 
     def call_directly(self, number: int = 0, timeout: float | None = None) -> None:
         """Open a direct line, if that can be had; else calls stay Ray tasks.

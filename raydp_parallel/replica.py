@@ -71,7 +71,7 @@ class Replica:
         self._graphs: dict[int, _Graph] = {}
         self._kept: dict[int, Sequence[Tensor | None]] = {}
         self._reduced: Reduced | None = None
-        self.groups = collective.Groups()
+        self.groups = collective.Groups(device=device)
 
     def forward(self, request: ForwardRequest, mail: Mail, back: Mail) -> Reply:
         """Run one chunk."""

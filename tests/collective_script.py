@@ -27,12 +27,30 @@ def end_node(cluster: Cluster, node: Any, sign: Path) -> None:
     cluster.remove_node(node)
 
 
+def lose_a_node(cluster: Cluster, four: Executor, folder: Path, moment: str, expected: list[Any]) -> None:
+    """Train, and lose the node of the third replica when that comes to some moment, where it stands still first."""
+    found = whole(four).replicas()[2]
+    lost = next(node for node in cluster.worker_nodes if node.node_id == found.node_id)
+    sign = folder / f"stop {moment} 0" if " " in moment else folder / f"stop {moment} {found.pid} 0"
+    train(four, folder, {}, 1, chunks=4)  # which a new replica needs to come to know of such moments
+    sign.touch()
+    ending = threading.Thread(target=end_node, args=(cluster, lost, sign))
+    ending.start()
+    begun, deaths = time.monotonic(), four.stats().deaths
+    assert same(train(four, folder, {}, 5, chunks=4), expected)
+    assert time.monotonic() - begun < 60 and four.stats().deaths == deaths + 2, four.stats()
+    ending.join()
+    cluster.add_node(num_cpus=1, num_gpus=2)
+    assert four.grow() == 2
+
+
 def main() -> None:
     """Everything in one cluster, for starting one takes long."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     torch.set_num_threads(1)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0})
-    workers = [cluster.add_node(num_cpus=1, num_gpus=2) for _ in range(2)]
+    for _ in range(2):
+        cluster.add_node(num_cpus=1, num_gpus=2)
     ray.init(address=cluster.address, log_to_driver=False)
     folder = Path(tempfile.mkdtemp())
     here = Executor(["cpu"] * 4, options=Options(in_process=True, threads=1))
@@ -58,15 +76,9 @@ def main() -> None:
     assert same(train(four, folder, {1: ["midway 0"]}, 5, chunks=4), expected)
     print("a root dies in the midst of a sum, and the bits are the same")
 
-    lost = next(node for node in workers if node.node_id == whole(four).replicas()[3].node_id)
-    (folder / "stop 2 0").touch()
-    ending = threading.Thread(target=end_node, args=(cluster, lost, folder / "stop 2 0"))
-    ending.start()
-    begun = time.monotonic()
-    assert same(train(four, folder, {}, 5, chunks=4), expected)
-    assert time.monotonic() - begun < 60
-    ending.join()
-    print("a node is lost in the midst of a sum, and the bits are the same")
+    for moment in ("forward 2", "relay", "backward 2", "midway 2", "summed"):
+        lose_a_node(cluster, four, folder, moment, expected)
+    print("a node is lost in each phase, and the bits are the same")
     four.close()
     raydp_parallel.shutdown()
     ray.shutdown()

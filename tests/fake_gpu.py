@@ -43,6 +43,7 @@ class FakeGpu:
         self.shares: dict[bytes, Any] = {}
         self.events: dict[bytes, Any] = {}
         self.opened: list[bytes] = []
+        self.streams = [self.stream("the current stream")]
         self._queue: list[Callable[[], object]] = []
         self.done = 0
         self.asked = 0
@@ -80,6 +81,34 @@ class FakeGpu:
             self._queue.pop(0)()
             self.done += 1
 
+    def stream(self, name: str) -> Any:
+        """A stream, which waits for others."""
+        gpu = self
+
+        class Stream:
+            def __repr__(self) -> str:
+                return name
+
+            def wait_stream(self, other: Any) -> None:
+                gpu.log.append(f"{self} waits for {other}")
+
+        return Stream()
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        """``torch.cuda.stream``."""
+        self.streams.append(stream)
+        self.log.append(f"on {stream}")
+        try:
+            yield
+        finally:
+            assert self.streams.pop() is stream
+            self.log.append(f"on {self.streams[-1]}")
+
+    def record_stream(self, _tensor: Tensor, stream: Any) -> None:
+        """``Tensor.record_stream``."""
+        self.log.append(f"a tensor is used on {stream}")
+
     # cudaHostRegister and its counterpart
 
     def cudart(self) -> Any:
@@ -102,7 +131,7 @@ class FakeGpu:
                 self.timed, self.shared, self.at, self.when = enable_timing, interprocess, 0, 0.0
 
             def record(self, stream: Any) -> None:
-                assert stream == "the current stream"
+                assert stream is gpu.streams[-1]
                 gpu.log.append("record")
                 self.at, self.when = gpu.asked, time.perf_counter()
 
@@ -114,7 +143,7 @@ class FakeGpu:
                 return gpu.done >= self.at
 
             def wait(self, stream: Any) -> None:
-                assert stream == "the current stream"
+                assert stream is gpu.streams[-1]
                 gpu.log.append("stream waits")
 
             def elapsed_time(self, end: Any) -> float:
@@ -155,7 +184,9 @@ def installed(patch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     properties = SimpleNamespace(name="Fake", uuid=UUID, total_memory=1000, multi_processor_count=10)
     for name, value in {
         "Event": gpu.event_class(),
-        "current_stream": lambda _device: "the current stream",
+        "current_stream": lambda _device: gpu.streams[-1],
+        "Stream": lambda _device: gpu.stream("a stream"),
+        "stream": gpu.on,
         "cudart": gpu.cudart,
         "default_generators": [torch.Generator()],
         "memory_allocated": lambda _device: 5,
@@ -166,7 +197,7 @@ def installed(patch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     patch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: gpu.share(storage))
     patch.setattr(torch.UntypedStorage, "_new_shared_cuda", staticmethod(gpu.open))
     patch.setattr(torch, "empty", gpu.empty)
-    methods = {"copy_": gpu.copy, "is_pinned": gpu.is_pinned}
+    methods = {"copy_": gpu.copy, "is_pinned": gpu.is_pinned, "record_stream": gpu.record_stream}
     for name, method in methods.items():
         type.__setattr__(Tensor, name, _bound(method))
     try:

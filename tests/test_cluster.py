@@ -48,6 +48,6 @@ def test_replicas_of_several_nodes_among_themselves() -> None:
         "two nodes train as one process does, and exchange gradients and weights",
         "with twice the replicas the driver carries no more",
         "a root dies in the midst of a sum, and the bits are the same",
-        "a node is lost in the midst of a sum, and the bits are the same",
+        "a node is lost in each phase, and the bits are the same",
     ):
         assert line in printed, printed

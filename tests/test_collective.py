@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import pickle
 import signal
 import threading
 import time
@@ -14,27 +13,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 from harness import raised
 from mortal import arm, armed, fate, rows, same, state, whole
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from raydp_parallel import DataParallel, Executor, Options
+from raydp_parallel import DataParallel, Executor, Options, collective
 from raydp_parallel.collective import Group, Groups, Reducer
-from raydp_parallel.exchange import Join, Reduce, Sum
+from raydp_parallel.exchange import Join, Kind, Reduce, Sum
 
 # --- one group in one process, a thread for each member ---
 
 
-def together(size: int, work: Callable[[int, Group], Any], patience: float = 10.0) -> list[Any]:
+def together(size: int, work: Callable[[int, Group], Any], kind: Kind = Kind.GLOO) -> list[Any]:
     """What each member of a new group makes of it, or what it raised."""
     host = Groups()
     store = host.host(10.0)
 
     def member(rank: int) -> Any:
         groups = host if rank == 0 else Groups()
-        assert groups.join(Join("test", rank, size, store, 10.0, ())) == ""
+        assert groups.join(Join("test", rank, size, store, 10.0, kind)) == ""
         group = groups.find("test")
         assert group is not None
         try:
@@ -159,7 +159,7 @@ def test_who_leaves_is_noticed_at_once(size: int) -> None:
         leaf = torch.ones(400_000, requires_grad=True)
         if rank == size - 1:
             time.sleep(0.2)
-            group.close()
+            group.leave()
             return Sum.FAILED
         return Reducer(group, word(0, range(size), 1, patience=60.0), [leaf]).finish([leaf.detach()])
 
@@ -225,20 +225,47 @@ class Wide(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         chunk, folder = int(x[0, 0]), self.folder
-        fate(folder, f"forward {chunk}")
+        watch(folder)
+        meet(folder, f"forward {chunk}")
         hidden = torch.dropout(self.norm(self.one(x[:, 1:])).tanh(), 0.2, self.training)
         out: Tensor = self.three(self.two(hidden).relu())
         if out.requires_grad:
-            out.register_hook(lambda grad: fate(folder, f"backward {chunk}"))
-            hidden.register_hook(lambda grad: self.midway(chunk))
+            out.register_hook(lambda grad: meet(folder, f"backward {chunk}"))
+            # The last layers' gradients are there then, and being summed.
+            hidden.register_hook(lambda grad: meet(folder, f"midway {chunk}"))
         return out
 
-    def midway(self, chunk: int) -> None:
-        """The last layers' gradients are there, and being summed."""
-        if (Path(self.folder) / f"stop {chunk} 0").exists():
-            (Path(self.folder) / f"stop {chunk} 0").unlink()
-            os.kill(os.getpid(), signal.SIGSTOP)
-        fate(self.folder, f"midway {chunk}")
+
+def meet(folder: str, moment: str) -> None:
+    """Stand still or end, if that was asked for: ``"stop midway 1 0"``, ``"midway 1 0"``."""
+    sign = Path(folder, f"stop {moment} 0")
+    if sign.exists():
+        sign.unlink()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    fate(folder, moment)
+
+
+def watch(folder: str) -> None:
+    """Let this replica end, by its process id, before weights are passed on, and before and after its last sums."""
+    if collective.pass_on.__name__ == "pass_on" and running_in_replica():
+        passed, finished, own = collective.pass_on, Reducer.finish, os.getpid()
+
+        def pass_on_or_die(*given: Any) -> Any:
+            meet(folder, f"relay {own}")
+            return passed(*given)
+
+        def finish_or_die(*given: Any) -> Any:
+            meet(folder, f"sum {own}")
+            found = finished(*given)
+            meet(folder, f"summed {own}")
+            return found
+
+        collective.pass_on, Reducer.finish = pass_on_or_die, finish_or_die  # type: ignore[assignment, method-assign]
+
+
+def running_in_replica() -> bool:
+    """And not in the tests' own process, with replicas inside."""
+    return ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None
 
 
 def train(
@@ -277,25 +304,27 @@ def test_training_has_the_same_bits_and_the_driver_carries_one_replica(
 def test_deaths_in_every_phase_leave_the_same_bits(
     three: Executor, here: Executor, victim: int, tmp_path: Path
 ) -> None:
-    """Before the backward, within it, while gradients are summed; of the root and of another."""
-    plan = {1: [f"forward {victim}"], 2: [f"backward {victim}"], 3: [f"midway {victim}"]}
-    expected = train(here, tmp_path, {}, 6)
+    """In forward, while weights are passed on, in backward before, while and after it sums; of the root and another."""
+    # Between two of them a calm step: weights are passed on to those only that hold what the others hold.
+    moments = ["", f"forward {victim}", f"backward {victim}", f"midway {victim}", "", "relay", "sum", "summed"]
+    expected = train(here, tmp_path, {}, len(moments))
     whole(three)
     deaths = three.stats().deaths
     torch.manual_seed(3)
     model = DataParallel(Wide(tmp_path), executor=three)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     losses = []
-    for number in range(6):
-        whole(three)
-        arm(tmp_path, *plan.get(number, ()))
+    for number, moment in enumerate(moments):
+        pid = whole(three).replicas()[victim].pid
+        if moment:
+            arm(tmp_path, moment if " " in moment else f"{moment} {pid}")
         optimizer.zero_grad()
         loss = model(rows(3, number)).square().mean()
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
     assert not armed(tmp_path)
-    assert three.stats().deaths == deaths + 3
+    assert three.stats().deaths == deaths + 6
     assert same([*losses, *state(model)], expected)
 
 
@@ -304,7 +333,7 @@ def test_one_that_stands_still_is_ended_and_no_other(here: Executor, cluster: No
     expected = train(here, tmp_path, {}, 3)
     options = Options(link="collective", call_timeout=5.0)
     with Executor(["cpu"] * 3, options=options) as executor:
-        (tmp_path / "stop 1 0").touch()
+        (tmp_path / "stop midway 1 0").touch()
         assert same(train(executor, tmp_path, {}, 3), expected)
         assert executor.stats().deaths == 1
 
@@ -317,8 +346,7 @@ def test_weights_and_sums_that_do_not_arrive_go_through_the_driver(
     expected = train(here, tmp_path, {}, 3)
     train(whole(three), tmp_path, {}, 1)  # there is a group
     (group,) = (known for known in three.groups._known.values() if len(known.seats) == 3)
-    crew = three._roster.crew
-    crew.collect([crew.submit(group.seats[who].door, "group", pickle.dumps((group.name,)), ())])
+    ray.get(group.seats[who].door.actor.leave.remote([group.name]))
     deaths, reruns = three.stats().deaths, three.stats().replays
     assert same(train(three, tmp_path, {}, 3), expected)
     assert (three.stats().deaths, three.stats().replays) == (deaths, reruns)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, Options, line, remote
+from raydp_parallel.crew import Death
 from raydp_parallel.line import Turnstile
 from raydp_parallel.links import Arena, Descriptor, Mappings
 from raydp_parallel.remote import Pending, RemoteDoor
@@ -82,6 +86,21 @@ def test_answers_may_be_taken_in_any_order(echo: line.Line) -> None:
         echo.send(number, [bytes([number]) * 3])
     for number in (3, 1, 2):
         assert bytes(echo.receive(number, 10)[1]) == bytes([number]) * 3
+
+
+def test_who_looks_waits_for_nothing(echo: line.Line) -> None:
+    """Several lines are watched together; which answers are there is asked of each."""
+    assert echo.look([1]) == set()
+    echo.send(1, [b"one"])
+    echo.send(2, [b"two"])
+    assert echo.waits_for() == 2 and echo.file() > 0
+    while echo.look([1, 2]) != {1, 2}:
+        pass
+    assert bytes(echo.receive(2, None)[1]) == b"two" and bytes(echo.receive(1, None)[1]) == b"one"
+    echo.close()
+    assert echo.file() == -1 and echo.look([3]) == {3}
+    with pytest.raises(line.LineCut):
+        echo.receive(3, None)
 
 
 def test_the_end_of_the_other_side_is_seen() -> None:
@@ -178,6 +197,49 @@ def test_every_way_gives_the_same(cluster: None, options: dict[str, Any]) -> Non
                 out.sum().backward()
                 assert model.module.weight.grad is not None
                 torch.testing.assert_close(model.module.weight.grad, x[:2].sum(0) + x[2:].sum(0))
+
+
+class Parting(nn.Module):
+    """One chunk ends its process, the other waits until somebody knows."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def forward(self, x: Tensor) -> Tensor:
+        fatal = self.folder / "fatal"
+        if x[0] and fatal.exists():
+            fatal.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        begun = time.monotonic()
+        while not (self.folder / "known").exists():
+            time.sleep(0.01)
+            assert time.monotonic() < begun + 60, "nobody knows"
+        return x + 1
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_death_is_known_while_others_work(
+    cluster: None, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may be waiting for the one that died, and can be told. The first in the order of calls is such a one."""
+    with Executor(["cpu", "cpu"], options=Options(direct_line=direct)) as executor:
+        crew = executor._roster.crew
+        collect = crew.collect
+
+        def listening(pending: Any, heard: Any = None) -> Any:
+            def also(number: int, answer: Any) -> None:
+                if isinstance(answer, Death):
+                    (tmp_path / "known").touch()
+                if heard is not None:
+                    heard(number, answer)
+
+            return collect(pending, also)
+
+        monkeypatch.setattr(crew, "collect", listening)
+        (tmp_path / "fatal").touch()
+        assert DataParallel(Parting(tmp_path), executor=executor)(torch.arange(2.0)).tolist() == [1, 2]
+        assert executor.stats().deaths == 1
 
 
 def test_memory_is_recycled(cluster: None) -> None:

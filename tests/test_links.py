@@ -106,6 +106,11 @@ def test_nothing_at_all_can_be_sent(link: Link) -> None:
     assert link.open(link.send([], [], 0)).size == 0
 
 
+def test_a_message_without_tensors_is_opened(link: Link) -> None:
+    """Its packet is empty, and no link has made it: a batch without rows, for one."""
+    assert link.open(b"").size == 0
+
+
 @pytest.mark.parametrize("scale", (1, LIMIT))
 def test_pieces_lie_at_their_offsets(link: Link, scale: int) -> None:
     """Several pieces, with gaps between them and behind them, an empty one among them."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -18,19 +20,22 @@ from raydp_parallel.cluster.holders import no_room
 from raydp_parallel.cluster.holds import Hold, Holds
 from raydp_parallel.cluster.joining import connect
 from raydp_parallel.cluster.nodes import Node, booked, draining, for_cpus, homes, living, nodes
-from raydp_parallel.crew import Death, Ending, Place, Task
+from raydp_parallel.crew import Death, Ending, Heard, Place, Task
 from raydp_parallel.errors import PlacementError
 from raydp_parallel.links import Arena, Link, Packet, shared
 from raydp_parallel.messages import Hello, Package
 from raydp_parallel.naming import Names
 from raydp_parallel.options import Options
 from raydp_parallel.progress import Waiting
-from raydp_parallel.remote import TURN, Lost, Pending, RemoteDoor, fetch, in_short
+from raydp_parallel.remote import TURN, Lost, Pending, RemoteDoor, await_each, in_short
 
 log = logging.getLogger("raydp_parallel")
 
 _BETWEEN_LOOKS = 1.0
 """Seconds between two looks for nodes that are about to end; each is a call to Ray."""
+
+_AT_ONCE = 0.001
+"""Seconds to wait for an answer that is late."""
 
 _CAUSE_TIMEOUT = 5.0
 """Seconds that Ray may take to say why a process ended."""
@@ -211,26 +216,39 @@ class RayCrew:
     ) -> Any:
         return door.submit(method, header, beside, self._options.call_timeout, task)
 
-    def collect(self, pending: Sequence[Pending]) -> list[Any]:
+    def collect(self, pending: Sequence[Pending | Lost], heard: Heard | None = None) -> list[Any]:
         start, timeout = time.monotonic(), self._options.call_timeout
         before: Counter[int] = Counter()
-        results = []
-        fetch(pending, timeout)
-        # All chunks end before anyone hears of the failure of one.
+        deadlines = []
         for call in pending:
             before[id(call.door)] += 1  # a replica that runs several calls, one after the other, has time for each
-            deadline = None if timeout is None else start + timeout * before[id(call.door)]
-            results.append(self._result(call, deadline))
+            deadlines.append(math.inf if timeout is None else start + timeout * before[id(call.door)])
+        # All chunks end before anyone hears of the failure of one.
+        if heard is None and not any(call.through_ray for call in pending):
+            ends = zip(pending, deadlines, strict=True)
+            return [self._result(call, max(_AT_ONCE, end - time.monotonic())) for call, end in ends]
+        results: list[Any] = [None] * len(pending)
+
+        def take(number: int, there: bool) -> None:
+            results[number] = self._result(pending[number], math.inf if there else _AT_ONCE)
+            if heard is not None:
+                heard(number, results[number])
+
+        await_each(pending, deadlines, take)
         return results
 
-    def _result(self, call: Pending | Lost, deadline: float | None) -> Any:
-        left = None if deadline is None else max(0.001, deadline - time.monotonic())
+    def _result(self, call: Pending | Lost, seconds: float) -> Any:
         try:
-            return call.result(left)
+            return call.result(None if seconds == math.inf else seconds)
         except TimeoutError:
             return Death(f"no answer within call_timeout={self._options.call_timeout} s", Ending.SILENT)
         except ray.exceptions.RayError as error:
             return Death(in_short(error))
+
+    def leave(self, door: RemoteDoor, groups: Sequence[str]) -> None:
+        if self.alive():
+            with contextlib.suppress(ray.exceptions.RayError):
+                door.actor.leave.remote(tuple(groups))
 
     def note(self, door: RemoteDoor, text: str) -> None:
         door.actor.note.remote(text)
@@ -239,16 +257,7 @@ class RayCrew:
         # Ray would start another cluster, were it asked after the end of this one.
         if death.ending is Ending.SILENT or not self.alive():
             return death.cause
-        said, deadline = door.actor.hello.remote(), time.monotonic() + _CAUSE_TIMEOUT
-        while time.monotonic() < deadline and self.alive():
-            if ray.wait([said], timeout=0)[0]:
-                try:
-                    ray.get(said)
-                except ray.exceptions.RayError as error:
-                    return in_short(error)
-                break
-            time.sleep(TURN / 10)  # and not inside of Ray, see `_await`
-        return death.cause
+        return door.last_words(_CAUSE_TIMEOUT, self.alive) or death.cause
 
     def stop(self, doors: Sequence[Any]) -> None:
         for door in doors:

@@ -2,11 +2,12 @@
 
 A group is one of `torch.distributed`'s, made directly: with a store of its own, and never the process's default group,
 so that a user's own groups keep working. A group is of use as long as all its members are: if one fails to do its part,
-the others hear it from their sockets at once and leave too. Nothing depends on a group but time, for each member can
-answer without it.
+the others hear it, from their sockets or from the driver, and leave too. Nothing depends on a group but time, for each
+member can answer without it.
 
-Groups are of the backend gloo, and so work in the memory of the host, also for replicas on GPUs. One of nccl would keep
-gradients on the GPUs; it needs a way to tell a member that waits in a kernel that another one died.
+Gradients of replicas on GPUs are summed there, by nccl, if each has a GPU of its own. Contents are passed on in the
+machine's memory, by gloo, also among GPUs: there a replica keeps the driver's bytes, so as to put back what a forward
+writes, and a second copy of all weights on the GPU would be too much.
 """
 
 from __future__ import annotations

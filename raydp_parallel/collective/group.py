@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
-from raydp_parallel.exchange import Join
+from raydp_parallel.collective.backends import Backend, Gloo, Left, Nccl, Operation, dist
+from raydp_parallel.collective.sums import Exchange, Pair, Summation
+from raydp_parallel.exchange import Join, Kind
 
-dist: Any = distributed  # torch's stubs leave out most of what it takes to make a group of one's own
+_GRACE = 2.0
+"""Seconds beyond its patience after which an attempt to make a group is left to itself."""
 
-_LEAST = 0.001
-"""Seconds that the last of a row of operations is waited for, however late it is."""
+_MEMORY = 100
+"""Groups that this process knows to have left, so that it does not join one that is no more."""
 
 
 class Group:
@@ -23,25 +28,12 @@ class Group:
 
     Args:
         join: What the driver said of it.
-        address: This process's address, for the network that the others are on.
-        store: The store, if this process hosts it.
+        backend: This process's end of it.
     """
 
-    def __init__(self, join: Join, address: str, store: Any = None) -> None:
+    def __init__(self, join: Join, backend: Backend) -> None:
         self.rank, self.size = join.rank, join.size
-        self._store = store or _store(join.store, host=False, patience=join.patience)
-        patience = timedelta(seconds=join.patience)
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-        options._timeout = patience
-        options._threads = 2
-        self._backend: Any = self._make(join, "", options)
-        # Parts of one sum go to the root while those of the next are exchanged, here sooner and there later.
-        self._second: Any = self._make(join, "+", options) if join.size > 2 else None
-
-    def _make(self, join: Join, which: str, options: Any) -> Any:
-        prefix = dist.PrefixStore(join.group + which, self._store)
-        return dist.ProcessGroupGloo(prefix, join.rank, join.size, options)
+        self._backend = backend
 
     def sum(self, tensor: Tensor, root: int, order: Sequence[int], patience: float) -> Summation:
         """Begin to sum a tensor of each member, whose length `padded` gives, for the root.
@@ -52,131 +44,88 @@ class Group:
             order: The members in the order in which their tensors are added.
             patience: Seconds that the others may take.
         """
+        tensor = self._backend.near(tensor)
         if self.size == 2:
-            # Two can be added in one way only; torch's own way for it takes twice as long.
-            other = tensor if self.rank != root else torch.empty_like(tensor)
-            return Pair(self.broadcast(other, 1 - root, patience), tensor, other)
-        options = dist.AllToAllOptions()
-        options.timeout = timedelta(seconds=patience)
-        parts = torch.empty_like(tensor)
-        work = self._backend.alltoall_base(parts, tensor, [], [], options)
-        return Exchange(work, tensor, parts, order, lambda mine: self._gather(tensor, mine, root, patience))
+            return Pair(self._backend, tensor, self.rank, root, patience)
+        return Exchange(self._backend, tensor, order, root, patience)
 
     def padded(self, length: int) -> int:
         """The least length that `sum` can work with."""
         return -(-length // self.size) * self.size
 
-    def _gather(self, whole: Tensor, part: Tensor, root: int, patience: float) -> Any:
-        options = dist.GatherOptions()
-        options.rootRank = root
-        options.timeout = timedelta(seconds=patience)
-        into = [[*whole.chunk(self.size)]] if self.rank == root else []
-        return self._second.gather(into, [part], options)
+    def probe(self, device: torch.device, patience: float) -> None:
+        """Sum a number of each member: the first operations open connections, and show whether all this works."""
+        mine = torch.full((self.padded(1),), self.rank + 1.0, device=device)
+        total = self.sum(mine, 0, range(self.size), patience).finish(time.monotonic() + patience)
+        expected = self.size * (self.size + 1) / 2
+        if self.rank == 0 and float(total[0]) != expected:
+            raise RuntimeError(f"the members' sum was {float(total[0])}, and not {expected}")
 
-    def broadcast(self, tensor: Tensor, root: int, patience: float) -> Any:
+    def broadcast(self, tensor: Tensor, root: int, patience: float) -> Operation:
         """Begin to copy the root's tensor into those of the others."""
-        options = dist.BroadcastOptions()
-        options.rootRank = root
-        options.timeout = timedelta(seconds=patience)
-        return self._backend.broadcast([tensor], options)
+        return self._backend.broadcast(tensor, root, patience)
 
-    def close(self) -> None:
-        """Leave. Others that still wait for this process see at once that they wait in vain."""
-        self._backend = self._second = None
+    def leave(self) -> None:
+        """Leave, from any thread. Who waits in this process for others does so no longer."""
+        self._backend.leave()
 
 
-class Summation(Protocol):
-    """A sum on its way."""
-
-    def advance(self) -> bool:
-        """Do what can be done without waiting; whether that was all, so that it may be the next one's turn."""
-
-    def finish(self, until: float) -> Tensor:
-        """Wait for it. In the root this is the sum. Raises `RuntimeError` if it did not come."""
-
-
-class Pair:
-    """A sum of two: one gives, the root adds.
-
-    Args:
-        work: Brings the other's tensor to the root.
-        own: This member's tensor; the root's becomes the sum.
-        other: In the root, the other's.
-    """
-
-    def __init__(self, work: Any, own: Tensor, other: Tensor) -> None:
-        self._works = [work]
-        self._own = own
-        self._other = other
-
-    def advance(self) -> bool:
-        """Add, if the other's is there."""
-        if self._works and self._works[0].is_completed():
-            self.finish(time.monotonic())
-        return not self._works
-
-    def finish(self, until: float) -> Tensor:
-        """Wait for it."""
-        wait(self._works, until)
-        if self._works and self._other is not self._own:
-            self._own += self._other
-        self._works.clear()
-        return self._own
-
-
-class Exchange:
-    """A sum of many: each member gets one part of all tensors, adds them in order, and gives its part to the root.
-
-    As many bytes travel as in the ring that backends use, whose order of additions depends on how many members there
-    are and on who they are. This one is the driver's own, to the bit.
-
-    Args:
-        work: The exchange of the parts.
-        whole: This member's tensor; the root's becomes the sum.
-        parts: One part of each member's tensor, once the work is done.
-        order: The members in the order of the sum.
-        gather: Begins to bring a part to the root.
-    """
-
-    def __init__(
-        self, work: Any, whole: Tensor, parts: Tensor, order: Sequence[int], gather: Callable[[Tensor], Any]
-    ) -> None:
-        self._works = [work]
-        self._whole = whole
-        self._parts = parts
-        self._order = order
-        self._gather = gather
-
-    def advance(self) -> bool:
-        """Add, if all parts are there."""
-        if len(self._works) == 1 and self._works[0].is_completed():
-            self._add(time.monotonic())
-        return len(self._works) > 1
-
-    def finish(self, until: float) -> Tensor:
-        """Wait for it."""
-        if len(self._works) == 1:
-            self._add(until)
-        wait(self._works[1:], until)
-        return self._whole
-
-    def _add(self, until: float) -> None:
-        wait(self._works, until)
-        parts = self._parts.chunk(len(self._order))
-        total = parts[self._order[0]]
-        for rank in self._order[1:]:
-            total += parts[rank]
-        self._works.append(self._gather(total))
-
-
-def wait(works: Sequence[Any], until: float) -> None:
+def wait(operations: Sequence[Operation], until: float) -> None:
     """Wait for operations; raises `RuntimeError` if one failed, or is not done by then."""
-    for work in works:
-        work.wait(timedelta(seconds=max(_LEAST, until - time.monotonic())))
+    for operation in operations:
+        operation.finish(until)
 
 
 def _store(where: tuple[str, int], host: bool, patience: float) -> Any:
     return dist.TCPStore(where[0], where[1], None, host, timedelta(seconds=patience), wait_for_workers=False)
+
+
+class _Attempt:
+    """A group in the making, in a thread of its own: what it waits for may never come.
+
+    Args:
+        join: What the driver said of it.
+        address: This process's address, for the network that the others are on.
+        store: The store, if this process hosts it.
+        device: The device of this process.
+    """
+
+    def __init__(self, join: Join, address: str, store: Any, device: torch.device) -> None:
+        self.group: Group | None = None
+        self.trouble = "no answer from the others"
+        self.over = threading.Event()
+        self._guard = threading.Lock()
+        self._given_up = False
+        self._backend: Backend | None = None
+        arguments = join, address, store, device
+        # A thread has torch's own default device, whatever a user made that of others.
+        threading.Thread(target=self._run, args=arguments, name="raydp-joining", daemon=True).start()
+
+    def _run(self, join: Join, address: str, store: Any, device: torch.device) -> None:
+        try:
+            store = store or _store(join.store, host=False, patience=join.patience)
+            backend: Backend = Nccl(join, device, store) if join.kind is Kind.NCCL else Gloo(join, address, store)
+            with self._guard:
+                self._backend = backend
+                if self._given_up:
+                    return backend.leave()
+            backend.connect()
+            group = Group(join, backend)
+            group.probe(device, join.patience)
+            self.group = group
+        except (RuntimeError, OSError, AttributeError) as error:
+            self.trouble = f"{type(error).__name__}: {error}"
+        finally:
+            self.over.set()
+
+    def give_up(self) -> None:
+        """Wait for it no longer, and let it come to nothing."""
+        with self._guard:
+            self._given_up = True
+            if self._backend is not None:
+                self._backend.leave()
+        self.group = None
+        self.over.set()
 
 
 class Groups:
@@ -184,12 +133,17 @@ class Groups:
 
     Args:
         address: This process's address, for the network that the others are on.
+        device: The device of this process.
     """
 
-    def __init__(self, address: str = "127.0.0.1") -> None:
+    def __init__(self, address: str = "127.0.0.1", device: torch.device | None = None) -> None:
         self.address = address
+        self._device = device or torch.device("cpu")
         self._host: Any = None
+        self._guard = threading.Lock()
         self._groups: dict[str, Group] = {}
+        self._attempts: dict[str, _Attempt] = {}
+        self._gone: deque[str] = deque(maxlen=_MEMORY)
 
     def host(self, patience: float) -> tuple[str, int]:
         """Let members of groups find each other here; returns where."""
@@ -199,23 +153,32 @@ class Groups:
 
     def join(self, request: Join) -> str:
         """Become a member, as soon as all others are there; returns what went wrong, empty if nothing did."""
-        for name in request.left:
-            self.leave(name)
-        try:
-            hosted = self._host is not None and request.store == (self.address, self._host.port)
-            # Not on the GPU that a user made the default.
-            with torch.device("cpu"):
-                self._groups[request.group] = Group(request, self.address, self._host if hosted else None)
-        except (RuntimeError, OSError, AttributeError) as error:
-            return f"{type(error).__name__}: {error}"
-        return ""
+        hosted = self._host is not None and request.store == (self.address, self._host.port)
+        with self._guard:
+            if request.group in self._gone:
+                return str(Left("it was left before this process had joined"))
+            attempt = _Attempt(request, self.address, self._host if hosted else None, self._device)
+            self._attempts[request.group] = attempt
+        over = attempt.over.wait(request.patience + _GRACE)
+        with self._guard:
+            del self._attempts[request.group]
+            group = attempt.group
+            if over and group is not None and request.group not in self._gone:
+                self._groups[request.group] = group
+                return ""
+        attempt.give_up()
+        return attempt.trouble
 
     def find(self, name: str) -> Group | None:
         """A group, None if this process left it."""
         return self._groups.get(name)
 
     def leave(self, name: str) -> None:
-        """Leave a group, if this process is in it."""
-        group = self._groups.pop(name, None)
+        """Leave a group, if this process is in it or about to be. From any thread, also while another waits in it."""
+        with self._guard:
+            self._gone.append(name)
+            group, attempt = self._groups.pop(name, None), self._attempts.get(name)
+        if attempt is not None:
+            attempt.give_up()
         if group is not None:
-            group.close()
+            group.leave()

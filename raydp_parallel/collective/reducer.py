@@ -22,7 +22,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from raydp_parallel.collective.group import Group, Summation
+from raydp_parallel import devices
+from raydp_parallel.collective.group import Group
+from raydp_parallel.collective.sums import Summation
 from raydp_parallel.exchange import Reduce, Sum
 
 _BUCKET = 4 << 20
@@ -100,6 +102,7 @@ class Reducer:
         self._waiting = [len(bucket.rows) for bucket in self._buckets]
         self._bucket_of = {row: k for k, bucket in enumerate(self._buckets) for row in bucket.rows}
         self._there: set[int] = set()
+        self._makers = devices.Makers(self._leaves[0].device)
         self._sums: list[Summation] = []
         self._flat: list[Tensor] = []
         self._spoiled = self._failed = False
@@ -135,12 +138,11 @@ class Reducer:
             self._spoiled |= self._bucket_of[row] < len(self._sums)
             return
         self._there.add(row)
+        self._makers.note()
         self._waiting[self._bucket_of[row]] -= 1
         try:
             while not self._failed and self._more() and not self._waiting[len(self._sums)]:
                 self._begin(lambda row: self._leaves[row].grad)
-                # In order, here too: what the first sum does next, it does before the second's.
-                all(one.advance() for one in self._sums)
         except RuntimeError:
             self._failed = True  # the group broke: backward goes on
 
@@ -150,6 +152,7 @@ class Reducer:
     def _begin(self, grad_of: Callable[[int], Tensor | None]) -> None:
         """Pack the next bucket, and begin to sum it."""
         bucket = self._buckets[len(self._sums)]
+        self._makers.catch_up()
         flat = torch.empty(
             self._group.padded(bucket.size), dtype=bucket.dtype, device=self._leaves[bucket.rows[0]].device
         )
@@ -164,8 +167,9 @@ class Reducer:
                     into.zero_()
         self.size += flat.nbytes
         word = self._word
-        # Groups work in the memory of the host: see the package.
-        self._sums.append(self._group.sum(flat.cpu(), word.root, word.order, word.patience))
+        self._sums.append(self._group.sum(flat, word.root, word.order, word.patience))
+        # In order, here too: what the first sum does next, it does before the second's.
+        all(one.advance() for one in self._sums)
 
     def _windows(self, bucket: Bucket, flat: Tensor) -> list[Tensor]:
         """A bucket as its gradients, which lie as their leaves do."""

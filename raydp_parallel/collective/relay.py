@@ -81,9 +81,8 @@ def _give(relay: Relay, update: StateUpdate, mail: Mail, groups: Groups, until: 
     """Send what came from the driver."""
     pieces = []
     for blob in update.blobs:
-        whole = mail.open(blob.packet)
-        places = zip(blob.offsets, blob.sizes, strict=True)
-        pieces += [Piece(whole.address + offset, size, whole) for offset, size in places]
+        whole = devices.on_host(mail.open(blob.packet))
+        pieces += [whole.part(offset, size) for offset, size in zip(blob.offsets, blob.sizes, strict=True)]
     sent = [_packed(segment, pieces) for segment in _segments(relay.sizes)]
     wait([work for tensor in sent for work in _begin(relay.legs, tensor, groups, until)], until)
     return sum(tensor.nbytes for tensor in sent)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raydp_parallel.devices.about import MemoryLook, check_balance, describe, output_place
 from raydp_parallel.devices.contents import Prints, compare, copied, prints
-from raydp_parallel.devices.gpu import Stopwatch, finish, let_go, pinner
+from raydp_parallel.devices.gpu import Stopwatch, finish, let_go, on_host, pinner
 from raydp_parallel.devices.ipc import (
     DeviceArena,
     DeviceLink,
@@ -20,12 +20,15 @@ from raydp_parallel.devices.kinds import is_cpu
 from raydp_parallel.devices.memory import RECYCLED, in_place, load, near, piece, reader, recycled, upload, windows
 from raydp_parallel.devices.raw import view
 from raydp_parallel.devices.settings import keep_freed_memory, seed, use_threads
+from raydp_parallel.devices.streams import Lane, Makers
 
 __all__ = [
     "RECYCLED",
     "DeviceArena",
     "DeviceLink",
     "DeviceSlice",
+    "Lane",
+    "Makers",
     "MemoryLook",
     "Opener",
     "Prints",
@@ -42,6 +45,7 @@ __all__ = [
     "let_go",
     "load",
     "near",
+    "on_host",
     "output_place",
     "piece",
     "pinner",

@@ -1,0 +1,318 @@
+"""Groups of nccl's, on a fake one: what is asked of it, in which order, on which streams, and who is told to leave."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import fake_nccl
+import pytest
+import torch
+from fake_gpu import FakeGpu, installed
+from mortal import arm, armed, rows, same, state, whole
+from test_collective import Wide, among, together, word
+
+from raydp_parallel import DataParallel, Executor, Options
+from raydp_parallel.collective import Group, Groups, Reducer, pass_on
+from raydp_parallel.collective.backends import Nccl
+from raydp_parallel.devices import DeviceArena, DeviceLink, Lane, Makers
+from raydp_parallel.devices.gpu import on_device, on_host
+from raydp_parallel.exchange import Join, Kind, Leg, Relay, Sum
+from raydp_parallel.links import Mail, ObjectStoreLink
+from raydp_parallel.messages import Blob
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def nccl() -> Iterator[list[str]]:
+    """It is there; what is asked of it."""
+    with fake_nccl.installed() as log:
+        yield log
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_of_nccl_have_the_order_of_the_chunks(nccl: list[str], size: int) -> None:
+    """To the bit; one sum is put behind the other, also if one member begins early and another at the end."""
+    grads = [[torch.randn(n) * 10.0**k for n in (300_000, 500, 290_000)] for k in range(size)]
+
+    def work(rank: int, group: Group) -> Any:
+        leaves = [torch.zeros_like(grad, requires_grad=True) for grad in grads[rank]]
+        reducer = Reducer(group, word(0, range(size), 3), leaves)
+        if rank:
+            with reducer.watching():
+                for leaf, grad in zip(leaves, grads[rank], strict=True):
+                    (leaf * grad).sum().backward()
+        assert reducer.finish(grads[rank]) is Sum.DONE
+        return reducer.sums()
+
+    found = together(size, work, Kind.NCCL)
+    for k, total in enumerate(found[0]):
+        expected = grads[0][k].clone()
+        for rank in range(1, size):
+            expected += grads[rank][k]
+        assert torch.equal(total, expected)
+    assert sorted(line for line in nccl if "made" in line) == [f"made {k}/{size}, 10 s, True" for k in range(size)]
+    assert nccl.count("connected cpu") == size
+    # The probe and each of two buckets.
+    assert nccl.count("broadcast") == (6 if size == 2 else 0)
+    assert nccl.count("alltoall_base") == nccl.count("gather") == (0 if size == 2 else 9)
+
+
+def test_a_member_that_waits_in_a_kernel_is_told_to_leave(nccl: list[str]) -> None:
+    """Nothing else ends that wait. What ends because it was aborted is not taken for a sum."""
+    told, left = threading.Barrier(2), []
+
+    def work(rank: int, group: Group) -> Any:
+        if rank:
+            told.wait(30)
+            return Sum.FAILED
+        leaf = torch.ones(400_000, requires_grad=True)
+        threading.Thread(target=lambda: (time.sleep(0.3), left.append(group.leave()))).start()
+        outcome = Reducer(group, word(1, (0, 1), 1, patience=600.0), [leaf]).finish([leaf.detach()])
+        told.wait(30)
+        return outcome
+
+    began = time.monotonic()
+    assert together(2, work, Kind.NCCL) == [Sum.FAILED] * 2
+    assert time.monotonic() - began < 30 and left and "abort" in nccl
+
+
+def test_a_member_that_waits_is_patient_only_so_long(nccl: list[str]) -> None:
+    """Also where nobody tells it anything."""
+    done = threading.Event()
+
+    def work(rank: int, group: Group) -> Any:
+        if rank:
+            done.wait(30)
+            return Sum.FAILED
+        leaf = torch.ones(400_000, requires_grad=True)
+        try:
+            return Reducer(group, word(1, (0, 1), 1, patience=0.3), [leaf]).finish([leaf.detach()])
+        finally:
+            done.set()
+
+    fake_nccl.stream_patience.append(0.1)
+    try:
+        assert together(2, work, Kind.NCCL) == [Sum.FAILED] * 2
+    finally:
+        fake_nccl.stream_patience.pop()
+
+
+@pytest.mark.parametrize("kind", [Kind.GLOO, Kind.NCCL])
+def test_a_group_whose_members_do_not_all_come_is_given_up(nccl: list[str], kind: Kind) -> None:
+    """When it is told to leave, at once; one that is no more it does not join."""
+    groups = Groups()
+    join = Join("alone", 0, 2, groups.host(10.0), 600.0, kind)
+    telling = threading.Timer(0.3, groups.leave, ["alone"])
+    telling.start()
+    began = time.monotonic()
+    assert "no answer" in groups.join(join)
+    assert time.monotonic() - began < 30 and groups.find("alone") is None
+    assert "before" in groups.join(join)
+
+
+def test_without_nccl_there_is_no_such_group() -> None:
+    """As in a torch that was built without."""
+    groups = Groups()
+    assert "AttributeError" in groups.join(Join("none", 0, 1, groups.host(10.0), 10.0, Kind.NCCL))
+
+
+def test_a_group_that_cannot_be_aborted_is_let_go(nccl: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """That is for the log."""
+    caplog.set_level(logging.INFO, "raydp_parallel")
+    ended = threading.Event()
+
+    def refuse(_group: Any) -> None:
+        ended.set()
+        raise RuntimeError("the GPU is gone")
+
+    original, fake_nccl.ProcessGroupNCCL.abort = fake_nccl.ProcessGroupNCCL.abort, refuse  # type: ignore[method-assign]
+    try:
+        together(1, lambda _rank, group: group.leave(), Kind.NCCL)
+        assert ended.wait(30)
+    finally:
+        fake_nccl.ProcessGroupNCCL.abort = original  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    """A GPU."""
+    with installed(monkeypatch) as found:
+        yield found
+
+
+def test_sums_lie_on_a_stream_of_their_own(nccl: list[str], gpu: FakeGpu) -> None:
+    """Which begins behind the gradients, uses their memory with the allocator's knowledge, and is waited for once."""
+    groups = Groups(device=CPU)
+    assert groups.join(Join("one", 0, 1, groups.host(10.0), 10.0, Kind.NCCL)) == ""
+    group = groups.find("one")
+    assert group is not None and isinstance(group._backend, Nccl)
+    tensor = torch.ones(8)
+    gpu.log.clear()
+    group.sum(tensor, 0, [0], 10.0).finish(time.monotonic() + 10.0)
+    begin = ["a stream waits for the current stream", "a tensor is used on a stream", "on a stream"]
+    again = [*begin, "on the current stream"]
+    assert gpu.log == [*again, *again, "the current stream waits for a stream"]
+    groups.leave("one")
+
+
+class Update(NamedTuple):
+    """What of a `StateUpdate` travels."""
+
+    blobs: tuple[Blob, ...]
+
+
+def test_contents_that_came_over_the_gpu_are_passed_on_by_the_host(gpu: FakeGpu) -> None:
+    """As CUDA IPC brings them to a replica on the driver's GPU, and others are to have them."""
+    arena, data = DeviceArena(CPU), torch.arange(3000, dtype=torch.uint8)
+    packet = arena.fill([on_device(data)], [0], 3000)
+    sizes = (1000, 2000)
+    relay = Relay((Leg("test", 0),), sizes, True, 10.0)
+    host = Groups()
+    store = host.host(10.0)
+
+    def member(rank: int) -> bytes:
+        groups = (host, Groups())[rank]
+        assert groups.join(Join("test", rank, 2, store, 10.0, Kind.GLOO)) == ""
+        mail = Mail(DeviceLink(ObjectStoreLink(), arena), [] if rank else [packet])
+        blob = Blob((7, 8), (0, 1024) if rank else (0, 1000), sizes, None if rank else 0)
+        found = pass_on(relay._replace(source=not rank), Update((blob,)), mail, groups)  # type: ignore[arg-type]
+        assert found is not None
+        whole = on_host(mail.open(found[0].blobs[0].packet))
+        groups.leave("test")
+        return b"".join(
+            ctypes.string_at(whole.address + at, size) for at, size in zip(blob.offsets, sizes, strict=True)
+        )
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(member, range(2))] == [data.numpy().tobytes()] * 2
+
+
+def test_gradients_of_several_streams_are_packed_behind_all_of_them(gpu: FakeGpu) -> None:
+    """A module may compute on streams of its own."""
+    makers, other = Makers(CPU), gpu.stream("another")
+    makers.catch_up()
+    makers.note()
+    with gpu.on(other):
+        makers.note()
+    gpu.log.clear()
+    makers.catch_up()
+    assert gpu.log == ["the current stream waits for another"]
+
+
+def test_on_a_cpu_there_are_no_streams() -> None:
+    """Nothing is asked of CUDA."""
+    lane, makers = Lane(CPU), Makers(CPU)
+    makers.note()
+    makers.catch_up()
+    with lane.taken(torch.ones(1)):
+        pass
+    lane.rejoin()
+
+
+# --- replicas ---
+
+
+class OnGpus(Wide):
+    """Lets the processes that run it have nccl."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        fake_nccl.install()
+        return super().forward(x)
+
+
+@pytest.fixture(scope="module")
+def three(cluster: None) -> Iterator[Executor]:
+    """Three replicas that the driver takes for three GPUs of one node."""
+    with Executor(["cpu"] * 3, options=Options(link="auto", max_restarts_per_hour=100)) as executor:
+        yield executor
+
+
+def pose(executor: Executor, uuids: Sequence[str]) -> None:
+    """Let the driver take replicas for ones on these GPUs."""
+    for seat, uuid in zip(executor._roster.seats.values(), uuids, strict=True):
+        assert seat.hello is not None
+        seat._hello = fake_nccl.uuid_of(seat.hello, uuid)
+
+
+def train(executor: Executor, folder: Path, plan: dict[int, Sequence[str]], pretend: bool = True) -> list[torch.Tensor]:
+    """Train, arming ``plan[step]`` before each step, on replicas that are all there."""
+    torch.manual_seed(3)
+    model = DataParallel(OnGpus(folder), executor=executor)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    losses = []
+    for number in range(4):
+        if pretend:
+            pose(whole(executor), ["a", "b", "c"])
+        arm(folder, *plan.get(number, ()))
+        optimizer.zero_grad()
+        torch.manual_seed(number)
+        loss = model(rows(3, number)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return [*losses, *state(model)]
+
+
+def test_a_death_in_the_midst_of_a_sum_of_nccl(three: Executor, tmp_path: Path) -> None:
+    """Two wait in kernels that would never end; the driver tells them, and the step has the same bits."""
+    expected = train(whole(three), tmp_path, {}, False)
+    exchanged = among(three)
+    began = time.monotonic()
+    three.groups._wait = 600.0  # so that only who is told leaves
+    assert same(train(three, tmp_path, {}), expected)
+    assert among(three) > exchanged, "two GPUs of one node sum among themselves"
+    assert {known.kind for known in three.groups._known.values()} == {Kind.NCCL}
+    assert same(train(three, tmp_path, {1: ["midway 2"], 2: ["midway 0"]}), expected)
+    assert not armed(tmp_path) and time.monotonic() - began < 200
+
+
+def test_two_replicas_on_one_gpu_are_in_no_group_of_nccl(three: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor some of which one is on a CPU. Where a group of nccl's cannot be made, no other is tried."""
+    kind_of = three.groups.kind
+    seats = [*whole(three)._roster.seats.values()]
+    pose(three, ["", "", ""])
+    assert kind_of(seats) is Kind.GLOO
+    pose(three, ["a", "b", "b"])
+    assert kind_of(seats) is Kind.GLOO
+    assert kind_of(seats[:2]) is Kind.NCCL
+    pose(three, ["a", "b", ""])
+    assert kind_of(seats) is Kind.GLOO
+    pose(three, ["a", "b", "c"])
+    assert kind_of(seats) is Kind.NCCL
+    size = 1 << 20
+    assert three.groups.wanted(seats, size, Kind.NCCL) and not three.groups.wanted(seats, size, Kind.GLOO)
+    with monkeypatch.context() as patch:
+        patch.setattr(three.groups, "_gather", lambda *_: "no GPU like that")
+        patch.setattr(three.groups, "_not_before", 0.0)
+        patch.setattr(three.groups, "_no_nccl", False)
+        patch.setattr(three.groups, "_pause", 10.0)
+        assert three.groups.find(seats[:2], size, Kind.NCCL) is None
+        assert kind_of(seats) is Kind.GLOO
+    assert kind_of(seats) is Kind.NCCL
+
+
+def test_who_hangs_is_ended_and_the_others_are_told(three: Executor, tmp_path: Path) -> None:
+    """Stopped, and killed from outside, as by the system: before that nobody knows, after it all do."""
+    expected = train(whole(three), tmp_path, {}, False)
+    three.groups._wait = 600.0
+    deaths = three.stats().deaths
+    (tmp_path / "stop midway 1 0").touch()
+
+    def end() -> None:
+        while (tmp_path / "stop midway 1 0").exists():
+            time.sleep(0.01)
+        [*three._roster.seats.values()][1].door.end()
+
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(end)
+        assert same(train(three, tmp_path, {}), expected)
+        ended.result(30)
+    assert three.stats().deaths == deaths + 1
