@@ -375,15 +375,26 @@ def test_answers_come_by_the_gpus_memory(ends: Ends) -> None:
     )
 
 
-def test_who_cannot_open_it_gets_a_copy(ends: Ends) -> None:
-    """Through the host."""
+def test_who_cannot_open_it_gets_a_copy(fake: FakeGpu, ends: Ends) -> None:
+    """Through memory of the host, which all of them share: copied once."""
     assert not devices.shows(Piece(0, 0, None), b"")
-    lent = ends.arena.fill([devices.piece(torch.arange(5.0))], [0], 20)
-    assert np.frombuffer(lent.array.tobytes(), np.float32).tolist() == [0, 1, 2, 3, 4]
+    ends.link.arena = ends.arena
+    x = torch.randn(30000)
+    lent = ends.link.send([devices.piece(x)], [0], x.nbytes)
     sent: list[Any] = []
-    ends.remote.actor.forward = SimpleNamespace(remote=lambda _number, _header, *beside: sent.extend(beside))
+    line = SimpleNamespace(intact=True, busy=False, send=lambda _number, parts: sent.append(parts[3]))
+    for _ in range(2):
+        ends.remote.line, ends.remote.shares = line, True  # type: ignore[assignment]
+        ends.remote.submit("forward", b"", [lent])
+    assert fake.log.count("copy to the host") == 1
+    assert sent[0] is sent[1]
+    assert np.array_equal(sent[0].array[: x.nbytes].view(np.float32), x.numpy())
+    assert len(ends.remote._ledger) == 1
+    carried: list[Any] = []  # by Ray, now and then
+    ends.remote.actor.forward = SimpleNamespace(remote=lambda _number, _header, *beside: carried.extend(beside))
+    ends.remote.shares_device, ends.remote.line = True, None
     ends.remote.submit("forward", b"", [lent])
-    assert isinstance(sent[0], np.ndarray)
+    assert np.array_equal(carried[0].view(np.float32), x.numpy())
     with pytest.raises(OSError, match="has not agreed to open any"):
         over([lent], Mappings())[0].piece()
 
@@ -404,6 +415,36 @@ def test_own_packets_are_compared_and_opened_in_place(ends: Ends) -> None:
     assert ends.link.take(small) is None
     assert ends.link.show(small, 0, 8) is None
     ends.link.close()
+
+
+def test_messages_to_other_gpus_do_not_take_this_ones_memory(ends: Ends) -> None:
+    """What one replica alone gets goes by the link that it can read; what all get is sent once."""
+    crew: Any = SimpleNamespace(link=ends.link)
+    ends.link.arena = ends.arena
+    assert RayCrew.link_to(crew, ends.remote) is ends.link.near
+    ends.remote.shares_device = True
+    assert RayCrew.link_to(crew, ends.remote) is ends.link
+    crew.link = ends.link.near
+    assert RayCrew.link_to(crew, ends.remote) is crew.link
+
+
+def test_segments_that_are_no_longer_used_go(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On both sides, when many others were used since: batches of ever other sizes do not fill the GPU."""
+    monkeypatch.setattr(ipc, "_PATIENCE", 8)
+    arena, mappings = devices.DeviceArena(CPU), Mappings()
+    mappings.opener = opener = devices.Opener(CPU)
+    old = weakref.ref(arena.take(5 << 20).segment)
+    assert mappings.find(arena.take(5 << 20).descriptor).piece().size == 5 << 20
+    gc.collect()
+    for _ in range(2 * 64):
+        mappings.find(arena.take(100).descriptor).piece()
+        gc.collect(0)
+    assert old() is None
+    assert len(opener._known) == 1
+    assert sum(map(len, arena._free.values())) == 1
+    arena.close()
+    assert not arena._free
+    assert len({*map(id, fake.pools)}) == 1  # all of them from one pool, which is the arena's own
 
 
 def wrong(*_: object) -> bool:
