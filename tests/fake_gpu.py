@@ -31,10 +31,12 @@ class Stream:
     """What was asked of the device in order.
 
     Args:
+        gpu: The device.
         name: How the log calls it; empty for the default stream.
     """
 
-    def __init__(self, name: str = "") -> None:
+    def __init__(self, gpu: FakeGpu, name: str = "") -> None:
+        self.gpu = gpu
         self.name = name
         self.queue: list[Callable[[], object]] = []
         self.done = 0
@@ -50,6 +52,10 @@ class Stream:
         while self.done < number:
             self.queue.pop(0)()
             self.done += 1
+
+    def wait_stream(self, other: Stream) -> None:
+        """Go on behind what another one was asked for."""
+        self.gpu.waits(self, other, other.asked)
 
 
 class FakeGpu:
@@ -72,7 +78,8 @@ class FakeGpu:
         self.shares: dict[bytes, Any] = {}
         self.events: dict[bytes, Any] = {}
         self.opened: list[bytes] = []
-        self.default = Stream()
+        self.default = Stream(self)
+        self._streams = itertools.count(1)
         self.current = [self.default]
         self.recorded: list[str] = []
         self.pools: list[Any] = []
@@ -113,19 +120,9 @@ class FakeGpu:
 
     # streams and pools of memory
 
-    def stream_class(self) -> type:
-        """Streams of this device."""
-        gpu = self
-        numbers = itertools.count(1)
-
-        class Made(Stream):
-            def __init__(self, _device: torch.device | None = None) -> None:
-                super().__init__(f"stream {next(numbers)}")
-
-            def wait_stream(self, other: Stream) -> None:
-                gpu.waits(self, other, other.asked)
-
-        return Made
+    def stream(self, _device: torch.device | None = None) -> Stream:
+        """Another stream."""
+        return Stream(self, f"stream {next(self._streams)}")
 
     def waits(self, stream: Stream, other: Stream, at: int) -> None:
         """A stream goes on when another one has come so far."""
@@ -223,7 +220,7 @@ def installed(patch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         "Event": gpu.event_class(),
         "current_stream": lambda _device: gpu.current[-1],
         "default_stream": lambda _device: gpu.default,
-        "Stream": gpu.stream_class(),
+        "Stream": gpu.stream,
         "stream": gpu.on,
         "MemPool": object,
         "use_mem_pool": gpu.allocating,

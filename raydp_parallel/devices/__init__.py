@@ -20,9 +20,11 @@ from raydp_parallel.devices.kinds import is_cpu
 from raydp_parallel.devices.memory import RECYCLED, in_place, load, near, piece, reader, recycled, upload, windows
 from raydp_parallel.devices.raw import view
 from raydp_parallel.devices.settings import keep_freed_memory, seed, use_threads
+from raydp_parallel.devices.streams import Courier, Track, courier, follow, hand_over, track
 
 __all__ = [
     "RECYCLED",
+    "Courier",
     "DeviceArena",
     "DeviceLink",
     "DeviceSlice",
@@ -30,12 +32,16 @@ __all__ = [
     "Opener",
     "Prints",
     "Stopwatch",
+    "Track",
     "check_balance",
     "compare",
     "copied",
+    "courier",
     "describe",
     "finish",
+    "follow",
     "gpu_in_use",
+    "hand_over",
     "in_place",
     "is_cpu",
     "keep_freed_memory",
@@ -53,6 +59,7 @@ __all__ = [
     "sample",
     "seed",
     "shows",
+    "track",
     "upload",
     "use_threads",
     "view",

@@ -34,6 +34,7 @@ from raydp_parallel.links import (
     Link,
     Packet,
     Piece,
+    Room,
     Slice,
     Window,
     new_lease,
@@ -220,6 +221,10 @@ class DeviceLink(Link):
                 self.arena = None
                 refused(error)
         return self.near.send(pieces, offsets, size)
+
+    def room(self, size: int) -> Room | None:
+        # Copies on the device are over before anybody notices.
+        return self.near.room(size) if self.arena is None else None
 
     def open(self, packet: Packet) -> Piece:
         return packet.piece if isinstance(packet, DeviceSlice) else self.near.open(packet)
