@@ -332,19 +332,18 @@ class ReplicaActor(Door):
     """The door as a Ray actor.
 
     Args:
-        device: ``"cpu"`` or ``"gpu"``. A GPU that Ray merely counts, on a machine without CUDA, is a CPU.
+        device: ``"cpu"`` or ``"gpu"``.
         link: Name of the link for answers.
         rank: Which of the executor's replicas this is, for the dashboard and for what it prints.
     """
 
     def __init__(self, device: str, link: str, rank: int) -> None:
         devices.keep_freed_memory()
-        place = "cuda:0" if device == "gpu" and torch.cuda.is_available() else "cpu"
-        super().__init__(place, link_for(link), _task_span)
+        super().__init__(devices.own(device), link_for(link), _task_span)
         self._rank = rank
 
     def __repr__(self) -> str:
-        device = f"{self._device} = GPU {_gpu()}" if self._device.type == "cuda" else f"{self._device}"
+        device = f"{self._device}" if devices.is_cpu(self._device) else f"{self._device} = GPU {_gpu()}"
         return f"Replica({self._rank}@{device}, node {_node()[:8]})"
 
     def note(self, text: str) -> None:

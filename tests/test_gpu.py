@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import gc
@@ -18,7 +19,7 @@ from fake_gpu import UUID, FakeGpu, installed
 from torch import Tensor, nn
 
 import raydp_parallel
-from raydp_parallel import codec, devices, remote
+from raydp_parallel import codec, crew, devices, local, remote
 from raydp_parallel.actor import Door, give_back, link_for, shared_link, take_back
 from raydp_parallel.check import training
 from raydp_parallel.cluster import RayCrew
@@ -234,6 +235,34 @@ def test_training_is_right_though_copies_take_place_later(fake: FakeGpu, name: s
     assert fake.log.count("wait") < fake.log.count("copy to the host")
 
 
+MIXED = {"driver on the CPU": frozenset({"cpu"}), "replicas on CPUs": frozenset()}
+
+
+@pytest.mark.parametrize("where", [*MIXED])
+@pytest.mark.parametrize("name", ["perceptron, gradient penalty", "residual net with batch norm", "bidirectional LSTM"])
+def test_training_is_right_where_one_side_has_a_gpu(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch, name: str, where: str
+) -> None:
+    """A master copy on the CPU for replicas on GPUs, and the other way round."""
+    outside, inside = MIXED[where], frozenset({"cpu"}) - MIXED[where]
+    isolated = local._isolated
+
+    @contextlib.contextmanager
+    def replicas() -> Iterator[None]:
+        with isolated(), monkeypatch.context() as patch:
+            patch.setattr(devices.kinds, "HOST", inside)
+            yield
+
+    monkeypatch.setattr(devices.kinds, "HOST", outside)
+    monkeypatch.setattr(local, "_isolated", replicas)
+    case = training.CASES[name]
+    torch.manual_seed(0)
+    net = case.make().double()
+    plain = training.train(copy.deepcopy(net), case, 4, CPU)
+    assert training.difference(training.train(wrapped(net, 1), case, 4, CPU), plain) <= training.TOLERANCE
+    assert "copy to the host" in fake.log
+
+
 class Writes(nn.Module):
     """Writes to a buffer without a version, to a parameter with one, and rebinds nothing."""
 
@@ -242,6 +271,7 @@ class Writes(nn.Module):
         self.norm = nn.BatchNorm1d(3)
         self.weight = nn.Parameter(torch.ones(3))
         self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("nothing", torch.zeros(0))
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -260,6 +290,24 @@ def test_what_chunk_0_writes_comes_back_once() -> None:
     for _ in range(3):
         model(x)
         plain(x[:3])
+    for name, tensor in net.state_dict().items():
+        torch.testing.assert_close(tensor, plain.state_dict()[name])
+
+
+@pytest.mark.usefixtures("fake")
+def test_buffers_of_a_large_net_come_right() -> None:
+    """Where all of the state is too much to be held twice, only what is compared after each forward is."""
+    net = nn.Sequential(nn.Linear(1200, 1000), nn.BatchNorm1d(1000), nn.Linear(1000, 2)).double()
+    assert sum(t.nbytes for t in net.state_dict().values()) > devices.memory.SMALL
+    plain, x = copy.deepcopy(net), torch.randn(6, 1200).double()
+    model = wrapped(net, 1)
+    outs = [model(x * scale).sum() for scale in (1, 2, 3)]  # whose graphs keep what they saw: blocks get other memory
+    theirs = [plain(x * scale).sum() for scale in (1, 2, 3)]
+    for ours, expected in zip(outs, theirs, strict=True):
+        ours.backward()
+        expected.backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
     for name, tensor in net.state_dict().items():
         torch.testing.assert_close(tensor, plain.state_dict()[name])
 
@@ -298,6 +346,10 @@ def test_a_gpu_says_who_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert devices.output_place("cuda") == devices.output_place(3) == torch.device("cuda", 3)
+    assert crew.device_id("cuda") == 3
+    assert (devices.own("gpu"), devices.own("cpu")) == ("cuda:0", "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert (devices.own("gpu"), crew.device_id("cuda")) == ("cpu", 0)
     assert devices.describe(CPU, 1, "node") == Hello(1, "node", "cpu", "Fake", UUID, 1000, 10)
 
 
@@ -415,17 +467,18 @@ def test_own_packets_are_compared_and_opened_in_place(ends: Ends) -> None:
     assert ends.link.take(small) is None
     assert ends.link.show(small, 0, 8) is None
     ends.link.close()
+    devices.DeviceLink(shared_link(Arena(), False, False)).close()
 
 
 def test_messages_to_other_gpus_do_not_take_this_ones_memory(ends: Ends) -> None:
     """What one replica alone gets goes by the link that it can read; what all get is sent once."""
-    crew: Any = SimpleNamespace(link=ends.link)
+    ours: Any = SimpleNamespace(link=ends.link)
     ends.link.arena = ends.arena
-    assert RayCrew.link_to(crew, ends.remote) is ends.link.near
+    assert RayCrew.link_to(ours, ends.remote) is ends.link.near
     ends.remote.shares_device = True
-    assert RayCrew.link_to(crew, ends.remote) is ends.link
-    crew.link = ends.link.near
-    assert RayCrew.link_to(crew, ends.remote) is crew.link
+    assert RayCrew.link_to(ours, ends.remote) is ends.link
+    ours.link = ends.link.near
+    assert RayCrew.link_to(ours, ends.remote) is ours.link
 
 
 def test_segments_that_are_no_longer_used_go(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,10 +525,10 @@ def test_a_failed_trial_leaves_host_copies(
     monkeypatch.setattr(*patches[where])
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    crew: Any = None
+    nobody: Any = None
     monkeypatch.setattr(ipc, "DeviceArena", lambda _device: devices.DeviceArena(CPU))
     for _ in range(2):
-        RayCrew._meet_on_device(crew, ends.remote, Hello(1, "n", "cuda:0", "G", UUID, 1, 1), ends.link)
+        RayCrew._meet_on_device(nobody, ends.remote, Hello(1, "n", "cuda:0", "G", UUID, 1, 1), ends.link)
         seen = iter([True, False])
     assert not ends.remote.shares_device
     assert ends.link.arena is None
@@ -486,14 +539,14 @@ def test_a_failed_trial_leaves_host_copies(
 
 def test_only_the_drivers_own_gpu_is_shared(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """By uuid; and only if this process uses GPUs already."""
-    hello, crew = Hello(1, "n", "cuda:0", "G", UUID, 1, 1), None
+    hello = Hello(1, "n", "cuda:0", "G", UUID, 1, 1)
     assert devices.gpu_in_use(UUID) is None
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert devices.gpu_in_use("") is None
     assert devices.gpu_in_use("GPU-other") is None
     assert devices.gpu_in_use(UUID) == torch.device("cuda", 0)
-    other: Any = crew
+    other: Any = None
     RayCrew._meet_on_device(other, ends.remote, hello._replace(gpu_uuid="GPU-other"), ends.link)
     assert ends.link.arena is None
     monkeypatch.setattr(devices, "gpu_in_use", lambda _uuid: CPU)

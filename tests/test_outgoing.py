@@ -156,9 +156,13 @@ def grown(_weight: Tensor, other: Tensor) -> None:
     other.grad = torch.full((9, 4), 7.0)
 
 
+@pytest.mark.parametrize("together", [1, 100])
 @pytest.mark.parametrize("change", [edited, exchanged, grown])
-def test_a_gradient_that_a_hook_changes_is_right_in_the_end(fake: FakeGpu, change: Callable[..., None]) -> None:
-    """Whatever the hook of another does to it."""
+def test_a_gradient_that_a_hook_changes_is_right_in_the_end(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch, change: Callable[..., None], together: int
+) -> None:
+    """Whatever the hook of another does to it, before or after its copy began."""
+    monkeypatch.setattr(outgoing, "TOGETHER", together)
     weight, other = leaf(4, 4), leaf(4, 4)
     weight.register_post_accumulate_grad_hook(lambda w: change(w, other))
     run = Backward(fake, (torch.randn(2, 4) @ weight @ other).sum(), weight, other)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raydp_parallel.devices.about import MemoryLook, check_balance, describe, output_place
+from raydp_parallel.devices.about import MemoryLook, check_balance, describe, output_place, own
 from raydp_parallel.devices.contents import Prints, compare, copied, prints
 from raydp_parallel.devices.gpu import Stopwatch, finish, let_go, pinner
 from raydp_parallel.devices.ipc import (
@@ -49,6 +49,7 @@ __all__ = [
     "load",
     "near",
     "output_place",
+    "own",
     "piece",
     "pinner",
     "prints",

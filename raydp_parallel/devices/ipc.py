@@ -129,8 +129,7 @@ class DeviceArena(Arena):
         lent = self.take(size)
         whole = lent.segment.tensor
         sources = [(offset, piece.origin.tensor) for piece, offset in zip(pieces, offsets, strict=True) if piece.origin]
-        if sources:
-            torch._foreach_copy_([whole[at : at + len(data)] for at, data in sources], [data for _, data in sources])
+        torch._foreach_copy_([whole[at : at + len(data)] for at, data in sources], [data for _, data in sources])
         lent.segment.written.record(torch.cuda.current_stream(self.device))
         return lent
 
