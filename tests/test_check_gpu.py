@@ -12,11 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from fake_gpu import installed
 from torch import Tensor, nn
 
-from raydp_parallel.check import behaviour, ddp, here, loads, memory, program, runner, speed
+from raydp_parallel import devices, outgoing
+from raydp_parallel.check import behaviour, copies, ddp, here, loads, memory, program, runner, speed
 from raydp_parallel.check.here import Here, driver, machine, processor
 from raydp_parallel.check.table import Line, Row, Status
+from raydp_parallel.executor import Executor
+from raydp_parallel.options import Options
 
 
 class Stub(Here):
@@ -109,6 +113,30 @@ def test_autocast_that_does_not_arrive_is_noticed() -> None:
     line = runner.try_row(row, Stub(Overflows))
     assert line.status is Status.FAILED
     assert line.text == "the scale is 32.0, expected 1024.0"
+
+
+def test_gradients_that_leave_early_are_held_against_the_plain_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a fake GPU; a copy that is not made again, after more was added, is noticed."""
+    monkeypatch.setattr(outgoing, "TOGETHER", 1 << 20)
+    devices.streams._beside.cache_clear()
+    options = Options(in_process=True, link="object_store")
+    executor = Executor((), options=options)
+    machine: Any = Here(quick=True, gpus=0)
+    machine.executor = lambda _options: executor
+    with installed(monkeypatch) as gpu:
+        found = copies.through_the_host(machine)
+        assert found.good, found
+        assert "stream waits on stream 1" in gpu.log
+        begun = outgoing.Early._spec
+
+        def once(early: Any, row: int, grad: Tensor, *more: Any) -> Any:
+            kept = early._begun.get(row)
+            return kept.spec if kept is not None else begun(early, row, grad, *more)
+
+        monkeypatch.setattr(outgoing.Early, "_spec", once)
+        assert not copies.through_the_host(machine).good
+    executor.close()
+    devices.streams._beside.cache_clear()
 
 
 # --- DDP's workers ---

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 def perceptron(width: int = 16, into: int = 8, out: int = 3) -> nn.Module:
@@ -173,6 +174,25 @@ class Complex(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The image of each row."""
         return x @ self.weight
+
+
+class Twice(nn.Module):
+    """A large weight in two checkpoints, each of which adds to its gradient at another time, and one used once.
+
+    Args:
+        width: Rows and columns of each.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.once, self.again = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As wide as the input."""
+        x = self.once(x)
+        for _ in range(2):
+            x = checkpoint(self.again, x.relu(), use_reentrant=True)
+        return x
 
 
 class Witness(nn.Module):
