@@ -62,6 +62,7 @@ class Door:
         self._ledger = Ledger()
         self._followed = 0
         self._device_arena: devices.DeviceArena | None = None
+        self._spoiled = False
 
     def forward(self, number: int, header: bytes, *beside: Any) -> Any:
         """Run one chunk."""
@@ -206,12 +207,20 @@ class Door:
         back = Mail(self._link)
         try:
             with self._turns.take(number):
+                if self._spoiled:
+                    self._end()
                 packets = [self._mappings.find(b) if isinstance(b, Descriptor) else b for b in beside]
                 reply = work(pickle.loads(header), Mail(self._link, packets), back)
+                if isinstance(reply, Reply) and reply.failure is not None:
+                    self._spoiled = devices.spoiled(self._device)
                 self._look_at(reply)
                 return seal(reply, back)
         except BaseException as error:
+            self._spoiled = devices.spoiled(self._device)
             return seal(Reply(None, None, (), outcome.failure(error, None), 0.0, 0, 0), Mail(self._link))
+
+    def _end(self) -> None:
+        """The device works no more, which was told with the last answer: an actor ends, for another to take over."""
 
     def _look_at(self, reply: Any) -> None:
         """A reply leaves; an actor logs those that tell of an exception."""
@@ -352,6 +361,10 @@ class ReplicaActor(Door):
 
     def _address(self) -> str:
         return str(ray.util.get_node_ip_address())
+
+    def _end(self) -> None:
+        log.warning("the GPU works no more in this process, which therefore ends; the error before says why")
+        os._exit(1)
 
     def _look_at(self, reply: Any) -> None:
         if isinstance(reply, Reply) and reply.failure is not None:

@@ -129,7 +129,10 @@ class Replica:
                 failure = outcome.failure(error, where)
             written, revision = self._written(request, back)
             self._show_the_present(request)
-        ago = self._worked.finish()
+        try:
+            ago = self._worked.finish()
+        except RuntimeError as error:  # what a kernel ran into, the host hears of now
+            ago, failure = None, failure or outcome.failure(error, where)
         laps = self._laps.end()
         if ago is not None:  # the host had asked for the copies behind the work, and went on
             laps = (*laps[:3], min(max(laps[2], laps[4] - ago), laps[4]), laps[4])

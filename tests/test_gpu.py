@@ -353,6 +353,49 @@ def test_a_gpu_says_who_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert devices.describe(CPU, 1, "node") == Hello(1, "node", "cpu", "Fake", UUID, 1000, 10)
 
 
+def test_a_replica_whose_gpu_is_spoiled_ends_with_the_next_call(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA refuses to work in a process after an illegal access. The error is told first; other errors end nobody."""
+    ended: list[str] = []
+    monkeypatch.setattr(Door, "_end", lambda _door: ended.append("ended"))
+    door = Door("cpu", InlineLink())
+
+    def call(number: int) -> Any:
+        answer = door.forget(number, pickle.dumps(None))
+        return pickle.loads(answer if isinstance(answer, bytes) else answer[0])
+
+    def broken(*_: object) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(door._replica, "forget", broken)
+        assert "illegal memory access" in call(0).failure.text
+        assert call(1).failure is not None  # the device still answers: something else was wrong
+        assert not ended
+        patch.setattr(torch.cuda.Event, "synchronize", broken)
+        assert call(2).failure is not None
+        assert not ended
+    call(3)
+    assert ended == ["ended"]
+
+
+def test_an_error_of_a_kernel_is_raised_as_the_modules(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host hears of it when it waits for the device, and the driver in upstream's words."""
+    ended: list[str] = []
+    monkeypatch.setattr(Door, "_end", lambda _door: ended.append("ended"))
+    model = wrapped(nn.Linear(3, 2))
+
+    def assertion(*_: object) -> Any:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu.Stopwatch, "finish", assertion)
+        patch.setattr(gpu, "finish", assertion)
+        with pytest.raises(RuntimeError, match=r"(?s)Caught RuntimeError in replica 0.*device-side assert triggered"):
+            model(torch.ones(4, 3))
+    assert model(torch.ones(4, 3)).shape == (4, 2)
+    assert ended == ["ended"] * 2
+
+
 # --- between processes on one GPU ---
 
 

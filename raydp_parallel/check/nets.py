@@ -208,6 +208,20 @@ class Witness(nn.Module):
         return x * self.scale, {"twice": named["y"] * 2}, seen
 
 
+class Stray(nn.Module):
+    """Looks where there is no memory, where the first entry of its chunk is below zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input, scaled."""
+        if x[0, 0] < 0:
+            x = x[torch.full((len(x),), 1 << 40, device=x.device)]
+        return x * self.scale
+
+
 class Greedy(nn.Module):
     """Asks for more memory than there is, where the first entry of its chunk is below zero."""
 

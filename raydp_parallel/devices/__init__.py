@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raydp_parallel.devices.about import MemoryLook, check_balance, describe, output_place, own
 from raydp_parallel.devices.contents import Prints, compare, copied, prints
-from raydp_parallel.devices.gpu import Stopwatch, finish, let_go, pinner
+from raydp_parallel.devices.gpu import Stopwatch, finish, let_go, pinner, spoiled
 from raydp_parallel.devices.ipc import (
     DeviceArena,
     DeviceLink,
@@ -60,6 +60,7 @@ __all__ = [
     "sample",
     "seed",
     "shows",
+    "spoiled",
     "track",
     "upload",
     "use_threads",
