@@ -532,12 +532,19 @@ def test_segments_that_are_no_longer_used_go(fake: FakeGpu, monkeypatch: pytest.
     old = weakref.ref(arena.take(5 << 20).segment)
     assert mappings.find(arena.take(5 << 20).descriptor).piece().size == 5 << 20
     gc.collect()
+    lent = arena.take(7 << 20)  # as new weights are: opened once, and in use for long
+    kept = mappings.find(lent.descriptor).piece().part(3, 5)
     for _ in range(2 * 64):
         mappings.find(arena.take(100).descriptor).piece()
         gc.collect(0)
     assert old() is None
     assert len(opener._known) == 1
     assert sum(map(len, arena._free.values())) == 1
+    assert (len(fake.opened), len(opener._open)) == (3, 2)
+    mappings.find(lent.descriptor).piece()
+    assert len(fake.opened) == 3  # which is open still
+    del lent, kept
+    gc.collect()
     arena.close()
     assert not arena._free
     assert len({*map(id, fake.pools)}) == 1  # all of them from one pool, which is the arena's own

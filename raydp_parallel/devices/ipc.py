@@ -110,14 +110,13 @@ class DeviceArena(Arena):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
-        self._make = self._make_on_device
         self._pool: torch.cuda.MemPool | None = None
 
     def take(self, size: int, given: bool = False) -> DeviceSlice:
         step = max(_SMALLEST, (1 << (size - 1).bit_length()) // 8)
         return DeviceSlice(self._segment(-(-size // step) * step), size, self._give_back)
 
-    def _make_on_device(self, length: int, _pin: object) -> _DeviceSegment:
+    def _new(self, length: int) -> _DeviceSegment:
         if self._pool is None:
             with torch.cuda.device(self.device):  # a pool belongs to the current one
                 self._pool = torch.cuda.MemPool()
@@ -137,9 +136,10 @@ class DeviceArena(Arena):
 class _Opened(DeviceBytes):
     """Another process's segment, seen from here."""
 
-    def __init__(self, tensor: Tensor, written: torch.cuda.Event) -> None:
+    def __init__(self, tensor: Tensor, written: torch.cuda.Event, whole: _Opened | None = None) -> None:
         super().__init__(tensor)
         self._written = written
+        self._whole = whole  # as long as a part is in use, it is open
 
     @property
     def tensor(self) -> Tensor:
@@ -148,7 +148,7 @@ class _Opened(DeviceBytes):
         return super().tensor
 
     def part(self, offset: int, size: int) -> _Opened:
-        return _Opened(DeviceBytes(self._tensor).tensor[offset : offset + size], self._written)
+        return _Opened(DeviceBytes(self._tensor).tensor[offset : offset + size], self._written, self._whole or self)
 
 
 _PATIENCE = 256
@@ -164,6 +164,7 @@ class Opener:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._open: weakref.WeakValueDictionary[int, _Opened] = weakref.WeakValueDictionary()
         self._known: dict[int, tuple[_Opened, int]] = {}
         self._clock = 0
 
@@ -172,7 +173,7 @@ class Opener:
         self._clock += 1
         if self._clock % _PATIENCE == 0:
             self._known = {t: known for t, known in self._known.items() if known[1] > self._clock - _PATIENCE}
-        found, _ = self._known.get(descriptor.token, (None, 0))
+        found = self._open.get(descriptor.token)
         if found is None:
             handle, offset, event = pickle.loads(descriptor.device)
             # The other process may count its GPUs in another way: the handle is the same, the index is this one's.
@@ -180,7 +181,7 @@ class Opener:
             whole = torch.empty(0, dtype=torch.uint8, device=self._device)
             whole.set_(storage, offset, (descriptor.length,), (1,))
             written = torch.cuda.Event.from_ipc_handle(self._device, event)
-            found = _Opened(whole, written)
+            found = self._open[descriptor.token] = _Opened(whole, written)
         self._known[descriptor.token] = found, self._clock
         return found
 

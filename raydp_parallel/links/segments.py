@@ -144,9 +144,12 @@ class Arena:
         try:
             segment = self._free[length].pop()
         except IndexError:
-            segment = self._make(length, self._pin)
+            segment = self._new(length)
         segment.used = self._clock
         return segment
+
+    def _new(self, length: int) -> Any:
+        return self._make(length, self._pin)
 
     def _give_back(self, segment: Any) -> None:
         self._free[segment.descriptor.length].append(segment)
