@@ -115,6 +115,32 @@ def test_autocast_that_does_not_arrive_is_noticed() -> None:
     assert line.text == "the scale is 32.0, expected 1024.0"
 
 
+@pytest.mark.parametrize(
+    ("quick", "peak", "good"), [(False, 100, True), (False, 1 << 30, False), (True, 1 << 30, True)]
+)
+def test_peaks_are_held_against_the_plain_modules(
+    monkeypatch: pytest.MonkeyPatch, quick: bool, peak: int, good: bool
+) -> None:
+    """Of the large net; of a small one they are told."""
+    answers: dict[str, Any] = {"memory_allocated": 0, "max_memory_allocated": 1000, "empty_cache": None}
+    for name, answer in {**answers, "reset_peak_memory_stats": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    load = loads.Load(
+        lambda: nn.Linear(4, 2), lambda: (torch.ones(4, 4), torch.ones(4, 2)), lambda net, x, _y: net(x).sum()
+    )
+    for name in (loads.RESNET, loads.PERCEPTRON):
+        monkeypatch.setitem(memory.LOADS, name, load)
+    monkeypatch.setattr(memory, "_TOLD", 0.0)
+    machine: Any = Stub(lambda net: net)
+    machine.quick = quick
+    replica = SimpleNamespace(device_id="cpu", memory_peak=peak, memory=1)
+    machine.executor = lambda: SimpleNamespace(stats=lambda: SimpleNamespace(replicas=[replica]))
+    found = memory.on_the_gpu(machine)
+    assert found.good == good
+    assert ("--quick" in found.text) == quick
+    assert found.numbers["master"] == 2 * 4 * (4 * 2 + 2)
+
+
 def test_gradients_that_leave_early_are_held_against_the_plain_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a fake GPU; a copy that is not made again, after more was added, is noticed."""
     monkeypatch.setattr(outgoing, "TOGETHER", 1 << 20)
