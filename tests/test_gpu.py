@@ -19,8 +19,9 @@ from fake_gpu import UUID, FakeGpu, installed
 from torch import Tensor, nn
 
 import raydp_parallel
-from raydp_parallel import codec, crew, devices, local, remote
+from raydp_parallel import actor, codec, crew, devices, local, remote
 from raydp_parallel.actor import Door, give_back, link_for, shared_link, take_back
+from raydp_parallel.batch import functions
 from raydp_parallel.check import training
 from raydp_parallel.cluster import RayCrew
 from raydp_parallel.devices import contents, gpu, ipc
@@ -351,6 +352,36 @@ def test_a_gpu_says_who_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert (devices.own("gpu"), crew.device_id("cuda")) == ("cpu", 0)
     assert devices.describe(CPU, 1, "node") == Hello(1, "node", "cpu", "Fake", UUID, 1000, 10)
+
+
+def test_what_users_and_the_dashboard_read_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output devices as indices, as upstream; replicas with the GPU that Ray gave them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    model = raydp_parallel.DataParallel(nn.Linear(3, 2), ["cpu", "cpu"], output_device=1, options=IN_PROCESS)
+    assert model.output_device == 1
+    monkeypatch.setattr(actor, "_gpu", lambda: "MIG-5")
+    monkeypatch.setattr(actor, "_node", lambda: "0123456789")
+    made: Any = actor.ReplicaActor.__ray_metadata__.modified_class  # type: ignore[attr-defined]
+    door = object.__new__(made)
+    door._rank, door._device = 3, torch.device("cuda", 0)
+    assert repr(door) == "Replica(3@cuda:0 = GPU MIG-5, node 01234567)"
+    door._device = CPU
+    assert repr(door) == "Replica(3@cpu, node 01234567)"
+    ended: list[int] = []
+    monkeypatch.setattr(actor, "os", SimpleNamespace(_exit=ended.append))
+    door._end()
+    assert ended == [1]
+
+
+def test_large_outputs_on_a_gpu_are_joined_there(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not in the memory that a CPU uses again and again."""
+    parts = [torch.randn(1 << 17).requires_grad_() for _ in range(2)]
+    joined = functions.join_along(parts, 0)
+    assert joined.grad_fn is not None
+    assert joined.grad_fn.name() == "CatBackward0"
+    monkeypatch.setattr(devices.kinds, "HOST", frozenset({"cpu"}))
+    assert functions.join_along(parts, 0).grad_fn.name() == "GatherBackward"  # type: ignore[union-attr]
 
 
 def test_a_replica_whose_gpu_is_spoiled_ends_with_the_next_call(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
