@@ -466,7 +466,9 @@ def test_tensors_go_by_the_gpus_memory(fake: FakeGpu, ends: Ends) -> None:
     for number in range(3):
         x = torch.full((200, 300), float(number))
         mail = Mail(ends.link)
+        fake.log.clear()
         parcel, _ = codec.encode((x, x.t()), mail, "inputs")
+        assert fake.log == ["record"] * (1 if number else 2)  # behind the copy; a new segment has to have one to share
         assert all(isinstance(packet, devices.DeviceSlice) for packet in mail.beside)
         for packet in mail.beside:
             ledger.lend(packet)
