@@ -62,6 +62,7 @@ class Door:
         self._ledger = Ledger()
         self._followed = 0
         self._device_arena: devices.DeviceArena | None = None
+        self._spoiled = False
 
     def forward(self, number: int, header: bytes, *beside: Any) -> Any:
         """Run one chunk."""
@@ -207,12 +208,20 @@ class Door:
         back = Mail(self._link)
         try:
             with self._turns.take(number):
+                if self._spoiled:
+                    self._end()
                 packets = [self._mappings.find(b) if isinstance(b, Descriptor) else b for b in beside]
                 reply = work(pickle.loads(header), Mail(self._link, packets), back)
+                if isinstance(reply, Reply) and reply.failure is not None:
+                    self._spoiled = devices.spoiled(self._device)
                 self._look_at(reply)
                 return seal(reply, back)
         except BaseException as error:
+            self._spoiled = devices.spoiled(self._device)
             return seal(Reply(None, None, (), outcome.failure(error, None), 0.0, 0, 0), Mail(self._link))
+
+    def _end(self) -> None:
+        """The device works no more, which was told with the last answer: an actor ends, for another to take over."""
 
     def _look_at(self, reply: Any) -> None:
         """A reply leaves; an actor logs those that tell of an exception."""
@@ -339,19 +348,18 @@ class ReplicaActor(Door):
     """The door as a Ray actor.
 
     Args:
-        device: ``"cpu"`` or ``"gpu"``. A GPU that Ray merely counts, on a machine without CUDA, is a CPU.
+        device: ``"cpu"`` or ``"gpu"``.
         link: Name of the link for answers.
         rank: Which of the executor's replicas this is, for the dashboard and for what it prints.
     """
 
     def __init__(self, device: str, link: str, rank: int) -> None:
         devices.keep_freed_memory()
-        place = "cuda:0" if device == "gpu" and torch.cuda.is_available() else "cpu"
-        super().__init__(place, link_for(link), _task_span)
+        super().__init__(devices.own(device), link_for(link), _task_span)
         self._rank = rank
 
     def __repr__(self) -> str:
-        device = f"{self._device} = GPU {_gpu()}" if self._device.type == "cuda" else f"{self._device}"
+        device = f"{self._device}" if devices.is_cpu(self._device) else f"{self._device} = GPU {_gpu()}"
         return f"Replica({self._rank}@{device}, node {_node()[:8]})"
 
     def note(self, text: str) -> None:
@@ -360,6 +368,10 @@ class ReplicaActor(Door):
 
     def _address(self) -> str:
         return str(ray.util.get_node_ip_address())
+
+    def _end(self) -> None:
+        log.warning("the GPU works no more in this process, which therefore ends; the error before says why")
+        os._exit(1)
 
     def _look_at(self, reply: Any) -> None:
         if isinstance(reply, Reply) and reply.failure is not None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
-from raydp_parallel import codec, context, outcome, reduction, replay
+from raydp_parallel import codec, context, devices, outcome, reduction, replay
 from raydp_parallel.executor import Executor
 from raydp_parallel.jobs import Answer, Graph, Job
 from raydp_parallel.links import Mail
@@ -76,7 +76,7 @@ class Call:
     @property
     def now(self) -> Pass:
         """The pass of torch's engine that asks."""
-        return self._passes.setdefault(torch._C._current_graph_task_id(), Pass({}, []))
+        return self._passes.setdefault(torch._C._current_graph_task_id(), Pass({}, [], []))
 
     def end_pass(self) -> Pass:
         """What the pass brought that ends here. Of one that failed on the way nothing is left for another."""
@@ -89,10 +89,12 @@ class Pass(NamedTuple):
     Attributes:
         grads: For each chunk its outputs' gradients, by output.
         pinned: What keeps the remote graphs alive until the trip.
+        tracks: On a GPU, the streams that made the gradients. Fork's node is the CPU's, and does not hear of them.
     """
 
     grads: dict[int, dict[int, Tensor]]
     pinned: list[Handle]
+    tracks: list[devices.Track]
 
 
 def fork(call: Call) -> Tensor:
@@ -132,13 +134,15 @@ class Fork(Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
         call: Call = ctx.call
-        stash, pinned = call.end_pass()
+        stash, pinned, tracks = call.end_pass()
+        devices.follow(tracks)
         needed = _needed(ctx)
         create = torch.is_grad_enabled()
         call.shared |= create
         keep = torch._C._autograd._get_current_graph_task_keep_graph() or call.shared
         grads = _derive(call, stash, needed) if create else _collect(call, stash, needed, keep)
         del pinned
+        devices.hand_over(grads)
         return (None, *grads)
 
 
@@ -155,7 +159,11 @@ class Join(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (token,) = ctx.saved_tensors  # raises torch's own error if the graph was freed
-        ctx.call.now.grads.setdefault(ctx.chunk, {})[ctx.index] = grads[0]
+        now = ctx.call.now
+        now.grads.setdefault(ctx.chunk, {})[ctx.index] = grads[0]
+        track = devices.track(grads[0])
+        if track is not None:
+            now.tracks.append(track)
         return None, None, None, torch.zeros_like(token), None
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from raydp_parallel import devices
 from raydp_parallel.errors import TransferError
-from raydp_parallel.links import Mail, Piece, aligned
+from raydp_parallel.links import Mail, Packet, Piece, aligned
 from raydp_parallel.messages import Parcel, TensorSpec
 
 DTYPES = {str(d)[6:]: d for d in vars(torch).values() if isinstance(d, torch.dtype)}
@@ -56,7 +56,7 @@ def encode(value: Any, mail: Mail, root: str, requires_grad: bool = False) -> tu
     specs = []
     end = 0
     for tensor in tensors:
-        spec, end = _write(tensor, pieces, offsets, end)
+        spec, end = write(tensor, pieces, offsets, end)
         specs.append(spec._replace(requires_grad=True) if requires_grad and tensor.requires_grad else spec)
     packet = mail.send(pieces, offsets, end) if pieces else b""
     return Parcel(skeleton, tuple(specs), packet), tensors
@@ -68,7 +68,7 @@ def encode_again(parcel: Parcel, tensors: Sequence[Tensor], mail: Mail) -> Parce
     offsets: list[int] = []
     end = 0
     for tensor in tensors:
-        _, end = _write(tensor, pieces, offsets, end)
+        _, end = write(tensor, pieces, offsets, end)
     return parcel._replace(packet=mail.send(pieces, offsets, end) if pieces else b"")
 
 
@@ -116,7 +116,8 @@ def compact(tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    return tensor if tensor.is_contiguous() else tensor.clone(memory_format=torch.preserve_format)
+    in_a_run = tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
+    return tensor if in_a_run else tensor.clone(memory_format=torch.preserve_format)
 
 
 def spec_of(tensor: Tensor, offset: int = 0) -> TensorSpec:
@@ -162,7 +163,7 @@ class _ValueUnpickler(pickle.Unpickler):
 def _skeleton(value: Any, root: str) -> tuple[bytes, list[Tensor]]:
     if type(value) is Tensor:
         return _ALONE, [value]
-    if type(value) is tuple and _is_row(value):
+    if type(value) is tuple and is_row(value):
         return _ROW + bytes(part is not None for part in value), [part for part in value if part is not None]
     file = io.BytesIO()
     pickler = _ValuePickler(file)
@@ -173,7 +174,13 @@ def _skeleton(value: Any, root: str) -> tuple[bytes, list[Tensor]]:
     return file.getvalue(), pickler.tensors
 
 
-def _is_row(value: tuple[Any, ...]) -> bool:
+def row(value: tuple[Tensor | None, ...], specs: Sequence[TensorSpec], packet: Packet) -> Parcel:
+    """The parcel of a row whose bytes lie in a packet already."""
+    return Parcel(_skeleton(value, "")[0], tuple(specs), packet)
+
+
+def is_row(value: tuple[Any, ...]) -> bool:
+    """Whether a tuple holds plain tensors, each another, and Nones, and nothing else."""
     tensors = [part for part in value if part is not None]
     return all(type(part) is Tensor for part in tensors) and len({*map(id, tensors)}) == len(tensors)
 
@@ -218,8 +225,8 @@ def _parts(value: Any) -> list[tuple[str, Any]]:
     return [(f".{name}", part) for name, part in vars(value).items()]
 
 
-def _write(tensor: Tensor, pieces: list[Piece], offsets: list[int], end: int) -> tuple[TensorSpec, int]:
-    """Append a tensor's bytes to the pieces."""
+def write(tensor: Tensor, pieces: list[Piece], offsets: list[int], end: int) -> tuple[TensorSpec, int]:
+    """Append a tensor's bytes to the pieces; returns its spec, and where the next one's may begin."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
         return _write_composed(tensor, pieces, offsets, end)
     cls = _subclass(tensor)
@@ -247,7 +254,7 @@ def _write_composed(tensor: Tensor, pieces: list[Piece], offsets: list[int], end
         return _saved(tensor), end
     specs = []
     for part in parts:
-        spec, end = _write(part, pieces, offsets, end)
+        spec, end = write(part, pieces, offsets, end)
         specs.append(spec)
     shape = () if layout == "nested" else tuple(tensor.shape)
     return TensorSpec(DTYPE_NAMES[tensor.dtype], shape, (), end, False, None, layout, tuple(specs), extra), end

@@ -71,6 +71,9 @@ class Crew(Protocol):
         replica, until it is released.
         """
 
+    def link_to(self, door: Any) -> Link:
+        """What a message to one replica travels by. What goes to several is sent by `link`."""
+
     def submit(self, door: Any, method: str, header: bytes, beside: Sequence[Packet], task: Task | None = None) -> Any:
         """Send a call; returns what `collect` waits for, which has a ``give_up()`` for calls nobody waits for."""
 

@@ -70,8 +70,10 @@ class DataParallel(nn.DataParallel[T]):
         self._executor = executor
         self._master: Any = self.executor.known(module)  # from the wrapper that this one is to replace
         self._output_device = None if output_device is None else _own_device(output_device, ids)
-        if len(ids) == 1 and isinstance(ids[0], int) and ids[0] < torch.cuda.device_count():
-            self.module.to(torch.device("cuda", ids[0]))
+        if len(ids) == 1 and isinstance(ids[0], int):
+            gpu = ids[0] // self._options.replicas_per_gpu
+            if gpu < torch.cuda.device_count():
+                self.module.to(torch.device("cuda", gpu))
 
     @property
     def output_device(self) -> Any:

@@ -132,7 +132,7 @@ class Dispatch:
 
     def _submit(self, number: int, flight: _Flight, step: Step, own: bool = False) -> None:
         crew, seat, books = self._roster.crew, flight.seat, self._roster.books
-        mail = Mail(crew.link)
+        mail = Mail(crew.link_to(seat.door))
         message = step.prepare(seat, mail)
         flight.told.append(message.forget)
         header = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)

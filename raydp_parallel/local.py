@@ -83,6 +83,9 @@ class LocalCrew:
         doors = {place: LocalDoor(link_for(self._options.link)) for place in places}
         return {place: (door, Hello(os.getpid(), "driver", "cpu", "", "", 0, 0)) for place, door in doors.items()}
 
+    def link_to(self, door: LocalDoor) -> Link:
+        return self.link
+
     def submit(
         self, door: LocalDoor, method: str, header: bytes, beside: Sequence[Packet], task: Task | None = None
     ) -> Answered:

@@ -105,6 +105,11 @@ class Options:
     profile_dir: str | None = None
     in_process: bool = False
 
+    @property
+    def replicas_per_gpu(self) -> int:
+        """How many replicas `gpus_per_replica` puts on each GPU."""
+        return int(1 / self.gpus_per_replica + 1e-6)
+
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:

@@ -262,7 +262,7 @@ class RemoteDoor:
 
     def _send(self, number: int, method: str, header: bytes, beside: Sequence[Packet], task: Task | None) -> Pending:
         if not self.shares_device:
-            beside = [packet.array if isinstance(packet, devices.DeviceSlice) else packet for packet in beside]
+            beside = [packet.elsewhere() if isinstance(packet, devices.DeviceSlice) else packet for packet in beside]
         if not self.shares:
             beside = [_stored(packet) for packet in beside]
         large = len(header) + sum(len(packet) for packet in beside if isinstance(packet, np.ndarray)) > _FRAME

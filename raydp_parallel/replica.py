@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from raydp_parallel import codec, collective, context, devices, outcome
+from raydp_parallel import codec, collective, context, devices, engine, outcome, outgoing
 from raydp_parallel.errors import GraphLost
 from raydp_parallel.exchange import Reduced, Sum
 from raydp_parallel.links import InlineLink, Mail
@@ -130,7 +129,10 @@ class Replica:
                 failure = outcome.failure(error, where)
             written, revision = self._written(request, back)
             self._show_the_present(request)
-        ago = self._worked.finish()
+        try:
+            ago = self._worked.finish()
+        except RuntimeError as error:  # what a kernel ran into, the host hears of now
+            ago, failure = None, failure or outcome.failure(error, where)
         laps = self._laps.end()
         if ago is not None:  # the host had asked for the copies behind the work, and went on
             laps = (*laps[:3], min(max(laps[2], laps[4] - ago), laps[4]), laps[4])
@@ -187,7 +189,7 @@ class Replica:
         graph = self._graphs.get(request.graph) if request.graph is not None else None
         if graph is None:
             return ()
-        used = reachable(graph.outputs)
+        used = engine.reachable(graph.outputs)
         return tuple(i for i in request.doubtful if id(graph.leaves[i]) in used)
 
     def _mirror(self, request: ForwardRequest, mail: Mail) -> Mirror:
@@ -237,17 +239,22 @@ class Replica:
         reducer = None
         if group is not None and request.reduce is not None:
             reducer = collective.Reducer(group, request.reduce, graph.leaves)
-        watching = reducer.watching() if reducer is not None else contextlib.nullcontext()
+        early = None
+        if request.reduce is None and engine.plainly(request, graph.partial):
+            early = outgoing.begin(graph.leaves, back, self.device)
+        first = reducer or early
+        watching = first.watching() if first is not None else contextlib.nullcontext()
         with context.enter(request.context), _in_replica(), _watching(graph.mirror), watching:
             self._laps.begin(2)
-            found = differentiate(graph, outputs, grads, request)
+            found = engine.differentiate(graph.leaves, graph.partial, outputs, grads, request)
             self._finish_work()
         if request.derived is not None:
             kept = [g for g in found if g is not None]
             self._graphs[request.derived] = _Graph(kept, [*graph.leaves, *grads], graph.partial, graph.mirror)
         if request.reduce is not None:
             found = self._reduce(request, reducer, found, back)
-        return codec.encode(tuple(found), back, "gradients", requires_grad=request.derived is not None)[0]
+        parcel = early.parcel(found, back) if early is not None else None
+        return parcel or codec.encode(tuple(found), back, "gradients", requires_grad=request.derived is not None)[0]
 
     def _reduce(
         self, request: BackwardRequest, reducer: collective.Reducer | None, found: list[Tensor | None], back: Mail
@@ -288,86 +295,6 @@ def _watching(mirror: Mirror) -> Iterator[None]:
         hook.remove()
         if calls:
             mirror.note()
-
-
-def differentiate(
-    graph: _Graph, outputs: Sequence[Tensor], grads: Sequence[Tensor], request: BackwardRequest
-) -> list[Tensor | None]:
-    """The gradients of the leaves that are asked for, None for the others and for what was not reached."""
-    if request.derived is not None:
-        for grad in grads:
-            grad.requires_grad_()
-    wanted = [leaf for leaf, needed in zip(graph.leaves, request.needed, strict=True) if needed]
-    if not wanted:
-        return [None] * len(graph.leaves)
-    create = request.derived is not None
-    with torch.inference_mode(False), torch.set_grad_enabled(create):
-        found: Iterator[Tensor | None]
-        if create or request.partial or graph.partial:
-            found = iter(_run_backward(outputs, grads, request.keep, create, wanted))
-        else:
-            # Reentrant checkpoints inside the module work under backward() only, and refuse autograd.grad().
-            try:
-                _run_backward(outputs, grads, request.keep)
-            except BaseException:
-                for leaf in graph.leaves:
-                    leaf.grad = None  # what a pass that failed had added so far
-                raise
-            found = iter([_take_grad(leaf) for leaf in wanted])
-    return [next(found) if needed else None for needed in request.needed]
-
-
-def _run_backward(
-    outputs: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    keep: bool,
-    create: bool = False,
-    wanted: Sequence[Tensor] = (),
-) -> Sequence[Tensor | None]:
-    """`torch.autograd.grad` for what is wanted, else `torch.autograd.backward`.
-
-    Both check shapes by means of sympy, whose 480 modules a new replica would spend a third of a second to import.
-    Where everything matches, which the driver saw to, there is nothing to check.
-    """
-    if all(map(_matches, outputs, grads)):
-        found: Sequence[Tensor | None] = _engine_run_backward(
-            tuple(outputs),
-            tuple(grads),
-            keep,
-            create,
-            tuple(wanted),
-            allow_unreachable=True,
-            accumulate_grad=not wanted,
-        )
-        return found
-    if wanted:
-        return torch.autograd.grad(outputs, wanted, grads, retain_graph=keep, create_graph=create, allow_unused=True)
-    torch.autograd.backward(outputs, grads, retain_graph=keep)
-    return ()
-
-
-def _matches(output: Tensor, grad: Tensor) -> bool:
-    plain = type(output) is Tensor and type(grad) is Tensor and not output.is_nested
-    return plain and output.shape == grad.shape and output.dtype == grad.dtype
-
-
-def reachable(outputs: Sequence[Tensor]) -> set[int]:
-    """The ids of the leaves that outputs depend on."""
-    found = {id(t) for t in outputs}
-    nodes = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        found.add(id(getattr(node, "variable", None)))
-        fresh = {n for n, _ in node.next_functions if n is not None} - seen
-        seen |= fresh
-        nodes.extend(fresh)
-    return found
-
-
-def _take_grad(leaf: Tensor) -> Tensor | None:
-    grad, leaf.grad = leaf.grad, None
-    return grad
 
 
 @contextlib.contextmanager

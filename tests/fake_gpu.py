@@ -1,7 +1,8 @@
 """A GPU that is none: tensors lie on the CPU, what CUDA would do later is done later, and everything is written down.
 
 A copy to the host that does not block takes place when somebody waits for an event behind it, with the bytes that there
-were when it was asked for. So who does not wait reads what was there before, as on a GPU.
+were when it was asked for. So who does not wait reads what was there before, as on a GPU. Each stream does what it was
+asked for in order, and what another stream was asked for only where it was told to wait for that.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,37 @@ _copy: Any = torch._C.TensorBase.copy_
 _empty: Any = torch.empty
 
 
+class Stream:
+    """What was asked of the device in order.
+
+    Args:
+        gpu: The device.
+        name: How the log calls it; empty for the default stream.
+    """
+
+    def __init__(self, gpu: FakeGpu, name: str = "") -> None:
+        self.gpu = gpu
+        self.name = name
+        self.queue: list[Callable[[], object]] = []
+        self.done = 0
+        self.asked = 0
+
+    def later(self, work: Callable[[], object]) -> None:
+        """Put some work on it."""
+        self.queue.append(work)
+        self.asked += 1
+
+    def run_to(self, number: int) -> None:
+        """Do what was asked up to a moment."""
+        while self.done < number:
+            self.queue.pop(0)()
+            self.done += 1
+
+    def wait_stream(self, other: Stream) -> None:
+        """Go on behind what another one was asked for."""
+        self.gpu.waits(self, other, other.asked)
+
+
 class FakeGpu:
     """The device, and what was asked of it.
 
@@ -34,6 +66,9 @@ class FakeGpu:
         pinned: Addresses of registered memory, with its sizes.
         refuses: Whether memory cannot be registered.
         shares: What was shared between processes, by handle.
+        current: Its current stream, last, and those that were it around.
+        recorded: Tensors that were said to be in use on a stream, by name.
+        pools: How many pools of memory were made, and which is in use.
     """
 
     def __init__(self) -> None:
@@ -43,10 +78,11 @@ class FakeGpu:
         self.shares: dict[bytes, Any] = {}
         self.events: dict[bytes, Any] = {}
         self.opened: list[bytes] = []
-        self.streams = [self.stream("the current stream")]
-        self._queue: list[Callable[[], object]] = []
-        self.done = 0
-        self.asked = 0
+        self.default = Stream(self)
+        self._streams = itertools.count(1)
+        self.current = [self.default]
+        self.recorded: list[str] = []
+        self.pools: list[Any] = []
 
     def copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         """``Tensor.copy_``."""
@@ -60,6 +96,10 @@ class FakeGpu:
         """``Tensor.is_pinned``."""
         return any(at <= tensor.data_ptr() < at + size for at, size in self.pinned.items())
 
+    def record_stream(self, _tensor: Tensor, stream: Stream) -> None:
+        """``Tensor.record_stream``."""
+        self.recorded.append(stream.name)
+
     def empty(self, *shape: Any, pin_memory: bool = False, **more: Any) -> Tensor:
         """``torch.empty``."""
         found = _empty(*shape, **more)
@@ -71,43 +111,38 @@ class FakeGpu:
 
     def later(self, what: str, work: Callable[[], object]) -> None:
         """Put some work on the stream."""
-        self.log.append(what)
-        self._queue.append(work)
-        self.asked += 1
+        self.say(what, self.current[-1])
+        self.current[-1].later(work)
 
-    def run_to(self, number: int) -> None:
-        """Do what was asked up to a moment."""
-        while self.done < number:
-            self._queue.pop(0)()
-            self.done += 1
+    def say(self, what: str, stream: Stream) -> None:
+        """Write down what was asked of a stream."""
+        self.log.append(f"{what} on {stream.name}" if stream.name else what)
 
-    def stream(self, name: str) -> Any:
-        """A stream, which waits for others."""
-        gpu = self
+    # streams and pools of memory
 
-        class Stream:
-            def __repr__(self) -> str:
-                return name
+    def stream(self, _device: torch.device | None = None) -> Stream:
+        """Another stream."""
+        return Stream(self, f"stream {next(self._streams)}")
 
-            def wait_stream(self, other: Any) -> None:
-                gpu.log.append(f"{self} waits for {other}")
-
-        return Stream()
+    def waits(self, stream: Stream, other: Stream, at: int) -> None:
+        """A stream goes on when another one has come so far."""
+        self.say("stream waits", stream)
+        stream.later(lambda: other.run_to(at))
 
     @contextmanager
-    def on(self, stream: Any) -> Iterator[None]:
+    def on(self, stream: Stream) -> Iterator[None]:
         """``torch.cuda.stream``."""
-        self.streams.append(stream)
-        self.log.append(f"on {stream}")
+        self.current.append(stream)
         try:
             yield
         finally:
-            assert self.streams.pop() is stream
-            self.log.append(f"on {self.streams[-1]}")
+            self.current.pop()
 
-    def record_stream(self, _tensor: Tensor, stream: Any) -> None:
-        """``Tensor.record_stream``."""
-        self.log.append(f"a tensor is used on {stream}")
+    @contextmanager
+    def allocating(self, pool: Any, _device: torch.device) -> Iterator[None]:
+        """``torch.cuda.use_mem_pool``."""
+        self.pools.append(pool)
+        yield
 
     # cudaHostRegister and its counterpart
 
@@ -129,22 +164,22 @@ class FakeGpu:
         class Event:
             def __init__(self, enable_timing: bool = False, interprocess: bool = False) -> None:
                 self.timed, self.shared, self.at, self.when = enable_timing, interprocess, 0, 0.0
+                self.stream = gpu.default
 
-            def record(self, stream: Any) -> None:
-                assert stream is gpu.streams[-1]
-                gpu.log.append("record")
-                self.at, self.when = gpu.asked, time.perf_counter()
+            def record(self, stream: Stream) -> None:
+                assert stream is gpu.current[-1]
+                gpu.say("record", stream)
+                self.stream, self.at, self.when = stream, stream.asked, time.perf_counter()
 
             def synchronize(self) -> None:
-                gpu.log.append("wait")
-                gpu.run_to(self.at)
+                gpu.say("wait", self.stream)
+                self.stream.run_to(self.at)
 
             def query(self) -> bool:
-                return gpu.done >= self.at
+                return self.stream.done >= self.at
 
-            def wait(self, stream: Any) -> None:
-                assert stream is gpu.streams[-1]
-                gpu.log.append("stream waits")
+            def wait(self, stream: Stream) -> None:
+                gpu.waits(stream, self.stream, self.at)
 
             def elapsed_time(self, end: Any) -> float:
                 assert self.timed
@@ -171,7 +206,6 @@ class FakeGpu:
 
     def open(self, _device: int, handle: bytes, *_rest: Any) -> Any:
         """``_new_shared_cuda``."""
-        assert handle not in self.opened, "CUDA opens a handle once"
         self.opened.append(handle)
         return self.shares[handle]
 
@@ -184,9 +218,13 @@ def installed(patch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     properties = SimpleNamespace(name="Fake", uuid=UUID, total_memory=1000, multi_processor_count=10)
     for name, value in {
         "Event": gpu.event_class(),
-        "current_stream": lambda _device: gpu.streams[-1],
-        "Stream": lambda _device: gpu.stream("a stream"),
+        "current_stream": lambda _device: gpu.current[-1],
+        "default_stream": lambda _device: gpu.default,
+        "Stream": gpu.stream,
         "stream": gpu.on,
+        "MemPool": object,
+        "use_mem_pool": gpu.allocating,
+        "device": lambda _device: nullcontext(),
         "cudart": gpu.cudart,
         "default_generators": [torch.Generator()],
         "memory_allocated": lambda _device: 5,

@@ -91,7 +91,7 @@ def test_a_row_on_cpu_replicas(here: Here, name: str) -> None:
 def test_a_row_for_gpus_is_not_checked_without(here: Here, name: str) -> None:
     """And says why."""
     line = runner.try_row(BY_NAME[name], here)
-    assert (line.status, line.text) == (Status.NOT_CHECKED, "not checked: no GPU")
+    assert (line.status, line.text) == (Status.NOT_CHECKED, "no GPU")
 
 
 def test_rows_say_what_they_were_held_against(like_gpus: LikeGpus) -> None:
@@ -221,11 +221,11 @@ def test_rows_end_as_they_may(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "fine": ("ok", "as it should be"),
         "wrong": ("FAILED", "too much"),
         "crash": ("FAILED", "ValueError: a reason"),
-        "absent": ("not checked", "not checked: no such thing"),
+        "absent": ("not checked", "no such thing"),
         "die": ("FAILED", "the process that tried it was ended by signal 9"),
         "spoil": ("ok", "spoilt"),
         "unspoilt": ("ok", "another process"),
-        "long": ("not checked", "not checked: --quick"),
+        "long": ("not checked", "--quick"),
         "many": ("not checked", found["many"][1]),
         "last": ("ok", "as it should be"),
         "hang": ("FAILED", "no answer within 1 s"),

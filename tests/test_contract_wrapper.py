@@ -326,6 +326,8 @@ def test_C7_a_single_gpu_of_the_driver_takes_the_module(monkeypatch: pytest.Monk
         assert moved == []
     DataParallel(net, [0])
     assert moved == [torch.device("cuda", 0)]
+    DataParallel(net, [1], options=Options(gpus_per_replica=0.5))  # the second replica on that GPU
+    assert moved == [torch.device("cuda", 0)] * 2
 
 
 def test_C8_constructor_does_not_check_devices() -> None:

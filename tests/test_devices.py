@@ -9,6 +9,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from fake_gpu import installed
 
 from raydp_parallel import codec, devices
 from raydp_parallel.links import Piece
@@ -113,6 +114,18 @@ def test_A10_the_next_call_of_chunk_0_is_not_this_call_of_chunk_1() -> None:
             devices.seed(CPU, call_seed, chunk)
             found.add(torch.rand(()).item())
     assert len(found) == 64
+
+
+@pytest.mark.usefixtures("generators")
+def test_A10_a_gpus_generator_is_seeded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the CPU's, from the call and the chunk."""
+    seeds = set()
+    with installed(monkeypatch):
+        for chunk in (1, 2):
+            devices.seed(CPU, 5, chunk)
+            assert torch.cuda.default_generators[0].initial_seed() == torch.initial_seed()
+            seeds.add(torch.initial_seed())
+    assert len(seeds) == 2
 
 
 def gpu(memory: int, processors: int) -> Hello:

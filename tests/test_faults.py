@@ -28,6 +28,7 @@ from raydp_parallel import (
     RestartsSpent,
     StateChanged,
     cluster,
+    devices,
     parallel_apply,
     replicate,
 )
@@ -382,6 +383,39 @@ def test_a_replica_that_hangs(times: int, tmp_path: Path) -> None:
 
 
 # --- what is no death ---
+
+
+class Spoils(nn.Module):
+    """Leaves its device useless, as an access to memory that is not there does on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x[0, 0] < 0:
+            devices.spoiled = lambda _device: True
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return x * self.scale
+
+
+def test_a_replica_whose_device_is_spoiled_is_replaced(two: Executor) -> None:
+    """Its error is raised; its process ends with the next call, which is as right as ever, and another one comes."""
+    model = DataParallel(Spoils(), TWO, executor=two)
+    x = torch.ones(4, 2)
+    assert torch.equal(model(x), x)
+    victim, before = two.replicas()[1].pid, two.stats().deaths
+    bad = x.clone()
+    bad[2:] = -1
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        model(bad)
+    assert two.stats().deaths == before
+    out = model(x)
+    assert torch.equal(out, x)
+    out.sum().backward()
+    assert model.module.scale.grad == 8
+    assert two.stats().deaths == before + 1
+    assert ended(victim)
 
 
 class Greedy(nn.Module):

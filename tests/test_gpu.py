@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import gc
@@ -18,8 +19,9 @@ from fake_gpu import UUID, FakeGpu, installed
 from torch import Tensor, nn
 
 import raydp_parallel
-from raydp_parallel import codec, devices, remote
+from raydp_parallel import actor, codec, crew, devices, local, remote
 from raydp_parallel.actor import Door, give_back, link_for, shared_link, take_back
+from raydp_parallel.batch import functions
 from raydp_parallel.check import training
 from raydp_parallel.cluster import RayCrew
 from raydp_parallel.devices import contents, gpu, ipc
@@ -234,6 +236,34 @@ def test_training_is_right_though_copies_take_place_later(fake: FakeGpu, name: s
     assert fake.log.count("wait") < fake.log.count("copy to the host")
 
 
+MIXED = {"driver on the CPU": frozenset({"cpu"}), "replicas on CPUs": frozenset()}
+
+
+@pytest.mark.parametrize("where", [*MIXED])
+@pytest.mark.parametrize("name", ["perceptron, gradient penalty", "residual net with batch norm", "bidirectional LSTM"])
+def test_training_is_right_where_one_side_has_a_gpu(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch, name: str, where: str
+) -> None:
+    """A master copy on the CPU for replicas on GPUs, and the other way round."""
+    outside, inside = MIXED[where], frozenset({"cpu"}) - MIXED[where]
+    isolated = local._isolated
+
+    @contextlib.contextmanager
+    def replicas() -> Iterator[None]:
+        with isolated(), monkeypatch.context() as patch:
+            patch.setattr(devices.kinds, "HOST", inside)
+            yield
+
+    monkeypatch.setattr(devices.kinds, "HOST", outside)
+    monkeypatch.setattr(local, "_isolated", replicas)
+    case = training.CASES[name]
+    torch.manual_seed(0)
+    net = case.make().double()
+    plain = training.train(copy.deepcopy(net), case, 4, CPU)
+    assert training.difference(training.train(wrapped(net, 1), case, 4, CPU), plain) <= training.TOLERANCE
+    assert "copy to the host" in fake.log
+
+
 class Writes(nn.Module):
     """Writes to a buffer without a version, to a parameter with one, and rebinds nothing."""
 
@@ -242,6 +272,7 @@ class Writes(nn.Module):
         self.norm = nn.BatchNorm1d(3)
         self.weight = nn.Parameter(torch.ones(3))
         self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("nothing", torch.zeros(0))
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -260,6 +291,24 @@ def test_what_chunk_0_writes_comes_back_once() -> None:
     for _ in range(3):
         model(x)
         plain(x[:3])
+    for name, tensor in net.state_dict().items():
+        torch.testing.assert_close(tensor, plain.state_dict()[name])
+
+
+@pytest.mark.usefixtures("fake")
+def test_buffers_of_a_large_net_come_right() -> None:
+    """Where all of the state is too much to be held twice, only what is compared after each forward is."""
+    net = nn.Sequential(nn.Linear(1200, 1000), nn.BatchNorm1d(1000), nn.Linear(1000, 2)).double()
+    assert sum(t.nbytes for t in net.state_dict().values()) > devices.memory.SMALL
+    plain, x = copy.deepcopy(net), torch.randn(6, 1200).double()
+    model = wrapped(net, 1)
+    outs = [model(x * scale).sum() for scale in (1, 2, 3)]  # whose graphs keep what they saw: blocks get other memory
+    theirs = [plain(x * scale).sum() for scale in (1, 2, 3)]
+    for ours, expected in zip(outs, theirs, strict=True):
+        ours.backward()
+        expected.backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
     for name, tensor in net.state_dict().items():
         torch.testing.assert_close(tensor, plain.state_dict()[name])
 
@@ -298,7 +347,84 @@ def test_a_gpu_says_who_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert devices.output_place("cuda") == devices.output_place(3) == torch.device("cuda", 3)
+    assert crew.device_id("cuda") == 3
+    assert (devices.own("gpu"), devices.own("cpu")) == ("cuda:0", "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert (devices.own("gpu"), crew.device_id("cuda")) == ("cpu", 0)
     assert devices.describe(CPU, 1, "node") == Hello(1, "node", "cpu", "Fake", UUID, 1000, 10)
+
+
+def test_what_users_and_the_dashboard_read_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output devices as indices, as upstream; replicas with the GPU that Ray gave them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    model = raydp_parallel.DataParallel(nn.Linear(3, 2), ["cpu", "cpu"], output_device=1, options=IN_PROCESS)
+    assert model.output_device == 1
+    monkeypatch.setattr(actor, "_gpu", lambda: "MIG-5")
+    monkeypatch.setattr(actor, "_node", lambda: "0123456789")
+    made: Any = actor.ReplicaActor.__ray_metadata__.modified_class  # type: ignore[attr-defined]
+    door = object.__new__(made)
+    door._rank, door._device = 3, torch.device("cuda", 0)
+    assert repr(door) == "Replica(3@cuda:0 = GPU MIG-5, node 01234567)"
+    door._device = CPU
+    assert repr(door) == "Replica(3@cpu, node 01234567)"
+    ended: list[int] = []
+    monkeypatch.setattr(actor, "os", SimpleNamespace(_exit=ended.append))
+    door._end()
+    assert ended == [1]
+
+
+def test_large_outputs_on_a_gpu_are_joined_there(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not in the memory that a CPU uses again and again."""
+    parts = [torch.randn(1 << 17).requires_grad_() for _ in range(2)]
+    joined = functions.join_along(parts, 0)
+    assert joined.grad_fn is not None
+    assert joined.grad_fn.name() == "CatBackward0"
+    monkeypatch.setattr(devices.kinds, "HOST", frozenset({"cpu"}))
+    assert functions.join_along(parts, 0).grad_fn.name() == "GatherBackward"  # type: ignore[union-attr]
+
+
+def test_a_replica_whose_gpu_is_spoiled_ends_with_the_next_call(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA refuses to work in a process after an illegal access. The error is told first; other errors end nobody."""
+    ended: list[str] = []
+    monkeypatch.setattr(Door, "_end", lambda _door: ended.append("ended"))
+    door = Door("cpu", InlineLink())
+
+    def call(number: int) -> Any:
+        answer = door.forget(number, pickle.dumps(None))
+        return pickle.loads(answer if isinstance(answer, bytes) else answer[0])
+
+    def broken(*_: object) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(door._replica, "forget", broken)
+        assert "illegal memory access" in call(0).failure.text
+        assert call(1).failure is not None  # the device still answers: something else was wrong
+        assert not ended
+        patch.setattr(torch.cuda.Event, "synchronize", broken)
+        assert call(2).failure is not None
+        assert not ended
+    call(3)
+    assert ended == ["ended"]
+
+
+def test_an_error_of_a_kernel_is_raised_as_the_modules(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host hears of it when it waits for the device, and the driver in upstream's words."""
+    ended: list[str] = []
+    monkeypatch.setattr(Door, "_end", lambda _door: ended.append("ended"))
+    model = wrapped(nn.Linear(3, 2))
+
+    def assertion(*_: object) -> Any:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gpu.Stopwatch, "finish", assertion)
+        patch.setattr(gpu, "finish", assertion)
+        with pytest.raises(RuntimeError, match=r"(?s)Caught RuntimeError in replica 0.*device-side assert triggered"):
+            model(torch.ones(4, 3))
+    assert model(torch.ones(4, 3)).shape == (4, 2)
+    assert ended == ["ended"] * 2
 
 
 # --- between processes on one GPU ---
@@ -340,7 +466,9 @@ def test_tensors_go_by_the_gpus_memory(fake: FakeGpu, ends: Ends) -> None:
     for number in range(3):
         x = torch.full((200, 300), float(number))
         mail = Mail(ends.link)
+        fake.log.clear()
         parcel, _ = codec.encode((x, x.t()), mail, "inputs")
+        assert fake.log == ["record"] * (1 if number else 2)  # behind the copy; a new segment has to have one to share
         assert all(isinstance(packet, devices.DeviceSlice) for packet in mail.beside)
         for packet in mail.beside:
             ledger.lend(packet)
@@ -375,15 +503,26 @@ def test_answers_come_by_the_gpus_memory(ends: Ends) -> None:
     )
 
 
-def test_who_cannot_open_it_gets_a_copy(ends: Ends) -> None:
-    """Through the host."""
+def test_who_cannot_open_it_gets_a_copy(fake: FakeGpu, ends: Ends) -> None:
+    """Through memory of the host, which all of them share: copied once."""
     assert not devices.shows(Piece(0, 0, None), b"")
-    lent = ends.arena.fill([devices.piece(torch.arange(5.0))], [0], 20)
-    assert np.frombuffer(lent.array.tobytes(), np.float32).tolist() == [0, 1, 2, 3, 4]
+    ends.link.arena = ends.arena
+    x = torch.randn(30000)
+    lent = ends.link.send([devices.piece(x)], [0], x.nbytes)
     sent: list[Any] = []
-    ends.remote.actor.forward = SimpleNamespace(remote=lambda _number, _header, *beside: sent.extend(beside))
+    line = SimpleNamespace(intact=True, busy=False, send=lambda _number, parts: sent.append(parts[3]))
+    for _ in range(2):
+        ends.remote.line, ends.remote.shares = line, True  # type: ignore[assignment]
+        ends.remote.submit("forward", b"", [lent])
+    assert fake.log.count("copy to the host") == 1
+    assert sent[0] is sent[1]
+    assert np.array_equal(sent[0].array[: x.nbytes].view(np.float32), x.numpy())
+    assert len(ends.remote._ledger) == 1
+    carried: list[Any] = []  # by Ray, now and then
+    ends.remote.actor.forward = SimpleNamespace(remote=lambda _number, _header, *beside: carried.extend(beside))
+    ends.remote.shares_device, ends.remote.line = True, None
     ends.remote.submit("forward", b"", [lent])
-    assert isinstance(sent[0], np.ndarray)
+    assert np.array_equal(carried[0].view(np.float32), x.numpy())
     with pytest.raises(OSError, match="has not agreed to open any"):
         over([lent], Mappings())[0].piece()
 
@@ -404,6 +543,44 @@ def test_own_packets_are_compared_and_opened_in_place(ends: Ends) -> None:
     assert ends.link.take(small) is None
     assert ends.link.show(small, 0, 8) is None
     ends.link.close()
+    devices.DeviceLink(shared_link(Arena(), False, False)).close()
+
+
+def test_messages_to_other_gpus_do_not_take_this_ones_memory(ends: Ends) -> None:
+    """What one replica alone gets goes by the link that it can read; what all get is sent once."""
+    ours: Any = SimpleNamespace(link=ends.link)
+    ends.link.arena = ends.arena
+    assert RayCrew.link_to(ours, ends.remote) is ends.link.near
+    ends.remote.shares_device = True
+    assert RayCrew.link_to(ours, ends.remote) is ends.link
+    ours.link = ends.link.near
+    assert RayCrew.link_to(ours, ends.remote) is ours.link
+
+
+def test_segments_that_are_no_longer_used_go(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On both sides, when many others were used since: batches of ever other sizes do not fill the GPU."""
+    monkeypatch.setattr(ipc, "_PATIENCE", 8)
+    arena, mappings = devices.DeviceArena(CPU), Mappings()
+    mappings.opener = opener = devices.Opener(CPU)
+    old = weakref.ref(arena.take(5 << 20).segment)
+    assert mappings.find(arena.take(5 << 20).descriptor).piece().size == 5 << 20
+    gc.collect()
+    lent = arena.take(7 << 20)  # as new weights are: opened once, and in use for long
+    kept = mappings.find(lent.descriptor).piece().part(3, 5)
+    for _ in range(2 * 64):
+        mappings.find(arena.take(100).descriptor).piece()
+        gc.collect(0)
+    assert old() is None
+    assert len(opener._known) == 1
+    assert sum(map(len, arena._free.values())) == 1
+    assert (len(fake.opened), len(opener._open)) == (3, 2)
+    mappings.find(lent.descriptor).piece()
+    assert len(fake.opened) == 3  # which is open still
+    del lent, kept
+    gc.collect()
+    arena.close()
+    assert not arena._free
+    assert len({*map(id, fake.pools)}) == 1  # all of them from one pool, which is the arena's own
 
 
 def wrong(*_: object) -> bool:
@@ -431,10 +608,10 @@ def test_a_failed_trial_leaves_host_copies(
     monkeypatch.setattr(*patches[where])
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    crew: Any = None
+    nobody: Any = None
     monkeypatch.setattr(ipc, "DeviceArena", lambda _device: devices.DeviceArena(CPU))
     for _ in range(2):
-        RayCrew._meet_on_device(crew, ends.remote, Hello(1, "n", "cuda:0", "G", UUID, 1, 1), ends.link)
+        RayCrew._meet_on_device(nobody, ends.remote, Hello(1, "n", "cuda:0", "G", UUID, 1, 1), ends.link)
         seen = iter([True, False])
     assert not ends.remote.shares_device
     assert ends.link.arena is None
@@ -445,14 +622,14 @@ def test_a_failed_trial_leaves_host_copies(
 
 def test_only_the_drivers_own_gpu_is_shared(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """By uuid; and only if this process uses GPUs already."""
-    hello, crew = Hello(1, "n", "cuda:0", "G", UUID, 1, 1), None
+    hello = Hello(1, "n", "cuda:0", "G", UUID, 1, 1)
     assert devices.gpu_in_use(UUID) is None
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert devices.gpu_in_use("") is None
     assert devices.gpu_in_use("GPU-other") is None
     assert devices.gpu_in_use(UUID) == torch.device("cuda", 0)
-    other: Any = crew
+    other: Any = None
     RayCrew._meet_on_device(other, ends.remote, hello._replace(gpu_uuid="GPU-other"), ends.link)
     assert ends.link.arena is None
     monkeypatch.setattr(devices, "gpu_in_use", lambda _uuid: CPU)

@@ -22,9 +22,9 @@ PACKAGE = Path(raydp_parallel.__file__).parent
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("context", "errors", "exchange", "links", "monitor", "options", "phases", "progress", "pulse"),
     ("advice", "line", "messages"),
-    ("accounts", "crew", "devices", "outcome", "sources"),
+    ("accounts", "crew", "devices", "engine", "outcome", "sources"),
     ("batch", "codec", "reporter", "respawn", "seats"),
-    ("collective", "jobs", "measures", "reduction", "snapshot", "status", "trace"),
+    ("collective", "jobs", "measures", "outgoing", "reduction", "snapshot", "status", "trace"),
     ("books", "grafana", "page", "replay", "replica"),
     ("actor", "telemetry"),
     ("local", "naming", "remote"),

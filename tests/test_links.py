@@ -94,6 +94,29 @@ def seen(link: Link, packet: Any) -> bytes:
 SIZES = (0, 1, 3, 63, 64, 65, 255, LIMIT, LIMIT + 1, 1001, 65537)
 
 
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_room_is_a_packet_that_is_filled_later(link: Link, size: int) -> None:
+    """Where a link has any: what was written counts, up to where it was filled, also if it is lent out twice."""
+    for end in (size, size // 2 + 1):
+        mail = Mail(link)
+        room = mail.room(size)
+        if room is None:
+            return
+        assert room.size == size
+        data = pattern(size, end)
+        ctypes.memmove(room.address, bytes(data), size)
+        packet = mail.filled(room, end)
+        assert mail.size == end
+        assert seen(link, mail.find(packet)) == bytes(data[:end])
+
+
+def test_which_links_have_room() -> None:
+    """Those whose packets lie in memory of their own."""
+    found = {name: make().room(LIMIT + 1) is not None for name, make in LINKS.items()}
+    own = {"object_store, replica's", "auto, replica's", "shared", "auto, one machine's"}
+    assert {name for name, has in found.items() if has} == own
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_one_piece_comes_out_as_it_went_in(link: Link, size: int) -> None:
     """Sizes 0 and 1, odd ones, and those on both sides of a limit."""

@@ -12,7 +12,7 @@ from harness import raised
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from raydp_parallel import GraphLost, ReplicaExit, codec, context, outcome, replica
+from raydp_parallel import GraphLost, ReplicaExit, codec, context, engine, outcome, replica
 from raydp_parallel.links import InlineLink, Mail
 from raydp_parallel.messages import Arguments, BackwardRequest, Forget, ForwardRequest, Produced, Reply
 from raydp_parallel.snapshot.master import Master
@@ -381,6 +381,6 @@ def test_B11_a_version_that_moved_in_the_driver_is_found_in_backward() -> None:
 def test_the_leaves_that_outputs_depend_on() -> None:
     """What the driver asks of leaves that it computed itself."""
     a, b, c = (torch.ones(2, requires_grad=True) for _ in range(3))
-    assert replica.reachable([a * b, c.detach()]) >= {id(a), id(b)}
-    assert id(c) not in replica.reachable([a * b, c.detach()])
-    assert id(c) in replica.reachable([c])
+    assert engine.reachable([a * b, c.detach()]) >= {id(a), id(b)}
+    assert id(c) not in engine.reachable([a * b, c.detach()])
+    assert id(c) in engine.reachable([c])

@@ -86,7 +86,7 @@ def autocast(dtype: torch.dtype, here: Here) -> Found:
         losses, scale, weights = _train_short(here.ours(copy.deepcopy(made), ids), dtype, here.device)
         if scale != plain[1]:
             return Found(f"the scale is {scale}, expected {plain[1]}", {}, False)
-        found[f"{len(ids)} chunks"] = max(_gap(losses, plain[0]), _gap(weights, plain[2]))
+        found[f"{len(ids)} chunk{'s' * (len(ids) > 1)}"] = max(_gap(losses, plain[0]), _gap(weights, plain[2]))
     text = ", ".join(f"{name} {gap:.0e}" for name, gap in found.items())
     return Found(f"{text} from plain, scale {plain[1]:g}", found, max(found.values()) <= _CLOSE[dtype])
 

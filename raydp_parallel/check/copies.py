@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor, nn
 
-from raydp_parallel.check.here import Here
+from raydp_parallel.check import nets
+from raydp_parallel.check.here import PLAIN, Here, exact
 from raydp_parallel.check.table import Found, Row
+from raydp_parallel.data_parallel import DataParallel
+from raydp_parallel.options import Options
 
 _SIZE = 64 << 20
 _GB = 1e9
+
+BY_HOST = Options(threads=PLAIN.threads, metrics=PLAIN.metrics, link="object_store")
+"""Without shared memory, of which kind ever."""
 
 
 class Swallow(nn.Module):
@@ -80,4 +88,31 @@ def bandwidth(here: Here) -> Found:
     return Found(f"GB/s: {text}; an empty call {empty * 1e3:.2f} ms", {**found, **plain, "empty_ms": 1e3 * empty})
 
 
-ROWS = (Row("copies", "links in use", links), Row("copies", "bandwidth", bandwidth))
+def _grads(net: nn.Module) -> list[Tensor]:
+    return [p.grad for p in net.parameters() if p.grad is not None]
+
+
+def through_the_host(here: Here) -> Found:
+    """As with a GPU that is not the driver's: large gradients leave while backward runs, and one grows on its way."""
+    torch.manual_seed(0)
+    net = nets.Twice(1024).to(here.device)
+    plain, x = copy.deepcopy(net), torch.randn(16, 1024, device=here.device)
+    model = DataParallel(net, here.one, executor=here.executor(BY_HOST))
+    gaps = []
+    with exact():
+        for _ in range(here.rounds(10)):
+            for one in (model, plain):
+                one.zero_grad()
+                one(x).square().mean().backward()
+            pairs = zip(_grads(net), _grads(plain), strict=True)
+            gaps += [float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs]
+    worst = max(gap if gap == gap else float("inf") for gap in gaps)
+    text = f"{here.executor(BY_HOST).stats().link}; largest difference {worst:.0e}"
+    return Found(text, {"difference": worst}, len(gaps) == 4 * here.rounds(10) and worst < 1e-5)
+
+
+ROWS = (
+    Row("copies", "links in use", links),
+    Row("copies", "bandwidth", bandwidth),
+    Row("copies", "gradients through the host", through_the_host, gpus=1),
+)

@@ -85,7 +85,27 @@ def out_of_memory(here: Here) -> Found:
     return Found(text, {"free": free}, same and fine)
 
 
+def spoiled(here: Here) -> Found:
+    """An access to memory that is not there, after which a GPU works no more in a process: another one takes over."""
+    model = here.ours(nets.Stray(), here.several)
+    x = torch.ones(2 * len(here.several), 4, device=here.device)
+    bad = x.clone()
+    bad[-2:] = -1  # the last chunk
+    model(x)
+    try:
+        model(bad)
+    except (RuntimeError, IndexError) as error:
+        raised = str(error).strip().splitlines()[-1][:100]
+    else:
+        return Found("no error was raised", {}, False)
+    fine = torch.equal(model(x), x)
+    deaths = here.executor().stats().deaths
+    text = f"raised: {raised}; the next call is {'right' if fine else 'WRONG'}, {deaths} processes were replaced so far"
+    return Found(text, {"deaths": deaths}, fine)
+
+
 ROWS = (
     Row("faults", "a replica is killed", killed),
+    Row("faults", "a replica's GPU is spoiled", spoiled, gpus=1),
     Row("faults", "out of memory in one replica", out_of_memory, gpus=1),
 )

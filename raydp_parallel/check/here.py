@@ -95,17 +95,26 @@ class Here:
 
 
 @contextlib.contextmanager
-def exact() -> Iterator[None]:
-    """Compute as repeatably as the devices can: one thread, no shortened floats, no choice of kernels by speed."""
+def one_thread() -> Iterator[None]:
+    """As replicas and DDP's workers have: one thread on the CPU."""
     threads = torch.get_num_threads()
-    matmul, convolve = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, convolve.allow_tf32, convolve.deterministic, convolve.benchmark
     torch.set_num_threads(1)
-    matmul.allow_tf32, convolve.allow_tf32, convolve.deterministic, convolve.benchmark = False, False, True, False
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def exact() -> Iterator[None]:
+    """Compute as repeatably as the devices can: one thread, no shortened floats, no choice of kernels by speed."""
+    matmul, convolve = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, convolve.allow_tf32, convolve.deterministic, convolve.benchmark
+    matmul.allow_tf32, convolve.allow_tf32, convolve.deterministic, convolve.benchmark = False, False, True, False
+    try:
+        with one_thread():
+            yield
+    finally:
         matmul.allow_tf32, convolve.allow_tf32, convolve.deterministic, convolve.benchmark = before
 
 

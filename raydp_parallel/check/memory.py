@@ -42,6 +42,8 @@ def on_the_gpu(here: Here) -> Found:
         f"peak MB: plain {plain / _MB:.0f}, driver {driver / _MB:.0f}, replica {found.memory_peak / _MB:.0f}; driver "
         f"and replica together at most {limit / _MB:.0f} (1.1 x plain, and the master's weights, buffers and gradients)"
     )
+    if here.quick:  # of a net with so few activations, what is on its way is the larger part
+        return Found(f"{text.partition(';')[0]}; held against a limit without --quick", numbers)
     return Found(text, numbers, driver + found.memory_peak <= limit)
 
 
@@ -62,7 +64,7 @@ def does_not_grow(here: Here) -> Found:
     load = LOADS[PERCEPTRON]
     x, y = (part.to(here.device) for part in load.batch())
     step = stepper(load, here.ours(load.make(), here.several), x, y)
-    for _ in range(5):
+    for _ in range(10):  # until what goes round in turns is all there
         step()
     here.executor().flush()
     before = torch.cuda.memory_allocated(here.device) if here.gpus else 0

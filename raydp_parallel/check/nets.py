@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 
 def perceptron(width: int = 16, into: int = 8, out: int = 3) -> nn.Module:
@@ -175,6 +176,25 @@ class Complex(nn.Module):
         return x @ self.weight
 
 
+class Twice(nn.Module):
+    """A large weight in two checkpoints, each of which adds to its gradient at another time, and one used once.
+
+    Args:
+        width: Rows and columns of each.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.once, self.again = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As wide as the input."""
+        x = self.once(x)
+        for _ in range(2):
+            x = checkpoint(self.again, x.relu(), use_reentrant=True)
+        return x
+
+
 class Witness(nn.Module):
     """Says where it ran and what it was given."""
 
@@ -186,6 +206,20 @@ class Witness(nn.Module):
         """The inputs scaled; the devices of its weights and inputs, and how many rows it was given."""
         seen = str(self.scale.device), str(x.device), len(x)
         return x * self.scale, {"twice": named["y"] * 2}, seen
+
+
+class Stray(nn.Module):
+    """Looks where there is no memory, where the first entry of its chunk is below zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input, scaled."""
+        if x[0, 0] < 0:
+            x = x[torch.full((len(x),), 1 << 40, device=x.device)]
+        return x * self.scale
 
 
 class Greedy(nn.Module):

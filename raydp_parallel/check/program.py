@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from raydp_parallel.check import runner
 from raydp_parallel.check.here import machine
@@ -15,25 +17,51 @@ from raydp_parallel.check.table import Line, Status, as_json, as_text, summary
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the check."""
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="where to keep the table")
+    parser.add_argument("--out", type=_file, metavar="FILE.json", help="where to keep the table")
     parser.add_argument("--quick", action="store_true", help="measure for a short time, and leave out what takes long")
+
+
+def _file(text: str) -> Path:
+    """A file that can be written, found out now and not after the first row."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a folder; give the name of a file")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} cannot be written")
+    return path
+
+
+def _devices(about: Mapping[str, Any]) -> str:
+    if about["gpus"]:
+        return ", ".join(gpu["name"] for gpu in about["gpus"])
+    # Of a machine that has one this would be a surprise.
+    hidden = f"no GPU that torch can use (it is built for {'CUDA ' + about['cuda'] if about['cuda'] else 'CPUs alone'})"
+    return hidden if about["driver"] else "no GPU"
 
 
 def run(options: argparse.Namespace) -> int:
     """Look at all rows; prints each as it comes, then the table. 1 if one failed."""
     found: list[Line] = []
     about = machine()
-    gpus = ", ".join(gpu["name"] for gpu in about["gpus"]) or "no GPU"
-    _say(f"{gpus}; driver {about['driver'] or 'none'}, torch {about['torch']}, Ray {about['ray']}")
+    _say(f"{_devices(about)}; driver {about['driver'] or 'none'}, torch {about['torch']}, Ray {about['ray']}")
     for line in runner.lines(options.quick):
         found.append(line)
         sys.stderr.write(f"  {line.status.value}: {line.group}, {line.name} ({line.seconds:.1f} s)\n")
         sys.stderr.flush()
         if options.out is not None:  # after each row: what is known is kept, whatever comes
-            options.out.write_text(json.dumps(as_json(found, about), indent=1, default=str) + "\n", encoding="utf-8")
+            _keep(options.out, json.dumps(as_json(found, about), indent=1, default=str) + "\n")
     _say(as_text(found))
     _say(summary(found))
     return int(any(line.status is Status.FAILED for line in found))
+
+
+def _keep(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:  # such as a full disk: no reason to lose what is printed
+        sys.stderr.write(f"  the table cannot be kept: {error}\n")
 
 
 def _say(text: str) -> None:
@@ -45,4 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the check; returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m raydp_parallel.check", description=__doc__)
     add_arguments(parser)
-    return run(parser.parse_args(arguments))
+    try:
+        return run(parser.parse_args(arguments))
+    except KeyboardInterrupt:
+        return 130

@@ -46,12 +46,12 @@ def try_row(row: Row, here: Here) -> Line:
     """Look at a row. Whatever it raises is its failure."""
     left_out = row.left_out(here)
     if left_out:
-        return Line(row.group, row.name, Status.NOT_CHECKED, f"not checked: {left_out}")
+        return Line(row.group, row.name, Status.NOT_CHECKED, left_out)
     begun = time.perf_counter()
     try:
         found = row.run(here)
     except NotHere as error:
-        return Line(row.group, row.name, Status.NOT_CHECKED, f"not checked: {error}", {}, time.perf_counter() - begun)
+        return Line(row.group, row.name, Status.NOT_CHECKED, str(error), {}, time.perf_counter() - begun)
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:_SHOWN]
         numbers = {"traceback": traceback.format_exc()}
@@ -137,6 +137,8 @@ def _work(connection: Connection, table: str, names: Sequence[str], quick: bool)
             if _spoiled(here.finish):  # what CUDA calls a sticky error: only another process has a device that works
                 connection.send(Word.ELSEWHERE)
                 return
+    except KeyboardInterrupt:
+        pass  # Ctrl-C reaches both, and the parent says what there is to say
     finally:
         with contextlib.suppress(Exception):
             here.close()

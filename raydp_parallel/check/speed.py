@@ -9,7 +9,7 @@ import time
 import torch
 
 from raydp_parallel.check import ddp
-from raydp_parallel.check.here import Here
+from raydp_parallel.check.here import Here, one_thread
 from raydp_parallel.check.loads import GPT2, LOADS, PERCEPTRON, RESNET, stepper
 from raydp_parallel.check.table import Found, Row
 
@@ -29,12 +29,13 @@ def steps(name: str, here: Here) -> Found:
     def timed(net: torch.nn.Module) -> float:
         return 1e3 * here.seconds(stepper(load, net, x, y), rounds)
 
-    found = {"plain": timed(copy.deepcopy(made))}
-    for ids in (here.one, here.several):
-        found[f"ours {len(ids)}"] = timed(here.ours(copy.deepcopy(made), ids))
-    if here.gpus:
+    with one_thread():
+        found = {"plain": timed(copy.deepcopy(made))}
         for ids in (here.one, here.several):
-            found[f"nn.DataParallel {len(ids)}"] = timed(here.upstreams(copy.deepcopy(made), ids))
+            found[f"ours {len(ids)}"] = timed(here.ours(copy.deepcopy(made), ids))
+        if here.gpus:
+            for ids in (here.one, here.several):
+                found[f"nn.DataParallel {len(ids)}"] = timed(here.upstreams(copy.deepcopy(made), ids))
     workers = max(2, here.gpus)
     found[f"DDP {workers}"] = 1e3 * ddp.step_seconds(name, here.gpus, workers, rounds)
     return Found("ms per step: " + ", ".join(f"{who} {ms:.2f}" for who, ms in found.items()), found)

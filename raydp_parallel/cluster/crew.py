@@ -211,6 +211,10 @@ class RayCrew:
             actor = self._names.start(place, self._options.link, {**amounts, **strategy})
             yield place, RemoteDoor(actor, self._options.call_timeout)
 
+    def link_to(self, door: RemoteDoor) -> Link:
+        link = self.link
+        return link.near if isinstance(link, devices.DeviceLink) and not door.shares_device else link
+
     def submit(
         self, door: RemoteDoor, method: str, header: bytes, beside: Sequence[Packet], task: Task | None = None
     ) -> Any:

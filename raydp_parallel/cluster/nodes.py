@@ -95,7 +95,7 @@ def fits(amounts: Mapping[str, float], needs: Mapping[str, float]) -> bool:
 
 def homes(machines: Sequence[Node], options: Options) -> list[str]:
     """The node of each logical GPU."""
-    each = int(1 / options.gpus_per_replica + _LITTLE)
+    each = options.replicas_per_gpu
     return [n.id for n in machines if suits(n, options) for _ in range(int(n.total.get("GPU", 0)) * each)]
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from raydp_parallel.devices.about import MemoryLook, check_balance, describe, output_place
+from raydp_parallel.devices.about import MemoryLook, check_balance, describe, output_place, own
 from raydp_parallel.devices.contents import Prints, compare, copied, prints
-from raydp_parallel.devices.gpu import Stopwatch, finish, let_go, on_host, pinner
+from raydp_parallel.devices.gpu import Stopwatch, finish, let_go, on_host, pinner, spoiled
 from raydp_parallel.devices.ipc import (
     DeviceArena,
     DeviceLink,
@@ -17,13 +17,15 @@ from raydp_parallel.devices.ipc import (
     shows,
 )
 from raydp_parallel.devices.kinds import is_cpu
+from raydp_parallel.devices.lanes import Lane, Makers
 from raydp_parallel.devices.memory import RECYCLED, in_place, load, near, piece, reader, recycled, upload, windows
 from raydp_parallel.devices.raw import view
 from raydp_parallel.devices.settings import keep_freed_memory, seed, use_threads
-from raydp_parallel.devices.streams import Lane, Makers
+from raydp_parallel.devices.streams import Courier, Track, courier, follow, hand_over, track
 
 __all__ = [
     "RECYCLED",
+    "Courier",
     "DeviceArena",
     "DeviceLink",
     "DeviceSlice",
@@ -33,12 +35,16 @@ __all__ = [
     "Opener",
     "Prints",
     "Stopwatch",
+    "Track",
     "check_balance",
     "compare",
     "copied",
+    "courier",
     "describe",
     "finish",
+    "follow",
     "gpu_in_use",
+    "hand_over",
     "in_place",
     "is_cpu",
     "keep_freed_memory",
@@ -47,6 +53,7 @@ __all__ = [
     "near",
     "on_host",
     "output_place",
+    "own",
     "piece",
     "pinner",
     "prints",
@@ -57,6 +64,8 @@ __all__ = [
     "sample",
     "seed",
     "shows",
+    "spoiled",
+    "track",
     "upload",
     "use_threads",
     "view",

@@ -36,6 +36,14 @@ def output_place(target: int | str | torch.device) -> torch.device:
     return device
 
 
+def own(kind: str) -> str:
+    """The name of this process's device of a kind, ``"cpu"`` or ``"gpu"``.
+
+    A process that Ray started sees the GPU that it was given, and no other. One that Ray merely counts is a CPU.
+    """
+    return "cuda:0" if kind == "gpu" and torch.cuda.is_available() else "cpu"
+
+
 class MemoryLook:
     """Says now and then how full a device is: torch needs a tenth of a millisecond to tell.
 

@@ -144,6 +144,18 @@ def finish(device: torch.device) -> None:
         behind(device).synchronize()
 
 
+def spoiled(device: torch.device) -> bool:
+    """Whether a device works no more in this process, as after an access to memory that is not there.
+
+    Such an error of CUDA's is told by every call from then on. Only another process has a device that works.
+    """
+    try:
+        finish(device)
+    except RuntimeError:
+        return True
+    return False
+
+
 class Stopwatch:
     """Says how long ago a device passed a mark. The host asks for work long before it is done.
 

@@ -6,7 +6,8 @@ on until the other has closed it; opening takes long. So what travels is not eac
 an arena, shared once and used again, as segments in the machine's memory are: the sender copies on the device, records
 the segment's event, and sends a descriptor; the receiver's stream waits for that event, copies out, and says with a
 later message that it is done, once its copy has run. Torch counts who has opened a storage and keeps a freed one
-until that is nobody; here every segment is opened once and stays open.
+until that is nobody; here a segment stays open while it is in use, and both sides let go of those that no longer are.
+The memory of segments comes from a pool of its own, so that they do not lie between tensors that come and go.
 
 Upstream's first replica works on the master's own memory. Ours has a copy, also on the same GPU: a forward that is run
 again, after a death or an edit behind a version, must not find what its first attempt wrote.
@@ -18,7 +19,6 @@ import logging
 import os
 import pickle
 import weakref
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +27,19 @@ import torch
 from torch import Tensor
 
 from raydp_parallel.devices.gpu import DeviceBytes, on_host
-from raydp_parallel.links import Descriptor, Link, Packet, Piece, Slice, Window, new_lease, new_token
+from raydp_parallel.links import (
+    Arena,
+    Descriptor,
+    InlineLink,
+    Link,
+    Packet,
+    Piece,
+    Room,
+    Slice,
+    Window,
+    new_lease,
+    new_token,
+)
 
 log = logging.getLogger("raydp_parallel")
 
@@ -42,6 +54,7 @@ class _DeviceSegment:
     """Memory of a GPU that another process can open."""
 
     def __init__(self, length: int, device: torch.device) -> None:
+        self.used = 0
         self.tensor = torch.empty(length, dtype=torch.uint8, device=device)
         self.written = torch.cuda.Event(interprocess=True)
         self.written.record(torch.cuda.current_stream(device))  # before which there is no handle
@@ -57,10 +70,15 @@ class DeviceSlice(Slice):
         segment: The memory.
         size: Bytes that count.
         free: Takes the segment back.
+
+    Attributes:
+        near: The link by which it goes to those who cannot open it.
     """
 
     def __init__(self, segment: _DeviceSegment, size: int, free: Any) -> None:
         self.segment = segment
+        self.near: Link = InlineLink()
+        self._elsewhere: Packet = None
         self.descriptor = segment.descriptor._replace(size=size, lease=new_lease())
         weakref.finalize(self, free, segment).atexit = False
 
@@ -69,14 +87,20 @@ class DeviceSlice(Slice):
         """The bytes, where they are."""
         return Piece(0, self.descriptor.size, self, DeviceBytes(self.segment.tensor[: self.descriptor.size]))
 
+    def elsewhere(self) -> Packet:
+        """The bytes for those who cannot open a GPU's memory: copied once, however many they are."""
+        if self._elsewhere is None:
+            self._elsewhere = self.near.send([self.piece], [0], self.descriptor.size)
+        return self._elsewhere
+
     @property
     def array(self) -> np.ndarray:  # type: ignore[override]  # an attribute of slices that the host reads
-        """A copy on the host, for who cannot open a GPU's memory."""
+        """A copy on the host, for a call that Ray carries."""
         found = on_host(self.piece)
         return found.owner.numpy()  # type: ignore[no-any-return]
 
 
-class DeviceArena:
+class DeviceArena(Arena):
     """Segments of a GPU's memory, recycled by size.
 
     Args:
@@ -84,43 +108,38 @@ class DeviceArena:
     """
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self.device = device
-        self._free: dict[int, list[_DeviceSegment]] = defaultdict(list)
+        self._pool: torch.cuda.MemPool | None = None
 
-    def take(self, size: int) -> DeviceSlice:
-        """Memory for ``size`` bytes."""
+    def take(self, size: int, given: bool = False) -> DeviceSlice:
         step = max(_SMALLEST, (1 << (size - 1).bit_length()) // 8)
-        length = -(-size // step) * step
-        try:
-            segment = self._free[length].pop()
-        except IndexError:
-            segment = _DeviceSegment(length, self.device)
-        return DeviceSlice(segment, size, self._give_back)
+        return DeviceSlice(self._segment(-(-size // step) * step), size, self._give_back)
+
+    def _new(self, length: int) -> _DeviceSegment:
+        if self._pool is None:
+            with torch.cuda.device(self.device):  # a pool belongs to the current one
+                self._pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(self._pool, self.device):
+            return _DeviceSegment(length, self.device)
 
     def fill(self, pieces: Sequence[Piece], offsets: Sequence[int], size: int) -> DeviceSlice:
         """Copies of bytes that lie on the device, ready for another process."""
         lent = self.take(size)
         whole = lent.segment.tensor
         sources = [(offset, piece.origin.tensor) for piece, offset in zip(pieces, offsets, strict=True) if piece.origin]
-        if sources:
-            torch._foreach_copy_([whole[at : at + len(data)] for at, data in sources], [data for _, data in sources])
+        torch._foreach_copy_([whole[at : at + len(data)] for at, data in sources], [data for _, data in sources])
         lent.segment.written.record(torch.cuda.current_stream(self.device))
         return lent
-
-    def _give_back(self, segment: _DeviceSegment) -> None:
-        self._free[len(segment.tensor)].append(segment)
-
-    def close(self) -> None:
-        """Free what is not lent out."""
-        self._free.clear()
 
 
 class _Opened(DeviceBytes):
     """Another process's segment, seen from here."""
 
-    def __init__(self, tensor: Tensor, written: torch.cuda.Event) -> None:
+    def __init__(self, tensor: Tensor, written: torch.cuda.Event, whole: _Opened | None = None) -> None:
         super().__init__(tensor)
         self._written = written
+        self._whole = whole  # as long as a part is in use, it is open
 
     @property
     def tensor(self) -> Tensor:
@@ -129,11 +148,15 @@ class _Opened(DeviceBytes):
         return super().tensor
 
     def part(self, offset: int, size: int) -> _Opened:
-        return _Opened(DeviceBytes(self._tensor).tensor[offset : offset + size], self._written)
+        return _Opened(DeviceBytes(self._tensor).tensor[offset : offset + size], self._written, self._whole or self)
+
+
+_PATIENCE = 256
+"""A segment that was not used while so many others were is closed. More than its owner's, who may then free it."""
 
 
 class Opener:
-    """Opens another process's segments, each once.
+    """Opens another process's segments, each once while it is in use.
 
     Args:
         device: The GPU, as this process counts.
@@ -141,11 +164,16 @@ class Opener:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._known: dict[int, _Opened] = {}
+        self._open: weakref.WeakValueDictionary[int, _Opened] = weakref.WeakValueDictionary()
+        self._known: dict[int, tuple[_Opened, int]] = {}
+        self._clock = 0
 
     def __call__(self, descriptor: Descriptor) -> _Opened:
         """The bytes of a segment."""
-        found = self._known.get(descriptor.token)
+        self._clock += 1
+        if self._clock % _PATIENCE == 0:
+            self._known = {t: known for t, known in self._known.items() if known[1] > self._clock - _PATIENCE}
+        found = self._open.get(descriptor.token)
         if found is None:
             handle, offset, event = pickle.loads(descriptor.device)
             # The other process may count its GPUs in another way: the handle is the same, the index is this one's.
@@ -153,7 +181,8 @@ class Opener:
             whole = torch.empty(0, dtype=torch.uint8, device=self._device)
             whole.set_(storage, offset, (descriptor.length,), (1,))
             written = torch.cuda.Event.from_ipc_handle(self._device, event)
-            found = self._known[descriptor.token] = _Opened(whole, written)
+            found = self._open[descriptor.token] = _Opened(whole, written)
+        self._known[descriptor.token] = found, self._clock
         return found
 
 
@@ -166,50 +195,56 @@ class DeviceLink(Link):
     """
 
     def __init__(self, near: Link, arena: DeviceArena | None = None) -> None:
-        self._near = near
+        self.near = near
         self.arena = arena
 
     @property
     def name(self) -> str:  # type: ignore[override]  # a constant in links that are one
         """The other link's, and this."""
-        return f"{self._near.name} and CUDA IPC" if self.arena is not None else self._near.name
+        return f"{self.near.name} and CUDA IPC" if self.arena is not None else self.near.name
 
     @property
     def exposes(self) -> bool:  # type: ignore[override]
         """Whether the other link does."""
-        return self._near.exposes
+        return self.near.exposes
 
     def send(self, pieces: Sequence[Piece], offsets: Sequence[int], size: int) -> Packet:
         arena = self.arena
         if arena is not None and size > LIMIT and all(_lies_on(arena.device, piece) for piece in pieces if piece.size):
             try:
-                return arena.fill(pieces, offsets, size)
+                lent = arena.fill(pieces, offsets, size)
+                lent.near = self.near
+                return lent
             except torch.OutOfMemoryError:
                 log.info("no room for %d bytes on the GPU beside those to be sent: they go by another way", size)
             except RuntimeError as error:
                 self.arena = None
                 refused(error)
-        return self._near.send(pieces, offsets, size)
+        return self.near.send(pieces, offsets, size)
+
+    def room(self, size: int) -> Room | None:
+        # Copies on the device are over before anybody notices.
+        return self.near.room(size) if self.arena is None else None
 
     def open(self, packet: Packet) -> Piece:
-        return packet.piece if isinstance(packet, DeviceSlice) else self._near.open(packet)
+        return packet.piece if isinstance(packet, DeviceSlice) else self.near.open(packet)
 
     def take(self, packet: Packet) -> Piece | None:
-        return None if isinstance(packet, DeviceSlice) else self._near.take(packet)
+        return None if isinstance(packet, DeviceSlice) else self.near.take(packet)
 
     def show(self, packet: Packet, offset: int, size: int) -> Window | None:
-        return None if isinstance(packet, DeviceSlice) else self._near.show(packet, offset, size)
+        return None if isinstance(packet, DeviceSlice) else self.near.show(packet, offset, size)
 
     def expose(self, storage: Any, known: int) -> Packet | None:
-        return self._near.expose(storage, known)
+        return self.near.expose(storage, known)
 
     def withdraw(self) -> None:
-        self._near.withdraw()
+        self.near.withdraw()
 
     def close(self) -> None:
         if self.arena is not None:
             self.arena.close()
-        self._near.close()
+        self.near.close()
 
 
 def _lies_on(device: torch.device, piece: Piece) -> bool:

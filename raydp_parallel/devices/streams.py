@@ -1,19 +1,34 @@
-"""Streams of a GPU beside the one that computes. On a CPU everything is in order anyway."""
+"""What runs beside a device's computing, and work that goes on where another stream left it.
+
+[Note: copies beside computing]
+A copy on a stream of its own begins behind an event on the stream that computed its source, and the host waits once,
+for an event behind the last of them. Until then the sources are kept: what torch's allocator gets back on the one
+stream it may hand out again before the other has read it.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import ctypes
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from raydp_parallel.devices.gpu import behind
 from raydp_parallel.devices.kinds import is_cpu
+from raydp_parallel.links import Origin, Piece
 
 
-class Lane:
-    """A stream of one's own.
+@functools.cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    """This process's stream for copies."""
+    return torch.cuda.Stream(device)
+
+
+class Courier:
+    """Copies to the machine's memory that run while the device computes.
 
     Args:
         device: The device.
@@ -21,44 +36,61 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: Any = None if is_cpu(device) else torch.cuda.Stream(device)
+        self._stream = _beside(device)
+        self._under_way: list[tuple[Origin, Piece]] = []
 
-    @contextlib.contextmanager
-    def taken(self, tensor: Tensor) -> Iterator[None]:
-        """Compute there, behind what was asked for so far, with a tensor that is there now."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        tensor.record_stream(self._stream)  # freed while this stream may still use it, it is nobody else's before
+    def carry(self, pieces: Sequence[Piece], addresses: Sequence[int]) -> None:
+        """Begin to copy, behind what the current stream was asked for."""
+        behind(self._device).wait(self._stream)
         with torch.cuda.stream(self._stream):
-            yield
+            for piece, address in zip(pieces, addresses, strict=True):
+                if piece.origin is None:
+                    ctypes.memmove(address, piece.address, piece.size)
+                    continue
+                self._under_way.append((piece.origin, piece))  # before it begins, so that it is waited for at any rate
+                piece.origin.copy_to(address)
 
-    def rejoin(self) -> None:
-        """Let what is asked for from now on come behind what was computed there."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+    def finish(self) -> None:
+        """Wait until all of it is there. What it was copied from may be given back then."""
+        if self._under_way:
+            with torch.cuda.stream(self._stream):
+                copied = behind(self._device)
+            copied.synchronize()
+            for origin, _ in self._under_way:
+                origin.settle()
+            self._under_way.clear()
 
 
-class Makers:
-    """The streams on which some tensors were made: a module may use several.
+def courier(device: torch.device) -> Courier | None:
+    """Who copies beside the computing; None on a CPU, which does the one or the other."""
+    return None if is_cpu(device) else Courier(device)
 
-    Args:
-        device: The device.
+
+Track = tuple[Tensor, Any]
+"""A tensor, and the stream that made it."""
+
+
+def track(tensor: Tensor) -> Track | None:
+    """Note the stream that makes a tensor just now; None on a CPU."""
+    return None if is_cpu(tensor.device) else (tensor, torch.cuda.current_stream(tensor.device))
+
+
+def follow(tracks: Iterable[Track]) -> None:
+    """Let the current streams go on behind those that made some tensors, and read these."""
+    for tensor, stream in tracks:
+        here = torch.cuda.current_stream(tensor.device)
+        if stream != here:
+            here.wait_stream(stream)
+            if tensor.layout is torch.strided:
+                tensor.record_stream(here)
+
+
+def hand_over(tensors: Iterable[Tensor | None]) -> None:
+    """Let the default streams go on behind the current ones, where those are others.
+
+    Torch's engine takes it that what a node of the CPU does on a GPU is done on the default stream.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._streams: set[Any] = set()
-
-    def note(self) -> None:
-        """One was made just now, on the current stream."""
-        if not is_cpu(self._device):
-            self._streams.add(torch.cuda.current_stream(self._device))
-
-    def catch_up(self) -> None:
-        """Let what is asked for from now on come behind all of them."""
-        if self._streams:
-            current = torch.cuda.current_stream(self._device)
-            for stream in self._streams - {current}:
-                current.wait_stream(stream)
+    for device in {t.device for t in tensors if t is not None and not is_cpu(t.device)}:
+        here, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
+        if here != default:
+            default.wait_stream(here)

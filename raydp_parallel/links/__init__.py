@@ -6,7 +6,7 @@ memory that can be read (``open``). Between processes of one machine nothing nee
 
 from __future__ import annotations
 
-from raydp_parallel.links.base import Link, Mail, Origin, Packet, Piece, Window, aligned, paged
+from raydp_parallel.links.base import Link, Mail, Origin, Packet, Piece, Room, Window, aligned, paged
 from raydp_parallel.links.by_size import BySize
 from raydp_parallel.links.exposed import Exposed
 from raydp_parallel.links.inline import InlineLink
@@ -30,6 +30,7 @@ __all__ = [
     "Origin",
     "Packet",
     "Piece",
+    "Room",
     "SharedLink",
     "Slice",
     "Window",

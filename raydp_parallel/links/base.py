@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 ALIGNMENT = 64
@@ -77,8 +77,22 @@ class Window(Protocol):
         """The other's bytes themselves, to be read."""
 
 
+class Room(NamedTuple):
+    """Memory for a packet that is filled bit by bit.
+
+    Attributes:
+        address: Where it begins.
+        size: Its bytes.
+        packet: The packet, of which so many bytes count.
+    """
+
+    address: int
+    size: int
+    packet: Callable[[int], Packet]
+
+
 class Link(Protocol):
-    """Two verbs and ``close``; and two that spare a copy, where a link can."""
+    """Two verbs and ``close``; and some that spare a copy or time, where a link can."""
 
     name: str
     exposes: bool = False
@@ -86,6 +100,10 @@ class Link(Protocol):
 
     def send(self, pieces: Sequence[Piece], offsets: Sequence[int], size: int) -> Packet:
         """Take ``pieces`` to their ``offsets`` in a buffer of ``size`` bytes, ready to travel."""
+
+    def room(self, size: int) -> Room | None:
+        """Memory for a packet of at most so many bytes, which become known one after the other; None: only `send`."""
+        return None
 
     def open(self, packet: Packet) -> Piece:
         """The bytes of a packet, to be read and never written."""
@@ -131,6 +149,15 @@ class Mail:
         """What to write into the message for these bytes."""
         self.size += size
         return self.place(self.link.send(pieces, offsets, size))
+
+    def room(self, size: int) -> Room | None:
+        """Memory for bytes that become known one after the other. See `Link.room`."""
+        return self.link.room(size)
+
+    def filled(self, room: Room, size: int) -> Packet:
+        """What to write into the message for the bytes that are there now."""
+        self.size += size
+        return self.place(room.packet(size))
 
     def place(self, packet: Packet) -> Packet:
         """What to write into the message for a packet that a link has made."""

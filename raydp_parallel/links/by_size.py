@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from raydp_parallel.links.base import Link, Packet, Piece, Window
+from raydp_parallel.links.base import Link, Packet, Piece, Room, Window
 
 INLINE_LIMIT = 64 * 1024
 """Bytes up to which a packet rides in the call. Ray moves arguments over 100 KB through its object store, which makes
@@ -32,6 +32,9 @@ class BySize(Link):
 
     def send(self, pieces: Sequence[Piece], offsets: Sequence[int], size: int) -> Packet:
         return (self._small if size <= self._limit else self._large).send(pieces, offsets, size)
+
+    def room(self, size: int) -> Room | None:
+        return (self._small if size <= self._limit else self._large).room(size)
 
     def open(self, packet: Packet) -> Piece:
         return (self._small if isinstance(packet, bytes) else self._large).open(packet)

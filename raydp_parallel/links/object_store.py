@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from raydp_parallel.links.base import Link, Piece, fill
+from raydp_parallel.links.base import Link, Piece, Room, fill
 
 
 def _as_it_is(value: Any) -> Any:
@@ -37,6 +37,12 @@ class ObjectStoreLink(Link):
         buffer = self._buffer(size)
         fill(buffer.ctypes.data, pieces, offsets)
         return self._put(buffer)
+
+    def room(self, size: int) -> Room | None:
+        if self._put is not _as_it_is:
+            return None  # its buffer serves every call
+        buffer = np.empty(size, dtype=np.uint8)
+        return Room(buffer.ctypes.data, size, lambda counts: buffer[:counts])
 
     def open(self, packet: Any) -> Piece:
         if isinstance(packet, bytes):

@@ -111,6 +111,11 @@ class Slice:
         self.descriptor = segment.descriptor._replace(size=size, lease=next(_leases), given=given)
         weakref.finalize(self, free, segment).atexit = False
 
+    def cut(self, size: int) -> Slice:
+        """This, of which only the first bytes count after all."""
+        self.array, self.descriptor = self.array[:size], self.descriptor._replace(size=size)
+        return self
+
 
 class Arena:
     """Segments of this process, recycled by size: pages that were touched before are many times faster than new ones.
@@ -121,26 +126,32 @@ class Arena:
     """
 
     def __init__(self, shared: bool = True, pin: Pin | None = None) -> None:
-        self._make: Callable[[int, Pin | None], _Segment | _Scratch] = _Segment if shared else _Scratch
+        self._make: Callable[[int, Pin | None], Any] = _Segment if shared else _Scratch
         self._pin = pin
-        self._free: dict[int, list[_Segment | _Scratch]] = defaultdict(list)
+        self._free: dict[int, list[Any]] = defaultdict(list)
         self._clock = 0
 
     def take(self, size: int, given: bool = False) -> Slice:
         """Memory for ``size`` bytes."""
+        return Slice(self._segment(max(_SMALLEST, 1 << (size - 1).bit_length())), size, given, self._give_back)
+
+    def _segment(self, length: int) -> Any:
+        """One of so many bytes that nobody uses."""
         self._clock += 1
         if self._clock % _PATIENCE == 0:
             self._sweep()
-        length = max(_SMALLEST, 1 << (size - 1).bit_length())
         # No lock: finalizers give back at any moment, also while this runs; list operations are atomic.
         try:
             segment = self._free[length].pop()
         except IndexError:
-            segment = self._make(length, self._pin)
+            segment = self._new(length)
         segment.used = self._clock
-        return Slice(segment, size, given, self._give_back)
+        return segment
 
-    def _give_back(self, segment: _Segment | _Scratch) -> None:
+    def _new(self, length: int) -> Any:
+        return self._make(length, self._pin)
+
+    def _give_back(self, segment: Any) -> None:
         self._free[segment.descriptor.length].append(segment)
 
     def _sweep(self) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from raydp_parallel.links import exposed
-from raydp_parallel.links.base import Link, Packet, Piece, fill
+from raydp_parallel.links.base import Link, Packet, Piece, Room, fill
 from raydp_parallel.links.segments import Arena, Slice
 from raydp_parallel.links.windows import Found, Private
 
@@ -49,6 +49,10 @@ class SharedLink(Link):
         lent = self._arena.take(size, self._gives)
         fill(lent.array.ctypes.data, pieces, offsets)
         return lent
+
+    def room(self, size: int) -> Room:
+        lent = self._arena.take(size, self._gives)
+        return Room(lent.array.ctypes.data, size, lent.cut)
 
     def open(self, packet: Slice | Found | np.ndarray | bytes) -> Piece:
         if isinstance(packet, Found):
