@@ -45,10 +45,15 @@ class Pending:
         door: Whose call it is.
         number: Its number at that door.
         ref: The Ray task, None if it went over the line.
+
+    Attributes:
+        turn: How many calls that door had then to answer, also those of other threads, this one included.
     """
 
     def __init__(self, door: RemoteDoor, number: int, ref: Any) -> None:
         self.door = door
+        door.unanswered.add(number)
+        self.turn = len(door.unanswered)
         self._line = door.line
         self._number = number
         self._ref = ref
@@ -61,6 +66,12 @@ class Pending:
 
     def result(self, timeout: float | None) -> Any:
         """Wait for the answer."""
+        try:
+            return self._result(timeout)
+        finally:
+            self.door.unanswered.discard(self._number)
+
+    def _result(self, timeout: float | None) -> Any:
         if self._answer is not None:
             return self._answer
         if self._ref is not None or self._line is None:
@@ -78,6 +89,7 @@ class Pending:
 
     def give_up(self) -> None:
         """Nobody waits any more."""
+        self.door.unanswered.discard(self._number)
         if self._ref is None and self._line is not None:
             self._line.give_up(self._number)
 
@@ -91,6 +103,7 @@ class Lost:
     """
 
     through_ray = False
+    turn = 1
 
     def __init__(self, door: RemoteDoor, error: Exception) -> None:
         self.door = door
@@ -169,10 +182,14 @@ class RemoteDoor:
     Args:
         actor: The actor.
         patience: Seconds that a frame may stand still on the line; None waits.
+
+    Attributes:
+        unanswered: The numbers of calls whose answers are waited for.
     """
 
     def __init__(self, actor: Any, patience: float | None = None) -> None:
         self.actor = actor
+        self.unanswered: set[int] = set()
         self._patience = patience
         self.line: Line | None = None
         self.shares = False

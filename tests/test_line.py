@@ -291,6 +291,23 @@ def test_a_full_object_store_is_nobody_s_death() -> None:
     assert skipped == [1]
 
 
+def test_a_call_waits_for_those_in_front_of_it() -> None:
+    """Also of other threads: each has its own ``call_timeout``, and who has to wait is no replica that hangs."""
+    actor = SimpleNamespace(forward=SimpleNamespace(remote=lambda *_arguments: ray.ObjectRef.from_random()))
+    door = RemoteDoor(actor)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote.ray, "get", lambda found, timeout=None: b"")
+        calls: list[Any] = [door.submit("forward", b"", []) for _ in range(3)]
+        assert [call.turn for call in calls] == [1, 2, 3]
+        calls[0].result(None)
+        calls[1].give_up()
+        later: Any = door.submit("forward", b"", [])
+        assert later.turn == 2
+        for call in (calls[2], later):
+            call.result(None)
+    assert not door.unanswered
+
+
 def test_calls_are_ray_tasks_where_that_is_asked(cluster: None) -> None:
     """Without a direct line each phase is a task of the actor."""
     with Executor(["cpu"], options=Options(direct_line=False)) as executor:

@@ -7,7 +7,6 @@ import logging
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -222,11 +221,8 @@ class RayCrew:
 
     def collect(self, pending: Sequence[Pending | Lost], heard: Heard | None = None) -> list[Any]:
         start, timeout = time.monotonic(), self._options.call_timeout
-        before: Counter[int] = Counter()
-        deadlines = []
-        for call in pending:
-            before[id(call.door)] += 1  # a replica that runs several calls, one after the other, has time for each
-            deadlines.append(math.inf if timeout is None else start + timeout * before[id(call.door)])
+        # A replica that runs several calls, one after the other, has time for each.
+        deadlines = [math.inf if timeout is None else start + timeout * call.turn for call in pending]
         # All chunks end before anyone hears of the failure of one.
         if heard is None and not any(call.through_ray for call in pending):
             ends = zip(pending, deadlines, strict=True)
