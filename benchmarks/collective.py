@@ -30,6 +30,9 @@ NODES = 2
 ROUNDS = 24
 _GPUS = 4
 """GPUs that Ray counts on each of two further nodes, where CPU replicas take their places to count bytes."""
+_STORE = 2 << 30
+"""Bytes of each node's object store. With the 150 MB of such a cluster's default Ray waits for room in each step."""
+
 _FIRST, _OURS, _LATE, _STAR = "DDP gloo", "among replicas", "among replicas, no overlap", "object store"
 
 
@@ -104,10 +107,11 @@ def _turn(peer: Peer, steps: int) -> float:
 
 def main() -> None:
     """Start two nodes, and measure."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": False})
+    head = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False, "object_store_memory": _STORE}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         for _ in range(2):
-            cluster.add_node(num_cpus=1, num_gpus=_GPUS)
+            cluster.add_node(num_cpus=1, num_gpus=_GPUS, object_store_memory=_STORE)
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
         alone(run)
     finally:

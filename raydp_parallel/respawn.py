@@ -170,9 +170,9 @@ class Respawner:
     def _work(self, place: Place, loss: Loss | None) -> None:
         arrival = None
         try:
+            why = self._report(loss) if loss is not None else None
             if loss is not None:
                 self._awaited.wait(_PEACE)
-            why = self._report(loss) if loss is not None else None
             arrival = self._start(place)
             if arrival is not None and why is not None:
                 self._crew.note(arrival.door, f"This process is here because {why}")

@@ -68,13 +68,14 @@ def test_a_death_cuts_the_line_though_its_socket_is_open() -> None:
 
 def test_what_was_sent_before_the_death_is_read() -> None:
     """An answer that arrived is an answer."""
+    others = set(waiting())
     with holder() as (caller, process, _):
-        before = waiting()
+        (new,) = set(waiting()) - others
         caller.send(2, [b"never answered"])
         assert process.stdout is not None and process.stdout.readline() == "hangs\n"
         process.kill()
-        for thread in before:
-            thread.join(10)
+        new.join(60)
+        assert not new.is_alive()
         assert bytes(caller.receive(1, 10)[0]) == b"first"
         with pytest.raises(line.LineCut):
             caller.receive(2, 60)
