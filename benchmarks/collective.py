@@ -11,6 +11,7 @@ It then counts the bytes through the driver per step, with 2 replicas and with 8
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -66,8 +67,8 @@ def traffic(replicas: int, width: int, steps: int = 3) -> float:
         return (seen[-1] - seen[0]) / steps / sum(p.nbytes for p in net.parameters())
 
 
-def run(effort: Effort) -> Report:
-    """Two nodes."""
+def run(effort: Effort, add_gpus: Callable[[], None]) -> Report:
+    """Two nodes, and two more with GPUs that Ray counts, once those are to be added."""
     found = {
         _OURS: contender("auto"),
         _LATE: contender("auto", overlap=False),
@@ -90,6 +91,7 @@ def run(effort: Effort) -> Report:
     asked = [Asked(f"two nodes, step to {_FIRST}", medians[_OURS] / medians[_FIRST], 1.1)]
     many = 2 * _GPUS
     lines = []
+    add_gpus()
     for width in (512, 2896) if effort is Effort.FULL else (512,) if effort is Effort.QUICK else ():
         few, more = traffic(2, width), traffic(many, width)
         lines.append([f"{(2 * width + 10) * width * 4 / 1e6:.0f} MB", few, more, more / few])
@@ -109,11 +111,15 @@ def main() -> None:
     """Start two nodes, and measure."""
     head = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False, "object_store_memory": _STORE}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    try:
+
+    def add_gpus() -> None:
         for _ in range(2):
             cluster.add_node(num_cpus=1, num_gpus=_GPUS, object_store_memory=_STORE)
+
+    try:
+        cluster.add_node(num_cpus=1, num_gpus=0, object_store_memory=_STORE)
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
-        alone(run)
+        alone(partial(run, add_gpus=add_gpus))
     finally:
         cluster.shutdown()
 

@@ -195,7 +195,7 @@ def show(report: Report) -> None:
 
 def alone(run: Callable[[Effort], Report]) -> None:
     """Run one benchmark as a program."""
-    parser = argparse.ArgumentParser(description=run.__doc__)
+    parser = argparse.ArgumentParser(description=getattr(run, "func", run).__doc__)
     parser.add_argument("--quick", action="store_true", help="an eighth of the rounds")
     parser.add_argument("--smoke", action="store_true", help="one round, to see that it runs; nothing is kept")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where to keep the results")
