@@ -1,4 +1,7 @@
-"""Run by test_cluster.py in its own process: a head without GPUs, the driver on it, two nodes with two GPUs each."""
+"""Run by test_cluster.py in its own process: a head without GPUs, the driver on it, two nodes with two GPUs each.
+
+Its arguments say in which moments a node is lost, each in a training run of its own.
+"""
 
 from __future__ import annotations
 
@@ -76,9 +79,10 @@ def main() -> None:
     assert same(train(four, folder, {1: ["midway 0"]}, 5, chunks=4), expected)
     print("a root dies in the midst of a sum, and the bits are the same")
 
-    for moment in ("forward 2", "relay", "backward 2", "midway 2", "summed"):
+    moments = sys.argv[1:]
+    for moment in moments:
         lose_a_node(cluster, four, folder, moment, expected)
-    print("a node is lost in each phase, and the bits are the same")
+    print("a node is lost in", *moments, "and the bits are the same")
     four.close()
     raydp_parallel.shutdown()
     ray.shutdown()

@@ -8,17 +8,19 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 
 
-def run(script: str) -> str:
+def run(script: str, *arguments: str) -> str:
     """What a script prints that has a cluster of its own."""
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     env["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent)])
     # A folder of its own: Ray writes there which cluster others are to join. A short one: it has sockets in it.
     with tempfile.TemporaryDirectory(prefix="rp", dir="/tmp", ignore_cleanup_errors=True) as folder:
         env["RAY_TMPDIR"] = folder
-        command = [sys.executable, str(HERE / script)]
+        command = [sys.executable, str(HERE / script), *arguments]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -41,13 +43,18 @@ def test_several_nodes() -> None:
         assert line in printed, printed
 
 
-def test_replicas_of_several_nodes_among_themselves() -> None:
-    """With two nodes of two replicas each: the same bits, no more bytes through the driver, a lost root and node."""
-    printed = run("collective_script.py")
+@pytest.mark.parametrize(
+    "moments",
+    [["relay", "midway 2"], pytest.param(["forward 2", "backward 2", "summed"], marks=pytest.mark.soak)],
+    ids=", ".join,
+)
+def test_replicas_of_several_nodes_among_themselves(moments: list[str]) -> None:
+    """With two nodes of two replicas each: the same bits, no more bytes through the driver, a lost root and nodes."""
+    printed = run("collective_script.py", *moments)
     for line in (
         "two nodes train as one process does, and exchange gradients and weights",
         "with twice the replicas the driver carries no more",
         "a root dies in the midst of a sum, and the bits are the same",
-        "a node is lost in each phase, and the bits are the same",
+        f"a node is lost in {' '.join(moments)} and the bits are the same",
     ):
         assert line in printed, printed
