@@ -288,7 +288,7 @@ def test_reports_while_calls_run(clock: Time) -> None:
 
     thread = threading.Thread(target=report)
     thread.start()
-    for model in range(3000):
+    for model in range(600):
         kept.models[model] = f"Net-{model}"
         kept.state(seat, model, 1, 1)
         kept.changed(f"attribute {model}")
