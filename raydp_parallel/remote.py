@@ -359,7 +359,7 @@ class RemoteDoor:
 
 
 def _get(ref: Any, timeout: float | None) -> Any:
-    """The result of a Ray task, or of a list of them; waited for in short turns, between which Ctrl-C is heard."""
+    """The result of a Ray task; waited for in short turns, between which Ctrl-C is heard."""
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     while True:
         left = deadline - time.monotonic()

@@ -291,6 +291,27 @@ def test_a_full_object_store_is_nobody_s_death() -> None:
     assert skipped == [1]
 
 
+@pytest.mark.parametrize("left", [False, True])
+def test_the_cause_of_a_death_is_not_asked_of_a_cluster_that_was_left(left: bool) -> None:
+    """Who leaves while a thread is inside of Ray finds his process ended; else Ray says what it knows."""
+    asked: list[float] = []
+
+    def wait(refs: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        asked.append(timeout)
+        return ([], refs) if left or len(asked) < 3 else (refs, [])
+
+    def dead(_ref: Any) -> None:
+        raise ray.exceptions.RayActorError(error_msg="The actor is dead because it was killed.")
+
+    door = RemoteDoor(SimpleNamespace(hello=SimpleNamespace(remote=ray.ObjectRef.from_random)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote.ray, "wait", wait)
+        patch.setattr(remote.ray, "get", dead)
+        found = door.last_words(60.0, lambda: not left or len(asked) < 2)
+    assert found == (None if left else "it was killed")
+    assert asked == [0] * (2 if left else 3)
+
+
 def test_a_call_waits_for_those_in_front_of_it() -> None:
     """Also of other threads: each has its own ``call_timeout``, and who has to wait is no replica that hangs."""
     actor = SimpleNamespace(forward=SimpleNamespace(remote=lambda *_arguments: ray.ObjectRef.from_random()))
