@@ -179,7 +179,7 @@ class Door:
             return None
         address, listener = found
         self._ledger.settle(held)
-        threading.Thread(target=self._serve, args=(listener,), name=_LINE, daemon=True).start()
+        devices.start_thread(lambda: self._serve(listener), _LINE)
         return address, self._mappings.held()
 
     def _serve(self, listener: Any) -> None:

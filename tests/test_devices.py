@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import subprocess
+import sys
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -155,3 +159,74 @@ def test_a_cpu_says_who_it_is() -> None:
     """Process and node; no GPU."""
     assert devices.describe(CPU, os.getpid(), "node")[:4] == (os.getpid(), "node", "cpu", "")
     devices.finish(CPU)
+
+
+APART = """
+import ctypes, json, os, queue, resource, select, threading, time, torch
+from raydp_parallel import devices
+
+class Owner: pass
+
+def looked(owner):
+    # What the process's threads did while this one waited, in ms of a core.
+    torch.ones(1 << 20).add_(1)
+    start = time.process_time()
+    select.poll().poll(50)
+    return (time.process_time() - start) * 1e3
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+
+def faults(size):
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        address = ctypes.c_void_p(libc.malloc(size))
+        ctypes.memset(address, 1, size)
+        libc.free(address)
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+
+torch.set_num_threads(len(os.sched_getaffinity(0)))
+threads = lambda: len(os.listdir("/proc/self/task"))
+restless = min(looked(None) for _ in range(3))
+before = threads()
+owner = Owner()
+devices.rest_while(owner)
+devices.rest_while(owner)
+while threads() < before + len(os.sched_getaffinity(0)): select.poll().poll(1)
+resting = min(looked(owner) for _ in range(3))
+while threads() != before + len(os.sched_getaffinity(0)): select.poll().poll(1)
+del owner
+while threads() > before: select.poll().poll(1)
+again = min(looked(None) for _ in range(3))
+
+devices.keep_freed_memory()
+found, kept = queue.SimpleQueue(), []
+for name in ("one", "two"):
+    sizes = (10 << 20, 100 << 20)
+    devices.start_thread(lambda: found.put([threading.current_thread().name, *map(faults, sizes)]), name)
+    kept.append(found.get())
+print(json.dumps([restless, resting, again, *kept]))
+"""
+
+
+@pytest.fixture(scope="module")
+def apart() -> list[Any]:
+    """What a process of its own found out."""
+    done = subprocess.run([sys.executable, "-c", APART], capture_output=True, text=True, timeout=120)
+    assert not done.returncode, done.stderr
+    found: list[Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="torch has no other threads")
+def test_threads_that_wait_leave_the_cores_to_replicas(apart: list[Any]) -> None:
+    """They look for work for a while, a core each, and for next to no time while somebody wants the cores."""
+    restless, resting, again = apart[:3]
+    assert resting < restless / 2
+    assert resting < again / 2
+
+
+def test_memory_that_a_replicas_thread_frees_is_kept(apart: list[Any]) -> None:
+    """Also of tensors larger than the heaps that threads usually have: nothing is asked of the kernel again."""
+    assert [name for name, *_ in apart[3:]] == ["one", "two"]
+    assert all(faults < 100 for _, *each in apart[3:] for faults in each), apart[3:]

@@ -148,6 +148,8 @@ class RayCrew:
 
     def _meet(self, door: RemoteDoor, hello: Hello) -> None:
         """Call directly who is on this node, and share memory with them."""
+        if hello.device == "cpu":
+            devices.rest_while(self)
         if hello.node == ray.get_runtime_context().get_node_id():
             door.watch(hello.pid)
             if self._options.direct_line:

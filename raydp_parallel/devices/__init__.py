@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from raydp_parallel.devices.about import MemoryLook, check_balance, describe, output_place, own
 from raydp_parallel.devices.contents import Prints, compare, copied, prints
+from raydp_parallel.devices.cores import rest_while
 from raydp_parallel.devices.gpu import Stopwatch, finish, let_go, on_host, pinner, spoiled
 from raydp_parallel.devices.ipc import (
     DeviceArena,
@@ -20,7 +21,7 @@ from raydp_parallel.devices.kinds import is_cpu
 from raydp_parallel.devices.lanes import Lane, Makers
 from raydp_parallel.devices.memory import RECYCLED, in_place, load, near, piece, reader, recycled, upload, windows
 from raydp_parallel.devices.raw import view
-from raydp_parallel.devices.settings import keep_freed_memory, seed, use_threads
+from raydp_parallel.devices.settings import keep_freed_memory, seed, start_thread, use_threads
 from raydp_parallel.devices.streams import Courier, Track, courier, follow, hand_over, track
 
 __all__ = [
@@ -61,10 +62,12 @@ __all__ = [
     "reader",
     "recycled",
     "refused",
+    "rest_while",
     "sample",
     "seed",
     "shows",
     "spoiled",
+    "start_thread",
     "track",
     "upload",
     "use_threads",
