@@ -238,7 +238,7 @@ class Replica:
         group = self.groups.find(request.reduce.group) if request.reduce is not None else None
         reducer = None
         if group is not None and request.reduce is not None:
-            reducer = collective.Reducer(group, request.reduce, graph.leaves)
+            reducer = collective.Reducer(group, request.reduce, graph.leaves, back)
         early = None
         if request.reduce is None and engine.plainly(request, graph.partial):
             early = outgoing.begin(graph.leaves, back, self.device)
@@ -266,8 +266,7 @@ class Replica:
         if reducer is None or outcome is Sum.FAILED:
             self._reduced = Reduced(Sum.FAILED, b"", None, reducer.seconds if reducer is not None else 0.0, 0)
             return found
-        sums = reducer.sums() if outcome is Sum.DONE else None
-        parcel = codec.encode(sums, back, "gradients")[0] if sums is not None else None
+        parcel = reducer.parcel() if outcome is Sum.DONE else None
         self._reduced = Reduced(outcome, reducer.marks, parcel, reducer.seconds, reducer.size)
         self._kept[word.kept] = found
         marks = dict(zip(word.leaves, reducer.marks, strict=True))

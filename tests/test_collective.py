@@ -20,9 +20,10 @@ from mortal import arm, armed, fate, rows, same, state, whole
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from raydp_parallel import DataParallel, Executor, Options, collective
+from raydp_parallel import DataParallel, Executor, Options, codec, collective
 from raydp_parallel.collective import Group, Groups, Reducer
 from raydp_parallel.exchange import Join, Kind, Reduce, Sum
+from raydp_parallel.links import Arena, InlineLink, Link, Mail, SharedLink
 
 # --- one group in one process, a thread for each member ---
 
@@ -53,6 +54,11 @@ def word(root: int, order: Sequence[int], leaves: int, overlap: bool = True, pat
     return Reduce("test", root, tuple(order), tuple(range(leaves)), 1, patience, overlap)
 
 
+def back(link: Link | None = None) -> Mail:
+    """What the root's sums travel by."""
+    return Mail(link or InlineLink())
+
+
 def net() -> nn.Module:
     """More than one bucket, two dtypes, and a layout that is not the usual one."""
     torch.manual_seed(0)
@@ -61,17 +67,22 @@ def net() -> nn.Module:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_sums_have_the_order_of_the_chunks(size: int) -> None:
-    """To the bit, whoever is the root; every root's sum lies as its parameter does."""
+@pytest.mark.parametrize("shared", [False, True], ids=["inline", "shared"])
+def test_sums_have_the_order_of_the_chunks(size: int, shared: bool) -> None:
+    """To the bit, whoever is the root; every root's sum lies as its parameter does, on its way to the driver too."""
     leaves = [*net().parameters()]
     grads = [[torch.randn_like(leaf) * 10.0**k for leaf in leaves] for k in range(size)]
+    before = copy.deepcopy(grads)
     order = [*reversed(range(size))]
 
     def work(rank: int, group: Group) -> Any:
-        reducer = Reducer(group, word(1, order, len(leaves)), leaves)
+        mail = back(SharedLink(Arena()) if shared else None)
+        reducer = Reducer(group, word(1, order, len(leaves)), leaves, mail)
         assert reducer.finish(grads[rank]) is Sum.DONE
         assert [*reducer.marks] == [1] * len(leaves)
-        return reducer.sums()
+        assert all(torch.equal(now, then) for now, then in zip(grads[rank], before[rank], strict=True))
+        parcel = reducer.parcel()
+        return None if parcel is None else codec.decode(parcel, mail, torch.device("cpu"))[0]
 
     found = together(size, work)
     assert found[0] is None
@@ -89,7 +100,7 @@ def test_what_a_member_lacks_is_zero_and_what_is_odd_is_left_out() -> None:
     odd = [one, None, one.to_sparse(), one.double()]
 
     def work(rank: int, group: Group) -> Any:
-        reducer = Reducer(group, word(0, (0, 1), 4), leaves)
+        reducer = Reducer(group, word(0, (0, 1), 4), leaves, back())
         assert reducer.finish(odd if rank else [one] * 4) is Sum.DONE
         return reducer.marks, reducer.sums()
 
@@ -104,7 +115,7 @@ def test_buckets_begin_in_one_order_whatever_order_backward_has() -> None:
 
     def work(rank: int, group: Group) -> Any:
         leaves = [torch.full((300_000,), 1.0, requires_grad=True) for _ in range(6)]
-        reducer = Reducer(group, word(0, range(size), 6), leaves)
+        reducer = Reducer(group, word(0, range(size), 6), leaves, back())
         shuffled = [(k * 5 + rank * 2) % 6 for k in range(6 - rank)]
         with reducer.watching():
             for k in shuffled:
@@ -125,7 +136,7 @@ def test_a_sum_that_is_ready_early_waits_for_its_turn() -> None:
         found = []
         for step in range(30):
             leaves = [torch.full((n,), 1.0, requires_grad=True) for n in (300, 700, 300_000, 290_000, 270_000)]
-            reducer = Reducer(group, word(step % size, range(size), len(leaves)), leaves)
+            reducer = Reducer(group, word(step % size, range(size), len(leaves)), leaves, back())
             with reducer.watching():
                 sum((leaf * step).sum() for leaf in leaves).backward()
             found.append(reducer.finish([leaf.grad for leaf in leaves]))
@@ -136,12 +147,28 @@ def test_a_sum_that_is_ready_early_waits_for_its_turn() -> None:
         assert set(found) == {Sum.DONE, True}
 
 
+def test_a_gradient_that_is_written_to_after_its_sum_has_begun_is_told() -> None:
+    """It is read where it lies: what was sent of it may be half of either."""
+
+    def work(rank: int, group: Group) -> Any:
+        leaf = torch.ones(400_000, requires_grad=True)
+        reducer = Reducer(group, word(0, (0, 1), 1), [leaf], back())
+        with reducer.watching():
+            leaf.sum().backward()
+        if rank:
+            assert leaf.grad is not None
+            leaf.grad.mul_(2)
+        return reducer.finish([leaf.grad])
+
+    assert together(2, work) == [Sum.DONE, Sum.SPOILED]
+
+
 def test_a_gradient_that_grows_after_its_sum_has_begun_is_told() -> None:
     """As with a reentrant checkpoint, whose backward runs inside of backward."""
 
     def work(rank: int, group: Group) -> Any:
         leaf = torch.ones(400_000, requires_grad=True)
-        reducer = Reducer(group, word(0, (0, 1), 1), [leaf])
+        reducer = Reducer(group, word(0, (0, 1), 1), [leaf], back())
         with reducer.watching():
             leaf.sum().backward()
             if rank:
@@ -161,7 +188,7 @@ def test_who_leaves_is_noticed_at_once(size: int) -> None:
             time.sleep(0.2)
             group.leave()
             return Sum.FAILED
-        return Reducer(group, word(0, range(size), 1, patience=60.0), [leaf]).finish([leaf.detach()])
+        return Reducer(group, word(0, range(size), 1, patience=60.0), [leaf], back()).finish([leaf.detach()])
 
     began = time.monotonic()
     assert together(size, work) == [Sum.FAILED] * size
@@ -178,7 +205,7 @@ def test_who_is_silent_is_not_waited_for_forever() -> None:
             done.wait(30)
             return Sum.FAILED
         try:
-            return Reducer(group, word(0, (0, 1), 1, patience=0.3), [leaf]).finish([leaf.detach()])
+            return Reducer(group, word(0, (0, 1), 1, patience=0.3), [leaf], back()).finish([leaf.detach()])
         finally:
             done.set()
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from fake_gpu import FakeGpu, installed
 from mortal import arm, armed, rows, same, state, whole
-from test_collective import Wide, among, together, word
+from test_collective import Wide, among, back, together, word
 
 from raydp_parallel import DataParallel, Executor, Options
 from raydp_parallel.collective import Group, Groups, Reducer, pass_on
@@ -44,7 +44,7 @@ def test_sums_of_nccl_have_the_order_of_the_chunks(nccl: list[str], size: int) -
 
     def work(rank: int, group: Group) -> Any:
         leaves = [torch.zeros_like(grad, requires_grad=True) for grad in grads[rank]]
-        reducer = Reducer(group, word(0, range(size), 3), leaves)
+        reducer = Reducer(group, word(0, range(size), 3), leaves, back())
         if rank:
             with reducer.watching():
                 for leaf, grad in zip(leaves, grads[rank], strict=True):
@@ -75,7 +75,7 @@ def test_a_member_that_waits_in_a_kernel_is_told_to_leave(nccl: list[str]) -> No
             return Sum.FAILED
         leaf = torch.ones(400_000, requires_grad=True)
         threading.Thread(target=lambda: (time.sleep(0.3), left.append(group.leave()))).start()
-        outcome = Reducer(group, word(1, (0, 1), 1, patience=600.0), [leaf]).finish([leaf.detach()])
+        outcome = Reducer(group, word(1, (0, 1), 1, patience=600.0), [leaf], back()).finish([leaf.detach()])
         told.wait(30)
         return outcome
 
@@ -94,7 +94,7 @@ def test_a_member_that_waits_is_patient_only_so_long(nccl: list[str]) -> None:
             return Sum.FAILED
         leaf = torch.ones(400_000, requires_grad=True)
         try:
-            return Reducer(group, word(1, (0, 1), 1, patience=0.3), [leaf]).finish([leaf.detach()])
+            return Reducer(group, word(1, (0, 1), 1, patience=0.3), [leaf], back()).finish([leaf.detach()])
         finally:
             done.set()
 

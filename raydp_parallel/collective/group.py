@@ -35,19 +35,27 @@ class Group:
         self.rank, self.size = join.rank, join.size
         self._backend = backend
 
-    def sum(self, tensor: Tensor, root: int, order: Sequence[int], patience: float) -> Summation:
+    def sum(
+        self, tensor: Tensor, root: int, order: Sequence[int], patience: float, into: Tensor | None = None
+    ) -> Summation:
         """Begin to sum a tensor of each member, whose length `padded` gives, for the root.
 
         Args:
-            tensor: The tensor; of no use afterwards.
+            tensor: The tensor; of no use afterwards, unless the group `spares` it.
             root: Who gets the sum.
             order: The members in the order in which their tensors are added.
             patience: Seconds that the others may take.
+            into: In the root, where the sum is to be; ``tensor``, if the group does not spare that.
         """
         tensor = self._backend.near(tensor)
-        if self.size == 2:
-            return Pair(self._backend, tensor, self.rank, root, patience)
+        if self.spares:
+            return Pair(self._backend, tensor, tensor if into is None else into, self.rank, root, patience)
         return Exchange(self._backend, tensor, order, root, patience)
+
+    @property
+    def spares(self) -> bool:
+        """Whether `sum` leaves the members' tensors as they are, if the root says where the sum is to be."""
+        return self.size == 2
 
     def padded(self, length: int) -> int:
         """The least length that `sum` can work with."""

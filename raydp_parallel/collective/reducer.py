@@ -10,11 +10,16 @@ zeros, at its end.
 A leaf's gradient is taken when torch has added it up. If more is added afterwards (a reentrant checkpoint runs a
 backward of its own inside, and a leaf may be used in two of them), the sum of that bucket is of no use: the member says
 so, the driver sums what each kept, and does not ask for an early beginning with this model any more.
+
+[Note: copies that are not made]
+A large gradient is a bucket of its own, and two members' need no packing: one sends it from where it lies, the other
+adds it to its own, into the packet for the driver. On a GPU, where copies are cheap, all are packed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -22,10 +27,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from raydp_parallel import devices
+from raydp_parallel import codec, devices
 from raydp_parallel.collective.group import Group
 from raydp_parallel.collective.sums import Summation
 from raydp_parallel.exchange import Reduce, Sum
+from raydp_parallel.links import Mail, Piece, Room, aligned
+from raydp_parallel.messages import Parcel
 
 _BUCKET = 4 << 20
 """Bytes after which a bucket is full. Smaller ones begin earlier, and cost more operations."""
@@ -84,6 +91,31 @@ def fits(grad: Tensor, leaf: Tensor) -> bool:
     return plain and grad.dtype == leaf.dtype and grad.shape == leaf.shape
 
 
+class _Shelf:
+    """Where the root's sums are made: in the packet that takes them to the driver, where the link has room for one.
+
+    Args:
+        sizes: The bytes of each bucket.
+        back: What the sums travel by; None for who is not the root, or has them elsewhere.
+    """
+
+    def __init__(self, sizes: Sequence[int], back: Mail | None) -> None:
+        self._sizes = sizes
+        self.starts = [*itertools.accumulate(map(aligned, sizes), initial=0)]
+        self.room: Room | None = back.room(self.starts[-1]) if back is not None else None
+
+    def place(self, bucket: Bucket, number: int) -> Tensor | None:
+        """The memory for a bucket's sum; None if it may be anywhere."""
+        if self.room is None:
+            return None
+        run = Piece(self.room.address + self.starts[number], self._sizes[number], self.room)
+        return devices.view(run).view(bucket.dtype)
+
+    def offset(self, bucket: Bucket, number: int, at: int) -> int:
+        """Where in the packet an element of a bucket is."""
+        return self.starts[number] + at * bucket.dtype.itemsize
+
+
 class Reducer:
     """One `Reduce`, in one member.
 
@@ -91,9 +123,10 @@ class Reducer:
         group: The group.
         word: What the driver asks for.
         leaves: The leaves of the graph.
+        back: What the root's sums travel by.
     """
 
-    def __init__(self, group: Group, word: Reduce, leaves: Sequence[Tensor]) -> None:
+    def __init__(self, group: Group, word: Reduce, leaves: Sequence[Tensor], back: Mail) -> None:
         self._group = group
         self._word = word
         self._leaves = [leaves[i] for i in word.leaves]
@@ -102,7 +135,13 @@ class Reducer:
         self._waiting = [len(bucket.rows) for bucket in self._buckets]
         self._bucket_of = {row: k for k, bucket in enumerate(self._buckets) for row in bucket.rows}
         self._there: set[int] = set()
-        self._makers = devices.Makers(self._leaves[0].device)
+        device = self._leaves[0].device
+        self._makers = devices.Makers(device)
+        self._back = back
+        sizes = [group.padded(bucket.size) * bucket.dtype.itemsize for bucket in self._buckets]
+        self._is_root = group.rank == word.root
+        self._shelf = _Shelf(sizes, back if self._is_root and devices.is_cpu(device) else None)
+        self._lent: list[tuple[Tensor, int]] = []
         self._sums: list[Summation] = []
         self._flat: list[Tensor] = []
         self._spoiled = self._failed = False
@@ -150,34 +189,59 @@ class Reducer:
         return len(self._sums) < len(self._buckets)
 
     def _begin(self, grad_of: Callable[[int], Tensor | None]) -> None:
-        """Pack the next bucket, and begin to sum it."""
-        bucket = self._buckets[len(self._sums)]
+        """Begin to sum the next bucket."""
+        number = len(self._sums)
+        bucket = self._buckets[number]
         self._makers.catch_up()
-        flat = torch.empty(
-            self._group.padded(bucket.size), dtype=bucket.dtype, device=self._leaves[bucket.rows[0]].device
-        )
-        with torch.no_grad():
-            for row, into in zip(bucket.rows, self._windows(bucket, flat), strict=True):
-                grad = grad_of(row)
-                suits = grad is not None and fits(grad, self._leaves[row])
-                self._marks[row] = NOTHING if grad is None else SUMMED if suits else APART
-                if grad is not None and suits:
-                    into.copy_(grad)
-                else:
-                    into.zero_()
+        grads = [grad_of(row) for row in bucket.rows]
+        for row, grad in zip(bucket.rows, grads, strict=True):
+            self._marks[row] = NOTHING if grad is None else SUMMED if fits(grad, self._leaves[row]) else APART
+        into = self._shelf.place(bucket, number)
+        flat = self._lend(bucket, grads[0])
+        if flat is None:
+            flat = self._pack(bucket, grads, into)
+        elif into is None and self._is_root:
+            into = devices.scratch(flat)
         self.size += flat.nbytes
         word = self._word
-        self._sums.append(self._group.sum(flat, word.root, word.order, word.patience))
+        self._sums.append(self._group.sum(flat, word.root, word.order, word.patience, into))
         # In order, here too: what the first sum does next, it does before the second's.
         all(one.advance() for one in self._sums)
+
+    def _lend(self, bucket: Bucket, grad: Tensor | None) -> Tensor | None:
+        """A bucket that is one gradient, where that lies; None if it has to be packed."""
+        (row, *others), length = bucket.rows, self._group.padded(bucket.size)
+        apt = self._group.spares and not others and length == bucket.size and self._marks[row] == SUMMED
+        if not apt or grad is None or not devices.is_cpu(grad.device) or grad.is_neg():
+            return None
+        if grad.stride() != self._strides(row):
+            return None
+        self._lent.append((grad, grad._version))
+        return grad.detach().as_strided((length,), (1,))
+
+    def _pack(self, bucket: Bucket, grads: Sequence[Tensor | None], into: Tensor | None) -> Tensor:
+        """The gradients of a bucket in a row."""
+        flat = into
+        if flat is None:
+            device = self._leaves[bucket.rows[0]].device
+            flat = torch.empty(self._group.padded(bucket.size), dtype=bucket.dtype, device=device)
+        with torch.no_grad():
+            for row, grad, window in zip(bucket.rows, grads, self._windows(bucket, flat), strict=True):
+                if grad is not None and self._marks[row] == SUMMED:
+                    window.copy_(grad)
+                else:
+                    window.zero_()
+        return flat
+
+    def _strides(self, row: int) -> tuple[int, ...]:
+        """How a gradient lies: as its leaf, if that has no gaps."""
+        return torch.empty_like(self._leaves[row], device="meta").stride()
 
     def _windows(self, bucket: Bucket, flat: Tensor) -> list[Tensor]:
         """A bucket as its gradients, which lie as their leaves do."""
         found = []
         for row, offset in zip(bucket.rows, bucket.offsets, strict=True):
-            leaf = self._leaves[row]
-            dense = torch.empty_like(leaf, device="meta").stride()  # the leaf's own, if it has no gaps
-            found.append(flat.as_strided(leaf.shape, dense, offset))
+            found.append(flat.as_strided(self._leaves[row].shape, self._strides(row), offset))
         return found
 
     def finish(self, found: Sequence[Tensor | None]) -> Sum:
@@ -198,13 +262,27 @@ class Reducer:
             self.seconds = time.monotonic() - began
         if self._failed:
             return Sum.FAILED
-        return Sum.SPOILED if self._spoiled else Sum.DONE
+        written = any(grad._version != version for grad, version in self._lent)
+        return Sum.SPOILED if self._spoiled or written else Sum.DONE
 
     def sums(self) -> tuple[Tensor, ...] | None:
         """In the root, the sums, by the leaves that take part."""
-        if self._group.rank != self._word.root:
+        if not self._is_root:
             return None
         found: dict[int, Tensor] = {}
         for bucket, flat in zip(self._buckets, self._flat, strict=True):
             found.update(zip(bucket.rows, self._windows(bucket, flat), strict=True))
         return tuple(found[row] for row in range(len(self._leaves)))
+
+    def parcel(self) -> Parcel | None:
+        """In the root, the sums on their way to the driver."""
+        sums, shelf = self.sums(), self._shelf
+        if sums is None or shelf.room is None:
+            return codec.encode(sums, self._back, "gradients")[0] if sums is not None else None
+        offsets: dict[int, int] = {}
+        for number, bucket in enumerate(self._buckets):
+            offsets.update(
+                (row, shelf.offset(bucket, number, at)) for row, at in zip(bucket.rows, bucket.offsets, strict=True)
+            )
+        specs = [codec.spec_of(total, offsets[row]) for row, total in enumerate(sums)]
+        return codec.row(sums, specs, self._back.filled(shelf.room, shelf.starts[-1]))

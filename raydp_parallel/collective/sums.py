@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from raydp_parallel import devices
 from raydp_parallel.collective.backends import Backend, Operation
 
 
@@ -27,19 +28,21 @@ class Pair:
 
     Args:
         backend: What brings the other's tensor to the root.
-        own: This member's tensor; the root's becomes the sum.
+        own: This member's tensor. It is read until this is over, and not written to.
+        into: In the root, where the sum is to be; it may be ``own`` after all.
         rank: Which of the two this is.
         root: Who adds.
         patience: Seconds that the other may take.
     """
 
-    def __init__(self, backend: Backend, own: Tensor, rank: int, root: int, patience: float) -> None:
+    def __init__(self, backend: Backend, own: Tensor, into: Tensor, rank: int, root: int, patience: float) -> None:
         self._backend = backend
         self._own = own
+        self._into = into
         self._added = False
         with backend.aside(own):
             # Two can be added in one way only; torch's own way for it takes twice as long.
-            self._other = own if rank != root else torch.empty_like(own)
+            self._other = own if rank != root else devices.scratch(own)
             self._brought = backend.broadcast(self._other, 1 - root, patience)
 
     def advance(self) -> bool:
@@ -54,13 +57,13 @@ class Pair:
             self._add(until)
         self._brought.finish(until)
         self._backend.rejoin()
-        return self._own
+        return self._into
 
     def _add(self, until: float) -> None:
         with self._backend.aside(self._own):
             self._brought.follow(until)
             if self._other is not self._own:
-                self._own += self._other
+                torch.add(self._own, self._other, out=self._into)
         self._added = True
 
 

@@ -19,7 +19,18 @@ from raydp_parallel.devices.ipc import (
 )
 from raydp_parallel.devices.kinds import is_cpu
 from raydp_parallel.devices.lanes import Lane, Makers
-from raydp_parallel.devices.memory import RECYCLED, in_place, load, near, piece, reader, recycled, upload, windows
+from raydp_parallel.devices.memory import (
+    RECYCLED,
+    in_place,
+    load,
+    near,
+    piece,
+    reader,
+    recycled,
+    scratch,
+    upload,
+    windows,
+)
 from raydp_parallel.devices.raw import view
 from raydp_parallel.devices.settings import keep_freed_memory, seed, start_thread, use_threads
 from raydp_parallel.devices.streams import Courier, Track, courier, follow, hand_over, track
@@ -64,6 +75,7 @@ __all__ = [
     "refused",
     "rest_while",
     "sample",
+    "scratch",
     "seed",
     "shows",
     "spoiled",

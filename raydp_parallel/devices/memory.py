@@ -68,6 +68,12 @@ def recycled(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return view(run).view(dtype).view(tuple(shape))
 
 
+def scratch(like: torch.Tensor) -> torch.Tensor:
+    """An empty tensor such as a compact one, for a moment."""
+    kept = is_cpu(like.device) and like.nbytes >= RECYCLED
+    return recycled(like.shape, like.dtype) if kept else torch.empty_like(like)
+
+
 def _read_window(
     storage: torch.UntypedStorage, device: torch.device, spec: TensorSpec, dtype: torch.dtype
 ) -> torch.Tensor:
