@@ -21,7 +21,7 @@ import torch
 from ray._private import worker
 from ray._private.worker import global_worker
 
-from raydp_parallel import devices, line, outcome, sources
+from raydp_parallel import devices, dial, line, outcome, sources
 from raydp_parallel.exchange import Host, Join
 from raydp_parallel.links import (
     Arena,
@@ -163,18 +163,19 @@ class Door:
         """Wait for no call before ``number`` any more: they were lost on the way."""
         self._turns.skip_to(number)
 
-    def open_line(self, number: int, held: dict[int, int]) -> tuple[str, dict[int, int]] | None:
+    def open_line(self, number: int, held: dict[int, int], near: bool) -> tuple[str, dict[int, int]] | None:
         """Start to listen for a direct line.
 
         Args:
             number: The first call that will come over it. Earlier ones that did not arrive are lost.
             held: What the driver uses of this process's memory.
+            near: Whether the driver is on this machine.
 
         Returns:
             Where to call, and what is used here of the driver's memory; None if there is no such thing here.
         """
         self._turns.skip_to(number)
-        found = line.listen()
+        found = dial.listen(None if near else self._address())
         if found is None:
             return None
         address, listener = found

@@ -164,7 +164,7 @@ class Groups:
 
     def near(self, seats: Sequence[Seat]) -> Seat:
         """Who of some is cheapest to reach: one on the driver's node, else the first."""
-        return min(seats, key=lambda seat: (getattr(seat.door, "line", None) is None, _order(seat)))
+        return min(seats, key=lambda seat: (not getattr(seat.door, "near", False), _order(seat)))
 
     def dissolve(self, alliance: Alliance, waited: float = 0.0) -> None:
         """A group is of no use any more. Members that wait in it are told so.

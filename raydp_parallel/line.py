@@ -1,13 +1,13 @@
-"""A direct line between the driver and a replica on the same machine: a Unix socket instead of a Ray call.
+"""A direct line between the driver and a replica: a socket instead of a Ray call.
 
 A Ray call of two actors takes 1 ms however little it carries, and a step pays two; the same trip over sockets takes a
-fifth (`benchmarks/step_latency.py`). Messages that Ray has to carry, because their bytes lie in its object store, still
+fifth (`benchmarks/step_latency.py`). And a Ray call takes what is larger than 100 KB through the object store, which to
+another machine costs 7 ms and more. Messages that Ray has to carry, because their bytes lie in its object store, still
 go by Ray; numbers keep the order between the two ways.
 
 A frame: how many buffers, the call's number, the size of what follows in one piece: each buffer's length, and the small
 buffers; then the large ones. Of a buffer in shared memory only the descriptor travels, which its length says in its
-highest bit. The socket has no name in the file system, takes one
-connection of the same user, and is gone with its processes.
+highest bit.
 """
 
 from __future__ import annotations
@@ -18,21 +18,18 @@ import pickle
 import select
 import socket
 import struct
-import sys
 import threading
-import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from raydp_parallel import pulse
+from raydp_parallel import dial, pulse
 from raydp_parallel.links import Descriptor, Exposed, Slice
 
 _HEAD = struct.Struct("<IIQ")
 _LENGTH = 8
 _LARGE = 1 << 16
-_PEER = struct.Struct("3i")
 _SHARED = 1 << 63
 _PULSE, _NO_PULSE = b"p", b"-"
 _GREETING = 5.0
@@ -52,13 +49,14 @@ class Line:
 
     Attributes:
         intact: Whether frames begin where they should. Ctrl-C in the middle of one leaves a line that cannot be used.
+        near: Whether the replica is on this machine.
     """
 
     def __init__(self, address: str, unread: Callable[[list[Any]], object]) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.connect(f"\0{address}")
+        self._socket, self.near = dial.call(address)
         self._ending = threading.Lock()
-        self._listen_for_its_end()
+        if self.near:
+            self._listen_for_its_end()
         self._unread = unread
         self._reading = threading.Lock()
         self.intact = True
@@ -85,7 +83,7 @@ class Line:
 
     def _cut_after(self, felt: pulse.Pulse) -> None:
         felt.wait()
-        self._shut()
+        self.cut()
 
     def limit(self, seconds: float) -> None:
         """Take the line for cut when a frame stands still for so long: the other end hangs in the midst of it."""
@@ -178,28 +176,18 @@ class Line:
 
     def close(self) -> None:
         """Hang up, also if a thread waits for an answer. May be called twice."""
-        self._shut()
+        self.cut()
         with self._ending:
             self._socket.close()
 
-    def _shut(self) -> None:
+    def cut(self) -> None:
+        """Nobody is there any more: nothing is read but what has come already."""
         with self._ending, contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # what came before can still be read
 
 
-def listen() -> tuple[str, socket.socket] | None:
-    """A place to call, and what to `serve` it with. None where there is no such thing."""
-    if not sys.platform.startswith("linux"):
-        return None
-    address = f"raydp-parallel-{uuid.uuid4().hex}"
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(f"\0{address}")
-    listener.listen(1)
-    return address, listener
-
-
 def serve(
-    listener: socket.socket,
+    listener: dial.Listener,
     answer: Callable[[int, list[Any]], Sequence[Any]],
     meet: Callable[[int], None] = lambda process: None,
 ) -> None:
@@ -210,9 +198,10 @@ def serve(
         answer: Answers a call.
         meet: Is told the caller's process, as this one knows it; 0 if it cannot be seen from here.
     """
-    connection, process = _accept(listener)
+    connection, process, near = listener.accept()
     meet(process)
-    with contextlib.closing(connection), contextlib.suppress(OSError), _pulse(connection):
+    beating = _pulse(connection) if near else contextlib.nullcontext()
+    with contextlib.closing(connection), contextlib.suppress(OSError), beating:
         while True:
             number, buffers = read_frame(connection)
             write_frame(connection, number, answer(number, buffers))
@@ -234,17 +223,6 @@ def _pulse(connection: socket.socket) -> Iterator[None]:
         yield
     finally:
         held.let_go()
-
-
-def _accept(listener: socket.socket) -> tuple[socket.socket, int]:
-    while True:
-        connection, _ = listener.accept()
-        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-        process, user, _ = _PEER.unpack(peer)
-        if user == os.getuid():
-            listener.close()
-            return connection, process
-        connection.close()
 
 
 def write_frame(connection: socket.socket, number: int, buffers: Sequence[Any]) -> None:

@@ -77,8 +77,8 @@ class Options:
             the others, too. Nodes that join are used, nodes that drain are left. Chunks stay what ``device_ids`` say,
             so that results do not depend on who is there.
         threads: Torch's threads in a CPU replica. None shares a node's cores among the chunks of a call.
-        direct_line: Call replicas on the driver's machine over a socket, five times faster than a Ray task. False
-            makes every phase a Ray task, which Ray's dashboard lists.
+        direct_line: Call replicas over a socket, five times faster than a Ray task. False makes every phase a Ray task,
+            which Ray's dashboard lists.
         name: What Ray's dashboard, metrics and `raydp-parallel status` call the executor; None is the program's name.
         metrics: Report to Ray's metrics and to `raydp-parallel status`, once per second, in the background.
         profile_dir: A folder to write all calls to, as a trace for Chrome or Perfetto with the driver and the replicas

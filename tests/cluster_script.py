@@ -141,6 +141,7 @@ def two_nodes(net: nn.Module) -> None:
         same(train(model, 2, 3), train(here(net, 2), 2, 3))
         assert len({*nodes_of(executor)}) == 2 and nodes_of(executor) == sorted(nodes_of(executor))
         assert ray.get_runtime_context().get_node_id() not in nodes_of(executor)
+        assert all(seat.door.line is not None and not seat.door.near for seat in executor.seats([0, 1]))
         print("two nodes train as one process does, a package that only the driver has")
         begun = time.monotonic()
         try:

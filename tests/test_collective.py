@@ -9,7 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from raydp_parallel import DataParallel, Executor, Options, codec, collective
 from raydp_parallel.collective import Group, Groups, Reducer
+from raydp_parallel.collective.backends import _GlooWork
 from raydp_parallel.exchange import Join, Kind, Reduce, Sum
 from raydp_parallel.links import Arena, InlineLink, Link, Mail, SharedLink
 
@@ -145,6 +148,26 @@ def test_a_sum_that_is_ready_early_waits_for_its_turn() -> None:
 
     for found in together(size, work):
         assert set(found) == {Sum.DONE, True}
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_what_is_done_just_after_its_time_was_up_is_done(failed: bool) -> None:
+    """It is asked again what became of it: the word that it was late may be out of date."""
+    waits: list[float] = []
+
+    def wait(time: timedelta) -> None:
+        waits.append(time.total_seconds())
+        if len(waits) == 1 or failed:
+            raise RuntimeError("closed by peer" if len(waits) > 1 else "timed out")
+
+    work = SimpleNamespace(wait=wait, is_completed=lambda: True)
+    operation = _GlooWork(work, SimpleNamespace(check=lambda: None))  # type: ignore[arg-type]
+    if failed:
+        with pytest.raises(RuntimeError, match="closed by peer"):
+            operation.finish(time.monotonic() + 10)
+    else:
+        operation.finish(time.monotonic() + 10)
+    assert len(waits) == 2
 
 
 def test_a_gradient_that_is_written_to_after_its_sum_has_begun_is_told() -> None:

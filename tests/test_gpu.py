@@ -447,7 +447,7 @@ class Ends:
 @pytest.fixture
 def ends(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Ends:
     """Both ends."""
-    monkeypatch.setattr(remote.ray, "get", lambda found: found)
+    monkeypatch.setattr(remote.door.ray, "get", lambda found: found)
     monkeypatch.setattr(ipc, "_told", set())
     return Ends()
 

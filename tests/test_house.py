@@ -20,7 +20,7 @@ import raydp_parallel
 PACKAGE = Path(raydp_parallel.__file__).parent
 
 FLOORS: tuple[tuple[str, ...], ...] = (
-    ("context", "errors", "exchange", "links", "monitor", "options", "phases", "progress", "pulse"),
+    ("context", "dial", "errors", "exchange", "links", "monitor", "options", "phases", "progress", "pulse"),
     ("advice", "line", "messages"),
     ("accounts", "crew", "devices", "engine", "outcome", "sources"),
     ("batch", "codec", "reporter", "respawn", "seats"),

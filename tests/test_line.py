@@ -19,7 +19,7 @@ import ray
 import torch
 from torch import Tensor, nn
 
-from raydp_parallel import DataParallel, Executor, Options, line, remote
+from raydp_parallel import DataParallel, Executor, Options, dial, line, remote
 from raydp_parallel.crew import Death
 from raydp_parallel.line import Turnstile
 from raydp_parallel.links import Arena, Descriptor, Mappings
@@ -29,18 +29,18 @@ from raydp_parallel.remote import Pending, RemoteDoor
 class Station:
     """A thread that serves a line, and the lines that call it."""
 
-    def __init__(self, answer: Callable[[int, list[Any]], Sequence[Any]]) -> None:
-        found = line.listen()
+    def __init__(self, answer: Callable[[int, list[Any]], Sequence[Any]], host: str | None = None) -> None:
+        found = dial.listen(host)
         assert found is not None
         self.address, listener = found
         self.thread = threading.Thread(target=line.serve, args=(listener, answer), daemon=True)
         self.thread.start()
 
 
-@pytest.fixture
-def echo() -> Iterator[line.Line]:
-    """A line to somebody who says everything back."""
-    station = Station(lambda number, buffers: [bytes([number]), *buffers])
+@pytest.fixture(params=[None, "127.0.0.1"], ids=["near", "far"])
+def echo(request: pytest.FixtureRequest) -> Iterator[line.Line]:
+    """A line to somebody who says everything back, on this machine and as if on another."""
+    station = Station(lambda number, buffers: [bytes([number]), *buffers], request.param)
     caller = line.Line(station.address, list)
     yield caller
     caller.close()
@@ -142,7 +142,7 @@ def test_only_one_caller_is_let_in(echo: line.Line) -> None:
     echo.send(1, [])
     echo.receive(1, 10)
     name = echo._socket.getpeername()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as second, pytest.raises(ConnectionRefusedError):
+    with socket.socket(echo._socket.family, socket.SOCK_STREAM) as second, pytest.raises(ConnectionRefusedError):
         second.connect(name)
 
 
@@ -284,7 +284,7 @@ def test_a_full_object_store_is_nobody_s_death() -> None:
     )
     door = RemoteDoor(actor)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote.ray, "get", lambda found, timeout=None: found)
+        patch.setattr(remote.door.ray, "get", lambda found, timeout=None: found)
         with pytest.raises(ray.exceptions.ObjectStoreFullError):
             door.submit("forward", b"", [])
         assert isinstance(door.submit("backward", b"", []), Pending)
@@ -305,8 +305,8 @@ def test_the_cause_of_a_death_is_not_asked_of_a_cluster_that_was_left(left: bool
 
     door = RemoteDoor(SimpleNamespace(hello=SimpleNamespace(remote=ray.ObjectRef.from_random)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote.ray, "wait", wait)
-        patch.setattr(remote.ray, "get", dead)
+        patch.setattr(remote.door.ray, "wait", wait)
+        patch.setattr(remote.door.ray, "get", dead)
         found = door.last_words(60.0, lambda: not left or len(asked) < 2)
     assert found == (None if left else "it was killed")
     assert asked == [0] * (2 if left else 3)
@@ -317,7 +317,7 @@ def test_a_call_waits_for_those_in_front_of_it() -> None:
     actor = SimpleNamespace(forward=SimpleNamespace(remote=lambda *_arguments: ray.ObjectRef.from_random()))
     door = RemoteDoor(actor)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote.ray, "get", lambda found, timeout=None: b"")
+        patch.setattr(remote.door.ray, "get", lambda found, timeout=None: b"")
         calls: list[Any] = [door.submit("forward", b"", []) for _ in range(3)]
         assert [call.turn for call in calls] == [1, 2, 3]
         calls[0].result(None)

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from raydp_parallel import line, pulse
+from raydp_parallel import dial, line, pulse
 
 HOLDER = """
 import os, sys, time
-from raydp_parallel import line
-found = line.listen()
+from raydp_parallel import dial, line
+found = dial.listen()
 print(found[0], flush=True)
 def answer(number, buffers):
     if number == 1 and not os.fork():  # as a data loader's worker would, it keeps the socket open
@@ -83,7 +83,7 @@ def test_what_was_sent_before_the_death_is_read() -> None:
 
 def served(answer: Callable[[int, list[Any]], Sequence[Any]]) -> tuple[line.Line, threading.Thread]:
     """A line to a thread of this process."""
-    found = line.listen()
+    found = dial.listen()
     assert found is not None
     thread = threading.Thread(target=line.serve, args=(found[1], answer), daemon=True)
     thread.start()
@@ -153,7 +153,7 @@ def test_who_hangs_up_at_once_is_no_line(monkeypatch: pytest.MonkeyPatch) -> Non
     def full(_file: int) -> pulse.Pulse:
         raise OSError("no memory")
 
-    found = line.listen()
+    found = dial.listen()
     assert found is not None
     thread = threading.Thread(target=line.serve, args=(found[1], lambda number, buffers: buffers), daemon=True)
     make = pulse.Pulse

@@ -150,11 +150,12 @@ class RayCrew:
         """Call directly who is on this node, and share memory with them."""
         if hello.device == "cpu":
             devices.rest_while(self)
-        if hello.node == ray.get_runtime_context().get_node_id():
+        near = hello.node == ray.get_runtime_context().get_node_id()
+        if near:
             door.watch(hello.pid)
-            if self._options.direct_line:
-                door.call_directly(timeout=self._options.placement_timeout)
-        if self._arena is None or door.line is None:
+        if self._options.direct_line:
+            door.call_directly(near, timeout=self._options.placement_timeout)
+        if self._arena is None or door.line is None or not near:
             return
         door.share(self._arena, self._options.link == "shared", self._options.placement_timeout)
         if not door.shares or hello.device != "cpu":

@@ -124,7 +124,11 @@ class _GlooWork:
                 return
             except RuntimeError:
                 self._backend.check()
-                if left <= _LOOK or self._work.is_completed():
+                if self._work.is_completed():
+                    # It failed, or it was done between the end of this wait and now. Asked again it says which.
+                    self._work.wait(timedelta(seconds=_LOOK))
+                    return
+                if left <= _LOOK:
                     raise
 
 

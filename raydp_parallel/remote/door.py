@@ -1,13 +1,10 @@
-"""Calls to one replica: over its direct line, or as Ray tasks."""
+"""The driver's side of one replica: what it is sent, and by which way."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
-import math
 import os
-import select
 import signal
 import time
 import weakref
@@ -17,163 +14,20 @@ from typing import Any
 import numpy as np
 import ray
 
-from raydp_parallel import devices
+from raydp_parallel import devices, dial
 from raydp_parallel.actor import METHODS, SHARE_LIMIT, give_back, sample, shows, take_back
-from raydp_parallel.crew import Death, Task
-from raydp_parallel.line import Line, LineCut
+from raydp_parallel.crew import Task
+from raydp_parallel.line import Line
 from raydp_parallel.links import Arena, Descriptor, Exposed, Found, Ledger, Mappings, Packet, Slice
+from raydp_parallel.remote.answers import TURN, Lost, Pending, in_short
 
 log = logging.getLogger("raydp_parallel")
 
-TURN = 0.2
-"""Seconds that Ray is waited for at a time: inside, it looks for Ctrl-C once a second only."""
-
-_SHORT_TURN = 0.02
-"""The same, where several threads read from one line."""
-
-_OWN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""What this process, or its machine, has not got: no sign of a death."""
+_SILENCE = 5
+"""Turns without an answer after which Ray is asked whether a replica on another machine is still there."""
 
 _FRAME = 1 << 15
 """Bytes that a socket takes in whether or not anybody reads."""
-
-
-class Pending:
-    """A call on its way: over the line, or as a Ray task.
-
-    Args:
-        door: Whose call it is.
-        number: Its number at that door.
-        ref: The Ray task, None if it went over the line.
-
-    Attributes:
-        turn: How many calls that door had then to answer, also those of other threads, this one included.
-    """
-
-    def __init__(self, door: RemoteDoor, number: int, ref: Any) -> None:
-        self.door = door
-        door.unanswered.add(number)
-        self.turn = len(door.unanswered)
-        self._line = door.line
-        self._number = number
-        self._ref = ref
-        self._answer: Any = None
-
-    @property
-    def through_ray(self) -> bool:
-        """Whether it is a Ray task."""
-        return self._ref is not None
-
-    def result(self, timeout: float | None) -> Any:
-        """Wait for the answer."""
-        try:
-            return self._result(timeout)
-        finally:
-            self.door.unanswered.discard(self._number)
-
-    def _result(self, timeout: float | None) -> Any:
-        if self._answer is not None:
-            return self._answer
-        if self._ref is not None or self._line is None:
-            return _get(self._ref, timeout)
-        try:
-            answer = self._line.receive(self._number, timeout)
-        except LineCut:
-            return Death("its direct line was cut")
-        try:
-            return self.door.opened(answer)
-        except OSError as error:
-            if error.errno in _OWN:
-                raise  # other replicas would seem to die of it, too
-            return Death(f"its memory is gone: {error}")  # it ended right behind its answer
-
-    def give_up(self) -> None:
-        """Nobody waits any more."""
-        self.door.unanswered.discard(self._number)
-        if self._ref is None and self._line is not None:
-            self._line.give_up(self._number)
-
-
-class Lost:
-    """A call that could not be sent, because nobody is there.
-
-    Args:
-        door: Whose call it was.
-        error: What was seen.
-    """
-
-    through_ray = False
-    turn = 1
-
-    def __init__(self, door: RemoteDoor, error: Exception) -> None:
-        self.door = door
-        self._error = error
-
-    def result(self, timeout: float | None) -> Death:
-        """What came of it."""
-        return Death(in_short(self._error))
-
-    def give_up(self) -> None:
-        """Nothing is on its way."""
-
-
-def await_each(calls: Sequence[Pending | Lost], deadlines: Sequence[float], take: Callable[[int, bool], None]) -> None:
-    """Wait for calls, and let each answer be taken as soon as it is there, whoever else is still to answer.
-
-    Args:
-        calls: The calls.
-        deadlines: When each is to be taken at the latest.
-        take: Takes what came of a call, by its number and whether that is there.
-    """
-    left = dict(enumerate(calls))
-    while left:
-        found = {number for number, call in left.items() if isinstance(call, Lost)}
-        for line, numbers in _by_line(left).items():
-            found.update(numbers[at] for at in line.look(numbers))
-        now = time.monotonic()
-        late = {number for number in left if deadlines[number] <= now} - found
-        if not found and not late:
-            found = _await_some(left, min(deadlines[number] for number in left) - now)
-        for number in sorted(found | late):
-            del left[number]
-            take(number, number in found)
-
-
-def _by_line(left: dict[int, Pending | Lost]) -> dict[Line, dict[int, int]]:
-    """The calls that went over lines, by what each line calls them."""
-    found: dict[Line, dict[int, int]] = {}
-    for number, call in left.items():
-        if isinstance(call, Pending) and call._ref is None and call._line is not None:
-            found.setdefault(call._line, {})[call._number] = number
-    return found
-
-
-def _await_some(left: dict[int, Pending | Lost], seconds: float) -> set[int]:
-    """Wait a turn. Returns what Ray has brought; what came over lines is to be looked for."""
-    refs = {number: call._ref for number, call in left.items() if isinstance(call, Pending) and call._ref is not None}
-    if refs:
-        return _fetch(left, refs, min(TURN, seconds))
-    lines = _by_line(left)
-    waiting = select.poll()
-    # Another thread may have read what this one is about to wait for.
-    turn = TURN if all(line.waits_for() <= len(numbers) for line, numbers in lines.items()) else _SHORT_TURN
-    for line in lines:
-        if line.file() >= 0:
-            waiting.register(line.file(), select.POLLIN)
-    waiting.poll(max(1.0, min(turn, seconds) * 1e3))
-    return set()
-
-
-def _fetch(left: dict[int, Pending | Lost], refs: dict[int, Any], seconds: float) -> set[int]:
-    """Get what Ray carries, together, which costs a fifth of getting each alone."""
-    try:
-        answers = ray.get([*refs.values()], timeout=max(0.0, seconds))
-    except ray.exceptions.RayError:  # of one that died, or all are not there yet: those that are, each for itself
-        there, _ = ray.wait([*refs.values()], num_returns=len(refs), timeout=0)
-        return {number for number, ref in refs.items() if ref in there}
-    for number, answer in zip(refs, answers, strict=True):
-        left[number]._answer = answer  # type: ignore[union-attr]  # only those that Ray carries
-    return {*refs}
 
 
 class RemoteDoor:
@@ -199,6 +53,13 @@ class RemoteDoor:
         self._mappings = Mappings(devices.pinner(None))
         self._ledger = Ledger()
         self._process: int | None = None
+        self._asked: Any = None
+        self._looks = 0
+
+    @property
+    def near(self) -> bool:
+        """Whether it has a line that does not leave this machine."""
+        return self.line is not None and self.line.near
 
     def watch(self, pid: int) -> None:
         """Hold on to the process, which is on this machine, so that `end` finds it and no other."""
@@ -237,14 +98,31 @@ class RemoteDoor:
             time.sleep(TURN / 10)
         return None
 
-    def call_directly(self, number: int = 0, timeout: float | None = None) -> None:
+    def look_after(self) -> None:
+        """After a turn in which nothing came: of a replica on another machine only Ray may know that it is gone."""
+        if self.line is None or self.near:
+            return
+        self._looks += 1
+        if self._asked is None and self._looks % _SILENCE == 0:
+            self._asked = self.actor.hello.remote()
+        elif self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
+            try:
+                ray.get(self._asked)
+            except ray.exceptions.RayError:
+                self.line.cut()
+            self._asked = None
+
+    def call_directly(self, near: bool, number: int = 0, timeout: float | None = None) -> None:
         """Open a direct line, if that can be had; else calls stay Ray tasks.
 
         Args:
+            near: Whether the replica is on this machine.
             number: The first call that goes over it.
             timeout: Seconds to wait for calls that still run there.
         """
-        found = ray.get(self.actor.open_line.remote(number, self._mappings.held()), timeout=timeout)
+        if not near and not dial.far_lines():
+            return
+        found = ray.get(self.actor.open_line.remote(number, self._mappings.held(), near), timeout=timeout)
         if found is None:
             return
         address, held = found
@@ -254,7 +132,8 @@ class RemoteDoor:
             if self._patience is not None:
                 self.line.limit(self._patience)
         except OSError as error:
-            log.info("no direct line to a replica on this node (%s): calls go through Ray, 1 ms each", error)
+            where = "this node" if near else "another node"
+            log.info("no direct line to a replica on %s (%s): calls go through Ray, 1 ms each", where, error)
 
     def submit(
         self,
@@ -265,7 +144,7 @@ class RemoteDoor:
         task: Task | None = None,
     ) -> Pending | Lost:
         """Send a call. What lies in the object store only Ray can carry."""
-        number = self._number
+        number, self._looks = self._number, 0
         try:
             self._mend(number, timeout)
             self._number, self._missed = number + 1, True
@@ -304,10 +183,10 @@ class RemoteDoor:
         """See that the replica waits for this call, and not for one that broke off or was never sent."""
         broken = self.line is not None and not self.line.intact
         if broken or self._missed:
-            had_line = self.line is not None
+            line = self.line
             self.close()
-            if had_line:
-                self.call_directly(number, timeout)
+            if line is not None:
+                self.call_directly(line.near, number, timeout)
             else:
                 ray.get(self.actor.skip_to.remote(number), timeout=timeout)
             self._missed = False
@@ -358,18 +237,6 @@ class RemoteDoor:
             self.line.close()
 
 
-def _get(ref: Any, timeout: float | None) -> Any:
-    """The result of a Ray task; waited for in short turns, between which Ctrl-C is heard."""
-    deadline = math.inf if timeout is None else time.monotonic() + timeout
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            return ray.get(ref, timeout=max(0.0, min(left, TURN)))
-        except ray.exceptions.GetTimeoutError:
-            if left <= TURN:
-                raise
-
-
 def _copyable(packet: Packet) -> Packet:
     """A packet as Ray, or a line without shared memory, can carry it."""
     if isinstance(packet, Exposed):
@@ -388,9 +255,3 @@ def _stored(packet: Packet) -> Packet:
     if packet not in _put:
         _put[packet] = ray.put(packet.array)
     return _put[packet]
-
-
-def in_short(error: Exception) -> str:
-    """What Ray says of a death, without its advice and what it repeats."""
-    text = " ".join(str(error).split()).partition(" Some common causes")[0]
-    return (text.partition("The actor is dead because ")[2] or text).rstrip(".")

@@ -1,0 +1,213 @@
+"""Waiting for answers: over direct lines, or as Ray tasks, of one replica or of several at once."""
+
+from __future__ import annotations
+
+import errno
+import math
+import select
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import ray
+
+from raydp_parallel.crew import Death
+from raydp_parallel.line import Line, LineCut
+
+TURN = 0.2
+"""Seconds that Ray is waited for at a time: inside, it looks for Ctrl-C once a second only."""
+
+_SHORT_TURN = 0.02
+"""The same, where several threads read from one line."""
+
+_OWN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""What this process, or its machine, has not got: no sign of a death."""
+
+
+class Called(Protocol):
+    """Who was called.
+
+    Attributes:
+        line: Its direct line, if it has one.
+        unanswered: The numbers of calls whose answers are waited for.
+    """
+
+    line: Line | None
+    unanswered: set[int]
+
+    def opened(self, answer: list[Any]) -> Any:
+        """An answer from the line, with its packets in reach."""
+
+    def look_after(self) -> None:
+        """See to it after a turn in which nothing came."""
+
+
+class Pending:
+    """A call on its way: over the line, or as a Ray task.
+
+    Args:
+        door: Whose call it is.
+        number: Its number at that door.
+        ref: The Ray task, None if it went over the line.
+
+    Attributes:
+        turn: How many calls that door had then to answer, also those of other threads, this one included.
+    """
+
+    def __init__(self, door: Called, number: int, ref: Any) -> None:
+        self.door = door
+        door.unanswered.add(number)
+        self.turn = len(door.unanswered)
+        self._line = door.line
+        self._number = number
+        self._ref = ref
+        self._answer: Any = None
+
+    @property
+    def through_ray(self) -> bool:
+        """Whether it is a Ray task."""
+        return self._ref is not None
+
+    def result(self, timeout: float | None) -> Any:
+        """Wait for the answer."""
+        try:
+            return self._result(timeout)
+        finally:
+            self.door.unanswered.discard(self._number)
+
+    def _result(self, timeout: float | None) -> Any:
+        if self._answer is not None:
+            return self._answer
+        if self._ref is not None or self._line is None:
+            return _get(self._ref, timeout)
+        try:
+            answer = self._receive(self._line, timeout)
+        except LineCut:
+            return Death("its direct line was cut")
+        try:
+            return self.door.opened(answer)
+        except OSError as error:
+            if error.errno in _OWN:
+                raise  # other replicas would seem to die of it, too
+            return Death(f"its memory is gone: {error}")  # it ended right behind its answer
+
+    def _receive(self, line: Line, timeout: float | None) -> Any:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while not line.near:
+            left = deadline - time.monotonic()
+            try:
+                return line.receive(self._number, max(0.0, min(left, TURN)))
+            except TimeoutError:
+                if left <= TURN:
+                    raise
+                self.door.look_after()
+        return line.receive(self._number, timeout)
+
+    def give_up(self) -> None:
+        """Nobody waits any more."""
+        self.door.unanswered.discard(self._number)
+        if self._ref is None and self._line is not None:
+            self._line.give_up(self._number)
+
+
+class Lost:
+    """A call that could not be sent, because nobody is there.
+
+    Args:
+        door: Whose call it was.
+        error: What was seen.
+    """
+
+    through_ray = False
+    turn = 1
+
+    def __init__(self, door: Called, error: Exception) -> None:
+        self.door = door
+        self._error = error
+
+    def result(self, timeout: float | None) -> Death:
+        """What came of it."""
+        return Death(in_short(self._error))
+
+    def give_up(self) -> None:
+        """Nothing is on its way."""
+
+
+def await_each(calls: Sequence[Pending | Lost], deadlines: Sequence[float], take: Callable[[int, bool], None]) -> None:
+    """Wait for calls, and let each answer be taken as soon as it is there, whoever else is still to answer.
+
+    Args:
+        calls: The calls.
+        deadlines: When each is to be taken at the latest.
+        take: Takes what came of a call, by its number and whether that is there.
+    """
+    left = dict(enumerate(calls))
+    while left:
+        found = {number for number, call in left.items() if isinstance(call, Lost)}
+        for line, numbers in _by_line(left).items():
+            found.update(numbers[at] for at in line.look(numbers))
+        now = time.monotonic()
+        late = {number for number in left if deadlines[number] <= now} - found
+        if not found and not late:
+            come = _await_some(left, min(deadlines[number] for number in left) - now)
+            found = come or set()
+            if come is None:
+                for call in left.values():
+                    call.door.look_after()
+        for number in sorted(found | late):
+            del left[number]
+            take(number, number in found)
+
+
+def _by_line(left: dict[int, Pending | Lost]) -> dict[Line, dict[int, int]]:
+    """The calls that went over lines, by what each line calls them."""
+    found: dict[Line, dict[int, int]] = {}
+    for number, call in left.items():
+        if isinstance(call, Pending) and call._ref is None and call._line is not None:
+            found.setdefault(call._line, {})[call._number] = number
+    return found
+
+
+def _await_some(left: dict[int, Pending | Lost], seconds: float) -> set[int] | None:
+    """Wait a turn. Returns what Ray has brought; what came over lines is to be looked for. None if nothing came."""
+    refs = {number: call._ref for number, call in left.items() if isinstance(call, Pending) and call._ref is not None}
+    if refs:
+        return _fetch(left, refs, min(TURN, seconds)) or None
+    lines = _by_line(left)
+    waiting = select.poll()
+    # Another thread may have read what this one is about to wait for.
+    turn = TURN if all(line.waits_for() <= len(numbers) for line, numbers in lines.items()) else _SHORT_TURN
+    for line in lines:
+        if line.file() >= 0:
+            waiting.register(line.file(), select.POLLIN)
+    return set() if waiting.poll(max(1.0, min(turn, seconds) * 1e3)) else None
+
+
+def _fetch(left: dict[int, Pending | Lost], refs: dict[int, Any], seconds: float) -> set[int]:
+    """Get what Ray carries, together, which costs a fifth of getting each alone."""
+    try:
+        answers = ray.get([*refs.values()], timeout=max(0.0, seconds))
+    except ray.exceptions.RayError:  # of one that died, or all are not there yet: those that are, each for itself
+        there, _ = ray.wait([*refs.values()], num_returns=len(refs), timeout=0)
+        return {number for number, ref in refs.items() if ref in there}
+    for number, answer in zip(refs, answers, strict=True):
+        left[number]._answer = answer  # type: ignore[union-attr]  # only those that Ray carries
+    return {*refs}
+
+
+def _get(ref: Any, timeout: float | None) -> Any:
+    """The result of a Ray task; waited for in short turns, between which Ctrl-C is heard."""
+    deadline = math.inf if timeout is None else time.monotonic() + timeout
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return ray.get(ref, timeout=max(0.0, min(left, TURN)))
+        except ray.exceptions.GetTimeoutError:
+            if left <= TURN:
+                raise
+
+
+def in_short(error: Exception) -> str:
+    """What Ray says of a death, without its advice and what it repeats."""
+    text = " ".join(str(error).split()).partition(" Some common causes")[0]
+    return (text.partition("The actor is dead because ")[2] or text).rstrip(".")
