@@ -140,8 +140,8 @@ class Roster:
 
     def grow(self, timeout: float) -> int:
         """Wait until everybody has a replica of their own, or the time is over; how many came."""
-        self.pick_up()
         before = len(self.missing())
+        self.pick_up()
         if not self.replays or self._respawner is None:
             self.fill([seat.place for seat in self.missing()])
             return before - len(self.missing())

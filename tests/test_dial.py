@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import ray
 
-from raydp_parallel import dial, line, remote
+from raydp_parallel import Options, dial, line, remote
+from raydp_parallel.cluster import RayCrew
 from raydp_parallel.crew import Death
+from raydp_parallel.messages import Hello
 from raydp_parallel.remote import Pending, RemoteDoor
 
 HERE = "127.0.0.1"
@@ -190,3 +192,39 @@ def _result(call: Pending, together: bool) -> Any:
     if together:
         remote.await_each([call], [float("inf")], lambda number, there: None)
     return call.result(30)
+
+
+def nobody() -> str:
+    """An address where somebody was."""
+    found = dial.listen(HERE)
+    assert found is not None
+    address, listener = found
+    listener._listening.close()
+    return address
+
+
+def test_who_cannot_be_called_again_is_called_through_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After Ctrl-C in the midst of a frame, for one: it is not dead."""
+    mute = Mute(monkeypatch, dies_after=99)
+    skipped: list[int] = []
+    ref = ray.ObjectRef.from_random()
+    mute.door.actor.open_line = SimpleNamespace(remote=lambda *_arguments: (nobody(), {}))
+    mute.door.actor.skip_to = SimpleNamespace(remote=skipped.append)
+    mute.door.actor.forward = SimpleNamespace(remote=lambda *_arguments: ref)
+    assert mute.door.line is not None
+    mute.door.line.intact = False
+    call = mute.door.submit("forward", b"", [])
+    assert isinstance(call, Pending) and call.through_ray
+    assert mute.door.line is None and skipped == [0]
+    mute.silent.set()
+
+
+def test_a_node_that_cannot_be_called_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A firewall that drops what comes would cost seconds for each of its replicas."""
+    tried: list[bool] = []
+    door = SimpleNamespace(line=None, call_directly=lambda near, timeout: tried.append(near))
+    crew = SimpleNamespace(_options=Options(), _mute=set(), _arena=None)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
+    for node in ("far", "far", "other"):
+        RayCrew._meet(crew, door, Hello(1, node, "gpu", "", "", 0, 0))  # type: ignore[arg-type]
+    assert tried == [False, False] and crew._mute == {"far", "other"}

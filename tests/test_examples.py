@@ -20,13 +20,14 @@ LOSSES = re.compile(r"(?:loss|distance) ([\d.]+) -> ([\d.]+)")
 
 
 def run(*arguments: str, **environment: str) -> str:
-    """What a Python process prints on both streams; it must succeed. It joins the suite's cluster."""
+    """What a Python process prints on both streams, line by line; it must succeed. It joins the suite's cluster."""
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     cluster = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"} | cluster | environment,
+        env=buffered | {"PYTHONPATH": path} | cluster | environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -10,6 +10,7 @@ import logging
 import os
 import pickle
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -675,7 +676,7 @@ def test_replicas_that_cannot_share_get_copies_and_that_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in a container of its own; with ``link="shared"`` it is an error."""
-    monkeypatch.setattr(remote, "shows", lambda *_: False)
+    monkeypatch.setattr(remote.door, "shows", lambda *_: False)
     plain = Net()
     with caplog.at_level(logging.WARNING, logger="raydp_parallel"), Executor(TWO) as executor:
         model = DataParallel(copy.deepcopy(plain), executor=executor)
@@ -728,8 +729,12 @@ def tidy(cluster: None) -> Iterator[None]:
     gc.collect()
     before = memory_files()
     yield
-    gc.collect()
-    assert memory_files() <= before
+    deadline = time.monotonic() + 20
+    while True:  # a thread that was starting a successor may be on its way out
+        gc.collect()
+        if memory_files() <= before:
+            return
+        assert time.monotonic() < deadline, memory_files() - before
 
 
 def test_nothing_is_left_of_an_executor(tidy: None) -> None:

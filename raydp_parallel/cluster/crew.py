@@ -63,6 +63,7 @@ class RayCrew:
         self._holds = Holds(names.executor, options)
         self._leaving: frozenset[str] = frozenset()
         self._look = 0.0
+        self._mute: set[str] = set()
         self._taught: dict[str, Any] = {}
         self._teaching = threading.Lock()
 
@@ -153,8 +154,10 @@ class RayCrew:
         near = hello.node == ray.get_runtime_context().get_node_id()
         if near:
             door.watch(hello.pid)
-        if self._options.direct_line:
+        if self._options.direct_line and hello.node not in self._mute:
             door.call_directly(near, timeout=self._options.placement_timeout)
+            if door.line is None:
+                self._mute.add(hello.node)  # to find out takes seconds, where a firewall drops what comes
         if self._arena is None or door.line is None or not near:
             return
         door.share(self._arena, self._options.link == "shared", self._options.placement_timeout)

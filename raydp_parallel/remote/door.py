@@ -183,11 +183,11 @@ class RemoteDoor:
         """See that the replica waits for this call, and not for one that broke off or was never sent."""
         broken = self.line is not None and not self.line.intact
         if broken or self._missed:
-            line = self.line
-            self.close()
+            line, self.line = self.line, None
             if line is not None:
+                line.close()
                 self.call_directly(line.near, number, timeout)
-            else:
+            if self.line is None:
                 ray.get(self.actor.skip_to.remote(number), timeout=timeout)
             self._missed = False
 
