@@ -93,7 +93,8 @@ class RayCrew:
             late = self._await(list(refs.values()), holds, deadline, cancelled)
             if late:
                 _check_wanted(cancelled)
-                raise self._not_started({place: holds[place].node for place, ref in refs.items() if ref in late})
+                late_on = {place: holds[place].node for place, ref in refs.items() if ref in late}
+                raise _not_started(late_on, self._options.placement_timeout)
             hellos = {place: ray.get(ref) for place, ref in refs.items()}
             for place, hello in hellos.items():
                 self._meet(doors[place], hello)
@@ -114,16 +115,6 @@ class RayCrew:
     def _undo(self, holds: Mapping[Place, Hold], doors: Mapping[Place, RemoteDoor]) -> None:
         self.stop(list(doors.values()))
         self.release(holds)
-
-    def _not_started(self, late: Mapping[Place, str]) -> PlacementError:
-        which = f"the replicas for device_ids {[place.device_id for place in late]} were placed, but"
-        lost = {*late.values()} - living()
-        if lost:
-            return PlacementError(f"{which} nodes ended meanwhile: {', '.join(node[:8] for node in sorted(lost))}")
-        return PlacementError(
-            f"{which} did not start within placement_timeout={self._options.placement_timeout:g} s; the logs of their "
-            "processes, in Ray's session folder, may say why"
-        )
 
     def _await(
         self, refs: list[Any], holds: Mapping[Place, Hold], deadline: float, cancelled: Callable[[], bool] | None
@@ -291,6 +282,18 @@ class RayCrew:
             self._look = now + _BETWEEN_LOOKS
             self._leaving = draining()
         return self._leaving
+
+
+def _not_started(late: Mapping[Place, str], timeout: float) -> PlacementError:
+    """The error for replicas that have a place, each with its node, and did not start in it."""
+    which = f"the replicas for device_ids {[place.device_id for place in late]} were placed, but"
+    lost = {*late.values()} - living()
+    if lost:
+        return PlacementError(f"{which} nodes ended meanwhile: {', '.join(node[:8] for node in sorted(lost))}")
+    return PlacementError(
+        f"{which} did not start within placement_timeout={timeout:g} s; the logs of their "
+        "processes, in Ray's session folder, may say why"
+    )
 
 
 def _check_wanted(cancelled: Callable[[], bool] | None) -> None:
