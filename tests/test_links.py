@@ -315,3 +315,12 @@ def test_a_segment_is_gone_with_its_arena() -> None:
     arena.close()
     for file, inode in zip(files, before, strict=True):
         assert not os.path.exists(file) or os.stat(file).st_ino != inode
+
+
+@pytest.mark.parametrize("link", [InlineLink(), ObjectStoreLink(), SharedLink(Arena())], ids=lambda link: link.name)
+@pytest.mark.parametrize("size", [0, 1, 1000])
+def test_what_a_line_brings_as_bytes_can_be_opened(link: Link, size: int) -> None:
+    """Small packets arrive so, whatever link made them."""
+    packet = bytes(range(250)) * 4
+    piece = link.open(packet[:size])
+    assert piece.size == size and ctypes.string_at(piece.address, piece.size) == packet[:size]

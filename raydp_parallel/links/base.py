@@ -179,6 +179,12 @@ class Mail:
         return self.link.take(self.find(packet))
 
 
+def in_bytes(packet: bytes) -> Piece:
+    """Bytes where they are: they stay there as long as they live, and the piece holds them."""
+    address = ctypes.cast(ctypes.c_char_p(packet), ctypes.c_void_p).value or 0
+    return Piece(address, len(packet), packet)
+
+
 def aligned(size: int) -> int:
     """``size`` rounded up so that what follows is aligned for every dtype."""
     return -(-size // ALIGNMENT) * ALIGNMENT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-from raydp_parallel.links.base import Link, Piece, fill
+from raydp_parallel.links.base import Link, Piece, fill, in_bytes
 
 
 class InlineLink(Link):
@@ -30,9 +30,7 @@ class InlineLink(Link):
         return b"".join(runs)
 
     def open(self, packet: bytes) -> Piece:
-        # Bytes stay where they are as long as they live, and the piece holds them.
-        address = ctypes.cast(ctypes.c_char_p(packet), ctypes.c_void_p).value or 0
-        return Piece(address, len(packet), packet)
+        return in_bytes(packet)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from raydp_parallel.links.base import Link, Piece, Room, fill
+from raydp_parallel.links.base import Link, Piece, Room, fill, in_bytes
 
 
 def _as_it_is(value: Any) -> Any:
@@ -46,7 +46,7 @@ class ObjectStoreLink(Link):
 
     def open(self, packet: Any) -> Piece:
         if isinstance(packet, bytes):
-            return Piece(0, 0, None)  # of a message without tensors
+            return in_bytes(packet)  # of a message without tensors, or small and from a line
         buffer = packet if isinstance(packet, np.ndarray) else self._get(packet)
         return Piece(buffer.__array_interface__["data"][0], buffer.nbytes, buffer)
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from raydp_parallel.links import exposed
-from raydp_parallel.links.base import Link, Packet, Piece, Room, fill
+from raydp_parallel.links.base import Link, Packet, Piece, Room, fill, in_bytes
 from raydp_parallel.links.segments import Arena, Slice
 from raydp_parallel.links.windows import Found, Private
 
@@ -58,7 +58,7 @@ class SharedLink(Link):
         if isinstance(packet, Found):
             return packet.piece()
         if isinstance(packet, bytes):
-            return Piece(0, 0, None)  # of a message without tensors
+            return in_bytes(packet)  # of a message without tensors, or small and from a line
         # One's own, or a copy: Ray carried it, or a line without shared memory.
         array = packet.array if isinstance(packet, Slice) else packet
         return Piece(array.__array_interface__["data"][0], array.nbytes, packet)
