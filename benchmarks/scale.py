@@ -238,8 +238,8 @@ def step(model: nn.Module, x: Tensor) -> None:
 
 def empty_trip(executor: raydp_parallel.Executor, count: int) -> None:
     """A message that asks for nothing to each of so many replicas, over their lines."""
-    crew = executor._roster.crew
     seats = executor.seats(["cpu"] * count)
+    crew = executor._roster.crew
     crew.collect([crew.submit(seat.door, "forget", pickle.dumps(seat.forget()), ()) for seat in seats])
 
 

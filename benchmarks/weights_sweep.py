@@ -3,9 +3,9 @@
 `python -m benchmarks.weights_sweep` times forwards of perceptrons with 1, 40 and 400 MB of weights, one small row for
 each of two CPU replicas, so that a forward does little but read the weights. Before it nothing was changed, or one
 layer, or all layers: in place as an optimizer does, by `load_state_dict`, or replaced by `p.data = q`. The changes
-themselves are the user's and are not timed. What they leave behind, cold caches and torch's threads that still spin, is
-no matter of weights: so what they are compared with is a forward before which as much was written elsewhere. The floor
-is the plain module's forward of one row, with one thread: what each replica cannot avoid.
+themselves are the user's and are not timed. What they leave behind, cold caches, is no matter of weights: so what they
+are compared with is a forward before which as much was written elsewhere. The floor is the plain module's forward of
+one row, with one thread: what each replica cannot avoid.
 """
 
 from __future__ import annotations
