@@ -170,24 +170,12 @@ def test_what_is_done_just_after_its_time_was_up_is_done(failed: bool) -> None:
     assert len(waits) == 2
 
 
-def test_a_gradient_that_is_written_to_after_its_sum_has_begun_is_told() -> None:
-    """It is read where it lies: what was sent of it may be half of either."""
-
-    def work(rank: int, group: Group) -> Any:
-        leaf = torch.ones(400_000, requires_grad=True)
-        reducer = Reducer(group, word(0, (0, 1), 1), [leaf], back())
-        with reducer.watching():
-            leaf.sum().backward()
-        if rank:
-            assert leaf.grad is not None
-            leaf.grad.mul_(2)
-        return reducer.finish([leaf.grad])
-
-    assert together(2, work) == [Sum.DONE, Sum.SPOILED]
-
-
-def test_a_gradient_that_grows_after_its_sum_has_begun_is_told() -> None:
-    """As with a reentrant checkpoint, whose backward runs inside of backward."""
+@pytest.mark.parametrize(
+    "again", [lambda leaf: leaf.sum().backward(), lambda leaf: leaf.grad.mul_(2)], ids=["more", "in place"]
+)
+def test_a_gradient_that_changes_after_its_sum_has_begun_is_told(again: Callable[[Tensor], object]) -> None:
+    """It grows, as with a reentrant checkpoint, whose backward runs inside of backward; or is written to, and it was
+    being read where it lies."""
 
     def work(rank: int, group: Group) -> Any:
         leaf = torch.ones(400_000, requires_grad=True)
@@ -195,7 +183,7 @@ def test_a_gradient_that_grows_after_its_sum_has_begun_is_told() -> None:
         with reducer.watching():
             leaf.sum().backward()
             if rank:
-                leaf.sum().backward()
+                again(leaf)
         return reducer.finish([leaf.grad])
 
     assert together(2, work) == [Sum.DONE, Sum.SPOILED]

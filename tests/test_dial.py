@@ -14,6 +14,7 @@ import ray
 from raydp_parallel import Options, dial, line, remote
 from raydp_parallel.cluster import RayCrew
 from raydp_parallel.crew import Death
+from raydp_parallel.groups import Groups
 from raydp_parallel.messages import Hello
 from raydp_parallel.remote import Pending, RemoteDoor
 
@@ -141,6 +142,7 @@ class Mute:
         self.silent, self.asked, self.dies_after = threading.Event(), 0, dies_after
         threading.Thread(target=line.serve, args=(listener, self._answer), daemon=True).start()
         monkeypatch.setattr(ray, "get", self._get)
+        monkeypatch.setattr(ray, "is_initialized", lambda: True)
         monkeypatch.setattr(ray, "wait", lambda refs, timeout: (refs, []))
         monkeypatch.setattr(remote.answers, "TURN", 0.01)
         opened = SimpleNamespace(remote=lambda *_arguments: (address, {}))
@@ -221,10 +223,41 @@ def test_who_cannot_be_called_again_is_called_through_ray(monkeypatch: pytest.Mo
 
 def test_a_node_that_cannot_be_called_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A firewall that drops what comes would cost seconds for each of its replicas."""
-    tried: list[bool] = []
-    door = SimpleNamespace(line=None, call_directly=lambda near, timeout: tried.append(near))
+    tried: list[str] = []
     crew = SimpleNamespace(_options=Options(), _mute=set(), _arena=None)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
-    for node in ("far", "far", "other"):
-        RayCrew._meet(crew, door, Hello(1, node, "gpu", "", "", 0, 0))  # type: ignore[arg-type]
-    assert tried == [False, False] and crew._mute == {"far", "other"}
+    for node, answers in (("dropped", False), ("dropped", False), ("refused", True), ("refused", True)):
+        call = SimpleNamespace(line=None, call_directly=lambda _near, timeout, n=node, a=answers: tried.append(n) or a)
+        RayCrew._meet(crew, call, Hello(1, node, "gpu", "", "", 0, 0))  # type: ignore[arg-type]
+    assert tried == ["dropped", "refused", "refused"] and crew._mute == {"dropped"}
+
+
+@pytest.mark.parametrize(("error", "again"), [(TimeoutError(), False), (ConnectionRefusedError(), True)])
+def test_who_does_not_answer_is_told_from_who_refuses(
+    error: OSError, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica that died while it was called says nothing of the others on its node."""
+
+    def fails(_address: str) -> None:
+        raise error
+
+    monkeypatch.setattr(dial, "call", fails)
+    monkeypatch.setattr(ray, "get", lambda found, timeout=None: found)
+    door = RemoteDoor(SimpleNamespace(open_line=SimpleNamespace(remote=lambda *_arguments: ("here 1 x", {}))))
+    assert door.call_directly(near=False) is again and door.line is None
+
+
+def test_after_the_cluster_was_left_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would start another."""
+    mute = Mute(monkeypatch, dies_after=99)
+    call = mute.door.submit("forward", b"", [])
+    assert isinstance(call, Pending)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    assert isinstance(call.result(30), Death) and mute.asked == 0
+    mute.silent.set()
+
+
+def test_new_weights_go_first_to_who_is_on_this_machine() -> None:
+    """Others have lines, too."""
+    seats = [SimpleNamespace(door=SimpleNamespace(near=near), hello=None, index=i) for i, near in enumerate((0, 1, 1))]
+    assert Groups.near(None, seats) is seats[1]  # type: ignore[arg-type]

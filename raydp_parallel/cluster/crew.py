@@ -145,10 +145,9 @@ class RayCrew:
         near = hello.node == ray.get_runtime_context().get_node_id()
         if near:
             door.watch(hello.pid)
-        if self._options.direct_line and hello.node not in self._mute:
-            door.call_directly(near, timeout=self._options.placement_timeout)
-            if door.line is None:
-                self._mute.add(hello.node)  # to find out takes seconds, where a firewall drops what comes
+        wanted = self._options.direct_line and hello.node not in self._mute
+        if wanted and not door.call_directly(near, timeout=self._options.placement_timeout):
+            self._mute.add(hello.node)
         if self._arena is None or door.line is None or not near:
             return
         door.share(self._arena, self._options.link == "shared", self._options.placement_timeout)

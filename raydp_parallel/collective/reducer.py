@@ -111,10 +111,6 @@ class _Shelf:
         run = Piece(self.room.address + self.starts[number], self._sizes[number], self.room)
         return devices.view(run).view(bucket.dtype)
 
-    def offset(self, bucket: Bucket, number: int, at: int) -> int:
-        """Where in the packet an element of a bucket is."""
-        return self.starts[number] + at * bucket.dtype.itemsize
-
 
 class Reducer:
     """One `Reduce`, in one member.
@@ -279,10 +275,5 @@ class Reducer:
         sums, shelf = self.sums(), self._shelf
         if sums is None or shelf.room is None:
             return codec.encode(sums, self._back, "gradients")[0] if sums is not None else None
-        offsets: dict[int, int] = {}
-        for number, bucket in enumerate(self._buckets):
-            offsets.update(
-                (row, shelf.offset(bucket, number, at)) for row, at in zip(bucket.rows, bucket.offsets, strict=True)
-            )
-        specs = [codec.spec_of(total, offsets[row]) for row, total in enumerate(sums)]
+        specs = [codec.spec_of(total, total.data_ptr() - shelf.room.address) for total in sums]
         return codec.row(sums, specs, self._back.filled(shelf.room, shelf.starts[-1]))

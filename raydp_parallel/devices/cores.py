@@ -1,8 +1,8 @@
 """The driver's threads rest while replicas compute on the same cores.
 
 A thread of OpenMP's that has done its part of an operation looks for the next one for a while before it sleeps; GCC's
-looks 300,000 times, which takes 12 ms and a core. Of a training step of 23 ms on two cores, the driver's second thread
-looked for 17, and two replicas waited for that core; without it the step took 15. GCC's library gives up at once when
+did so for 8 ms, on a core of its own. Of a training step of 23 ms on two cores, the driver's second thread looked for
+17, and two replicas waited for that core; without it the step took 15 to 18. GCC's library gives up at once when
 its process has more threads than there are cores, whether they do anything or not. So a sleeping thread here has once
 asked for as many as there are cores.
 """

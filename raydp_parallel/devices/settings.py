@@ -1,8 +1,8 @@
 """What a process sets before it computes: seeds, threads, and that it keeps memory.
 
 glibc gives threads heaps of their own. Those end at 64 MB, are given back when they are empty, and leave what is larger
-to the kernel, which clears it anew each time: a tensor of 67 MB took 35 ms to write, and 3 ms where memory is kept. The
-heap that the process began with has no such limit. Which heap a thread gets cannot be asked for, only looked at.
+to the kernel, which clears it anew each time: a tensor of 67 MB took 35 ms to write, and 3 to 8 where memory is kept.
+The heap that the process began with has no such limit. Which heap a thread gets cannot be asked for, only looked at.
 """
 
 from __future__ import annotations

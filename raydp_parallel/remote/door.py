@@ -103,28 +103,34 @@ class RemoteDoor:
         if self.line is None or self.near:
             return
         self._looks += 1
-        if self._asked is None and self._looks % _SILENCE == 0:
+        asked = self._asked  # another thread may wait here, too
+        if not ray.is_initialized():
+            self.line.cut()  # who asks anything of Ray now starts another cluster
+        elif asked is None and self._looks % _SILENCE == 0:
             self._asked = self.actor.hello.remote()
-        elif self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
+        elif asked is not None and ray.wait([asked], timeout=0)[0]:
             try:
-                ray.get(self._asked)
+                ray.get(asked)
             except ray.exceptions.RayError:
                 self.line.cut()
             self._asked = None
 
-    def call_directly(self, near: bool, number: int = 0, timeout: float | None = None) -> None:
+    def call_directly(self, near: bool, number: int = 0, timeout: float | None = None) -> bool:
         """Open a direct line, if that can be had; else calls stay Ray tasks.
 
         Args:
             near: Whether the replica is on this machine.
             number: The first call that goes over it.
             timeout: Seconds to wait for calls that still run there.
+
+        Returns:
+            Whether others of that machine are worth a try: not where nobody answers, which takes seconds to find out.
         """
         if not near and not dial.far_lines():
-            return
+            return True
         found = ray.get(self.actor.open_line.remote(number, self._mappings.held(), near), timeout=timeout)
         if found is None:
-            return
+            return True
         address, held = found
         try:
             self.line = Line(address, self._take_note)
@@ -134,6 +140,8 @@ class RemoteDoor:
         except OSError as error:
             where = "this node" if near else "another node"
             log.info("no direct line to a replica on %s (%s): calls go through Ray, 1 ms each", where, error)
+            return not isinstance(error, TimeoutError)
+        return True
 
     def submit(
         self,
