@@ -132,7 +132,7 @@ class Door:
 
     def start_sharing(self, always: bool) -> None:
         """Both can read the other's memory: answer through it from now on."""
-        self._link = shared_link(Arena(pin=devices.pinner(self._device)), gives=True, always=always)
+        self._link = shared_link(Arena(pin=devices.pinner(self._device)), exposes=False, always=always)
 
     def share_device(self, probe: Descriptor, shown: bytes) -> tuple[Descriptor, bytes] | str:
         """See whether memory of the driver's GPU, which is this replica's, can be opened here.
@@ -297,15 +297,15 @@ def link_for(name: str, put: Any = None, get: Any = None) -> Link:
     return store if name == "object_store" else BySize(InlineLink(), BySize(arrays, store, SHARE_LIMIT))
 
 
-def shared_link(arena: Arena, gives: bool, always: bool) -> Link:
+def shared_link(arena: Arena, exposes: bool, always: bool) -> Link:
     """The link between processes of one machine.
 
     Args:
         arena: Where the memory comes from.
-        gives: Whether receivers may write to what is sent.
+        exposes: Whether storages may be shown where they lie.
         always: Whether also the smallest things go that way.
     """
-    shared = SharedLink(arena, gives, always)
+    shared = SharedLink(arena, exposes, always)
     return shared if always else BySize(InlineLink(), shared, name=shared.name)
 
 

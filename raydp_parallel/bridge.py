@@ -18,9 +18,10 @@ buffers in passing, and the handles free everything.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
-from raydp_parallel import codec, context, devices, outcome, reduction, replay
+from raydp_parallel import abreast, codec, context, devices, outcome, reduction, replay
 from raydp_parallel.executor import Executor
 from raydp_parallel.jobs import Answer, Graph, Job
 from raydp_parallel.links import Mail
@@ -60,16 +61,28 @@ class Call:
         kinds: What each of them is, see `Leaf.kind`; ``"input"`` for inputs.
         unused: What unused parameters get.
         shared: Whether it shares nodes with another call.
+        joins: Whether its inputs were cut, and its outputs are joined, along their first dimension, by nobody else.
+
+    Attributes:
+        kind: What the sizes of its outputs depend on, as far as can be told.
     """
 
     def __init__(
-        self, executor: Executor, leaves: list[Tensor], kinds: list[str], unused: UnusedGrads, shared: bool = False
+        self,
+        executor: Executor,
+        leaves: list[Tensor],
+        kinds: list[str],
+        unused: UnusedGrads,
+        shared: bool = False,
+        joins: bool = False,
     ) -> None:
         self.executor = executor
         self.leaves = leaves
         self.kinds = kinds
         self.unused = unused
         self.shared = shared
+        self.joins = joins
+        self.kind: Hashable = None
         self.parts: list[Part | None] = []
         self._passes: dict[int, Pass] = {}
 
@@ -189,6 +202,7 @@ def _run(
     derived: dict[int, Graph],
     pool: Pool | None = None,
     chosen: Sequence[int] | None = None,
+    ground: abreast.Ground | None = None,
 ) -> list[Answer]:
     """One trip: the backward of every chunk that has gradients, or of those ``chosen`` among them."""
     ambient = context.capture()
@@ -207,7 +221,7 @@ def _run(
             key = makes.key if makes is not None else None
             request = BackwardRequest(
                 name, part.graph.key, indices, parcel, wanted, partial, keep, key, moved, part.first, threads,
-                ambient, seat.forget(),
+                ambient, seat.forget(), site=ground.site(number, mail) if ground is not None else None,
             )  # fmt: skip
             if makes is not None and part.graph.recipe is not None:
                 kept = replay.keep(parcel, sent, "the gradients that it was given")
@@ -274,9 +288,14 @@ def _collect(
     pool = plan(call.executor, parts, call.leaves, needed) if parts else None
     summed: Counter[int] = Counter()
     if pool is None:
-        answers = _run(call, stash, needed, keep, {})
+        cut = call.joins and "input" in call.kinds and bool(parts)
+        kind = call.kind, tuple(stash), tuple(needed)
+        ground = abreast.ground(parts[0].master, kind) if cut else None
+        answers = _run(call, stash, needed, keep, {}, ground=ground)
         _finish(call, parts, answers)
         shares = [share(part, answer) for part, answer in zip(parts, answers, strict=True)]
+        if cut and (ground is not None or _mostly_inputs(call, shares)):
+            abreast.note(parts[0].master, kind, answers, ground)
     else:
         try:
             answers = _pooled(call, stash, needed, keep, pool)
@@ -288,6 +307,17 @@ def _collect(
         sums = reduction.total(shares, device, len(call.leaves))
         whole = _whole(call, shares[-len(parts) :] if parts else [], summed)
         return reduction.settle(sums, call.leaves, call.kinds, needed, whole, call.unused)
+
+
+def _mostly_inputs(call: Call, shares: Sequence[reduction.Share]) -> bool:
+    """Whether most bytes of gradients are the inputs', which are joined, and not the model's, which are added."""
+    sizes = Counter[bool]()
+    for one in shares:
+        present = codec.load(one.parcel, range(len(one.parcel.specs)))
+        for leaf, row in zip(one.leaves, present, strict=True):
+            if leaf is not None and row is not None:
+                sizes[call.kinds[leaf] == "input"] += math.prod(one.parcel.specs[row].shape)
+    return sizes[True] > sizes[False]
 
 
 def _whole(call: Call, shares: Sequence[reduction.Share], summed: Counter[int]) -> list[bool]:

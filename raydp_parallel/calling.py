@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from raydp_parallel import bridge, codec, context, replay
+from raydp_parallel import abreast, bridge, codec, context, devices, replay
 from raydp_parallel.exchange import Relay
 from raydp_parallel.executor import Executor
 from raydp_parallel.jobs import Answer, Graph, Job
@@ -73,6 +73,9 @@ class Capture:
         self.parts: list[dict[str, list[Any]]] = []
 
 
+joining: ContextVar[bool] = ContextVar("raydp_parallel_joining", default=False)
+"""Whether outputs are going to be joined, and nobody else sees them."""
+
 capturing: ContextVar[Capture | None] = ContextVar("raydp_parallel_capturing", default=None)
 
 
@@ -96,7 +99,8 @@ class _Forward:
         wanted = capturing.get()
         self.capture = wanted if wanted is not None and wanted.module is chunks[0].master.module else None
         self.seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
-        self.call = bridge.Call(executor, [], [], unused)
+        joins = joining.get() and self.capture is None and len(chunks) > 1
+        self.call = bridge.Call(executor, [], [], unused, joins=joins and devices.is_cpu(chunks[0].master.device))
         self.sends: list[int] = []
         self.verified = True
         self.graphs: list[Graph | None] = []
@@ -136,6 +140,8 @@ class _Forward:
         self.graphs = [Graph() if self.ambient.grad else None for _ in self.chunks]
         self.handle = bridge.Handle([graph for graph in self.graphs if graph is not None])
         self.posts: dict[Master, Post | None] = {}
+        self.call.kind = None
+        self.ground: abreast.Ground | None = None
         self.ways = {master: self._way(master) for master in self.masters}
         jobs = [
             Job(
@@ -187,6 +193,9 @@ class _Forward:
         grad = self.ambient.grad
         parcel, tensors = codec.encode(value, mail, root, requires_grad=grad)
         self.inputs[number] = [t for t in tensors if t.requires_grad] if grad else []
+        if self.call.joins and self.call.kind is None:
+            self.call.kind = tuple([c.rows for c in self.chunks]), tuple([tuple(t.shape) for t in tensors])
+            self.ground = abreast.ground(chunk.master, self.call.kind)
         name = seat.name_of(chunk.master.id, chunk.seat)
         update, relay = self._update(number, seat, name, mail)
         request = ForwardRequest(
@@ -207,6 +216,7 @@ class _Forward:
             forget=seat.forget(),
             overlay=replay.overlay(chunk.master, self.marks[chunk.master], mail),
             relay=relay,
+            site=self.ground.site(number, mail) if self.ground is not None else None,
         )
         if graph is not None and self.executor.replays:
             self.made[number] = request, replay.keep(parcel, tensors, "arguments")
@@ -276,6 +286,8 @@ class _Forward:
             self.call.parts.append(part)
 
     def _outputs(self, token: Tensor | None, answers: Sequence[Answer]) -> list[Any]:
+        if self.call.joins:
+            abreast.note(self.chunks[0].master, self.call.kind, answers, self.ground)
         unpacked = [
             codec.unpack(a.reply.value, a.mail, c.master.device) if a.reply.value else []
             for c, a in zip(self.chunks, answers, strict=True)

@@ -10,7 +10,7 @@ import functools
 import io
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from raydp_parallel import devices
 from raydp_parallel.errors import TransferError
-from raydp_parallel.links import Mail, Packet, Piece, aligned
-from raydp_parallel.messages import Parcel, TensorSpec
+from raydp_parallel.links import GIVEN, Found, Mail, Packet, Piece, aligned
+from raydp_parallel.messages import Parcel, Site, TensorSpec
 
 DTYPES = {str(d)[6:]: d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 DTYPE_NAMES = {d: name for name, d in DTYPES.items()}
@@ -38,7 +38,29 @@ _COMPRESSED = {
 }
 
 
-def encode(value: Any, mail: Mail, root: str, requires_grad: bool = False) -> tuple[Parcel, list[Tensor]]:
+class Plot(NamedTuple):
+    """Where the tensors of an answer are to lie, if they are what is expected.
+
+    Attributes:
+        memory: The memory.
+        specs: What is expected, and where each is to lie in it.
+    """
+
+    memory: Piece
+    specs: tuple[TensorSpec, ...]
+
+
+def plot(site: Site | None, mail: Mail) -> Plot | None:
+    """Where the sender of a message wants its answer, None where this process cannot reach that."""
+    packet = mail.find(site.packet) if site is not None else None
+    if site is None or not isinstance(packet, Found) or packet.on_device:
+        return None
+    return Plot(packet.piece(), site.specs)
+
+
+def encode(
+    value: Any, mail: Mail, root: str, requires_grad: bool = False, plot: Plot | None = None
+) -> tuple[Parcel, list[Tensor]]:
     """Make a parcel of ``value``; its tensors' bytes go into ``mail``.
 
     Args:
@@ -46,6 +68,7 @@ def encode(value: Any, mail: Mail, root: str, requires_grad: bool = False) -> tu
         mail: Where the bytes go.
         root: What to call ``value`` in an error about something inside it.
         requires_grad: Whether the other side gets tensors that require a gradient as such.
+        plot: Where the bytes are wanted.
 
     Returns:
         The parcel, and the tensors in the order of its specs.
@@ -58,8 +81,21 @@ def encode(value: Any, mail: Mail, root: str, requires_grad: bool = False) -> tu
     for tensor in tensors:
         spec, end = write(tensor, pieces, offsets, end)
         specs.append(spec._replace(requires_grad=True) if requires_grad and tensor.requires_grad else spec)
-    packet = mail.send(pieces, offsets, end) if pieces else b""
+    if plot is not None and alike(specs, plot.specs):
+        specs = [spec._replace(offset=place.offset) for spec, place in zip(specs, plot.specs, strict=True)]
+        packet = mail.lay(plot.memory, pieces, [spec.offset for spec in specs])
+    else:
+        packet = mail.send(pieces, offsets, end) if pieces else b""
     return Parcel(skeleton, tuple(specs), packet), tensors
+
+
+def alike(some: Sequence[TensorSpec], others: Sequence[TensorSpec]) -> bool:
+    """Whether two rows of tensors have the same bytes to lay, wherever they lie."""
+    return [*map(_anywhere, some)] == [*map(_anywhere, others)]
+
+
+def _anywhere(spec: TensorSpec) -> TensorSpec:
+    return spec._replace(offset=0, requires_grad=False)
 
 
 def encode_again(parcel: Parcel, tensors: Sequence[Tensor], mail: Mail) -> Parcel:
@@ -91,9 +127,12 @@ def unpack(parcel: Parcel, mail: Mail, device: torch.device) -> list[Tensor]:
     """The tensors of a parcel alone, without the value around them."""
     if not parcel.specs:
         return []
-    own = mail.take(parcel.packet) if devices.is_cpu(device) else None
-    read = devices.in_place(own) if own is not None else devices.reader(mail.open(parcel.packet), device)
-    tensors = [_read(spec, read, device) for spec in parcel.specs]
+    if parcel.packet == GIVEN and mail.given is not None and devices.is_cpu(device):
+        tensors = mail.given.read(parcel.specs)
+    else:
+        own = mail.take(parcel.packet) if devices.is_cpu(device) else None
+        read = devices.in_place(own) if own is not None else devices.reader(mail.open(parcel.packet), device)
+        tensors = [_read(spec, read, device) for spec in parcel.specs]
     for tensor, spec in zip(tensors, parcel.specs, strict=True):
         if spec.requires_grad:
             tensor.requires_grad_()

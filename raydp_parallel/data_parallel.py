@@ -115,7 +115,11 @@ class DataParallel(nn.DataParallel[T]):
                 (alone,) = self._replicate(self.device_ids)
                 return primitives.apply_one(alone, chunks[0], chunk_kwargs[0], self.dim)
             replicas = self.replicate(self.module, self.device_ids[: len(chunks)])
-            outputs = self.parallel_apply(replicas, chunks, chunk_kwargs)
+            joining = calling.joining.set(self._joins_alone())
+            try:
+                outputs = self.parallel_apply(replicas, chunks, chunk_kwargs)
+            finally:
+                calling.joining.reset(joining)
             with self._weighing(chunks, chunk_kwargs):
                 return self.gather(outputs, self.output_device)
 
@@ -183,6 +187,11 @@ class DataParallel(nn.DataParallel[T]):
             primitives.RemoteReplica(self.module, device, seat, self._master, executor, detach)
             for device, seat in zip(device_ids, seats, strict=True)
         ]
+
+    def _joins_alone(self) -> bool:
+        """Whether outputs are joined at their first dimension, and nobody's own method sees them before."""
+        own = (getattr(method, "__func__", None) for method in (self.parallel_apply, self.gather))
+        return self.dim == 0 and [*own] == [DataParallel.parallel_apply, DataParallel.gather]
 
     @contextlib.contextmanager
     def _weighing(self, chunks: Sequence[Any], kwargs: Sequence[Any]) -> Iterator[None]:

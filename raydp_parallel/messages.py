@@ -48,6 +48,18 @@ class Parcel(NamedTuple):
     packet: Any
 
 
+class Site(NamedTuple):
+    """Memory of the driver's where an answer's tensors are to lie, if they are what is expected.
+
+    Attributes:
+        packet: The memory.
+        specs: What is expected, and where each is to lie.
+    """
+
+    packet: Any
+    specs: tuple[TensorSpec, ...]
+
+
 class Arguments(NamedTuple):
     """What a module is called with, under the names that errors use.
 
@@ -157,6 +169,7 @@ class ForwardRequest(NamedTuple):
         graph_only: Whether the call runs again for its graph alone, after a death: the outputs are known already.
         relay: How the update's contents come here, or go on from here; None if they come with the message for this
             replica alone.
+        site: Where the outputs are to lie; None: anywhere.
     """
 
     model: int
@@ -177,6 +190,7 @@ class ForwardRequest(NamedTuple):
     overlay: Overlay | None = None
     graph_only: bool = False
     relay: Relay | None = None
+    site: Site | None = None
 
 
 class BackwardRequest(NamedTuple):
@@ -198,6 +212,7 @@ class BackwardRequest(NamedTuple):
         forget: Graph keys and models that the driver no longer needs.
         reduce: Gradients to be summed among replicas, None if the driver sums.
         kept: Nothing is differentiated: the gradients are asked for that are kept under this key.
+        site: Where the gradients are to lie; None: anywhere.
     """
 
     model: int
@@ -215,6 +230,7 @@ class BackwardRequest(NamedTuple):
     forget: Forget | None
     reduce: Reduce | None = None
     kept: int | None = None
+    site: Site | None = None
 
 
 class Forget(NamedTuple):

@@ -62,7 +62,7 @@ def forward(request: ForwardRequest, inputs: Kept, master: Master, home: Seat, m
     """
     plain = request._replace(
         update=None, inputs=inputs.parcel, write_back=False, doubtful=(), forget=None, overlay=None, graph_only=True,
-        relay=None,
+        relay=None, site=None,
     )  # fmt: skip
 
     def prepare(seat: Seat, mail: Mail) -> ForwardRequest:
@@ -95,7 +95,7 @@ def derived(request: BackwardRequest, grads: Kept, parent: Graph, before: Recipe
         home: Whom the call was for.
         model: The model's id.
     """
-    plain = request._replace(grads=grads.parcel, bumped=(), write_back=False, keep=True, forget=None)
+    plain = request._replace(grads=grads.parcel, bumped=(), write_back=False, keep=True, forget=None, site=None)
 
     def prepare(seat: Seat, mail: Mail) -> BackwardRequest:
         name = seat.name_of(model, home)

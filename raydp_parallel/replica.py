@@ -180,7 +180,8 @@ class Replica:
         if request.graph_only:
             parcel, outputs = Parcel(b"", (), b""), codec.tensors_in(value, root)
         else:
-            parcel, outputs = codec.encode(value, back, root, requires_grad=keep)
+            plot = codec.plot(request.site, mail)
+            parcel, outputs = codec.encode(value, back, root, requires_grad=keep, plot=plot)
         if request.graph is not None and any(t.requires_grad for t in outputs):
             self._graphs[request.graph] = _Graph(outputs, leaves, request.detach, mirror)
         return parcel
@@ -254,7 +255,10 @@ class Replica:
         if request.reduce is not None:
             found = self._reduce(request, reducer, found, back)
         parcel = early.parcel(found, back) if early is not None else None
-        return parcel or codec.encode(tuple(found), back, "gradients", requires_grad=request.derived is not None)[0]
+        if parcel is not None:
+            return parcel
+        keep, plot = request.derived is not None, codec.plot(request.site, mail)
+        return codec.encode(tuple(found), back, "gradients", requires_grad=keep, plot=plot)[0]
 
     def _reduce(
         self, request: BackwardRequest, reducer: collective.Reducer | None, found: list[Tensor | None], back: Mail

@@ -25,7 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("accounts", "crew", "devices", "engine", "outcome", "sources"),
     ("batch", "codec", "reporter", "respawn", "seats"),
     ("collective", "jobs", "measures", "outgoing", "reduction", "snapshot", "status", "trace"),
-    ("books", "grafana", "page", "replay", "replica"),
+    ("abreast", "books", "grafana", "page", "replay", "replica"),
     ("actor", "telemetry"),
     ("local", "naming", "remote"),
     ("cluster",),

@@ -192,7 +192,7 @@ class RayCrew:
         # With GPUs elsewhere alone, nobody would use the memory.
         if name in ("auto", "shared") and possible and (count == 1 or not on_gpu or here in on_gpu):
             self._arena = Arena(pin=devices.pinner(None))
-            link = devices.reaching(shared_link(self._arena, gives=False, always=name == "shared"))
+            link = devices.reaching(shared_link(self._arena, exposes=True, always=name == "shared"))
             if count > 1:
                 link.withdraw()  # what others get are copies, which have to be compared with the driver's memory
             return link

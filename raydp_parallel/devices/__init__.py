@@ -32,6 +32,7 @@ from raydp_parallel.devices.memory import (
     windows,
 )
 from raydp_parallel.devices.raw import view
+from raydp_parallel.devices.runs import Run, any_joined, joined
 from raydp_parallel.devices.settings import keep_freed_memory, seed, start_thread, use_threads
 from raydp_parallel.devices.streams import Courier, Track, courier, follow, hand_over, track
 
@@ -46,8 +47,10 @@ __all__ = [
     "MemoryLook",
     "Opener",
     "Prints",
+    "Run",
     "Stopwatch",
     "Track",
+    "any_joined",
     "check_balance",
     "compare",
     "copied",
@@ -59,6 +62,7 @@ __all__ = [
     "hand_over",
     "in_place",
     "is_cpu",
+    "joined",
     "keep_freed_memory",
     "let_go",
     "load",

@@ -80,7 +80,9 @@ class DeviceSlice(Slice):
         self.near: Link = InlineLink()
         self._elsewhere: Packet = None
         self.descriptor = segment.descriptor._replace(size=size, lease=new_lease())
-        weakref.finalize(self, free, segment).atexit = False
+        self.blank = False
+        self._return = weakref.finalize(self, free, segment)
+        self._return.atexit = False
 
     @property
     def piece(self) -> Piece:
@@ -112,7 +114,7 @@ class DeviceArena(Arena):
         self.device = device
         self._pool: torch.cuda.MemPool | None = None
 
-    def take(self, size: int, given: bool = False) -> DeviceSlice:
+    def take(self, size: int, blank: bool = False) -> DeviceSlice:
         step = max(_SMALLEST, (1 << (size - 1).bit_length()) // 8)
         return DeviceSlice(self._segment(-(-size // step) * step), size, self._give_back)
 
@@ -208,6 +210,11 @@ class DeviceLink(Link):
         """Whether the other link does."""
         return self.near.exposes
 
+    @property
+    def lends(self) -> int | None:  # type: ignore[override]
+        """As the other link, as long as nothing is shared on the GPU."""
+        return self.near.lends if self.arena is None else None
+
     def send(self, pieces: Sequence[Piece], offsets: Sequence[int], size: int) -> Packet:
         arena = self.arena
         if arena is not None and size > LIMIT and all(_lies_on(arena.device, piece) for piece in pieces if piece.size):
@@ -225,6 +232,9 @@ class DeviceLink(Link):
     def room(self, size: int) -> Room | None:
         # Copies on the device are over before anybody notices.
         return self.near.room(size) if self.arena is None else None
+
+    def lend(self, size: int) -> Packet | None:
+        return self.near.lend(size) if self.arena is None else None
 
     def open(self, packet: Packet) -> Piece:
         return packet.piece if isinstance(packet, DeviceSlice) else self.near.open(packet)

@@ -11,7 +11,7 @@ import torch
 
 from raydp_parallel.devices import gpu
 from raydp_parallel.devices.kinds import is_cpu
-from raydp_parallel.devices.raw import view
+from raydp_parallel.devices.raw import shaped, view
 from raydp_parallel.links import Arena, Piece
 from raydp_parallel.messages import TensorSpec
 
@@ -65,7 +65,7 @@ def recycled(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     size = math.prod(shape) * dtype.itemsize
     lent = _recycled.take(size)
     run = Piece(lent.array.__array_interface__["data"][0], size, lent)
-    return view(run).view(dtype).view(tuple(shape))
+    return shaped(run, shape, dtype)
 
 
 def scratch(like: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,6 +17,13 @@ def view(source: Piece) -> Tensor:
     if not source.size:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.from_numpy(np.asarray(_Bytes(source)))
+
+
+def shaped(source: Piece, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A run of the machine's memory as a contiguous tensor; no view of another, which autograd would not let change."""
+    strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
+    tensor = torch.empty(0, dtype=dtype, device="cpu")
+    return tensor.set_(view(source).untyped_storage(), 0, tuple(shape), strides)
 
 
 class _Bytes:

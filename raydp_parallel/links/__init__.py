@@ -6,7 +6,7 @@ memory that can be read (``open``). Between processes of one machine nothing nee
 
 from __future__ import annotations
 
-from raydp_parallel.links.base import Link, Mail, Origin, Packet, Piece, Room, Window, aligned, paged
+from raydp_parallel.links.base import GIVEN, Given, Link, Mail, Origin, Packet, Piece, Room, Window, aligned, paged
 from raydp_parallel.links.by_size import BySize
 from raydp_parallel.links.exposed import Exposed
 from raydp_parallel.links.inline import InlineLink
@@ -16,11 +16,13 @@ from raydp_parallel.links.shared import SharedLink
 from raydp_parallel.links.windows import Found, Mappings
 
 __all__ = [
+    "GIVEN",
     "Arena",
     "BySize",
     "Descriptor",
     "Exposed",
     "Found",
+    "Given",
     "InlineLink",
     "Ledger",
     "Link",

@@ -11,6 +11,9 @@ PAGE = 4096
 _LARGE = 1 << 16
 """Bytes from which a run of memory begins on a page, so that it can be mapped."""
 
+GIVEN = -1
+"""Stands in an answer for the packet that the caller gave to be filled."""
+
 Packet = Any
 """What a link makes of some bytes: bytes, which lie in the message, or something that travels beside it."""
 
@@ -97,12 +100,18 @@ class Link(Protocol):
     name: str
     exposes: bool = False
     """Whether `expose` may give anything, now."""
+    lends: int | None = None
+    """Bytes from which `lend` is worth it; None: never."""
 
     def send(self, pieces: Sequence[Piece], offsets: Sequence[int], size: int) -> Packet:
         """Take ``pieces`` to their ``offsets`` in a buffer of ``size`` bytes, ready to travel."""
 
     def room(self, size: int) -> Room | None:
         """Memory for a packet of at most so many bytes, which become known one after the other; None: only `send`."""
+        return None
+
+    def lend(self, size: int) -> Packet | None:
+        """A packet of so many bytes for the other end to fill; None: it has to send one of its own."""
         return None
 
     def open(self, packet: Packet) -> Piece:
@@ -137,13 +146,31 @@ class Link(Protocol):
         """Let go of what the link holds. May be called twice."""
 
 
+class Given(Protocol):
+    """Memory that a caller gave for an answer.
+
+    Attributes:
+        packet: The memory.
+    """
+
+    packet: Packet
+
+    def read(self, specs: Sequence[Any]) -> list[Any]:
+        """The tensors that the answer wrote there."""
+
+
 class Mail:
-    """The packets of one message: small ones lie in the message, the others beside it, and are known by number."""
+    """The packets of one message: small ones lie in the message, the others beside it, and are known by number.
+
+    Attributes:
+        given: In an answer's: what the caller gave to be filled.
+    """
 
     def __init__(self, link: Link, beside: Sequence[Packet] = ()) -> None:
         self.link = link
         self.beside = list(beside)
         self.size = 0
+        self.given: Given | None = None
 
     def send(self, pieces: Sequence[Piece], offsets: Sequence[int], size: int) -> Packet:
         """What to write into the message for these bytes."""
@@ -166,8 +193,16 @@ class Mail:
         self.beside.append(packet)
         return len(self.beside) - 1
 
+    def lay(self, memory: Piece, pieces: Sequence[Piece], offsets: Sequence[int]) -> Packet:
+        """What to write into an answer for bytes that are put into memory that was given for them."""
+        fill(memory.address, pieces, offsets)
+        self.size += sum(piece.size for piece in pieces)
+        return GIVEN
+
     def find(self, packet: Packet) -> Packet:
         """The packet that stands for ``packet`` in the message."""
+        if packet == GIVEN and self.given is not None:
+            return self.given.packet
         return self.beside[packet] if isinstance(packet, int) else packet
 
     def open(self, packet: Packet) -> Piece:

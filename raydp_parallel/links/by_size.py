@@ -30,11 +30,19 @@ class BySize(Link):
         """Whether the large packets' link does."""
         return self._large.exposes
 
+    @property
+    def lends(self) -> int | None:  # type: ignore[override]
+        """As the large packets' link."""
+        return self._large.lends
+
     def send(self, pieces: Sequence[Piece], offsets: Sequence[int], size: int) -> Packet:
         return (self._small if size <= self._limit else self._large).send(pieces, offsets, size)
 
     def room(self, size: int) -> Room | None:
         return (self._small if size <= self._limit else self._large).room(size)
+
+    def lend(self, size: int) -> Packet | None:
+        return self._large.lend(size)
 
     def open(self, packet: Packet) -> Piece:
         return (self._small if isinstance(packet, bytes) else self._large).open(packet)

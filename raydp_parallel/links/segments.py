@@ -49,7 +49,6 @@ class Descriptor(NamedTuple):
         length: Bytes of the memory.
         size: Bytes of it that count.
         lease: Names this use of a segment, for the word that it is no longer read; 0 for memory that is not lent.
-        given: Whether it is the receiver's to write to, as long as it uses it.
         device: For a GPU's memory: the handle to open it with.
     """
 
@@ -59,7 +58,6 @@ class Descriptor(NamedTuple):
     length: int
     size: int
     lease: int = 0
-    given: bool = False
     device: bytes = b""
 
 
@@ -102,19 +100,28 @@ class Slice:
     Args:
         segment: The memory.
         size: Bytes that count.
-        given: Whether the receiver may write to it.
         free: Takes the segment back.
+        blank: Whether it is empty, for the receiver to fill.
     """
 
-    def __init__(self, segment: _Segment | _Scratch, size: int, given: bool, free: Callable[[Any], None]) -> None:
+    def __init__(
+        self, segment: _Segment | _Scratch, size: int, free: Callable[[Any], None], blank: bool = False
+    ) -> None:
         self.array = segment.array[:size]
-        self.descriptor = segment.descriptor._replace(size=size, lease=next(_leases), given=given)
-        weakref.finalize(self, free, segment).atexit = False
+        self.descriptor = segment.descriptor._replace(size=size, lease=next(_leases))
+        self.blank = blank
+        self.segment: Any = segment
+        self._return = weakref.finalize(self, free, segment)
+        self._return.atexit = False
 
     def cut(self, size: int) -> Slice:
         """This, of which only the first bytes count after all."""
         self.array, self.descriptor = self.array[:size], self.descriptor._replace(size=size)
         return self
+
+    def spend(self) -> None:
+        """Lend the segment to nobody after this: somebody may still write to it."""
+        self._return.detach()
 
 
 class Arena:
@@ -131,9 +138,9 @@ class Arena:
         self._free: dict[int, list[Any]] = defaultdict(list)
         self._clock = 0
 
-    def take(self, size: int, given: bool = False) -> Slice:
+    def take(self, size: int, blank: bool = False) -> Slice:
         """Memory for ``size`` bytes."""
-        return Slice(self._segment(max(_SMALLEST, 1 << (size - 1).bit_length())), size, given, self._give_back)
+        return Slice(self._segment(max(_SMALLEST, 1 << (size - 1).bit_length())), size, self._give_back, blank)
 
     def _segment(self, length: int) -> Any:
         """One of so many bytes that nobody uses."""
@@ -188,6 +195,13 @@ class Ledger:
         """The other one says all that it holds, and how often it got it; with the rest it is done."""
         with self._lock:
             self._lent = {lease: (self._lent[lease][0], times) for lease, times in held.items() if lease in self._lent}
+
+    def end(self) -> None:
+        """Nothing will be heard of the other one again."""
+        with self._lock:
+            for lent, _ in self._lent.values():
+                lent.spend()
+            self._lent.clear()
 
     def __len__(self) -> int:
         return len(self._lent)

@@ -1,10 +1,11 @@
 """The link between processes of one machine: bytes are written once, and used where they lie.
 
 [Note: who may write when]
-What the driver sends, a replica sees through a private window: it may write there, and nobody else sees that. What a
-replica answers is the driver's to write to. In both directions a slice is kept by its owner until the receiver says
-that nothing there uses it any more (`Mappings.released`), which rides on the next message; tensors that a graph saved,
-or that a user keeps, are such uses. When a line is opened anew both sides first compare what they hold.
+A slice holds what one receiver was sent, and is that one's to write to. It is kept by its owner until the receiver
+says that nothing there uses it any more (`Mappings.released`), which rides on the next message; tensors that a graph
+saved, or that a user keeps, are such uses. When a line is opened anew both sides first compare what they hold. What
+was lent to one that is taken for dead is lent to nobody else: it may still write. State that all replicas are sent, and
+what lies where it always does (`expose`), a receiver sees through a private window (`show`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from raydp_parallel.links.windows import Found, Private
 _IN_PLACE = 1 << 18
 """Bytes from which it is cheaper to use a packet where it lies than to copy it and be done with it, by estimate."""
 
+_LENT = 1 << 20
+"""Bytes of all answers to a call from which it pays to say where they are wanted, by estimate."""
+
 _EXPOSED = 1 << 16
 """Bytes from which a storage is worth a file of its own."""
 
@@ -32,27 +36,30 @@ class SharedLink(Link):
 
     Args:
         arena: Where the memory comes from.
-        gives: Whether receivers may write to what is sent.
+        exposes: Whether storages may be shown where they lie.
         always: Whether also the smallest things go the way that pays for large ones.
     """
 
     name = "shared"
 
-    def __init__(self, arena: Arena, gives: bool = False, always: bool = False) -> None:
+    def __init__(self, arena: Arena, exposes: bool = False, always: bool = False) -> None:
         self._arena = arena
-        self._gives = gives
         self._in_place = 1 if always else _IN_PLACE
         self._exposed = 1 if always else _EXPOSED
-        self.exposes = not gives
+        self.exposes = exposes
+        self.lends = 1 if always else _LENT
 
     def send(self, pieces: Sequence[Piece], offsets: Sequence[int], size: int) -> Slice:
-        lent = self._arena.take(size, self._gives)
+        lent = self._arena.take(size)
         fill(lent.array.ctypes.data, pieces, offsets)
         return lent
 
     def room(self, size: int) -> Room:
-        lent = self._arena.take(size, self._gives)
+        lent = self._arena.take(size)
         return Room(lent.array.ctypes.data, size, lent.cut)
+
+    def lend(self, size: int) -> Slice:
+        return self._arena.take(size, blank=True)
 
     def open(self, packet: Slice | Found | np.ndarray | bytes) -> Piece:
         if isinstance(packet, Found):

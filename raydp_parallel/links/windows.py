@@ -93,9 +93,7 @@ class Found:
 
     def take(self) -> Piece | None:
         """The memory for one's own use; None if too much is in use already."""
-        if not self._mappings.admit(self):
-            return None
-        return self.piece() if self.descriptor.given else Private(self, 0, self.descriptor.size).piece
+        return self.piece() if self._mappings.admit(self) else None
 
     def file(self) -> int:
         """The file, open as long as this is in use: its owner may close it before."""

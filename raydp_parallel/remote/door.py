@@ -243,12 +243,15 @@ class RemoteDoor:
         """Hang up."""
         if self.line is not None:
             self.line.close()
+        self._ledger.end()
 
 
 def _copyable(packet: Packet) -> Packet:
     """A packet as Ray, or a line without shared memory, can carry it."""
     if isinstance(packet, Exposed):
         return packet.descriptor
+    if isinstance(packet, Slice) and packet.blank:
+        return b""  # of no use to who cannot write to it
     return packet.array if isinstance(packet, Slice) else packet
 
 
@@ -258,7 +261,7 @@ _put: weakref.WeakKeyDictionary[Slice, Any] = weakref.WeakKeyDictionary()
 
 def _stored(packet: Packet) -> Packet:
     """A packet for a replica that shares no memory. Large ones are put into the store once, for all of them."""
-    if not isinstance(packet, Slice) or packet.array.nbytes <= SHARE_LIMIT:
+    if not isinstance(packet, Slice) or packet.blank or packet.array.nbytes <= SHARE_LIMIT:
         return _copyable(packet)
     if packet not in _put:
         _put[packet] = ray.put(packet.array)
