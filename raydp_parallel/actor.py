@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import functools
 import itertools
 import logging
 import os
@@ -40,6 +41,7 @@ from raydp_parallel.links import (
 from raydp_parallel.messages import Hello, Package, Reply
 from raydp_parallel.phases import OpenSpan, unseen
 from raydp_parallel.replica import Replica
+from raydp_parallel.snapshot import watch
 
 log = logging.getLogger("raydp_parallel")
 
@@ -50,12 +52,13 @@ class Door:
     Args:
         device: Name of the torch device.
         link: What answers travel by.
-        span: Opens a span for each phase of a call, where somebody wants to see them.
+        span: Opens a span for each phase of a call that Ray carries.
     """
 
     def __init__(self, device: str, link: Link, span: OpenSpan = unseen) -> None:
         self._device = torch.device(device)
-        self._replica = Replica(self._device, span)
+        self._replica = Replica(self._device)
+        self._span = span
         self._link = link
         self._turns = line.Turnstile()
         self._mappings = Mappings(devices.pinner(self._device))
@@ -66,11 +69,11 @@ class Door:
 
     def forward(self, number: int, header: bytes, *beside: Any) -> Any:
         """Run one chunk."""
-        return plain(self._answer(self._replica.forward, number, header, beside))
+        return plain(self._answer(self._replica.forward, number, header, beside, self._span))
 
     def backward(self, number: int, header: bytes, *beside: Any) -> Any:
         """Differentiate one chunk's graph."""
-        return plain(self._answer(self._replica.backward, number, header, beside))
+        return plain(self._answer(self._replica.backward, number, header, beside, self._span))
 
     def forget(self, number: int, header: bytes) -> Any:
         """Free what the driver no longer needs. Answers how many models and graphs are left."""
@@ -184,7 +187,8 @@ class Door:
         return address, self._mappings.held()
 
     def _serve(self, listener: Any) -> None:
-        line.serve(listener, self._answer_line, self._follow)
+        # Ray wraps an actor's own methods, for tracing; those of this class it leaves alone.
+        line.serve(listener, functools.partial(Door._answer_line, self), self._follow)
 
     def _follow(self, driver: int) -> None:
         """End with the driver, however it ends. Ray takes seconds to notice that one was killed."""
@@ -197,20 +201,28 @@ class Door:
         """Answer a call that came over the line: leases that ended; method; header; packets."""
         take_back(buffers[0], self._ledger)
         work = (self._replica.forward, self._replica.backward, self._forget, self._group)[buffers[1][0]]
-        answer = self._answer(work, number, bytes(buffers[2]), buffers[3:])
+        answer = Door._answer(self, work, number, bytes(buffers[2]), buffers[3:])
         answer = answer if isinstance(answer, tuple) else (answer,)
         for part in answer:
             if isinstance(part, Slice):
                 self._ledger.lend(part)
         return give_back(self._mappings), *answer
 
-    def _answer(self, work: Callable[[Any, Mail, Mail], Any], number: int, header: bytes, beside: Any) -> Any:
+    def _answer(
+        self,
+        work: Callable[[Any, Mail, Mail], Any],
+        number: int,
+        header: bytes,
+        beside: Sequence[Any],
+        span: OpenSpan = unseen,
+    ) -> Any:
         """Do one call's work, in its turn; whatever goes wrong is an answer too, and no death."""
         back = Mail(self._link)
         try:
             with self._turns.take(number):
                 if self._spoiled:
                     self._end()
+                self._replica.span = span
                 packets = [self._mappings.find(b) if isinstance(b, Descriptor) else b for b in beside]
                 reply = work(pickle.loads(header), Mail(self._link, packets), back)
                 if isinstance(reply, Reply) and reply.failure is not None:
@@ -326,9 +338,7 @@ def _node() -> str:
 
 
 def _task_span(phase: str) -> Any:
-    """A span in `ray timeline`, inside the task that runs; a direct line's thread has none."""
-    if threading.current_thread().name == _LINE:
-        return None
+    """A span in `ray timeline`, inside the task that runs."""
     return global_worker.core_worker.profile_event(phase.encode(), {"name": phase})  # type: ignore[attr-defined]
 
 
@@ -356,6 +366,7 @@ class ReplicaActor(Door):
 
     def __init__(self, device: str, link: str, rank: int) -> None:
         devices.keep_freed_memory()
+        watch.stay()
         super().__init__(devices.own(device), link_for(link), _task_span)
         self._rank = rank
 

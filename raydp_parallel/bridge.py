@@ -305,7 +305,8 @@ def _collect(
     device = call.leaves[0].device
     with call.executor.books.reducing([answer.seat for answer in answers]):
         sums = reduction.total(shares, device, len(call.leaves))
-        whole = _whole(call, shares[-len(parts) :] if parts else [], summed)
+        dense = all(one is None or one.layout is torch.strided for one in sums)
+        whole = [True] * len(sums) if dense else _whole(call, shares[-len(parts) :] if parts else [], summed)
         return reduction.settle(sums, call.leaves, call.kinds, needed, whole, call.unused)
 
 

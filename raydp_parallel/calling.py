@@ -267,6 +267,8 @@ class _Forward:
 
     def _leave_out_unreached(self, answers: Sequence[Answer]) -> None:
         """Torch must not walk on into the graph of a doubtful leaf that no chunk used: it may be gone."""
+        if not any(chunk.master.doubtful() for chunk in self.chunks if not chunk.detach):
+            return
         asked = {self.owned[i][k] for i, c in enumerate(self.chunks) if not c.detach for k in c.master.doubtful()}
         reached = {row[k] for row, answer in zip(self.owned, answers, strict=True) for k in answer.reply.reached}
         for at in asked - reached:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
+
+_NAMES = {dtype: str(dtype)[6:] for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 class CallContext(NamedTuple):
@@ -58,20 +61,17 @@ def _older(read: Callable[[], Any], write: Callable[[Any], None]) -> _Flag:
     return _Flag(read_if_told, lambda value: write(value) if value is not None else None)
 
 
-def _backend(module: Any, name: str) -> _Flag:
-    return _Flag(lambda: getattr(module, name), lambda value: setattr(module, name, value))
-
-
 _FLAGS = (
-    _Flag(lambda: str(torch.get_default_dtype())[6:], _set_default_dtype),
+    _Flag(lambda: _NAMES[torch.get_default_dtype()], _set_default_dtype),
     _Flag(
-        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda: (torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()),
         _set_deterministic,
     ),
-    _older(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    _backend(torch.backends.cudnn, "enabled"),
-    _backend(torch.backends.cudnn, "benchmark"),
-    _backend(torch.backends.cudnn, "deterministic"),
+    _older(torch._C._get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    # Read from where `torch.backends` reads, which takes ten times as long.
+    _Flag(torch._C._get_cudnn_enabled, functools.partial(setattr, torch.backends.cudnn, "enabled")),
+    _Flag(torch._C._get_cudnn_benchmark, functools.partial(setattr, torch.backends.cudnn, "benchmark")),
+    _Flag(torch._C._get_cudnn_deterministic, functools.partial(setattr, torch.backends.cudnn, "deterministic")),
     _older(torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
     _Flag(torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
     _Flag(torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
@@ -79,13 +79,15 @@ _FLAGS = (
     _Flag(torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
 )
 
+_READS = [flag.read for flag in _FLAGS]
+
 
 def capture() -> CallContext:
     """The caller's state, now."""
     return CallContext(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
-        tuple((torch.is_autocast_enabled(d), str(torch.get_autocast_dtype(d))[6:]) for d in _AUTOCAST_DEVICES),
+        tuple([(torch.is_autocast_enabled(d), _NAMES[torch.get_autocast_dtype(d)]) for d in _AUTOCAST_DEVICES]),
         torch.is_autocast_cache_enabled(),
         (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         _flags(),
@@ -98,7 +100,7 @@ def enter(context: CallContext) -> contextlib.AbstractContextManager[Any]:
         for flag, value in zip(_FLAGS, context.flags, strict=True):
             if flag.read() != value:
                 flag.write(value)
-    ambient = any(enabled for enabled, _ in context.autocast) or any(map(torch.is_autocast_enabled, _AUTOCAST_DEVICES))
+    ambient = any(on for on, _ in context.autocast) or any(map(torch.is_autocast_enabled, _AUTOCAST_DEVICES))
     if ambient or context.inference or context.anomaly[0]:
         return _enter_all(context)
     return torch.set_grad_enabled(context.grad)
@@ -121,4 +123,4 @@ def _autocast(device: str, enabled: bool, dtype: str, cache: bool) -> Any:
 
 
 def _flags() -> tuple[Any, ...]:
-    return tuple([flag.read() for flag in _FLAGS])
+    return tuple([read() for read in _READS])

@@ -285,20 +285,24 @@ class Turnstile:
         self._next = 0
         self._taken = False
 
-    @contextlib.contextmanager
-    def take(self, number: int) -> Iterator[None]:
+    def take(self, number: int) -> _Turn:
         """Wait for one's turn, and hold it for the block."""
+        return _Turn(self, number)
+
+    def enter(self, number: int) -> None:
+        """Wait for a turn, and take it."""
         with self._changed:
-            self._changed.wait_for(lambda: self._next >= number and not self._taken)
+            if self._next != number or self._taken:
+                self._changed.wait_for(lambda: self._next >= number and not self._taken)
             if self._next > number:
                 raise LookupError(f"call {number} came after its time")
             self._taken = True
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._next, self._taken = number + 1, False
-                self._changed.notify_all()
+
+    def leave(self, number: int) -> None:
+        """The turn is over."""
+        with self._changed:
+            self._next, self._taken = number + 1, False
+            self._changed.notify_all()
 
     def skip_to(self, number: int) -> None:
         """Wait for no call before ``number`` any more, once the one that runs has ended."""
@@ -306,3 +310,17 @@ class Turnstile:
             self._changed.wait_for(lambda: not self._taken)
             self._next = max(self._next, number)
             self._changed.notify_all()
+
+
+class _Turn:
+    """A turn, held for a block. Not a generator, which takes longer."""
+
+    def __init__(self, stile: Turnstile, number: int) -> None:
+        self._stile = stile
+        self._number = number
+
+    def __enter__(self) -> None:
+        self._stile.enter(self._number)
+
+    def __exit__(self, *_: object) -> None:
+        self._stile.leave(self._number)

@@ -47,10 +47,11 @@ class Laps:
         """The phase with this number begins; the one before ends."""
         if len(self._stamps) == number:
             self._stamps.append(time.perf_counter())
-            self._close()
-            self._open = self._span(self._names[number])
-            if self._open is not None:
-                self._open.__enter__()
+            if self._span is not unseen:
+                self._close()
+                self._open = self._span(self._names[number])
+                if self._open is not None:
+                    self._open.__enter__()
 
     def end(self) -> tuple[float, ...]:
         """When each phase began, and when the last ended. What an exception left out took no time."""

@@ -57,12 +57,14 @@ class Replica:
 
     Args:
         device: The device.
+
+    Attributes:
         span: Opens a span for each phase of a call, where somebody wants to see them.
     """
 
-    def __init__(self, device: torch.device, span: OpenSpan = unseen) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._span = span
+        self.span: OpenSpan = unseen
         self._laps = Laps(IN_REPLICA["forward"])
         self._memory = devices.MemoryLook(device)
         self._worked = devices.Stopwatch(device)
@@ -76,7 +78,7 @@ class Replica:
         """Run one chunk."""
         self.forget(request.forget)
         devices.use_threads(self.device, request.threads)
-        self._laps = Laps(IN_REPLICA["forward"], self._span)
+        self._laps = Laps(IN_REPLICA["forward"], self.span)
         passed = 0
         if request.relay is not None and request.update is not None:
             self._laps.begin(0)
@@ -99,7 +101,7 @@ class Replica:
         """Differentiate one chunk's graph."""
         self.forget(request.forget)
         devices.use_threads(self.device, request.threads)
-        self._laps = Laps(IN_REPLICA["backward"], self._span)
+        self._laps = Laps(IN_REPLICA["backward"], self.span)
         return self._answer(None, back, lambda: self._backward(request, mail, back), request)
 
     def forget(self, what: Forget | None) -> None:
@@ -169,8 +171,8 @@ class Replica:
         own = [] if request.detach else mirror.leaves()
         leaves = [*own, *(t for t in inputs if t.requires_grad)] if request.graph is not None else []
         devices.seed(self.device, request.seed, request.chunk)
-        captures = capturing(mirror.module, request.capture)
-        with context.enter(request.context), mirror.running(), _in_replica(), captures as captured:
+        captures: Any = capturing(mirror.module, request.capture) if request.capture else contextlib.nullcontext({})
+        with context.enter(request.context), mirror.running(), _InReplica(), captures as captured:
             self._laps.begin(2)
             value = mirror.module(*args, **kwargs)
             self._finish_work()
@@ -212,15 +214,10 @@ class Replica:
     def _backward(self, request: BackwardRequest, mail: Mail, back: Mail) -> Parcel:
         if request.kept is not None:
             return codec.encode(tuple(self._kept.pop(request.kept)), back, "gradients")[0]
-        with self._reducing(request):
-            return self._differentiate(request, mail, back)
-
-    @contextlib.contextmanager
-    def _reducing(self, request: BackwardRequest) -> Iterator[None]:
-        """Whatever goes wrong here, others do not wait for this replica's share: it leaves their group."""
         try:
-            yield
+            return self._differentiate(request, mail, back)
         finally:
+            # Whatever goes wrong here, others do not wait for this replica's share: it leaves their group.
             word = request.reduce
             if word is not None and (self._reduced is None or self._reduced.outcome is Sum.FAILED):
                 self.groups.leave(word.group)
@@ -232,7 +229,8 @@ class Replica:
                 "backward: the replica no longer holds the graph of this forward, because its process was replaced "
                 "since; run forward again"
             )
-        bump([t for t in map(graph.mirror.tensor, request.bumped) if t is not None])
+        if request.bumped:
+            bump([t for t in map(graph.mirror.tensor, request.bumped) if t is not None])
         self._laps.begin(1)
         grads = codec.unpack(request.grads, mail, self.device)
         outputs = [graph.outputs[i] for i in request.outputs]
@@ -245,7 +243,7 @@ class Replica:
             early = outgoing.begin(graph.leaves, back, self.device)
         first = reducer or early
         watching = first.watching() if first is not None else contextlib.nullcontext()
-        with context.enter(request.context), _in_replica(), _watching(graph.mirror), watching:
+        with context.enter(request.context), _InReplica(), _Watching(graph.mirror), watching:
             self._laps.begin(2)
             found = engine.differentiate(graph.leaves, graph.partial, outputs, grads, request)
             self._finish_work()
@@ -287,27 +285,30 @@ class Replica:
         return graph.mirror if graph is not None else self._models.get(request.model)
 
 
-@contextlib.contextmanager
-def _watching(mirror: Mirror) -> Iterator[None]:
+class _Watching:
     """Note what modules write to that a checkpoint runs again; in most backwards none does."""
-    calls: list[nn.Module] = []
-    hook = register_module_forward_pre_hook(lambda module, _args: calls.append(module))
-    try:
-        yield
-    finally:
-        hook.remove()
-        if calls:
-            mirror.note()
+
+    def __init__(self, mirror: Mirror) -> None:
+        self._mirror = mirror
+        self._calls: list[nn.Module] = []
+
+    def __enter__(self) -> None:
+        self._hook = register_module_forward_pre_hook(lambda module, _args: self._calls.append(module))
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+        if self._calls:
+            self._mirror.note()
 
 
-@contextlib.contextmanager
-def _in_replica() -> Iterator[None]:
-    global running
-    before, running = running, True
-    try:
-        yield
-    finally:
-        running = before
+class _InReplica:
+    def __enter__(self) -> None:
+        global running
+        self._before, running = running, True
+
+    def __exit__(self, *_: object) -> None:
+        global running
+        running = self._before
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -310,14 +311,14 @@ def test_neighbours_are_one_tensor() -> None:
 def test_a_run_is_forgotten_with_its_tensors() -> None:
     """And what was joined of it keeps the memory."""
     parts, memory = run_of(2, 2)
-    whole = devices.joined(parts, 0)
+    whole, kept = devices.joined(parts, 0), weakref.ref(memory)
     expected = memory.view(4, 3).clone()
     del parts, memory
     gc.collect()
-    assert whole is not None and torch.equal(whole, expected)
+    assert whole is not None and torch.equal(whole, expected) and kept() is not None
     del whole
     gc.collect()
-    assert not devices.any_joined()
+    assert kept() is None
 
 
 def test_what_the_dead_was_lent_is_not_lent_again() -> None:

@@ -7,9 +7,8 @@ block gets new tensors instead, so that the graph keeps what it saw.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from raydp_parallel.messages import SlotSpec, StateUpdate
 from raydp_parallel.snapshot import blocks, memory, structure
 from raydp_parallel.snapshot.image import Image
 from raydp_parallel.snapshot.memory import Memory, Source
-from raydp_parallel.snapshot.watch import raw_access
+from raydp_parallel.snapshot.watch import RawAccess
 
 _HOLDERS = ("_parameters", "_buffers", "_modules")
 """What of a module's attributes is not a user's to rebind."""
@@ -108,14 +107,9 @@ class Mirror:
         """The tensor of a slot."""
         return self._slots.get(slot)
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Watch what the module writes to."""
-        with raw_access() as touched:
-            try:
-                yield
-            finally:
-                self.note(touched)
+    def running(self) -> _Running:
+        """Watch what the module writes to, for a block."""
+        return _Running(self)
 
     def written(self) -> Written | None:
         """What the module changed in place since it last began to run, None if nothing."""
@@ -285,6 +279,18 @@ class Mirror:
         bumped = [self._slots[slot] for slot in update.bumped if slot in self._slots]
         bump(bumped)
         self.revision = update.revision
+
+
+class _Running(RawAccess):
+    """Watches what a module writes to."""
+
+    def __init__(self, mirror: Mirror) -> None:
+        self._mirror = mirror
+
+    def __exit__(self, *error: object) -> None:
+        touched = self.touched
+        super().__exit__(*error)
+        self._mirror.note(touched)
 
 
 def bump(tensors: list[Tensor]) -> None:

@@ -7,8 +7,6 @@ price of reading all weights twice; noting who asked for ``.data`` or ``.numpy()
 from __future__ import annotations
 
 import contextlib
-import types
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,35 +15,70 @@ from torch import Tensor
 _METHODS = ("numpy", "__array__", "__dlpack__")
 
 
-@contextlib.contextmanager
-def raw_access() -> Iterator[set[int]]:
+_PLAIN: Any = vars(torch._C.TensorBase)["data"]
+
+_touched: set[int] | None = None
+"""Where the block that runs collects; None: nobody asks."""
+
+_stays = False
+"""Whether tensors keep the attributes that tell. To set them makes Python forget all that it knows of `Tensor`."""
+
+
+class RawAccess:
     """Collect the storages that Python code reaches for in the block, by the address of their first byte."""
-    touched: set[int] = set()
-    plain: types.GetSetDescriptorType = vars(torch._C.TensorBase)["data"]
 
-    def note(tensor: Tensor) -> None:
+    def __enter__(self) -> set[int]:
+        global _touched
+        self.touched: set[int] = set()
+        self._before, _touched = _touched, self.touched
+        if "data" not in vars(Tensor):
+            _watch()
+        return self.touched
+
+    def __exit__(self, *_: object) -> None:
+        global _touched
+        _touched = self._before
+        if _touched is None and not _stays:
+            _leave()
+
+
+def stay() -> None:
+    """Never undo it: this process has nothing else to do."""
+    global _stays
+    _stays = True
+
+
+def _note(tensor: Tensor) -> None:
+    if _touched is not None:
         with contextlib.suppress(Exception):  # tensors without a storage
-            touched.add(torch._C.TensorBase.untyped_storage(tensor).data_ptr())
+            _touched.add(torch._C.TensorBase.untyped_storage(tensor).data_ptr())
 
-    def get(tensor: Tensor) -> Tensor:
-        note(tensor)
-        data: Tensor = plain.__get__(tensor)
-        return data
 
-    def watched(method: Any) -> Any:
-        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            note(tensor)
-            return method(tensor, *args, **kwargs)
+def _get(tensor: Tensor) -> Tensor:
+    _note(tensor)
+    data: Tensor = _PLAIN.__get__(tensor)
+    return data
 
-        return call
 
-    before = {name: vars(Tensor).get(name) for name in _METHODS}
-    type.__setattr__(Tensor, "data", property(get, plain.__set__))
+def _watched(method: Any) -> Any:
+    def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        _note(tensor)
+        return method(tensor, *args, **kwargs)
+
+    return call
+
+
+_before: dict[str, Any] = {}
+
+
+def _watch() -> None:
+    _before.update({name: vars(Tensor).get(name) for name in _METHODS})
+    type.__setattr__(Tensor, "data", property(_get, _PLAIN.__set__))
     for name in _METHODS:
-        type.__setattr__(Tensor, name, watched(getattr(Tensor, name)))
-    try:
-        yield touched
-    finally:
-        type.__delattr__(Tensor, "data")
-        for name, method in before.items():
-            type.__delattr__(Tensor, name) if method is None else type.__setattr__(Tensor, name, method)
+        type.__setattr__(Tensor, name, _watched(getattr(Tensor, name)))
+
+
+def _leave() -> None:
+    type.__delattr__(Tensor, "data")
+    for name, method in _before.items():
+        type.__delattr__(Tensor, name) if method is None else type.__setattr__(Tensor, name, method)
