@@ -97,7 +97,7 @@ class Accounts(dict[tuple[int, int], Account]):
 
     def of(self, index: int, model: int) -> Account:
         """What a replica did for a model."""
-        key = index, self.number(model)
+        key = index, self._same.get(model, model)
         found = self.get(key)
         if found is None:
             if len(self._gone) > _PATIENCE:

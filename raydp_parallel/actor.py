@@ -26,17 +26,15 @@ from raydp_parallel import devices, dial, line, outcome, sources
 from raydp_parallel.exchange import Host, Join
 from raydp_parallel.links import (
     Arena,
-    BySize,
     Descriptor,
     Found,
-    InlineLink,
     Ledger,
     Link,
     Mail,
     Mappings,
-    ObjectStoreLink,
-    SharedLink,
     Slice,
+    link_for,
+    shared_link,
 )
 from raydp_parallel.messages import Hello, Package, Reply
 from raydp_parallel.phases import OpenSpan, unseen
@@ -240,10 +238,6 @@ class Door:
         """A reply leaves; an actor logs those that tell of an exception."""
 
 
-SHARE_LIMIT = 32 * 1024 * 1024
-"""Bytes up to which each replica gets a copy of its own over its line. What is larger is put into the object store,
-once for all replicas; that costs 5 ms however little it is."""
-
 _LINE = "raydp-line"
 
 METHODS = ("forward", "backward", "forget", "group")
@@ -295,30 +289,6 @@ def unseal(answer: Any, link: Link) -> tuple[Any, Mail]:
     """The message of a return value, and the mail to open its packets with."""
     header, *beside = answer if isinstance(answer, tuple) else (answer,)
     return pickle.loads(header), Mail(link, beside)
-
-
-def link_for(name: str, put: Any = None, get: Any = None) -> Link:
-    """The link that `Options.link` names, for one side: the driver gives its ``put`` and ``get``.
-
-    Shared memory needs both sides' consent; until then, and for calls that Ray carries, bytes are copied.
-    """
-    arrays = ObjectStoreLink()
-    store = arrays if put is None else ObjectStoreLink(put, get)
-    if name == "inline":
-        return InlineLink()
-    return store if name == "object_store" else BySize(InlineLink(), BySize(arrays, store, SHARE_LIMIT))
-
-
-def shared_link(arena: Arena, exposes: bool, always: bool) -> Link:
-    """The link between processes of one machine.
-
-    Args:
-        arena: Where the memory comes from.
-        exposes: Whether storages may be shown where they lie.
-        always: Whether also the smallest things go that way.
-    """
-    shared = SharedLink(arena, exposes, always)
-    return shared if always else BySize(InlineLink(), shared, name=shared.name)
 
 
 def _end_with(process: int) -> None:

@@ -52,6 +52,7 @@ class Sent(NamedTuple):
         at: When.
         method: What it asks for.
         own: Whether it is the job's own message, and not one that makes a lost graph again in front of it.
+        account: What its replica did for its model.
     """
 
     number: int
@@ -60,6 +61,7 @@ class Sent(NamedTuple):
     at: float
     method: str
     own: bool
+    account: Account
 
 
 class Run:
@@ -84,18 +86,18 @@ class Run:
         self._chunks: dict[int, ChunkSpan] = {}
         self._times: tuple[float, float, float] | None = None
 
-    def sends(self, number: int, seat: Seat, again: str = "") -> Task:
+    def sends(self, number: int, seat: Seat, mail: Mail, again: str = "") -> Task:
         """A message for a job is ready and goes out; returns how the call looks in Ray's dashboard.
 
         Args:
             number: Which job.
             seat: Who gets it.
+            mail: What goes with it.
             again: What is called to make a lost graph again in front of the job; empty for the job itself.
         """
-        now = time.perf_counter()
-        self._books.under_way(seat, 1, now)
-        method = again or self.method
-        self.sent.append(Sent(number, self.jobs[number], seat, now, method, not again))
+        now, job, method = time.perf_counter(), self.jobs[number], again or self.method
+        account = self._books.sent(seat, job, mail, now)
+        self.sent.append(Sent(number, job, seat, now, method, not again, account))
         name = f"{method} #{self.number}" if self.shown else method
         return Task(f"{name} {'again ' if again else ''}chunk {number + 1}/{len(self.jobs)}", self.shown)
 
@@ -108,7 +110,7 @@ class Run:
     def heard(self, replies: Sequence[Reply | None]) -> None:
         """All messages of a round were answered, in the order of sending; None stands for a replica that died."""
         ended = time.perf_counter()
-        sent = self._stand_up()
+        sent, self.sent = self.sent, []
         chunks = self._books.ran(self, sent, replies, ended)
         self._chunks.update(zip((one.number for one in sent), chunks, strict=True))  # of a job the last one stays
         first, all_sent, _ = self._times or (self.began, sent[-1].at if sent else self.began, 0.0)
@@ -118,17 +120,13 @@ class Run:
 
     def ended(self) -> None:
         """It came to its end, or nobody waits for it any more."""
-        self._stand_up()
+        for one in self.sent:
+            self._books.given_up(one.seat)
+        self.sent = []
         if self._times is not None:
             model = self._books.name_of(self.jobs[0].model) if self.jobs else ""
             chunks = tuple(chunk for _, chunk in sorted(self._chunks.items()))
             self._books.keep(CallSpan(self.method, self.number, model, *self._times, chunks))
-
-    def _stand_up(self) -> list[Sent]:
-        sent, self.sent = self.sent, []
-        for one in sent:
-            self._books.under_way(one.seat, -1)
-        return sent
 
 
 def _numbered(name: str) -> str:
@@ -175,12 +173,10 @@ class Books:
             chair.clock, chair.memory = Clock(), (0, 0)
         self.event(f"{seat} took the place of one that ended")
 
-    def under_way(self, seat: Seat, change: int, sent: float | None = None) -> None:
-        """One call more, or less, is under way to a replica."""
-        chair = self.chairs[seat.index]
+    def given_up(self, seat: Seat) -> None:
+        """Nobody waits for a call to a replica any more."""
         with self._lock:
-            chair.running += change
-            chair.sent = chair.sent if sent is None else sent
+            self.chairs[seat.index].running -= 1
 
     def event(self, text: str) -> None:
         """Note something that does not happen with every call; of Ray's long words the ends."""
@@ -238,11 +234,16 @@ class Books:
             if chair.recent:
                 chair.recent[-1] = (chair.recent[-1][0], rows)
 
-    def sent(self, seat: Seat, job: Job, mail: Mail) -> None:
-        """A message goes to a replica."""
+    def sent(self, seat: Seat, job: Job, mail: Mail, now: float) -> Account:
+        """A message goes to a replica; returns its account for the model."""
+        chair = self.chairs[seat.index]
         with self._lock:
+            chair.running += 1
+            chair.sent = now
             seat.tally.bytes_in += mail.size
-            mailed(self.account(seat, job.model), mail, mail.size, "in")
+            account = self.accounts.of(seat.index, job.model)
+            mailed(account, mail, mail.size, "in")
+            return account
 
     def received(self, seat: Seat, job: Job, mail: Mail, reply: Reply) -> None:
         """A replica has done a job. Jobs are counted here, where each arrives once, however often it was sent."""
@@ -284,6 +285,7 @@ class Books:
     def _ran(self, seat: Seat, calls: Sequence[tuple[Sent, Reply | None]], ended: float) -> None:
         """What one replica did in a round. One that stands in for another does several calls, one after the other."""
         chair = self.chairs[seat.index]
+        chair.running -= len(calls)
         # Calls of several threads may overlap; what two were under way in counts once.
         start = max(calls[0][0].at, chair.free)
         chair.idle += start - chair.free
@@ -291,14 +293,14 @@ class Books:
         busy = 0.0
         for one, reply in calls:
             if reply is not None and reply.laps:
-                busy += enter(self.account(seat, one.job.model), chair, one.method, reply.laps, one.own)
-                summed(self.account(seat, one.job.model), chair, reply)
+                busy += enter(one.account, chair, one.method, reply.laps, one.own)
+                summed(one.account, chair, reply)
                 chair.clock.heard(one.at, reply.laps, ended)
             if reply is not None and reply.memory is not None:
                 chair.memory = reply.memory
         waited = chair.free - start - busy - chair.owed
         chair.owed = max(0.0, -waited)
-        self.account(seat, calls[-1][0].job.model).seconds[5] += max(0.0, waited)
+        calls[-1][0].account.seconds[5] += max(0.0, waited)
 
     def _span(self, one: Sent, reply: Reply | None) -> ChunkSpan:
         offset = self.chairs[one.seat.index].clock.offset

@@ -30,6 +30,8 @@ _ALONE = b""
 _ROW = b"*"
 """Begins the skeleton of a tuple of tensors and Nones; a byte for each says which. No pickle begins so."""
 
+_ROW_OF_ONE = _ROW + bytes([True])
+
 _COMPRESSED = {
     torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
     torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices),
@@ -202,6 +204,8 @@ class _ValueUnpickler(pickle.Unpickler):
 def _skeleton(value: Any, root: str) -> tuple[bytes, list[Tensor]]:
     if type(value) is Tensor:
         return _ALONE, [value]
+    if type(value) is tuple and len(value) == 1 and type(value[0]) is Tensor:
+        return _ROW_OF_ONE, [value[0]]
     if type(value) is tuple and is_row(value):
         return _ROW + bytes(part is not None for part in value), [part for part in value if part is not None]
     file = io.BytesIO()

@@ -131,15 +131,14 @@ class Dispatch:
             self._roster.books.replays(seat)
 
     def _submit(self, number: int, flight: _Flight, step: Step, own: bool = False) -> None:
-        crew, seat, books = self._roster.crew, flight.seat, self._roster.books
+        crew, seat = self._roster.crew, flight.seat
         mail = Mail(crew.link_to(seat.door))
         message = step.prepare(seat, mail)
         flight.told.append(message.forget)
         header = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        books.sent(seat, flight.job, mail)
         if step.graph is not None:
             flight.graphs.append(step.graph)
-        task = self._run.sends(number, seat, "" if own else step.method)
+        task = self._run.sends(number, seat, mail, "" if own else step.method)
         flight.pending.append(crew.submit(seat.door, step.method, header, mail.beside, task))
 
     def _collect(self) -> dict[int, ReplicaDied | None]:

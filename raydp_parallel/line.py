@@ -227,16 +227,20 @@ def _pulse(connection: socket.socket) -> Iterator[None]:
 
 def write_frame(connection: socket.socket, number: int, buffers: Sequence[Any]) -> None:
     """Send some buffers under a number."""
-    flags = [_SHARED if isinstance(buffer, (Slice, Exposed)) else 0 for buffer in buffers]
-    plain = [pickle.dumps(tuple(b.descriptor)) if isinstance(b, (Slice, Exposed)) else b for b in buffers]
-    views = [memoryview(buffer).cast("B") for buffer in plain]
-    lengths = struct.pack(f"<{len(views)}Q", *[v.nbytes | flag for v, flag in zip(views, flags, strict=True)])
-    small = [view for view in views if view.nbytes <= _LARGE]
-    head = _HEAD.pack(len(views), number, len(lengths) + sum(view.nbytes for view in small))
-    connection.sendall(b"".join([head, lengths, *small]))
-    for view in views:
-        if view.nbytes > _LARGE:
-            connection.sendall(view)
+    lengths: list[int] = []
+    small: list[Any] = []
+    large: list[Any] = []
+    for buffer in buffers:
+        shared = isinstance(buffer, (Slice, Exposed))
+        plain = pickle.dumps(tuple(buffer.descriptor)) if shared else buffer
+        data = plain if type(plain) is bytes else memoryview(plain).cast("B")
+        lengths.append(len(data) | (_SHARED if shared else 0))
+        (small if len(data) <= _LARGE else large).append(data)
+    words = struct.pack(f"<{len(lengths)}Q", *lengths)
+    head = _HEAD.pack(len(lengths), number, len(words) + sum(map(len, small)))
+    connection.sendall(b"".join([head, words, *small]))
+    for data in large:
+        connection.sendall(data)
 
 
 def read_frame(connection: socket.socket) -> tuple[int, list[Any]]:

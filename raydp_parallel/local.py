@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from raydp_parallel.actor import Door, link_for
+from raydp_parallel.actor import Door
 from raydp_parallel.crew import Death, Heard, Place, Task
-from raydp_parallel.links import Link, Packet
+from raydp_parallel.links import Link, Packet, link_for
 from raydp_parallel.messages import Hello, Package
 from raydp_parallel.options import Options
 

@@ -6,6 +6,7 @@ group broke), those who believed it done are asked for theirs, and the driver su
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -165,6 +166,10 @@ def plan(executor: Executor, parts: Sequence[Part], leaves: Sequence[Tensor], ne
     first = parts[0]
     if any(part.master is not first.master or part.own != first.own for part in parts):
         return None
+    seats = [part.seat for part in parts]
+    kind = executor.groups.kind(seats)
+    if not executor.groups.wanted(seats, sys.maxsize, kind):  # nearly all calls on one machine
+        return None
     if not all(part.graph.on(part.seat) for part in parts):
         return None
     chosen = {row: leaves[first.leaves[row]] for row in range(first.own)}
@@ -172,8 +177,7 @@ def plan(executor: Executor, parts: Sequence[Part], leaves: Sequence[Tensor], ne
     if not rows or any([*part.leaves[: first.own]] != [*first.leaves[: first.own]] for part in parts):
         return None
     size = sum(chosen[row].nbytes for row in rows)
-    seats = [part.seat for part in parts]
-    alliance = executor.groups.find(seats, size, executor.groups.kind(seats))
+    alliance = executor.groups.find(seats, size, kind)
     return Pool(executor, alliance, parts, rows) if alliance is not None else None
 
 

@@ -108,6 +108,8 @@ class Respawner:
 
     def arrivals(self) -> dict[Place, Arrival]:
         """Those that started since the last time."""
+        if not self._arrived:
+            return {}
         with self._changed:
             found, self._arrived = self._arrived, {}
             return found

@@ -216,7 +216,7 @@ def test_bytes_by_the_way_they_went(clock: Time) -> None:
     lent = arena.take(1000)
     mail = Mail(InlineLink(), [lent, np.zeros(50, dtype=np.uint8)])
     mail.size = 1060
-    kept.sent(seat, job, mail)
+    kept.sent(seat, job, mail, 0.0)
     shown = Mappings().find(lent.descriptor)
     kept.received(seat, job, Mail(InlineLink(), [shown]), reply((0.0,) * 5)._replace(size=1000))
     traffic = kept.account(seat, 1).traffic

@@ -20,12 +20,23 @@ from torch import Tensor, nn
 
 import raydp_parallel
 from raydp_parallel import actor, codec, crew, devices, local, remote
-from raydp_parallel.actor import Door, give_back, link_for, shared_link, take_back
+from raydp_parallel.actor import Door, give_back, take_back
 from raydp_parallel.batch import functions
 from raydp_parallel.check import training
 from raydp_parallel.cluster import RayCrew
 from raydp_parallel.devices import contents, gpu, ipc
-from raydp_parallel.links import Arena, Descriptor, InlineLink, Ledger, Mail, Mappings, ObjectStoreLink, Piece
+from raydp_parallel.links import (
+    Arena,
+    Descriptor,
+    InlineLink,
+    Ledger,
+    Mail,
+    Mappings,
+    ObjectStoreLink,
+    Piece,
+    link_for,
+    shared_link,
+)
 from raydp_parallel.messages import Hello
 from raydp_parallel.options import Options
 from raydp_parallel.snapshot.master import Master
@@ -67,7 +78,7 @@ def test_a_gpus_bytes_are_copied_where_they_are_wanted(fake: FakeGpu) -> None:
     assert fake.log == ["copy to the host", "pinned buffer", "copy to the host", "record", "wait"]
 
 
-@pytest.mark.parametrize("make", [InlineLink, ObjectStoreLink, lambda: shared_link(Arena(), True, True)])
+@pytest.mark.parametrize("make", [InlineLink, ObjectStoreLink, lambda: shared_link(Arena(), False, True)])
 def test_every_link_takes_a_gpus_bytes(fake: FakeGpu, make: Any) -> None:
     """With the machine's own among them, in one message with one wait."""
     link, tensors = make(), [torch.arange(5.0), torch.empty(0), torch.arange(3, dtype=torch.int16)]
@@ -437,7 +448,7 @@ class Ends:
         self.door = Door("cpu", link_for("auto"))
         self.door.start_sharing(False)
         self.arena = devices.DeviceArena(CPU)
-        self.link = devices.DeviceLink(shared_link(Arena(), False, False))
+        self.link = devices.DeviceLink(shared_link(Arena(), True, False))
         actor = SimpleNamespace(
             **{name: SimpleNamespace(remote=getattr(self.door, name)) for name in ("share_device", "start_device")}
         )
@@ -543,7 +554,7 @@ def test_own_packets_are_compared_and_opened_in_place(ends: Ends) -> None:
     assert ends.link.take(small) is None
     assert ends.link.show(small, 0, 8) is None
     ends.link.close()
-    devices.DeviceLink(shared_link(Arena(), False, False)).close()
+    devices.DeviceLink(shared_link(Arena(), True, False)).close()
 
 
 def test_messages_to_other_gpus_do_not_take_this_ones_memory(ends: Ends) -> None:
@@ -637,7 +648,7 @@ def test_only_the_drivers_own_gpu_is_shared(ends: Ends, monkeypatch: pytest.Monk
     assert ends.link.arena is not None
     assert ends.remote.shares_device
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    near = shared_link(Arena(), False, False)
+    near = shared_link(Arena(), True, False)
     assert isinstance(devices.reaching(near), devices.DeviceLink)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert devices.reaching(near) is near

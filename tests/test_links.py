@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raydp_parallel.actor import link_for
 from raydp_parallel.links import (
     Arena,
     BySize,
@@ -28,6 +27,7 @@ from raydp_parallel.links import (
     Piece,
     SharedLink,
     aligned,
+    link_for,
 )
 
 LIMIT = 256

@@ -16,9 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import raydp_parallel
 from raydp_parallel import bridge, codec, devices, outgoing
-from raydp_parallel.actor import shared_link
 from raydp_parallel.check import training
-from raydp_parallel.links import Arena, InlineLink, Mail, ObjectStoreLink
+from raydp_parallel.links import Arena, InlineLink, Mail, ObjectStoreLink, shared_link
 from raydp_parallel.options import Options
 
 CPU = torch.device("cpu")
@@ -46,7 +45,7 @@ class Backward:
 
     def __init__(self, fake: FakeGpu, loss: Tensor, *leaves: Tensor, pinned: bool = True) -> None:
         pin = devices.pinner(CPU) if pinned else None
-        self.mail = Mail(shared_link(Arena(pin=pin), gives=True, always=True))
+        self.mail = Mail(shared_link(Arena(pin=pin), exposes=False, always=True))
         early = outgoing.begin(leaves, self.mail, CPU)
         assert early is not None
         fake.log.clear()
@@ -244,7 +243,7 @@ def test_gradients_are_kept_until_they_were_copied(fake: FakeGpu) -> None:
 
 def test_where_gradients_do_not_leave_early(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU; by links that make a packet at once; on the driver's own GPU; and where it does not pay."""
-    leaves, shared = [leaf(4, 4)], shared_link(Arena(), True, True)
+    leaves, shared = [leaf(4, 4)], shared_link(Arena(), False, True)
 
     def early(link: Any, *more: Tensor) -> bool:
         return outgoing.begin([*leaves, *more], Mail(link), CPU) is not None
@@ -256,8 +255,8 @@ def test_where_gradients_do_not_leave_early(fake: FakeGpu, monkeypatch: pytest.M
     assert not early(ObjectStoreLink(id, id))
     assert not early(InlineLink())
     assert early(shared, torch.zeros(3, 3).to_sparse().requires_grad_())
-    assert early(shared_link(Arena(), True, False), leaf(1 << 16))
-    assert not early(shared_link(Arena(), True, False))
+    assert early(shared_link(Arena(), False, False), leaf(1 << 16))
+    assert not early(shared_link(Arena(), False, False))
     monkeypatch.setattr(outgoing, "TOGETHER", 65)
     assert not early(shared)
     monkeypatch.setattr(devices.kinds, "HOST", frozenset({"cpu"}))

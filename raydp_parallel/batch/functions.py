@@ -59,14 +59,14 @@ class Gather(torch.autograd.Function):
 
 def join_along(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     """The concatenation of tensors of one dtype and device."""
-    if all(map(_is_plain, tensors)) and (devices.any_joined() or _is_large(tensors)):
+    if (devices.any_joined() or _is_large(tensors)) and all(map(_is_plain, tensors)):
         joined: torch.Tensor = Gather.apply(dim, *tensors)
         return joined
     return torch.cat(tuple(tensors), dim)
 
 
 def _is_large(tensors: Sequence[torch.Tensor]) -> bool:
-    return sum([tensor.nbytes for tensor in tensors]) >= devices.RECYCLED
+    return sum([tensor.numel() * tensor.itemsize for tensor in tensors]) >= devices.RECYCLED
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

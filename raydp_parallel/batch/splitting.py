@@ -7,8 +7,7 @@ word (pytorch#7358, #31460). Here each cut is written down, and cuts that disagr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 
@@ -18,8 +17,7 @@ from raydp_parallel.batch.functions import split_tensor
 from raydp_parallel.batch.packed import sequences, split_packed
 
 
-@dataclass(frozen=True)
-class _Cut:
+class _Cut(NamedTuple):
     """One value that was split: its path, its size (None where only its class knows) and its number of chunks."""
 
     path: str
@@ -31,13 +29,13 @@ class _Cut:
         return f"{self.path}: {size}{self.chunks} chunk{'s' * (self.chunks != 1)}"
 
 
-@dataclass(frozen=True)
 class _Plan:
     """Into how many chunks to split at most, along which dimension, and what was split so far."""
 
-    chunks: int
-    dim: int
-    cuts: list[_Cut] = field(default_factory=list)
+    def __init__(self, chunks: int, dim: int) -> None:
+        self.chunks = chunks
+        self.dim = dim
+        self.cuts: list[_Cut] = []
 
     def note(self, path: str, size: int | None, pieces: Sequence[Any]) -> Sequence[Any]:
         """Write down what a value was split into, and hand it on."""

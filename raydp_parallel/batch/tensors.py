@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ from raydp_parallel.options import Scalars
 SCALARS: tuple[str, ...] = ("vector", "mean", "sum", "weighted_mean")
 
 
-@dataclass(frozen=True)
-class Gathering:
+class Gathering(NamedTuple):
     """How to join.
 
     Attributes:

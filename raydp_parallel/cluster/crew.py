@@ -14,14 +14,13 @@ import ray
 from ray._private.worker import global_worker
 
 from raydp_parallel import devices
-from raydp_parallel.actor import link_for, shared_link
 from raydp_parallel.cluster.holders import no_room
 from raydp_parallel.cluster.holds import Hold, Holds
 from raydp_parallel.cluster.joining import connect
 from raydp_parallel.cluster.nodes import Node, booked, draining, for_cpus, homes, living, nodes
 from raydp_parallel.crew import Death, Ending, Heard, Place, Task
 from raydp_parallel.errors import PlacementError
-from raydp_parallel.links import Arena, Link, Packet, shared
+from raydp_parallel.links import Arena, Link, Packet, link_for, shared, shared_link
 from raydp_parallel.messages import Hello, Package
 from raydp_parallel.naming import Names
 from raydp_parallel.options import Options

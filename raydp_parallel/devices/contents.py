@@ -138,6 +138,8 @@ class Prints(NamedTuple):
 
     def of(self, keys: Sequence[int]) -> Prints:
         """Those of some runs alone, in the order in which they stand here."""
+        if not self.keys:
+            return self
         wanted = {*keys}
         rows = [i for i, key in enumerate(self.keys) if key in wanted]
         if len(rows) == len(self.keys) or self.values is None:

@@ -7,7 +7,7 @@ memory that can be read (``open``). Between processes of one machine nothing nee
 from __future__ import annotations
 
 from raydp_parallel.links.base import GIVEN, Given, Link, Mail, Origin, Packet, Piece, Room, Window, aligned, paged
-from raydp_parallel.links.by_size import BySize
+from raydp_parallel.links.by_size import SHARE_LIMIT, BySize, link_for, shared_link
 from raydp_parallel.links.exposed import Exposed
 from raydp_parallel.links.inline import InlineLink
 from raydp_parallel.links.object_store import ObjectStoreLink
@@ -17,6 +17,7 @@ from raydp_parallel.links.windows import Found, Mappings
 
 __all__ = [
     "GIVEN",
+    "SHARE_LIMIT",
     "Arena",
     "BySize",
     "Descriptor",
@@ -37,7 +38,9 @@ __all__ = [
     "Slice",
     "Window",
     "aligned",
+    "link_for",
     "new_lease",
     "new_token",
     "paged",
+    "shared_link",
 ]

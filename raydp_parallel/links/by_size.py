@@ -6,10 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from raydp_parallel.links.base import Link, Packet, Piece, Room, Window
+from raydp_parallel.links.inline import InlineLink
+from raydp_parallel.links.object_store import ObjectStoreLink
+from raydp_parallel.links.segments import Arena
+from raydp_parallel.links.shared import SharedLink
 
 INLINE_LIMIT = 64 * 1024
 """Bytes up to which a packet rides in the call. Ray moves arguments over 100 KB through its object store, which makes
 a call of 120 KB cost four times one of 80 KB (measured), and a call carries more than one packet."""
+
+SHARE_LIMIT = 32 * 1024 * 1024
+"""Bytes up to which each replica gets a copy of its own over its line. What is larger is put into the object store,
+once for all replicas; that costs 5 ms however little it is."""
 
 
 class BySize(Link):
@@ -62,3 +70,27 @@ class BySize(Link):
     def close(self) -> None:
         self._large.close()
         self._small.close()
+
+
+def link_for(name: str, put: Any = None, get: Any = None) -> Link:
+    """The link that `Options.link` names, for one side: the driver gives its ``put`` and ``get``.
+
+    Shared memory needs both sides' consent; until then, and for calls that Ray carries, bytes are copied.
+    """
+    arrays = ObjectStoreLink()
+    store = arrays if put is None else ObjectStoreLink(put, get)
+    if name == "inline":
+        return InlineLink()
+    return store if name == "object_store" else BySize(InlineLink(), BySize(arrays, store, SHARE_LIMIT))
+
+
+def shared_link(arena: Arena, exposes: bool, always: bool) -> Link:
+    """The link between processes of one machine.
+
+    Args:
+        arena: Where the memory comes from.
+        exposes: Whether storages may be shown where they lie.
+        always: Whether also the smallest things go that way.
+    """
+    shared = SharedLink(arena, exposes, always)
+    return shared if always else BySize(InlineLink(), shared, name=shared.name)

@@ -134,6 +134,8 @@ def read(block: Sequence[Tensor]) -> Piece:
     if not first.numel():
         return Piece(0, 0, None)
     if len(block) == 1:
+        if first.is_contiguous():  # most are
+            return devices.piece(first.detach())
         return devices.piece(codec.compact(first) if is_loose(first) else _window(first, *span(first)))
     spans = [span(tensor) for tensor in block]
     return devices.piece(_window(first, min(start for start, _ in spans), max(end for _, end in spans)))

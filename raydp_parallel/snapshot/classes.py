@@ -8,6 +8,7 @@ that was put around a method before the class was first seen looks like one of t
 
 from __future__ import annotations
 
+import operator
 import sys
 import types
 import uuid
@@ -25,6 +26,7 @@ PROCESS = uuid.uuid4().hex
 """Names this process, for good."""
 
 _originals: dict[tuple[type, str], Any] = {}
+_seen: weakref.WeakKeyDictionary[type, tuple[list[str], list[Any], list[Any]]] = weakref.WeakKeyDictionary()
 _first: weakref.WeakKeyDictionary[type, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 Patch = tuple[type, str, Any]
@@ -39,9 +41,13 @@ def of(module: nn.Module) -> list[type]:
 
 
 def attributes(kind: type) -> list[Any]:
-    """What is set on a class, to be compared by identity."""
-    own = {name: value for name, value in vars(kind).items() if name not in _PYTHONS_OWN}
-    return [*own, *own.values()]
+    """What is set on a class, to be compared by identity; the same list as before, if it is that of before."""
+    names, values = [*vars(kind)], [*vars(kind).values()]
+    seen = _seen.get(kind)
+    if seen is None or seen[0] != names or not all(map(operator.is_, seen[1], values)):
+        own = {name: value for name, value in zip(names, values, strict=True) if name not in _PYTHONS_OWN}
+        seen = _seen[kind] = names, values, [*own, *own.values()]
+    return seen[2]
 
 
 def patches(kinds: Sequence[type]) -> Iterator[tuple[Patch, bool]]:

@@ -203,7 +203,7 @@ class Contents:
 
     def _unlike(self, chosen: list[int]) -> list[int]:
         """Those of some blocks that are not what was sent. On a GPU fingerprints are compared, not bytes."""
-        return _unlike(chosen, self._prints.of(chosen), self._read, self._sent)
+        return _unlike(chosen, self._prints.of(chosen), self._read, self._sent) if chosen else []
 
     def send(self, chosen: list[int], revision: int) -> None:
         """Put the contents of some blocks where replicas can get them."""
@@ -323,6 +323,9 @@ class Contents:
 def _unlike(
     chosen: list[int], printed: devices.Prints, read: Callable[[int], Piece], sent: Callable[[int], Piece]
 ) -> list[int]:
+    if not printed.keys:
+        same = devices.compare([(read(block), sent(block)) for block in chosen])()
+        return [block for block, alike in zip(chosen, same, strict=True) if not alike]
     marked = {*printed.keys}
     now = devices.prints({block: read(block) for block in dict.fromkeys(printed.keys)})
     unlike = {*printed.unlike(now)}

@@ -181,6 +181,9 @@ class Image:
 
     def changed(self) -> bool:
         """Whether anything differs that identity can see."""
+        return self._attributes_changed() or self._readers_changed()
+
+    def _attributes_changed(self) -> bool:
         plain = [*map(vars, self._full_owners), *self._full_dicts]
         full = [*plain, *self._full_ordered]
         # An OrderedDict has an order of its own, which dict.values would not follow.
@@ -191,7 +194,6 @@ class Image:
             or (not _identical(chain.from_iterable(full), self._keys) and [*chain.from_iterable(full)] != self._keys)
             or not _identical(chain.from_iterable(values), self._values)
             or self._lists_changed()
-            or self._readers_changed()
         )
 
     def _lists_changed(self) -> bool:
@@ -260,7 +262,7 @@ class Image:
         """Put everything back as it was. False if something changed that cannot be put back in place."""
         if self._readers_changed() or self.deep_changed():
             return False
-        if not self.changed():
+        if not self._attributes_changed():
             return True
         for i, copy in enumerate(self._copies):
             node = self._node(i)
@@ -316,7 +318,7 @@ def _identical(now: Iterable[Any], then: Iterable[Any]) -> bool:
 
 
 def _same(now: Sequence[Any], then: Sequence[Any]) -> bool:
-    return len(now) == len(then) and _identical(now, then)
+    return now is then or (len(now) == len(then) and _identical(now, then))
 
 
 def _alike(node: dict[Any, Any], copy: dict[Any, Any]) -> bool:
