@@ -280,7 +280,8 @@ class Books:
                 by_seat.setdefault(one.seat, []).append((one, reply))
             for seat, calls in by_seat.items():
                 self._ran(seat, calls, ended)
-            return [self._span(one, reply) for one, reply in zip(sent, replies, strict=True)]
+            found = [(one, reply, self.chairs[one.seat.index]) for one, reply in zip(sent, replies, strict=True)]
+            return [_span(*each) for each in found]
 
     def _ran(self, seat: Seat, calls: Sequence[tuple[Sent, Reply | None]], ended: float) -> None:
         """What one replica did in a round. One that stands in for another does several calls, one after the other."""
@@ -301,11 +302,6 @@ class Books:
         waited = chair.free - start - busy - chair.owed
         chair.owed = max(0.0, -waited)
         calls[-1][0].account.seconds[5] += max(0.0, waited)
-
-    def _span(self, one: Sent, reply: Reply | None) -> ChunkSpan:
-        offset = self.chairs[one.seat.index].clock.offset
-        laps = reply.laps if reply is not None else ()
-        return ChunkSpan(one.seat.index, one.at, tuple([stamp + offset for stamp in laps]) if offset else laps)
 
     @contextlib.contextmanager
     def reducing(self, seats: Sequence[Seat]) -> Iterator[None]:
@@ -388,6 +384,12 @@ class Books:
             driver=DriverSeconds(prepare, verify, wait, reduce, outside), changes=changes,
         )  # fmt: skip
         return _with_advice(found)
+
+
+def _span(one: Sent, reply: Reply | None, chair: Chair) -> ChunkSpan:
+    """A message as it happened, by the driver's clock."""
+    offset, laps = chair.clock.offset, reply.laps if reply is not None else ()
+    return ChunkSpan(one.seat.index, one.at, tuple([stamp + offset for stamp in laps]) if offset else laps)
 
 
 def _with_advice(stats: ExecutorStats) -> ExecutorStats:

@@ -20,6 +20,8 @@ from raydp_parallel.messages import Hello, Reply
 from raydp_parallel.monitor import ExecutorStats, Totals
 from raydp_parallel.seats import Seat
 
+NO_MAIL = Mail(InlineLink())
+
 
 class Time:
     """A clock that stands still until it is told."""
@@ -66,7 +68,7 @@ def run(
     clock.now += 0.010
     begin = clock.now
     for number, seat in enumerate(seats):
-        call.sends(number, seat)
+        call.sends(number, seat, NO_MAIL)
     replies = []
     for _, seconds in zip(seats, work, strict=True):
         at = begin + 0.001
@@ -120,7 +122,7 @@ def test_a_call_that_is_under_way_counts_as_waited(clock: Time) -> None:
     seats = sit(kept)
     clock.now += 1.0
     call = kept.begin([Job(seats[0], "forward", lambda *_: None, 1)])
-    call.sends(0, seats[0])
+    call.sends(0, seats[0], NO_MAIL)
     clock.now += 7.0
     first, second = (replica.phases for replica in taken(kept, seats).replicas)
     assert (first.idle, first.wait) == (1.0, 7.0)
@@ -135,7 +137,7 @@ def test_what_a_death_leaves_is_no_work(clock: Time) -> None:
     seats = sit(kept)
     call = kept.begin([Job(seat, "forward", lambda *_: None, 1) for seat in seats])
     for number, seat in enumerate(seats):
-        call.sends(number, seat)
+        call.sends(number, seat, NO_MAIL)
     clock.now += 3.0
     call.heard([None, None])
     call.ended()
@@ -150,8 +152,8 @@ def test_work_that_is_heard_of_late_was_no_waiting(clock: Time) -> None:
     kept = Books("late")
     (seat, _) = sit(kept)
     long, short = (kept.begin([Job(seat, "forward", lambda *_: None, model)]) for model in (1, 2))
-    long.sends(0, seat)
-    short.sends(0, seat)
+    long.sends(0, seat, NO_MAIL)
+    short.sends(0, seat, NO_MAIL)
     clock.now += 4.0
     short.heard([reply((103.0, 103.0, 103.0, 104.0, 104.0))])
     assert kept.replica(seat).phases.wait == pytest.approx(3.0)
@@ -167,11 +169,11 @@ def test_what_runs_again_counts_once(clock: Time) -> None:
     jobs = [Job(seat, "backward", lambda *_: None, 1) for seat in seats]
     call = kept.begin(jobs)
     for number, seat in enumerate(seats):
-        call.sends(number, seat)
+        call.sends(number, seat, NO_MAIL)
     clock.now += 1.0
     call.heard([reply((100.0, 100.1, 100.2, 100.7, 100.8)), None])
     clock.now += 0.5
-    names = [call.sends(1, seats[0], "forward").name, call.sends(1, seats[0]).name]
+    names = [call.sends(1, seats[0], NO_MAIL, "forward").name, call.sends(1, seats[0], NO_MAIL).name]
     clock.now += 2.0
     call.heard([reply((101.6, 101.7, 101.8, 102.3, 102.4)), reply((102.4, 102.5, 102.6, 103.1, 103.2))])
     call.ended()
@@ -196,7 +198,7 @@ def test_of_one_model_alone(clock: Time) -> None:
     kept.models.update({1: "Net-1", 2: "Other-2"})
     run(kept, clock, seats, work=(0.1,))
     call = kept.begin([Job(seats[0], "forward", lambda *_: None, 2)])
-    call.sends(0, seats[0])
+    call.sends(0, seats[0], NO_MAIL)
     clock.now += 1.0
     call.heard([reply((clock.now - 0.9, clock.now - 0.8, clock.now - 0.7, clock.now - 0.2, clock.now))])
     kept.rows(seats[0], 2, 4)
@@ -261,11 +263,11 @@ def test_names_of_tasks(clock: Time) -> None:
     seats = sit(kept)
     jobs = [Job(seat, "forward", lambda *_: None, 1) for seat in seats]
     first, second = kept.begin(jobs), kept.begin(jobs)
-    assert [first.sends(i, seat).name for i, seat in enumerate(seats)] == [
+    assert [first.sends(i, seat, NO_MAIL).name for i, seat in enumerate(seats)] == [
         "forward #1 chunk 1/2",
         "forward #1 chunk 2/2",
     ]
-    assert second.sends(0, seats[0]) == ("forward chunk 1/2", False)
+    assert second.sends(0, seats[0], NO_MAIL) == ("forward chunk 1/2", False)
 
 
 def test_executors_of_one_name_are_told_apart() -> None:

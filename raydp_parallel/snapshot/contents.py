@@ -96,9 +96,10 @@ class Contents:
         """What there was to see when it was last taken up."""
         return self._seen
 
-    def changed(self) -> bool:
-        """Whether anything moved that is cheap to see."""
-        return self.look() != self._seen or bool(self._stale) or self._withdrawn()
+    def news(self) -> Look | None:
+        """What there is to see now, if anything moved that is cheap to see."""
+        now = self.look()
+        return now if now != self._seen or self._stale or self._withdrawn() else None
 
     def wrote(self, slot: int) -> None:
         """What lies in a slot was written to, though no version may tell."""
@@ -117,22 +118,23 @@ class Contents:
         except RuntimeError:
             return [0 if t.is_inference() else t._version for t in self._row]
 
-    def take(self, revision: int) -> bool:
+    def take(self, now: Look, revision: int) -> bool:
         """Take up what moved. False if a tensor no longer lies as the layout says: then only `adopt` helps."""
-        now, then = self.look(), self._seen
-        differ = [
-            i
-            for i in range(len(self._row))
-            if now.versions[i] != then.versions[i] or now.pointers[i] != then.pointers[i]
-        ]
+        then = self._seen
+        elsewhere = {i for i in range(len(self._row)) if now.pointers[i] != then.pointers[i]}
+        differ = [i for i in range(len(self._row)) if i in elsewhere or now.versions[i] != then.versions[i]]
         if not self.fits(differ):
             return False
         if now.pointers != then.pointers and not self._lie_as_before():
             return False
         self._note(now, revision)
-        moved = {self.layout.specs[self.slots[i]].block for i in differ}
-        moved = self._withdraw() | {block for block in moved if not self._in_sight(block)}
-        self.send([block for block in self.layout.sizes if block in moved], revision)
+        moved = self._withdraw()
+        for i in differ:
+            block = self.layout.specs[self.slots[i]].block
+            if block not in self._exposed or (i in elsewhere and not self._in_sight(block)):
+                moved.add(block)
+        if moved:
+            self.send([block for block in self.layout.sizes if block in moved], revision)
         return True
 
     def _withdraw(self) -> set[int]:
@@ -144,9 +146,7 @@ class Contents:
         return stale
 
     def _in_sight(self, block: int) -> bool:
-        """Whether replicas see a block's memory as it is now."""
-        if block not in self._exposed:
-            return False
+        """Whether replicas still see the memory of an exposed block, which moved."""
         place, first = self._places[block], self.tensors[self.layout.members[block][0]]
         return place.packet.storage._cdata == first.untyped_storage()._cdata and place.offset == self._start(block)
 

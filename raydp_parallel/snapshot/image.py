@@ -159,9 +159,10 @@ class Image:
         self._copies = [dict(node) for node in self._nodes]
         self._list_copies = [list(node) for node in self._lists]
         self._owner_index = {id(owner): i for i, owner in enumerate(self._owners)}
-        self._flatten()
+        self.settle()
 
-    def _flatten(self) -> None:
+    def settle(self) -> None:
+        """Make ready to compare."""
         # Most dicts of a module are hooks' and empty: whether they all still are is one question.
         count = len(self._owners)
         empty = [not copy and (i >= count or _is_tensor(self._owners[i])) for i, copy in enumerate(self._copies)]
@@ -254,10 +255,6 @@ class Image:
         """Take an attribute's new value for how it looks from now on; `settle` ends a series of these."""
         self._copies[self._owner_index[id(owner)]][name] = value
 
-    def settle(self) -> None:
-        """Make ready to compare again."""
-        self._flatten()
-
     def restore(self) -> bool:
         """Put everything back as it was. False if something changed that cannot be put back in place."""
         if self._readers_changed() or self.deep_changed():
@@ -310,7 +307,7 @@ class Image:
                 self._nodes[i].update(self._copies[i])
         self._occurrences = Counter({id(new[k]) if k in new else k: n for k, n in self._occurrences.items()})
         self._owner_index = {id(owner): i for i, owner in enumerate(self._owners)}
-        self._flatten()
+        self.settle()
 
 
 def _identical(now: Iterable[Any], then: Iterable[Any]) -> bool:

@@ -180,7 +180,7 @@ class Master:
             self._restructure()
         elif self._image.changed():
             self._edit()
-        if self._contents.changed() and not self._contents.take(self._next_revision()):
+        if (news := self._contents.news()) is not None and not self._contents.take(news, self._next_revision()):
             self._restructure()
 
     def verify(self) -> bool:

@@ -263,8 +263,9 @@ class Mirror:
         self._flags.update(update.flags)
         # New contents that come with a new version are for torch's check to find, as after an optimizer's step. Those
         # that come without are new memory in the driver (``p.data = q``), where graphs keep the old.
-        told = {self._specs[slot].block for slot in update.bumped if slot in self._specs}
-        untold = sources.keys() - told if graphs_alive else set()
+        untold = set()
+        if graphs_alive and sources:
+            untold = sources.keys() - {self._specs[slot].block for slot in update.bumped if slot in self._specs}
         anew = [b for b, source in sources.items() if b in untold or not self._memory[b].adopt(source)]
         for block in anew:
             self._memory[block] = memory.make(sources[block], self._device)
