@@ -5,6 +5,9 @@
 Where a chunk has to lie depends on how large those before it are. That is guessed: as large as when inputs were last
 as large. A replica whose answer is another than was guessed sends it in memory of its own, as it would without a guess.
 
+What was joined keeps all of the memory, with the other tensors of the answer. So tensors that are less than half of it
+are joined by a copy: of a loss and logits, who keeps the loss does not keep the logits.
+
 [Note: who may still write]
 The memory is lent to the replicas with the call, as other memory is, and used for something else when all of them have
 said that they are done with it. Of one that is taken for dead nobody will hear that: then it is used for nothing else.
@@ -73,7 +76,7 @@ class Ground:
         """The tensors that a replica wrote here, in their places."""
         if not self._runs and self._mail is not None:
             memory = self._mail.link.open(self.packet)
-            self._runs = [devices.Run(memory.part(begin, size)) for begin, size in self._layout.runs]
+            self._runs = [devices.Run(memory.part(begin, size), memory.size) for begin, size in self._layout.runs]
         starts = [begin for begin, _ in self._layout.runs]
         found = []
         for spec in specs:
@@ -115,7 +118,7 @@ def note(model: Any, call: Hashable, answers: Sequence[Answer], given: Ground | 
     if last is not None:
         known[call] = last
         for oldest in [*known][:-_KINDS]:
-            del known[oldest]
+            known.pop(oldest, None)  # unless another thread did
 
 
 def _is_shared(answer: Answer) -> bool:

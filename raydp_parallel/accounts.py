@@ -196,8 +196,8 @@ def for_model(found: Sequence[Account]) -> dict[str, Any]:
     }
 
 
-def mailed(account: Account, mail: Mail, size: int, direction: str) -> None:
-    """Enter a message with so many bytes of tensors, by the ways that they went."""
+def mailed(account: Account, mail: Mail, size: int, direction: str, others: str = "inline") -> None:
+    """Enter a message with so many bytes of tensors, by the ways that they went; those not beside it by another."""
     if size:
         traffic, left = account.traffic, size
         for packet in mail.beside:
@@ -206,7 +206,7 @@ def mailed(account: Account, mail: Mail, size: int, direction: str) -> None:
             left -= part
             traffic[link, direction] += part
         if left:
-            traffic["inline", direction] += left
+            traffic[others, direction] += left
 
 
 def exchanged(account: Account, reply: Reply) -> None:
@@ -226,7 +226,7 @@ def summed(account: Account, chair: Chair, reply: Reply) -> None:
 def way_of(packet: Any) -> tuple[str, int | None]:
     """The link that a packet beside a message goes by, and its bytes, None if only the message knows."""
     if isinstance(packet, Slice):
-        return "shared", packet.array.nbytes
+        return "shared", 0 if packet.blank else packet.array.nbytes
     if isinstance(packet, Found):
         return "shared", packet.descriptor.size
     if isinstance(packet, Exposed):

@@ -25,7 +25,7 @@ from raydp_parallel.accounts import Account, Accounts, Chair, enter, exchanged, 
 from raydp_parallel.advice import advise
 from raydp_parallel.crew import Task
 from raydp_parallel.jobs import Job
-from raydp_parallel.links import Mail
+from raydp_parallel.links import GIVEN, Mail
 from raydp_parallel.messages import Reply
 from raydp_parallel.monitor import DriverSeconds, ExecutorStats, ReplicaStats, Totals
 from raydp_parallel.phases import CallSpan, ChunkSpan, Clock, OpenSpan, unseen
@@ -257,7 +257,8 @@ class Books:
             tally.bytes_out += reply.size
             account = self.account(seat, job.model)
             account.answer[job.method] = reply.size
-            mailed(account, mail, reply.size, "out")
+            laid = reply.value is not None and reply.value.packet == GIVEN
+            mailed(account, mail, reply.size, "out", "shared" if laid else "inline")
             exchanged(account, reply)
 
     def replays(self, seat: Seat) -> None:

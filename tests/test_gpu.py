@@ -19,7 +19,7 @@ from fake_gpu import UUID, FakeGpu, installed
 from torch import Tensor, nn
 
 import raydp_parallel
-from raydp_parallel import actor, codec, crew, devices, local, remote
+from raydp_parallel import actor, cluster, codec, crew, devices, local
 from raydp_parallel.actor import Door, give_back, take_back
 from raydp_parallel.batch import functions
 from raydp_parallel.check import training
@@ -452,13 +452,13 @@ class Ends:
         actor = SimpleNamespace(
             **{name: SimpleNamespace(remote=getattr(self.door, name)) for name in ("share_device", "start_device")}
         )
-        self.remote = remote.RemoteDoor(actor)
+        self.remote = cluster.RemoteDoor(actor)
 
 
 @pytest.fixture
 def ends(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Ends:
     """Both ends."""
-    monkeypatch.setattr(remote.door.ray, "get", lambda found: found)
+    monkeypatch.setattr(cluster.door.ray, "get", lambda found: found)
     monkeypatch.setattr(ipc, "_told", set())
     return Ends()
 

@@ -19,11 +19,11 @@ import ray
 import torch
 from torch import Tensor, nn
 
-from raydp_parallel import DataParallel, Executor, Options, dial, line, remote
+from raydp_parallel import DataParallel, Executor, Options, cluster, dial, line
+from raydp_parallel.cluster import Pending, RemoteDoor
 from raydp_parallel.crew import Death
 from raydp_parallel.line import Turnstile
 from raydp_parallel.links import Arena, Descriptor, Mappings
-from raydp_parallel.remote import Pending, RemoteDoor
 
 
 class Station:
@@ -284,7 +284,7 @@ def test_a_full_object_store_is_nobody_s_death() -> None:
     )
     door = RemoteDoor(actor)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote.door.ray, "get", lambda found, timeout=None: found)
+        patch.setattr(cluster.door.ray, "get", lambda found, timeout=None: found)
         with pytest.raises(ray.exceptions.ObjectStoreFullError):
             door.submit("forward", b"", [])
         assert isinstance(door.submit("backward", b"", []), Pending)
@@ -305,8 +305,8 @@ def test_the_cause_of_a_death_is_not_asked_of_a_cluster_that_was_left(left: bool
 
     door = RemoteDoor(SimpleNamespace(hello=SimpleNamespace(remote=ray.ObjectRef.from_random)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote.door.ray, "wait", wait)
-        patch.setattr(remote.door.ray, "get", dead)
+        patch.setattr(cluster.door.ray, "wait", wait)
+        patch.setattr(cluster.door.ray, "get", dead)
         found = door.last_words(60.0, lambda: not left or len(asked) < 2)
     assert found == (None if left else "it was killed")
     assert asked == [0] * (2 if left else 3)
@@ -317,7 +317,7 @@ def test_a_call_waits_for_those_in_front_of_it() -> None:
     actor = SimpleNamespace(forward=SimpleNamespace(remote=lambda *_arguments: ray.ObjectRef.from_random()))
     door = RemoteDoor(actor)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote.door.ray, "get", lambda found, timeout=None: b"")
+        patch.setattr(cluster.door.ray, "get", lambda found, timeout=None: b"")
         calls: list[Any] = [door.submit("forward", b"", []) for _ in range(3)]
         assert [call.turn for call in calls] == [1, 2, 3]
         calls[0].result(None)

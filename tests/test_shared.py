@@ -20,7 +20,7 @@ import torch
 from harness import assert_same_grads, assert_same_state
 from torch import Tensor, nn
 
-from raydp_parallel import DataParallel, Executor, Options, PlacementError, devices, remote
+from raydp_parallel import DataParallel, Executor, Options, PlacementError, cluster, devices
 from raydp_parallel.links import Arena, Found, Ledger, Mappings, exposed
 from raydp_parallel.links.windows import Private
 
@@ -676,7 +676,7 @@ def test_replicas_that_cannot_share_get_copies_and_that_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in a container of its own; with ``link="shared"`` it is an error."""
-    monkeypatch.setattr(remote.door, "shows", lambda *_: False)
+    monkeypatch.setattr(cluster.door, "shows", lambda *_: False)
     plain = Net()
     with caplog.at_level(logging.WARNING, logger="raydp_parallel"), Executor(TWO) as executor:
         model = DataParallel(copy.deepcopy(plain), executor=executor)

@@ -1,7 +1,9 @@
 """Ray: joining a cluster, placing replicas on it, calling them, seeing their end."""
 
+from raydp_parallel.cluster.answers import Pending, await_each
 from raydp_parallel.cluster.crew import RayCrew
+from raydp_parallel.cluster.door import RemoteDoor
 from raydp_parallel.cluster.joining import connect, disconnect
 from raydp_parallel.cluster.nodes import all_gpus, check_gpus
 
-__all__ = ["RayCrew", "all_gpus", "check_gpus", "connect", "disconnect"]
+__all__ = ["Pending", "RayCrew", "RemoteDoor", "all_gpus", "await_each", "check_gpus", "connect", "disconnect"]

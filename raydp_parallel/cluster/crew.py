@@ -14,6 +14,8 @@ import ray
 from ray._private.worker import global_worker
 
 from raydp_parallel import devices
+from raydp_parallel.cluster.answers import TURN, Lost, Pending, await_each, in_short
+from raydp_parallel.cluster.door import RemoteDoor
 from raydp_parallel.cluster.holders import no_room
 from raydp_parallel.cluster.holds import Hold, Holds
 from raydp_parallel.cluster.joining import connect
@@ -25,7 +27,6 @@ from raydp_parallel.messages import Hello, Package
 from raydp_parallel.naming import Names
 from raydp_parallel.options import Options
 from raydp_parallel.progress import Waiting
-from raydp_parallel.remote import TURN, Lost, Pending, RemoteDoor, await_each, in_short
 
 log = logging.getLogger("raydp_parallel")
 

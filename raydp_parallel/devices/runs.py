@@ -19,10 +19,12 @@ class Run:
 
     Args:
         memory: The memory.
+        kept: The bytes that stay as long as it does.
     """
 
-    def __init__(self, memory: Piece) -> None:
+    def __init__(self, memory: Piece, kept: int) -> None:
         self._memory = memory
+        self.kept = kept
 
     def tensor(self, spec: TensorSpec, dtype: torch.dtype) -> Tensor:
         """The tensor of a spec, whose offset counts from where the memory begins."""
@@ -40,7 +42,7 @@ def any_joined() -> bool:
 
 
 def joined(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
-    """The concatenation of contiguous tensors as the memory that they lie in; None where that takes a copy."""
+    """The concatenation of contiguous tensors as the memory that they lie in; None where it is better a copy."""
     first = tensors[0]
     begin = end = first.data_ptr()
     run = _begun.get(begin)
@@ -50,5 +52,7 @@ def joined(tensors: Sequence[Tensor], dim: int) -> Tensor | None:
         if tensor.data_ptr() != end or _begun.get(end) is not run or tensor.shape[1:] != first.shape[1:]:
             return None
         end += tensor.nbytes
+    if 2 * (end - begin) < run.kept:
+        return None
     rows = sum([tensor.shape[0] for tensor in tensors])
     return shaped(Piece(begin, end - begin, run), (rows, *first.shape[1:]), first.dtype)

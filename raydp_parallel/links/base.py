@@ -201,9 +201,12 @@ class Mail:
 
     def find(self, packet: Packet) -> Packet:
         """The packet that stands for ``packet`` in the message."""
-        if packet == GIVEN and self.given is not None:
-            return self.given.packet
-        return self.beside[packet] if isinstance(packet, int) else packet
+        if not isinstance(packet, int):
+            return packet
+        if packet != GIVEN:
+            return self.beside[packet]
+        assert self.given is not None
+        return self.given.packet
 
     def open(self, packet: Packet) -> Piece:
         """The bytes of a packet of the message."""

@@ -16,10 +16,10 @@ import ray
 
 from raydp_parallel import devices, dial
 from raydp_parallel.actor import METHODS, give_back, sample, shows, take_back
+from raydp_parallel.cluster.answers import TURN, Lost, Pending, in_short
 from raydp_parallel.crew import Task
 from raydp_parallel.line import Line
 from raydp_parallel.links import SHARE_LIMIT, Arena, Descriptor, Exposed, Found, Ledger, Mappings, Packet, Slice
-from raydp_parallel.remote.answers import TURN, Lost, Pending, in_short
 
 log = logging.getLogger("raydp_parallel")
 
