@@ -18,6 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--link", default="auto", help="the link of tests that do not choose one: Options(link=...)")
     help = "run on so many nodes, with the driver on a head without CPUs and GPUs; 0 is one node for all"
     parser.addoption("--nodes", type=int, default=0, help=help)
+    parser.addoption("--long", action="store_true", help="run the tests that are marked long, too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,7 +34,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With ``--link shared`` nothing is copied."""
+    """Leave long tests to ``--long``; and with ``--link shared`` nothing is copied."""
+    if not config.getoption("--long"):
+        left = [item for item in items if item.get_closest_marker("long") is not None]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item.get_closest_marker("long") is None]
     if config.getoption("--link") == "shared":
         for item in items:
             if item.get_closest_marker("copies") is not None:

@@ -287,6 +287,7 @@ def test_wrong_options(wrong: dict[str, Any]) -> None:
         Options(**wrong)
 
 
+@pytest.mark.long
 def test_more_gpus_than_are_free() -> None:
     """Within the deadline: what was asked for, what is free, and what to do; and nothing stays behind."""
     good_call([0, 1])  # the process's replicas hold both GPUs now

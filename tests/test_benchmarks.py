@@ -10,7 +10,7 @@ import pytest
 from benchmarks import measure, summary, training_step
 from benchmarks.measure import Asked, Effort, Report, Table
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.long]
 
 SLOW_TO_START = ("Accelerate", "Ray Train")
 """Their own start takes longer than all the rest; a full run has them."""

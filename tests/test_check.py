@@ -185,6 +185,7 @@ def test_a_gpu_for_two(like_gpus: LikeGpus, monkeypatch: pytest.MonkeyPatch) -> 
     assert runner.try_row(BY_NAME["two replicas on one GPU"], like_gpus).status is Status.NOT_CHECKED
 
 
+@pytest.mark.long
 def test_ddp_answers_or_says_why() -> None:
     """A worker of its own."""
     assert 0 < ddp.step_seconds(SMALL, 0, 1, 3) < 10
@@ -209,6 +210,7 @@ def test_large_nets_are_what_they_are_called() -> None:
     assert [part.shape[0] for part in LOADS[PERCEPTRON].batch()] == [64, 64]
 
 
+@pytest.mark.long
 def test_rows_end_as_they_may(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     """Raising, dying, hanging, spoiling the device: each fails alone, the others go on, and the status is 1."""
     monkeypatch.setattr(runner, "TABLE", check_rows.__name__)

@@ -338,6 +338,7 @@ def test_training_has_the_same_bits_and_the_driver_carries_one_replica(
     assert [left for _, left in three.flush()] == [0, 0, 0]  # nobody keeps gradients
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [0, 2])
 def test_deaths_in_every_phase_leave_the_same_bits(
     three: Executor, here: Executor, victim: int, tmp_path: Path
@@ -366,6 +367,7 @@ def test_deaths_in_every_phase_leave_the_same_bits(
     assert same([*losses, *state(model)], expected)
 
 
+@pytest.mark.long
 def test_one_that_stands_still_is_ended_and_no_other(here: Executor, cluster: None, tmp_path: Path) -> None:
     """Others that wait for it in a sum give up in time to answer, and are not taken for silent too."""
     expected = train(here, tmp_path, {}, 3)

@@ -12,6 +12,7 @@ from pathlib import Path
 import browser
 import pytest
 
+pytestmark = pytest.mark.long
 HERE = Path(__file__).parent
 needs_prometheus = pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
 needs_browser = pytest.mark.skipif(bool(browser.missing()), reason=f"not installed: {browser.missing()}")

@@ -617,6 +617,7 @@ def test_ray_client_is_refused(no_gpu: dict[str, Any]) -> None:
         assert kind == "ClusterError" and "ray://" in text and "address='auto'" in text
 
 
+@pytest.mark.long
 def test_a_local_ray_starts_and_a_lost_one_is_replaced() -> None:
     """CPU replicas start a local cluster; after ray.shutdown() the next use starts another; shutdown() ends it."""
     found = script(
@@ -643,6 +644,7 @@ found["ended"] = not ray.is_initialized()
     assert set(found.values()) == {True}, found
 
 
+@pytest.mark.long
 @on_cluster
 def test_shutdown_leaves_a_cluster_that_is_its_users() -> None:
     """The process's replicas end, the cluster goes on, and so do wrappers, with new replicas."""
@@ -659,6 +661,7 @@ def test_shutdown_leaves_a_cluster_that_is_its_users() -> None:
     assert torch.equal(model(batch()), out)
 
 
+@pytest.mark.long
 @on_cluster
 @pytest.mark.parametrize("how", ["RAY_ADDRESS", "running"])
 def test_ray_address_is_joined(how: str) -> None:

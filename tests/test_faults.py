@@ -178,6 +178,7 @@ def test_a_replica_that_somebody_killed_through_ray(two: Executor) -> None:
     assert torch.equal(model(torch.ones(4, 4)), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"direct_line": False}, {"link": "object_store"}], ids=str)
 def test_every_way_of_calling_survives(options: dict[str, Any], tmp_path: Path) -> None:
     """As Ray tasks, and by each link."""
@@ -324,6 +325,7 @@ class Poison(nn.Module):
         return x
 
 
+@pytest.mark.long
 def test_a_chunk_that_ends_whoever_runs_it(two: Executor) -> None:
     """Is given up after a few, with an error that says so; the next call works."""
     with pytest.raises(ReplicaDied, match=r"last of 6 replicas .* the chunk itself may be the reason"):
@@ -364,6 +366,7 @@ class Stops(nn.Module):
         return x
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_replica_that_hangs(times: int, tmp_path: Path) -> None:
     """It counts as dead and is ended; its chunk runs once more; if that hangs too, the call raises."""

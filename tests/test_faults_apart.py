@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
 HERE = Path(__file__).parent
 SMALL_SHM = "mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "
 """In a name space of its own, so that nobody else's memory is touched."""

@@ -262,6 +262,7 @@ def train(executor: Executor, folder: Path, plan: dict[int, Sequence[str]], pret
     return [*losses, *state(model)]
 
 
+@pytest.mark.long
 def test_a_death_in_the_midst_of_a_sum_of_nccl(three: Executor, tmp_path: Path) -> None:
     """Two wait in kernels that would never end; the driver tells them, and the step has the same bits."""
     expected = train(whole(three), tmp_path, {}, False)

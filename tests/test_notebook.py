@@ -10,6 +10,8 @@ import pytest
 import ray
 from jupyter_client.manager import KernelManager
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parent.parent
 
 CELL = """

@@ -661,6 +661,7 @@ def trained(options: Options) -> tuple[dict[str, Tensor], str]:
         return model.module.state_dict(), executor.stats().link
 
 
+@pytest.mark.long
 @on_cluster
 def test_training_is_the_same_by_every_link() -> None:
     """To the bit."""
