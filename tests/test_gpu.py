@@ -19,7 +19,7 @@ from fake_gpu import UUID, FakeGpu, installed
 from torch import Tensor, nn
 
 import raydp_parallel
-from raydp_parallel import actor, cluster, codec, crew, devices, local
+from raydp_parallel import actor, cluster, codec, crew, devices, executor, local
 from raydp_parallel.actor import Door, give_back, take_back
 from raydp_parallel.batch import functions
 from raydp_parallel.check import training
@@ -47,9 +47,11 @@ IN_PROCESS = Options(in_process=True)
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    """A GPU."""
+    """A GPU, and no replicas that have never seen one."""
+    executor.shared(IN_PROCESS).close()
     with installed(monkeypatch) as found:
         yield found
+    executor.shared(IN_PROCESS).close()
 
 
 def host(size: int) -> Tensor:
