@@ -26,6 +26,7 @@ from raydp_parallel.check import training
 from raydp_parallel.cluster import RayCrew
 from raydp_parallel.devices import contents, gpu, ipc
 from raydp_parallel.links import (
+    GIVEN,
     Arena,
     Descriptor,
     InlineLink,
@@ -37,7 +38,7 @@ from raydp_parallel.links import (
     link_for,
     shared_link,
 )
-from raydp_parallel.messages import Hello
+from raydp_parallel.messages import Hello, Site
 from raydp_parallel.options import Options
 from raydp_parallel.snapshot.master import Master
 
@@ -78,6 +79,20 @@ def test_a_gpus_bytes_are_copied_where_they_are_wanted(fake: FakeGpu) -> None:
     piece.origin.settle()
     assert plain.view(torch.float32).tolist() == [*range(6)]
     assert fake.log == ["copy to the host", "pinned buffer", "copy to the host", "record", "wait"]
+
+
+def test_a_gpus_output_is_laid_where_it_is_wanted(fake: FakeGpu) -> None:
+    """Into the driver's memory, as this process has it mapped and pinned; there before the answer goes."""
+    lent = Arena().take(1 << 20, blank=True)
+    mappings = Mappings(devices.pinner(CPU))
+    output = torch.arange(64, dtype=torch.float32).view(8, 8)
+    spec = codec.spec_of(output, offset=4096)
+    plot = codec.plot(Site(0, (spec,)), Mail(InlineLink(), [mappings.find(lent.descriptor)]))
+    back = Mail(InlineLink())
+    parcel, _ = codec.encode(output, back, "output", plot=plot)
+    assert (parcel.packet, parcel.specs, back.size, back.beside) == (GIVEN, (spec,), 256, [])
+    assert lent.array[4096 : 4096 + 256].tobytes() == output.numpy().tobytes()
+    assert "wait" in fake.log
 
 
 @pytest.mark.parametrize("make", [InlineLink, ObjectStoreLink, lambda: shared_link(Arena(), False, True)])
