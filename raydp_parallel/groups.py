@@ -122,24 +122,24 @@ class Groups:
         gpus = {hello.gpu_uuid for hello in hellos if hello.gpu_uuid and hello.device != "cpu"}
         return Kind.NCCL if len(gpus) == len(seats) and not self._no_nccl else Kind.GLOO
 
-    def wanted(self, seats: Sequence[Seat], size: int, kind: Kind = Kind.GLOO) -> bool:
+    def wanted(self, seats: Sequence[Seat], size: int, kind: Kind | None = Kind.GLOO) -> bool:
         """Whether so many bytes are to go by a group of these, if there can be one.
 
         Args:
             seats: Who is to be in it.
             size: The bytes.
-            kind: What it would be made of: GPUs of one node sum among themselves, if each has its own, but no node
-                needs the network to pass on what lies in its memory.
+            kind: What it would be made of, None whatever they can: GPUs of one node sum among themselves, if each has
+                its own, but no node needs the network to pass on what lies in its memory.
         """
         options = self._roster.options
         if options.in_process or options.link not in ("auto", "collective") or len(seats) < 2:
             return False
         if len({*seats}) < len(seats) or not all(seat.ready for seat in seats):
             return False
-        if options.link == "collective":
-            return True
+        if options.link == "collective" or size < _LEAST:
+            return options.link == "collective"
         nodes = {seat.hello.node for seat in seats if seat.hello is not None}
-        return size >= _LEAST and (len(nodes) > 1 or kind is Kind.NCCL)
+        return len(nodes) > 1 or (kind or self.kind(seats)) is Kind.NCCL
 
     def find(self, seats: Sequence[Seat], size: int, kind: Kind = Kind.GLOO, always: bool = False) -> Alliance | None:
         """The group of some seats, made if need be. None: they are better off, or have to do, without.

@@ -6,7 +6,6 @@ group broke), those who believed it done are asked for theirs, and the driver su
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -167,8 +166,7 @@ def plan(executor: Executor, parts: Sequence[Part], leaves: Sequence[Tensor], ne
     if any(part.master is not first.master or part.own != first.own for part in parts):
         return None
     seats = [part.seat for part in parts]
-    kind = executor.groups.kind(seats)
-    if not executor.groups.wanted(seats, sys.maxsize, kind):  # nearly all calls on one machine
+    if not executor.groups.wanted(seats, first.master.size, None):  # nearly no call on one machine is
         return None
     if not all(part.graph.on(part.seat) for part in parts):
         return None
@@ -177,7 +175,7 @@ def plan(executor: Executor, parts: Sequence[Part], leaves: Sequence[Tensor], ne
     if not rows or any([*part.leaves[: first.own]] != [*first.leaves[: first.own]] for part in parts):
         return None
     size = sum(chosen[row].nbytes for row in rows)
-    alliance = executor.groups.find(seats, size, kind)
+    alliance = executor.groups.find(seats, size, executor.groups.kind(seats))
     return Pool(executor, alliance, parts, rows) if alliance is not None else None
 
 
