@@ -49,8 +49,10 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
 
 
 @pytest.fixture(scope="module")
-def shared(cluster: None) -> Iterator[Executor]:
+def shared(cluster: None, request: pytest.FixtureRequest) -> Iterator[Executor]:
     """Three replicas that share memory with this process, whatever the suite's link."""
+    if request.config.getoption("--nodes"):
+        pytest.skip("replicas on other nodes share no memory with this process")
     with Executor(["cpu"] * 3, options=Options(link="auto", threads=1)) as executor:
         executor.books.shown = False  # calls that Ray carries have their answers copied
         yield executor
