@@ -4,8 +4,8 @@
 each of two CPU replicas, so that a forward does little but read the weights. Before it nothing was changed, or one
 layer, or all layers: in place as an optimizer does, by `load_state_dict`, or replaced by `p.data = q`. The changes
 themselves are the user's and are not timed. What they leave behind, cold caches, is no matter of weights: so what they
-are compared with is a forward before which as much was written elsewhere. The floor is the plain module's forward of
-one row, with one thread: what each replica cannot avoid.
+are compared with is a forward before which as much was written elsewhere, or as much loaded into another net. The floor
+is the plain module's forward of one row, with one thread: what each replica cannot avoid.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ REPLICAS = 2
 LIMIT = 1.05
 _FACTOR = 1.0001
 IDLE, UNCHANGED = "nothing changed, nothing done", "nothing changed, as much written elsewhere"
+UNLOADED = "nothing changed, as much loaded elsewhere"
 ONE, IN_PLACE = "one layer changed", "all changed in place"
 LOADED, REPLACED = "all changed by load_state_dict", "all replaced by p.data = q"
 FLOOR = "floor: plain module, one row"
+NOTHING = {IN_PLACE: UNCHANGED, LOADED: UNLOADED, REPLACED: UNCHANGED}
+"""What each change is compared with."""
 
 
 def perceptron(megabytes: int) -> nn.Module:
@@ -40,17 +43,17 @@ def perceptron(megabytes: int) -> nn.Module:
 def changes(net: nn.Module) -> dict[str, Callable[[], None]]:
     """Each kind of change, to make before a forward."""
     weights = [*net.parameters()]
-    others = [weight.detach().clone() for weight in weights]
+    others, other = [weight.detach().clone() for weight in weights], copy.deepcopy(net)
     saved = {name: value.clone() for name, value in net.state_dict().items()}
 
     @torch.no_grad()
     def scale(chosen: Sequence[Tensor]) -> None:
         torch._foreach_mul_(chosen, _FACTOR)
 
-    def load() -> None:
+    def load(into: nn.Module) -> None:
         for value in saved.values():
             value.mul_(_FACTOR)
-        net.load_state_dict(saved)
+        into.load_state_dict(saved)
 
     def replace() -> None:
         for parameter in weights:
@@ -59,9 +62,10 @@ def changes(net: nn.Module) -> dict[str, Callable[[], None]]:
     return {
         IDLE: lambda: None,
         UNCHANGED: partial(scale, others),
+        UNLOADED: partial(load, other),
         ONE: partial(scale, weights[:1]),
         IN_PLACE: partial(scale, weights),
-        LOADED: load,
+        LOADED: partial(load, net),
         REPLACED: replace,
     }
 
@@ -90,10 +94,10 @@ def measure(megabytes: int, effort: Effort) -> dict[str, float]:
     x = torch.randn(REPLICAS, net[0].in_features)  # type: ignore[index]
     contenders: dict[str, Callable[[], float]] = {FLOOR: partial(alone_forward, net, x[:1])}
     # Weights that are replaced are a net's own: they are copied as long as that goes on, whatever else changes them.
-    for one, names in ((net, (IDLE, UNCHANGED, ONE, IN_PLACE, LOADED)), (copy.deepcopy(net), (REPLACED,))):
+    for one, names in ((net, (IDLE, UNCHANGED, UNLOADED, ONE, IN_PLACE, LOADED)), (copy.deepcopy(net), (REPLACED,))):
         model, found = raydp_parallel.DataParallel(one, ["cpu"] * REPLICAS), changes(one)
         contenders.update({name: partial(forward, model, x, found[name]) for name in names})
-    rounds = max(10, min(200, 2000 // megabytes))
+    rounds = max(40, min(600, 4000 // megabytes))
     return interleaved(contenders, effort.rounds(rounds), min(effort.warmup, 2 if megabytes >= 100 else 5))
 
 
@@ -105,10 +109,8 @@ def run(effort: Effort) -> Report:
         raydp_parallel.shutdown()
         tables.append(compared(f"forward, {megabytes} MB of weights, {REPLICAS} replicas", medians))
         asked += [
-            Asked(
-                f"forward, {megabytes} MB of weights: {name} to {UNCHANGED}", medians[name] / medians[UNCHANGED], LIMIT
-            )
-            for name in (IN_PLACE, LOADED, REPLACED)
+            Asked(f"forward, {megabytes} MB of weights: {name} to {nothing}", medians[name] / medians[nothing], LIMIT)
+            for name, nothing in NOTHING.items()
         ]
     question = "What does it cost that weights have changed?"
     return Report("weights_sweep", question, tables, asked, {"median_ms": data})
