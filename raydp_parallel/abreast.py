@@ -102,13 +102,18 @@ def ground(model: Any, call: Hashable) -> Ground | None:
     return Ground(layout) if layout is not None else None
 
 
+def large(answers: Sequence[Answer]) -> bool:
+    """Whether it pays to say where such answers are wanted."""
+    lends = answers[0].mail.link.lends
+    return lends is not None and sum([answer.reply.size for answer in answers]) >= lends
+
+
 def note(model: Any, call: Hashable, answers: Sequence[Answer], given: Ground | None) -> None:
     """Open answers, and guess the next ones of such a call by them."""
     if given is not None:
         for answer in answers:
             answer.mail.given = given
-    lends = answers[0].mail.link.lends
-    if lends is None or sum([answer.reply.size for answer in answers]) < lends:
+    if not large(answers):
         return
     known = _layouts.setdefault(model, {})
     last = known.pop(call, None)

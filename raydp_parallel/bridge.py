@@ -294,7 +294,7 @@ def _collect(
         answers = _run(call, stash, needed, keep, {}, ground=ground)
         _finish(call, parts, answers)
         shares = [share(part, answer) for part, answer in zip(parts, answers, strict=True)]
-        if cut and (ground is not None or _mostly_inputs(call, shares)):
+        if cut and (ground is not None or (abreast.large(answers) and _mostly_inputs(call, shares))):
             abreast.note(parts[0].master, kind, answers, ground)
     else:
         try:
@@ -317,7 +317,8 @@ def _mostly_inputs(call: Call, shares: Sequence[reduction.Share]) -> bool:
         present = codec.load(one.parcel, range(len(one.parcel.specs)))
         for leaf, row in zip(one.leaves, present, strict=True):
             if leaf is not None and row is not None:
-                sizes[call.kinds[leaf] == "input"] += math.prod(one.parcel.specs[row].shape)
+                spec = one.parcel.specs[row]
+                sizes[call.kinds[leaf] == "input"] += math.prod(spec.shape) * codec.DTYPES[spec.dtype].itemsize
     return sizes[True] > sizes[False]
 
 

@@ -6,7 +6,7 @@ memory that can be read (``open``). Between processes of one machine nothing nee
 
 from __future__ import annotations
 
-from raydp_parallel.links.base import GIVEN, Given, Link, Mail, Origin, Packet, Piece, Room, Window, aligned, paged
+from raydp_parallel.links.base import GIVEN, Link, Mail, Origin, Packet, Piece, Room, Window, aligned, paged
 from raydp_parallel.links.by_size import SHARE_LIMIT, BySize, link_for, shared_link
 from raydp_parallel.links.exposed import Exposed
 from raydp_parallel.links.inline import InlineLink
@@ -23,7 +23,6 @@ __all__ = [
     "Descriptor",
     "Exposed",
     "Found",
-    "Given",
     "InlineLink",
     "Ledger",
     "Link",
