@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -13,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from raydp_parallel.links import Exposed, Found, Mail, Slice
-from raydp_parallel.messages import Reply
+from raydp_parallel.links import Exposed, Found, Slice
 from raydp_parallel.monitor import PhaseSeconds
 from raydp_parallel.phases import Clock
 
@@ -67,13 +65,14 @@ class Accounts(dict[tuple[int, int], Account]):
 
     Attributes:
         names: What metrics call the models.
+        same: For a number of a module that had one before, the first.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.names: dict[int, str] = {}
         self._modules: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._same: dict[int, int] = {}
+        self.same: dict[int, int] = {}
         # Finalizers append here, from any thread and at any moment, also under the books' lock.
         self._gone: deque[int] = deque()
 
@@ -81,7 +80,7 @@ class Accounts(dict[tuple[int, int], Account]):
         """A module is run under a new number."""
         found, first = self._modules.get(id(module), (None, 0))
         if found is not None and found() is module:
-            self._same[model] = first
+            self.same[model] = first
             return
         self._modules[id(module)] = weakref.ref(module), model
         self.names[model] = f"{type(module).__name__}-{model}"
@@ -89,28 +88,39 @@ class Accounts(dict[tuple[int, int], Account]):
 
     def part(self, model: int) -> None:
         """A number is not used any more; its module may be. Finalizers ask for this."""
-        self._same.pop(model, None)
+        self.same.pop(model, None)
 
     def number(self, model: int) -> int:
         """The number that a model's accounts go by: its module's first."""
-        return self._same.get(model, model)
+        return self.same.get(model, model)
 
     def of(self, index: int, model: int) -> Account:
         """What a replica did for a model."""
-        key = index, self._same.get(model, model)
+        key = index, self.same.get(model, model)
         found = self.get(key)
         if found is None:
-            if len(self._gone) > _PATIENCE:
-                self._settle(len(self._gone))
             found = self[key] = Account()
         return found
 
-    def reported(self) -> list[tuple[int, str, Account]]:
-        """Copies for a report, with the models' names; for modules that are gone it is the last."""
-        gone = len(self._gone)
+    @property
+    def gone(self) -> int:
+        """How many modules are gone, and have their accounts still."""
+        return len(self._gone)
+
+    def reported(self, gone: int) -> list[tuple[int, str, Account]]:
+        """Copies for a report, with the models' names; for modules that are gone it is the last.
+
+        Args:
+            gone: How many were gone before the last notes were entered. Notes of others may be still to come.
+        """
         found = [(i, self.names.get(m, ""), copy.deepcopy(account)) for (i, m), account in self.items() if m != _GONE]
         self._settle(gone)
         return found
+
+    def tidy(self, gone: int) -> None:
+        """Without reports, nobody takes accounts of modules away that are gone, and here they are."""
+        if gone > _PATIENCE:
+            self._settle(gone)
 
     def _settle(self, count: int) -> None:
         gone = {self._gone.popleft() for _ in range(count)}
@@ -132,15 +142,15 @@ class Chair:
     reduce: float = 0.0
     idle: float = 0.0
     memory: tuple[int, int] = (0, 0)
-    running: int = 0
-    sent: float = 0.0
     owed: float = 0.0
     """Seconds that were entered as waited, and turned out to be work on a call that was heard of later."""
     clock: Clock = field(default_factory=Clock)
     recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
 
-def enter(account: Account, chair: Chair, method: str, laps: tuple[float, ...], own: bool = True) -> float:
+def enter(
+    account: Account, chair: Chair, method: str, laps: tuple[float, ...], own: bool = True, rows: int = 0
+) -> float:
     """Enter what a replica measured; returns how long it was busy.
 
     Args:
@@ -149,6 +159,7 @@ def enter(account: Account, chair: Chair, method: str, laps: tuple[float, ...], 
         method: What it did.
         laps: When its phases began, and when the last ended.
         own: Whether it counts as a call. What makes a lost graph again takes time, and was counted where it ran first.
+        rows: Rows of the batch that it computed.
     """
     t0, t1, t2, t3, t4 = laps
     seconds, work = account.seconds, t3 - t2
@@ -161,7 +172,7 @@ def enter(account: Account, chair: Chair, method: str, laps: tuple[float, ...], 
     account.busy[method] += t4 - t0
     if method == "forward":
         account.forwards += 1
-        chair.recent.append((work, account.chunk_rows))
+        chair.recent.append((work, rows))
     else:
         account.backwards += 1
         if chair.recent:
@@ -169,15 +180,21 @@ def enter(account: Account, chair: Chair, method: str, laps: tuple[float, ...], 
     return t4 - t0
 
 
-def phases_of(chair: Chair, found: Sequence[Account], now: float | None) -> PhaseSeconds:
-    """Where a replica's time went, up to now."""
+def phases_of(chair: Chair, found: Sequence[Account], now: float, sent: float | None) -> PhaseSeconds:
+    """Where a replica's time went, up to now.
+
+    Args:
+        chair: What concerns the replica.
+        found: What it did for each model.
+        now: The time.
+        sent: When the first of the calls was sent that are under way; None: there is none.
+    """
     columns = [sum(values) for values in zip(*(account.seconds for account in found), strict=True)] or [0.0] * 6
     adopt, copy_in, forward, backward, copy_out, wait = columns
     wait = max(0.0, wait - chair.owed)
-    until = time.perf_counter() if now is None else now
     # What is under way now is not known yet: until it ends its time counts as waited.
-    since = max(0.0, until - chair.free)
-    waited = max(0.0, min(since, until - chair.sent)) if chair.running else 0.0
+    since = max(0.0, now - chair.free)
+    waited = max(0.0, min(since, now - sent)) if sent is not None else 0.0
     wait, idle = wait + waited, chair.idle + since - waited
     return PhaseSeconds(adopt, copy_in, forward, backward, copy_out, wait, chair.reduce, idle)
 
@@ -196,31 +213,33 @@ def for_model(found: Sequence[Account]) -> dict[str, Any]:
     }
 
 
-def mailed(account: Account, mail: Mail, size: int, direction: str, others: str = "inline") -> None:
-    """Enter a message with so many bytes of tensors, by the ways that they went; those not beside it by another."""
-    if size:
-        traffic, left = account.traffic, size
-        for packet in mail.beside:
-            link, part = way_of(packet)
-            part = left if part is None else min(left, part)
-            left -= part
-            traffic[link, direction] += part
-        if left:
-            traffic[others, direction] += left
+Ways = tuple[tuple[str, int], ...]
+"""Bytes of a message by the links that they went by."""
 
 
-def exchanged(account: Account, reply: Reply) -> None:
-    """Enter what a replica gave to others, not by way of the driver."""
-    size = reply.passed + (reply.reduced.size if reply.reduced is not None else 0)
-    if size:
-        account.traffic["collective", "among"] += size
+def ways(beside: Sequence[Any], size: int, others: str = "inline") -> Ways:
+    """The ways of a message's tensors.
+
+    Args:
+        beside: Its packets.
+        size: The tensors' bytes.
+        others: How those went that are not in the packets.
+    """
+    if not beside:
+        return ((others, size),)
+    found: list[tuple[str, int]] = []
+    for packet in beside:
+        link, part = way_of(packet)
+        part = size if part is None else min(size, part)
+        size -= part
+        found.append((link, part))
+    return (*found, (others, size)) if size else tuple(found)
 
 
-def summed(account: Account, chair: Chair, reply: Reply) -> None:
-    """Time in which a replica waited for sums with others is no time of copying out, which it was entered as."""
-    if reply.reduced is not None:
-        account.seconds[4] -= reply.reduced.seconds
-        chair.reduce += reply.reduced.seconds
+def travelled(account: Account, went: Ways, direction: str) -> None:
+    """Enter a message's bytes by the ways that they went."""
+    for link, size in went:
+        account.traffic[link, direction] += size
 
 
 def way_of(packet: Any) -> tuple[str, int | None]:

@@ -4,32 +4,27 @@
            └────────── the replica's own clock ──────────┘
   └───────────────── what of this is not in the replica: wait ─────────────────────────┘
 
-A step pays for this with some additions of floats; whoever wants to see the books reads them at his own pace.
+Calls leave notes, which are entered here many at a time, and before anybody reads: see `runs`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
 import statistics
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch._C._profiler import _RecordFunctionFast as _range
-
-from raydp_parallel.accounts import Account, Accounts, Chair, enter, exchanged, for_model, mailed, phases_of, summed
+from raydp_parallel.accounts import Account, Accounts, Chair, enter, for_model, phases_of, travelled
 from raydp_parallel.advice import advise
-from raydp_parallel.crew import Task
 from raydp_parallel.jobs import Job
-from raydp_parallel.links import GIVEN, Mail
-from raydp_parallel.messages import Reply
-from raydp_parallel.monitor import DriverSeconds, ExecutorStats, ReplicaStats, Totals
+from raydp_parallel.monitor import DriverSeconds, ExecutorStats, ReplicaStats, Tally, Totals
 from raydp_parallel.phases import CallSpan, ChunkSpan, Clock, OpenSpan, unseen
 from raydp_parallel.reporter import Report
+from raydp_parallel.runs import Reducing, Round, Run, Sent, State, Told
 from raydp_parallel.seats import Seat
 
 _SHOWN = 48
@@ -38,95 +33,11 @@ _SHOWN = 48
 _LARGE = 8 << 20
 """Bytes of an answer above which a call is not shown."""
 
+_NOTES = 64
+"""Notes that wait to be entered, together, while replicas work."""
+
 _names: Counter[str] = Counter()
 _naming = threading.Lock()
-
-
-class Sent(NamedTuple):
-    """One message of a run, on its way.
-
-    Attributes:
-        number: Which of the run's jobs it is for.
-        job: The job.
-        seat: Who it went to.
-        at: When.
-        method: What it asks for.
-        own: Whether it is the job's own message, and not one that makes a lost graph again in front of it.
-        account: What its replica did for its model.
-    """
-
-    number: int
-    job: Job
-    seat: Seat
-    at: float
-    method: str
-    own: bool
-    account: Account
-
-
-class Run:
-    """One run of the executor, which tells how far it is.
-
-    A run has one round, and another one for the jobs of each replica that dies: send, wait, heard.
-
-    Args:
-        books: What is written into.
-        jobs: What is run.
-    """
-
-    def __init__(self, books: Books, jobs: Sequence[Job]) -> None:
-        self.jobs = jobs
-        self.began = self.checked = time.perf_counter()
-        self.method = jobs[0].method if jobs else ""
-        self.number = books.number(self.method)
-        self.shown = books.shows(jobs, self.began)
-        self.sent: list[Sent] = []
-        self.rounds = 0
-        self._books = books
-        self._chunks: dict[int, ChunkSpan] = {}
-        self._times: tuple[float, float, float] | None = None
-
-    def sends(self, number: int, seat: Seat, mail: Mail, again: str = "") -> Task:
-        """A message for a job is ready and goes out; returns how the call looks in Ray's dashboard.
-
-        Args:
-            number: Which job.
-            seat: Who gets it.
-            mail: What goes with it.
-            again: What is called to make a lost graph again in front of the job; empty for the job itself.
-        """
-        now, job, method = time.perf_counter(), self.jobs[number], again or self.method
-        account = self._books.sent(seat, job, mail, now)
-        self.sent.append(Sent(number, job, seat, now, method, not again, account))
-        name = f"{method} #{self.number}" if self.shown else method
-        return Task(f"{name} {'again ' if again else ''}chunk {number + 1}/{len(self.jobs)}", self.shown)
-
-    def wait(self, collect: Callable[[Sequence[Any]], list[Any]], pending: Sequence[Any]) -> list[Any]:
-        """Wait for all calls, in a range of torch's profiler."""
-        self.checked = time.perf_counter()
-        with _range(f"raydp_parallel.{self.method}: replicas"), self._books.seen("wait", self.shown):
-            return collect(pending)
-
-    def heard(self, replies: Sequence[Reply | None]) -> None:
-        """All messages of a round were answered, in the order of sending; None stands for a replica that died."""
-        ended = time.perf_counter()
-        sent, self.sent = self.sent, []
-        chunks = self._books.ran(self, sent, replies, ended)
-        self._chunks.update(zip((one.number for one in sent), chunks, strict=True))  # of a job the last one stays
-        first, all_sent, _ = self._times or (self.began, sent[-1].at if sent else self.began, 0.0)
-        self._times = first, all_sent, ended
-        self.began = ended
-        self.rounds += 1
-
-    def ended(self) -> None:
-        """It came to its end, or nobody waits for it any more."""
-        for one in self.sent:
-            self._books.given_up(one.seat)
-        self.sent = []
-        if self._times is not None:
-            model = self._books.name_of(self.jobs[0].model) if self.jobs else ""
-            chunks = tuple(chunk for _, chunk in sorted(self._chunks.items()))
-            self._books.keep(CallSpan(self.method, self.number, model, *self._times, chunks))
 
 
 def _numbered(name: str) -> str:
@@ -154,11 +65,13 @@ class Books:
         self.shown = True
         self.span: OpenSpan = unseen
         """Opens a span of the driver in `ray timeline`."""
-        self._last_shown = False
         self.traced: list[CallSpan] | None = None
         """Calls that somebody wants to write down; he takes them away."""
+        self.under_way: set[Run] = set()
+        self._last_shown = False
         self._lock = threading.Lock()
-        self._numbers: Counter[str] = Counter()
+        self._notes: deque[Round | Run | State | Reducing] = deque()
+        self._numbers = {"forward": 0, "backward": 0}
         self._began = time.perf_counter()
         self._next_shown: dict[str, float] = {}
 
@@ -166,6 +79,7 @@ class Books:
         """A replica sat down."""
         now = time.perf_counter()
         with self._lock:
+            self._enter()
             chair = self.chairs.get(seat.index)
             if chair is None:
                 self.chairs[seat.index] = Chair(now, now)
@@ -173,26 +87,50 @@ class Books:
             chair.clock, chair.memory = Clock(), (0, 0)
         self.event(f"{seat} took the place of one that ended")
 
-    def given_up(self, seat: Seat) -> None:
-        """Nobody waits for a call to a replica any more."""
-        with self._lock:
-            self.chairs[seat.index].running -= 1
-
     def event(self, text: str) -> None:
         """Note something that does not happen with every call; of Ray's long words the ends."""
         self.events.append((time.time(), re.sub(r"class_name: .*? ip: \S+ ", "", text)))
 
     def begin(self, jobs: Sequence[Job]) -> Run:
         """A run begins."""
-        run = Run(self, jobs)
-        self._last_shown = run.shown
+        method = jobs[0].method if jobs else "forward"
+        number = self._numbers[method] = self._numbers[method] + 1
+        shown = self._last_shown = self._shows(method, jobs)
+        run = Run(jobs, number, shown, self.accounts.same, self._notes.append, self.span)
+        self.under_way.add(run)
         return run
 
-    def seen(self, phase: str, shown: bool) -> contextlib.AbstractContextManager[Any]:
-        """A span in `ray timeline` for a phase of the driver, if its call is shown."""
-        return (self.span(phase) if shown else None) or contextlib.nullcontext()
+    def end(self, run: Run) -> None:
+        """It came to its end, or nobody waits for it any more."""
+        run.ended()
+        self.under_way.discard(run)
 
-    def shows(self, jobs: Sequence[Job], now: float) -> bool:
+    def meanwhile(self) -> None:
+        """Replicas work, and the driver has time."""
+        if len(self._notes) >= _NOTES:
+            self.enter()
+
+    def enter(self) -> None:
+        """Enter what was noted. The order of notes is that of what they are about, in each thread."""
+        with self._lock:
+            self.accounts.tidy(self._enter())
+
+    def _enter(self) -> int:
+        """The same, under the lock; returns how many modules were gone then, of which no note is left."""
+        gone = self.accounts.gone
+        while self._notes:
+            note = self._notes.popleft()
+            if isinstance(note, State):
+                self._enter_state(note)
+            elif isinstance(note, Round):
+                self._enter_round(note)
+            elif isinstance(note, Run):
+                self._keep(_drawn(note, self.models, self.chairs))
+            else:
+                self._enter_reducing(note)
+        return gone
+
+    def _shows(self, method: str, jobs: Sequence[Job]) -> bool:
         """Whether this run is one of those that Ray's dashboard gets to see.
 
         [Note: calls that are shown]
@@ -201,131 +139,34 @@ class Books:
         has passed. Not more often, and no others with their number, because Ray labels a metric with each task's name
         and never forgets it: a name costs 11 series. Not those with large answers, which the line carries faster.
         """
-        method = jobs[0].method if jobs else ""
+        now = time.perf_counter()
         if not self.shown or now < self._next_shown.get(method, 0.0):
             return False
+        self.enter()
         known = [self.accounts.get((job.seat.index, self.accounts.number(job.model))) for job in jobs]
         if any(account is not None and account.answer.get(method, 0) > _LARGE for account in known):
             return False
         self._next_shown[method] = now + max(1.0, (now - self._began) / 5)
         return True
 
-    def number(self, method: str) -> int:
-        """The number of a call that begins now."""
-        self._numbers[method] += 1
-        return self._numbers[method]
-
     def account(self, seat: Seat, model: int) -> Account:
         """What a replica did for a model."""
+        self.enter()
         return self.accounts.of(seat.index, model)
-
-    def name_of(self, model: int) -> str:
-        """What metrics call a model."""
-        return self.models.get(self.accounts.number(model), "")
-
-    def rows(self, seat: Seat, model: int, rows: int) -> None:
-        """A chunk of a forward came to its end."""
-        with self._lock:
-            seat.tally.rows += rows
-            account = self.account(seat, model)
-            account.rows += rows
-            account.chunk_rows = rows
-            chair = self.chairs[seat.index]
-            if chair.recent:
-                chair.recent[-1] = (chair.recent[-1][0], rows)
-
-    def sent(self, seat: Seat, job: Job, mail: Mail, now: float) -> Account:
-        """A message goes to a replica; returns its account for the model."""
-        chair = self.chairs[seat.index]
-        with self._lock:
-            chair.running += 1
-            chair.sent = now
-            seat.tally.bytes_in += mail.size
-            account = self.accounts.of(seat.index, job.model)
-            mailed(account, mail, mail.size, "in")
-            return account
-
-    def received(self, seat: Seat, job: Job, mail: Mail, reply: Reply) -> None:
-        """A replica has done a job. Jobs are counted here, where each arrives once, however often it was sent."""
-        tally = seat.tally
-        with self._lock:  # answers are heard by several threads
-            if job.method == "forward":
-                tally.calls += 1
-                tally.forward_seconds += reply.seconds
-            else:
-                tally.backward_seconds += reply.seconds
-            tally.bytes_out += reply.size
-            account = self.account(seat, job.model)
-            account.answer[job.method] = reply.size
-            laid = reply.value is not None and reply.value.packet == GIVEN
-            mailed(account, mail, reply.size, "out", "shared" if laid else "inline")
-            exchanged(account, reply)
 
     def replays(self, seat: Seat) -> None:
         """A replica is given what another one died of, or with."""
         with self._lock:
             seat.tally.replays += 1
 
-    def ran(self, run: Run, sent: Sequence[Sent], replies: Sequence[Reply | None], ended: float) -> list[ChunkSpan]:
-        """A round of a run came to its end; returns its messages as they happened."""
-        with self._lock:
-            # What runs again was waited for, all of it.
-            all_sent, checked = (
-                (sent[-1].at if sent else run.began, run.checked) if not run.rounds else (run.began,) * 2
-            )
-            self.driver[0] += all_sent - run.began
-            self.driver[1] += checked - all_sent
-            self.driver[2] += ended - checked
-            by_seat: dict[Seat, list[tuple[Sent, Reply | None]]] = {}
-            for one, reply in zip(sent, replies, strict=True):
-                by_seat.setdefault(one.seat, []).append((one, reply))
-            for seat, calls in by_seat.items():
-                self._ran(seat, calls, ended)
-            found = [(one, reply, self.chairs[one.seat.index]) for one, reply in zip(sent, replies, strict=True)]
-            return [_span(*each) for each in found]
-
-    def _ran(self, seat: Seat, calls: Sequence[tuple[Sent, Reply | None]], ended: float) -> None:
-        """What one replica did in a round. One that stands in for another does several calls, one after the other."""
-        chair = self.chairs[seat.index]
-        chair.running -= len(calls)
-        # Calls of several threads may overlap; what two were under way in counts once.
-        start = max(calls[0][0].at, chair.free)
-        chair.idle += start - chair.free
-        chair.free = max(ended, chair.free)
-        busy = 0.0
-        for one, reply in calls:
-            if reply is not None and reply.laps:
-                busy += enter(one.account, chair, one.method, reply.laps, one.own)
-                summed(one.account, chair, reply)
-                chair.clock.heard(one.at, reply.laps, ended)
-            if reply is not None and reply.memory is not None:
-                chair.memory = reply.memory
-        waited = chair.free - start - busy - chair.owed
-        chair.owed = max(0.0, -waited)
-        calls[-1][0].account.seconds[5] += max(0.0, waited)
-
-    @contextlib.contextmanager
-    def reducing(self, seats: Sequence[Seat]) -> Iterator[None]:
+    def reducing(self, seats: Sequence[Seat]) -> Reducing:
         """The driver sums the gradients of some replicas, which have nothing to do meanwhile."""
-        began = time.perf_counter()
-        with _range("raydp_parallel.reduce"), self.seen("reduce", self._last_shown):
-            yield
-        ended = time.perf_counter()
-        with self._lock:
-            self.driver[3] += ended - began
-            for seat in seats:
-                chair = self.chairs[seat.index]
-                if ended > chair.free:
-                    chair.reduce += ended - chair.free
-                    chair.free = ended
-        self.keep(CallSpan("reduce", self._numbers["backward"], "", began, began, ended, ()))
+        span = self.span("reduce") if self._last_shown else None
+        return Reducing(seats, self._numbers["backward"], self._notes.append, span)
 
     def state(self, seat: Seat, model: int, sent: int, size: int) -> None:
         """So much of a model's state went to a replica, out of so much."""
-        with self._lock:
-            account = self.account(seat, model)
-            account.state_sent += sent
-            account.state_skipped += max(0, size - sent)
+        self._notes.append(State(seat.index, self.accounts.same.get(model, model), sent, size))
 
     def changed(self, what: str) -> None:
         """A module changed in more than its contents; empty if it did not."""
@@ -333,14 +174,74 @@ class Books:
             with self._lock:
                 self.changes[what] += 1
 
-    def keep(self, call: CallSpan) -> None:
-        """Keep a call as it happened, for pictures."""
-        with self._lock:
-            self.calls.append(call)
-            if self.traced is not None:
-                self.traced.append(call)
+    def _enter_state(self, note: State) -> None:
+        account = self.accounts.of(note.replica, note.model)
+        account.state_sent += note.sent
+        account.state_skipped += max(0, note.size - note.sent)
 
-    def replica(self, seat: Seat, model: int | None = None, now: float | None = None) -> ReplicaStats:
+    def _enter_round(self, note: Round) -> None:
+        # What runs again was waited for, all of it.
+        all_sent, checked = note.began, note.began
+        if note.first:
+            all_sent, checked = note.sent[-1].at if note.sent else note.began, note.checked
+        self.driver[0] += all_sent - note.began
+        self.driver[1] += checked - all_sent
+        self.driver[2] += note.ended - checked
+        by_seat: dict[Seat, list[tuple[Sent, Told | None]]] = {}
+        for one, told in zip(note.sent, note.told, strict=True):
+            by_seat.setdefault(one.seat, []).append((one, told))
+        for seat, calls in by_seat.items():
+            self._enter_calls(seat, calls, note.ended)
+
+    def _enter_calls(self, seat: Seat, calls: Sequence[tuple[Sent, Told | None]], ended: float) -> None:
+        """What one replica did in a round. One that stands in for another does several calls, one after the other."""
+        chair, tally = self.chairs[seat.index], seat.tally
+        # Calls of several threads may overlap; what two were under way in counts once.
+        start = max(calls[0][0].at, chair.free)
+        chair.idle += start - chair.free
+        chair.free = max(ended, chair.free)
+        busy = 0.0
+        for one, told in calls:
+            account = self.accounts.of(seat.index, one.model)
+            tally.bytes_in += one.size
+            travelled(account, one.ways, "in")
+            if told is None:
+                continue
+            if one.own:  # each job arrives once, however often it was sent
+                _enter_answer(account, tally, one, told)
+            if told.laps:
+                busy += enter(account, chair, one.method, told.laps, one.own, 0 if told.failed else one.rows)
+                # Time in which it waited for sums with others is no time of copying out, which it was entered as.
+                account.seconds[4] -= told.summing
+                chair.reduce += told.summing
+                chair.clock.heard(one.at, told.laps, ended)
+            if told.memory is not None:
+                chair.memory = told.memory
+        waited = chair.free - start - busy - chair.owed
+        chair.owed = max(0.0, -waited)
+        account.seconds[5] += max(0.0, waited)
+
+    def _enter_reducing(self, note: Reducing) -> None:
+        self.driver[3] += note.ended - note.began
+        for seat in note.seats:
+            chair = self.chairs[seat.index]
+            if note.ended > chair.free:
+                chair.reduce += note.ended - chair.free
+                chair.free = note.ended
+        self._keep(CallSpan("reduce", note.number, "", note.began, note.began, note.ended, ()))
+
+    def _keep(self, call: CallSpan) -> None:
+        """Keep a call as it happened, for pictures."""
+        self.calls.append(call)
+        if self.traced is not None:
+            self.traced.append(call)
+
+    def _waiting(self, seat: Seat) -> float | None:
+        """When the first of a replica's calls was sent that are under way; None: there is none."""
+        sent = [one.at for run in [*self.under_way] for one in [*run.sent] if one.seat is seat]
+        return min(sent, default=None)
+
+    def _replica(self, seat: Seat, model: int | None, now: float) -> ReplicaStats:
         """Frozen, what a replica did: for one model, or for all."""
         chair = self.chairs.get(seat.index)
         found = [a for (index, owner), a in self.accounts.items() if index == seat.index and model in (None, owner)]
@@ -349,7 +250,7 @@ class Books:
             name: sum(getattr(account, name) for account in found) for name in ("state_sent", "state_skipped")
         }
         if chair is not None and hello is not None:
-            more["phases"] = phases_of(chair, found, now)
+            more["phases"] = phases_of(chair, found, now, self._waiting(seat))
             more["memory"], more["memory_peak"] = chair.memory
             more["memory_total"] = hello.memory
             recent = [entry for entry in chair.recent if entry[1]]
@@ -366,14 +267,16 @@ class Books:
     def report(self, stats: ExecutorStats, history: Sequence[Any], last: bool) -> Report:
         """How things stand, for whoever wants to tell others."""
         with self._lock:
+            accounts = self.accounts.reported(self._enter())
             traced, self.traced = self.traced, None if self.traced is None else []
-            return Report(stats, self.accounts.reported(), [*self.calls], [*self.events], history, traced or (), last)
+            return Report(stats, accounts, [*self.calls], [*self.events], history, traced or (), last)
 
     def stats(self, totals: Totals, seats: Sequence[Seat], link: str, model: int | None = None) -> ExecutorStats:
         """Frozen, all of it."""
         with self._lock:
+            self._enter()
             now, model = time.perf_counter(), None if model is None else self.accounts.number(model)
-            replicas = tuple(self.replica(seat, model, now) for seat in seats)
+            replicas = tuple(self._replica(seat, model, now) for seat in seats)
             began = min((chair.since for chair in self.chairs.values()), default=now)
             prepare, verify, wait, reduce = self.driver
             outside = max(0.0, now - began - sum(self.driver))
@@ -387,10 +290,37 @@ class Books:
         return _with_advice(found)
 
 
-def _span(one: Sent, reply: Reply | None, chair: Chair) -> ChunkSpan:
-    """A message as it happened, by the driver's clock."""
-    offset, laps = chair.clock.offset, reply.laps if reply is not None else ()
-    return ChunkSpan(one.seat.index, one.at, tuple([stamp + offset for stamp in laps]) if offset else laps)
+def _enter_answer(account: Account, tally: Tally, one: Sent, told: Told) -> None:
+    """A job was done."""
+    if one.method == "forward":
+        rows = 0 if told.failed else one.rows
+        tally.calls += 1
+        tally.rows += rows
+        tally.forward_seconds += told.seconds
+        account.rows += rows
+        account.chunk_rows = rows or account.chunk_rows
+    else:
+        tally.backward_seconds += told.seconds
+    tally.bytes_out += told.size
+    account.answer[one.method] = told.size
+    travelled(account, told.ways, "out")
+    if told.among:
+        account.traffic["collective", "among"] += told.among
+
+
+def _drawn(run: Run, models: Mapping[int, str], chairs: Mapping[int, Chair]) -> CallSpan:
+    """A run as it happened, by the driver's clock. Of a job that ran again the last time is shown."""
+    first, ended = run.rounds[0], run.rounds[-1].ended
+    model = models.get(first.sent[0].model, "") if first.sent else ""
+    chunks: dict[int, ChunkSpan] = {}
+    for one, told in (pair for each in run.rounds for pair in zip(each.sent, each.told, strict=True)):
+        offset, laps = chairs[one.seat.index].clock.offset, told.laps if told is not None else ()
+        laps = tuple([stamp + offset for stamp in laps]) if offset else laps
+        chunks[one.number] = ChunkSpan(one.seat.index, one.at, laps)
+    all_sent = first.sent[-1].at if first.sent else first.began
+    return CallSpan(
+        run.method, run.number, model, first.began, all_sent, ended, tuple(c for _, c in sorted(chunks.items()))
+    )
 
 
 def _with_advice(stats: ExecutorStats) -> ExecutorStats:

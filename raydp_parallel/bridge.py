@@ -230,7 +230,7 @@ def _run(
 
         made = makes if pool is None else pool.kept[number]
         heard = None if pool is None else pool.heard
-        return Job(part.seat, "backward", prepare, part.master.id, made, part.graph, heard)
+        return Job(part.seat, "backward", prepare, part.master.id, made, part.graph, heard=heard)
 
     jobs = [job(number, i, part) for number, (i, part) in enumerate(_parts(call, stash))]
     return call.executor.run(jobs if chosen is None else [jobs[number] for number in chosen])

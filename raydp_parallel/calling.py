@@ -129,7 +129,7 @@ class _Forward:
         token = bridge.fork(self.call) if self.call.leaves else None
         first = self.chunks[0].master
         bridge.finish([(first if i == 0 else None, answer) for i, answer in enumerate(answers)])
-        self._note_parts(answers)
+        self._note_parts()
         return self._outputs(token, answers)
 
     def _attempt(self) -> list[Answer]:
@@ -146,7 +146,7 @@ class _Forward:
         jobs = [
             Job(
                 c.seat, "forward", functools.partial(self._request, i), c.master.id, self.graphs[i], None,
-                self._listener(c.master),
+                c.rows, self._listener(c.master),
             )
             for i, c in enumerate(self.chunks)
         ]  # fmt: skip
@@ -274,10 +274,9 @@ class _Forward:
         for at in asked - reached:
             self.call.leaves[at] = self.call.leaves[at].detach()
 
-    def _note_parts(self, answers: Sequence[Answer]) -> None:
+    def _note_parts(self) -> None:
         marks = {master: master.versions() for master in self.masters}
-        for i, (chunk, answer, graph) in enumerate(zip(self.chunks, answers, self.graphs, strict=True)):
-            self.executor.books.rows(answer.seat, chunk.master.id, chunk.rows)
+        for i, (chunk, graph) in enumerate(zip(self.chunks, self.graphs, strict=True)):
             part = None
             if graph is not None:
                 mark = marks[chunk.master]

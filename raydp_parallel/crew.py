@@ -36,12 +36,26 @@ class Task(NamedTuple):
     """How a call looks in Ray's dashboard.
 
     Attributes:
-        name: Its name there, if it is a Ray task.
-        shown: Whether it is to be one even where there is a faster way.
+        method: What is called.
+        number: Which of the calls of its kind it belongs to.
+        chunk: Which of the call's chunks it is, from 1.
+        chunks: How many there are.
+        shown: Whether it is to be a Ray task even where there is a faster way.
+        again: Whether it makes a lost graph again.
     """
 
-    name: str
+    method: str
+    number: int
+    chunk: int
+    chunks: int
     shown: bool = False
+    again: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its name there, if it is a Ray task."""
+        number = f" #{self.number}" if self.shown else ""
+        return f"{self.method}{number} {'again ' if self.again else ''}chunk {self.chunk}/{self.chunks}"
 
 
 Heard = Callable[[int, Any], None]

@@ -8,10 +8,9 @@ front of the job and on the same way, so that it costs no trip of its own.
 
 from __future__ import annotations
 
-import functools
+import itertools
 import pickle
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +21,7 @@ from raydp_parallel.jobs import Answer, Graph, Job, Step
 from raydp_parallel.links import Mail
 from raydp_parallel.messages import Forget, Reply
 from raydp_parallel.roster import Roster
+from raydp_parallel.runs import Told, tell
 from raydp_parallel.seats import Seat
 
 _MOST_REPLAYS = {Ending.LOST: 5, Ending.SILENT: 1}
@@ -38,7 +38,6 @@ class _Flight:
         self.pending: list[Any] = []
         self.told: list[Forget | None] = []
         self.graphs: list[Graph] = []
-        self.replies: list[Reply | None] = []
 
     def land(self) -> None:
         """What it makes is, or will be, where it was sent."""
@@ -77,7 +76,7 @@ class Dispatch:
             if lost:
                 self._replay(lost)
         finally:
-            self._run.ended()
+            self._roster.books.end(self._run)
         return [self._answers[number] for number in range(len(self._jobs))]
 
     def _replay(self, lost: dict[int, ReplicaDied | None]) -> None:
@@ -98,8 +97,10 @@ class Dispatch:
         with self._roster.lock:
             self._roster.check_open()
             try:
-                load: Counter[Seat] = Counter()
-                for number in sorted(numbers, key=self._is_whole):
+                load: dict[Seat, int] = {}
+                # What cannot be made again is to be found before anything else is sent.
+                torn = [number for number in numbers if (needs := self._jobs[number].needs) and not needs.whole]
+                for number in [*torn, *(n for n in numbers if n not in torn)] if torn else numbers:
                     self._send_one(number, load)
                 if meanwhile is not None:
                     meanwhile()
@@ -107,30 +108,27 @@ class Dispatch:
                 self._abandon()
                 raise
 
-    def _is_whole(self, number: int) -> bool:
-        """What cannot be made again is to be found before anything else is sent."""
-        needs = self._jobs[number].needs
-        return needs is None or (needs.seat is not None and needs.on(needs.seat))
-
-    def _send_one(self, number: int, load: Counter[Seat]) -> None:
+    def _send_one(self, number: int, load: dict[Seat, int]) -> None:
         job = self._jobs[number]
         seat = self._roster.choose(job, load, self._seats)
-        load[seat] += 1
-        steps = job.needs.steps(seat) if job.needs is not None else []
-        if job.needs is not None and not steps and not job.needs.on(seat):
-            raise GraphLost(f"{seat} has not got the graph of this forward, and it cannot be made again")
+        load[seat] = load.get(seat, 0) + 1
+        steps: Sequence[Step] = ()
+        if job.needs is not None and not job.needs.on(seat):
+            steps = job.needs.steps(seat)
+            if not steps:
+                raise GraphLost(f"{seat} has not got the graph of this forward, and it cannot be made again")
         flight = self._flights[number] = _Flight(job, seat)
         try:
             for step in steps:
-                self._submit(number, flight, step)
-            self._submit(number, flight, Step(job.makes, job.method, job.prepare), own=True)
+                self._submit(number, flight, step, step.method)
+            self._submit(number, flight, Step(job.makes, job.method, job.prepare))
         finally:
             flight.land()
         if steps or self._deaths[number]:
             self._roster.totals.replays += 1
             self._roster.books.replays(seat)
 
-    def _submit(self, number: int, flight: _Flight, step: Step, own: bool = False) -> None:
+    def _submit(self, number: int, flight: _Flight, step: Step, again: str = "") -> None:
         crew, seat = self._roster.crew, flight.seat
         mail = Mail(crew.link_to(seat.door))
         message = step.prepare(seat, mail)
@@ -138,54 +136,57 @@ class Dispatch:
         header = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         if step.graph is not None:
             flight.graphs.append(step.graph)
-        task = self._run.sends(number, seat, mail, "" if own else step.method)
+        task = self._run.sends(number, seat, mail, again)
         flight.pending.append(crew.submit(seat.door, step.method, header, mail.beside, task))
 
     def _collect(self) -> dict[int, ReplicaDied | None]:
         """Wait for all that were sent. Returns whose replica died, and None for who has to be sent everything again."""
-        flights = [*self._flights.items()]
         try:
-            calls = [(flight, p) for _, flight in flights for p in flight.pending]
-            results = iter(self._run.wait(functools.partial(self._listen, calls), [p for _, p in calls]))
+            calls = [(flight, call) for flight in self._flights.values() for call in flight.pending]
+            results = iter(self._run.wait(self._listen, calls))
             lost: dict[int, ReplicaDied | None] = {}
-            for number, flight in flights:
-                found = [next(results) for _ in flight.pending]
-                death = next((result for result in found if isinstance(result, Death)), None)
-                if death is None:
-                    answer = self._answers[number] = self._receive(flight, found)
-                    if answer.reply.missed:
-                        lost[number] = None
-                else:
-                    flight.replies = [None] * len(found)
+            told: list[Told | None] = []
+            for number, flight in self._flights.items():
+                found = [*itertools.islice(results, len(flight.pending))]
+                death = _death(found)
+                if death is not None:
                     lost[number] = self._bury(number, flight, death)
-            self._run.heard([reply for _, flight in flights for reply in flight.replies])
+                    told += [None] * len(found)
+                elif not self._receive(number, flight, found, told):
+                    lost[number] = None
+            self._run.heard(told)
         except BaseException:
             self._abandon()
             raise
         self._flights.clear()
         return lost
 
-    def _listen(self, calls: Sequence[tuple[_Flight, Any]], pending: Sequence[Any]) -> list[Any]:
+    def _listen(self, calls: Sequence[tuple[_Flight, Any]]) -> list[Any]:
         """The answers, opened; jobs hear of them as they come, for other replicas may wait for one that died."""
-        crew = self._roster.crew
-        opened: dict[int, Any] = {}
+        crew, link = self._roster.crew, self._roster.crew.link
+        self._roster.books.meanwhile()
+        pending = [call for _, call in calls]
+        if {flight.job.heard for flight, _ in calls} == {None}:
+            return [found if isinstance(found, Death) else unseal(found, link) for found in crew.collect(pending)]
+        opened: list[Any] = [None] * len(calls)
 
         def heard(index: int, answer: Any) -> None:
             flight, call = calls[index]
-            found = opened[index] = answer if isinstance(answer, Death) else unseal(answer, crew.link)
+            found = opened[index] = answer if isinstance(answer, Death) else unseal(answer, link)
             if flight.job.heard is not None and (call is flight.pending[-1] or isinstance(found, Death)):
                 flight.job.heard(None if isinstance(found, Death) else found[0])
 
-        waited_for = any(flight.job.heard is not None for flight, _ in calls)
-        for index, answer in enumerate(crew.collect(pending, heard if waited_for else None)):
-            if index not in opened:
-                heard(index, answer)
-        return [opened[index] for index in range(len(calls))]
+        crew.collect(pending, heard)
+        return opened
 
-    def _receive(self, flight: _Flight, results: Sequence[tuple[Reply, Mail]]) -> Answer:
+    def _receive(
+        self, number: int, flight: _Flight, results: Sequence[tuple[Reply, Mail]], told: list[Told | None]
+    ) -> bool:
+        """Take a job's answer; whether it did what it was to do."""
         seat, job = flight.seat, flight.job
+        for reply, mail in results:
+            told.append(None if reply.missed else tell(reply, mail))
         for reply, _ in results[:-1]:
-            flight.replies.append(reply)
             if reply.failure is not None:
                 for graph in flight.graphs:
                     graph.lose()
@@ -197,9 +198,8 @@ class Dispatch:
         seat.answered = True
         if not reply.revision:
             seat.distrust(seat.name_of(job.model, job.seat))
-        flight.replies.append(reply)
-        self._roster.books.received(seat, job, mail, reply)
-        return Answer(reply, mail, seat)
+        self._answers[number] = Answer(reply, mail, seat)
+        return not reply.missed
 
     def _bury(self, number: int, flight: _Flight, death: Death) -> ReplicaDied:
         error = self._roster.bury(flight.seat, flight.incarnation, flight.job.method, death)
@@ -223,3 +223,11 @@ class Dispatch:
             # Whether what was sent was adopted is not known either: the next call sends everything.
             flight.seat.distrust(flight.seat.name_of(flight.job.model, flight.job.seat))
         self._flights.clear()
+
+
+def _death(results: Sequence[Any]) -> Death | None:
+    """The first death among some results."""
+    for result in results:
+        if isinstance(result, Death):
+            return result
+    return None

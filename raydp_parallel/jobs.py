@@ -59,34 +59,36 @@ class Graph:
     Attributes:
         key: The key.
         recipe: How to make it again; None before it was made, and once torch let go of it.
+        seat: Where it was laid last, whether or not it is still there.
     """
 
     def __init__(self) -> None:
         self.key = next(_keys)
         self.recipe: Recipe | None = None
+        self.seat: Seat | None = None
+        self._incarnation = 0
         self._dropped = False
-        self._place: tuple[Seat, int] | None = None
 
     def on(self, seat: Seat) -> bool:
         """Whether it lies on a seat, whose replica is still the one that made it."""
-        return not self._dropped and self._place == (seat, seat.incarnation) and seat.ready
+        return self.seat is seat and self._incarnation == seat.incarnation and seat.ready and not self._dropped
 
     @property
-    def seat(self) -> Seat | None:
-        """Where it was laid last, whether or not it is still there."""
-        return self._place[0] if self._place is not None else None
+    def whole(self) -> bool:
+        """Whether it lies where it was laid last."""
+        return self.seat is not None and self.on(self.seat)
 
     def lay(self, seat: Seat) -> None:
         """It was made on a seat."""
         self._leave(elsewhere_than=seat)
-        self._place = (seat, seat.incarnation)
+        self.seat, self._incarnation = seat, seat.incarnation
         if self._dropped:
             self._leave()
 
     def lose(self) -> None:
         """It could not be made after all."""
         self._leave()
-        self._place = None
+        self.seat = None
 
     def drop(self) -> None:
         """Torch let go of it."""
@@ -94,9 +96,8 @@ class Graph:
         self._leave()
 
     def _leave(self, elsewhere_than: Seat | None = None) -> None:
-        if self._place is not None and self._place[0] is not elsewhere_than:
-            seat, incarnation = self._place
-            seat.drop_graph(self.key, incarnation)
+        if self.seat is not None and self.seat is not elsewhere_than:
+            self.seat.drop_graph(self.key, self._incarnation)
 
     def steps(self, seat: Seat, recipe: Recipe | None = None) -> list[Step]:
         """What makes it again on a seat."""
@@ -117,6 +118,7 @@ class Job(NamedTuple):
         model: The model that it concerns.
         makes: The graph that is there afterwards.
         needs: The graph that must be there before.
+        rows: Rows of the batch that it computes, for statistics.
         heard: Is told what came of it as soon as that is known, while others still work: None if its replica died.
     """
 
@@ -126,6 +128,7 @@ class Job(NamedTuple):
     model: int
     makes: Graph | None = None
     needs: Graph | None = None
+    rows: int = 0
     heard: Callable[[Reply | None], None] | None = None
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from raydp_parallel import cluster, devices
@@ -173,7 +172,7 @@ class Roster:
         self.books.seated(seat)
         return seat
 
-    def choose(self, job: Job, load: Counter[Seat], others: Collection[Seat]) -> Seat:
+    def choose(self, job: Job, load: Mapping[Seat, int], others: Collection[Seat]) -> Seat:
         """Who runs a job: who it is for, else one of the same kind, if need be the first that comes back.
 
         Args:
@@ -181,17 +180,19 @@ class Roster:
             load: How many each seat was given already.
             others: Who takes part in the call; they have the model, and the others may not.
         """
-        holder = job.needs.seat if job.needs is not None else None
-        seat = holder if holder is not None and (holder.ready or not self.replays) else job.seat
-        if job.needs is not None and (not self.crew.alive() or (not self.replays and not job.needs.on(seat))):
-            raise GraphLost(f"{seat} lost the graph of this forward, because its process ended; run forward again")
+        seat, needs = job.seat, job.needs
+        if needs is not None:
+            holder = needs.seat
+            seat = holder if holder is not None and (holder.ready or not self.replays) else seat
+            if not self.crew.alive() or (not self.replays and not needs.on(seat)):
+                raise GraphLost(f"{seat} lost the graph of this forward, because its process ended; run forward again")
         if seat.ready or not self.replays:
             return seat
         while True:
             self.pick_up()
             able = [s for s in self.ready() if s.place.kind == seat.place.kind]
             if able:
-                return seat if seat in able else min(able, key=lambda s: (s not in others, load[s], s.index))
+                return seat if seat in able else min(able, key=lambda s: (s not in others, load.get(s, 0), s.index))
             assert self._respawner is not None
             self._respawner.wait([place for place in self.seats if place.kind == seat.place.kind])
 

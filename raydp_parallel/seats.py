@@ -31,17 +31,23 @@ class Seat:
     Args:
         place: The device.
         index: Its number in the executor.
+
+    Attributes:
+        ready: Whether it can be called. Looked at on each call, hence no property.
+        door: What calls go through.
+        hello: What the replica said of itself.
     """
 
     def __init__(self, place: Place, index: int) -> None:
         self.place = place
         self.index = index
-        self.state = State.EMPTY
+        self.ready = False
+        self._state = State.EMPTY
         self.tally = Tally()
         self.incarnation = 0
         self.held: dict[int, int] = {}
-        self._door: Any = None
-        self._hello: Hello | None = None
+        self.door: Any = None
+        self.hello: Hello | None = None
         # Finalizers append here, from any thread and at any moment; the next call takes what is there.
         self._graphs: deque[int] = deque()
         self._models: deque[int] = deque()
@@ -49,7 +55,7 @@ class Seat:
 
     def seat(self, door: Any, hello: Hello) -> None:
         """A new replica sits down."""
-        self._door, self._hello = door, hello
+        self.door, self.hello = door, hello
         self.state = State.READY
         self.incarnation += 1
         self.answered = False
@@ -62,19 +68,19 @@ class Seat:
         self._models.clear()
 
     @property
-    def ready(self) -> bool:
-        """Whether it can be called."""
-        return self.state is State.READY
+    def state(self) -> State:
+        """Where in its life it is."""
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state = state
+        self.ready = state is State.READY
 
     def empty(self, state: State) -> None:
         """Nobody sits here any more."""
         self.state = state
         self.leave_behind()
-
-    @property
-    def door(self) -> Any:
-        """What calls go through."""
-        return self._door
 
     def forget(self) -> Forget | None:
         """What the driver let go of since the last call."""
@@ -121,7 +127,7 @@ class Seat:
 
     def info(self) -> ReplicaInfo:
         """Who sits here."""
-        hello = self._hello or Hello(0, "", "", "", "", 0, 0)
+        hello = self.hello or Hello(0, "", "", "", "", 0, 0)
         return ReplicaInfo(
             index=self.index,
             device=hello.device,
@@ -134,13 +140,8 @@ class Seat:
             gpu_index=hello.gpu_index,
         )
 
-    @property
-    def hello(self) -> Hello | None:
-        """What the replica said of itself."""
-        return self._hello
-
     def __str__(self) -> str:
-        hello = self._hello
+        hello = self.hello
         where = f" (pid {hello.pid}, node {hello.node[:8]})" if hello is not None else ""
         return f"replica {self.index} for device {self.place.device_id}{where}"
 

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from raydp_parallel import Executor, Options, accounts, books, parallel_apply, replicate
+from raydp_parallel import Executor, Options, books, parallel_apply, replicate, runs
 from raydp_parallel.books import Books
 from raydp_parallel.crew import Place
 from raydp_parallel.jobs import Job
 from raydp_parallel.links import GIVEN, Arena, InlineLink, Mail, Mappings
 from raydp_parallel.messages import Hello, Parcel, Reply
 from raydp_parallel.monitor import ExecutorStats, Totals
+from raydp_parallel.runs import Told, tell
 from raydp_parallel.seats import Seat
 
 NO_MAIL = Mail(InlineLink())
@@ -42,7 +43,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
     """The only clock of these tests."""
     found = Time()
     monkeypatch.setattr(books, "time", found)
-    monkeypatch.setattr(accounts, "time", found)
+    monkeypatch.setattr(runs, "time", found)
     return found
 
 
@@ -60,11 +61,16 @@ def reply(stamps: tuple[float, ...]) -> Reply:
     return Reply(None, None, (), None, stamps[-1] - stamps[0], 1, 0, (), stamps)
 
 
+def told(stamps: tuple[float, ...]) -> Told:
+    """What the books hear of it."""
+    return tell(reply(stamps), NO_MAIL)
+
+
 def run(
     kept: Books, clock: Time, seats: list[Seat], method: str = "forward", work: tuple[float, ...] = (0.3, 0.3)
 ) -> None:
     """A call: 10 ms to prepare, 1 ms there, 2 adopt, 3 in, some work, 4 out; all wait for the last, 5 ms back."""
-    call = kept.begin([Job(seat, method, lambda *_: None, 1) for seat in seats])
+    call = kept.begin([Job(seat, method, lambda *_: None, 1, rows=16) for seat in seats])
     clock.now += 0.010
     begin = clock.now
     for number, seat in enumerate(seats):
@@ -73,7 +79,7 @@ def run(
     for _, seconds in zip(seats, work, strict=True):
         at = begin + 0.001
         stamps = (at, at + 0.002, at + 0.005, at + 0.005 + seconds, at + 0.009 + seconds)
-        replies.append(reply(stamps))
+        replies.append(told(stamps))
 
     def collect(_: Any) -> list[Any]:
         clock.now = max(r.laps[-1] for r in replies) + 0.005
@@ -81,9 +87,7 @@ def run(
 
     call.wait(collect, [])
     call.heard(replies)
-    call.ended()
-    for seat in seats if method == "forward" else ():
-        kept.rows(seat, 1, 16)
+    kept.end(call)
 
 
 def taken(kept: Books, seats: list[Seat], model: int | None = None) -> ExecutorStats:
@@ -127,7 +131,7 @@ def test_a_call_that_is_under_way_counts_as_waited(clock: Time) -> None:
     first, second = (replica.phases for replica in taken(kept, seats).replicas)
     assert (first.idle, first.wait) == (1.0, 7.0)
     assert (second.idle, second.wait) == (8.0, 0.0)
-    call.ended()
+    kept.end(call)
     assert taken(kept, seats).replicas[0].phases.idle == 8.0
 
 
@@ -140,7 +144,7 @@ def test_what_a_death_leaves_is_no_work(clock: Time) -> None:
         call.sends(number, seat, NO_MAIL)
     clock.now += 3.0
     call.heard([None, None])
-    call.ended()
+    kept.end(call)
     kept.seated(seats[0])
     phases = taken(kept, seats).replicas[0].phases
     assert (phases.wait, phases.work, phases.total) == (3.0, 0.0, 3.0)
@@ -155,10 +159,10 @@ def test_work_that_is_heard_of_late_was_no_waiting(clock: Time) -> None:
     long.sends(0, seat, NO_MAIL)
     short.sends(0, seat, NO_MAIL)
     clock.now += 4.0
-    short.heard([reply((103.0, 103.0, 103.0, 104.0, 104.0))])
-    assert kept.replica(seat).phases.wait == pytest.approx(3.0)
-    long.heard([reply((100.0, 100.0, 100.0, 103.0, 103.0))])
-    phases = kept.replica(seat).phases
+    short.heard([told((103.0, 103.0, 103.0, 104.0, 104.0))])
+    assert taken(kept, [seat]).replicas[0].phases.wait == pytest.approx(3.0)
+    long.heard([told((100.0, 100.0, 100.0, 103.0, 103.0))])
+    phases = taken(kept, [seat]).replicas[0].phases
     assert (phases.forward, phases.wait, phases.total) == pytest.approx((4.0, 0.0, 4.0))
 
 
@@ -171,12 +175,12 @@ def test_what_runs_again_counts_once(clock: Time) -> None:
     for number, seat in enumerate(seats):
         call.sends(number, seat, NO_MAIL)
     clock.now += 1.0
-    call.heard([reply((100.0, 100.1, 100.2, 100.7, 100.8)), None])
+    call.heard([told((100.0, 100.1, 100.2, 100.7, 100.8)), None])
     clock.now += 0.5
     names = [call.sends(1, seats[0], NO_MAIL, "forward").name, call.sends(1, seats[0], NO_MAIL).name]
     clock.now += 2.0
-    call.heard([reply((101.6, 101.7, 101.8, 102.3, 102.4)), reply((102.4, 102.5, 102.6, 103.1, 103.2))])
-    call.ended()
+    call.heard([told((101.6, 101.7, 101.8, 102.3, 102.4)), told((102.4, 102.5, 102.6, 103.1, 103.2))])
+    kept.end(call)
     assert names == ["forward #1 again chunk 2/2", "backward #1 chunk 2/2"]
     account = kept.account(seats[0], 1)
     assert (account.forwards, account.backwards) == (0, 2)
@@ -188,7 +192,7 @@ def test_what_runs_again_counts_once(clock: Time) -> None:
     (shown,) = kept.calls
     assert (shown.began, shown.ended) == (100.0, 103.5)
     assert [(chunk.replica, chunk.sent) for chunk in shown.chunks] == [(0, 100.0), (0, 101.5)]
-    assert [chair.running for chair in kept.chairs.values()] == [0, 0]
+    assert not kept.under_way
 
 
 def test_of_one_model_alone(clock: Time) -> None:
@@ -197,16 +201,23 @@ def test_of_one_model_alone(clock: Time) -> None:
     seats = sit(kept, 1)
     kept.models.update({1: "Net-1", 2: "Other-2"})
     run(kept, clock, seats, work=(0.1,))
-    call = kept.begin([Job(seats[0], "forward", lambda *_: None, 2)])
+    call = kept.begin([Job(seats[0], "forward", lambda *_: None, 2, rows=4)])
     call.sends(0, seats[0], NO_MAIL)
     clock.now += 1.0
-    call.heard([reply((clock.now - 0.9, clock.now - 0.8, clock.now - 0.7, clock.now - 0.2, clock.now))])
-    kept.rows(seats[0], 2, 4)
+    call.heard([told((clock.now - 0.9, clock.now - 0.8, clock.now - 0.7, clock.now - 0.2, clock.now))])
     one, other = (taken(kept, seats, model).replicas[0] for model in (1, 2))
     assert (one.rows, one.calls, one.phases.forward) == (16, 1, pytest.approx(0.1))
     assert (other.rows, other.calls, other.forward_seconds) == (4, 1, pytest.approx(0.9))
     assert taken(kept, seats, 2).models == ("Other-2",)
     assert taken(kept, seats).replicas[0].phases.forward == pytest.approx(0.6)
+
+
+def deliver(kept: Books, job: Job, mail: Mail, answer: Reply, back: Mail) -> None:
+    """A call of one chunk."""
+    call = kept.begin([job])
+    call.sends(0, job.seat, mail)
+    call.heard([tell(answer, back)])
+    kept.end(call)
 
 
 def test_bytes_by_the_way_they_went(clock: Time) -> None:
@@ -218,12 +229,10 @@ def test_bytes_by_the_way_they_went(clock: Time) -> None:
     lent = arena.take(1000)
     mail = Mail(InlineLink(), [lent, np.zeros(50, dtype=np.uint8)])
     mail.size = 1060
-    kept.sent(seat, job, mail, 0.0)
     shown = Mappings().find(lent.descriptor)
-    kept.received(seat, job, Mail(InlineLink(), [shown]), reply((0.0,) * 5)._replace(size=1000))
-    laid = reply((0.0,) * 5)._replace(size=500, value=Parcel(b"", (), GIVEN))
-    kept.received(seat, job, Mail(InlineLink()), laid)  # into memory that came with the call
-    kept.sent(seat, job, Mail(InlineLink(), [arena.take(5000, blank=True)]), 0.0)
+    laid = reply((0.0,) * 5)._replace(size=500, value=Parcel(b"", (), GIVEN))  # into memory that came with the call
+    deliver(kept, job, mail, reply((0.0,) * 5)._replace(size=1000), Mail(InlineLink(), [shown]))
+    deliver(kept, job, Mail(InlineLink(), [arena.take(5000, blank=True)]), laid, Mail(InlineLink()))
     traffic = kept.account(seat, 1).traffic
     assert traffic == {("shared", "in"): 1000, ("beside", "in"): 50, ("inline", "in"): 10, ("shared", "out"): 1500}
     assert (seat.tally.bytes_in, seat.tally.bytes_out) == (1060, 1500)
@@ -256,7 +265,8 @@ def test_calls_with_large_answers_are_not_shown(clock: Time) -> None:
     kept = Books("large")
     (seat,) = sit(kept, 1)
     job = Job(seat, "backward", lambda *_: None, 1)
-    kept.received(seat, job, Mail(InlineLink()), reply((0.0,) * 5)._replace(size=1 << 30))
+    deliver(kept, job, NO_MAIL, reply((0.0,) * 5)._replace(size=1 << 30), NO_MAIL)
+    clock.now += 3600.0
     assert not kept.begin([job]).shown
 
 
@@ -270,7 +280,8 @@ def test_names_of_tasks(clock: Time) -> None:
         "forward #1 chunk 1/2",
         "forward #1 chunk 2/2",
     ]
-    assert second.sends(0, seats[0], NO_MAIL) == ("forward chunk 1/2", False)
+    plain = second.sends(0, seats[0], NO_MAIL)
+    assert (plain.name, plain.shown) == ("forward chunk 1/2", False)
 
 
 def test_executors_of_one_name_are_told_apart() -> None:
@@ -316,8 +327,8 @@ def test_steps_with_the_verbs_open_one_account_for_each_replica() -> None:
     with Executor(options=Options(in_process=True), device_ids=["cpu", "cpu"]) as executor:
         for _ in range(30):
             step_with_verbs(net, executor)
-        assert len(executor.books.accounts) == 2 and len(executor.stats().models) == 1
-        assert len(executor.books.accounts._same) <= 1
+        assert len(executor.stats().models) == 1 and len(executor.books.accounts) == 2
+        assert len(executor.books.accounts.same) <= 1
         assert [account.forwards for account in executor.books.accounts.values()] == [30, 30]
         assert [replica.calls for replica in executor.stats(net).replicas] in ([30, 30], [0, 0])
 

@@ -244,6 +244,7 @@ def here() -> Iterator[Executor]:
 
 def among(executor: Executor) -> int:
     """Bytes that replicas have exchanged."""
+    executor.books.enter()
     return sum(account.traffic["collective", "among"] for account in executor.books.accounts.values())
 
 

@@ -365,7 +365,7 @@ def test_a_weight_that_is_replaced_with_each_step_is_copied(
     when the driver's own memory is shown to it.
     """
     model, plain = pair
-    monkeypatch.setattr(model.executor.books, "shows", lambda *_: shown)
+    monkeypatch.setattr(model.executor.books, "_shows", lambda *_: shown)
     same(model, plain)
     for step in range(4):
         rebind(model.module)
