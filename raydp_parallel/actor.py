@@ -197,7 +197,8 @@ class Door:
 
     def _answer_line(self, number: int, buffers: list[Any]) -> Sequence[Any]:
         """Answer a call that came over the line: leases that ended; method; header; packets."""
-        take_back(buffers[0], self._ledger)
+        if buffers[0]:
+            take_back(buffers[0], self._ledger)
         work = (self._replica.forward, self._replica.backward, self._forget, self._group)[buffers[1][0]]
         answer = Door._answer(self, work, number, bytes(buffers[2]), buffers[3:])
         answer = answer if isinstance(answer, tuple) else (answer,)
@@ -240,8 +241,8 @@ class Door:
 
 _LINE = "raydp-line"
 
-METHODS = ("forward", "backward", "forget", "group")
-"""Methods by the number that stands for them on a direct line."""
+METHODS = {method: bytes([number]) for number, method in enumerate(("forward", "backward", "forget", "group"))}
+"""What stands for a method on a direct line."""
 
 
 def sample(arena: Arena) -> tuple[Slice, bytes]:
@@ -263,8 +264,8 @@ def shows(found: Found, expected: bytes) -> bool:
 def give_back(mappings: Mappings) -> bytes:
     """The word which of the other's memory is no longer used, for the next message."""
     devices.let_go()
-    ended = itertools.chain.from_iterable(mappings.released())
-    return array.array("Q", ended).tobytes()
+    ended = mappings.released()
+    return array.array("Q", itertools.chain.from_iterable(ended)).tobytes() if ended else b""
 
 
 def take_back(word: bytes, ledger: Ledger) -> None:

@@ -89,7 +89,11 @@ class Call:
     @property
     def now(self) -> Pass:
         """The pass of torch's engine that asks."""
-        return self._passes.setdefault(torch._C._current_graph_task_id(), Pass({}, [], []))
+        task = torch._C._current_graph_task_id()
+        found = self._passes.get(task)
+        if found is None:
+            found = self._passes[task] = Pass({}, [], [])
+        return found
 
     def end_pass(self) -> Pass:
         """What the pass brought that ends here. Of one that failed on the way nothing is left for another."""
@@ -115,25 +119,18 @@ def fork(call: Call) -> Tensor:
     return Fork.apply(call, *call.leaves)  # type: ignore[no-any-return]
 
 
-def join(
-    call: Call, token: Tensor, handle: Handle, outputs: Sequence[Sequence[tuple[int, Tensor]]]
-) -> list[list[Tensor]]:
-    """Make remote outputs, numbered within each chunk, part of torch's graph."""
+def graft(call: Call, token: Tensor, handle: Handle, tensors: Sequence[list[Tensor]]) -> None:
+    """Make part of torch's graph, in each chunk's list, what requires a gradient there."""
 
     def unpack(packed: tuple[Handle, Tensor]) -> Tensor:
         call.now.pinned.append(packed[0])
         return packed[1]
 
     with saved_tensors_hooks(lambda tensor: (handle, tensor), unpack):
-        return [[Join.apply(call, i, k, token, tensor) for k, tensor in chunk] for i, chunk in enumerate(outputs)]
-
-
-def graft(call: Call, token: Tensor, handle: Handle, tensors: Sequence[list[Tensor]]) -> None:
-    """Make part of torch's graph, in each chunk's list, what requires a gradient there."""
-    live = [[(k, t.requires_grad_(False)) for k, t in enumerate(row) if t.requires_grad] for row in tensors]
-    for row, numbered, joined in zip(tensors, live, join(call, token, handle, live), strict=True):
-        for (k, _), tensor in zip(numbered, joined, strict=True):
-            row[k] = tensor
+        for chunk, row in enumerate(tensors):
+            for k, tensor in enumerate(row):
+                if tensor.requires_grad:
+                    row[k] = Join.apply(call, chunk, k, token, tensor.requires_grad_(False))
 
 
 class Fork(Function):
@@ -214,8 +211,8 @@ def _run(
         indices = tuple(sorted(grads))
 
         def prepare(seat: Seat, mail: Mail) -> BackwardRequest:
-            parcel, sent = codec.encode(tuple(grads[k] for k in indices), mail, "gradients")
-            wanted = tuple(needed[leaf] for leaf in part.leaves)
+            parcel, sent = codec.encode(tuple(map(grads.__getitem__, indices)), mail, "gradients")
+            wanted = tuple(map(needed.__getitem__, part.leaves))
             name = seat.name_of(part.master.id, part.seat)
             moved = part.master.moved_since(part.mark, seat.held.get(name, 0))
             key = makes.key if makes is not None else None

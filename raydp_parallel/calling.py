@@ -101,6 +101,7 @@ class _Forward:
         self.seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         joins = joining.get() and self.capture is None and len(chunks) > 1
         self.call = bridge.Call(executor, [], [], unused, joins=joins and devices.is_cpu(chunks[0].master.device))
+        self.threads = executor.threads(len(chunks))
         self.sends: list[int] = []
         self.verified = True
         self.graphs: list[Graph | None] = []
@@ -146,7 +147,7 @@ class _Forward:
         jobs = [
             Job(
                 c.seat, "forward", functools.partial(self._request, i), c.master.id, self.graphs[i], None,
-                c.rows, self._listener(c.master),
+                c.rows, self._listener(c.master) if self.ways[c.master] is not None else None,
             )
             for i, c in enumerate(self.chunks)
         ]  # fmt: skip
@@ -167,15 +168,15 @@ class _Forward:
         chunks = {number: chunk.seat for number, chunk in enumerate(self.chunks) if chunk.master is master}
         return post(self.executor.groups, self.ways[master], master, chunks)
 
-    def _listener(self, master: Master) -> Callable[[Reply | None], None] | None:
-        """Who is to hear at once what became of a chunk; None if no replica waits for another."""
+    def _listener(self, master: Master) -> Callable[[Reply | None], None]:
+        """Who is to hear at once what became of a chunk, for replicas wait for each other."""
 
         def heard(reply: Reply | None) -> None:
             post = self.posts.get(master)
             if post is not None:
                 post.heard(reply)
 
-        return heard if self.ways[master] is not None else None
+        return heard
 
     def _request(self, number: int, seat: Seat, mail: Mail) -> ForwardRequest:
         """The message for one chunk. The executor's lock is held, for other threads may send the same modules.
@@ -187,6 +188,7 @@ class _Forward:
                 master.sync()
                 self.executor.books.changed(master.why())
             self.marks = {master: master.mark() for master in self.masters}
+            self.doubts = {master: master.doubtful() for master in self.masters}
             self.posts = {master: self._post(master) for master in self.masters}
         chunk, graph = self.chunks[number], self.graphs[number]
         value, root = (Arguments(chunk.args, chunk.kwargs), "") if chunk.kwargs else (chunk.args, "inputs")
@@ -207,12 +209,12 @@ class _Forward:
             inputs=parcel,
             context=self.ambient,
             seed=self.seed,
-            threads=self.executor.threads(len(self.chunks)),
+            threads=self.threads,
             write_back=number == 0,
             capture=self.capture.names if self.capture is not None else (),
             detach=chunk.detach,
             alone=chunk.alone,
-            doubtful=() if chunk.detach else chunk.master.doubtful(),
+            doubtful=() if chunk.detach else self.doubts[chunk.master],
             forget=seat.forget(),
             overlay=replay.overlay(chunk.master, self.marks[chunk.master], mail),
             relay=relay,
@@ -267,21 +269,21 @@ class _Forward:
 
     def _leave_out_unreached(self, answers: Sequence[Answer]) -> None:
         """Torch must not walk on into the graph of a doubtful leaf that no chunk used: it may be gone."""
-        if not any(chunk.master.doubtful() for chunk in self.chunks if not chunk.detach):
+        if not any(self.doubts.values()):
             return
-        asked = {self.owned[i][k] for i, c in enumerate(self.chunks) if not c.detach for k in c.master.doubtful()}
+        asked = {self.owned[i][k] for i, c in enumerate(self.chunks) if not c.detach for k in self.doubts[c.master]}
         reached = {row[k] for row, answer in zip(self.owned, answers, strict=True) for k in answer.reply.reached}
         for at in asked - reached:
             self.call.leaves[at] = self.call.leaves[at].detach()
 
     def _note_parts(self) -> None:
-        marks = {master: master.versions() for master in self.masters}
+        marks = {master: (master.versions(), master.mark()) for master in self.masters}
         for i, (chunk, graph) in enumerate(zip(self.chunks, self.graphs, strict=True)):
             part = None
             if graph is not None:
-                mark = marks[chunk.master]
+                mark, after = marks[chunk.master]
                 if i in self.made:
-                    before_and_after = self.marks[chunk.master], chunk.master.mark()
+                    before_and_after = self.marks[chunk.master], after
                     graph.recipe = replay.forward(*self.made[i], chunk.master, chunk.seat, before_and_after)
                 part = Part(chunk.seat, graph, chunk.master, mark, self.owned[i], i == 0, self.own[i])
             self.call.parts.append(part)

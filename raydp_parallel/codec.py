@@ -32,6 +32,8 @@ _ROW = b"*"
 
 _ROW_OF_ONE = _ROW + bytes([True])
 
+_PLAIN = (Tensor, nn.Parameter)
+
 _COMPRESSED = {
     torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
     torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices),
@@ -129,10 +131,11 @@ def unpack(parcel: Parcel, mail: Mail, device: torch.device) -> list[Tensor]:
     """The tensors of a parcel alone, without the value around them."""
     if not parcel.specs:
         return []
-    if parcel.packet == GIVEN and mail.given is not None and devices.is_cpu(device):
+    here = devices.is_cpu(device)
+    if here and mail.given is not None and parcel.packet == GIVEN:
         tensors = mail.given.read(parcel.specs)
     else:
-        own = mail.take(parcel.packet) if devices.is_cpu(device) else None
+        own = mail.take(parcel.packet) if here else None
         read = devices.in_place(own) if own is not None else devices.reader(mail.open(parcel.packet), device)
         tensors = [_read(spec, read, device) for spec in parcel.specs]
     for tensor, spec in zip(tensors, parcel.specs, strict=True):
@@ -166,9 +169,10 @@ def spec_of(tensor: Tensor, offset: int = 0) -> TensorSpec:
     return TensorSpec(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride(), offset)
 
 
-def pack_class(cls: type | None) -> bytes | None:
+def pack_class(cls: type) -> bytes:
     """A tensor class for a spec. Messages are pickled plainly, for speed; a class may need more than that."""
-    return None if cls is None else cloudpickle.dumps(cls)
+    data: bytes = cloudpickle.dumps(cls)
+    return data
 
 
 @functools.lru_cache(maxsize=64)
@@ -272,23 +276,21 @@ def write(tensor: Tensor, pieces: list[Piece], offsets: list[int], end: int) -> 
     """Append a tensor's bytes to the pieces; returns its spec, and where the next one's may begin."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
         return _write_composed(tensor, pieces, offsets, end)
-    cls = _subclass(tensor)
+    cls = None if type(tensor) in _PLAIN else type(tensor)
     if cls is not None and hasattr(tensor, "__tensor_flatten__"):
         return _saved(tensor), end
     flat = compact(tensor)
     if cls is not None:
         flat = flat.as_subclass(Tensor)
-    spec = TensorSpec(DTYPE_NAMES[flat.dtype], tuple(flat.shape), flat.stride(), end, False, pack_class(cls))
-    if flat.numel():
-        pieces.append(devices.piece(flat))
+    spec = TensorSpec(
+        DTYPE_NAMES[flat.dtype], tuple(flat.shape), flat.stride(), end, False, pack_class(cls) if cls else None
+    )
+    piece = devices.piece(flat)
+    if piece.size:
+        pieces.append(piece)
         offsets.append(end)
-        end += aligned(flat.nbytes)
+        end += aligned(piece.size)
     return spec, end
-
-
-def _subclass(tensor: Tensor) -> type | None:
-    cls = type(tensor)
-    return None if cls is Tensor or cls is nn.Parameter else cls
 
 
 def _write_composed(tensor: Tensor, pieces: list[Piece], offsets: list[int], end: int) -> tuple[TensorSpec, int]:

@@ -73,10 +73,10 @@ _FLAGS = (
     _Flag(torch._C._get_cudnn_benchmark, functools.partial(setattr, torch.backends.cudnn, "benchmark")),
     _Flag(torch._C._get_cudnn_deterministic, functools.partial(setattr, torch.backends.cudnn, "deterministic")),
     _older(torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
-    _Flag(torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    _Flag(torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    _Flag(torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    _Flag(torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    _Flag(torch._C._get_flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    _Flag(torch._C._get_mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    _Flag(torch._C._get_math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    _Flag(torch._C._get_cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
 )
 
 _READS = [flag.read for flag in _FLAGS]

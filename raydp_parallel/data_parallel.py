@@ -120,8 +120,10 @@ class DataParallel(nn.DataParallel[T]):
                 outputs = self.parallel_apply(replicas, chunks, chunk_kwargs)
             finally:
                 calling.joining.reset(joining)
-            with self._weighing(chunks, chunk_kwargs):
-                return self.gather(outputs, self.output_device)
+            if self._options.scalars == "weighted_mean":
+                with self._weighing(chunks, chunk_kwargs):
+                    return self.gather(outputs, self.output_device)
+            return self.gather(outputs, self.output_device)
 
     def replicate(self, module: T, device_ids: Sequence[Any]) -> list[Any]:
         """Remote replicas of ``module``, one per device."""
@@ -190,15 +192,12 @@ class DataParallel(nn.DataParallel[T]):
 
     def _joins_alone(self) -> bool:
         """Whether outputs are joined at their first dimension, and nobody's own method sees them before."""
-        own = (getattr(method, "__func__", None) for method in (self.parallel_apply, self.gather))
-        return self.dim == 0 and [*own] == [DataParallel.parallel_apply, DataParallel.gather]
+        own = getattr(self.parallel_apply, "__func__", None), getattr(self.gather, "__func__", None)
+        return self.dim == 0 and own == (DataParallel.parallel_apply, DataParallel.gather)
 
     @contextlib.contextmanager
     def _weighing(self, chunks: Sequence[Any], kwargs: Sequence[Any]) -> Iterator[None]:
         """Tell `gather`, whose arguments are upstream's, how many rows each chunk has."""
-        if self._options.scalars != "weighted_mean":
-            yield
-            return
         reset = _rows.set(tuple(batch.rows(a, k, self.dim) for a, k in zip(chunks, kwargs, strict=True)))
         try:
             yield

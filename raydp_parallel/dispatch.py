@@ -55,6 +55,7 @@ class Dispatch:
 
     def __init__(self, roster: Roster, jobs: Sequence[Job]) -> None:
         self._roster = roster
+        self._crew = roster.crew
         self._jobs = jobs
         self._seats = {job.seat for job in jobs}
         self._answers: dict[int, Answer] = {}
@@ -129,7 +130,7 @@ class Dispatch:
             self._roster.books.replays(seat)
 
     def _submit(self, number: int, flight: _Flight, step: Step, again: str = "") -> None:
-        crew, seat = self._roster.crew, flight.seat
+        crew, seat = self._crew, flight.seat
         mail = Mail(crew.link_to(seat.door))
         message = step.prepare(seat, mail)
         flight.told.append(message.forget)
@@ -163,7 +164,7 @@ class Dispatch:
 
     def _listen(self, calls: Sequence[tuple[_Flight, Any]]) -> list[Any]:
         """The answers, opened; jobs hear of them as they come, for other replicas may wait for one that died."""
-        crew, link = self._roster.crew, self._roster.crew.link
+        crew, link = self._crew, self._crew.link
         self._roster.books.meanwhile()
         pending = [call for _, call in calls]
         if {flight.job.heard for flight, _ in calls} == {None}:

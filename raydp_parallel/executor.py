@@ -18,7 +18,6 @@ from torch import nn
 
 from raydp_parallel import cluster, sources, telemetry
 from raydp_parallel.actor import unseal
-from raydp_parallel.books import Books
 from raydp_parallel.crew import Death, DeviceId, Place, device_id, places
 from raydp_parallel.dispatch import Dispatch
 from raydp_parallel.groups import Groups
@@ -47,6 +46,10 @@ class Executor:
         device_ids: Logical GPUs of the cluster, or ``"cpu"`` entries; None is every GPU of the cluster. With ``()``
             replicas start when a wrapper first needs them.
         options: The rare knobs.
+
+    Attributes:
+        books: Whose time went where, and what travelled.
+        replays: Whether calls are run again when a replica dies, and keep what that takes.
     """
 
     def __init__(self, device_ids: Sequence[Any] | None = None, *, options: Options | None = None) -> None:
@@ -54,6 +57,8 @@ class Executor:
         self._every = device_ids is None
         self.device_ids = normalize(device_ids, self.options) if device_ids != () else []
         self._roster = Roster(self.options)
+        self.books = self._roster.books
+        self.replays = self._roster.replays
         self.groups = Groups(self._roster)
         self._reporter: Reporter | None = None
         self._masters: weakref.WeakValueDictionary[int, Master] = weakref.WeakValueDictionary()
@@ -86,11 +91,6 @@ class Executor:
     def replicas(self) -> tuple[ReplicaInfo, ...]:
         """Who runs what, one entry per device."""
         return tuple(seat.info() for seat in self._roster.seats.values())
-
-    @property
-    def books(self) -> Books:
-        """Whose time went where, and what travelled."""
-        return self._roster.books
 
     def stats(self, model: nn.Module | None = None) -> ExecutorStats:
         """What was done so far: for all models, or what concerns the replicas for one."""
@@ -142,10 +142,12 @@ class Executor:
 
     def revive(self, seats: Sequence[Seat]) -> None:
         """See that somebody sits on each seat, or is on the way."""
-        if not all(seat.ready for seat in seats):
-            with self._roster.lock:
-                self._refresh()
-                self._fill([seat.place for seat in seats])
+        for seat in seats:
+            if not seat.ready:
+                with self._roster.lock:
+                    self._refresh()
+                    self._fill([seat.place for seat in seats])
+                return
 
     def master(self, module: nn.Module, keep: bool = False) -> Master:
         """The watch on a module that all its wrappers share. Whoever asks for it keeps it alive.
@@ -165,11 +167,6 @@ class Executor:
             if keep and master not in self._recent:
                 self._recent.append(master)
             return master
-
-    @property
-    def replays(self) -> bool:
-        """Whether calls are run again when a replica dies, and keep what that takes."""
-        return self._roster.replays
 
     def known(self, module: nn.Module) -> Master | None:
         """The watch on a module that a wrapper keeps already, and with it what the replicas hold."""

@@ -134,10 +134,12 @@ class Groups:
         options = self._roster.options
         if options.in_process or options.link not in ("auto", "collective") or len(seats) < 2:
             return False
+        if size < _LEAST and options.link != "collective":
+            return False
         if len({*seats}) < len(seats) or not all(seat.ready for seat in seats):
             return False
-        if options.link == "collective" or size < _LEAST:
-            return options.link == "collective"
+        if options.link == "collective":
+            return True
         nodes = {seat.hello.node for seat in seats if seat.hello is not None}
         return len(nodes) > 1 or (kind or self.kind(seats)) is Kind.NCCL
 

@@ -231,11 +231,16 @@ def write_frame(connection: socket.socket, number: int, buffers: Sequence[Any]) 
     small: list[Any] = []
     large: list[Any] = []
     for buffer in buffers:
-        shared = isinstance(buffer, (Slice, Exposed))
-        plain = pickle.dumps(tuple(buffer.descriptor)) if shared else buffer
-        data = plain if type(plain) is bytes else memoryview(plain).cast("B")
-        lengths.append(len(data) | (_SHARED if shared else 0))
-        (small if len(data) <= _LARGE else large).append(data)
+        flag = 0
+        if type(buffer) is bytes:
+            data: Any = buffer
+        elif isinstance(buffer, (Slice, Exposed)):
+            data, flag = pickle.dumps(tuple(buffer.descriptor)), _SHARED
+        else:
+            data = memoryview(buffer).cast("B")
+        size = len(data)
+        lengths.append(size | flag)
+        (small if size <= _LARGE else large).append(data)
     words = struct.pack(f"<{len(lengths)}Q", *lengths)
     head = _HEAD.pack(len(lengths), number, len(words) + sum(map(len, small)))
     connection.sendall(b"".join([head, words, *small]))

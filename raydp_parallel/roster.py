@@ -36,6 +36,7 @@ class Roster:
         totals: The executor's counters.
         books: Whose time went where.
         closed: Whether the executor was closed.
+        replays: Whether another replica takes over when one dies.
     """
 
     def __init__(self, options: Options) -> None:
@@ -45,6 +46,7 @@ class Roster:
         self.totals = Totals()
         self.books = Books(options.name or program())
         self.closed = False
+        self.replays = options.on_fault == "replay"
         self._crew: Crew | None = None
         self._respawner: Respawner | None = None
 
@@ -58,11 +60,6 @@ class Roster:
     def link(self) -> str:
         """What bytes travel by."""
         return self._crew.link.name if self._crew is not None else self.options.link
-
-    @property
-    def replays(self) -> bool:
-        """Whether another replica takes over when one dies."""
-        return self.options.on_fault == "replay"
 
     def ready(self) -> list[Seat]:
         """Those that can be called."""

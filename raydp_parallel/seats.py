@@ -147,4 +147,7 @@ class Seat:
 
 
 def _drain(queue: deque[int]) -> tuple[int, ...]:
-    return tuple(queue.popleft() for _ in range(len(queue)))
+    found: list[int] = []
+    while queue:
+        found.append(queue.popleft())
+    return tuple(found)

@@ -52,6 +52,7 @@ class Pending:
 
     Attributes:
         turn: How many calls that door had then to answer, also those of other threads, this one included.
+        through_ray: Whether it is a Ray task.
     """
 
     def __init__(self, door: Called, number: int, ref: Any) -> None:
@@ -62,11 +63,7 @@ class Pending:
         self._number = number
         self._ref = ref
         self._answer: Any = None
-
-    @property
-    def through_ray(self) -> bool:
-        """Whether it is a Ray task."""
-        return self._ref is not None
+        self.through_ray = ref is not None
 
     def result(self, timeout: float | None) -> Any:
         """Wait for the answer."""
@@ -81,7 +78,8 @@ class Pending:
         if self._ref is not None or self._line is None:
             return _get(self._ref, timeout)
         try:
-            answer = self._receive(self._line, timeout)
+            line, number = self._line, self._number
+            answer = line.receive(number, timeout) if line.near else self._receive_from_afar(line, timeout)
         except LineCut:
             return Death("its direct line was cut")
         try:
@@ -91,9 +89,9 @@ class Pending:
                 raise  # other replicas would seem to die of it, too
             return Death(f"its memory is gone: {error}")  # it ended right behind its answer
 
-    def _receive(self, line: Line, timeout: float | None) -> Any:
+    def _receive_from_afar(self, line: Line, timeout: float | None) -> Any:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
-        while not line.near:
+        while True:
             left = deadline - time.monotonic()
             try:
                 return line.receive(self._number, max(0.0, min(left, TURN)))
@@ -101,7 +99,6 @@ class Pending:
                 if left <= TURN:
                     raise
                 self.door.look_after()
-        return line.receive(self._number, timeout)
 
     def give_up(self) -> None:
         """Nobody waits any more."""

@@ -59,6 +59,8 @@ class RayCrew:
         self._arena: Arena | None = None
         self._told = False
         self.link = self._choose_link(machines)
+        # Told once: links are protocols, which Python takes its time to tell apart.
+        self._device_link = self.link if isinstance(self.link, devices.DeviceLink) else None
         self._cores = int(min(node.total.get("CPU", 1) for node in computing))
         self._holds = Holds(names.executor, options)
         self._leaving: frozenset[str] = frozenset()
@@ -155,8 +157,8 @@ class RayCrew:
             self.link.withdraw()
         if not door.shares:
             self._go_without(hello)
-        elif isinstance(self.link, devices.DeviceLink):
-            self._meet_on_device(door, hello, self.link)
+        elif self._device_link is not None:
+            self._meet_on_device(door, hello, self._device_link)
 
     def _meet_on_device(self, door: RemoteDoor, hello: Hello, link: devices.DeviceLink) -> None:
         """Share the GPU's memory with who is on the driver's; the others get copies through the machine's."""
@@ -207,8 +209,7 @@ class RayCrew:
             yield place, RemoteDoor(actor, self._options.call_timeout)
 
     def link_to(self, door: RemoteDoor) -> Link:
-        link = self.link
-        return link.near if isinstance(link, devices.DeviceLink) and not door.shares_device else link
+        return self._device_link.near if self._device_link is not None and not door.shares_device else self.link
 
     def submit(
         self, door: RemoteDoor, method: str, header: bytes, beside: Sequence[Packet], task: Task | None = None
@@ -216,11 +217,15 @@ class RayCrew:
         return door.submit(method, header, beside, self._options.call_timeout, task)
 
     def collect(self, pending: Sequence[Pending | Lost], heard: Heard | None = None) -> list[Any]:
-        start, timeout = time.monotonic(), self._options.call_timeout
+        timeout = self._options.call_timeout
+        carried = [call for call in pending if call.through_ray]
+        # All chunks end before anyone hears of the failure of one.
+        if heard is None and not carried and timeout is None:
+            return [self._result(call, math.inf) for call in pending]
+        start = time.monotonic()
         # A replica that runs several calls, one after the other, has time for each.
         deadlines = [math.inf if timeout is None else start + timeout * call.turn for call in pending]
-        # All chunks end before anyone hears of the failure of one.
-        if heard is None and not any(call.through_ray for call in pending):
+        if heard is None and not carried:
             ends = zip(pending, deadlines, strict=True)
             return [self._result(call, max(_AT_ONCE, end - time.monotonic())) for call, end in ends]
         results: list[Any] = [None] * len(pending)

@@ -154,7 +154,8 @@ class RemoteDoor:
         """Send a call. What lies in the object store only Ray can carry."""
         number, self._looks = self._number, 0
         try:
-            self._mend(number, timeout)
+            if self._missed or (self.line is not None and not self.line.intact):
+                self._mend(number, timeout)
             self._number, self._missed = number + 1, True
             pending = self._send(number, method, header, beside, task)
             self._missed = False
@@ -165,18 +166,10 @@ class RemoteDoor:
             return Lost(self, error)
 
     def _send(self, number: int, method: str, header: bytes, beside: Sequence[Packet], task: Task | None) -> Pending:
-        if not self.shares_device:
-            beside = [packet.elsewhere() if isinstance(packet, devices.DeviceSlice) else packet for packet in beside]
-        if not self.shares:
-            beside = [_stored(packet) for packet in beside]
-        large = len(header) + sum(len(packet) for packet in beside if isinstance(packet, np.ndarray)) > _FRAME
-        if (
-            self.line is None
-            or any(isinstance(packet, ray.ObjectRef) for packet in beside)
-            # The replica may be in the midst of a long answer, and would not read before that is taken.
-            or (large and self.line.busy)
-            or (task is not None and task.shown)
-        ):
+        if beside:  # small messages have nothing
+            beside = self._within_reach(beside)
+        shown = task is not None and task.shown
+        if self.line is None or shown or ((beside or len(header) > _FRAME) and self._not_for_lines(header, beside)):
             plain = [_copyable(packet) for packet in beside]
             call = getattr(self.actor, method)
             call = call.options(name=task.name) if task is not None else call
@@ -184,20 +177,31 @@ class RemoteDoor:
         for packet in beside:
             if isinstance(packet, Slice):
                 self._ledger.lend(packet)
-        self.line.send(number, [give_back(self._mappings), bytes([METHODS.index(method)]), header, *beside])
+        self.line.send(number, [give_back(self._mappings), METHODS[method], header, *beside])
         return Pending(self, number, None)
 
+    def _within_reach(self, beside: Sequence[Packet]) -> Sequence[Packet]:
+        """Packets that the replica can open."""
+        if not self.shares_device:
+            beside = [packet.elsewhere() if isinstance(packet, devices.DeviceSlice) else packet for packet in beside]
+        return beside if self.shares else [_stored(packet) for packet in beside]
+
+    def _not_for_lines(self, header: bytes, beside: Sequence[Packet]) -> bool:
+        """Whether only Ray can carry a message, or its line could stand still under it."""
+        large = len(header) + sum(len(packet) for packet in beside if isinstance(packet, np.ndarray)) > _FRAME
+        # The replica may be in the midst of a long answer, and would not read before that is taken.
+        busy = self.line is not None and self.line.busy
+        return (large and busy) or any(isinstance(packet, ray.ObjectRef) for packet in beside)
+
     def _mend(self, number: int, timeout: float | None) -> None:
-        """See that the replica waits for this call, and not for one that broke off or was never sent."""
-        broken = self.line is not None and not self.line.intact
-        if broken or self._missed:
-            line, self.line = self.line, None
-            if line is not None:
-                line.close()
-                self.call_directly(line.near, number, timeout)
-            if self.line is None:
-                ray.get(self.actor.skip_to.remote(number), timeout=timeout)
-            self._missed = False
+        """One broke off, or was never sent: see that the replica waits for this call."""
+        line, self.line = self.line, None
+        if line is not None:
+            line.close()
+            self.call_directly(line.near, number, timeout)
+        if self.line is None:
+            ray.get(self.actor.skip_to.remote(number), timeout=timeout)
+        self._missed = False
 
     def _take_note(self, answer: list[Any]) -> list[Any]:
         """What an answer brings, and the word what of this process's memory is no longer used there."""
@@ -206,6 +210,8 @@ class RemoteDoor:
 
     def opened(self, answer: list[Any]) -> Any:
         """An answer with its packets in reach; what lies in shared memory is kept there until it is garbage here."""
+        if len(answer) == 2 and not answer[0]:  # small ones, and no memory to give back
+            return answer[1]
         parts = self._take_note(answer)
         for part in parts:
             if isinstance(part, Found):

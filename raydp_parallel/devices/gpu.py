@@ -106,7 +106,7 @@ class _Lent:
             self._kept.append((event, owner))
 
     def let_go(self) -> None:
-        """Of what has been copied."""
+        """Of the machine's memory, and of other processes', that a device has copied from by now."""
         if self._kept:
             with self._lock:
                 self._kept = [entry for entry in self._kept if not entry[0].query()]
@@ -116,11 +116,7 @@ class _Lent:
 
 
 lent = _Lent()
-
-
-def let_go() -> None:
-    """Of the machine's memory, and of other processes', that a device has copied from by now."""
-    lent.let_go()
+let_go = lent.let_go
 
 
 def upload(source: Piece, device: torch.device) -> Tensor:

@@ -188,7 +188,7 @@ class Mail:
 
     def place(self, packet: Packet) -> Packet:
         """What to write into the message for a packet that a link has made."""
-        if isinstance(packet, bytes):
+        if type(packet) is bytes:
             return packet
         self.beside.append(packet)
         return len(self.beside) - 1
@@ -210,16 +210,16 @@ class Mail:
 
     def open(self, packet: Packet) -> Piece:
         """The bytes of a packet of the message."""
-        return self.link.open(self.find(packet))
+        return in_bytes(packet) if type(packet) is bytes else self.link.open(self.find(packet))
 
     def take(self, packet: Packet) -> Piece | None:
         """The bytes of a packet of the message, as memory of one's own."""
-        return self.link.take(self.find(packet))
+        return None if type(packet) is bytes else self.link.take(self.find(packet))
 
 
 def in_bytes(packet: bytes) -> Piece:
     """Bytes where they are: they stay there as long as they live, and the piece holds them."""
-    address = ctypes.cast(ctypes.c_char_p(packet), ctypes.c_void_p).value or 0
+    address = ctypes.c_void_p.from_buffer(ctypes.c_char_p(packet)).value or 0
     return Piece(address, len(packet), packet)
 
 

@@ -14,12 +14,12 @@ class InlineLink(Link):
     name = "inline"
 
     def send(self, pieces: Sequence[Piece], offsets: Sequence[int], size: int) -> bytes:
+        if len(pieces) == 1 and pieces[0].origin is None:
+            return ctypes.string_at(pieces[0].address, pieces[0].size)
         if any(piece.origin is not None for piece in pieces):
             whole = ctypes.create_string_buffer(size)
             fill(ctypes.addressof(whole), pieces, offsets)
             return whole.raw
-        if len(pieces) == 1:
-            return ctypes.string_at(pieces[0].address, pieces[0].size)
         runs: list[bytes] = []
         end = 0
         for piece, offset in zip(pieces, offsets, strict=True):

@@ -191,7 +191,10 @@ class Mappings:
 
     def released(self) -> list[tuple[int, int]]:
         """The leases that nobody here uses any more, and how often each had come. Each is told once."""
-        return [self._released.popleft() for _ in range(len(self._released))]
+        found: list[tuple[int, int]] = []
+        while self._released:
+            found.append(self._released.popleft())
+        return found
 
     def held(self) -> dict[int, int]:
         """The leases in use, and how often each came; what `released` had to tell is contained in that."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -107,8 +107,11 @@ class Master:
     @property
     def device(self) -> torch.device:
         """Where the master copy lies."""
-        tensors = self._contents.tensors
-        return next((tensors[slot].device for slot in self._kinds if slot in tensors), torch.device("cpu"))
+        for slot in self._kinds:
+            tensor = self._contents.tensors.get(slot)
+            if tensor is not None:
+                return tensor.device
+        return torch.device("cpu")
 
     def why(self) -> str:
         """What changed since this was asked last, besides mere contents; empty if nothing did."""
@@ -126,7 +129,7 @@ class Master:
     def doubtful(self) -> tuple[int, ...]:
         """The leaves that were computed in the driver, by number; modules such as weight_norm's compute them anew."""
         found = enumerate(self.leaves())
-        return tuple(k for k, leaf in found if leaf.kind == "attribute" and not leaf.tensor.is_leaf)
+        return tuple([k for k, leaf in found if leaf.kind == "attribute" and not leaf.tensor.is_leaf])
 
     def versions(self) -> tuple[int, list[int]]:
         """A mark of this moment, for `moved_since`."""
@@ -170,10 +173,9 @@ class Master:
 
     def sync(self) -> None:
         """See what changed, as far as identities, versions and addresses tell."""
-        with self._all_or_nothing():
-            self._sync()
+        self._or_begin_anew(self._sync)
 
-    def _sync(self) -> None:
+    def _sync(self) -> bool:
         self._sent_before = self.revision
         self._rebound = []
         if self._image is None or _look_at(self._specials) != self._special_look:
@@ -182,17 +184,16 @@ class Master:
             self._edit()
         if (news := self._contents.news()) is not None and not self._contents.take(news, self._next_revision()):
             self._restructure()
+        return True
 
     def verify(self) -> bool:
         """Whether contents are as the last `sync` took them to be; takes up what is not, for the next update."""
-        with self._all_or_nothing():
-            return self._verify()
+        return self._or_begin_anew(self._verify)
 
-    @contextlib.contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
+    def _or_begin_anew(self, look: Callable[[], bool]) -> bool:
         """What was interrupted half way, by Ctrl-C or for want of memory, begins anew: everything is sent again."""
         try:
-            yield
+            return look()
         except BaseException:
             self._image = None
             self._contents = Contents(self._link)
@@ -222,10 +223,9 @@ class Master:
 
     def write_back(self, written: WriteBack, tensors: list[Tensor]) -> None:
         """Take over, in place, what chunk 0 changed in place. What it overwrites is kept, see `moments`."""
-        before, overwritten = self._contents.versions(), {}
+        before = self._contents.versions()
+        overwritten = {slot: self._contents.tensors[slot].detach().clone() for slot, _ in written.slots}
         with torch.no_grad():
-            for slot, _ in written.slots:
-                overwritten[slot] = self._contents.tensors[slot].detach().clone()
             for (slot, moved), new in zip(written.slots, tensors, strict=True):
                 target = self._contents.tensors[slot]
                 # An edit that moves no version there moves none here; batch norm's running means are such.
