@@ -36,7 +36,7 @@ from raydp_parallel.links import (
     link_for,
     shared_link,
 )
-from raydp_parallel.messages import Hello, Package, Reply
+from raydp_parallel.messages import Failure, Hello, Package, Reply
 from raydp_parallel.phases import OpenSpan, unseen
 from raydp_parallel.replica import Replica
 from raydp_parallel.snapshot import watch
@@ -222,11 +222,12 @@ class Door:
                 if self._spoiled:
                     self._end()
                 self._replica.span = span
-                packets = [self._mappings.find(b) if isinstance(b, Descriptor) else b for b in beside]
-                reply = work(pickle.loads(header), Mail(self._link, packets), back)
+                if beside:
+                    beside = [self._mappings.find(b) if isinstance(b, Descriptor) else b for b in beside]
+                reply = work(pickle.loads(header), Mail(self._link, beside), back)
                 if isinstance(reply, Reply) and reply.failure is not None:
                     self._spoiled = devices.spoiled(self._device)
-                self._look_at(reply)
+                    self._look_at(reply.failure)
                 return seal(reply, back)
         except BaseException as error:
             self._spoiled = devices.spoiled(self._device)
@@ -235,8 +236,8 @@ class Door:
     def _end(self) -> None:
         """The device works no more, which was told with the last answer: an actor ends, for another to take over."""
 
-    def _look_at(self, reply: Any) -> None:
-        """A reply leaves; an actor logs those that tell of an exception."""
+    def _look_at(self, failure: Failure) -> None:
+        """A reply tells of an exception; an actor enters it into its log."""
 
 
 _LINE = "raydp-line"
@@ -356,10 +357,9 @@ class ReplicaActor(Door):
         log.warning("the GPU works no more in this process, which therefore ends; the error before says why")
         os._exit(1)
 
-    def _look_at(self, reply: Any) -> None:
-        if isinstance(reply, Reply) and reply.failure is not None:
-            # For the actor's page in the dashboard; the exception itself is raised in the driver.
-            log.warning("%s", reply.failure.text.strip().splitlines()[-1])
+    def _look_at(self, failure: Failure) -> None:
+        # For the actor's page in the dashboard; the exception itself is raised in the driver.
+        log.warning("%s", failure.text.strip().splitlines()[-1])
 
     note = _quiet(note)
     hello = _quiet(Door.hello)

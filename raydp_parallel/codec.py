@@ -211,7 +211,7 @@ def _skeleton(value: Any, root: str) -> tuple[bytes, list[Tensor]]:
     if type(value) is tuple and len(value) == 1 and type(value[0]) is Tensor:
         return _ROW_OF_ONE, [value[0]]
     if type(value) is tuple and is_row(value):
-        return _ROW + bytes(part is not None for part in value), [part for part in value if part is not None]
+        return _ROW + bytes([part is not None for part in value]), [part for part in value if part is not None]
     file = io.BytesIO()
     pickler = _ValuePickler(file)
     try:
@@ -229,7 +229,7 @@ def row(value: tuple[Tensor | None, ...], specs: Sequence[TensorSpec], packet: P
 def is_row(value: tuple[Any, ...]) -> bool:
     """Whether a tuple holds plain tensors, each another, and Nones, and nothing else."""
     tensors = [part for part in value if part is not None]
-    return all(type(part) is Tensor for part in tensors) and len({*map(id, tensors)}) == len(tensors)
+    return {*map(type, tensors)} <= {Tensor} and len({*map(id, tensors)}) == len(tensors)
 
 
 def _picklable(value: Any) -> bool:

@@ -100,8 +100,8 @@ def enter(context: CallContext) -> contextlib.AbstractContextManager[Any]:
         for flag, value in zip(_FLAGS, context.flags, strict=True):
             if flag.read() != value:
                 flag.write(value)
-    ambient = any(on for on, _ in context.autocast) or any(map(torch.is_autocast_enabled, _AUTOCAST_DEVICES))
-    if ambient or context.inference or context.anomaly[0]:
+    wanted, there = [on for on, _ in context.autocast], [*map(torch.is_autocast_enabled, _AUTOCAST_DEVICES)]
+    if True in wanted or True in there or context.inference or context.anomaly[0]:
         return _enter_all(context)
     return torch.set_grad_enabled(context.grad)
 

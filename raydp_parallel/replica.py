@@ -32,6 +32,9 @@ from raydp_parallel.messages import (
 from raydp_parallel.phases import IN_REPLICA, Laps, OpenSpan, unseen
 from raydp_parallel.snapshot.mirror import Mirror, bump
 
+_NO_CAPTURES: contextlib.nullcontext[Any] = contextlib.nullcontext({})
+_UNWATCHED = contextlib.nullcontext()
+
 running = False
 """Whether this process is running a replica's module just now. A wrapper inside that module then runs in place."""
 
@@ -171,7 +174,7 @@ class Replica:
         own = [] if request.detach else mirror.leaves()
         leaves = [*own, *(t for t in inputs if t.requires_grad)] if request.graph is not None else []
         devices.seed(self.device, request.seed, request.chunk)
-        captures: Any = capturing(mirror.module, request.capture) if request.capture else contextlib.nullcontext({})
+        captures: Any = capturing(mirror.module, request.capture) if request.capture else _NO_CAPTURES
         with context.enter(request.context), mirror.running(), _InReplica(), captures as captured:
             self._laps.begin(2)
             value = mirror.module(*args, **kwargs)
@@ -242,7 +245,7 @@ class Replica:
         if request.reduce is None and engine.plainly(request, graph.partial):
             early = outgoing.begin(graph.leaves, back, self.device)
         first = reducer or early
-        watching = first.watching() if first is not None else contextlib.nullcontext()
+        watching = first.watching() if first is not None else _UNWATCHED
         with context.enter(request.context), _InReplica(), _Watching(graph.mirror), watching:
             self._laps.begin(2)
             found = engine.differentiate(graph.leaves, graph.partial, outputs, grads, request)
