@@ -9,7 +9,6 @@ import functools
 import itertools
 import logging
 import os
-import pickle
 import select
 import threading
 from collections.abc import Callable, Sequence
@@ -36,7 +35,7 @@ from raydp_parallel.links import (
     link_for,
     shared_link,
 )
-from raydp_parallel.messages import Failure, Hello, Package, Reply
+from raydp_parallel.messages import Failure, Hello, Package, Reply, pack, unpack
 from raydp_parallel.phases import OpenSpan, unseen
 from raydp_parallel.replica import Replica
 from raydp_parallel.snapshot import watch
@@ -224,7 +223,7 @@ class Door:
                 self._replica.span = span
                 if beside:
                     beside = [self._mappings.find(b) if isinstance(b, Descriptor) else b for b in beside]
-                reply = work(pickle.loads(header), Mail(self._link, beside), back)
+                reply = work(unpack(header), Mail(self._link, beside), back)
                 if isinstance(reply, Reply) and reply.failure is not None:
                     self._spoiled = devices.spoiled(self._device)
                     self._look_at(reply.failure)
@@ -283,14 +282,14 @@ def plain(answer: Any) -> Any:
 
 def seal(message: Any, mail: Mail) -> Any:
     """A message and its packets as one return value of a Ray call: bytes alone if nothing lies beside them."""
-    header = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    header = pack(message)
     return (header, *mail.beside) if mail.beside else header
 
 
 def unseal(answer: Any, link: Link) -> tuple[Any, Mail]:
     """The message of a return value, and the mail to open its packets with."""
     header, *beside = answer if isinstance(answer, tuple) else (answer,)
-    return pickle.loads(header), Mail(link, beside)
+    return unpack(header), Mail(link, beside)
 
 
 def _end_with(process: int) -> None:

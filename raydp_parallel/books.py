@@ -313,14 +313,14 @@ def _drawn(run: Run, models: Mapping[int, str], chairs: Mapping[int, Chair]) -> 
     first, ended = run.rounds[0], run.rounds[-1].ended
     model = models.get(first.sent[0].model, "") if first.sent else ""
     chunks: dict[int, ChunkSpan] = {}
-    for one, told in (pair for each in run.rounds for pair in zip(each.sent, each.told, strict=True)):
-        offset, laps = chairs[one.seat.index].clock.offset, told.laps if told is not None else ()
-        laps = tuple([stamp + offset for stamp in laps]) if offset else laps
-        chunks[one.number] = ChunkSpan(one.seat.index, one.at, laps)
+    for each in run.rounds:
+        for one, told in zip(each.sent, each.told, strict=True):
+            offset, laps = chairs[one.seat.index].clock.offset, told.laps if told is not None else ()
+            laps = tuple([stamp + offset for stamp in laps]) if offset else laps
+            chunks[one.number] = ChunkSpan(one.seat.index, one.at, laps)
     all_sent = first.sent[-1].at if first.sent else first.began
-    return CallSpan(
-        run.method, run.number, model, first.began, all_sent, ended, tuple(c for _, c in sorted(chunks.items()))
-    )
+    drawn = tuple([chunks[number] for number in sorted(chunks)])
+    return CallSpan(run.method, run.number, model, first.began, all_sent, ended, drawn)
 
 
 def _with_advice(stats: ExecutorStats) -> ExecutorStats:

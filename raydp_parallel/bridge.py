@@ -19,7 +19,6 @@ buffers in passing, and the handles free everything.
 from __future__ import annotations
 
 import math
-import weakref
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
@@ -44,12 +43,11 @@ class Handle:
     """Alive while torch would keep the graphs; its end lets the replicas free them."""
 
     def __init__(self, graphs: Sequence[Graph]) -> None:
-        weakref.finalize(self, _drop, tuple(graphs)).atexit = False
+        self._graphs = graphs
 
-
-def _drop(graphs: Sequence[Graph]) -> None:
-    for graph in graphs:
-        graph.drop()
+    def __del__(self) -> None:
+        for graph in self._graphs:
+            graph.drop()
 
 
 class Call:
@@ -302,7 +300,7 @@ def _collect(
     device = call.leaves[0].device
     with call.executor.books.reducing([answer.seat for answer in answers]):
         sums = reduction.total(shares, device, len(call.leaves))
-        dense = all(one is None or one.layout is torch.strided for one in sums)
+        dense = {one.layout for one in sums if one is not None} <= {torch.strided}
         whole = [True] * len(sums) if dense else _whole(call, shares[-len(parts) :] if parts else [], summed)
         return reduction.settle(sums, call.leaves, call.kinds, needed, whole, call.unused)
 

@@ -94,7 +94,7 @@ class _Forward:
     def __init__(self, executor: Executor, chunks: Sequence[Chunk], unused: UnusedGrads) -> None:
         self.executor = executor
         self.chunks = chunks
-        self.masters = list(dict.fromkeys(chunk.master for chunk in chunks))
+        self.masters = list(dict.fromkeys([chunk.master for chunk in chunks]))
         self.ambient = context.capture()
         wanted = capturing.get()
         self.capture = wanted if wanted is not None and wanted.module is chunks[0].master.module else None
@@ -119,7 +119,7 @@ class _Forward:
 
     def _run(self) -> list[Any]:
         answers = self._attempt()
-        while any(answer.reply.failure is not None for answer in answers) and self.executor.teach(answers):
+        while {answer.reply.failure for answer in answers} != {None} and self.executor.teach(answers):
             answers = self._attempt()
         reruns = 0
         while not self.verified and reruns < _MOST_RERUNS:
@@ -264,7 +264,7 @@ class _Forward:
                 known[model] = [enter(leaf.tensor, leaf.kind) for leaf in model.leaves()]
             own = known[model] if model is not None else []
             self.own.append(len(own))
-            self.owned.append([*own, *(enter(tensor, "input") for tensor in inputs)])
+            self.owned.append([*own, *[enter(tensor, "input") for tensor in inputs]])
         self.call.leaves, self.call.kinds = [*leaves.values()], kinds
 
     def _leave_out_unreached(self, answers: Sequence[Answer]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -270,8 +269,10 @@ def data_parallel(
 
 
 def _module_device(module: nn.Module) -> torch.device:
-    tensors = itertools.chain(module.parameters(), module.buffers())
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+    tensor: torch.Tensor | None = next(module.parameters(), None)
+    if tensor is None:
+        tensor = next(module.buffers(), None)
+    return torch.device("cpu") if tensor is None else tensor.device
 
 
 def _own_device(entry: Any, ids: Sequence[DeviceId]) -> torch.device:

@@ -9,7 +9,6 @@ front of the job and on the same way, so that it costs no trip of its own.
 from __future__ import annotations
 
 import itertools
-import pickle
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from raydp_parallel.crew import Death, Ending
 from raydp_parallel.errors import GraphLost, ReplicaDied
 from raydp_parallel.jobs import Answer, Graph, Job, Step
 from raydp_parallel.links import Mail
-from raydp_parallel.messages import Forget, Reply
+from raydp_parallel.messages import Forget, Reply, pack
 from raydp_parallel.roster import Roster
 from raydp_parallel.runs import Told, tell
 from raydp_parallel.seats import Seat
@@ -134,7 +133,7 @@ class Dispatch:
         mail = Mail(crew.link_to(seat.door))
         message = step.prepare(seat, mail)
         flight.told.append(message.forget)
-        header = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        header = pack(message)
         if step.graph is not None:
             flight.graphs.append(step.graph)
         task = self._run.sends(number, seat, mail, again)

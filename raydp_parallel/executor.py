@@ -6,7 +6,6 @@ Chunks are logical and replicas physical: what chunk i computes depends on i onl
 
 from __future__ import annotations
 
-import pickle
 import threading
 import weakref
 from collections import deque
@@ -23,6 +22,7 @@ from raydp_parallel.dispatch import Dispatch
 from raydp_parallel.groups import Groups
 from raydp_parallel.jobs import Answer, Job
 from raydp_parallel.links import Link
+from raydp_parallel.messages import pack
 from raydp_parallel.monitor import ExecutorStats, ReplicaInfo
 from raydp_parallel.options import Options
 from raydp_parallel.reporter import Reporter
@@ -217,7 +217,7 @@ class Executor:
             self._refresh()
             self._roster.pick_up()
             crew = self._roster.crew
-            calls = [crew.submit(s.door, "forget", pickle.dumps(s.forget()), ()) for s in self._roster.ready()]
+            calls = [crew.submit(s.door, "forget", pack(s.forget()), ()) for s in self._roster.ready()]
             answers = crew.collect(calls)
             return [unseal(left, crew.link)[0] for left in answers if not isinstance(left, Death)]
 

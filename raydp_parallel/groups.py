@@ -17,7 +17,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import pickle
 import threading
 import time
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from raydp_parallel.actor import unseal
 from raydp_parallel.crew import Death
 from raydp_parallel.exchange import Host, Join, Kind
 from raydp_parallel.links import Link
+from raydp_parallel.messages import pack
 from raydp_parallel.roster import Roster
 from raydp_parallel.seats import Seat
 
@@ -231,7 +231,7 @@ class Groups:
             self._roster.check_open()
             if not alliance.whole:
                 return [("", "a replica died")] * len(seats)
-            headers = [pickle.dumps(word) for word in words]
+            headers = [pack(word) for word in words]
             calls = [crew.submit(s.door, "group", header, ()) for s, header in zip(seats, headers, strict=True)]
         found: dict[int, tuple[Any, str]] = {}
 

@@ -163,10 +163,10 @@ def plan(executor: Executor, parts: Sequence[Part], leaves: Sequence[Tensor], ne
         needed: Which of them are asked for.
     """
     first = parts[0]
-    if any(part.master is not first.master or part.own != first.own for part in parts):
-        return None
     seats = [part.seat for part in parts]
     if not executor.groups.wanted(seats, first.master.size, None):  # nearly no call on one machine is
+        return None
+    if any(part.master is not first.master or part.own != first.own for part in parts):
         return None
     if not all(part.graph.on(part.seat) for part in parts):
         return None

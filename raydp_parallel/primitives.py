@@ -148,7 +148,7 @@ def _checked(
 
 
 def _replicas(modules: Sequence[Any], devices: Sequence[Any] | None) -> list[RemoteReplica]:
-    if all(isinstance(module, RemoteReplica) for module in modules):
+    if {*map(type, modules)} == {RemoteReplica}:
         owners = {id(module._executor) for module in modules}
         if len(owners) > 1:
             raise ValueError(

@@ -47,13 +47,15 @@ def total(shares: Sequence[Share], device: torch.device, count: int) -> list[Ten
 
 def _take(share: Share, rows: Sequence[tuple[int, int]], sums: list[Tensor | None], device: torch.device) -> None:
     if rows:
-        chosen = share.parcel._replace(specs=tuple(share.parcel.specs[row] for _, row in rows))
+        chosen = share.parcel._replace(specs=tuple([share.parcel.specs[row] for _, row in rows]))
         for (leaf, _), tensor in zip(rows, codec.unpack(chosen, share.mail, device), strict=True):
             sums[leaf] = tensor.requires_grad_(False)
 
 
 def _add(share: Share, rows: Sequence[tuple[int, int]], sums: list[Tensor | None], device: torch.device) -> None:
-    dense = ((leaf, row) for leaf, row in rows if _dense(sums[leaf]) and share.parcel.specs[row].layout == "strided")
+    if not rows:
+        return
+    dense = [(leaf, row) for leaf, row in rows if _dense(sums[leaf]) and share.parcel.specs[row].layout == "strided"]
     # Each sum once: a GPU adds to all of them at the same time.
     plain = [*dict(dense).items()]
     if plain:

@@ -91,6 +91,8 @@ class Roster:
         self.pick_up()
         self._leave_nodes()
         absent = [p for p in dict.fromkeys(wanted) if p not in self.seats or not self.seats[p].ready]
+        if not absent:
+            return
         if self.replays and self._respawner is not None:
             behind = {p for p in absent if p in self.seats and self.seats[p].state in (State.DEAD, State.AWAY)}
             self._respawner.see_to(behind)

@@ -38,7 +38,7 @@ from raydp_parallel.links import (
     link_for,
     shared_link,
 )
-from raydp_parallel.messages import Hello, Site
+from raydp_parallel.messages import Hello, Site, pack, unpack
 from raydp_parallel.options import Options
 from raydp_parallel.snapshot.master import Master
 
@@ -419,8 +419,8 @@ def test_a_replica_whose_gpu_is_spoiled_ends_with_the_next_call(fake: FakeGpu, m
     door = Door("cpu", InlineLink())
 
     def call(number: int) -> Any:
-        answer = door.forget(number, pickle.dumps(None))
-        return pickle.loads(answer if isinstance(answer, bytes) else answer[0])
+        answer = door.forget(number, pack(None))
+        return unpack(answer if isinstance(answer, bytes) else answer[0])
 
     def broken(*_: object) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
