@@ -225,8 +225,6 @@ def ways(beside: Sequence[Any], size: int, others: str = "inline") -> Ways:
         size: The tensors' bytes.
         others: How those went that are not in the packets.
     """
-    if not beside:
-        return ((others, size),)
     found: list[tuple[str, int]] = []
     for packet in beside:
         link, part = way_of(packet)
@@ -236,10 +234,10 @@ def ways(beside: Sequence[Any], size: int, others: str = "inline") -> Ways:
     return (*found, (others, size)) if size else tuple(found)
 
 
-def travelled(account: Account, went: Ways, direction: str) -> None:
-    """Enter a message's bytes by the ways that they went."""
-    for link, size in went:
-        account.traffic[link, direction] += size
+def travelled(account: Account, went: Ways | None, size: int, direction: str) -> None:
+    """Enter a message's bytes by the ways that they went; by default all of them in the message itself."""
+    for link, part in went or ((("inline", size),) if size else ()):
+        account.traffic[link, direction] += part
 
 
 def way_of(packet: Any) -> tuple[str, int | None]:

@@ -35,10 +35,11 @@ from raydp_parallel.links import (
     link_for,
     shared_link,
 )
-from raydp_parallel.messages import Failure, Hello, Package, Reply, pack, unpack
+from raydp_parallel.messages import Failure, Hello, Package, Reply
 from raydp_parallel.phases import OpenSpan, unseen
 from raydp_parallel.replica import Replica
 from raydp_parallel.snapshot import watch
+from raydp_parallel.wire import pack, unpack
 
 log = logging.getLogger("raydp_parallel")
 

@@ -204,7 +204,7 @@ class Books:
         for one, told in calls:
             account = self.accounts.of(seat.index, one.model)
             tally.bytes_in += one.size
-            travelled(account, one.ways, "in")
+            travelled(account, one.ways, one.size, "in")
             if told is None:
                 continue
             if one.own:  # each job arrives once, however often it was sent
@@ -303,7 +303,7 @@ def _enter_answer(account: Account, tally: Tally, one: Sent, told: Told) -> None
         tally.backward_seconds += told.seconds
     tally.bytes_out += told.size
     account.answer[one.method] = told.size
-    travelled(account, told.ways, "out")
+    travelled(account, told.ways, told.size, "out")
     if told.among:
         account.traffic["collective", "among"] += told.among
 

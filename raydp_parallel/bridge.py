@@ -137,6 +137,7 @@ class Fork(Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *leaves: Tensor) -> Tensor:
         ctx.call = call
+        ctx.set_materialize_grads(False)  # a token's gradient is none
         return torch.zeros((), device="cpu")
 
     @staticmethod
@@ -166,13 +167,13 @@ class Join(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (token,) = ctx.saved_tensors  # raises torch's own error if the graph was freed
+        (_,) = ctx.saved_tensors  # raises torch's own error if the graph was freed
         now = ctx.call.now
         now.grads.setdefault(ctx.chunk, {})[ctx.index] = grads[0]
         track = devices.track(grads[0])
         if track is not None:
             now.tracks.append(track)
-        return None, None, None, torch.zeros_like(token), None
+        return None, None, None, None, None
 
 
 def _needed(ctx: Any) -> list[bool]:

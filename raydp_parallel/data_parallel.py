@@ -182,10 +182,12 @@ class DataParallel(nn.DataParallel[T]):
     def _replicate(self, device_ids: Sequence[Any]) -> list[Any]:
         executor = self.executor
         seats = executor.seats(device_ids)
-        self._master = executor.master(self.module)
-        detach = not torch.is_grad_enabled()
+        module, detach = self.module, not torch.is_grad_enabled()
+        master = executor.master(module)
+        if master is not self._master:  # to set an attribute of a module takes its time
+            self._master = master
         return [
-            primitives.RemoteReplica(self.module, device, seat, self._master, executor, detach)
+            primitives.RemoteReplica(module, device, seat, master, executor, detach)
             for device, seat in zip(device_ids, seats, strict=True)
         ]
 

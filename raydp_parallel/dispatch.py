@@ -18,10 +18,11 @@ from raydp_parallel.crew import Death, Ending
 from raydp_parallel.errors import GraphLost, ReplicaDied
 from raydp_parallel.jobs import Answer, Graph, Job, Step
 from raydp_parallel.links import Mail
-from raydp_parallel.messages import Forget, Reply, pack
+from raydp_parallel.messages import Forget, Reply
 from raydp_parallel.roster import Roster
 from raydp_parallel.runs import Told, tell
 from raydp_parallel.seats import Seat
+from raydp_parallel.wire import pack
 
 _MOST_REPLAYS = {Ending.LOST: 5, Ending.SILENT: 1}
 """How often a chunk is given to another replica. What ends one replica after the other is the chunk itself."""

@@ -22,13 +22,13 @@ from raydp_parallel.dispatch import Dispatch
 from raydp_parallel.groups import Groups
 from raydp_parallel.jobs import Answer, Job
 from raydp_parallel.links import Link
-from raydp_parallel.messages import pack
 from raydp_parallel.monitor import ExecutorStats, ReplicaInfo
 from raydp_parallel.options import Options
 from raydp_parallel.reporter import Reporter
 from raydp_parallel.roster import Roster
 from raydp_parallel.seats import Seat
 from raydp_parallel.snapshot.master import Master
+from raydp_parallel.wire import pack
 
 _RECENT = 4
 """Modules whose replicas outlive a call of the functional interface, so that the next call need not send them again."""
@@ -152,14 +152,16 @@ class Executor:
     def master(self, module: nn.Module, keep: bool = False) -> Master:
         """The watch on a module that all its wrappers share. Whoever asks for it keeps it alive.
 
+        Asked for after `seats`, which notices if the cluster was left.
+
         Args:
             module: The module.
             keep: Whether the executor keeps it too, for a while: for callers that hold nothing between two calls.
         """
         with self._roster.lock:
-            self._refresh()
             master = self.known(module)
             if master is None:
+                self._refresh()
                 master = Master(module, self._roster.crew.link)
                 weakref.finalize(master, _drop_model, weakref.ref(self), master.id).atexit = False
                 self._masters[id(module)] = master

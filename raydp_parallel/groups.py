@@ -26,9 +26,9 @@ from raydp_parallel.actor import unseal
 from raydp_parallel.crew import Death
 from raydp_parallel.exchange import Host, Join, Kind
 from raydp_parallel.links import Link
-from raydp_parallel.messages import pack
 from raydp_parallel.roster import Roster
 from raydp_parallel.seats import Seat
+from raydp_parallel.wire import pack
 
 log = logging.getLogger("raydp_parallel")
 

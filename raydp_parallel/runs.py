@@ -33,7 +33,7 @@ class Sent(NamedTuple):
         model: The number that the model's accounts go by.
         rows: Rows of the batch that the job computes.
         size: Bytes of tensors in it.
-        ways: How they went.
+        ways: How they went; None: all of them in the message itself.
     """
 
     number: int
@@ -44,7 +44,7 @@ class Sent(NamedTuple):
     model: int
     rows: int
     size: int
-    ways: Ways
+    ways: Ways | None
 
 
 class Told(NamedTuple):
@@ -54,7 +54,7 @@ class Told(NamedTuple):
         laps: When each of the replica's phases began, and when the last ended.
         seconds: How long its device worked.
         size: Bytes of tensors in it.
-        ways: How they came.
+        ways: How they came; None: all of them in the message itself.
         memory: Bytes of a GPU's memory, if it tells.
         summing: Seconds in which the replica waited for sums with others.
         among: Bytes that it gave to others.
@@ -64,7 +64,7 @@ class Told(NamedTuple):
     laps: tuple[float, ...]
     seconds: float
     size: int
-    ways: Ways
+    ways: Ways | None
     memory: tuple[int, int] | None
     summing: float
     among: int
@@ -140,7 +140,7 @@ class Run:
         """
         job, method, size = self._jobs[number], again or self.method, mail.size
         model = self._models.get(job.model, job.model)
-        went = ways(mail.beside, size) if size else ()
+        went = ways(mail.beside, size) if mail.beside else None
         self.sent.append(Sent(number, seat, time.perf_counter(), method, not again, model, job.rows, size, went))
         return Task(method, self.number, number + 1, len(self._jobs), self.shown, bool(again))
 
@@ -187,12 +187,11 @@ class State(NamedTuple):
 
 def tell(reply: Reply, mail: Mail) -> Told:
     """What the books want to know of an answer."""
-    size, reduced = reply.size, reply.reduced
+    size, value, reduced = reply.size, reply.value, reply.reduced
     summing, among = (reduced.seconds, reduced.size + reply.passed) if reduced is not None else (0.0, reply.passed)
-    came: Ways = ()
-    if size:
-        laid = reply.value is not None and reply.value.packet == GIVEN
-        came = ways(mail.beside, size, "shared" if laid else "inline")
+    came = None
+    if mail.beside or (value is not None and type(value.packet) is int):
+        came = ways(mail.beside, size, "shared" if value is not None and value.packet == GIVEN else "inline")
     return Told(reply.laps, reply.seconds, size, came, reply.memory, summing, among, reply.failure is not None)
 
 

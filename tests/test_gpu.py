@@ -38,9 +38,10 @@ from raydp_parallel.links import (
     link_for,
     shared_link,
 )
-from raydp_parallel.messages import Hello, Site, pack, unpack
+from raydp_parallel.messages import Hello, Site
 from raydp_parallel.options import Options
 from raydp_parallel.snapshot.master import Master
+from raydp_parallel.wire import pack, unpack
 
 CPU = torch.device("cpu")
 IN_PROCESS = Options(in_process=True)
@@ -576,12 +577,12 @@ def test_own_packets_are_compared_and_opened_in_place(ends: Ends) -> None:
 
 def test_messages_to_other_gpus_do_not_take_this_ones_memory(ends: Ends) -> None:
     """What one replica alone gets goes by the link that it can read; what all get is sent once."""
-    ours: Any = SimpleNamespace(link=ends.link)
+    ours: Any = SimpleNamespace(link=ends.link, _device_link=ends.link)
     ends.link.arena = ends.arena
     assert RayCrew.link_to(ours, ends.remote) is ends.link.near
     ends.remote.shares_device = True
     assert RayCrew.link_to(ours, ends.remote) is ends.link
-    ours.link = ends.link.near
+    ours.link, ours._device_link = ends.link.near, None
     assert RayCrew.link_to(ours, ends.remote) is ours.link
 
 

@@ -22,7 +22,7 @@ PACKAGE = Path(raydp_parallel.__file__).parent
 FLOORS: tuple[tuple[str, ...], ...] = (
     ("context", "dial", "errors", "exchange", "links", "monitor", "options", "phases", "progress", "pulse"),
     ("advice", "line", "messages"),
-    ("accounts", "crew", "devices", "engine", "outcome", "sources"),
+    ("accounts", "crew", "devices", "engine", "outcome", "sources", "wire"),
     ("batch", "codec", "reporter", "respawn", "seats"),
     ("collective", "jobs", "measures", "outgoing", "reduction", "snapshot", "status", "trace"),
     ("abreast", "grafana", "page", "replay", "replica", "runs"),

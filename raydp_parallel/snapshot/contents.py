@@ -189,11 +189,8 @@ class Contents:
 
     def fits(self, rows: Iterable[int] | None = None) -> bool:
         """Whether tensors, by default all, still have the sizes and strides that the layout says."""
-        specs = self.layout.specs
-        for i in range(len(self._row)) if rows is None else rows:
-            if not _fits(self._row[i], specs[self.slots[i]].tensor):
-                return False
-        return True
+        chosen = range(len(self._row)) if rows is None else rows
+        return False not in [_fits(self._row[i], self.layout.specs[self.slots[i]].tensor) for i in chosen]
 
     def differing(self, revision: int) -> list[int]:
         """The blocks whose contents are not what was sent up to ``revision``, though no version tells."""
