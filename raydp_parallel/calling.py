@@ -104,6 +104,7 @@ class _Forward:
         self.threads = executor.threads(len(chunks))
         self.sends: list[int] = []
         self.verified = True
+        self.token: Tensor | None = None
         self.graphs: list[Graph | None] = []
 
     def run(self) -> list[Any]:
@@ -127,11 +128,12 @@ class _Forward:
             reruns += 1
         self.executor.note_forward(reruns, len(self.sends), sum(self.sends))
         self._leave_out_unreached(answers)
-        token = bridge.fork(self.call) if self.call.leaves else None
+        if self.token is None and self.call.leaves:
+            self.token = bridge.fork(self.call)
         first = self.chunks[0].master
         bridge.finish([(first if i == 0 else None, answer) for i, answer in enumerate(answers)])
         self._note_parts()
-        return self._outputs(token, answers)
+        return self._outputs(answers)
 
     def _attempt(self) -> list[Answer]:
         self.executor.revive([chunk.seat for chunk in self.chunks])
@@ -142,6 +144,7 @@ class _Forward:
         self.handle = bridge.Handle([graph for graph in self.graphs if graph is not None])
         self.posts: dict[Master, Post | None] = {}
         self.call.kind = None
+        self.token = None
         self.ground: abreast.Ground | None = None
         self.ways = {master: self._way(master) for master in self.masters}
         jobs = [
@@ -239,6 +242,8 @@ class _Forward:
 
     def _meanwhile(self) -> None:
         self._plan()
+        if self.call.leaves and not any(self.doubts.values()):  # else the answers tell which leaves take part
+            self.token = bridge.fork(self.call)
         verified = [master.verify() for master in self.masters]
         self.verified = all(verified)
 
@@ -288,15 +293,15 @@ class _Forward:
                 part = Part(chunk.seat, graph, chunk.master, mark, self.owned[i], i == 0, self.own[i])
             self.call.parts.append(part)
 
-    def _outputs(self, token: Tensor | None, answers: Sequence[Answer]) -> list[Any]:
+    def _outputs(self, answers: Sequence[Answer]) -> list[Any]:
         if self.call.joins:
             abreast.note(self.chunks[0].master, self.call.kind, answers, self.ground)
         unpacked = [
             codec.unpack(a.reply.value, a.mail, c.master.device) if a.reply.value else []
             for c, a in zip(self.chunks, answers, strict=True)
         ]
-        if token is not None:
-            bridge.graft(self.call, token, self.handle, unpacked)
+        if self.token is not None:
+            bridge.graft(self.call, self.token, self.handle, unpacked)
         else:
             for tensor in itertools.chain.from_iterable(unpacked):
                 tensor.requires_grad_(False)

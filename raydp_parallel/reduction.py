@@ -60,8 +60,11 @@ def _add(share: Share, rows: Sequence[tuple[int, int]], sums: list[Tensor | None
     plain = [*dict(dense).items()]
     if plain:
         specs = [share.parcel.specs[row] for _, row in plain]
-        source = share.mail.open(share.parcel.packet)
-        added = devices.windows(source, specs, [codec.DTYPES[spec.dtype] for spec in specs], device)
+        if type(share.parcel.packet) is bytes:  # little: a copy takes less than a look
+            added = codec.unpack(share.parcel._replace(specs=tuple(specs)), share.mail, device)
+        else:
+            source = share.mail.open(share.parcel.packet)
+            added = devices.windows(source, specs, [codec.DTYPES[spec.dtype] for spec in specs], device)
         into: list[Tensor] = [sums[leaf] for leaf, _ in plain]  # type: ignore[misc]  # `_dense` says that none is None
         torch._foreach_add_(into, added)
     done = {row for _, row in plain}
