@@ -236,8 +236,9 @@ def ways(beside: Sequence[Any], size: int, others: str = "inline") -> Ways:
 
 def travelled(account: Account, went: Ways | None, size: int, direction: str) -> None:
     """Enter a message's bytes by the ways that they went; by default all of them in the message itself."""
-    for link, part in went or ((("inline", size),) if size else ()):
-        account.traffic[link, direction] += part
+    for link, part in (("inline", size),) if went is None else went:
+        if part:
+            account.traffic[link, direction] += part
 
 
 def way_of(packet: Any) -> tuple[str, int | None]:

@@ -240,7 +240,7 @@ def pose(executor: Executor, uuids: Sequence[str]) -> None:
     """Let the driver take replicas for ones on these GPUs."""
     for seat, uuid in zip(executor._roster.seats.values(), uuids, strict=True):
         assert seat.hello is not None
-        seat._hello = fake_nccl.uuid_of(seat.hello, uuid)
+        seat.hello = fake_nccl.uuid_of(seat.hello, uuid)
 
 
 def train(executor: Executor, folder: Path, plan: dict[int, Sequence[str]], pretend: bool = True) -> list[torch.Tensor]:
