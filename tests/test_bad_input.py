@@ -596,10 +596,10 @@ class Waits(nn.Module):
 
 def test_no_answer_in_time(tmp_path: Path) -> None:
     """A replica that does not answer within ``call_timeout`` counts as dead, and a new one takes its place."""
-    with Executor(TWO, options=Options(call_timeout=1.5, on_fault="raise")) as executor:
+    with Executor(TWO, options=Options(call_timeout=3.0, on_fault="raise")) as executor:
         good_call(TWO, executor)
         model = DataParallel(Waits(), executor=executor)
-        with pytest.raises(ReplicaDied, match=r"replica 1 .*no answer within call_timeout=1.5 s"):
+        with pytest.raises(ReplicaDied, match=r"replica 1 .*no answer within call_timeout=3.0 s"):
             model(torch.arange(2.0), str(tmp_path / "begun"), str(tmp_path / "never"))
         assert [info.state for info in executor.replicas()] == ["ready", "dead"]
         good_call(TWO, executor)

@@ -120,18 +120,19 @@ class Contents:
 
     def take(self, now: Look, revision: int) -> bool:
         """Take up what moved. False if a tensor no longer lies as the layout says: then only `adopt` helps."""
-        then = self._seen
-        elsewhere = {i for i in range(len(self._row)) if now.pointers[i] != then.pointers[i]}
-        differ = [i for i in range(len(self._row)) if i in elsewhere or now.versions[i] != then.versions[i]]
-        if not self.fits(elsewhere):  # `verify` looks at all of them, while the replicas work
-            return False
-        if now.pointers != then.pointers and not self._lie_as_before():
-            return False
-        self._note(now, revision)
-        moved = self._withdraw()
-        for i in differ:
-            block = self.layout.specs[self.slots[i]].block
-            if block not in self._exposed or (i in elsewhere and not self._in_sight(block)):
+        then, elsewhere = self._seen, set[int]()
+        if now.pointers != then.pointers:
+            elsewhere = {i for i, (a, b) in enumerate(zip(now.pointers, then.pointers, strict=True)) if a != b}
+            # `verify` looks at all of them, while the replicas work
+            if not self.fits(elsewhere) or not self._lie_as_before():
+                return False
+        written = [i for i, (a, b) in enumerate(zip(now.versions, then.versions, strict=True)) if a != b]
+        self._note(now, written, revision)
+        moved, specs, exposed = self._withdraw(), self.layout.specs, self._exposed
+        moved |= {block for i in written if (block := specs[self.slots[i]].block) not in exposed}
+        for i in elsewhere:
+            block = specs[self.slots[i]].block
+            if block not in exposed or not self._in_sight(block):
                 moved.add(block)
         if moved:
             self.send([block for block in self.layout.sizes if block in moved], revision)
@@ -221,12 +222,12 @@ class Contents:
 
     def flags_since(self, held: int) -> tuple[tuple[int, bool], ...]:
         """The slots whose ``requires_grad`` changed after revision ``held``."""
-        flags = zip(self.slots, self._seen.flags, strict=True)
-        return tuple((slot, flag) for slot, flag in flags if self._flag_at.get(slot, 0) > held)
+        flags = zip(self.slots, self._seen.flags, strict=True) if self._flag_at else ()
+        return tuple([(slot, flag) for slot, flag in flags if self._flag_at.get(slot, 0) > held])
 
     def moved_since(self, held: int) -> tuple[int, ...]:
         """The slots whose version moved after revision ``held``."""
-        return tuple(slot for slot, at in self._version_at.items() if at > held and slot in self.tensors)
+        return tuple([slot for slot, at in self._version_at.items() if at > held and slot in self.tensors])
 
     def moved_from(self, then: list[int], held: int) -> tuple[int, ...]:
         """The slots whose version is not what it was ``then``, and was not when revision ``held`` was taken either."""
@@ -240,10 +241,9 @@ class Contents:
     def blobs_since(self, held: int, mail: Mail) -> tuple[Blob, ...]:
         """The contents that changed after revision ``held``."""
         groups: dict[int, list[int]] = defaultdict(list)
-        for block, at in self._block_at.items():
-            if at > held:
-                groups[id(self._places[block].packet)].append(block)
-        return tuple(self._blob(group, mail) for group in groups.values())
+        for block in [block for block, at in self._block_at.items() if at > held]:
+            groups[id(self._places[block].packet)].append(block)
+        return tuple([self._blob(group, mail) for group in groups.values()])
 
     def sent(self, blobs: Iterable[Blob]) -> int:
         """The bytes of contents that travel with some blobs; what is exposed lies where it lay."""
@@ -260,13 +260,11 @@ class Contents:
         pointers = [*map(Tensor.data_ptr, self._row)]
         return Look(self.versions(), pointers, [*map(attrgetter("requires_grad"), self._row)])
 
-    def _note(self, now: Look, revision: int) -> None:
-        then = self._seen
-        for i, slot in enumerate(self.slots):
-            if now.flags[i] != then.flags[i]:
-                self._flag_at[slot] = revision
-            if now.versions[i] != then.versions[i]:
-                self._version_at[slot] = revision
+    def _note(self, now: Look, written: list[int], revision: int) -> None:
+        if now.flags != self._seen.flags:
+            flags = zip(self.slots, now.flags, self._seen.flags, strict=True)
+            self._flag_at.update({slot: revision for slot, flag, before in flags if flag != before})
+        self._version_at.update(dict.fromkeys([self.slots[i] for i in written], revision))
         self._seen = now
 
     def _expose(self, chosen: list[int], revision: int) -> list[int]:

@@ -122,7 +122,7 @@ class Master:
         """What may receive gradients, in the order in which replicas report them."""
         if self._leaves is None:
             tensors = {**self._contents.tensors, **self._specials}
-            wanted = [slot for slot in sorted(tensors) if tensors[slot].requires_grad]
+            wanted = sorted([slot for slot, tensor in tensors.items() if tensor.requires_grad])
             self._leaves = [Leaf(tensors[slot], self._kinds.get(slot, "attribute")) for slot in wanted]
         return self._leaves
 
@@ -182,8 +182,10 @@ class Master:
             self._restructure()
         elif self._image.changed():
             self._edit()
-        if (news := self._contents.news()) is not None and not self._contents.take(news, self._next_revision()):
-            self._restructure()
+        if (news := self._contents.news()) is not None:
+            self._leaves = self._leaves if news.flags == self._contents.seen.flags else None
+            if not self._contents.take(news, self._next_revision()):
+                self._restructure()
         return True
 
     def verify(self) -> bool:
@@ -195,9 +197,7 @@ class Master:
         try:
             return look()
         except BaseException:
-            self._image = None
-            self._contents = Contents(self._link)
-            self._specials = {}
+            self._image, self._contents, self._specials = None, Contents(self._link), {}
             self._edits.clear()
             self._disturbed_at = self._next_revision()
             raise
@@ -254,7 +254,6 @@ class Master:
     def _next_revision(self) -> int:
         self.revision += 1
         self._updates.clear()
-        self._leaves = None
         return self.revision
 
     def _edit(self) -> None:
@@ -288,6 +287,7 @@ class Master:
             return slot
 
         check_devices(module)
+        self._leaves = None
         self._structure, self._image = structure.dump(module, slot_of)
         self._modules = [*module.modules()]
         self._edits.clear()
@@ -311,7 +311,7 @@ class Master:
             slots=contents.specs() if whole else {},
             block_sizes=contents.layout.sizes if whole else {},
             specials=(tuple(self._specials), self._special_parcel) if whole and self._special_parcel else None,
-            edits=tuple((m, name, value) for (m, name), (at, value) in self._edits.items() if at > held),
+            edits=tuple([(m, name, value) for (m, name), (at, value) in self._edits.items() if at > held]),
             flags=contents.flags_since(held),
             blobs=contents.blobs_since(held, mail),
             bumped=contents.moved_since(held),
