@@ -8,35 +8,55 @@ rare goes as it is.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 from raydp_parallel.context import CallContext
-from raydp_parallel.messages import BackwardRequest, ForwardRequest, Parcel, Reply, TensorSpec, WriteBack
-
-
-class _Shape:
-    """Where in a message lies what is taken out of its names.
-
-    Args:
-        kind: The message's type.
-        parcel: The field with the tensors.
-        context: The field with the caller's state, if there is one.
-        written: The field with changes of state, if there is one.
-    """
-
-    def __init__(self, kind: Any, parcel: str, context: str | None = None, written: str | None = None) -> None:
-        self.kind = kind
-        self.parcel: int = kind._fields.index(parcel)
-        self.context: int | None = None if context is None else kind._fields.index(context)
-        self.written: int | None = None if written is None else kind._fields.index(written)
-
-
-_SHAPES = (
-    _Shape(ForwardRequest, "inputs", context="context"),
-    _Shape(BackwardRequest, "grads", context="context"),
-    _Shape(Reply, "value", written="written"),
+from raydp_parallel.messages import (
+    BackwardRequest,
+    ForwardRequest,
+    Parcel,
+    Reply,
+    StateUpdate,
+    TensorSpec,
+    WriteBack,
 )
-_NUMBERS = {shape.kind: number for number, shape in enumerate(_SHAPES)}
+
+
+def _plain(parcel: Parcel) -> Any:
+    return parcel.skeleton, [spec if spec.parts else tuple(spec) for spec in parcel.specs], parcel.packet
+
+
+def _parcel(found: Any) -> Parcel:
+    skeleton, specs, packet = found
+    return Parcel(skeleton, tuple([TensorSpec(*spec) for spec in specs]), packet)
+
+
+def _plain_writes(written: WriteBack) -> Any:
+    return written.slots, _plain(written.tensors)
+
+
+def _writes(found: Any) -> WriteBack:
+    return WriteBack(found[0], _parcel(found[1]))
+
+
+_Part = tuple[int, Callable[[Any], Any], Callable[[Any], Any]]
+"""A field of a message, and how to take it out of its names and put it back."""
+
+
+def _parts(kind: Any, **ways: tuple[Callable[[Any], Any], Callable[[Any], Any]]) -> tuple[Any, tuple[_Part, ...]]:
+    return kind, tuple((kind._fields.index(field), *way) for field, way in ways.items())
+
+
+_TENSORS = _plain, _parcel
+_STATE = tuple, CallContext._make
+
+_KINDS = (
+    _parts(ForwardRequest, update=(tuple, StateUpdate._make), inputs=_TENSORS, context=_STATE),
+    _parts(BackwardRequest, grads=_TENSORS, context=_STATE),
+    _parts(Reply, value=_TENSORS, written=(_plain_writes, _writes)),
+)
+_NUMBERS = {kind: number for number, (kind, _) in enumerate(_KINDS)}
 
 
 def pack(message: Any) -> bytes:
@@ -44,13 +64,10 @@ def pack(message: Any) -> bytes:
     number = _NUMBERS.get(type(message))
     if number is None:
         return pickle.dumps((None, message), protocol=pickle.HIGHEST_PROTOCOL)
-    shape, fields = _SHAPES[number], [*message]
-    fields[shape.parcel] = _plain(fields[shape.parcel])
-    if shape.context is not None:
-        fields[shape.context] = tuple(fields[shape.context])
-    if shape.written is not None and fields[shape.written] is not None:
-        slots, tensors = fields[shape.written]
-        fields[shape.written] = slots, _plain(tensors)
+    fields = [*message]
+    for at, plain, _ in _KINDS[number][1]:
+        if fields[at] is not None:
+            fields[at] = plain(fields[at])
     return pickle.dumps((number, fields), protocol=pickle.HIGHEST_PROTOCOL)
 
 
@@ -59,22 +76,8 @@ def unpack(data: bytes) -> Any:
     number, fields = pickle.loads(data)
     if number is None:
         return fields
-    shape = _SHAPES[number]
-    fields[shape.parcel] = _parcel(fields[shape.parcel])
-    if shape.context is not None:
-        fields[shape.context] = CallContext(*fields[shape.context])
-    if shape.written is not None and fields[shape.written] is not None:
-        slots, tensors = fields[shape.written]
-        fields[shape.written] = WriteBack(slots, _parcel(tensors))
-    return shape.kind(*fields)
-
-
-def _plain(parcel: Parcel | None) -> Any:
-    if parcel is None:
-        return None
-    specs = [spec if spec.parts else tuple(spec) for spec in parcel.specs]
-    return parcel.skeleton, specs, parcel.packet
-
-
-def _parcel(found: Any) -> Any:
-    return None if found is None else Parcel(found[0], tuple([TensorSpec(*spec) for spec in found[1]]), found[2])
+    kind, parts = _KINDS[number]
+    for at, _, named in parts:
+        if fields[at] is not None:
+            fields[at] = named(fields[at])
+    return kind(*fields)
