@@ -564,7 +564,7 @@ def test_own_packets_are_compared_and_opened_in_place(ends: Ends) -> None:
     assert devices.compare([(ends.link.open(packet), devices.piece(x))])() == [True]
     assert ends.link.take(packet) is None
     assert ends.link.show(packet, 0, 10) is None
-    assert not ends.link.exposes or ends.link.expose(torch.zeros(2).untyped_storage(), 1) is None
+    assert not ends.link.exposes or ends.link.expose(torch.zeros(2).untyped_storage(), lambda: 1) is None
     ends.link.withdraw()
     assert not ends.link.exposes
     small = ends.link.send([devices.piece(torch.ones(2))], [0], 8)

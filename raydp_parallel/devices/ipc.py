@@ -19,7 +19,7 @@ import logging
 import os
 import pickle
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -245,7 +245,7 @@ class DeviceLink(Link):
     def show(self, packet: Packet, offset: int, size: int) -> Window | None:
         return None if isinstance(packet, DeviceSlice) else self.near.show(packet, offset, size)
 
-    def expose(self, storage: Any, known: int) -> Packet | None:
+    def expose(self, storage: Any, known: Callable[[], int]) -> Packet | None:
         return self.near.expose(storage, known)
 
     def withdraw(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from raydp_parallel.links.base import Link, Packet, Piece, Room, Window
@@ -61,7 +61,7 @@ class BySize(Link):
     def show(self, packet: Packet, offset: int, size: int) -> Window | None:
         return None if isinstance(packet, bytes) else self._large.show(packet, offset, size)
 
-    def expose(self, storage: Any, known: int) -> Packet | None:
+    def expose(self, storage: Any, known: Callable[[], int]) -> Packet | None:
         return self._large.expose(storage, known)
 
     def withdraw(self) -> None:

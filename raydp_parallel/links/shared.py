@@ -11,7 +11,7 @@ what lies where it always does (`expose`), a receiver sees through a private win
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -78,8 +78,8 @@ class SharedLink(Link):
         large = isinstance(packet, Found) and size >= self._exposed and not packet.on_device
         return Private(packet, offset, size) if large else None
 
-    def expose(self, storage: Any, known: int) -> Packet | None:
-        return exposed.expose(storage, known) if self.exposes and storage.nbytes() >= self._exposed else None
+    def expose(self, storage: Any, known: Callable[[], int]) -> Packet | None:
+        return exposed.expose(storage, known()) if self.exposes and storage.nbytes() >= self._exposed else None
 
     def close(self) -> None:
         self._arena.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -46,6 +47,31 @@ class _Homes:
             # As long as somebody holds a weak reference, no other storage gets the number.
             self._known[block] = StorageWeakRef(storage), -_CALM if home is None else revision
         return revision - since >= _CALM
+
+
+class _Lookers:
+    """Who looks at a storage, worked out when that is asked: most blocks that change are too small to be moved.
+
+    Args:
+        row: All tensors.
+    """
+
+    def __init__(self, row: Iterable[Tensor]) -> None:
+        self._row = row
+        self._known: dict[int, set[int]] = defaultdict(set)
+
+    @property
+    def asked(self) -> bool:
+        """Whether anybody wanted to know."""
+        return bool(self._known)
+
+    def of_settled(self, storage: Any, homes: _Homes, block: int, revision: int) -> int:
+        """How many tensors look at the storage of a block; none, if that is replaced again and again."""
+        if not self._known:
+            for tensor in self._row:
+                whole = tensor if tensor._base is None else tensor._base
+                self._known[tensor.untyped_storage()._cdata] |= {id(tensor), id(whole)}
+        return len(self._known[storage._cdata]) if homes.settled(block, storage, revision) else 0
 
 
 class Look(NamedTuple):
@@ -269,21 +295,19 @@ class Contents:
 
     def _expose(self, chosen: list[int], revision: int) -> list[int]:
         """Let replicas see the blocks themselves, where that can be; returns the others."""
-        known: dict[int, set[int]] = defaultdict(set)
-        for tensor in self._row:
-            known[tensor.untyped_storage()._cdata] |= {id(tensor), id(tensor if tensor._base is None else tensor._base)}
+        lookers = _Lookers(self._row)
         for block in chosen:
             first = self.tensors[self.layout.members[block][0]]
             if len(self.layout.members[block]) == 1 and blocks.is_loose(first):
                 continue  # it travels as a compact copy
             storage = first.untyped_storage()
-            settled = self._homes.settled(block, storage, revision)
-            packet = self._link.expose(storage, len(known[storage._cdata]) if settled else 0)
+            packet = self._link.expose(storage, partial(lookers.of_settled, storage, self._homes, block, revision))
             if packet is not None:
                 self._places[block] = _Place(packet, 0, self._start(block), self.layout.sizes[block])
                 self._block_at[block] = revision
                 self._exposed.add(block)
-        self._seen = self._seen._replace(pointers=self.look().pointers)
+        if lookers.asked:  # some may have moved
+            self._seen = self._seen._replace(pointers=[*map(Tensor.data_ptr, self._row)])
         return [block for block in chosen if block not in self._exposed]
 
     def _pack(self, chosen: list[int], revision: int) -> None:
