@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from raydp_parallel import Executor, Options, books, parallel_apply, replicate, runs
+from raydp_parallel import DataParallel, Executor, Options, books, parallel_apply, replicate, runs
 from raydp_parallel.books import Books
 from raydp_parallel.crew import Place
 from raydp_parallel.jobs import Job
@@ -348,3 +349,33 @@ def test_modules_that_are_gone_leave_one_account(monkeypatch: pytest.MonkeyPatch
         assert sum(account.forwards for account in executor.books.accounts.values()) == 120
         assert sum(replica.phases.forward for replica in executor.stats().replicas) > 0
         assert executor.books.report(stats, (), False).accounts == []
+
+
+def test_notes_hold_nothing_of_the_users() -> None:
+    """They wait for some steps to be entered; inputs, outputs and graphs go at once."""
+    with Executor(options=Options(in_process=True), device_ids=["cpu", "cpu"]) as executor:
+        model = DataParallel(nn.Linear(2, 2), executor=executor)
+        gone = []
+        for _ in range(3):
+            x = torch.ones(4, 2, requires_grad=True)
+            out = model(x)
+            out.sum().backward()
+            gone += [weakref.ref(x), weakref.ref(out)]
+            del x, out
+        gc.collect()
+        assert len(executor.books._notes) > 10, "nothing was entered yet"
+        assert [ref() for ref in gone] == [None] * 6
+        assert executor.stats().replicas[0].rows == 6
+        assert not executor.books._notes
+
+
+def test_notes_are_entered_before_they_are_many() -> None:
+    """While replicas work, whether or not anybody reads."""
+    with Executor(options=Options(in_process=True), device_ids=["cpu", "cpu"]) as executor:
+        model = DataParallel(nn.Linear(2, 2), executor=executor)
+        most = 0
+        for _ in range(100):
+            model(torch.ones(4, 2)).sum().backward()
+            most = max(most, len(executor.books._notes))
+        assert 10 < most < 80
+        assert executor.stats().replicas[1].calls == 100
