@@ -197,7 +197,7 @@ class Door:
 
     def _answer_line(self, number: int, buffers: list[Any]) -> Sequence[Any]:
         """Answer a call that came over the line: leases that ended; method; header; packets."""
-        if buffers[0]:
+        if len(buffers[0]):
             take_back(buffers[0], self._ledger)
         work = (self._replica.forward, self._replica.backward, self._forget, self._group)[buffers[1][0]]
         answer = Door._answer(self, work, number, bytes(buffers[2]), buffers[3:])
@@ -269,9 +269,9 @@ def give_back(mappings: Mappings) -> bytes:
     return array.array("Q", itertools.chain.from_iterable(ended)).tobytes() if ended else b""
 
 
-def take_back(word: bytes, ledger: Ledger) -> None:
-    """Hear that word."""
-    numbers = iter(array.array("Q", word))
+def take_back(word: Any, ledger: Ledger) -> None:
+    """Hear that word: bytes, or an array if there is much to tell."""
+    numbers = iter(array.array("Q", bytes(word)))
     for lease, times in zip(numbers, numbers, strict=True):
         ledger.returned(lease, times)
 

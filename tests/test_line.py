@@ -20,10 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, Options, cluster, dial, line
+from raydp_parallel.actor import METHODS, Door
 from raydp_parallel.cluster import Pending, RemoteDoor
 from raydp_parallel.crew import Death
 from raydp_parallel.line import Turnstile
-from raydp_parallel.links import Arena, Descriptor, Mappings
+from raydp_parallel.links import Arena, Descriptor, InlineLink, Mappings
+from raydp_parallel.wire import pack
 
 
 class Station:
@@ -101,6 +103,25 @@ def test_who_looks_waits_for_nothing(echo: line.Line) -> None:
     assert echo.file() == -1 and echo.look([3]) == {3}
     with pytest.raises(line.LineCut):
         echo.receive(3, None)
+
+
+def test_the_word_of_many_leases_is_an_array() -> None:
+    """More than some thousand end at a time where a long list of outputs is dropped; both ends read it as any other."""
+    arena = Arena()
+    remote: Any = RemoteDoor(SimpleNamespace())
+    near = Door("cpu", InlineLink())
+    for ledger, read in (
+        (remote._ledger, lambda word: remote.opened([word, b"header"])),
+        (near._ledger, lambda word: near._answer_line(0, [word, METHODS["forget"], pack(None)])),
+    ):
+        slices = [arena.take(16) for _ in range(2)]
+        for one in slices:
+            ledger.lend(one)
+        ended = [*ledger._lent, *[0] * 5000]
+        word = np.array([(lease, 1) for lease in ended], dtype=np.uint64).view(np.uint8).reshape(-1)
+        assert len(word) > 1 << 16
+        assert read(word) is not None
+        assert not ledger._lent
 
 
 def test_the_end_of_the_other_side_is_seen() -> None:

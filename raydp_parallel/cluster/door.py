@@ -210,7 +210,7 @@ class RemoteDoor:
 
     def opened(self, answer: list[Any]) -> Any:
         """An answer with its packets in reach; what lies in shared memory is kept there until it is garbage here."""
-        if len(answer) == 2 and not answer[0]:  # small ones, and no memory to give back
+        if len(answer) == 2 and not len(answer[0]):  # small ones, and no memory to give back
             return answer[1]
         parts = self._take_note(answer)
         for part in parts:
