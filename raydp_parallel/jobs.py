@@ -96,8 +96,9 @@ class Graph:
         self._leave()
 
     def _leave(self, elsewhere_than: Seat | None = None) -> None:
-        if self.seat is not None and self.seat is not elsewhere_than:
-            self.seat.drop_graph(self.key, self._incarnation)
+        seat = self.seat  # another thread may lose it meanwhile
+        if seat is not None and seat is not elsewhere_than:
+            seat.drop_graph(self.key, self._incarnation)
 
     def steps(self, seat: Seat, recipe: Recipe | None = None) -> list[Step]:
         """What makes it again on a seat."""
