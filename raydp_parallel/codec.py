@@ -285,11 +285,10 @@ def write(tensor: Tensor, pieces: list[Piece], offsets: list[int], end: int) -> 
     spec = TensorSpec(
         DTYPE_NAMES[flat.dtype], tuple(flat.shape), flat.stride(), end, False, pack_class(cls) if cls else None
     )
-    piece = devices.piece(flat)
-    if piece.size:
-        pieces.append(piece)
+    if flat.numel():
+        pieces.append(devices.piece(flat))
         offsets.append(end)
-        end += aligned(piece.size)
+        end += aligned(flat.nbytes)
     return spec, end
 
 

@@ -217,15 +217,11 @@ class RayCrew:
         return door.submit(method, header, beside, self._options.call_timeout, task)
 
     def collect(self, pending: Sequence[Pending | Lost], heard: Heard | None = None) -> list[Any]:
-        timeout = self._options.call_timeout
-        carried = [call for call in pending if call.through_ray]
-        # All chunks end before anyone hears of the failure of one.
-        if heard is None and not carried and timeout is None:
-            return [self._result(call, math.inf) for call in pending]
-        start = time.monotonic()
+        start, timeout = time.monotonic(), self._options.call_timeout
         # A replica that runs several calls, one after the other, has time for each.
         deadlines = [math.inf if timeout is None else start + timeout * call.turn for call in pending]
-        if heard is None and not carried:
+        # All chunks end before anyone hears of the failure of one.
+        if heard is None and True not in [call.through_ray for call in pending]:
             ends = zip(pending, deadlines, strict=True)
             return [self._result(call, max(_AT_ONCE, end - time.monotonic())) for call, end in ends]
         results: list[Any] = [None] * len(pending)
