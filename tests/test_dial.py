@@ -142,7 +142,7 @@ class Mute:
         threading.Thread(target=line.serve, args=(listener, self._answer), daemon=True).start()
         monkeypatch.setattr(ray, "get", self._get)
         monkeypatch.setattr(ray, "is_initialized", lambda: True)
-        monkeypatch.setattr(ray, "wait", lambda refs, timeout: (refs, []))
+        monkeypatch.setattr(ray, "wait", lambda refs, num_returns, timeout: (refs, []))
         monkeypatch.setattr(cluster.answers, "TURN", 0.01)
         opened = SimpleNamespace(remote=lambda *_arguments: (address, {}))
         self.door = RemoteDoor(SimpleNamespace(open_line=opened, hello=SimpleNamespace(remote=self._hello)))

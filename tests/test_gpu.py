@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
 from fake_gpu import UUID, FakeGpu, installed
 from torch import Tensor, nn
@@ -476,7 +477,7 @@ class Ends:
 @pytest.fixture
 def ends(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Ends:
     """Both ends."""
-    monkeypatch.setattr(cluster.door.ray, "get", lambda found: found)
+    monkeypatch.setattr(ray, "get", lambda found, timeout=None: found)
     monkeypatch.setattr(ipc, "_told", set())
     return Ends()
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import ray
 
-from raydp_parallel.cluster import joining
+from raydp_parallel.cluster import joining, session
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def test_a_cluster_that_answers_is_joined(monkeypatch: pytest.MonkeyPatch, start
     """By Ray's own rules, which need no address for that."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        monkeypatch.setattr(joining, "read_ray_address", lambda: address)
+        monkeypatch.setattr(session, "noted_address", lambda: address)
         assert joining.connect(start=False)
     assert started == [None] and not joining._started_here
 
@@ -38,7 +38,7 @@ def test_a_cluster_that_was_killed_is_not_waited_for(
     """Its address stays behind, and Ray tries it for minutes; here another cluster is started, and that is said."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-    monkeypatch.setattr(joining, "read_ray_address", lambda: address)
+    monkeypatch.setattr(session, "noted_address", lambda: address)
     with caplog.at_level(logging.WARNING, "raydp_parallel"):
         assert not joining.connect(start=False)
         assert joining.connect()
@@ -49,7 +49,7 @@ def test_a_cluster_that_was_killed_is_not_waited_for(
 @pytest.mark.parametrize("noted", [None, "", "auto"])
 def test_other_notes(monkeypatch: pytest.MonkeyPatch, started: list[Any], noted: str | None) -> None:
     """None is none; what is no address is Ray's to understand."""
-    monkeypatch.setattr(joining, "read_ray_address", lambda: noted)
+    monkeypatch.setattr(session, "noted_address", lambda: noted)
     assert joining.connect()
     assert started == [None if noted else "local"]
 
@@ -57,6 +57,6 @@ def test_other_notes(monkeypatch: pytest.MonkeyPatch, started: list[Any], noted:
 def test_an_address_of_the_user_s_is_ray_s(monkeypatch: pytest.MonkeyPatch, started: list[Any]) -> None:
     """Whatever was noted down."""
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    monkeypatch.setattr(joining, "read_ray_address", lambda: pytest.fail("is not asked"))
+    monkeypatch.setattr(session, "noted_address", lambda: pytest.fail("is not asked"))
     assert joining.connect(start=False)
     assert started == [None]

@@ -19,7 +19,7 @@ import ray
 import torch
 from torch import Tensor, nn
 
-from raydp_parallel import DataParallel, Executor, Options, cluster, dial, line
+from raydp_parallel import DataParallel, Executor, Options, dial, line
 from raydp_parallel.actor import METHODS, Door
 from raydp_parallel.cluster import Pending, RemoteDoor
 from raydp_parallel.crew import Death
@@ -305,7 +305,7 @@ def test_a_full_object_store_is_nobody_s_death() -> None:
     )
     door = RemoteDoor(actor)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster.door.ray, "get", lambda found, timeout=None: found)
+        patch.setattr(ray, "get", lambda found, timeout=None: found)
         with pytest.raises(ray.exceptions.ObjectStoreFullError):
             door.submit("forward", b"", [])
         assert isinstance(door.submit("backward", b"", []), Pending)
@@ -317,17 +317,17 @@ def test_the_cause_of_a_death_is_not_asked_of_a_cluster_that_was_left(left: bool
     """Who leaves while a thread is inside of Ray finds his process ended; else Ray says what it knows."""
     asked: list[float] = []
 
-    def wait(refs: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+    def wait(refs: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
         asked.append(timeout)
         return ([], refs) if left or len(asked) < 3 else (refs, [])
 
-    def dead(_ref: Any) -> None:
+    def dead(_ref: Any, timeout: float) -> None:
         raise ray.exceptions.RayActorError(error_msg="The actor is dead because it was killed.")
 
     door = RemoteDoor(SimpleNamespace(hello=SimpleNamespace(remote=ray.ObjectRef.from_random)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster.door.ray, "wait", wait)
-        patch.setattr(cluster.door.ray, "get", dead)
+        patch.setattr(ray, "wait", wait)
+        patch.setattr(ray, "get", dead)
         found = door.last_words(60.0, lambda: not left or len(asked) < 2)
     assert found == (None if left else "it was killed")
     assert asked == [0] * (2 if left else 3)
@@ -338,7 +338,7 @@ def test_a_call_waits_for_those_in_front_of_it() -> None:
     actor = SimpleNamespace(forward=SimpleNamespace(remote=lambda *_arguments: ray.ObjectRef.from_random()))
     door = RemoteDoor(actor)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster.door.ray, "get", lambda found, timeout=None: b"")
+        patch.setattr(ray, "get", lambda found, timeout=None: b"")
         calls: list[Any] = [door.submit("forward", b"", []) for _ in range(3)]
         assert [call.turn for call in calls] == [1, 2, 3]
         calls[0].result(None)

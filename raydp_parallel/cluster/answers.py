@@ -9,16 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import ray
-
+from raydp_parallel.cluster.session import TURN, RayError, get, in_short, late
 from raydp_parallel.crew import Death
 from raydp_parallel.line import Line, LineCut
 
-TURN = 0.2
-"""Seconds that Ray is waited for at a time: inside, it looks for Ctrl-C once a second only."""
-
 _SHORT_TURN = 0.02
-"""The same, where several threads read from one line."""
+"""Seconds of a turn, where several threads read from one line."""
 
 _OWN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """What this process, or its machine, has not got: no sign of a death."""
@@ -76,7 +72,7 @@ class Pending:
         if self._answer is not None:
             return self._answer
         if self._ref is not None or self._line is None:
-            return _get(self._ref, timeout)
+            return get(self._ref, timeout)
         try:
             line, number = self._line, self._number
             answer = line.receive(number, timeout) if line.near else self._receive_from_afar(line, timeout)
@@ -183,28 +179,10 @@ def _await_some(left: dict[int, Pending | Lost], seconds: float) -> set[int] | N
 def _fetch(left: dict[int, Pending | Lost], refs: dict[int, Any], seconds: float) -> set[int]:
     """Get what Ray carries, together, which costs a fifth of getting each alone."""
     try:
-        answers = ray.get([*refs.values()], timeout=max(0.0, seconds))
-    except ray.exceptions.RayError:  # of one that died, or all are not there yet: those that are, each for itself
-        there, _ = ray.wait([*refs.values()], num_returns=len(refs), timeout=0)
-        return {number for number, ref in refs.items() if ref in there}
+        answers = get([*refs.values()], seconds)
+    except RayError:  # of one that died, or all are not there yet: those that are, each for itself
+        missing = late([*refs.values()])
+        return {number for number, ref in refs.items() if ref not in missing}
     for number, answer in zip(refs, answers, strict=True):
         left[number]._answer = answer  # type: ignore[union-attr]  # only those that Ray carries
     return {*refs}
-
-
-def _get(ref: Any, timeout: float | None) -> Any:
-    """The result of a Ray task; waited for in short turns, between which Ctrl-C is heard."""
-    deadline = math.inf if timeout is None else time.monotonic() + timeout
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            return ray.get(ref, timeout=max(0.0, min(left, TURN)))
-        except ray.exceptions.GetTimeoutError:
-            if left <= TURN:
-                raise
-
-
-def in_short(error: Exception) -> str:
-    """What Ray says of a death, without its advice and what it repeats."""
-    text = " ".join(str(error).split()).partition(" Some common causes")[0]
-    return (text.partition("The actor is dead because ")[2] or text).rstrip(".")

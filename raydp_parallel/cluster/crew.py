@@ -10,16 +10,15 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import ray
-from ray._private.worker import global_worker
-
 from raydp_parallel import devices
-from raydp_parallel.cluster.answers import TURN, Lost, Pending, await_each, in_short
+from raydp_parallel.cluster import session
+from raydp_parallel.cluster.answers import Lost, Pending, await_each
 from raydp_parallel.cluster.door import RemoteDoor
 from raydp_parallel.cluster.holders import no_room
 from raydp_parallel.cluster.holds import Hold, Holds
 from raydp_parallel.cluster.joining import connect
-from raydp_parallel.cluster.nodes import Node, booked, draining, for_cpus, homes, living, nodes
+from raydp_parallel.cluster.nodes import booked, for_cpus, homes
+from raydp_parallel.cluster.session import Node, living, nodes
 from raydp_parallel.crew import Death, Ending, Heard, Place, Task
 from raydp_parallel.errors import PlacementError
 from raydp_parallel.links import Arena, Link, Packet, link_for, shared, shared_link
@@ -52,7 +51,7 @@ class RayCrew:
         connect()
         self._names = names
         self._options = options
-        self._session = global_worker.core_worker  # type: ignore[attr-defined]
+        self.alive = session.Session().alive
         machines = nodes()
         computing = for_cpus(machines, options) or machines
         self._nodes = len(computing)
@@ -68,10 +67,6 @@ class RayCrew:
         self._mute: set[str] = set()
         self._taught: dict[str, Any] = {}
         self._teaching = threading.Lock()
-
-    def alive(self) -> bool:
-        # Asked with every call: what Ray's own is_initialized() reads, without the way there.
-        return global_worker.connected and global_worker.core_worker is self._session  # type: ignore[attr-defined]
 
     def threads(self, chunks: int) -> int | None:
         here = -(-chunks // self._nodes)
@@ -97,15 +92,15 @@ class RayCrew:
                 _check_wanted(cancelled)
                 late_on = {place: holds[place].node for place, ref in refs.items() if ref in late}
                 raise _not_started(late_on, self._options.placement_timeout)
-            hellos = {place: ray.get(ref) for place, ref in refs.items()}
+            hellos = {place: session.get(ref) for place, ref in refs.items()}
             for place, hello in hellos.items():
                 self._meet(doors[place], hello)
             with self._teaching:
                 known = [*self._taught.values()]
             taught = [door.actor.learn.remote(package) for door in doors.values() for package in known]
-            ray.get(taught, timeout=self._options.placement_timeout)
+            session.get(taught, timeout=self._options.placement_timeout)
             return {place: (doors[place], hello) for place, hello in hellos.items()}
-        except ray.exceptions.RayError as error:
+        except session.RayError as error:
             self._undo(holds, doors)
             text = str(error)
             hint = ": install raydp_parallel on every node of the cluster" if "'raydp_parallel'" in text else ""
@@ -125,9 +120,9 @@ class RayCrew:
         late = refs
         with Waiting("replicas to start, and to import torch", len(refs)) as tell:
             while late and (left := deadline - time.monotonic()) > 0 and not (cancelled is not None and cancelled()):
-                turn = min(left, TURN)
+                turn = min(left, session.TURN)
                 if cancelled is None:
-                    _, late = ray.wait(refs, num_returns=len(refs), timeout=turn)
+                    late = session.late(refs, turn)
                     tell(len(refs) - len(late))
                 else:
                     # Nobody waits for what is started behind the scenes. Not inside of Ray: who leaves the cluster
@@ -135,7 +130,7 @@ class RayCrew:
                     time.sleep(turn / 4)
                     if cancelled():
                         break
-                    _, late = ray.wait(refs, num_returns=len(refs), timeout=0)
+                    late = session.late(refs)
                 if late and not living().issuperset(hold.node for hold in holds.values()):
                     break
         return late
@@ -144,7 +139,7 @@ class RayCrew:
         """Call directly who is on this node, and share memory with them."""
         if hello.device == "cpu":
             devices.rest_while(self)
-        near = hello.node == ray.get_runtime_context().get_node_id()
+        near = hello.node == session.here()
         if near:
             door.watch(hello.pid)
         wanted = self._options.direct_line and hello.node not in self._mute
@@ -190,7 +185,7 @@ class RayCrew:
                 f"Options(link='shared'): memory is shared on one machine with Linux, over direct lines; the "
                 f"cluster has {count} node(s), direct_line={self._options.direct_line}"
             )
-        on_gpu, here = homes(machines, self._options), ray.get_runtime_context().get_node_id()
+        on_gpu, here = homes(machines, self._options), session.here()
         # With GPUs elsewhere alone, nobody would use the memory.
         if name in ("auto", "shared") and possible and (count == 1 or not on_gpu or here in on_gpu):
             self._arena = Arena(pin=devices.pinner(None))
@@ -198,7 +193,7 @@ class RayCrew:
             if count > 1:
                 link.withdraw()  # what others get are copies, which have to be compared with the driver's memory
             return link
-        return link_for(name, ray.put, ray.get)
+        return link_for(name, session.put, session.get)
 
     def _create(self, holds: Mapping[Place, Hold]) -> Iterator[tuple[Place, RemoteDoor]]:
         for place, hold in holds.items():
@@ -239,12 +234,12 @@ class RayCrew:
             return call.result(None if seconds == math.inf else seconds)
         except TimeoutError:
             return Death(f"no answer within call_timeout={self._options.call_timeout} s", Ending.SILENT)
-        except ray.exceptions.RayError as error:
-            return Death(in_short(error))
+        except session.RayError as error:
+            return Death(session.in_short(error))
 
     def leave(self, door: RemoteDoor, groups: Sequence[str]) -> None:
         if self.alive():
-            with contextlib.suppress(ray.exceptions.RayError):
+            with contextlib.suppress(session.RayError):
                 door.actor.leave.remote(tuple(groups))
 
     def note(self, door: RemoteDoor, text: str) -> None:
@@ -261,15 +256,15 @@ class RayCrew:
             door.close()
             door.end()
             if self.alive():
-                ray.kill(door.actor)
+                session.kill(door.actor)
 
     def teach(self, package: Package, doors: Sequence[Any]) -> bool:
         with self._teaching:
             if package.name in self._taught:
                 return False
-            self._taught[package.name] = ray.put(package)
+            self._taught[package.name] = session.put(package)
         log.info("replicas cannot import %s: its files are sent to them", package.name)
-        ray.get([door.actor.learn.remote(self._taught[package.name]) for door in doors])
+        session.get([door.actor.learn.remote(self._taught[package.name]) for door in doors])
         return True
 
     def release(self, places: Collection[Place] | None = None) -> None:
@@ -280,7 +275,7 @@ class RayCrew:
         now = time.monotonic()
         if now >= self._look:
             self._look = now + _BETWEEN_LOOKS
-            self._leaving = draining()
+            self._leaving = session.draining()
         return self._leaving
 
 

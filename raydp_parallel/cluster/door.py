@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import ray
 
 from raydp_parallel import devices, dial
 from raydp_parallel.actor import METHODS, give_back, sample, shows, take_back
-from raydp_parallel.cluster.answers import TURN, Lost, Pending, in_short
+from raydp_parallel.cluster import session
+from raydp_parallel.cluster.answers import Lost, Pending
 from raydp_parallel.crew import Task
 from raydp_parallel.line import Line
 from raydp_parallel.links import SHARE_LIMIT, Arena, Descriptor, Exposed, Found, Ledger, Mappings, Packet, Slice
@@ -89,13 +89,13 @@ class RemoteDoor:
         """
         said, deadline = self.actor.hello.remote(), time.monotonic() + seconds
         while time.monotonic() < deadline and asks():
-            if ray.wait([said], timeout=0)[0]:
+            if not session.late([said]):
                 try:
-                    ray.get(said)
-                except ray.exceptions.RayError as error:
-                    return in_short(error)
+                    session.get(said)
+                except session.RayError as error:
+                    return session.in_short(error)
                 return None
-            time.sleep(TURN / 10)
+            time.sleep(session.TURN / 10)
         return None
 
     def look_after(self) -> None:
@@ -104,14 +104,14 @@ class RemoteDoor:
             return
         self._looks += 1
         asked = self._asked  # another thread may wait here, too
-        if not ray.is_initialized():
+        if not session.connected():
             self.line.cut()  # who asks anything of Ray now starts another cluster
         elif asked is None and self._looks % _SILENCE == 0:
             self._asked = self.actor.hello.remote()
-        elif asked is not None and ray.wait([asked], timeout=0)[0]:
+        elif asked is not None and not session.late([asked]):
             try:
-                ray.get(asked)
-            except ray.exceptions.RayError:
+                session.get(asked)
+            except session.RayError:
                 self.line.cut()
             self._asked = None
 
@@ -128,7 +128,7 @@ class RemoteDoor:
         """
         if not near and not dial.far_lines():
             return True
-        found = ray.get(self.actor.open_line.remote(number, self._mappings.held(), near), timeout=timeout)
+        found = session.get(self.actor.open_line.remote(number, self._mappings.held(), near), timeout=timeout)
         if found is None:
             return True
         address, held = found
@@ -160,9 +160,9 @@ class RemoteDoor:
             pending = self._send(number, method, header, beside, task)
             self._missed = False
             return pending
-        except ray.exceptions.ObjectStoreFullError:
+        except session.StoreFull:
             raise  # which is nobody's death; other replicas would seem to die of it, too
-        except (OSError, ray.exceptions.RayError) as error:
+        except (OSError, session.RayError) as error:
             return Lost(self, error)
 
     def _send(self, number: int, method: str, header: bytes, beside: Sequence[Packet], task: Task | None) -> Pending:
@@ -191,7 +191,7 @@ class RemoteDoor:
         large = len(header) + sum(len(packet) for packet in beside if isinstance(packet, np.ndarray)) > _FRAME
         # The replica may be in the midst of a long answer, and would not read before that is taken.
         busy = self.line is not None and self.line.busy
-        return (large and busy) or any(isinstance(packet, ray.ObjectRef) for packet in beside)
+        return (large and busy) or any(isinstance(packet, session.Ref) for packet in beside)
 
     def _mend(self, number: int, timeout: float | None) -> None:
         """One broke off, or was never sent: see that the replica waits for this call."""
@@ -200,7 +200,7 @@ class RemoteDoor:
             line.close()
             self.call_directly(line.near, number, timeout)
         if self.line is None:
-            ray.get(self.actor.skip_to.remote(number), timeout=timeout)
+            session.get(self.actor.skip_to.remote(number), timeout=timeout)
         self._missed = False
 
     def _take_note(self, answer: list[Any]) -> list[Any]:
@@ -223,9 +223,9 @@ class RemoteDoor:
         if self.line is not None:
             probe, shown = sample(arena)
             self._ledger.lend(probe)
-            found = ray.get(self.actor.share.remote(probe.descriptor, shown), timeout=timeout)
+            found = session.get(self.actor.share.remote(probe.descriptor, shown), timeout=timeout)
             if found is not None and shows(self._mappings.find(found[0]), found[1]):
-                ray.get(self.actor.start_sharing.remote(always), timeout=timeout)
+                session.get(self.actor.start_sharing.remote(always), timeout=timeout)
                 self.shares = True
 
     def share_device(self, arena: devices.DeviceArena) -> str:
@@ -233,7 +233,7 @@ class RemoteDoor:
         try:
             probe, shown = devices.sample(arena)
             self._ledger.lend(probe)
-            found = ray.get(self.actor.share_device.remote(probe.descriptor, shown))
+            found = session.get(self.actor.share_device.remote(probe.descriptor, shown))
             if isinstance(found, str):
                 return found
             self._mappings.opener = devices.Opener(arena.device)
@@ -241,7 +241,7 @@ class RemoteDoor:
                 return "what this process saw is not what the replica wrote"
         except (RuntimeError, OSError, AttributeError, TypeError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
-        ray.get(self.actor.start_device.remote())
+        session.get(self.actor.start_device.remote())
         self.shares_device = True
         return ""
 
@@ -270,5 +270,5 @@ def _stored(packet: Packet) -> Packet:
     if not isinstance(packet, Slice) or packet.blank or packet.array.nbytes <= SHARE_LIMIT:
         return _copyable(packet)
     if packet not in _put:
-        _put[packet] = ray.put(packet.array)
+        _put[packet] = session.put(packet.array)
     return _put[packet]

@@ -5,27 +5,22 @@ from __future__ import annotations
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-import ray
-from ray._private.state import state
-from ray.core.generated import gcs_pb2
-
-from raydp_parallel.cluster.nodes import Node, booked, nodes, suits
+from raydp_parallel.cluster.nodes import booked, suits
+from raydp_parallel.cluster.session import Holder, Node, holders, nodes
 from raydp_parallel.crew import Place
 from raydp_parallel.errors import NoRoom
 from raydp_parallel.options import Options
 
 log = logging.getLogger("raydp_parallel")
 
-_pb: Any = gcs_pb2
-
 _SHOWN = 8
 """Holders, and nodes, that an error names."""
 
 
-class _Holder(NamedTuple):
+class _Held(NamedTuple):
     node: str
     amount: float
     who: str
@@ -41,18 +36,18 @@ def no_room(places: Sequence[Place], late: Sequence[Place], options: Options) ->
         if (needs := booked(kind, options))
     )
     labels = f", on nodes with {dict(options.label_selector)}" if options.label_selector else ""
-    holders = _found() if any(place.kind == "gpu" for place in late) else []
+    found = _found() if any(place.kind == "gpu" for place in late) else []
     return NoRoom(
         f"asked for {asked} ({each or 'which book nothing'}{labels}); after {options.placement_timeout:g} s the "
         f"replicas for device_ids {[place.device_id for place in late]} had no place. Free now: "
-        f"{_listed([_free(node, options) for node in machines])}. {_held(machines, holders)}End what holds them (an "
+        f"{_listed([_free(node, options) for node in machines])}. {_held(machines, found)}End what holds them (an "
         "executor of this program: close it), add nodes, or use fewer device_ids"
     )
 
 
-def _found() -> list[_Holder]:
+def _found() -> list[_Held]:
     try:
-        return [*_holders()]
+        return [_Held(found.node, found.amount, _who(found)) for found in holders()]
     except Exception:  # tables of Ray's that are not public: another version may have others
         log.debug("who holds GPUs cannot be found out", exc_info=True)
         return []
@@ -78,7 +73,7 @@ def _place(node: Node) -> str:
     return f"node {node.id[:8]} ({node.address})"
 
 
-def _held(machines: Sequence[Node], holders: Sequence[_Holder]) -> str:
+def _held(machines: Sequence[Node], holders: Sequence[_Held]) -> str:
     """Who holds GPUs of which node; what Ray does not say is tasks, or is about to be freed."""
     lines = []
     for node in machines:
@@ -96,39 +91,11 @@ def _held(machines: Sequence[Node], holders: Sequence[_Holder]) -> str:
     return f"GPUs are held {_listed(lines)}. " if lines else ""
 
 
-def _holders() -> Iterator[_Holder]:
-    """Actors that hold GPUs on their own, and placement groups."""
-    accessor = state._connect_and_get_accessor()
-    jobs = _jobs()
-    for entry in accessor.get_actor_table(None, "ALIVE"):
-        actor = _pb.ActorTableData.FromString(entry)
-        amount = dict(actor.required_resources).get("GPU", 0.0)
-        if amount:
-            name = repr(actor.name) if actor.name else "without a name"
-            who = f"actor {name} ({actor.class_name}, pid {actor.pid}) of {jobs[actor.job_id.hex()]}"
-            yield _Holder(actor.node_id.hex(), amount, who)
-    for entry in accessor.get_placement_group_table():
-        group = _pb.PlacementGroupTableData.FromString(entry)
-        amounts: dict[str, float] = defaultdict(float)
-        if group.state != _pb.PlacementGroupTableData.REMOVED:
-            for bundle in group.bundles:
-                amounts[bundle.node_id.hex()] += dict(bundle.unit_resources).get("GPU", 0.0)
-        who = f"{_named(group.name)} of {jobs[group.creator_job_id.hex()]}"
-        yield from (_Holder(node, amount, who) for node, amount in amounts.items() if node and amount)
+def _who(holder: Holder) -> str:
+    return f"{holder.actor or _named(holder.group)} of {holder.job}"
 
 
 def _named(group: str) -> str:
     """A placement group, or the executor whose it is (`Holds` names it)."""
     ours = re.fullmatch(r"raydp:([^:]*):.*", group)
     return f"executor {ours[1]!r}" if ours else f"placement group {group!r}"
-
-
-def _jobs() -> Mapping[str, str]:
-    """What to call each job."""
-    own = ray.get_runtime_context().get_job_id()
-    names: dict[str, str] = defaultdict(lambda: "a job that ended")
-    for job in state.job_table():
-        entry = f", {job['Entrypoint']!r}" if job.get("Entrypoint") else ""
-        where = f"job {job['JobID']} (pid {job['DriverPid']} on {job['DriverIPAddress']}{entry})"
-        names[job["JobID"]] = "this program" if job["JobID"] == own else where
-    return names

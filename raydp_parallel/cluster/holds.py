@@ -13,7 +13,6 @@ groups of their own take its place; who was faster is waited for again.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import threading
@@ -21,11 +20,9 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
-
-from raydp_parallel.cluster.nodes import Node, at_home, booked, for_cpus, homes, in_order, nodes, plan
+from raydp_parallel.cluster import session
+from raydp_parallel.cluster.nodes import at_home, booked, for_cpus, homes, in_order, plan
+from raydp_parallel.cluster.session import Group, Node, nodes
 from raydp_parallel.crew import Place
 from raydp_parallel.errors import PlacementError
 from raydp_parallel.options import Options
@@ -37,7 +34,6 @@ _RACE = 2.0
 """Seconds after which somebody else must have been faster."""
 _LOOK = 0.02
 """Seconds between two looks at a group; Ray makes one in a few milliseconds."""
-_BY_LABEL = "bundle_label_selector" in inspect.signature(placement_group).parameters
 
 
 class Hold(NamedTuple):
@@ -49,16 +45,13 @@ class Hold(NamedTuple):
         node: The node.
     """
 
-    group: PlacementGroup | None
+    group: Group | None
     bundle: int
     node: str
 
     def strategy(self) -> Any:
         """How Ray is told to start a process there."""
-        if self.group is None:
-            # With soft=True Ray takes any node for what needs nothing (seen with 2.60).
-            return NodeAffinitySchedulingStrategy(self.node, soft=False)
-        return PlacementGroupSchedulingStrategy(self.group, self.bundle)
+        return session.strategy(self.group, self.bundle, self.node)
 
 
 class Made(NamedTuple):
@@ -69,7 +62,7 @@ class Made(NamedTuple):
         places: Whose its bundles are.
     """
 
-    group: PlacementGroup
+    group: Group
     places: tuple[Place, ...]
 
 
@@ -87,8 +80,8 @@ class Holds:
         self._elastic = options.elastic
         self._holds: dict[Place, Hold] = {}
         self._lock = threading.Lock()  # replicas are also started behind the scenes
-        if options.label_selector and not _BY_LABEL:
-            raise PlacementError(f"Options(label_selector=...): Ray {ray.__version__} cannot place by label")
+        if options.label_selector and not session.BY_LABEL:
+            raise PlacementError(f"Options(label_selector=...): Ray {session.VERSION} cannot place by label")
 
     def claim(
         self, places: Sequence[Place], deadline: float, cancelled: Callable[[], bool] | None = None
@@ -153,7 +146,7 @@ class Holds:
                 if self._elastic and found:
                     return found
                 planned = {place: hold.node for place, hold in found.items()}
-                self._remove({hold.group for hold in found.values() if hold.group is not None})
+                session.remove({hold.group for hold in found.values() if hold.group is not None})
         return {}
 
     def _wait(
@@ -163,7 +156,7 @@ class Holds:
         ready: list[Made] = []
         begun = time.monotonic()
         try:
-            while len(ready := [m for m in made if _is_there(m.group)]) < (enough or len(made)):
+            while len(ready := [m for m in made if session.is_placed(m.group)]) < (enough or len(made)):
                 waited = time.monotonic() - begun
                 if over() or waited > most:
                     break
@@ -175,7 +168,7 @@ class Holds:
             ready = []
             raise
         finally:
-            self._remove([m.group for m in made if m not in ready])
+            session.remove([m.group for m in made if m not in ready])
 
     def _plan(self, places: Sequence[Place], deadline: float) -> dict[Place, str]:
         """Where there is room now, at home if that gets free in a moment."""
@@ -190,30 +183,16 @@ class Holds:
 
     def _make(self, wanted: Mapping[Place, str]) -> Made:
         """A group for some places, tied to their nodes if those are named."""
-        labels = [
-            {**self._options.label_selector, **({"ray.io/node-id": node} if node else {})} for node in wanted.values()
-        ]
-        by_label = {"bundle_label_selector": labels} if _BY_LABEL and any(labels) else {}
         bundles = [booked(place.kind, self._options) for place in wanted]
-        numbers = ",".join(str(place.device_id) for place in wanted)
-        return Made(placement_group(bundles, "PACK", name=f"raydp:{self._name}:{numbers}", **by_label), (*wanted,))
+        name = f"raydp:{self._name}:{','.join(str(place.device_id) for place in wanted)}"
+        return Made(session.group(name, bundles, [*wanted.values()], self._options.label_selector), (*wanted,))
 
     def release(self, places: Collection[Place] | None = None) -> None:
         """Let go of what some places hold, by default all."""
         with self._lock:
             wanted = [*(self._holds if places is None else places)]
             gone = [self._holds.pop(place) for place in wanted if place in self._holds]
-        self._remove([hold.group for hold in gone if hold.group is not None])
-
-    @staticmethod
-    def _remove(groups: Collection[PlacementGroup]) -> None:
-        # Asked of Ray after its end, this would start another cluster; the groups ended with theirs.
-        for group in groups if ray.is_initialized() else ():
-            remove_placement_group(group)
-
-
-def _is_there(group: PlacementGroup) -> bool:
-    return bool(placement_group_table(group).get("state") == "CREATED")
+        session.remove([hold.group for hold in gone if hold.group is not None])
 
 
 def _holds(made: Sequence[Made]) -> dict[Place, Hold]:
@@ -221,7 +200,7 @@ def _holds(made: Sequence[Made]) -> dict[Place, Hold]:
     found = {
         m.places[bundle]: Hold(m.group, bundle, node)
         for m in made
-        for bundle, node in sorted(placement_group_table(m.group)["bundles_to_node_id"].items())
+        for bundle, node in enumerate(session.nodes_of(m.group))
     }
     rank = {node.id: number for number, node in enumerate(nodes())}
     return in_order(found, lambda hold: rank.get(hold.node, len(rank)))

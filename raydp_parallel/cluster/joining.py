@@ -5,12 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from typing import Any
 
-import ray
-from ray._private import worker
-from ray._private.utils import read_ray_address
-
+from raydp_parallel.cluster import session
 from raydp_parallel.errors import ClusterError
 
 log = logging.getLogger("raydp_parallel")
@@ -35,16 +31,16 @@ def connect(start: bool = True) -> bool:
         Whether there is a cluster.
     """
     global _started_here
-    if ray.util.client.ray.is_connected():
+    if session.through_client():
         raise ClusterError(_CLIENT)
-    if ray.is_initialized():
+    if session.connected():
         return True
     if os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
         raise ClusterError(_CLIENT)
     running = bool(os.environ.get("RAY_ADDRESS")) or _runs_here()
     if not running and not start:
         return False
-    ray.init(address=None if running else "local")
+    session.join(None if running else "local")
     _started_here = not running
     return True
 
@@ -54,7 +50,7 @@ def _runs_here() -> bool:
 
     Not address="auto", which also finds the private cluster of somebody else's ray.init().
     """
-    address = read_ray_address()
+    address = session.noted_address()
     if not address:
         return False
     host, _, port = address.rpartition(":")
@@ -76,12 +72,6 @@ def _runs_here() -> bool:
 def disconnect() -> None:
     """Leave a cluster that `connect` started; any other is its user's."""
     global _started_here
-    if _started_here and ray.is_initialized():
-        ray.shutdown()
+    if _started_here and session.connected():
+        session.leave()
     _started_here = False
-
-
-def is_private() -> bool:
-    """Whether this process started the cluster, by ``ray.init()``: then it is one machine, and nobody adds others."""
-    node: Any = worker._global_node
-    return node is not None and bool(node.head)

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
-import ray
 import torch
-from ray._private.state import state
 
 from raydp_parallel.cluster import joining
+from raydp_parallel.cluster.session import Node, is_private, nodes
 from raydp_parallel.crew import Place
 from raydp_parallel.errors import PlacementError
 from raydp_parallel.options import Options
@@ -25,48 +24,6 @@ T = TypeVar("T")
 
 _LITTLE = 1e-6
 """What sums of fractions may be off."""
-
-
-class Node(NamedTuple):
-    """A living node.
-
-    Attributes:
-        id: Ray's id of it.
-        address: Its IP address.
-        total: What it has, by the name of the resource.
-        free: What of that nobody holds.
-        labels: Its labels.
-    """
-
-    id: str
-    address: str
-    total: Mapping[str, float]
-    free: Mapping[str, float]
-    labels: Mapping[str, str]
-
-
-def nodes() -> list[Node]:
-    """The living nodes that do not drain, the driver's first, then by id."""
-    here = ray.get_runtime_context().get_node_id()
-    free = state.available_resources_per_node()
-    leaving = draining()
-    found = [_node(n, free.get(n["NodeID"], {})) for n in ray.nodes() if n["Alive"] and n["NodeID"] not in leaving]
-    return sorted(found, key=lambda node: (node.id != here, node.id))
-
-
-def living() -> frozenset[str]:
-    """All nodes that have not ended, by id."""
-    return frozenset(node["NodeID"] for node in ray.nodes() if node["Alive"])
-
-
-def _node(entry: Mapping[str, Any], free: Mapping[str, float]) -> Node:
-    return Node(entry["NodeID"], entry["NodeManagerAddress"], entry["Resources"], free, entry.get("Labels") or {})
-
-
-def draining() -> frozenset[str]:
-    """The nodes that are about to end: drained by somebody, or with notice from their provider."""
-    look = getattr(state, "get_draining_nodes", None)  # Ray 2.40 has it; it is not public
-    return frozenset(look()) if look is not None else frozenset()
 
 
 def booked(kind: str, options: Options) -> dict[str, float]:
@@ -143,7 +100,7 @@ def all_gpus(options: Options) -> list[int]:
 def check_gpus(ids: Sequence[int], options: Options) -> None:
     """Raise `PlacementError` for ids that a private cluster has not got. To any other nodes may be added."""
     joining.connect()
-    if options.elastic or not joining.is_private():
+    if options.elastic or not is_private():
         return
     machines = nodes()
     count = len(homes(machines, options))
