@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from raydp_parallel.cluster import nodes
-from raydp_parallel.cluster.holders import _Held, _held
+from raydp_parallel.cluster.holders import _held
 from raydp_parallel.cluster.nodes import booked, for_cpus, homes, plan, suits
-from raydp_parallel.cluster.session import Node
+from raydp_parallel.cluster.session import Holder, Node
 from raydp_parallel.crew import Place, places
 from raydp_parallel.options import Options
 
@@ -104,10 +104,11 @@ def test_home_counts_as_such_only_where_the_cluster_has_the_number() -> None:
 def test_who_holds_gpus_in_words() -> None:
     """What is known of actors and groups, and the rest."""
     machines = [node("a" * 10, 4, free=0), node("b" * 10, 1), node("c" * 10, 2, free=1.5)]
-    holders = [_Held("a" * 10, 1.0, "executor 'x' of this program")] * 2 + [_Held("a" * 10, 1.0, "actor 'y'")]
+    holders = [Holder("a" * 10, 1.0, "", "raydp:x:0", "this program")] * 2
+    holders += [Holder("a" * 10, 1.0, "actor 'y'", "", "a job that ended")]
     assert _held(machines, holders) == (
-        "GPUs are held of node aaaaaaaa (10.0.0.1): 2 by executor 'x' of this program, 1 by actor 'y', 1 by tasks, or "
-        "about to be free; of node cccccccc (10.0.0.1): 0.5 by tasks, or about to be free. "
+        "GPUs are held of node aaaaaaaa (10.0.0.1): 2 by executor 'x' of this program, 1 by actor 'y' of a job that "
+        "ended, 1 by tasks, or about to be free; of node cccccccc (10.0.0.1): 0.5 by tasks, or about to be free. "
     )
     assert _held([node("a", 1)], []) == ""
 

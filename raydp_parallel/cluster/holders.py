@@ -6,7 +6,6 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from raydp_parallel.cluster.nodes import booked, suits
 from raydp_parallel.cluster.session import Holder, Node, holders, nodes
@@ -18,12 +17,6 @@ log = logging.getLogger("raydp_parallel")
 
 _SHOWN = 8
 """Holders, and nodes, that an error names."""
-
-
-class _Held(NamedTuple):
-    node: str
-    amount: float
-    who: str
 
 
 def no_room(places: Sequence[Place], late: Sequence[Place], options: Options) -> NoRoom:
@@ -45,9 +38,9 @@ def no_room(places: Sequence[Place], late: Sequence[Place], options: Options) ->
     )
 
 
-def _found() -> list[_Held]:
+def _found() -> list[Holder]:
     try:
-        return [_Held(found.node, found.amount, _who(found)) for found in holders()]
+        return [*holders()]
     except Exception:  # tables of Ray's that are not public: another version may have others
         log.debug("who holds GPUs cannot be found out", exc_info=True)
         return []
@@ -73,15 +66,15 @@ def _place(node: Node) -> str:
     return f"node {node.id[:8]} ({node.address})"
 
 
-def _held(machines: Sequence[Node], holders: Sequence[_Held]) -> str:
+def _held(machines: Sequence[Node], found: Sequence[Holder]) -> str:
     """Who holds GPUs of which node; what Ray does not say is tasks, or is about to be freed."""
     lines = []
     for node in machines:
         held = node.total.get("GPU", 0) - node.free.get("GPU", 0)
         known: dict[str, float] = defaultdict(float)
-        for holder in holders:
+        for holder in found:
             if holder.node == node.id:
-                known[holder.who] += holder.amount
+                known[_who(holder)] += holder.amount
         parts = [f"{amount:g} by {who}" for who, amount in known.items()]
         rest = held - sum(known.values())
         if rest > 0.01:
