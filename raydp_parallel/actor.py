@@ -265,8 +265,9 @@ def shows(found: Found, expected: bytes) -> bool:
 def give_back(mappings: Mappings) -> bytes:
     """The word which of the other's memory is no longer used, for the next message."""
     devices.let_go()
-    ended = mappings.released()
-    return array.array("Q", itertools.chain.from_iterable(ended)).tobytes() if ended else b""
+    if not mappings.ended:
+        return b""
+    return array.array("Q", itertools.chain.from_iterable(mappings.released())).tobytes()
 
 
 def take_back(word: Any, ledger: Ledger) -> None:

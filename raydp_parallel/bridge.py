@@ -117,18 +117,31 @@ def fork(call: Call) -> Tensor:
     return Fork.apply(call, *call.leaves)  # type: ignore[no-any-return]
 
 
-def graft(call: Call, token: Tensor, handle: Handle, tensors: Sequence[list[Tensor]]) -> None:
-    """Make part of torch's graph, in each chunk's list, what requires a gradient there."""
+def graft(call: Call, token: Tensor, handle: Handle, tensors: Sequence[list[Tensor]], joined: bool = False) -> None:
+    """Make part of torch's graph, in each chunk's list, what requires a gradient there.
+
+    Args:
+        call: The call.
+        token: What its leaves became.
+        handle: Keeps its remote graphs.
+        tensors: The outputs of each chunk.
+        joined: Whether outputs of the same number will be, so that they are only ever differentiated together.
+    """
+    columns: dict[Any, list[tuple[int, int]]] = {}
+    for chunk, row in enumerate(tensors):
+        for k, tensor in enumerate(row):
+            if tensor.requires_grad:
+                columns.setdefault(k if joined else (chunk, k), []).append((chunk, k))
 
     def unpack(packed: tuple[Handle, Tensor]) -> Tensor:
         call.now.pinned.append(packed[0])
         return packed[1]
 
     with saved_tensors_hooks(lambda tensor: (handle, tensor), unpack):
-        for chunk, row in enumerate(tensors):
-            for k, tensor in enumerate(row):
-                if tensor.requires_grad:
-                    row[k] = Join.apply(call, chunk, k, token, tensor.requires_grad_(False))
+        for places in columns.values():
+            found = Join.apply(call, places, token, *[tensors[i][k].requires_grad_(False) for i, k in places])
+            for (i, k), tensor in zip(places, found if len(places) > 1 else (found,), strict=True):
+                tensors[i][k] = tensor
 
 
 class Fork(Function):
@@ -156,24 +169,27 @@ class Fork(Function):
 
 
 class Join(Function):
-    """One remote output."""
+    """A remote output, or some that are joined: their places are the chunk and its output's number."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, chunk: int, index: int, token: Tensor, output: Tensor) -> Tensor:
-        ctx.call, ctx.chunk, ctx.index = call, chunk, index
+    def forward(ctx: Any, call: Call, places: Sequence[tuple[int, int]], token: Tensor, *outputs: Tensor) -> Any:
+        ctx.call, ctx.places = call, places
+        ctx.set_materialize_grads(len(outputs) == 1)  # of several, one without a gradient has none
         ctx.save_for_backward(token)
-        ctx.mark_dirty(output)  # the output itself, not a view of it: users may write to it in place
-        return output
+        ctx.mark_dirty(*outputs)  # the outputs themselves, not views of them: users may write to them in place
+        return outputs if len(outputs) > 1 else outputs[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (_,) = ctx.saved_tensors  # raises torch's own error if the graph was freed
         now = ctx.call.now
-        now.grads.setdefault(ctx.chunk, {})[ctx.index] = grads[0]
-        track = devices.track(grads[0])
-        if track is not None:
-            now.tracks.append(track)
-        return None, None, None, None, None
+        for (chunk, k), grad in zip(ctx.places, grads, strict=True):
+            if grad is not None:
+                now.grads.setdefault(chunk, {})[k] = grad
+                track = devices.track(grad)
+                if track is not None:
+                    now.tracks.append(track)
+        return None, None, None, *[None] * len(grads)
 
 
 def _needed(ctx: Any) -> list[bool]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from raydp_parallel import abreast, bridge, codec, context, devices, replay
+from raydp_parallel import abreast, batch, bridge, codec, context, devices, replay
 from raydp_parallel.exchange import Relay
 from raydp_parallel.executor import Executor
 from raydp_parallel.jobs import Answer, Graph, Job
@@ -301,7 +301,8 @@ class _Forward:
             for c, a in zip(self.chunks, answers, strict=True)
         ]
         if self.token is not None:
-            bridge.graft(self.call, self.token, self.handle, unpacked)
+            joined = self.call.joins and not batch.any_registered() and codec.in_rows([a.reply.value for a in answers])
+            bridge.graft(self.call, self.token, self.handle, unpacked, joined)
         else:
             for tensor in itertools.chain.from_iterable(unpacked):
                 tensor.requires_grad_(False)

@@ -16,7 +16,7 @@ from typing import Any
 from raydp_parallel.actor import unseal
 from raydp_parallel.crew import Death, Ending
 from raydp_parallel.errors import GraphLost, ReplicaDied
-from raydp_parallel.jobs import Answer, Graph, Job, Step
+from raydp_parallel.jobs import Answer, Graph, Job, Prepare, Step
 from raydp_parallel.links import Mail
 from raydp_parallel.messages import Forget, Reply
 from raydp_parallel.roster import Roster
@@ -121,24 +121,26 @@ class Dispatch:
         flight = self._flights[number] = _Flight(job, seat)
         try:
             for step in steps:
-                self._submit(number, flight, step, step.method)
-            self._submit(number, flight, Step(job.makes, job.method, job.prepare))
+                self._submit(number, flight, step.graph, step.method, step.prepare, again=True)
+            self._submit(number, flight, job.makes, job.method, job.prepare)
         finally:
             flight.land()
         if steps or self._deaths[number]:
             self._roster.totals.replays += 1
             self._roster.books.replays(seat)
 
-    def _submit(self, number: int, flight: _Flight, step: Step, again: str = "") -> None:
+    def _submit(
+        self, number: int, flight: _Flight, graph: Graph | None, method: str, prepare: Prepare, again: bool = False
+    ) -> None:
         crew, seat = self._crew, flight.seat
         mail = Mail(crew.link_to(seat.door))
-        message = step.prepare(seat, mail)
+        message = prepare(seat, mail)
         flight.told.append(message.forget)
         header = pack(message)
-        if step.graph is not None:
-            flight.graphs.append(step.graph)
-        task = self._run.sends(number, seat, mail, again)
-        flight.pending.append(crew.submit(seat.door, step.method, header, mail.beside, task))
+        if graph is not None:
+            flight.graphs.append(graph)
+        task = self._run.sends(number, seat, mail, method if again else "")
+        flight.pending.append(crew.submit(seat.door, method, header, mail.beside, task))
 
     def _collect(self) -> dict[int, ReplicaDied | None]:
         """Wait for all that were sent. Returns whose replica died, and None for who has to be sent everything again."""

@@ -47,8 +47,8 @@ def total(shares: Sequence[Share], device: torch.device, count: int) -> list[Ten
 
 def _take(share: Share, rows: Sequence[tuple[int, int]], sums: list[Tensor | None], device: torch.device) -> None:
     if rows:
-        chosen = share.parcel._replace(specs=tuple([share.parcel.specs[row] for _, row in rows]))
-        for (leaf, _), tensor in zip(rows, codec.unpack(chosen, share.mail, device), strict=True):
+        found = codec.unpack(share.parcel, share.mail, device, [row for _, row in rows])
+        for (leaf, _), tensor in zip(rows, found, strict=True):
             sums[leaf] = tensor.requires_grad_(False)
 
 
@@ -59,10 +59,10 @@ def _add(share: Share, rows: Sequence[tuple[int, int]], sums: list[Tensor | None
     # Each sum once: a GPU adds to all of them at the same time.
     plain = [*dict(dense).items()]
     if plain:
-        specs = [share.parcel.specs[row] for _, row in plain]
         if type(share.parcel.packet) is bytes:  # little: a copy takes less than a look
-            added = codec.unpack(share.parcel._replace(specs=tuple(specs)), share.mail, device)
+            added = codec.unpack(share.parcel, share.mail, device, [row for _, row in plain])
         else:
+            specs = [share.parcel.specs[row] for _, row in plain]
             source = share.mail.open(share.parcel.packet)
             added = devices.windows(source, specs, [codec.DTYPES[spec.dtype] for spec in specs], device)
         into: list[Tensor] = [sums[leaf] for leaf, _ in plain]  # type: ignore[misc]  # `_dense` says that none is None
@@ -70,8 +70,7 @@ def _add(share: Share, rows: Sequence[tuple[int, int]], sums: list[Tensor | None
     done = {row for _, row in plain}
     for leaf, row in rows:
         if row not in done:
-            chosen = share.parcel._replace(specs=(share.parcel.specs[row],))
-            (other,) = codec.unpack(chosen, share.mail, device)
+            (other,) = codec.unpack(share.parcel, share.mail, device, [row])
             one = sums[leaf]
             assert one is not None
             sums[leaf] = one + other.requires_grad_(False) if not _dense(other) or _dense(one) else other + one

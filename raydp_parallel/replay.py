@@ -47,7 +47,8 @@ class Kept(NamedTuple):
 
 def keep(parcel: Parcel, tensors: Sequence[Tensor], name: str) -> Kept:
     """Keep what a message was made with: memory and versions, and nothing of a graph that tensors belong to."""
-    return Kept(parcel._replace(packet=None), [t.detach() for t in tensors], [*map(_version, tensors)], name)
+    bare = Parcel(parcel.skeleton, parcel.specs, None)
+    return Kept(bare, [t.detach() for t in tensors], [*map(_version, tensors)], name)
 
 
 def forward(request: ForwardRequest, inputs: Kept, master: Master, home: Seat, marks: tuple[Mark, Mark]) -> Recipe:

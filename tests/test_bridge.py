@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from harness import cycles
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, Options
+from raydp_parallel.batch import register_batch_type
 
 REPLICAS = (1, 2, 3)
 
@@ -113,6 +115,75 @@ def test_an_output_that_nobody_uses_costs_nothing(executor: Executor) -> None:
     model(x)
     x.sum().backward()
     assert trips(executor) == 0
+
+
+def test_what_is_joined_has_one_node(executor: Executor) -> None:
+    """Chunks of a tensor that is gathered are differentiated together; outputs that share nothing are not."""
+    _, _, model = both(TwoHeads().double(), executor)
+    a, b = model(rows())
+    nodes = [{node for node, _ in joined.grad_fn.next_functions} for joined in (a, b)]
+    if len(executor.device_ids) > 1:
+        assert [*map(len, nodes)] == [1, 1]
+    assert nodes[0] != nodes[1] or len(executor.device_ids) == 1
+    a.sum().backward()
+    b.sum().backward()  # without retain_graph, as in one process
+
+
+class Parts:
+    """What gather does not know, and leaves in chunks."""
+
+    def __init__(self, a: Tensor) -> None:
+        self.a = a
+
+
+@pytest.mark.parametrize("way", ["unknown", "registered", "by hand"])
+def test_what_is_not_joined_is_differentiated_apart(executor: Executor, way: str) -> None:
+    """Each chunk's output in a pass of its own, without retain_graph."""
+
+    class Net(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            y = super().forward(x)
+            return Parts(y) if way == "unknown" else (y, y * 2)
+
+    plain, ours, model = both(Net(4, 2).double(), executor)
+    rules: Any = contextlib.nullcontext()
+    if way == "registered":
+        rules = register_batch_type(tuple, scatter=split_rows, gather=lambda parts, *_: list(parts))
+    with rules:
+        if way == "by hand":
+            replicas = model.replicate(ours, model.device_ids)
+            outputs = model.parallel_apply(replicas, *model.scatter((rows(),), {}, model.device_ids))
+        else:
+            outputs = model(rows())
+    for output in outputs if isinstance(outputs, list) else [outputs]:
+        (output.a if way == "unknown" else output[1]).sum().backward()
+    whole = plain(rows())
+    (whole.a if way == "unknown" else whole[1]).sum().backward()
+    assert_grads(ours, plain)
+
+
+def split_rows(value: tuple[Any, ...], chunks: int, dim: int) -> list[tuple[Any, ...]]:
+    """A tuple's tensors cut, as it would be without rules."""
+    return [*zip(*[part.chunk(chunks, dim) for part in value], strict=True)]
+
+
+def test_a_chunk_may_lack_what_others_have(executor: Executor) -> None:
+    """A gradient."""
+
+    class Net(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y.detach() if x[0, 0] < -0.99 else y
+
+    plain, ours, model = both(Net(4, 2).double(), executor)
+    chunks = rows().chunk(len(executor.device_ids))
+    output = model(rows())
+    expected = torch.cat([plain(chunk) for chunk in chunks])
+    torch.testing.assert_close(output, expected)
+    if expected.requires_grad:
+        output.sum().backward()
+        expected.sum().backward()
+        assert_grads(ours, plain)
 
 
 def test_B7_a_freed_graph_raises_torchs_error(executor: Executor) -> None:

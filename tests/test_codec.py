@@ -20,6 +20,15 @@ from raydp_parallel.messages import Parcel
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True, params=[True, False], ids=["short way", "long way"])
+def short(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether what is small and plain goes the short way; all else goes the long one at any rate."""
+    if not request.param:
+        monkeypatch.setattr(InlineLink, "inline", 0)
+        monkeypatch.setattr(codec.parcels, "read_small", lambda parcel: None)
+    return bool(request.param)
+
+
 def send(value: Any, requires_grad: bool = False) -> tuple[Parcel, Mail]:
     """Encode, as a message that has crossed."""
     mail = Mail(InlineLink())
@@ -63,6 +72,45 @@ class Slotted:
 
 INTEGERS = ("uint8", "int8", "int16", "int32", "int64", "bool", "uint16", "uint32", "uint64")
 FLOATS = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2")
+
+
+@pytest.mark.parametrize("value", [(), (3,), (0, 2), (2, 3), (70,)], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_both_ways_say_the_same(
+    value: tuple[int, ...], count: int, short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same specs, offsets, bytes and size, so that either end may go either way."""
+    tensors = tuple(torch.randn(value, requires_grad=k == 1) for k in range(count))
+    parcel, mail = send(tensors, True)
+    monkeypatch.setattr(InlineLink, "inline", 0 if short else 1 << 30)
+    other, mail_of_other = send(tensors, True)
+    assert parcel[:2] == other[:2] and mail.size == mail_of_other.size
+    assert parcel.packet[: len(other.packet)] == other.packet[: len(parcel.packet)]
+    for tensor, found in zip(tensors, codec.decode(other, mail_of_other, CPU)[0], strict=True):
+        assert torch.equal(tensor, found) and tensor.requires_grad == found.requires_grad
+
+
+def test_large_ones_go_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together they are more than the link takes into a message; of what was begun nothing is left."""
+    monkeypatch.setattr(InlineLink, "inline", 100)
+    tensors, mail = (numbers(8), numbers(8)), Mail(InlineLink())
+    assert codec.tensors.write_small(tensors, mail, False) is None and mail.size == 0
+    assert codec.tensors.write_small(tensors[:1], mail, False) is not None and mail.size == 64
+
+
+def test_some_rows() -> None:
+    """Of a parcel any tensors can be taken, in any order."""
+    parcel, mail = send((numbers(2), numbers(3), numbers(4)))
+    for rows in ([0, 1, 2], [2, 0], [1], []):
+        assert [len(t) for t in codec.unpack(parcel, mail, CPU, rows)] == [row + 2 for row in rows]
+
+
+def test_zeros_without_memory() -> None:
+    """Torch has tensors that only say that they are zero; forward-mode derivatives make such."""
+    value = torch._efficientzerotensor((2, 3))
+    assert value.data_ptr() == 0
+    found = cross((value, value.t()))
+    assert torch.equal(found[0], torch.zeros(2, 3)) and torch.equal(found[1], torch.zeros(3, 2))
 
 
 @pytest.mark.parametrize("dtype", (*INTEGERS, *FLOATS))

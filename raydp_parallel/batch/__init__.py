@@ -8,8 +8,8 @@
 ```
 """
 
-from raydp_parallel.batch.custom import BatchTypeHandle, register_batch_type
+from raydp_parallel.batch.custom import BatchTypeHandle, any_registered, register_batch_type
 from raydp_parallel.batch.joining import gather
 from raydp_parallel.batch.splitting import rows, scatter, scatter_kwargs
 
-__all__ = ["BatchTypeHandle", "gather", "register_batch_type", "rows", "scatter", "scatter_kwargs"]
+__all__ = ["BatchTypeHandle", "any_registered", "gather", "register_batch_type", "rows", "scatter", "scatter_kwargs"]

@@ -89,6 +89,11 @@ def joiner_of(value: object) -> Joiner | None:
     return getattr(type(value), "__gather__", None) if rules is None else rules.gather
 
 
+def any_registered() -> bool:
+    """Whether there are rules for classes that are nobody's own, such as tuples."""
+    return bool(_registered)
+
+
 def _rules_of(cls: type) -> _Rules | None:
     if not _registered:  # the common case: do not walk the bases of every leaf
         return None

@@ -6,7 +6,7 @@ memory that can be read (``open``). Between processes of one machine nothing nee
 
 from __future__ import annotations
 
-from raydp_parallel.links.base import GIVEN, Link, Mail, Origin, Packet, Piece, Room, Window, aligned, paged
+from raydp_parallel.links.base import GIVEN, Link, Mail, Origin, Packet, Piece, Room, Window, aligned, in_bytes, paged
 from raydp_parallel.links.by_size import SHARE_LIMIT, BySize, link_for, shared_link
 from raydp_parallel.links.exposed import Exposed
 from raydp_parallel.links.inline import InlineLink
@@ -37,6 +37,7 @@ __all__ = [
     "Slice",
     "Window",
     "aligned",
+    "in_bytes",
     "link_for",
     "new_lease",
     "new_token",

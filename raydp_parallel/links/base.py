@@ -98,6 +98,8 @@ class Link(Protocol):
     """Two verbs and ``close``; and some that spare a copy or time, where a link can."""
 
     name: str
+    inline: int = 0
+    """Bytes up to which a packet is plain bytes that lie in the message."""
     exposes: bool = False
     """Whether `expose` may give anything, now."""
     lends: int | None = None

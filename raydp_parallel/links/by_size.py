@@ -32,6 +32,7 @@ class BySize(Link):
         self._small = small
         self._large = large
         self._limit = limit
+        self.inline = min(limit, small.inline)
 
     @property
     def exposes(self) -> bool:  # type: ignore[override]  # a constant in links that never do

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Sequence
 
 from raydp_parallel.links.base import Link, Piece, fill, in_bytes
@@ -12,6 +13,7 @@ class InlineLink(Link):
     """Bytes inside the message."""
 
     name = "inline"
+    inline = sys.maxsize
 
     def send(self, pieces: Sequence[Piece], offsets: Sequence[int], size: int) -> bytes:
         if len(pieces) == 1 and pieces[0].origin is None:

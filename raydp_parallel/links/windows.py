@@ -173,7 +173,7 @@ class Mappings:
         self._found: weakref.WeakValueDictionary[int, Found] = weakref.WeakValueDictionary()
         self._times: dict[int, int] = {}
         self._used: weakref.WeakSet[Found] = weakref.WeakSet()
-        self._released: deque[tuple[int, int]] = deque()
+        self.ended: deque[tuple[int, int]] = deque()
 
     def find(self, descriptor: Descriptor) -> Found:
         """What a message brought."""
@@ -187,18 +187,18 @@ class Mappings:
         return found
 
     def _release(self, lease: int) -> None:
-        self._released.append((lease, self._times.pop(lease, 0)))
+        self.ended.append((lease, self._times.pop(lease, 0)))
 
     def released(self) -> list[tuple[int, int]]:
         """The leases that nobody here uses any more, and how often each had come. Each is told once."""
         found: list[tuple[int, int]] = []
-        while self._released:
-            found.append(self._released.popleft())
+        while self.ended:
+            found.append(self.ended.popleft())
         return found
 
     def held(self) -> dict[int, int]:
         """The leases in use, and how often each came; what `released` had to tell is contained in that."""
-        self._released.clear()
+        self.ended.clear()
         return dict(self._times)
 
     def admit(self, found: Found) -> bool:
