@@ -16,7 +16,7 @@ from torch import Tensor
 from raydp_parallel import codec
 from raydp_parallel.errors import StateChanged
 from raydp_parallel.jobs import Graph, Recipe
-from raydp_parallel.links import Mail
+from raydp_parallel.links import INLINE_LIMIT, Mail
 from raydp_parallel.messages import BackwardRequest, ForwardRequest, Overlay, Parcel, StateUpdate
 from raydp_parallel.seats import Seat
 from raydp_parallel.snapshot.master import Master
@@ -27,7 +27,7 @@ class Kept(NamedTuple):
     """Tensors that a message was made with, to be sent again as they are.
 
     Attributes:
-        parcel: The parcel, without its packet.
+        parcel: The parcel; of its packet nothing that takes much memory.
         tensors: Its tensors.
         versions: Their versions then.
         name: What they are, for errors.
@@ -47,7 +47,7 @@ class Kept(NamedTuple):
 
 def keep(parcel: Parcel, tensors: Sequence[Tensor], name: str) -> Kept:
     """Keep what a message was made with: memory and versions, and nothing of a graph that tensors belong to."""
-    bare = Parcel(parcel.skeleton, parcel.specs, None)
+    bare = parcel._replace(packet=None) if _takes_memory(parcel) else parcel
     return Kept(bare, [t.detach() for t in tensors], [*map(_version, tensors)], name)
 
 
@@ -61,10 +61,8 @@ def forward(request: ForwardRequest, inputs: Kept, master: Master, home: Seat, m
         home: Whom the call was for.
         marks: The module's state before the call, and after its write-back.
     """
-    plain = request._replace(
-        update=None, inputs=inputs.parcel, write_back=False, doubtful=(), forget=None, overlay=None, graph_only=True,
-        relay=None, site=None,
-    )  # fmt: skip
+    if request.update is not None or request.overlay is not None or _takes_memory(request.inputs):
+        request = request._replace(update=None, overlay=None, inputs=inputs.parcel)
 
     def prepare(seat: Seat, mail: Mail) -> ForwardRequest:
         with master.before_rebinding():
@@ -80,7 +78,10 @@ def forward(request: ForwardRequest, inputs: Kept, master: Master, home: Seat, m
         master.sync()
         name = seat.name_of(master.id, home)
         news = update(master, seat, name, mail)
-        return plain._replace(model=name, update=news, inputs=parcel, overlay=then, forget=seat.forget())
+        return request._replace(
+            model=name, update=news, inputs=parcel, write_back=False, doubtful=(), forget=seat.forget(), overlay=then,
+            graph_only=True, relay=None, site=None,
+        )  # fmt: skip
 
     return Recipe("forward", prepare)
 
@@ -133,6 +134,11 @@ def overlay(master: Master, mark: Mark, mail: Mail, undone: bool = False) -> Ove
         return None
     parcel, _ = codec.encode(tuple(tensor for _, tensor in found), mail, "state")
     return Overlay(tuple(slot for slot, _ in found), parcel, undone)
+
+
+def _takes_memory(parcel: Parcel) -> bool:
+    """Whether a parcel holds many bytes, and not the word where they lie, or lay."""
+    return type(parcel.packet) is not int and len(parcel.packet) > INLINE_LIMIT
 
 
 def _changed(what: str) -> StateChanged:

@@ -7,6 +7,7 @@ rare goes as it is.
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from raydp_parallel.context import CallContext
 from raydp_parallel.messages import (
     BackwardRequest,
+    Forget,
     ForwardRequest,
     Parcel,
     Reply,
@@ -23,13 +25,21 @@ from raydp_parallel.messages import (
 )
 
 
+def _named(kind: Any) -> Callable[[Any], Any]:
+    """What makes a named tuple of all its fields, and nothing of it in Python."""
+    return functools.partial(tuple.__new__, kind)
+
+
+_new_spec, _new_parcel = _named(TensorSpec), _named(Parcel)
+
+
 def _plain(parcel: Parcel) -> Any:
-    return parcel.skeleton, [spec if spec.parts else tuple(spec) for spec in parcel.specs], parcel.packet
+    return parcel.skeleton, [*map(tuple, parcel.specs)], parcel.packet
 
 
-def _parcel(found: Any) -> Parcel:
+def _parcel(found: Any) -> Any:
     skeleton, specs, packet = found
-    return Parcel(skeleton, tuple([TensorSpec(*spec) for spec in specs]), packet)
+    return _new_parcel((skeleton, tuple(map(_new_spec, specs)), packet))
 
 
 def _plain_writes(written: WriteBack) -> Any:
@@ -43,20 +53,24 @@ def _writes(found: Any) -> WriteBack:
 _Part = tuple[int, Callable[[Any], Any], Callable[[Any], Any]]
 """A field of a message, and how to take it out of its names and put it back."""
 
+_Kind = tuple[Any, Callable[[Any], Any], tuple[_Part, ...]]
+"""A message's type, what makes one, and those of its fields that have names of their own."""
 
-def _parts(kind: Any, **ways: tuple[Callable[[Any], Any], Callable[[Any], Any]]) -> tuple[Any, tuple[_Part, ...]]:
-    return kind, tuple((kind._fields.index(field), *way) for field, way in ways.items())
+
+def _parts(kind: Any, **ways: tuple[Callable[[Any], Any], Callable[[Any], Any]]) -> _Kind:
+    return kind, _named(kind), tuple((kind._fields.index(field), *way) for field, way in ways.items())
 
 
 _TENSORS = _plain, _parcel
-_STATE = tuple, CallContext._make
+_CONTEXT = tuple, _named(CallContext)
+_FORGET = tuple, _named(Forget)
 
 _KINDS = (
-    _parts(ForwardRequest, update=(tuple, StateUpdate._make), inputs=_TENSORS, context=_STATE),
-    _parts(BackwardRequest, grads=_TENSORS, context=_STATE),
+    _parts(ForwardRequest, update=(tuple, _named(StateUpdate)), inputs=_TENSORS, context=_CONTEXT, forget=_FORGET),
+    _parts(BackwardRequest, grads=_TENSORS, context=_CONTEXT, forget=_FORGET),
     _parts(Reply, value=_TENSORS, written=(_plain_writes, _writes)),
 )
-_NUMBERS = {kind: number for number, (kind, _) in enumerate(_KINDS)}
+_NUMBERS = {kind: number for number, (kind, _, _) in enumerate(_KINDS)}
 
 
 def pack(message: Any) -> bytes:
@@ -65,7 +79,7 @@ def pack(message: Any) -> bytes:
     if number is None:
         return pickle.dumps((None, message), protocol=pickle.HIGHEST_PROTOCOL)
     fields = [*message]
-    for at, plain, _ in _KINDS[number][1]:
+    for at, plain, _ in _KINDS[number][2]:
         if fields[at] is not None:
             fields[at] = plain(fields[at])
     return pickle.dumps((number, fields), protocol=pickle.HIGHEST_PROTOCOL)
@@ -76,8 +90,8 @@ def unpack(data: bytes) -> Any:
     number, fields = pickle.loads(data)
     if number is None:
         return fields
-    kind, parts = _KINDS[number]
-    for at, _, named in parts:
+    _, named, parts = _KINDS[number]
+    for at, _, back in parts:
         if fields[at] is not None:
-            fields[at] = named(fields[at])
-    return kind(*fields)
+            fields[at] = back(fields[at])
+    return named(fields)

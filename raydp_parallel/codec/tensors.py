@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel import devices
-from raydp_parallel.links import Mail, Piece, aligned, in_bytes
+from raydp_parallel.links import Mail, Piece, address_of, aligned
 from raydp_parallel.messages import Parcel, TensorSpec
 
 DTYPES = {str(d)[6:]: d for d in vars(torch).values() if isinstance(d, torch.dtype)}
@@ -64,13 +64,11 @@ def write_small(
             or end + tensor.nbytes > mail.link.inline
             or not devices.is_cpu(tensor.device)
             or tensor.is_quantized
-            or tensor.is_conj()
-            or tensor.is_neg()
-            or tensor._is_zerotensor()
-            or not tensor.is_contiguous()
         ):
             return None
         leaf = requires_grad and tensor.requires_grad
+        if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() or not tensor.is_contiguous():
+            tensor = compact(tensor)
         specs.append(TensorSpec(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride(), end, leaf))
         size, until = tensor.nbytes, end + aligned(tensor.nbytes)
         runs += [ctypes.string_at(tensor.data_ptr(), size), bytes(until - end - size)]
@@ -81,13 +79,13 @@ def write_small(
 
 def read_small(parcel: Parcel) -> list[Tensor] | None:
     """The tensors of a parcel whose bytes lie in the message, by the shortest way; None if some are not plain."""
-    source, tensors = in_bytes(parcel.packet), []
+    begin, tensors = address_of(parcel.packet), []
     for spec in parcel.specs:
         if spec.layout != "strided" or spec.cls is not None:
             return None
         # The device by name, here and wherever a tensor is made: the caller may have set another default.
         tensor = torch.empty_strided(spec.shape, spec.stride, dtype=DTYPES[spec.dtype], device="cpu")
-        ctypes.memmove(tensor.data_ptr(), source.address + spec.offset, tensor.nbytes)
+        ctypes.memmove(tensor.data_ptr(), begin + spec.offset, tensor.nbytes)
         tensors.append(tensor.requires_grad_() if spec.requires_grad else tensor)
     return tensors
 

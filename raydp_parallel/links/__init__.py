@@ -6,8 +6,8 @@ memory that can be read (``open``). Between processes of one machine nothing nee
 
 from __future__ import annotations
 
-from raydp_parallel.links.base import GIVEN, Link, Mail, Origin, Packet, Piece, Room, Window, aligned, in_bytes, paged
-from raydp_parallel.links.by_size import SHARE_LIMIT, BySize, link_for, shared_link
+from raydp_parallel.links.base import GIVEN, Link, Mail, Origin, Packet, Piece, Room, Window, address_of, aligned, paged
+from raydp_parallel.links.by_size import INLINE_LIMIT, SHARE_LIMIT, BySize, link_for, shared_link
 from raydp_parallel.links.exposed import Exposed
 from raydp_parallel.links.inline import InlineLink
 from raydp_parallel.links.object_store import ObjectStoreLink
@@ -17,6 +17,7 @@ from raydp_parallel.links.windows import Found, Mappings
 
 __all__ = [
     "GIVEN",
+    "INLINE_LIMIT",
     "SHARE_LIMIT",
     "Arena",
     "BySize",
@@ -36,8 +37,8 @@ __all__ = [
     "SharedLink",
     "Slice",
     "Window",
+    "address_of",
     "aligned",
-    "in_bytes",
     "link_for",
     "new_lease",
     "new_token",

@@ -219,10 +219,14 @@ class Mail:
         return None if type(packet) is bytes else self.link.take(self.find(packet))
 
 
+def address_of(packet: bytes) -> int:
+    """Where bytes are: they stay there as long as they live."""
+    return ctypes.c_void_p.from_buffer(ctypes.c_char_p(packet)).value or 0
+
+
 def in_bytes(packet: bytes) -> Piece:
-    """Bytes where they are: they stay there as long as they live, and the piece holds them."""
-    address = ctypes.c_void_p.from_buffer(ctypes.c_char_p(packet)).value or 0
-    return Piece(address, len(packet), packet)
+    """Bytes where they are; the piece holds them."""
+    return Piece(address_of(packet), len(packet), packet)
 
 
 def aligned(size: int) -> int:
