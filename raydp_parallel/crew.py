@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -91,12 +91,15 @@ class Crew(Protocol):
     def submit(self, door: Any, method: str, header: bytes, beside: Sequence[Packet], task: Task | None = None) -> Any:
         """Send a call; returns what `collect` waits for, which has a ``give_up()`` for calls nobody waits for."""
 
-    def collect(self, pending: Sequence[Any], heard: Heard | None = None) -> list[Any]:
+    def collect(self, pending: Sequence[Any], heard: Heard | None = None) -> Iterable[Any]:
         """Wait for all calls. Where a replica died, its answer is the `Death`.
 
         Args:
             pending: The calls.
             heard: Is told each answer as soon as it is there: others may be waiting for one that died.
+
+        Returns:
+            The answers, in the order of the calls. Without ``heard`` each is waited for when it is asked for.
         """
 
     def leave(self, door: Any, groups: Sequence[str]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from raydp_parallel.actor import unseal
@@ -146,16 +146,13 @@ class Dispatch:
         """Wait for all that were sent. Returns whose replica died, and None for who has to be sent everything again."""
         try:
             calls = [(flight, call) for flight in self._flights.values() for call in flight.pending]
-            results = iter(self._run.wait(self._listen, calls))
+            found, told = self._run.wait(self._hear, calls)
             lost: dict[int, ReplicaDied | None] = {}
-            told: list[Told | None] = []
-            for number, flight in self._flights.items():
-                found = [*itertools.islice(results, len(flight.pending))]
-                death = _death(found)
+            for (number, flight), results in zip(self._flights.items(), found, strict=True):
+                death = _death(results)
                 if death is not None:
                     lost[number] = self._bury(number, flight, death)
-                    told += [None] * len(found)
-                elif not self._receive(number, flight, found, told):
+                elif not self._receive(number, flight, results):
                     lost[number] = None
             self._run.heard(told)
         except BaseException:
@@ -164,13 +161,23 @@ class Dispatch:
         self._flights.clear()
         return lost
 
-    def _listen(self, calls: Sequence[tuple[_Flight, Any]]) -> list[Any]:
+    def _hear(self, calls: Sequence[tuple[_Flight, Any]]) -> tuple[list[list[Any]], list[Told | None]]:
+        """The answers of each flight, and what the books want to know of them; taken up while others still work."""
+        answers, found, told = iter(self._listen(calls)), [], []
+        for flight in self._flights.values():
+            results = [*itertools.islice(answers, len(flight.pending))]
+            dead = _death(results) is not None
+            told += [None if dead or one[0].missed else tell(*one) for one in results]
+            found.append(results)
+        return found, told
+
+    def _listen(self, calls: Sequence[tuple[_Flight, Any]]) -> Iterable[Any]:
         """The answers, opened; jobs hear of them as they come, for other replicas may wait for one that died."""
         crew, link = self._crew, self._crew.link
         self._roster.books.meanwhile()
         pending = [call for _, call in calls]
         if {flight.job.heard for flight, _ in calls} == {None}:
-            return [found if isinstance(found, Death) else unseal(found, link) for found in crew.collect(pending)]
+            return (found if isinstance(found, Death) else unseal(found, link) for found in crew.collect(pending))
         opened: list[Any] = [None] * len(calls)
 
         def heard(index: int, answer: Any) -> None:
@@ -182,13 +189,9 @@ class Dispatch:
         crew.collect(pending, heard)
         return opened
 
-    def _receive(
-        self, number: int, flight: _Flight, results: Sequence[tuple[Reply, Mail]], told: list[Told | None]
-    ) -> bool:
+    def _receive(self, number: int, flight: _Flight, results: Sequence[tuple[Reply, Mail]]) -> bool:
         """Take a job's answer; whether it did what it was to do."""
         seat, job = flight.seat, flight.job
-        for reply, mail in results:
-            told.append(None if reply.missed else tell(reply, mail))
         for reply, _ in results[:-1]:
             if reply.failure is not None:
                 for graph in flight.graphs:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch._C._profiler import _RecordFunctionFast as _range
 
@@ -19,6 +19,8 @@ from raydp_parallel.links import GIVEN, Mail
 from raydp_parallel.messages import Reply
 from raydp_parallel.phases import OpenSpan
 from raydp_parallel.seats import Seat
+
+T = TypeVar("T")
 
 
 class Sent(NamedTuple):
@@ -144,7 +146,7 @@ class Run:
         self.sent.append(Sent(number, seat, time.perf_counter(), method, not again, model, job.rows, size, went))
         return Task(method, self.number, number + 1, len(self._jobs), self.shown, bool(again))
 
-    def wait(self, collect: Callable[[Any], list[Any]], pending: Any) -> list[Any]:
+    def wait(self, collect: Callable[[Any], T], pending: Any) -> T:
         """Wait for all calls, in a range of torch's profiler."""
         self._checked = time.perf_counter()
         with _range(f"raydp_parallel.{self.method}: replicas"):

@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from raydp_parallel import devices
@@ -211,14 +211,14 @@ class RayCrew:
     ) -> Any:
         return door.submit(method, header, beside, self._options.call_timeout, task)
 
-    def collect(self, pending: Sequence[Pending | Lost], heard: Heard | None = None) -> list[Any]:
+    def collect(self, pending: Sequence[Pending | Lost], heard: Heard | None = None) -> Iterable[Any]:
         start, timeout = time.monotonic(), self._options.call_timeout
         # A replica that runs several calls, one after the other, has time for each.
         deadlines = [math.inf if timeout is None else start + timeout * call.turn for call in pending]
         # All chunks end before anyone hears of the failure of one.
         if heard is None and True not in [call.through_ray for call in pending]:
             ends = zip(pending, deadlines, strict=True)
-            return [self._result(call, max(_AT_ONCE, end - time.monotonic())) for call, end in ends]
+            return (self._result(call, max(_AT_ONCE, end - time.monotonic())) for call, end in ends)
         results: list[Any] = [None] * len(pending)
 
         def take(number: int, there: bool) -> None:
