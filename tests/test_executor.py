@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -160,6 +161,25 @@ def test_close_ends_the_processes() -> None:
             use()
     assert _ended(info.pid)
     assert other(batch()).shape == (6, 2)
+
+
+@on_cluster
+def test_ray_does_not_take_the_end_for_an_accident() -> None:
+    """Of one it would tell the user, in red, with advice about memory."""
+    with Executor(["cpu", "cpu"]) as executor:
+        doors = [seat.door for seat in executor._roster.seats.values()]
+    for door in doors:
+        with pytest.raises(ray.exceptions.ActorDiedError, match=r"was killed by `ray\.kill`"):
+            ray.get(door.actor.hello.remote(), timeout=30)
+
+
+@on_cluster
+def test_who_is_stopped_is_ended_all_the_same() -> None:
+    """Ray cannot reach it."""
+    with Executor(["cpu"]) as executor:
+        (info,) = executor.replicas()
+        os.kill(info.pid, signal.SIGSTOP)
+    assert _ended(info.pid)
 
 
 def _ended(pid: int) -> bool:

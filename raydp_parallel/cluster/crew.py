@@ -13,7 +13,7 @@ from typing import Any
 from raydp_parallel import devices
 from raydp_parallel.cluster import session
 from raydp_parallel.cluster.answers import Lost, Pending, await_each
-from raydp_parallel.cluster.door import RemoteDoor
+from raydp_parallel.cluster.door import RemoteDoor, await_ends
 from raydp_parallel.cluster.holders import no_room
 from raydp_parallel.cluster.holds import Hold, Holds
 from raydp_parallel.cluster.joining import connect
@@ -34,6 +34,9 @@ _BETWEEN_LOOKS = 1.0
 
 _AT_ONCE = 0.001
 """Seconds to wait for an answer that is late."""
+
+_GRACE = 0.5
+"""Seconds in which Ray may end a process; it takes 50 ms."""
 
 _CAUSE_TIMEOUT = 5.0
 """Seconds that Ray may take to say why a process ended."""
@@ -254,9 +257,13 @@ class RayCrew:
     def stop(self, doors: Sequence[Any]) -> None:
         for door in doors:
             door.close()
-            door.end()
             if self.alive():
                 session.kill(door.actor)
+        # By Ray first: it tells the user of a process that is ended behind its back as of an accident.
+        if self.alive():
+            await_ends(doors, _GRACE)
+        for door in doors:
+            door.end()
 
     def teach(self, package: Package, doors: Sequence[Any]) -> bool:
         with self._teaching:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import signal
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -250,6 +251,18 @@ class RemoteDoor:
         if self.line is not None:
             self.line.close()
         self._ledger.end()
+
+
+def await_ends(doors: Iterable[RemoteDoor], seconds: float) -> None:
+    """Wait until processes of this machine have ended that were told to."""
+    left = {door._process for door in doors if door._process is not None}
+    waiting, deadline = select.poll(), time.monotonic() + seconds
+    for process in left:
+        waiting.register(process, select.POLLIN)
+    while left and (still := deadline - time.monotonic()) > 0:
+        for process, _ in waiting.poll(still * 1e3):
+            waiting.unregister(process)
+            left.discard(process)
 
 
 def _copyable(packet: Packet) -> Packet:
