@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -298,7 +298,7 @@ def _collect(
     """First order: the sums of the chunks' gradients."""
     parts = [part for _, part in _parts(call, stash)]
     pool = plan(call.executor, parts, call.leaves, needed) if parts else None
-    summed: Counter[int] = Counter()
+    summed: Mapping[int, int] = {}
     if pool is None:
         cut = call.joins and "input" in call.kinds and bool(parts)
         kind = call.kind, tuple(stash), tuple(needed)
@@ -334,9 +334,9 @@ def _mostly_inputs(call: Call, shares: Sequence[reduction.Share]) -> bool:
     return sizes[True] > sizes[False]
 
 
-def _whole(call: Call, shares: Sequence[reduction.Share], summed: Counter[int]) -> list[bool]:
+def _whole(call: Call, shares: Sequence[reduction.Share], summed: Mapping[int, int]) -> list[bool]:
     """For each leaf whether every chunk that has it gave a gradient, here or into the replicas' sum."""
-    expected, given = [0] * len(call.leaves), [summed[leaf] for leaf in range(len(call.leaves))]
+    expected, given = [0] * len(call.leaves), [summed.get(leaf, 0) for leaf in range(len(call.leaves))]
     for part in call.parts:
         for leaf in part.leaves if part is not None else ():
             expected[leaf] += 1

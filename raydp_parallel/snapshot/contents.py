@@ -146,7 +146,8 @@ class Contents:
 
     def take(self, now: Look, revision: int) -> bool:
         """Take up what moved. False if a tensor no longer lies as the layout says: then only `adopt` helps."""
-        then, elsewhere = self._seen, set[int]()
+        then = self._seen
+        elsewhere: set[int] = set()
         if now.pointers != then.pointers:
             elsewhere = {i for i, (a, b) in enumerate(zip(now.pointers, then.pointers, strict=True)) if a != b}
             # `verify` looks at all of them, while the replicas work
@@ -248,8 +249,8 @@ class Contents:
 
     def flags_since(self, held: int) -> tuple[tuple[int, bool], ...]:
         """The slots whose ``requires_grad`` changed after revision ``held``."""
-        flags = zip(self.slots, self._seen.flags, strict=True) if self._flag_at else ()
-        return tuple([(slot, flag) for slot, flag in flags if self._flag_at.get(slot, 0) > held])
+        known, flags = self._flag_at, zip(self.slots, self._seen.flags, strict=True)
+        return tuple([(slot, flag) for slot, flag in flags if known.get(slot, 0) > held]) if known else ()
 
     def moved_since(self, held: int) -> tuple[int, ...]:
         """The slots whose version moved after revision ``held``."""
@@ -269,7 +270,7 @@ class Contents:
         groups: dict[int, list[int]] = defaultdict(list)
         for block in [block for block, at in self._block_at.items() if at > held]:
             groups[id(self._places[block].packet)].append(block)
-        return tuple([self._blob(group, mail) for group in groups.values()])
+        return tuple([self._blob(group, mail) for group in groups.values()]) if groups else ()
 
     def sent(self, blobs: Iterable[Blob]) -> int:
         """The bytes of contents that travel with some blobs; what is exposed lies where it lay."""

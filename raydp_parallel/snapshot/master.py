@@ -316,7 +316,7 @@ class Master:
             blobs=contents.blobs_since(held, mail),
             bumped=contents.moved_since(held),
         )
-        return Update(message, mail.beside, contents.sent(message.blobs))
+        return Update(message, mail.beside, contents.sent(message.blobs) if message.blobs else 0)
 
 
 def _look_at(specials: dict[int, Tensor]) -> list[Any]:

@@ -260,6 +260,13 @@ class Mirror:
         )
 
     def _adopt(self, update: StateUpdate, sources: dict[int, Source], graphs_alive: bool) -> None:
+        if update.structure is not None or update.blobs or update.edits or update.flags:
+            self._rework(update, sources, graphs_alive)
+        bump([self._slots[slot] for slot in update.bumped if slot in self._slots])
+        self.revision = update.revision
+
+    def _rework(self, update: StateUpdate, sources: dict[int, Source], graphs_alive: bool) -> None:
+        """Take up more than that versions moved."""
         self._flags.update(update.flags)
         # New contents that come with a new version are for torch's check to find, as after an optimizer's step. Those
         # that come without are new memory in the driver (``p.data = q``), where graphs keep the old.
@@ -277,9 +284,6 @@ class Mirror:
             self._image.accept(self._modules[index], name, value)
         if update.edits:
             self._image.settle()
-        bumped = [self._slots[slot] for slot in update.bumped if slot in self._slots]
-        bump(bumped)
-        self.revision = update.revision
 
 
 class _Running(RawAccess):
