@@ -271,21 +271,12 @@ def data_parallel(
 
 
 def _module_device(module: nn.Module) -> torch.device:
-    tensor = _first_parameter(module)
+    # What `parameters()` begins with, which comes to it by five generators.
+    found = (p for m in module.modules() for p in m._parameters.values() if p is not None)
+    tensor: torch.Tensor | None = next(found, None)
     if tensor is None:
         tensor = next(module.buffers(), None)
     return torch.device("cpu") if tensor is None else tensor.device
-
-
-def _first_parameter(module: nn.Module) -> torch.Tensor | None:
-    """The one that `parameters()` begins with, which comes to it by five generators."""
-    for parameter in module._parameters.values():
-        if parameter is not None:
-            return parameter
-    for child in module._modules.values():
-        if child is not None and (found := _first_parameter(child)) is not None:
-            return found
-    return None
 
 
 def _own_device(entry: Any, ids: Sequence[DeviceId]) -> torch.device:

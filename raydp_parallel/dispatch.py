@@ -148,8 +148,7 @@ class Dispatch:
             calls = [(flight, call) for flight in self._flights.values() for call in flight.pending]
             found, told = self._run.wait(self._hear, calls)
             lost: dict[int, ReplicaDied | None] = {}
-            for (number, flight), results in zip(self._flights.items(), found, strict=True):
-                death = _death(results)
+            for (number, flight), (results, death) in zip(self._flights.items(), found, strict=True):
                 if death is not None:
                     lost[number] = self._bury(number, flight, death)
                 elif not self._receive(number, flight, results):
@@ -161,14 +160,14 @@ class Dispatch:
         self._flights.clear()
         return lost
 
-    def _hear(self, calls: Sequence[tuple[_Flight, Any]]) -> tuple[list[list[Any]], list[Told | None]]:
-        """The answers of each flight, and what the books want to know of them; taken up while others still work."""
+    def _hear(self, calls: Sequence[tuple[_Flight, Any]]) -> tuple[list[Any], list[Told | None]]:
+        """Each flight's answers and the first death among them, and what the books want to know; while others work."""
         answers, found, told = iter(self._listen(calls)), [], []
         for flight in self._flights.values():
             results = [*itertools.islice(answers, len(flight.pending))]
-            dead = _death(results) is not None
-            told += [None if dead or one[0].missed else tell(*one) for one in results]
-            found.append(results)
+            death = _death(results)
+            told += [None if death is not None or one[0].missed else tell(*one) for one in results]
+            found.append((results, death))
         return found, told
 
     def _listen(self, calls: Sequence[tuple[_Flight, Any]]) -> Iterable[Any]:

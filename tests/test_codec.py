@@ -98,6 +98,11 @@ def test_large_ones_go_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert codec.tensors.write_small(tensors[:1], mail, False) is not None and mail.size == 64
 
 
+def test_many_go_the_long_way() -> None:
+    """Else a large model's small gradients would be copied for nothing before the first large one."""
+    assert codec.tensors.write_small((numbers(1),) * 17, Mail(InlineLink()), False) is None
+
+
 def test_some_rows() -> None:
     """Of a parcel any tensors can be taken, in any order."""
     parcel, mail = send((numbers(2), numbers(3), numbers(4)))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, Options, dial, line
 from raydp_parallel.actor import METHODS, Door
-from raydp_parallel.cluster import Pending, RemoteDoor
+from raydp_parallel.cluster import Pending, RayCrew, RemoteDoor
 from raydp_parallel.crew import Death
 from raydp_parallel.line import Turnstile
 from raydp_parallel.links import Arena, Descriptor, InlineLink, Mappings
@@ -356,3 +356,13 @@ def test_calls_are_ray_tasks_where_that_is_asked(cluster: None) -> None:
         (seat,) = executor.seats(["cpu"])
         assert seat.door.line is None
         DataParallel(Doubled(2), executor=executor)(torch.ones(2, 2))
+
+
+def test_an_answer_is_taken_up_while_others_are_to_come() -> None:
+    """Without listeners each answer is waited for when it is asked for, and not before."""
+    waited: list[Any] = []
+    crew: Any = SimpleNamespace(_options=Options(), _result=lambda call, _seconds: waited.append(call) or call)
+    calls: list[Any] = [SimpleNamespace(turn=1, through_ray=False) for _ in range(2)]
+    answers = iter(RayCrew.collect(crew, calls))
+    assert not waited and next(answers) is calls[0] and waited == calls[:1]
+    assert [*answers] == calls[1:] and waited == calls

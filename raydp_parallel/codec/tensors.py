@@ -23,6 +23,9 @@ DTYPE_NAMES = {d: name for name, d in DTYPES.items()}
 
 _PLAIN = (Tensor, nn.Parameter)
 
+_FEW = 16
+"""Of so many tensors it is found out soon that they are not small together."""
+
 _COMPRESSED = {
     torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
     torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices),
@@ -56,6 +59,8 @@ def write_small(
 ) -> tuple[tuple[TensorSpec, ...], bytes] | None:
     """Specs and bytes of a few small and plain tensors, by the shortest way there is; None if there are others."""
     specs, runs, end = [], [], 0
+    if len(tensors) > _FEW:
+        return None
     for tensor in tensors:
         if (
             type(tensor) not in _PLAIN
