@@ -116,34 +116,44 @@ class SlotSpec(NamedTuple):
     tensor: TensorSpec
 
 
-class StateUpdate(NamedTuple):
-    """What of a model changed since the revision that a replica holds.
+class Structure(NamedTuple):
+    """A model but for the bytes of its tensors.
 
     Attributes:
-        model: The model's id.
-        revision: The revision the replica holds afterwards.
-        structure: The pickled module with tensors as slot ids, or None where only contents changed.
-        paths: With ``structure``: where the driver's process finds its modules.
-        slots: With ``structure``: the spec of every slot, by id.
-        block_sizes: With ``structure``: the size in bytes of every block, by id.
-        specials: With ``structure``: slots of tensors that are no plain window on a storage, and the parcel of them.
-        edits: Plain attributes that changed: index among ``module.modules()``, name, value.
-        flags: Slots whose ``requires_grad`` changed, with the new value.
-        blobs: New contents.
-        bumped: Slots whose version moved in the driver.
+        module: The pickled module, with tensors as slot ids.
+        paths: Where the driver's process finds its modules.
+        slots: The spec of every slot, by id.
+        block_sizes: The size in bytes of every block, by id.
+        specials: Slots of tensors that are no plain window on a storage, and the parcel of them.
     """
 
-    model: int
-    revision: int
-    structure: bytes | None
+    module: bytes
     paths: tuple[str, ...]
     slots: dict[int, SlotSpec]
     block_sizes: dict[int, int]
     specials: tuple[tuple[int, ...], Parcel] | None
-    edits: tuple[tuple[int, str, Any], ...]
-    flags: tuple[tuple[int, bool], ...]
-    blobs: tuple[Blob, ...]
+
+
+class StateUpdate(NamedTuple):
+    """What of a model changed since the revision that a replica holds. Mostly no more than versions.
+
+    Attributes:
+        model: The model's id.
+        revision: The revision the replica holds afterwards.
+        bumped: Slots whose version moved in the driver.
+        structure: The structure, None where it is as it was.
+        edits: Plain attributes that changed: index among ``module.modules()``, name, value.
+        flags: Slots whose ``requires_grad`` changed, with the new value.
+        blobs: New contents.
+    """
+
+    model: int
+    revision: int
     bumped: tuple[int, ...]
+    structure: Structure | None = None
+    edits: tuple[tuple[int, str, Any], ...] = ()
+    flags: tuple[tuple[int, bool], ...] = ()
+    blobs: tuple[Blob, ...] = ()
 
 
 class ForwardRequest(NamedTuple):

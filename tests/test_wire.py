@@ -37,9 +37,7 @@ PARCELS = [
     parcel({"mask": SPARSE, "rest": [1, "two"]}),
     parcel(()),
 ]
-UPDATE = StateUpdate(
-    1, 7, None, (), {}, {}, None, ((0, "training", True),), (), (Blob((1,), (0,), (8,), b"8bytes--"),), (3, 4)
-)
+UPDATE = StateUpdate(1, 7, (3, 4), edits=((0, "training", True),), blobs=(Blob((1,), (0,), (8,), b"8bytes--"),))
 
 
 def forward(inputs: Parcel, **changes: Any) -> ForwardRequest:

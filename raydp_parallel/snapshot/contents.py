@@ -10,7 +10,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -20,6 +19,7 @@ from raydp_parallel import codec, devices
 from raydp_parallel.links import Link, Mail, Packet, Piece, aligned, paged
 from raydp_parallel.messages import Blob, SlotSpec, TensorSpec
 from raydp_parallel.snapshot import blocks
+from raydp_parallel.snapshot.looks import Look, look, pointers, unlike, versions
 
 
 class _Place(NamedTuple):
@@ -29,6 +29,16 @@ class _Place(NamedTuple):
     packet_size: int
     offset: int
     size: int
+
+
+def _stragglers(places: dict[int, _Place]) -> list[int]:
+    """Blocks that alone keep a mostly outdated packet alive; they move to a packet of their own, once."""
+    live: dict[int, list[int]] = defaultdict(list)
+    for block, place in places.items():
+        if not isinstance(place.packet, bytes):
+            live[id(place.packet)].append(block)
+    groups = [g for g in live.values() if 2 * sum(places[b].size for b in g) < places[g[0]].packet_size]
+    return [block for group in groups for block in group]
 
 
 class _Homes:
@@ -74,20 +84,6 @@ class _Lookers:
         return len(self._known[storage._cdata]) if homes.settled(block, storage, revision) else 0
 
 
-class Look(NamedTuple):
-    """What is cheap to see of the tensors, in the order of the slots.
-
-    Attributes:
-        versions: How often each was written to.
-        pointers: Where each lies.
-        flags: Whether each requires a gradient.
-    """
-
-    versions: list[int]
-    pointers: list[int]
-    flags: list[bool]
-
-
 _CALM = 8
 """A storage that has come this many revisions after the one before it is worth to be moved into shared memory."""
 
@@ -99,6 +95,12 @@ class Contents:
 
     Args:
         link: What the bytes travel by.
+
+    Attributes:
+        layout: The blocks that they lie in.
+        slots: Their slots.
+        tensors: The tensors, in the order of the slots.
+        seen: What there was to see of them when it was last taken up.
     """
 
     def __init__(self, link: Link) -> None:
@@ -107,7 +109,7 @@ class Contents:
         self.slots: list[int] = []
         self.tensors: dict[int, Tensor] = {}
         self._row: list[Tensor] = []
-        self._seen = Look([], [], [])
+        self.seen = Look([], [], [])
         self._places: dict[int, _Place] = {}
         self._block_at: dict[int, int] = {}
         self._version_at: dict[int, int] = {}
@@ -117,15 +119,10 @@ class Contents:
         self._homes = _Homes()
         self._prints = devices.prints({})
 
-    @property
-    def seen(self) -> Look:
-        """What there was to see when it was last taken up."""
-        return self._seen
-
     def news(self) -> Look | None:
         """What there is to see now, if anything moved that is cheap to see."""
         now = self.look()
-        return now if now != self._seen or self._stale or self._withdrawn() else None
+        return now if now != self.seen or self._stale or self._withdrawn() else None
 
     def wrote(self, slot: int) -> None:
         """What lies in a slot was written to, though no version may tell."""
@@ -138,22 +135,32 @@ class Contents:
         return bool(self._exposed) and not self._link.exposes
 
     def versions(self) -> list[int]:
-        """The version of every tensor, now; 0 for inference tensors, which have none."""
-        try:
-            return [*map(attrgetter("_version"), self._row)]
-        except RuntimeError:
-            return [0 if t.is_inference() else t._version for t in self._row]
+        """The version of every tensor, now."""
+        return versions(self._row)
+
+    def count(self, now: Look, revision: int) -> tuple[int, ...] | None:
+        """Take up that versions moved, where replicas see everything and there is no other news; whose did.
+
+        That is what an optimizer's step leaves, where memory is shared. None if there is more to be taken up.
+        """
+        then, sees_all = self.seen, len(self._exposed) == len(self.layout.sizes)
+        if not sees_all or self._stale or not self._link.exposes or now[1:] != then[1:]:
+            return None
+        written = [s for s, old, new in zip(self.slots, then.versions, now.versions, strict=True) if old != new]
+        self._version_at.update(dict.fromkeys(written, revision))
+        self.seen = now
+        return tuple(written)
 
     def take(self, now: Look, revision: int) -> bool:
         """Take up what moved. False if a tensor no longer lies as the layout says: then only `adopt` helps."""
-        then = self._seen
-        elsewhere: set[int] = set()
+        then = self.seen
+        elsewhere: list[int] = []
         if now.pointers != then.pointers:
-            elsewhere = {i for i, (a, b) in enumerate(zip(now.pointers, then.pointers, strict=True)) if a != b}
+            elsewhere = unlike(then.pointers, now.pointers)
             # `verify` looks at all of them, while the replicas work
             if not self.fits(elsewhere) or not self._lie_as_before():
                 return False
-        written = [i for i, (a, b) in enumerate(zip(now.versions, then.versions, strict=True)) if a != b]
+        written = unlike(then.versions, now.versions)
         self._note(now, written, revision)
         moved, specs, exposed = self._withdraw(), self.layout.specs, self._exposed
         moved |= {block for i in written if (block := specs[self.slots[i]].block) not in exposed}
@@ -192,7 +199,7 @@ class Contents:
     def adopt(self, tensors: dict[int, Tensor], revision: int) -> None:
         """Take up a new set of tensors. Blocks that lie as they did, unmoved, keep their places."""
         stale = self._withdraw()
-        before = dict(zip(self.slots, zip(*self._seen, strict=True), strict=True))
+        before = dict(zip(self.slots, zip(*self.seen, strict=True), strict=True))
         layout, old = blocks.lay_out(tensors), self.layout
         self.layout, self.tensors = layout, dict(sorted(tensors.items()))
         self.slots, self._row = [*self.tensors], [*self.tensors.values()]
@@ -209,7 +216,7 @@ class Contents:
         for slot in self.slots:
             if slot in before and before[slot][0] != after[slot][0]:
                 self._version_at[slot] = revision
-        self._seen = now
+        self.seen = now
         self._places = {block: place for block, place in self._places.items() if block in kept}
         self._block_at = {block: at for block, at in self._block_at.items() if block in kept}
         self._exposed &= kept
@@ -239,17 +246,18 @@ class Contents:
         if self._link.exposes and chosen:
             chosen = self._expose(chosen, revision)
         self._pack(chosen, revision)
-        self._pack(self._stragglers(chosen), revision)
+        packed = {block: place for block, place in self._places.items() if block not in self._exposed}
+        self._pack(sorted({*_stragglers(packed)} - {*chosen}), revision)
 
     def specs(self) -> dict[int, SlotSpec]:
         """The specs of all slots, with today's flags."""
-        flags = zip(self.slots, self._seen.flags, strict=True)
+        flags = zip(self.slots, self.seen.flags, strict=True)
         specs = self.layout.specs
         return {s: specs[s]._replace(tensor=specs[s].tensor._replace(requires_grad=flag)) for s, flag in flags}
 
     def flags_since(self, held: int) -> tuple[tuple[int, bool], ...]:
         """The slots whose ``requires_grad`` changed after revision ``held``."""
-        known, flags = self._flag_at, zip(self.slots, self._seen.flags, strict=True)
+        known, flags = self._flag_at, zip(self.slots, self.seen.flags, strict=True)
         return tuple([(slot, flag) for slot, flag in flags if known.get(slot, 0) > held]) if known else ()
 
     def moved_since(self, held: int) -> tuple[int, ...]:
@@ -261,7 +269,7 @@ class Contents:
         now = self.versions()
         if now == then:
             return ()
-        rows = zip(self.slots, then, now, self._seen.versions, strict=True)
+        rows = zip(self.slots, then, now, self.seen.versions, strict=True)
         told = {slot for slot in self.slots if self._version_at.get(slot, 0) <= held}
         return tuple(s for s, old, new, seen in rows if old != new and (new != seen or s not in told))
 
@@ -284,15 +292,14 @@ class Contents:
 
     def look(self) -> Look:
         """What there is to see now."""
-        pointers = [*map(Tensor.data_ptr, self._row)]
-        return Look(self.versions(), pointers, [*map(attrgetter("requires_grad"), self._row)])
+        return look(self._row)
 
     def _note(self, now: Look, written: list[int], revision: int) -> None:
-        if now.flags != self._seen.flags:
-            flags = zip(self.slots, now.flags, self._seen.flags, strict=True)
+        if now.flags != self.seen.flags:
+            flags = zip(self.slots, now.flags, self.seen.flags, strict=True)
             self._flag_at.update({slot: revision for slot, flag, before in flags if flag != before})
         self._version_at.update(dict.fromkeys([self.slots[i] for i in written], revision))
-        self._seen = now
+        self.seen = now
 
     def _expose(self, chosen: list[int], revision: int) -> list[int]:
         """Let replicas see the blocks themselves, where that can be; returns the others."""
@@ -308,7 +315,7 @@ class Contents:
                 self._block_at[block] = revision
                 self._exposed.add(block)
         if lookers.asked:  # some may have moved
-            self._seen = self._seen._replace(pointers=[*map(Tensor.data_ptr, self._row)])
+            self.seen = self.seen._replace(pointers=pointers(self._row))
         return [block for block in chosen if block not in self._exposed]
 
     def _pack(self, chosen: list[int], revision: int) -> None:
@@ -324,15 +331,6 @@ class Contents:
         for block, offset, piece in zip(chosen, offsets, pieces, strict=True):
             self._places[block] = _Place(packet, end, offset, piece.size)
             self._block_at[block] = revision
-
-    def _stragglers(self, chosen: Iterable[int]) -> list[int]:
-        """Blocks that alone keep a mostly outdated packet alive; they move to a packet of their own, once."""
-        live: dict[int, list[int]] = defaultdict(list)
-        for block, place in self._places.items():
-            if not isinstance(place.packet, bytes) and block not in self._exposed:
-                live[id(place.packet)].append(block)
-        groups = [g for g in live.values() if 2 * sum(self._places[b].size for b in g) < self._places[g[0]].packet_size]
-        return sorted({block for group in groups for block in group} - {*chosen})
 
     def _read(self, block: int) -> Piece:
         return blocks.read([self.tensors[slot] for slot in self.layout.members[block]])

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from raydp_parallel import codec
-from raydp_parallel.links import InlineLink, Link, Mail, Packet
-from raydp_parallel.messages import Parcel, StateUpdate, WriteBack
-from raydp_parallel.snapshot import blocks, reasons, structure
+from raydp_parallel.links import Link, Mail, Packet
+from raydp_parallel.messages import StateUpdate, Structure, WriteBack
+from raydp_parallel.snapshot import reasons, structure
 from raydp_parallel.snapshot.contents import Contents
 from raydp_parallel.snapshot.image import Image
 from raydp_parallel.snapshot.moments import Mark, Moment, moved, overwritten_since
+from raydp_parallel.snapshot.specials import Specials
 
 _ids = itertools.count(1)
 _SIMPLE = (bool, int, float, str, type(None))
@@ -87,9 +87,7 @@ class Master:
         self._modules: list[nn.Module] = []
         self._edits: dict[tuple[int, str], tuple[int, Any]] = {}
         self._contents = Contents(link)
-        self._specials: dict[int, Tensor] = {}
-        self._special_parcel: Parcel | None = None
-        self._special_look: list[Any] = []
+        self._specials = Specials({})
         self._kinds: dict[int, str] = {}
         self._leaves: list[Leaf] | None = None
         self._updates: dict[int, Update] = {}
@@ -121,7 +119,7 @@ class Master:
     def leaves(self) -> list[Leaf]:
         """What may receive gradients, in the order in which replicas report them."""
         if self._leaves is None:
-            tensors = {**self._contents.tensors, **self._specials}
+            tensors = {**self._contents.tensors, **self._specials.tensors}
             wanted = sorted([slot for slot, tensor in tensors.items() if tensor.requires_grad])
             self._leaves = [Leaf(tensors[slot], self._kinds.get(slot, "attribute")) for slot in wanted]
         return self._leaves
@@ -156,7 +154,7 @@ class Master:
         image = self._image
         if image is None or self._disturbed_at != mark.disturbed_at or image.changed() or image.deep_changed():
             return "an attribute, its structure, or a tensor behind its version"
-        if _look_at(self._specials) != self._special_look or _encode(self._specials) != self._special_parcel:
+        if not self._specials.look_alike() or not self._specials.are_alike():
             return "a tensor"
         slots = moved(mark, self._contents)
         if not slots:
@@ -178,13 +176,16 @@ class Master:
     def _sync(self) -> bool:
         self._sent_before = self.revision
         self._rebound = []
-        if self._image is None or _look_at(self._specials) != self._special_look:
+        if self._image is None or not self._specials.look_alike():
             self._restructure()
         elif self._image.changed():
             self._edit()
         if (news := self._contents.news()) is not None:
             self._leaves = self._leaves if news.flags == self._contents.seen.flags else None
-            if not self._contents.take(news, self._next_revision()):
+            held, revision = self.revision, self._next_revision()
+            if (moved := self._contents.count(news, revision)) is not None:
+                self._updates[held] = Update(StateUpdate(self.id, revision, moved), [], 0)
+            elif not self._contents.take(news, revision):
                 self._restructure()
         return True
 
@@ -197,14 +198,14 @@ class Master:
         try:
             return look()
         except BaseException:
-            self._image, self._contents, self._specials = None, Contents(self._link), {}
+            self._image, self._contents, self._specials = None, Contents(self._link), Specials({})
             self._edits.clear()
             self._disturbed_at = self._next_revision()
             raise
 
     def _verify(self) -> bool:
         assert self._image is not None
-        if self._image.deep_changed() or not self._contents.fits() or _encode(self._specials) != self._special_parcel:
+        if self._image.deep_changed() or not self._contents.fits() or not self._specials.are_alike():
             self._restructure()
             return False
         differing = self._contents.differing(self._sent_before)
@@ -275,7 +276,7 @@ class Master:
         """Take the whole structure anew. Tensors that were known keep their slots."""
         module = self.module
         found: dict[int, Tensor] = {}
-        known = {**self._contents.tensors, **self._specials}
+        known = {**self._contents.tensors, **self._specials.tensors}
         numbers = {id(tensor): slot for slot, tensor in known.items()}
         fresh = itertools.count(max(known, default=-1) + 1)
 
@@ -292,42 +293,29 @@ class Master:
         self._modules = [*module.modules()]
         self._edits.clear()
         self.structure_at = self._disturbed_at = self._next_revision()
-        self._specials = {slot: t for slot, t in sorted(found.items()) if not blocks.is_plain(t)}
-        self._special_parcel, self._special_look = _encode(self._specials), _look_at(self._specials)
-        self._contents.adopt({s: t for s, t in found.items() if s not in self._specials}, self.revision)
+        self._specials = Specials(found)
+        self._contents.adopt({s: t for s, t in found.items() if s not in self._specials.tensors}, self.revision)
         self._kinds = {numbers[id(b)]: "buffer" for b in module.buffers() if id(b) in numbers}
         self._kinds.update({numbers[id(p)]: "parameter" for p in module.parameters() if id(p) in numbers})
         self.size = sum(self._contents.layout.sizes.values())
 
     def _make_update(self, held: int) -> Update:
-        whole = held < self.structure_at
-        contents = self._contents
-        mail = Mail(self._link)
+        contents, mail = self._contents, Mail(self._link)
         message = StateUpdate(
             model=self.id,
             revision=self.revision,
-            structure=self._structure if whole else None,
-            paths=tuple(sys.path) if whole else (),
-            slots=contents.specs() if whole else {},
-            block_sizes=contents.layout.sizes if whole else {},
-            specials=(tuple(self._specials), self._special_parcel) if whole and self._special_parcel else None,
+            bumped=contents.moved_since(held),
+            structure=self._whole() if held < self.structure_at else None,
             edits=tuple([(m, name, value) for (m, name), (at, value) in self._edits.items() if at > held]),
             flags=contents.flags_since(held),
             blobs=contents.blobs_since(held, mail),
-            bumped=contents.moved_since(held),
         )
         return Update(message, mail.beside, contents.sent(message.blobs) if message.blobs else 0)
 
-
-def _look_at(specials: dict[int, Tensor]) -> list[Any]:
-    return [(t._version, t.requires_grad) for t in specials.values()]
-
-
-def _encode(specials: dict[int, Tensor]) -> Parcel | None:
-    """Tensors that are no plain window on a storage travel inside the structure, as values do."""
-    if not specials:
-        return None
-    return codec.encode(tuple(specials.values()), Mail(InlineLink()), "module", requires_grad=True)[0]
+    def _whole(self) -> Structure:
+        contents = self._contents
+        layout = contents.specs(), contents.layout.sizes
+        return Structure(self._structure, tuple(sys.path), *layout, self._specials.message)
 
 
 def _set(attributes: list[tuple[nn.Module, str, Any]]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from raydp_parallel import codec, devices
 from raydp_parallel.links import InlineLink, Mail, Piece
-from raydp_parallel.messages import SlotSpec, StateUpdate
+from raydp_parallel.messages import SlotSpec, StateUpdate, Structure
 from raydp_parallel.snapshot import blocks, memory, structure
 from raydp_parallel.snapshot.image import Image
 from raydp_parallel.snapshot.memory import Memory, Source
@@ -73,7 +73,7 @@ class Mirror:
         if update is not None:
             sources = _sources(update, mail, self._device)
             if update.structure is not None:
-                self._build(update, sources)
+                self._build(update.structure, sources)
             self._adopt(update, sources, graphs_alive)
         self._restore_flags()
         self._versions = self._now()
@@ -215,29 +215,28 @@ class Mirror:
                 self._slots[slot] = replaced[id(old)] = new
         return self._image.replace(replaced)
 
-    def _build(self, update: StateUpdate, sources: dict[int, Source]) -> None:
+    def _build(self, new: Structure, sources: dict[int, Source]) -> None:
         """Make the tensors of a new structure; those that are here stay where they still fit."""
-        assert update.structure is not None
-        members = _members(update.slots)
-        kept = {block for block, slots in members.items() if self._keeps(block, slots, update)}
+        members = _members(new.slots)
+        kept = {block for block, slots in members.items() if self._keeps(block, slots, new)}
         self._memory = {
             block: self._memory[block] if block in kept else memory.make(sources.pop(block), self._device)
-            for block in update.block_sizes
+            for block in new.block_sizes
         }
         self._slots = {
             slot: self._slots[slot] if spec.block in kept else blocks.build(spec, self._memory[spec.block].tensor)
-            for slot, spec in update.slots.items()
+            for slot, spec in new.slots.items()
         }
-        self._specs, self._members = update.slots, members
-        if update.specials is not None:
-            slots, parcel = update.specials
+        self._specs, self._members = new.slots, members
+        if new.specials is not None:
+            slots, parcel = new.specials
             self._slots.update(zip(slots, codec.unpack(parcel, Mail(InlineLink()), self._device), strict=True))
         self._flags = {slot: tensor.requires_grad for slot, tensor in self._slots.items()}
-        self._flags.update((slot, spec.tensor.requires_grad) for slot, spec in update.slots.items())
+        self._flags.update((slot, spec.tensor.requires_grad) for slot, spec in new.slots.items())
         self._restore_flags()
         # Ray gives its workers the script's folder and the working one; the driver may import from more.
-        sys.path.extend(path for path in update.paths if path not in sys.path)
-        self._structure = update.structure
+        sys.path.extend(path for path in new.paths if path not in sys.path)
+        self._structure = new.module
         self._edits.clear()
 
     def _load(self) -> None:
@@ -251,12 +250,12 @@ class Mirror:
         self._image = structure.survey(self.module)
         self._unversioned = _unversioned(self.module, self._specs, self._slots)
 
-    def _keeps(self, block: int, slots: list[int], update: StateUpdate) -> bool:
+    def _keeps(self, block: int, slots: list[int], new: Structure) -> bool:
         """Whether the tensors of a block fit the new structure as they are."""
         return (
             self._members.get(block) == slots
-            and update.block_sizes[block] == len(self._memory[block].tensor)
-            and all(_flagless(update.slots[s]) == _flagless(self._specs[s]) for s in slots)
+            and new.block_sizes[block] == len(self._memory[block].tensor)
+            and all(_flagless(new.slots[s]) == _flagless(self._specs[s]) for s in slots)
         )
 
     def _adopt(self, update: StateUpdate, sources: dict[int, Source], graphs_alive: bool) -> None:

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from raydp_parallel.snapshot.contents import Contents, Look
+from raydp_parallel.snapshot.contents import Contents
+from raydp_parallel.snapshot.looks import Look, unlike
 
 
 class Moment:
@@ -73,7 +74,7 @@ def moved(mark: Mark, contents: Contents) -> list[int]:
     chain.append(now.versions)
     found: set[int] = set()
     for one, other in zip(chain[::2], chain[1::2], strict=True):
-        found.update(i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
+        found.update(unlike(one, other))
     for then, today in ((mark.look.pointers, now.pointers), (mark.look.flags, now.flags)):
-        found.update(i for i, (a, b) in enumerate(zip(then, today, strict=True)) if a != b)
+        found.update(unlike(then, today))
     return [contents.slots[i] for i in sorted(found)]
