@@ -350,6 +350,103 @@ def test_weights_are_seen_where_they_lie(pair: Any) -> None:
     assert model.executor.stats().reruns == reruns
 
 
+class Small(nn.Module):
+    """Small weights, and batch norm, to whose means replicas write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Some rows."""
+        out: Tensor = self.norm(self.linear(x)).tanh()
+        return out
+
+
+@torch.no_grad()
+def nudge(*nets: nn.Module) -> None:
+    """Change all weights in place."""
+    for net in nets:
+        for p in net.parameters():
+            p.mul_(0.99)
+
+
+OFTEN = 9
+"""Sent so many times, a weight is seen where it lies, however small."""
+
+
+@on_cluster
+def test_small_weights_that_change_again_and_again_are_seen_where_they_lie() -> None:
+    """Then they are not sent any more, not even to a replica that is new. What replicas write to stays as it was."""
+    model, plain = DataParallel(Small(), TWO), Small()
+    plain.load_state_dict(model.module.state_dict())
+    x = torch.randn(6, 4)
+
+    def step() -> None:
+        expected = torch.cat([copy.deepcopy(plain)(x[3:]).detach(), plain(x[:3]).detach()]).roll(3, 0)
+        torch.testing.assert_close(model(x), expected)
+        assert_same_state(model, plain)
+        nudge(model.module, plain)
+
+    for number in range(OFTEN):
+        assert not model.module.linear.bias.is_shared(), number
+        step()
+    assert all(p.is_shared() for p in model.module.parameters())
+    assert not any(b.is_shared() for b in model.module.buffers())
+    model.eval()
+    plain.eval()
+    step()
+    assert sent(model, step) == 0
+    for replica in model.executor.replicas():
+        os.kill(replica.pid, signal.SIGKILL)
+    step()
+    step()
+
+
+@on_cluster
+def test_a_small_weight_that_somebody_holds_stays_and_is_tried_again_later() -> None:
+    """What is written by another address arrives, before it moves and after."""
+    model, plain = DataParallel(Small().eval(), TWO), Small().eval()
+    plain.load_state_dict(model.module.state_dict())
+    x = torch.randn(2, 4)
+    array = model.module.norm.bias.detach().numpy()
+    alias = model.module.linear.bias.detach()
+    for number in range(OFTEN):
+        alias[0], array[0] = number, number
+        with torch.no_grad():
+            plain.linear.bias[0], plain.norm.bias[0] = number, number
+        torch.testing.assert_close(model(x), plain(x))
+        nudge(model.module, plain)
+    assert not model.module.linear.bias.is_shared()
+    assert model.module.linear.weight.is_shared()
+    del alias
+    for _ in range(64):
+        model(x)
+        nudge(model.module, plain)
+    torch.testing.assert_close(model(x), plain(x))
+    assert model.module.linear.bias.is_shared()
+    assert not model.module.norm.bias.is_shared()
+
+
+@on_cluster
+def test_a_graph_from_before_a_small_weight_moved_finds_that_it_was_written_to() -> None:
+    """As torch's does; and one that was made since is as good as any."""
+    model, plain = DataParallel(Small().eval(), TWO), Small().eval()
+    plain.load_state_dict(model.module.state_dict())
+    x = torch.randn(2, 4, requires_grad=True)
+    old = model(x).sum()
+    for _ in range(OFTEN + 1):
+        nudge(model.module, plain)
+        model(x)
+    assert model.module.linear.weight.is_shared()
+    out, expected = model(x).sum(), plain(x).sum()
+    out.backward(retain_graph=True)
+    expected.backward()
+    assert_same_grads(model, plain)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        old.backward()
+
+
 def rebind(net: Any) -> None:
     """New memory for a weight."""
     net.first.weight.data = net.first.weight.data.clone() * 2

@@ -245,8 +245,8 @@ class DeviceLink(Link):
     def show(self, packet: Packet, offset: int, size: int) -> Window | None:
         return None if isinstance(packet, DeviceSlice) else self.near.show(packet, offset, size)
 
-    def expose(self, storage: Any, known: Callable[[], int]) -> Packet | None:
-        return self.near.expose(storage, known)
+    def expose(self, storage: Any, known: Callable[[], int], often: bool = False) -> Packet | None:
+        return self.near.expose(storage, known, often)
 
     def withdraw(self) -> None:
         self.near.withdraw()

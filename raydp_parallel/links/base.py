@@ -127,13 +127,14 @@ class Link(Protocol):
         """A window on some bytes of a packet; None: they have to be copied."""
         return None
 
-    def expose(self, storage: Any, known: Callable[[], int]) -> Packet | None:
+    def expose(self, storage: Any, known: Callable[[], int], often: bool = False) -> Packet | None:
         """A packet that is a tensor's storage itself, whose every change is seen at the other end.
 
         Args:
             storage: The storage. It may move in memory, with all tensors that look at it.
             known: Says how many tensors the caller knows to look at it. If there are more, it cannot be moved:
-                something else, such as a NumPy array, may go by the address. Asked if it is large enough.
+                something else, such as a NumPy array, may go by the address. Asked if it is worth it.
+            often: Whether it is worth it however small, because its bytes are sent again and again.
 
         Returns:
             None: its bytes have to be sent.

@@ -62,8 +62,8 @@ class BySize(Link):
     def show(self, packet: Packet, offset: int, size: int) -> Window | None:
         return None if isinstance(packet, bytes) else self._large.show(packet, offset, size)
 
-    def expose(self, storage: Any, known: Callable[[], int]) -> Packet | None:
-        return self._large.expose(storage, known)
+    def expose(self, storage: Any, known: Callable[[], int], often: bool = False) -> Packet | None:
+        return self._large.expose(storage, known, often)
 
     def withdraw(self) -> None:
         self._large.withdraw()

@@ -20,6 +20,9 @@ from raydp_parallel.links.segments import Descriptor, describe
 log = logging.getLogger("raydp_parallel")
 
 _PLACE = "/dev/shm"  # where torch makes its shared memory
+_MOST = 8192
+"""So many storages at most are exposed. Each is a file, and a mapping in every replica, which may have 65,530."""
+
 _SPARE = 64 * 1024 * 1024
 """Bytes of it that are left to others. Memory that cannot be had there ends the process when it is written to."""
 
@@ -64,8 +67,8 @@ def _may_move(storage: Any, known: int) -> bool:
 
 
 def _has_room(size: int) -> bool:
-    if len(_known) >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4:
-        return False  # each has a file of its own
+    if len(_known) >= min(_MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4):
+        return False
     try:
         found = os.statvfs(_PLACE)
     except OSError:

@@ -28,7 +28,7 @@ _LENT = 1 << 20
 """Bytes of all answers to a call from which it pays to say where they are wanted, by estimate."""
 
 _EXPOSED = 1 << 16
-"""Bytes from which a storage is worth a file of its own."""
+"""Bytes from which a storage is worth a file of its own at once."""
 
 
 class SharedLink(Link):
@@ -75,11 +75,15 @@ class SharedLink(Link):
         return packet.take() if large else None
 
     def show(self, packet: Packet, offset: int, size: int) -> Private | None:
-        large = isinstance(packet, Found) and size >= self._exposed and not packet.on_device
-        return Private(packet, offset, size) if large else None
+        if not isinstance(packet, Found) or packet.on_device:
+            return None
+        # What lies where it always does changes there: a copy would not follow.
+        worth = size >= self._exposed or (size and not packet.descriptor.lease)
+        return Private(packet, offset, size) if worth else None
 
-    def expose(self, storage: Any, known: Callable[[], int]) -> Packet | None:
-        return exposed.expose(storage, known()) if self.exposes and storage.nbytes() >= self._exposed else None
+    def expose(self, storage: Any, known: Callable[[], int], often: bool = False) -> Packet | None:
+        worth = storage.nbytes() >= (1 if often else self._exposed)
+        return exposed.expose(storage, known()) if self.exposes and worth else None
 
     def close(self) -> None:
         self._arena.close()

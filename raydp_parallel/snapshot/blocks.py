@@ -122,6 +122,11 @@ def span(tensor: Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.itemsize
 
 
+def start(block: Sequence[Tensor]) -> int:
+    """Where a block begins in its storage, given the tensors in it."""
+    return min(span(tensor)[0] for tensor in block)
+
+
 def is_loose(tensor: Tensor) -> bool:
     """Whether most of the bytes that a tensor spans are not its own."""
     start, end = span(tensor)

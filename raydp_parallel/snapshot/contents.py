@@ -10,15 +10,15 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from raydp_parallel import codec, devices
 from raydp_parallel.links import Link, Mail, Packet, Piece, aligned, paged
 from raydp_parallel.messages import Blob, SlotSpec, TensorSpec
 from raydp_parallel.snapshot import blocks
+from raydp_parallel.snapshot.homes import Homes, Lookers
 from raydp_parallel.snapshot.looks import Look, look, pointers, unlike, versions
 
 
@@ -40,52 +40,6 @@ def _stragglers(places: dict[int, _Place]) -> list[int]:
     groups = [g for g in live.values() if 2 * sum(places[b].size for b in g) < places[g[0]].packet_size]
     return [block for group in groups for block in group]
 
-
-class _Homes:
-    """The storage that each block lies in, and the revision that found it there first."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def settled(self, block: int, storage: Any, revision: int) -> bool:
-        """Whether a block's storage is not replaced again and again.
-
-        To move each into shared memory would cost several times what a copy of its bytes does.
-        """
-        home, since = self._known.get(block, (None, -_CALM))
-        if home is None or home.cdata != storage._cdata:
-            # As long as somebody holds a weak reference, no other storage gets the number.
-            self._known[block] = StorageWeakRef(storage), -_CALM if home is None else revision
-        return revision - since >= _CALM
-
-
-class _Lookers:
-    """Who looks at a storage, worked out when that is asked: most blocks that change are too small to be moved.
-
-    Args:
-        row: All tensors.
-    """
-
-    def __init__(self, row: Iterable[Tensor]) -> None:
-        self._row = row
-        self._known: dict[int, set[int]] = defaultdict(set)
-
-    @property
-    def asked(self) -> bool:
-        """Whether anybody wanted to know."""
-        return bool(self._known)
-
-    def of_settled(self, storage: Any, homes: _Homes, block: int, revision: int) -> int:
-        """How many tensors look at the storage of a block; none, if that is replaced again and again."""
-        if not self._known:
-            for tensor in self._row:
-                whole = tensor if tensor._base is None else tensor._base
-                self._known[tensor.untyped_storage()._cdata] |= {id(tensor), id(whole)}
-        return len(self._known[storage._cdata]) if homes.settled(block, storage, revision) else 0
-
-
-_CALM = 8
-"""A storage that has come this many revisions after the one before it is worth to be moved into shared memory."""
 
 _NOTHING = blocks.Layout({}, {}, {})
 
@@ -116,7 +70,7 @@ class Contents:
         self._flag_at: dict[int, int] = {}
         self._stale: set[int] = set()
         self._exposed: set[int] = set()
-        self._homes = _Homes()
+        self._homes = Homes()
         self._prints = devices.prints({})
 
     def news(self) -> Look | None:
@@ -129,6 +83,7 @@ class Contents:
         block = self.layout.specs[slot].block
         if block not in self._exposed:
             self._stale.add(block)
+            self._homes.written(block)
 
     def _withdrawn(self) -> bool:
         """Whether some replica cannot see what was exposed, and needs copies."""
@@ -186,8 +141,7 @@ class Contents:
         return place.packet.storage._cdata == first.untyped_storage()._cdata and place.offset == self._start(block)
 
     def _start(self, block: int) -> int:
-        """Where a block begins in its storage."""
-        return min(blocks.span(self.tensors[slot])[0] for slot in self.layout.members[block])
+        return blocks.start([self.tensors[slot] for slot in self.layout.members[block]])
 
     def _lie_as_before(self) -> bool:
         """Whether tensors that moved share memory with whom they did."""
@@ -303,18 +257,19 @@ class Contents:
 
     def _expose(self, chosen: list[int], revision: int) -> list[int]:
         """Let replicas see the blocks themselves, where that can be; returns the others."""
-        lookers = _Lookers(self._row)
+        everybody, nobody = Lookers(self._row), Lookers(())
         for block in chosen:
             first = self.tensors[self.layout.members[block][0]]
             if len(self.layout.members[block]) == 1 and blocks.is_loose(first):
                 continue  # it travels as a compact copy
             storage = first.untyped_storage()
-            packet = self._link.expose(storage, partial(lookers.of_settled, storage, self._homes, block, revision))
+            lookers = everybody if self._homes.settled(block, storage, revision) else nobody
+            packet = self._link.expose(storage, partial(lookers.of, storage), self._homes.often(block))
             if packet is not None:
                 self._places[block] = _Place(packet, 0, self._start(block), self.layout.sizes[block])
                 self._block_at[block] = revision
                 self._exposed.add(block)
-        if lookers.asked:  # some may have moved
+        if everybody.asked:  # some may have moved
             self.seen = self.seen._replace(pointers=pointers(self._row))
         return [block for block in chosen if block not in self._exposed]
 
