@@ -21,12 +21,14 @@ class Case(NamedTuple):
         batch: Makes the batch, the same for everybody.
         loss: The loss of a net, wrapped or not, for a batch or a chunk of it.
         steps: How many steps a contender makes in its turn.
+        rounds: How many turns each has. Where all are close together, medians of few would tell them apart by chance.
     """
 
     make: Callable[[], nn.Module]
     batch: Callable[[], tuple[Tensor, Tensor]]
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
     steps: int
+    rounds: int = 24
 
 
 def classify(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -143,7 +145,7 @@ def texts(rows: int) -> tuple[Tensor, Tensor]:
 CASES = {
     "MLP 2.1 M, batch 64": Case(lambda: perceptron(1024), lambda: vectors(1024, 64), classify, 4),
     "MLP 16.8 M, batch 256": Case(lambda: perceptron(2896), lambda: vectors(2896, 256), classify, 1),
-    "ResNet-like 2.8 M, batch 16": Case(residual, lambda: images(16), classify, 1),
+    "ResNet-like 2.8 M, batch 16": Case(residual, lambda: images(16), classify, 1, 72),
     "GPT-2-like 20.5 M, batch 4 x 64": Case(language, lambda: texts(4), inside, 1),
 }
 """By name, so that other processes find them."""

@@ -21,7 +21,6 @@ from benchmarks.peers import PEERS, Peer, Weights, missing
 
 LIMITS = dict(zip(CASES, (1.05, 0.9, 1.0, 1.0), strict=True))
 REPLICAS = 2
-ROUNDS = 24
 _CLOSE = 1e-6
 _FIRST = next(iter(PEERS))
 
@@ -32,7 +31,9 @@ def measure(case: str, peers: dict[str, Peer], effort: Effort) -> tuple[dict[str
         peer.begin(case)
     steps = CASES[case].steps if effort is not Effort.SMOKE else 1
     turns = {name: partial(_turn, peer, steps) for name, peer in peers.items()}
-    medians = interleaved(turns, effort.rounds(ROUNDS), min(effort.warmup, 3) if effort is not Effort.QUICK else 1)
+    medians = interleaved(
+        turns, effort.rounds(CASES[case].rounds), min(effort.warmup, 3) if effort is not Effort.QUICK else 1
+    )
     return medians, {name: peer.finish() for name, peer in peers.items()}
 
 

@@ -5,12 +5,14 @@ each of two CPU replicas, so that a forward does little but read the weights. Be
 layer, or all layers: in place as an optimizer does, by `load_state_dict`, or replaced by `p.data = q`. The changes
 themselves are the user's and are not timed. What they leave behind, cold caches, is no matter of weights: so what they
 are compared with is a forward before which as much was written elsewhere, or as much loaded into another net. The floor
-is the plain module's forward of one row, with one thread: what each replica cannot avoid.
+is the plain module's forward of one row, with one thread: what each replica cannot avoid. What `p.data = q` brings lies
+in memory of the user's own, where no other process can see it: it has to be copied, and is beside one such copy here.
 """
 
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -28,10 +30,11 @@ _FACTOR = 1.0001
 IDLE, UNCHANGED = "nothing changed, nothing done", "nothing changed, as much written elsewhere"
 UNLOADED = "nothing changed, as much loaded elsewhere"
 UNREPLACED = "nothing changed, as much replaced elsewhere"
+COPIED = "the same, and as much copied once"
 ONE, IN_PLACE = "one layer changed", "all changed in place"
 LOADED, REPLACED = "all changed by load_state_dict", "all replaced by p.data = q"
 FLOOR = "floor: plain module, one row"
-NOTHING = {IN_PLACE: UNCHANGED, LOADED: UNLOADED, REPLACED: UNREPLACED}
+NOTHING = {IN_PLACE: UNCHANGED, LOADED: UNLOADED}
 """What each change is compared with."""
 
 
@@ -68,15 +71,22 @@ def changes(net: nn.Module) -> dict[str, Callable[[], None]]:
         IN_PLACE: partial(scale, weights),
         LOADED: partial(load, net),
         UNREPLACED: partial(replace, others),
+        COPIED: partial(replace, others),
         REPLACED: partial(replace, weights),
     }
 
 
 @torch.no_grad()
-def forward(model: nn.Module, x: Tensor, change: Callable[[], None]) -> float:
-    """Seconds of a forward after a change."""
+def forward(
+    model: nn.Module, x: Tensor, change: Callable[[], None], copied: tuple[list[Tensor], list[Tensor]] | None = None
+) -> float:
+    """Seconds of a forward after a change, and of copying some tensors into others where that is asked for."""
     change()
-    return timed(lambda: model(x))
+    start = time.perf_counter()
+    if copied is not None:
+        torch._foreach_copy_(*copied)
+    model(x)
+    return time.perf_counter() - start
 
 
 @torch.no_grad()
@@ -94,18 +104,22 @@ def measure(megabytes: int, effort: Effort) -> dict[str, float]:
     """Milliseconds of a forward after each kind of change."""
     net = perceptron(megabytes)
     x = torch.randn(REPLICAS, net[0].in_features)  # type: ignore[index]
-    rounds = effort.rounds(max(40, min(600, 8000 // megabytes)))
+    rounds = max(80, min(2400, 24000 // megabytes))  # medians that are to be told apart by a few hundredths
     medians: dict[str, float] = {}
     # Weights that are replaced are a net's own, and have a run of their own: they are copied as long as that goes on,
     # whatever else changes them, and what is copied pushes everybody's weights out of the caches.
-    for one, names in (
-        (net, (IDLE, UNCHANGED, UNLOADED, ONE, IN_PLACE, LOADED)),
-        (copy.deepcopy(net), (UNREPLACED, REPLACED)),
+    for one, names, turns in (
+        (net, (IDLE, UNCHANGED, UNLOADED, ONE, IN_PLACE, LOADED), rounds),
+        (copy.deepcopy(net), (UNREPLACED, COPIED, REPLACED), rounds // 4),
     ):
         model, found = raydp_parallel.DataParallel(one, ["cpu"] * REPLICAS), changes(one)
         contenders: dict[str, Callable[[], float]] = {FLOOR: partial(alone_forward, one, x[:1])}
         contenders.update({name: partial(forward, model, x, found[name]) for name in names})
-        found_ms = interleaved(contenders, rounds, min(effort.warmup, 2 if megabytes >= 100 else 5))
+        if COPIED in names:
+            weights = [p.detach().clone() for p in one.parameters()]
+            pair = [torch.empty_like(weight) for weight in weights], weights
+            contenders[COPIED] = partial(forward, model, x, found[COPIED], pair)
+        found_ms = interleaved(contenders, effort.rounds(turns), min(effort.warmup, 2 if megabytes >= 100 else 5))
         medians = {**found_ms, **medians}
     return {name: medians[name] for name in (FLOOR, *changes(net))}
 
@@ -122,7 +136,8 @@ def run(effort: Effort) -> Report:
             for name, nothing in NOTHING.items()
         ]
     question = "What does it cost that weights have changed?"
-    return Report("weights_sweep", question, tables, asked, {"median_ms": data})
+    note = "What p.data = q brings lies where no other process can see it, and has to be copied once."
+    return Report("weights_sweep", question, tables, asked, {"median_ms": data}, [note])
 
 
 if __name__ == "__main__":
