@@ -19,6 +19,7 @@ from ray._private.worker import global_worker
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.util.metrics import Counter, Gauge
 
+from raydp_parallel import cluster
 from raydp_parallel.advice import SlowGpu
 from raydp_parallel.errors import ClusterError
 from raydp_parallel.measures import LABELS, MEASURES, Kind, News
@@ -74,11 +75,11 @@ class Metrics:
         self._news = News(addresses)
         kinds = {Kind.COUNTER: Counter, Kind.GAUGE: Gauge}
         self._metrics = {m.name: kinds[m.kind](m.name, m.description, tag_keys=(*LABELS, *m.labels)) for m in MEASURES}
-        self._session = global_worker.core_worker  # type: ignore[attr-defined]
+        self._session = cluster.Session()
 
     def take(self, report: Report) -> None:
         """Add what is new."""
-        if not global_worker.connected or global_worker.core_worker is not self._session:  # type: ignore[attr-defined]
+        if not self._session.alive():
             return
         for measure, labels, value in self._news.of(report):
             # Not inc(), which refuses 0: a counter that begins at 0 shows its first step as one.
@@ -93,14 +94,14 @@ class Post:
     """
 
     def __init__(self, name: str) -> None:
-        self._session = global_worker.core_worker  # type: ignore[attr-defined]
+        self._session = cluster.Session()
         self._job = ray.get_runtime_context().get_job_id()
         self._key = f"{self._job}:{os.getpid()}:{name}".encode()
         self._host = socket.gethostname()
 
     def take(self, report: Report) -> None:
         """Write the entry over, or delete it."""
-        if not global_worker.connected or global_worker.core_worker is not self._session:  # type: ignore[attr-defined]
+        if not self._session.alive():
             return
         store = global_worker.gcs_client  # type: ignore[attr-defined]
         if report.last:

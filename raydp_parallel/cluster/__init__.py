@@ -5,5 +5,16 @@ from raydp_parallel.cluster.crew import RayCrew
 from raydp_parallel.cluster.door import RemoteDoor
 from raydp_parallel.cluster.joining import connect, disconnect
 from raydp_parallel.cluster.nodes import all_gpus, check_gpus
+from raydp_parallel.cluster.session import Session
 
-__all__ = ["Pending", "RayCrew", "RemoteDoor", "all_gpus", "await_each", "check_gpus", "connect", "disconnect"]
+__all__ = [
+    "Pending",
+    "RayCrew",
+    "RemoteDoor",
+    "Session",
+    "all_gpus",
+    "await_each",
+    "check_gpus",
+    "connect",
+    "disconnect",
+]
