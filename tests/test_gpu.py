@@ -6,6 +6,7 @@ import contextlib
 import copy
 import ctypes
 import gc
+import inspect
 import pickle
 import weakref
 from collections.abc import Iterator
@@ -390,16 +391,18 @@ def test_what_users_and_the_dashboard_read_of_gpus(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     model = raydp_parallel.DataParallel(nn.Linear(3, 2), ["cpu", "cpu"], output_device=1, options=IN_PROCESS)
     assert model.output_device == 1
-    monkeypatch.setattr(actor, "_gpu", lambda: "MIG-5")
-    monkeypatch.setattr(actor, "_node", lambda: "0123456789")
     made: Any = actor.ReplicaActor.__ray_metadata__.modified_class  # type: ignore[attr-defined]
+    # Not the module's names: if `ray.get_actor` was ever called here, the class holds what came back from the cluster.
+    seen, ending = (inspect.unwrap(method).__globals__ for method in (made.__repr__, made._end))
+    monkeypatch.setitem(seen, "_gpu", lambda: "MIG-5")
+    monkeypatch.setitem(seen, "_node", lambda: "0123456789")
     door = object.__new__(made)
     door._rank, door._device = 3, torch.device("cuda", 0)
     assert repr(door) == "Replica(3@cuda:0 = GPU MIG-5, node 01234567)"
     door._device = CPU
     assert repr(door) == "Replica(3@cpu, node 01234567)"
     ended: list[int] = []
-    monkeypatch.setattr(actor, "os", SimpleNamespace(_exit=ended.append))
+    monkeypatch.setitem(ending, "os", SimpleNamespace(_exit=ended.append))
     door._end()
     assert ended == [1]
 
