@@ -93,7 +93,7 @@ class Contents:
         """The version of every tensor, now."""
         return versions(self._row)
 
-    def count(self, now: Look, revision: int) -> tuple[int, ...] | None:
+    def take_versions(self, now: Look, revision: int) -> tuple[int, ...] | None:
         """Take up that versions moved, where replicas see everything and there is no other news; whose did.
 
         That is what an optimizer's step leaves, where memory is shared. None if there is more to be taken up.

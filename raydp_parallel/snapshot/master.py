@@ -183,7 +183,7 @@ class Master:
         if (news := self._contents.news()) is not None:
             self._leaves = self._leaves if news.flags == self._contents.seen.flags else None
             held, revision = self.revision, self._next_revision()
-            if (moved := self._contents.count(news, revision)) is not None:
+            if (moved := self._contents.take_versions(news, revision)) is not None:
                 self._updates[held] = Update(StateUpdate(self.id, revision, moved), [], 0)
             elif not self._contents.take(news, revision):
                 self._restructure()
