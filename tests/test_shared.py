@@ -273,11 +273,13 @@ def test_without_room_nothing_is_exposed_and_that_is_said_once(
 
     monkeypatch.setattr(exposed.os, "statvfs", statvfs)
     monkeypatch.setattr(exposed, "_told", set())
-    tensor = torch.zeros(1000)
+    tensor = torch.zeros(1 << 15)
     before = tensor.data_ptr()
     with caplog.at_level(logging.WARNING, logger="raydp_parallel"):
+        assert known(torch.zeros(1000)) is None
+        assert not caplog.records  # of so little
         assert known(tensor) is None
-        assert known(torch.zeros(2000)) is None
+        assert known(torch.zeros(1 << 16)) is None
     assert tensor.data_ptr() == before
     (record,) = caplog.records
     assert "copied to the replicas" in record.message

@@ -26,6 +26,9 @@ _MOST = 8192
 _SPARE = 64 * 1024 * 1024
 """Bytes of it that are left to others. Memory that cannot be had there ends the process when it is written to."""
 
+_MUCH = 1 << 16
+"""Bytes that cannot be had from which that is worth a word: a copy of less is no loss to speak of."""
+
 
 class Exposed:
     """A storage that other processes see.
@@ -72,18 +75,18 @@ def _has_room(size: int) -> bool:
     try:
         found = os.statvfs(_PLACE)
     except OSError:
-        _tell_once(f"{_PLACE} is missing")
+        _tell_once(size, f"{_PLACE} is missing")
         return False
     free = found.f_bavail * found.f_frsize
     if free < size + _SPARE:
-        _tell_once(f"{_PLACE} has {free / 1e6:.0f} MB left, and {size / 1e6:.0f} MB are wanted")
+        _tell_once(size, f"{_PLACE} has {free / 1e6:.0f} MB left, and {size / 1e6:.1f} MB are wanted")
     return free >= size + _SPARE
 
 
 _told: set[str] = set()
 
 
-def _tell_once(why: str) -> None:
-    if not _told:
+def _tell_once(size: int, why: str) -> None:
+    if size >= _MUCH and not _told:
         _told.add(why)
         log.warning("weights are copied to the replicas instead of shared: %s", why)
