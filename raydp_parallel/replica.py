@@ -30,7 +30,8 @@ from raydp_parallel.messages import (
     WriteBack,
 )
 from raydp_parallel.phases import IN_REPLICA, Laps, OpenSpan, unseen
-from raydp_parallel.snapshot.mirror import Mirror, bump
+from raydp_parallel.snapshot.looks import bump
+from raydp_parallel.snapshot.mirror import Mirror
 
 _NO_CAPTURES: contextlib.nullcontext[Any] = contextlib.nullcontext({})
 _UNWATCHED = contextlib.nullcontext()

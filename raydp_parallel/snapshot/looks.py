@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+
+# `torch.autograd.graph.increment_version` but for the way there, which takes as long in a replica that just woke up.
+_increment = torch._C._increment_version
 
 _version = attrgetter("_version")
 _flag = attrgetter("requires_grad")
@@ -47,3 +51,46 @@ def pointers(row: Sequence[Tensor]) -> list[int]:
 def unlike(then: Sequence[Any], now: Sequence[Any]) -> list[int]:
     """The places in a row where two of its looks differ."""
     return [i for i, (a, b) in enumerate(zip(then, now, strict=True)) if a != b]
+
+
+class Row:
+    """Tensors by slot, and what was last seen of them.
+
+    Args:
+        tensors: The tensors.
+    """
+
+    def __init__(self, tensors: Mapping[int, Tensor]) -> None:
+        self._tensors = tensors
+        self._row = [*tensors.values()]
+        self._pointers = pointers(self._row)
+        self._versions = versions(self._row)
+        self._bumped: tuple[tuple[int, ...], list[Tensor]] = (), []
+
+    def settle(self) -> None:
+        """From now on it is asked what moves after this."""
+        self._versions = versions(self._row)
+
+    def moved(self) -> set[int]:
+        """The slots whose versions moved since this was asked last."""
+        then, self._versions = self._versions, versions(self._row)
+        if then == self._versions:
+            return set()
+        slots = [*self._tensors]
+        return {slots[i] for i in unlike(then, self._versions)}
+
+    def stays(self) -> bool:
+        """Whether all tensors lie where they lay at first."""
+        return pointers(self._row) == self._pointers
+
+    def bump(self, slots: tuple[int, ...]) -> None:
+        """Move the versions of some slots: mostly of the same ones, with each step of an optimizer."""
+        if slots != self._bumped[0]:
+            self._bumped = slots, [self._tensors[slot] for slot in slots if slot in self._tensors]
+        bump(self._bumped[1])
+
+
+def bump(tensors: Sequence[Tensor]) -> None:
+    """Move versions, so that torch's check for in-place changes sees what the driver did to its copies."""
+    if tensors:
+        _increment(tensors)  # which passes over inference tensors: they have none

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +20,11 @@ from raydp_parallel.links import InlineLink, Mail, Piece
 from raydp_parallel.messages import SlotSpec, StateUpdate, Structure
 from raydp_parallel.snapshot import blocks, memory, structure
 from raydp_parallel.snapshot.image import Image
+from raydp_parallel.snapshot.looks import Row
 from raydp_parallel.snapshot.memory import Memory, Source
 from raydp_parallel.snapshot.watch import RawAccess
+
+_flag = attrgetter("requires_grad")
 
 _HOLDERS = ("_parameters", "_buffers", "_modules")
 """What of a module's attributes is not a user's to rebind."""
@@ -59,7 +63,7 @@ class Mirror:
         self._members: dict[int, list[int]] = {}
         self._memory: dict[int, Memory] = {}
         self._unversioned: list[int] = []
-        self._versions: dict[int, int] = {}
+        self._row = Row({})
         self._moved: set[int] = set()
         self._fresh: set[int] = set()
         self._dirty: set[int] = set()
@@ -71,12 +75,12 @@ class Mirror:
         if self.revision:
             self._undo(graphs_alive)
         if update is not None:
-            sources = _sources(update, mail, self._device)
-            if update.structure is not None:
-                self._build(update.structure, sources)
-            self._adopt(update, sources, graphs_alive)
+            if update.structure is not None or update.blobs or update.edits or update.flags:
+                self._adopt(update, mail, graphs_alive)
+            self._row.bump(update.bumped)
+            self.revision = update.revision
         self._restore_flags()
-        self._versions = self._now()
+        self._row.settle()
         self._fresh = set()
 
     def overlay(self, slots: Sequence[int], tensors: Sequence[Tensor], graphs_alive: bool) -> None:
@@ -87,7 +91,7 @@ class Mirror:
         for slot, tensor in zip(slots, tensors, strict=True):
             self._shown(slot).copy_(tensor)
         self._dirty |= chosen
-        self._versions = self._now()
+        self._row.settle()
 
     def pass_over(self) -> None:
         """Nobody asks what was written."""
@@ -140,10 +144,9 @@ class Mirror:
     def note(self, touched: Collection[int] = ()) -> None:
         """See what was written to. Not only in forward: a checkpoint runs modules again in backward."""
         self._hear()
-        versions = self._now()
-        self._moved = {slot for slot, version in versions.items() if version != self._versions.get(slot)}
-        self._versions = versions
-        self._fresh = {self._specs[slot].block for slot in self._specs if slot in self._moved or self._rebound(slot)}
+        self._moved, self._fresh = self._row.moved(), set()
+        if self._moved or not self._row.stays():
+            self._fresh = {spec.block for s, spec in self._specs.items() if s in self._moved or self._rebound(s)}
         self._fresh.update(block for block in self._memory if self._address(block) in touched)
         self._dirty |= self._fresh
         # A GPU begins to compare now, and is asked for its answer when the outputs are on their way.
@@ -155,9 +158,6 @@ class Mirror:
         written = {block for block, alike in zip(self._unversioned, answers, strict=False) if not alike}
         self._fresh |= written
         self._dirty |= written
-
-    def _now(self) -> dict[int, int]:
-        return {slot: _version(tensor) for slot, tensor in self._slots.items()}
 
     def _rebound(self, slot: int) -> bool:
         tensor = self._slots[slot]
@@ -192,6 +192,8 @@ class Mirror:
         return bool(moved) or self._rebound(slot) or not tensor.is_leaf
 
     def _restore_flags(self) -> None:
+        if [*map(_flag, self._slots.values())] == [*self._flags.values()]:
+            return
         for slot, tensor in self._slots.items():
             if tensor.requires_grad != self._flags[slot]:
                 tensor.requires_grad_(self._flags[slot])
@@ -213,6 +215,7 @@ class Mirror:
                 new = blocks.build(spec, self._memory[block].tensor)
                 vars(new).update(vars(old))
                 self._slots[slot] = replaced[id(old)] = new
+        self._row = Row({slot: self._slots[slot] for slot in self._specs})
         return self._image.replace(replaced)
 
     def _build(self, new: Structure, sources: dict[int, Source]) -> None:
@@ -236,6 +239,7 @@ class Mirror:
         self._restore_flags()
         # Ray gives its workers the script's folder and the working one; the driver may import from more.
         sys.path.extend(path for path in new.paths if path not in sys.path)
+        self._row = Row({slot: self._slots[slot] for slot in self._specs})
         self._structure = new.module
         self._edits.clear()
 
@@ -258,14 +262,11 @@ class Mirror:
             and all(_flagless(new.slots[s]) == _flagless(self._specs[s]) for s in slots)
         )
 
-    def _adopt(self, update: StateUpdate, sources: dict[int, Source], graphs_alive: bool) -> None:
-        if update.structure is not None or update.blobs or update.edits or update.flags:
-            self._rework(update, sources, graphs_alive)
-        bump([self._slots[slot] for slot in update.bumped if slot in self._slots])
-        self.revision = update.revision
-
-    def _rework(self, update: StateUpdate, sources: dict[int, Source], graphs_alive: bool) -> None:
+    def _adopt(self, update: StateUpdate, mail: Mail, graphs_alive: bool) -> None:
         """Take up more than that versions moved."""
+        sources = _sources(update, mail, self._device)
+        if update.structure is not None:
+            self._build(update.structure, sources)
         self._flags.update(update.flags)
         # New contents that come with a new version are for torch's check to find, as after an optimizer's step. Those
         # that come without are new memory in the driver (``p.data = q``), where graphs keep the old.
@@ -297,13 +298,6 @@ class _Running(RawAccess):
         self._mirror.note(touched)
 
 
-def bump(tensors: list[Tensor]) -> None:
-    """Move versions, so that torch's check for in-place changes sees what the driver did to its copies."""
-    moving = [t for t in tensors if not t.is_inference()]
-    if moving:
-        torch.autograd.graph.increment_version(moving)
-
-
 def _sources(update: StateUpdate, mail: Mail, device: torch.device) -> dict[int, Source]:
     """Where the bytes of each block are that an update brings."""
     found: dict[int, Source] = {}
@@ -329,7 +323,3 @@ def _members(specs: dict[int, SlotSpec]) -> dict[int, list[int]]:
 
 def _flagless(spec: SlotSpec) -> SlotSpec:
     return spec._replace(tensor=spec.tensor._replace(requires_grad=False))
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
