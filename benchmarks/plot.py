@@ -106,13 +106,20 @@ def weights(axes: Axes, result: dict[str, Any]) -> None:
     sizes = result["data"]["median_ms"]
     kinds = list(next(iter(sizes.values())))
     width = 0.8 / len(kinds)
-    colours = (GREY, "#f4acb7", "#e5778a", OURS, "#a63446", "#6d1f2c")
+    # What changed in red, what that is compared with in grey, each in shades of its own.
+    reds, greys = (
+        iter(("#f4acb7", "#e5778a", OURS, "#6d1f2c")),
+        iter(("#d0d4dc", "#b9c0cc", "#a2abbb", GREY, "#6c7689")),
+    )
+    compared = ("nothing", "the same")
+    colours = ["black" if k.startswith("floor") else next(greys if k.startswith(compared) else reds) for k in kinds]
     for i, kind in enumerate(kinds):
         times = [medians[kind] for medians in sizes.values()]
         at = [k + (i - (len(kinds) - 1) / 2) * width for k in range(len(sizes))]
-        bars = axes.bar(at, times, width, label=kind, color=colours[i % len(colours)])
-        axes.bar_label(bars, fmt="%.3g", fontsize=7)
+        bars = axes.bar(at, times, width, label=kind, color=colours[i])
+        axes.bar_label(bars, fmt="%.3g", fontsize=7, rotation=90, padding=2)
     axes.set_yscale("log")
+    axes.margins(y=0.15)
     axes.set_xticks(range(len(sizes)), [f"{size} MB" for size in sizes])
     axes.set_ylabel("ms per forward")
     axes.set_title("A forward after its weights changed")
