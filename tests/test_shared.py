@@ -489,6 +489,11 @@ def tie(net: Any) -> None:
     net.second.weight = net.first.weight
 
 
+def exchange(net: Any) -> None:
+    """Each of two weights where the other was."""
+    net.first.weight.data, net.second.weight.data = net.second.weight.data, net.first.weight.data
+
+
 def cut(net: Any) -> None:
     """Parameters that are views of one storage."""
     flat = torch.cat([net.first.weight.detach().reshape(-1), net.second.weight.detach().reshape(-1)])
@@ -505,6 +510,8 @@ CHANGES: dict[str, Any] = {
         {name: t.clone() * 2 for name, t in net.state_dict().items()}, assign=True
     ),
     "tied": tie,
+    "the memory of another": lambda net: setattr(net.second.weight, "data", net.first.weight.data),
+    "the memory of each other": exchange,
     "views": cut,
     "another parameter": lambda net: setattr(
         net.first, "weight", nn.Parameter(torch.ones(BIG, BIG, dtype=torch.float64) / BIG)

@@ -65,6 +65,21 @@ def lay_out(tensors: dict[int, Tensor]) -> Layout:
     return Layout(dict(sorted(specs.items())), sizes, members)
 
 
+def lie_as(layout: Layout, tensors: dict[int, Tensor], moved: Sequence[int]) -> bool:
+    """Whether tensors, some of which moved, share memory with whom they did by a layout. Mostly with nobody."""
+    apart = len(layout.members) == len(tensors) == len({*map(_storage_key, tensors.values())})
+    if apart and all(tensors[slot].stride() == layout.specs[slot].tensor.stride for slot in moved):
+        return True
+    now = lay_out(tensors)
+    return now.members == layout.members and all(alike(spec, now.specs[slot]) for slot, spec in layout.specs.items())
+
+
+def alike(one: SlotSpec, other: SlotSpec) -> bool:
+    """Whether a tensor lies in its block by one spec as by another, whatever its flag."""
+    flagless = other.tensor._replace(requires_grad=one.tensor.requires_grad)
+    return one.offset == other.offset and one.tensor == flagless
+
+
 def _storage_key(tensor: Tensor) -> int:
     pointer = tensor.untyped_storage().data_ptr() if tensor.numel() else 0
     return pointer or -id(tensor)

@@ -113,7 +113,8 @@ class Contents:
         if now.pointers != then.pointers:
             elsewhere = unlike(then.pointers, now.pointers)
             # `verify` looks at all of them, while the replicas work
-            if not self.fits(elsewhere) or not self._lie_as_before():
+            slots = [self.slots[i] for i in elsewhere]
+            if not self.fits(elsewhere) or not blocks.lie_as(self.layout, self.tensors, slots):
                 return False
         written = unlike(then.versions, now.versions)
         self._note(now, written, revision)
@@ -143,13 +144,6 @@ class Contents:
     def _start(self, block: int) -> int:
         return blocks.start([self.tensors[slot] for slot in self.layout.members[block]])
 
-    def _lie_as_before(self) -> bool:
-        """Whether tensors that moved share memory with whom they did."""
-        layout = blocks.lay_out(self.tensors)
-        return layout.members == self.layout.members and all(
-            _alike(spec, layout.specs[slot]) for slot, spec in self.layout.specs.items()
-        )
-
     def adopt(self, tensors: dict[int, Tensor], revision: int) -> None:
         """Take up a new set of tensors. Blocks that lie as they did, unmoved, keep their places."""
         stale = self._withdraw()
@@ -165,7 +159,7 @@ class Contents:
             if block in self._places
             and block not in stale
             and old.members.get(block) == members
-            and all(_alike(old.specs[s], layout.specs[s]) and before[s][:2] == after[s][:2] for s in members)
+            and all(blocks.alike(old.specs[s], layout.specs[s]) and before[s][:2] == after[s][:2] for s in members)
         }
         for slot in self.slots:
             if slot in before and before[slot][0] != after[slot][0]:
@@ -309,11 +303,6 @@ def _unlike(
     same = devices.compare([(read(block), sent(block)) for block in plain])()
     unlike.update(block for block, alike in zip(plain, same, strict=True) if not alike)
     return [block for block in chosen if block in unlike]
-
-
-def _alike(one: SlotSpec, other: SlotSpec) -> bool:
-    flagless = other.tensor._replace(requires_grad=one.tensor.requires_grad)
-    return one.offset == other.offset and one.tensor == flagless
 
 
 def _fits(tensor: Tensor, spec: TensorSpec) -> bool:
