@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import functools
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -47,6 +48,7 @@ def entry(line: str) -> Entry:
 ENTRIES = [entry(line) for line in CONTRACT.splitlines() if re.match(r"\| [A-Z]\d+ \|", line)]
 
 
+@functools.cache
 def names_in(file: str) -> set[str]:
     """The names of a file's tests."""
     tree = ast.parse((ROOT / "tests" / file).read_text())
