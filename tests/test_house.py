@@ -155,6 +155,7 @@ def _public(body: list[ast.stmt]) -> Iterator[Any]:
     return (node for node in body if isinstance(node, kinds) and not node.name.startswith("_"))
 
 
+@functools.cache
 def _documented_methods() -> set[str]:
     classes = (node for file in FILES for node in ast.walk(parsed(file)) if isinstance(node, ast.ClassDef))
     return {node.name for found in classes for node in _public(found.body) if ast.get_docstring(node)}
