@@ -215,6 +215,17 @@ def test_a_storage_moves_with_its_tensors() -> None:
     assert exposed.expose(tensor.untyped_storage(), 2) is found
 
 
+def test_a_storage_that_moved_cannot_be_resized() -> None:
+    """By torch's own error. Without that the process would end: torch takes it for memory of its allocator's."""
+    tensor = torch.arange(1000.0)
+    assert known(tensor) is not None
+    for work in (lambda: tensor.resize_(2000), lambda: tensor.untyped_storage().resize_(0)):
+        with pytest.raises(RuntimeError, match="not resizable"):
+            work()
+    assert torch.equal(copy.deepcopy(tensor).resize_(1500)[:1000], torch.arange(1000.0))
+    assert torch.equal(tensor.resize_(10), torch.arange(10.0))
+
+
 def test_a_storage_that_numpy_looks_at_stays() -> None:
     """Its address is known outside of torch, which marks it for good."""
     tensor = torch.zeros(1000)

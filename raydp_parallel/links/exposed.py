@@ -51,11 +51,23 @@ def expose(storage: Any, known: int) -> Exposed | None:
     found = _known.get(storage._cdata)
     if found is not None:
         return found
-    if not (_is_shared(storage) or (_may_move(storage, known) and _has_room(storage.nbytes()))):
+    theirs = _is_shared(storage)
+    if not (theirs or (_may_move(storage, known) and _has_room(storage.nbytes()))):
         return None
     file, size = storage._share_fd_cpu_()
+    if not theirs:
+        _fix(storage)
     found = _known[storage._cdata] = Exposed(storage, describe(file, size, size))
     return found
+
+
+def _fix(storage: Any) -> None:
+    """Let torch refuse to resize a storage: in shared memory it would not, and the process would end by a signal.
+
+    It refuses once NumPy has looked at the memory.
+    """
+    looker = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+    torch._C.TensorBase.numpy(looker)
 
 
 def _is_shared(storage: Any) -> bool:
