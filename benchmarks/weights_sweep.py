@@ -12,7 +12,6 @@ in memory of the user's own, where no other process can see it: it has to be cop
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -77,16 +76,16 @@ def changes(net: nn.Module) -> dict[str, Callable[[], None]]:
 
 
 @torch.no_grad()
-def forward(
-    model: nn.Module, x: Tensor, change: Callable[[], None], copied: tuple[list[Tensor], list[Tensor]] | None = None
-) -> float:
-    """Seconds of a forward after a change, and of copying some tensors into others where that is asked for."""
+def forward(model: Callable[[Tensor], object], x: Tensor, change: Callable[[], None]) -> float:
+    """Seconds of a forward after a change."""
     change()
-    start = time.perf_counter()
-    if copied is not None:
-        torch._foreach_copy_(*copied)
+    return timed(lambda: model(x))
+
+
+def copied(model: nn.Module, into: list[Tensor], weights: list[Tensor], x: Tensor) -> None:
+    """One copy of some weights, and a forward."""
+    torch._foreach_copy_(into, weights)
     model(x)
-    return time.perf_counter() - start
 
 
 @torch.no_grad()
@@ -117,8 +116,9 @@ def measure(megabytes: int, effort: Effort) -> dict[str, float]:
         contenders.update({name: partial(forward, model, x, found[name]) for name in names})
         if COPIED in names:
             weights = [p.detach().clone() for p in one.parameters()]
-            pair = [torch.empty_like(weight) for weight in weights], weights
-            contenders[COPIED] = partial(forward, model, x, found[COPIED], pair)
+            rooms = [torch.empty_like(weight) for weight in weights]
+            copying = partial(copied, model, rooms, weights)
+            contenders[COPIED] = partial(forward, copying, x, found[COPIED])
         found_ms = interleaved(contenders, effort.rounds(turns), min(effort.warmup, 2 if megabytes >= 100 else 5))
         medians = {**found_ms, **medians}
     return {name: medians[name] for name in (FLOOR, *changes(net))}

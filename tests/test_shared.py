@@ -226,6 +226,17 @@ def test_a_storage_that_moved_cannot_be_resized() -> None:
     assert torch.equal(tensor.resize_(10), torch.arange(10.0))
 
 
+def test_only_so_many_storages_are_exposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a file and a mapping. One that is exposed already stays so."""
+    first, second = torch.zeros(1000), torch.zeros(1000)
+    found = known(first)
+    monkeypatch.setattr(exposed, "_MOST", len(exposed._known))
+    assert known(second) is None and not second.is_shared()
+    assert known(first) is found
+    monkeypatch.setattr(exposed, "_MOST", len(exposed._known) + 1)
+    assert known(second) is not None
+
+
 def test_a_storage_that_numpy_looks_at_stays() -> None:
     """Its address is known outside of torch, which marks it for good."""
     tensor = torch.zeros(1000)
@@ -390,7 +401,7 @@ OFTEN = 9
 
 @on_cluster
 def test_small_weights_that_change_again_and_again_are_seen_where_they_lie() -> None:
-    """Then they are not sent any more, not even to a replica that is new. What replicas write to stays as it was."""
+    """Then they are not sent any more, and a replica that is new sees them too. What replicas write to stays."""
     model, plain = DataParallel(Small(), TWO), Small()
     plain.load_state_dict(model.module.state_dict())
     x = torch.randn(6, 4)
