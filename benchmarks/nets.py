@@ -5,6 +5,7 @@ All numbers of rows are powers of two, so that a mean of means over equal chunks
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -135,11 +136,68 @@ def language() -> nn.Module:
     return Gpt()
 
 
-def texts(rows: int) -> tuple[Tensor, Tensor]:
+def texts(rows: int, words: int = WORDS, length: int = LENGTH) -> tuple[Tensor, Tensor]:
     """Words, and the words that follow."""
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, WORDS, (rows, LENGTH + 1), generator=generator)
+    ids = torch.randint(0, words, (rows, length + 1), generator=generator)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+
+
+GPT2_SMALL, RESNET50 = "GPT-2 0.34 M, batch 8 x 32", "ResNet-50 23.5 M, batch 8"
+"""Nets of `transformers` as they are: the one has many small parameters, the other many modules."""
+
+_SMALL_VOCABULARY = 512
+
+
+class RowLosses(nn.Module):
+    """A language model of `transformers`, and the loss of each row.
+
+    Args:
+        model: The language model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        """The loss of each row."""
+        logits = self.model(ids, use_cache=False).logits
+        return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(1)
+
+
+def gpt2_small() -> nn.Module:
+    """GPT-2 of six layers of width 64 without dropout: 76 parameters that hold 341,000 numbers."""
+    from transformers import GPT2Config, GPT2LMHeadModel  # optional
+
+    torch.manual_seed(0)
+    sizes = {"n_layer": 6, "n_embd": 64, "n_head": 4, "n_positions": 128, "vocab_size": _SMALL_VOCABULARY}
+    config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
+    return RowLosses(GPT2LMHeadModel(config))
+
+
+def resnet50() -> nn.Module:
+    """ResNet-50: 286 modules, with batch norm."""
+    from transformers import ResNetConfig, ResNetForImageClassification  # optional
+
+    torch.manual_seed(0)
+    return ResNetForImageClassification(ResNetConfig(num_labels=10))
+
+
+def pictures(rows: int) -> tuple[Tensor, Tensor]:
+    """Images of 64 by 64, and classes."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, 3, 64, 64, generator=generator), torch.randint(0, 10, (rows,), generator=generator)
+
+
+def classify_logits(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The loss computed outside of a net whose output is an object with logits."""
+    return F.cross_entropy(net(x).logits, y)
+
+
+def usable(case: str) -> bool:
+    """Whether what a case needs is installed."""
+    return case not in (GPT2_SMALL, RESNET50) or importlib.util.find_spec("transformers") is not None
 
 
 CASES = {
@@ -147,5 +205,7 @@ CASES = {
     "MLP 16.8 M, batch 256": Case(lambda: perceptron(2896), lambda: vectors(2896, 256), classify, 1),
     "ResNet-like 2.8 M, batch 16": Case(residual, lambda: images(16), classify, 1, 72),
     "GPT-2-like 20.5 M, batch 4 x 64": Case(language, lambda: texts(4), inside, 1),
+    GPT2_SMALL: Case(gpt2_small, lambda: texts(8, _SMALL_VOCABULARY, 32), inside, 4, 48),
+    RESNET50: Case(resnet50, lambda: pictures(8), classify_logits, 1),
 }
 """By name, so that other processes find them."""

@@ -128,7 +128,7 @@ def _asked(found: dict, tiny: dict, large: int) -> list[Asked]:
             ratio = found[size][name] / found[size // 2][name]
             asked.append(Asked(f"payload {label(size)} to {label(size // 2)}, {name}", ratio, 1.3))
         ratio = over_floor(found, tiny, large, name)
-        asked.append(Asked(f"payload {label(large)} over the tiny step to its copies, {name}", ratio, 1.5))
+        asked.append(Asked(f"payload {label(large)} over the tiny step to its copies, {name}", ratio, 2.0))
     return asked
 
 

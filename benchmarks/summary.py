@@ -10,7 +10,10 @@ from typing import Any
 
 from benchmarks.measure import RESULTS, shown
 
-NAMES = ("training_step", "step_latency", "payload_sweep", "weights_sweep", "scaling", "memory", "scale")
+NAMES = (
+    *("training_step", "one_device", "own_process", "step_latency", "payload_sweep", "weights_sweep", "scaling"),
+    *("memory", "scale"),
+)
 """The benchmarks, in the order in which they are run and shown."""
 
 

@@ -7,6 +7,7 @@ from raydp_parallel.data_parallel import DataParallel, data_parallel
 from raydp_parallel.errors import (
     ClusterError,
     ExecutorClosed,
+    ForkedProcess,
     GraphLost,
     ParallelError,
     PlacementError,
@@ -14,6 +15,7 @@ from raydp_parallel.errors import (
     ReplicaError,
     ReplicaExit,
     RestartsSpent,
+    SourceMismatch,
     StateChanged,
     TransferError,
 )
@@ -33,6 +35,7 @@ __all__ = [
     "Executor",
     "ExecutorClosed",
     "ExecutorStats",
+    "ForkedProcess",
     "GraphLost",
     "Options",
     "ParallelError",
@@ -46,6 +49,7 @@ __all__ = [
     "ReplicaInfo",
     "ReplicaStats",
     "RestartsSpent",
+    "SourceMismatch",
     "StateChanged",
     "TransferError",
     "data_parallel",

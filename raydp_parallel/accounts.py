@@ -8,7 +8,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -133,6 +133,24 @@ class Accounts(dict[tuple[int, int], Account]):
             self.names.pop(model, None)
 
 
+class Recent(NamedTuple):
+    """One of a replica's last calls.
+
+    Attributes:
+        work: Seconds of forward and backward.
+        copies: Seconds of taking up state and copying.
+        rows: Rows of its chunk.
+    """
+
+    work: float
+    copies: float
+    rows: int
+
+    def plus(self, work: float, copies: float) -> Recent:
+        """With its backward."""
+        return self._replace(work=self.work + work, copies=self.copies + copies)
+
+
 @dataclass
 class Chair:
     """What concerns a replica whatever it runs."""
@@ -145,7 +163,7 @@ class Chair:
     owed: float = 0.0
     """Seconds that were entered as waited, and turned out to be work on a call that was heard of later."""
     clock: Clock = field(default_factory=Clock)
-    recent: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    recent: deque[Recent] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
 
 def enter(
@@ -162,7 +180,7 @@ def enter(
         rows: Rows of the batch that it computed.
     """
     t0, t1, t2, t3, t4 = laps
-    seconds, work = account.seconds, t3 - t2
+    seconds, work, copies = account.seconds, t3 - t2, (t2 - t0) + (t4 - t3)
     seconds[0] += t1 - t0
     seconds[1] += t2 - t1
     seconds[2 if method == "forward" else 3] += work
@@ -172,11 +190,11 @@ def enter(
     account.busy[method] += t4 - t0
     if method == "forward":
         account.forwards += 1
-        chair.recent.append((work, rows))
+        chair.recent.append(Recent(work, copies, rows))
     else:
         account.backwards += 1
         if chair.recent:
-            chair.recent[-1] = (chair.recent[-1][0] + work, chair.recent[-1][1])
+            chair.recent[-1] = chair.recent[-1].plus(work, copies)
     return t4 - t0
 
 
@@ -217,13 +235,12 @@ Ways = tuple[tuple[str, int], ...]
 """Bytes of a message by the links that they went by."""
 
 
-def ways(beside: Sequence[Any], size: int, others: str = "inline") -> Ways:
+def ways(beside: Sequence[Any], size: int) -> Ways:
     """The ways of a message's tensors.
 
     Args:
         beside: Its packets.
         size: The tensors' bytes.
-        others: How those went that are not in the packets.
     """
     found: list[tuple[str, int]] = []
     for packet in beside:
@@ -231,7 +248,7 @@ def ways(beside: Sequence[Any], size: int, others: str = "inline") -> Ways:
         part = size if part is None else min(size, part)
         size -= part
         found.append((link, part))
-    return (*found, (others, size)) if size else tuple(found)
+    return (*found, ("inline", size)) if size else tuple(found)
 
 
 def travelled(account: Account, went: Ways | None, size: int, direction: str) -> None:
@@ -244,7 +261,7 @@ def travelled(account: Account, went: Ways | None, size: int, direction: str) ->
 def way_of(packet: Any) -> tuple[str, int | None]:
     """The link that a packet beside a message goes by, and its bytes, None if only the message knows."""
     if isinstance(packet, Slice):
-        return "shared", 0 if packet.blank else packet.array.nbytes
+        return "shared", packet.array.nbytes
     if isinstance(packet, Found):
         return "shared", packet.descriptor.size
     if isinstance(packet, Exposed):

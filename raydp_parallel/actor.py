@@ -10,8 +10,10 @@ import itertools
 import logging
 import os
 import select
+import sys
 import threading
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from ray._private import worker
 from ray._private.worker import global_worker
 
 from raydp_parallel import devices, dial, line, outcome, sources
+from raydp_parallel.errors import ReplicaError
 from raydp_parallel.exchange import Host, Join
 from raydp_parallel.links import (
     Arena,
@@ -33,9 +36,11 @@ from raydp_parallel.links import (
     Mappings,
     Slice,
     link_for,
+    shared,
     shared_link,
 )
-from raydp_parallel.messages import Failure, Hello, Package, Reply
+from raydp_parallel.loaded import versions
+from raydp_parallel.messages import Hello, Package, Reply
 from raydp_parallel.phases import OpenSpan, unseen
 from raydp_parallel.replica import Replica
 from raydp_parallel.snapshot import watch
@@ -102,6 +107,10 @@ class Door:
         self._replica.forget(what)
         return self._replica.holdings()
 
+    def versions(self) -> tuple[tuple[str, str], ...]:
+        """What is installed here, asked before anything else, and in plain types: other versions know others."""
+        return versions()
+
     def hello(self) -> Hello:
         """Who is here."""
         found = devices.describe(self._device, os.getpid(), _node())
@@ -112,8 +121,9 @@ class Door:
 
     def learn(self, package: Package) -> None:
         """Take modules that only the driver has."""
-        folder = Path(_global_node().get_session_dir_path())  # which goes when the cluster ends
-        sources.unpack(package, folder / "raydp_parallel_sources")
+        session = Path(_global_node().get_session_dir_path()).name
+        if sources.unpack(package, sources.place(session)):
+            self._replica.import_anew()
 
     def share(self, probe: Descriptor, shown: bytes) -> tuple[Descriptor, bytes] | None:
         """See whether memory of the driver can be read here.
@@ -125,7 +135,7 @@ class Door:
         Returns:
             Some memory of this process, and what lies in it, for the driver to try; None if it does not work.
         """
-        if not shows(self._mappings.find(probe), shown):
+        if not (shared.exists() and shows(self._mappings.find(probe), shown)):
             return None
         lent, shown = sample(Arena())
         self._ledger.lend(lent)
@@ -145,6 +155,8 @@ class Door:
         Returns:
             Some memory of this process there, and what lies in it, for the driver to try; or why it does not work.
         """
+        if devices.expandable():
+            return "the replica's allocator uses expandable segments"
         try:
             self._mappings.opener = devices.Opener(self._device)
             if not devices.shows(self._mappings.find(probe).piece(), shown):
@@ -197,10 +209,11 @@ class Door:
 
     def _answer_line(self, number: int, buffers: list[Any]) -> Sequence[Any]:
         """Answer a call that came over the line: leases that ended; method; header; packets."""
-        if len(buffers[0]):
-            take_back(buffers[0], self._ledger)
-        work = (self._replica.forward, self._replica.backward, self._forget, self._group)[buffers[1][0]]
-        answer = Door._answer(self, work, number, bytes(buffers[2]), buffers[3:])
+        ended, method, header, *beside = buffers
+        if not isinstance(ended, MemoryError):
+            take_back(ended, self._ledger)
+        work = (self._replica.forward, self._replica.backward, self._forget, self._group)[method[0]]
+        answer = Door._answer(self, work, number, header, beside)
         answer = answer if isinstance(answer, tuple) else (answer,)
         for part in answer:
             if isinstance(part, Slice):
@@ -211,12 +224,12 @@ class Door:
         self,
         work: Callable[[Any, Mail, Mail], Any],
         number: int,
-        header: bytes,
+        header: Any,
         beside: Sequence[Any],
         span: OpenSpan = unseen,
     ) -> Any:
         """Do one call's work, in its turn; whatever goes wrong is an answer too, and no death."""
-        back = Mail(self._link)
+        back, process = Mail(self._link), os.getpid()
         try:
             with self._turns.take(number):
                 if self._spoiled:
@@ -224,20 +237,32 @@ class Door:
                 self._replica.span = span
                 if beside:
                     beside = [self._mappings.find(b) if isinstance(b, Descriptor) else b for b in beside]
-                reply = work(unpack(header), Mail(self._link, beside), back)
+                check_read(header, *beside)
+                asked = unpack(bytes(header))
+                if getattr(asked, "by_host", False):
+                    back.link = devices.by_host(self._link)
+                reply = work(asked, Mail(self._link, beside), back)
+                self._check_process(process, None)
                 if isinstance(reply, Reply) and reply.failure is not None:
                     self._spoiled = devices.spoiled(self._device)
-                    self._look_at(reply.failure)
                 return seal(reply, back)
         except BaseException as error:
+            self._check_process(process, error)
             self._spoiled = devices.spoiled(self._device)
             return seal(Reply(None, None, (), outcome.failure(error, None), 0.0, 0, 0), Mail(self._link))
 
+    def _check_process(self, process: int, error: BaseException | None) -> None:
+        """End a child that the module forked, and that came here as if it were the replica: it answers nothing."""
+        if os.getpid() != process:
+            self._end_child(error)
+
+    def _end_child(self, error: BaseException | None) -> None:
+        """Of a replica in its driver's process the child is the user's."""
+        if error is not None:
+            raise error
+
     def _end(self) -> None:
         """The device works no more, which was told with the last answer: an actor ends, for another to take over."""
-
-    def _look_at(self, failure: Failure) -> None:
-        """A reply tells of an exception; an actor enters it into its log."""
 
 
 _LINE = "raydp-line"
@@ -262,6 +287,13 @@ def shows(found: Found, expected: bytes) -> bool:
     return ctypes.string_at(piece.address, piece.size) == expected
 
 
+def check_read(*parts: Any) -> None:
+    """Raise the error of a part of a message that there was no memory for."""
+    for part in parts:
+        if isinstance(part, MemoryError):
+            raise part
+
+
 def give_back(mappings: Mappings) -> bytes:
     """The word which of the other's memory is no longer used, for the next message."""
     devices.let_go()
@@ -278,8 +310,10 @@ def take_back(word: Any, ledger: Ledger) -> None:
 
 
 def plain(answer: Any) -> Any:
-    """An answer that Ray carries: it copies what lies in shared memory."""
-    return tuple([p.array if isinstance(p, Slice) else p for p in answer]) if isinstance(answer, tuple) else answer
+    """An answer that Ray carries. What lies in segments is copied: Ray reads it later, when another call has them."""
+    if not isinstance(answer, tuple):
+        return answer
+    return tuple([part.array.copy() if isinstance(part, Slice) else part for part in answer])
 
 
 def seal(message: Any, mail: Mail) -> Any:
@@ -292,6 +326,11 @@ def unseal(answer: Any, link: Link) -> tuple[Any, Mail]:
     """The message of a return value, and the mail to open its packets with."""
     header, *beside = answer if isinstance(answer, tuple) else (answer,)
     return unpack(header), Mail(link, beside)
+
+
+def _refuse_debugger(*_: object, **__: object) -> None:
+    """What ``breakpoint()`` does in a replica."""
+    raise ReplicaError(outcome.NO_DEBUGGER)
 
 
 def _end_with(process: int) -> None:
@@ -335,12 +374,16 @@ class ReplicaActor(Door):
         device: ``"cpu"`` or ``"gpu"``.
         link: Name of the link for answers.
         rank: Which of the executor's replicas this is, for the dashboard and for what it prints.
+        environment: Variables of the driver's that change what is computed.
     """
 
-    def __init__(self, device: str, link: str, rank: int) -> None:
+    def __init__(self, device: str, link: str, rank: int, environment: Mapping[str, str]) -> None:
+        os.environ.update(environment)  # before CUDA starts, which reads them
         devices.keep_freed_memory()
         watch.stay()
-        super().__init__(devices.own(device), link_for(link), _task_span)
+        sys.breakpointhook = _refuse_debugger  # Ray's own waits for somebody to connect
+        given = [*map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))]
+        super().__init__(devices.take_given(device, given), link_for(link), _task_span)
         self._rank = rank
 
     def __repr__(self) -> str:
@@ -351,6 +394,18 @@ class ReplicaActor(Door):
         """Enter a line into the log."""
         log.warning("%s", text)
 
+    def _end_child(self, error: BaseException | None) -> None:
+        status = 0
+        if isinstance(error, SystemExit):
+            status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        elif error is not None:
+            traceback.print_exception(error)
+            status = 1
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(status & 0xFF)
+
     def _address(self) -> str:
         return str(ray.util.get_node_ip_address())
 
@@ -358,11 +413,8 @@ class ReplicaActor(Door):
         log.warning("the GPU works no more in this process, which therefore ends; the error before says why")
         os._exit(1)
 
-    def _look_at(self, failure: Failure) -> None:
-        # For the actor's page in the dashboard; the exception itself is raised in the driver.
-        log.warning("%s", failure.text.strip().splitlines()[-1])
-
     note = _quiet(note)
+    versions = _quiet(Door.versions)
     hello = _quiet(Door.hello)
     empty = _quiet(Door.empty)
     forget = _quiet(Door.forget)
@@ -371,7 +423,7 @@ class ReplicaActor(Door):
     leave = _aside(Door.leave)
     share = _quiet(Door.share)
     start_sharing = _quiet(Door.start_sharing)
-    share_device = _quiet(Door.share_device)
+    share_device = _aside(Door.share_device)  # should it hang, calls go on
     start_device = _quiet(Door.start_device)
     skip_to = _quiet(Door.skip_to)
     open_line = _quiet(Door.open_line)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,14 +42,23 @@ def advise(stats: ExecutorStats) -> tuple[Advice, ...]:
 
 def straggler(replicas: tuple[ReplicaStats, ...]) -> ReplicaStats | None:
     """The replica that all others wait for, None if they are about as fast as each other."""
-    paced = {replica.index: pace(replica) for replica in replicas if replica.recent_ms}
+    paced = [replica for replica in replicas if replica.recent_ms]
     if len(paced) < 2:
         return None
-    slow = max((r for r in replicas if r.index in paced), key=lambda r: paced[r.index])
-    others = statistics.median(p for index, p in paced.items() if index != slow.index)
-    rows = max(1.0, slow.recent_rows)
-    late = (paced[slow.index] - others) * rows
-    return slow if paced[slow.index] >= STRAGGLER * others and late >= _NOTICEABLE else None
+    # A short last chunk takes more time for each row, because every call costs something, and no other waits for it.
+    slow = max((r for r in paced if _ratio(r, paced) >= STRAGGLER), key=lambda r: r.recent_ms, default=None)
+    return slow if slow is not None and _lead(slow, paced) >= _NOTICEABLE else None
+
+
+def _ratio(replica: ReplicaStats, paced: Sequence[ReplicaStats]) -> float:
+    """How many times the others' time it takes for a row, lately."""
+    others = statistics.median(pace(other) for other in paced if other is not replica)
+    return pace(replica) / others
+
+
+def _lead(replica: ReplicaStats, paced: Sequence[ReplicaStats]) -> float:
+    """Milliseconds that the others are done before it in a call, lately."""
+    return replica.recent_ms - statistics.median(other.recent_ms for other in paced if other is not replica)
 
 
 def pace(replica: ReplicaStats) -> float:
@@ -82,15 +91,14 @@ def _straggler(stats: ExecutorStats) -> Iterator[Advice]:
     slow = straggler(stats.replicas)
     if slow is None:
         return
-    others = statistics.median(pace(r) for r in stats.replicas if r.index != slow.index and r.recent_ms)
-    ratio = pace(slow) / others if others else float("inf")
-    lost = max(r.phases.wait for r in stats.replicas if r.index != slow.index)
+    paced = [replica for replica in stats.replicas if replica.recent_ms]
+    ratio, waited = _ratio(slow, paced), _lead(slow, paced)
     yield Advice(
         "straggler",
         f"{_who(slow)} (node {slow.node_id[:8]}, pid {slow.pid}) is a straggler: "
-        f"{slow.recent_ms:.1f} ms of forward and backward in a call, {ratio:.1f} times the others' time for a row. "
-        f"The others have waited for up to {lost:.1f} s. See what else runs on that device, or leave it out",
-        {"recent_ms": slow.recent_ms, "ratio": ratio, "others_waited_s": lost},
+        f"{slow.recent_ms:.1f} ms of forward and backward in each of its last calls, {ratio:.1f} times the others' "
+        f"time for a row; they wait {waited:.1f} ms for it each time. See what else runs there, or leave it out",
+        {"recent_ms": slow.recent_ms, "ratio": ratio, "others_wait_ms": waited},
         slow.index,
     )
 
@@ -108,7 +116,7 @@ def _limits(stats: ExecutorStats) -> Iterator[Advice]:
             lambda r: r.phases.wait,
             lambda r: r.phases.reduce,
             lambda r: r.phases.work,
-            lambda r: r.phases.copy_in + r.phases.copy_out + r.phases.adopt,
+            lambda r: r.phases.copies,
         )
     )
     if idle + reduce > 0.4:
@@ -131,12 +139,16 @@ def _limits(stats: ExecutorStats) -> Iterator[Advice]:
             "waiting for each other. Larger batches, or fewer replicas",
             {"rows": rows, "work_ms": each, "way_ms": around},
         )
-    if copies > work and copies > 0.2:
+    # Of the last calls: the first ones import the model's code, and carry all of its weights.
+    lately = sum(r.recent_copies_ms for r in stats.replicas)
+    worked = sum(r.recent_ms for r in stats.replicas)
+    if lately > worked and copies > 0.2:
         yield Advice(
             "copies",
-            f"bound by copies: {copies:.0%} of the replicas' time goes to copying and taking up state, {work:.0%} to "
-            f"work. Over the link {stats.link!r} went {_mb(stats, 'bytes_in')} in and {_mb(stats, 'bytes_out')} out",
-            {"copies": copies, "work": work},
+            f"bound by copies: of each of their last calls the replicas spent {lately / len(stats.replicas):.1f} ms "
+            f"copying and taking up state, and {worked / len(stats.replicas):.1f} ms working. Over the link "
+            f"{stats.link!r} went {_mb(stats, 'bytes_in')} in and {_mb(stats, 'bytes_out')} out",
+            {"copies": copies, "work": work, "copies_ms": lately, "work_ms": worked},
         )
 
 

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from raydp_parallel import forks
 from raydp_parallel.accounts import Account, Accounts, Chair, enter, for_model, phases_of, travelled
 from raydp_parallel.advice import advise
 from raydp_parallel.jobs import Job
@@ -74,6 +75,11 @@ class Books:
         self._numbers = {"forward": 0, "backward": 0}
         self._began = time.perf_counter()
         self._next_shown: dict[str, float] = {}
+        forks.tell_child(self)
+
+    def after_fork(self) -> None:
+        """No other thread has the lock."""
+        self._lock = threading.Lock()
 
     def seated(self, seat: Seat) -> None:
         """A replica sat down."""
@@ -137,7 +143,8 @@ class Books:
         A call over a direct line is no Ray task. So that the dashboard has a task list and a timeline, now and then a
         call goes as a task, under a name with its number: at first each second, later after a fifth of the time that
         has passed. Not more often, and no others with their number, because Ray labels a metric with each task's name
-        and never forgets it: a name costs 11 series. Not those with large answers, which the line carries faster.
+        and never forgets it: a name costs 11 series. Not those with large answers, which the line carries faster,
+        and not those of GPUs (`RemoteDoor.on_gpu`).
         """
         now = time.perf_counter()
         if not self.shown or now < self._next_shown.get(method, 0.0):
@@ -253,15 +260,16 @@ class Books:
             more["phases"] = phases_of(chair, found, now, self._waiting(seat))
             more["memory"], more["memory_peak"] = chair.memory
             more["memory_total"] = hello.memory
-            recent = [entry for entry in chair.recent if entry[1]]
+            recent = [entry for entry in chair.recent if entry.rows]
             if recent:
                 # A median: a call that the machine's other work held up makes no straggler.
-                more["recent_ms"] = 1e3 * statistics.median(work for work, _ in recent)
-                more["recent_rows"] = float(statistics.median(rows for _, rows in recent))
+                more["recent_ms"] = 1e3 * statistics.median(entry.work for entry in recent)
+                more["recent_copies_ms"] = 1e3 * statistics.median(entry.copies for entry in recent)
+                more["recent_rows"] = float(statistics.median(entry.rows for entry in recent))
         if model is not None:
             more.update(for_model(found))
         elif chair is not None and chair.recent:
-            more["chunk_rows"] = chair.recent[-1][1]  # of whichever model came last
+            more["chunk_rows"] = chair.recent[-1].rows  # of whichever model came last
         return seat.tally.stats(info, **more)
 
     def report(self, stats: ExecutorStats, history: Sequence[Any], last: bool) -> Report:

@@ -11,16 +11,18 @@ when the engine or the garbage collector frees the saved tensor, the handle goes
 The engine frees Join's saved tensor before it reaches Fork, so unpacking pins the handle until Fork has made its trip.
 
 [Note: higher orders]
-Under ``create_graph`` Fork's backward is itself a call whose leaves are the old leaves and the incoming gradients, and
-whose graphs the replicas kept. Such a call shares nodes with the one it came from: from then on neither lets torch free
-buffers in passing, and the handles free everything.
+Under ``create_graph`` Fork's backward is itself a call, whose graphs the replicas kept. Its leaves are the incoming
+gradients. What flows on from it into the graphs that it is derived from must meet there what their own outputs
+received, in one run of the engine: a hook on a tensor inside the module is called once, with the sum. So a derived Fork
+makes a trip for the incoming gradients alone, if they are asked for, and passes on what it received to the Forks that
+it is derived from, which the engine runs after it because their tokens are among its inputs. Derived calls share nodes
+with the ones they came from: from then on neither lets torch free buffers in passing, and the handles free everything.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,26 +30,16 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
-from raydp_parallel import abreast, codec, context, devices, outcome, reduction, replay
+from raydp_parallel import codec, context, devices, outcome, reduction, replay
+from raydp_parallel.errors import ExecutorClosed
 from raydp_parallel.executor import Executor
-from raydp_parallel.jobs import Answer, Graph, Job
+from raydp_parallel.jobs import Answer, Graph, Handle, Job
 from raydp_parallel.links import Mail
 from raydp_parallel.messages import BackwardRequest
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.pool import Part, Pool, plan, share
 from raydp_parallel.seats import Seat
 from raydp_parallel.snapshot.master import Master
-
-
-class Handle:
-    """Alive while torch would keep the graphs; its end lets the replicas free them."""
-
-    def __init__(self, graphs: Sequence[Graph]) -> None:
-        self._graphs = graphs
-
-    def __del__(self) -> None:
-        for graph in self._graphs:
-            graph.drop()
 
 
 class Call:
@@ -59,10 +51,10 @@ class Call:
         kinds: What each of them is, see `Leaf.kind`; ``"input"`` for inputs.
         unused: What unused parameters get.
         shared: Whether it shares nodes with another call.
-        joins: Whether its inputs were cut, and its outputs are joined, along their first dimension, by nobody else.
+        parents: The calls that it is derived from.
 
     Attributes:
-        kind: What the sizes of its outputs depend on, as far as can be told.
+        token: What its leaves became, once they were entered into torch's graph.
     """
 
     def __init__(
@@ -72,15 +64,15 @@ class Call:
         kinds: list[str],
         unused: UnusedGrads,
         shared: bool = False,
-        joins: bool = False,
+        parents: Sequence[Call] = (),
     ) -> None:
         self.executor = executor
         self.leaves = leaves
         self.kinds = kinds
         self.unused = unused
         self.shared = shared
-        self.joins = joins
-        self.kind: Hashable = None
+        self.parents = parents
+        self.token: Tensor | None = None
         self.parts: list[Part | None] = []
         self._passes: dict[int, Pass] = {}
 
@@ -98,23 +90,35 @@ class Call:
         return self._passes.pop(torch._C._current_graph_task_id())
 
 
+Stash = dict[Call, dict[int, dict[int, Tensor]]]
+"""Gradients of outputs: by the call, its chunk and the output's number there."""
+
+
 class Pass(NamedTuple):
     """What one pass of the engine brought so far.
 
     Attributes:
-        grads: For each chunk its outputs' gradients, by output.
+        grads: The gradients, of the call's outputs and of those of calls derived from it.
         pinned: What keeps the remote graphs alive until the trip.
         tracks: On a GPU, the streams that made the gradients. Fork's node is the CPU's, and does not hear of them.
     """
 
-    grads: dict[int, dict[int, Tensor]]
+    grads: Stash
     pinned: list[Handle]
     tracks: list[devices.Track]
+
+    def take(self, other: Pass) -> None:
+        """Add what another pass brought."""
+        self.grads.update(other.grads)
+        self.pinned.extend(other.pinned)
+        self.tracks.extend(other.tracks)
 
 
 def fork(call: Call) -> Tensor:
     """Enter the leaves into torch's graph."""
-    return Fork.apply(call, *call.leaves)  # type: ignore[no-any-return]
+    token: Tensor = Fork.apply(call, *[parent.token for parent in call.parents], *call.leaves)
+    call.token = token
+    return token
 
 
 def graft(call: Call, token: Tensor, handle: Handle, tensors: Sequence[list[Tensor]], joined: bool = False) -> None:
@@ -148,24 +152,40 @@ class Fork(Function):
     """Leaves in, a token out. Saves no tensor, so it may run again."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *leaves: Tensor) -> Tensor:
-        ctx.call = call
+    def forward(ctx: Any, call: Call, *_: Tensor) -> Tensor:
+        # The call has the token, and that this node. What makes the engine run it has the call: a Join, a derived call.
+        ctx.call = weakref.ref(call)
         ctx.set_materialize_grads(False)  # a token's gradient is none
         return torch.zeros((), device="cpu")
 
     @staticmethod
+    @context.uncompiled
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
-        call: Call = ctx.call
-        stash, pinned, tracks = call.end_pass()
-        devices.follow(tracks)
-        needed = _needed(ctx)
+        call: Call = ctx.call()
+        if call.executor.closed:
+            raise ExecutorClosed(
+                "backward: the executor was closed, by close() or shutdown(), after the forward, and the graphs ended "
+                "with its replicas; run backward before closing it, or run forward again with one that is open"
+            )
+        ending = call.end_pass()
+        devices.follow(ending.tracks)
+        will_run = _needed(ctx)
+        derived = len(call.parents)
+        for parent, runs in zip(call.parents, will_run[:derived], strict=True):
+            if runs:
+                parent.now.take(ending)
+        needed = will_run[derived:]
+        if derived and not any(needed):
+            return (None, *[None] * len(will_run))
+        stash = ending.grads
         create = torch.is_grad_enabled()
-        call.shared |= create
-        keep = torch._C._autograd._get_current_graph_task_keep_graph() or call.shared
+        for one in stash:
+            one.shared |= create
+        keep = torch._C._autograd._get_current_graph_task_keep_graph() or any(one.shared for one in stash)
         grads = _derive(call, stash, needed) if create else _collect(call, stash, needed, keep)
-        del pinned
+        del ending
         devices.hand_over(grads)
-        return (None, *grads)
+        return (None, *[None] * derived, *grads)
 
 
 class Join(Function):
@@ -180,12 +200,13 @@ class Join(Function):
         return outputs if len(outputs) > 1 else outputs[0]
 
     @staticmethod
+    @context.uncompiled
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (_,) = ctx.saved_tensors  # raises torch's own error if the graph was freed
         now = ctx.call.now
         for (chunk, k), grad in zip(ctx.places, grads, strict=True):
             if grad is not None:
-                now.grads.setdefault(chunk, {})[k] = grad
+                now.grads.setdefault(ctx.call, {}).setdefault(chunk, {})[k] = grad
                 track = devices.track(grad)
                 if track is not None:
                     now.tracks.append(track)
@@ -208,49 +229,58 @@ def _will_run(node: Any) -> bool:
 
 def _run(
     call: Call,
-    stash: dict[int, dict[int, Tensor]],
+    stash: Stash,
     needed: Sequence[bool],
     keep: bool,
     derived: dict[int, Graph],
     pool: Pool | None = None,
     chosen: Sequence[int] | None = None,
-    ground: abreast.Ground | None = None,
 ) -> list[Answer]:
     """One trip: the backward of every chunk that has gradients, or of those ``chosen`` among them."""
     ambient = context.capture()
-    partial = not all(needed)
+    # What was left out of torch's graph, because no chunk reached it, gets nothing in a replica either.
+    partial = any(leaf.requires_grad and not need for leaf, need in zip(call.leaves, needed, strict=True))
     threads = call.executor.threads(len(call.parts))
 
     def job(number: int, i: int, part: Part) -> Job:
-        grads, makes = stash[i], derived.get(i)
-        indices = tuple(sorted(grads))
+        given, makes = _given(stash, i), derived.get(i)
+        outputs = tuple((graph.key, tuple(k for k, _ in found)) for graph, found in given)
+        grads = _distinct([grad for _, found in given for _, grad in found])
 
         def prepare(seat: Seat, mail: Mail) -> BackwardRequest:
-            parcel, sent = codec.encode(tuple(map(grads.__getitem__, indices)), mail, "gradients")
+            parcel, sent = codec.encode(tuple(grads), mail, "gradients")
             wanted = tuple(map(needed.__getitem__, part.leaves))
             name = seat.name_of(part.master.id, part.seat)
             moved = part.master.moved_since(part.mark, seat.held.get(name, 0))
             key = makes.key if makes is not None else None
             request = BackwardRequest(
-                name, part.graph.key, indices, parcel, wanted, partial, keep, key, moved, part.first, threads,
-                ambient, seat.forget(), site=ground.site(number, mail) if ground is not None else None,
+                name, part.graph.key, outputs, parcel, wanted, partial, keep, key, moved, part.first, threads,
+                ambient, seat.forget(), by_host=devices.is_cpu(call.leaves[0].device),
             )  # fmt: skip
-            if makes is not None and part.graph.recipe is not None:
+            before = [(graph, graph.recipe) for graph, _ in given if graph.recipe is not None]
+            if makes is not None and len(before) == len(given):
                 kept = replay.keep(parcel, sent, "the gradients that it was given")
-                makes.recipe = replay.derived(request, kept, part.graph, part.graph.recipe, part.seat, part.master.id)
+                makes.recipe = replay.derived(request, kept, before, part.seat, part.master.id)
             return request if pool is None else request._replace(**pool.words(number, seat))
 
         made = makes if pool is None else pool.kept[number]
         heard = None if pool is None else pool.heard
-        return Job(part.seat, "backward", prepare, part.master.id, made, part.graph, heard=heard)
+        return Job(part.seat, "backward", prepare, part.master.id, made, [graph for graph, _ in given], heard=heard)
 
     jobs = [job(number, i, part) for number, (i, part) in enumerate(_parts(call, stash))]
     return call.executor.run(jobs if chosen is None else [jobs[number] for number in chosen])
 
 
-def _parts(call: Call, stash: dict[int, dict[int, Tensor]]) -> list[tuple[int, Part]]:
+def _parts(call: Call, stash: Stash) -> list[tuple[int, Part]]:
     """The chunks that have gradients, with their numbers in the call."""
-    return [(i, part) for i, part in enumerate(call.parts) if part is not None and i in stash]
+    chunks = set[int]().union(*stash.values())
+    return [(i, part) for i, part in enumerate(call.parts) if part is not None and i in chunks]
+
+
+def _given(stash: Stash, chunk: int) -> list[tuple[Graph, list[tuple[int, Tensor]]]]:
+    """The graphs of a chunk that have gradients, with the numbers of their outputs."""
+    found = [(call.parts[chunk], sorted(grads[chunk].items())) for call, grads in stash.items() if chunk in grads]
+    return [(part.graph, outputs) for part, outputs in found if part is not None]
 
 
 def _finish(call: Call, parts: Sequence[Part], answers: Sequence[Answer]) -> None:
@@ -259,9 +289,13 @@ def _finish(call: Call, parts: Sequence[Part], answers: Sequence[Answer]) -> Non
     finish([(part.master if part.first else None, a) for part, a in zip(parts, answers, strict=True)])
 
 
-def _pooled(
-    call: Call, stash: dict[int, dict[int, Tensor]], needed: Sequence[bool], keep: bool, pool: Pool
-) -> list[Answer]:
+def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same tensors, each an object of its own: both summands of ``a + b`` receive one gradient."""
+    first = {id(tensor): at for at, tensor in reversed([*enumerate(tensors)])}
+    return [tensor if first[id(tensor)] == at else tensor.detach() for at, tensor in enumerate(tensors)]
+
+
+def _pooled(call: Call, stash: Stash, needed: Sequence[bool], keep: bool, pool: Pool) -> list[Answer]:
     """One trip whose gradients are summed among the replicas; a second one if that went wrong."""
     parts = [part for _, part in _parts(call, stash)]
     try:
@@ -292,22 +326,17 @@ def finish(answers: Sequence[tuple[Master | None, Answer]]) -> None:
             outcome.reraise(answer.reply.failure, str(answer.seat))
 
 
-def _collect(
-    call: Call, stash: dict[int, dict[int, Tensor]], needed: Sequence[bool], keep: bool
-) -> list[Tensor | None]:
+def _collect(call: Call, stash: Stash, needed: Sequence[bool], keep: bool) -> list[Tensor | None]:
     """First order: the sums of the chunks' gradients."""
-    parts = [part for _, part in _parts(call, stash)]
-    pool = plan(call.executor, parts, call.leaves, needed) if parts else None
+    numbered = _parts(call, stash)
+    parts = [part for _, part in numbered]
+    there = all(graph.on(part.seat) for i, part in numbered for graph, _ in _given(stash, i))
+    pool = plan(call.executor, parts, call.leaves, needed) if parts and there else None
     summed: Mapping[int, int] = {}
     if pool is None:
-        cut = call.joins and "input" in call.kinds and bool(parts)
-        kind = call.kind, tuple(stash), tuple(needed)
-        ground = abreast.ground(parts[0].master, kind) if cut else None
-        answers = _run(call, stash, needed, keep, {}, ground=ground)
+        answers = _run(call, stash, needed, keep, {})
         _finish(call, parts, answers)
         shares = [share(part, answer) for part, answer in zip(parts, answers, strict=True)]
-        if cut and (ground is not None or (abreast.large(answers) and _mostly_inputs(call, shares))):
-            abreast.note(parts[0].master, kind, answers, ground)
     else:
         try:
             answers = _pooled(call, stash, needed, keep, pool)
@@ -320,18 +349,6 @@ def _collect(
         dense = {one.layout for one in sums if one is not None} <= {torch.strided}
         whole = [True] * len(sums) if dense else _whole(call, shares[-len(parts) :] if parts else [], summed)
         return reduction.settle(sums, call.leaves, call.kinds, needed, whole, call.unused)
-
-
-def _mostly_inputs(call: Call, shares: Sequence[reduction.Share]) -> bool:
-    """Whether most bytes of gradients are the inputs', which are joined, and not the model's, which are added."""
-    sizes = Counter[bool]()
-    for one in shares:
-        present = codec.load(one.parcel, range(len(one.parcel.specs)))
-        for leaf, row in zip(one.leaves, present, strict=True):
-            if leaf is not None and row is not None:
-                spec = one.parcel.specs[row]
-                sizes[call.kinds[leaf] == "input"] += math.prod(spec.shape) * codec.DTYPES[spec.dtype].itemsize
-    return sizes[True] > sizes[False]
 
 
 def _whole(call: Call, shares: Sequence[reduction.Share], summed: Mapping[int, int]) -> list[bool]:
@@ -348,25 +365,25 @@ def _whole(call: Call, shares: Sequence[reduction.Share], summed: Mapping[int, i
     return [a == b for a, b in zip(expected, given, strict=True)]
 
 
-def _derive(call: Call, stash: dict[int, dict[int, Tensor]], needed: Sequence[bool]) -> list[Tensor | None]:
+def _derive(call: Call, stash: Stash, needed: Sequence[bool]) -> list[Tensor | None]:
     """Higher order: the same trip, whose results can be differentiated in their turn."""
-    incoming = [grads[k] for _, grads in sorted(stash.items()) for k in sorted(grads)]
-    kinds = [*call.kinds, *["input"] * len(incoming)]
-    derived = Call(call.executor, [*call.leaves, *incoming], kinds, call.unused, True)
-    graphs = {i: Graph() for i in stash}
-    parts = {i: part for i, part in enumerate(call.parts) if part is not None and i in stash}
+    parts = dict(_parts(call, stash))
+    incoming = {i: [grad for _, found in _given(stash, i) for _, grad in found] for i in parts}
+    leaves = [grad for grads in incoming.values() for grad in grads]
+    derived = Call(call.executor, leaves, ["input"] * len(leaves), call.unused, True, [*stash])
+    graphs = {i: Graph() for i in parts}
     handle = Handle([*graphs.values()])
     token = fork(derived)
     answers = _run(call, stash, needed, True, graphs)
     _finish(call, [*parts.values()], answers)
-    at = len(call.leaves)
+    at = 0
     found: list[list[Tensor]] = [[] for _ in call.parts]
     derived.parts = [None] * len(call.parts)
     places: list[tuple[int, int, int]] = []
     for (i, part), answer in zip(parts.items(), answers, strict=True):
-        own = [*part.leaves, *range(at, at + len(stash[i]))]
-        at += len(stash[i])
-        derived.parts[i] = part._replace(graph=graphs[i], leaves=own)
+        own = range(at, at + len(incoming[i]))
+        at = own.stop
+        derived.parts[i] = part._replace(graph=graphs[i], leaves=own, own=0)
         assert answer.reply.value is not None
         found[i] = codec.unpack(answer.reply.value, answer.mail, call.leaves[0].device)
         present = codec.load(answer.reply.value, range(len(found[i])))

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from raydp_parallel import abreast, batch, bridge, codec, context, devices, replay
+from raydp_parallel import batch, bridge, codec, context, devices, replay
 from raydp_parallel.exchange import Relay
 from raydp_parallel.executor import Executor
-from raydp_parallel.jobs import Answer, Graph, Job
+from raydp_parallel.jobs import Answer, Graph, Handle, Job
 from raydp_parallel.links import Mail
 from raydp_parallel.messages import Arguments, ForwardRequest, Produced, Reply, StateUpdate
 from raydp_parallel.options import UnusedGrads
@@ -99,8 +99,9 @@ class _Forward:
         wanted = capturing.get()
         self.capture = wanted if wanted is not None and wanted.module is chunks[0].master.module else None
         self.seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
-        joins = joining.get() and self.capture is None and len(chunks) > 1
-        self.call = bridge.Call(executor, [], [], unused, joins=joins and devices.is_cpu(chunks[0].master.device))
+        on_cpu = devices.is_cpu(chunks[0].master.device)
+        self.joins = joining.get() and self.capture is None and len(chunks) > 1 and on_cpu
+        self.call = bridge.Call(executor, [], [], unused)
         self.threads = executor.threads(len(chunks))
         self.sends: list[int] = []
         self.verified = True
@@ -141,15 +142,13 @@ class _Forward:
         self.marks: dict[Master, Mark] = {}
         self.made: dict[int, tuple[ForwardRequest, replay.Kept]] = {}
         self.graphs = [Graph() if self.ambient.grad else None for _ in self.chunks]
-        self.handle = bridge.Handle([graph for graph in self.graphs if graph is not None])
+        self.handle = Handle([graph for graph in self.graphs if graph is not None])
         self.posts: dict[Master, Post | None] = {}
-        self.call.kind = None
         self.token = None
-        self.ground: abreast.Ground | None = None
         self.ways = {master: self._way(master) for master in self.masters}
         jobs = [
             Job(
-                c.seat, "forward", functools.partial(self._request, i), c.master.id, self.graphs[i], None,
+                c.seat, "forward", functools.partial(self._request, i), c.master.id, self.graphs[i], (),
                 c.rows, self._listener(c.master) if self.ways[c.master] is not None else None,
             )
             for i, c in enumerate(self.chunks)
@@ -198,9 +197,6 @@ class _Forward:
         grad = self.ambient.grad
         parcel, tensors = codec.encode(value, mail, root, requires_grad=grad)
         self.inputs[number] = [t for t in tensors if t.requires_grad] if grad else []
-        if self.call.joins and self.call.kind is None:
-            self.call.kind = tuple([c.rows for c in self.chunks]), tuple([tuple(t.shape) for t in tensors])
-            self.ground = abreast.ground(chunk.master, self.call.kind)
         name = seat.name_of(chunk.master.id, chunk.seat)
         update, relay = self._update(number, seat, name, mail)
         request = ForwardRequest(
@@ -221,7 +217,7 @@ class _Forward:
             forget=seat.forget(),
             overlay=replay.overlay(chunk.master, self.marks[chunk.master], mail),
             relay=relay,
-            site=self.ground.site(number, mail) if self.ground is not None else None,
+            by_host=devices.is_cpu(chunk.master.device),
         )
         if graph is not None and self.executor.replays:
             self.made[number] = request, replay.keep(parcel, tensors, "arguments")
@@ -294,14 +290,12 @@ class _Forward:
             self.call.parts.append(part)
 
     def _outputs(self, answers: Sequence[Answer]) -> list[Any]:
-        if self.call.joins:
-            abreast.note(self.chunks[0].master, self.call.kind, answers, self.ground)
         unpacked = [
             codec.unpack(a.reply.value, a.mail, c.master.device) if a.reply.value else []
             for c, a in zip(self.chunks, answers, strict=True)
         ]
         if self.token is not None:
-            joined = self.call.joins and not batch.any_registered() and codec.in_rows([a.reply.value for a in answers])
+            joined = self.joins and not batch.any_registered() and codec.in_rows([a.reply.value for a in answers])
             bridge.graft(self.call, self.token, self.handle, unpacked, joined)
         else:
             for tensor in itertools.chain.from_iterable(unpacked):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
@@ -45,8 +48,35 @@ def _set_default_dtype(name: str) -> None:
     torch.set_default_dtype(getattr(torch, name))
 
 
-def _set_deterministic(value: tuple[bool, bool]) -> None:
+_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
+"""The variable that torch asks for in each product of matrices if algorithms have to be deterministic."""
+
+VARIABLES = (
+    _WORKSPACES,
+    "CUBLASLT_WORKSPACE_SIZE",
+    "CUDA_LAUNCH_BLOCKING",
+    "NVIDIA_TF32_OVERRIDE",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+"""Variables of the environment that say how a process computes on a GPU. A replica has those of its node's, which may
+have been started long before: it gets the driver's."""
+
+
+def environment() -> dict[str, str]:
+    """Those that are set here, for a replica that starts."""
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
+
+
+def _deterministic() -> tuple[bool, bool, str]:
+    on = torch._C._get_deterministic_algorithms()
+    return on, torch._C._get_deterministic_algorithms_warn_only(), os.environ.get(_WORKSPACES, "") if on else ""
+
+
+def _set_deterministic(value: tuple[bool, bool, str]) -> None:
     torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+    if value[2]:
+        os.environ[_WORKSPACES] = value[2]
 
 
 def _older(read: Callable[[], Any], write: Callable[[Any], None]) -> _Flag:
@@ -61,12 +91,32 @@ def _older(read: Callable[[], Any], write: Callable[[Any], None]) -> _Flag:
     return _Flag(read_if_told, lambda value: write(value) if value is not None else None)
 
 
+def _pair(name: str) -> list[_Flag]:
+    """A setting of one value or, in newer versions of torch, of two; none where torch does not know it."""
+    read: Any = getattr(torch._C, f"_get_{name}", None)
+    write: Any = getattr(torch._C, f"_set_{name}", None)
+    if read is None or write is None:
+        return []
+    return [_Flag(read, lambda value: write(*value) if isinstance(value, tuple) else write(value))]
+
+
+def _precisions() -> list[_Flag]:
+    """How many bits of a float32 products take, by torch's newer interface, which the older one does not follow."""
+    read: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
+    write: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
+    if read is None:
+        return []
+    operations = [(backend, op) for backend in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")]
+    # What holds for all of them comes first: what a part says without a setting of its own follows it.
+    return [
+        _Flag(functools.partial(read, *which), functools.partial(write, *which))
+        for which in (("generic", "all"), *operations)
+    ]
+
+
 _FLAGS = (
     _Flag(lambda: _NAMES[torch.get_default_dtype()], _set_default_dtype),
-    _Flag(
-        lambda: (torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only()),
-        _set_deterministic,
-    ),
+    _Flag(_deterministic, _set_deterministic),
     _older(torch._C._get_float32_matmul_precision, torch.set_float32_matmul_precision),
     # Read from where `torch.backends` reads, which takes ten times as long.
     _Flag(torch._C._get_cudnn_enabled, functools.partial(setattr, torch.backends.cudnn, "enabled")),
@@ -77,6 +127,10 @@ _FLAGS = (
     _Flag(torch._C._get_mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
     _Flag(torch._C._get_math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
     _Flag(torch._C._get_cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    *_pair("cublas_allow_fp16_reduced_precision_reduction"),
+    *_pair("cublas_allow_bf16_reduced_precision_reduction"),
+    *_pair("cublas_allow_fp16_accumulation"),
+    *_precisions(),  # last, because the older ones set these, too
 )
 
 _READS = [flag.read for flag in _FLAGS]
@@ -124,3 +178,17 @@ def _autocast(device: str, enabled: bool, dtype: str, cache: bool) -> Any:
 
 def _flags() -> tuple[Any, ...]:
     return tuple([read() for read in _READS])
+
+
+def uncompiled(function: F) -> F:
+    """Make a function a graph break of `torch.compile`, and leave alone what it calls: `torch.compiler.disable`.
+
+    That one imports the compiler, which takes seconds; from torch 2.7 on the same can be said without it.
+    """
+    eval_frame = torch._C._dynamo.eval_frame
+    if not hasattr(eval_frame, "set_code_exec_strategy"):
+        return torch.compiler.disable(function)  # type: ignore[no-any-return]
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function

@@ -88,6 +88,9 @@ class Crew(Protocol):
     def link_to(self, door: Any) -> Link:
         """What a message to one replica travels by. What goes to several is sent by `link`."""
 
+    def rest(self) -> None:
+        """The calling thread is about to wait for replicas: leave them the cores that they share with it."""
+
     def submit(self, door: Any, method: str, header: bytes, beside: Sequence[Packet], task: Task | None = None) -> Any:
         """Send a call; returns what `collect` waits for, which has a ``give_up()`` for calls nobody waits for."""
 
@@ -115,7 +118,7 @@ class Crew(Protocol):
         """End replicas, at once."""
 
     def teach(self, package: Package, doors: Sequence[Any]) -> bool:
-        """Give modules to replicas, and to those that start later; False if they have them already."""
+        """Give modules to replicas, each before its next call; False if all of these have them already."""
 
     def release(self, places: Collection[Place] | None = None) -> None:
         """Let go of what some places hold of the cluster, by default all."""

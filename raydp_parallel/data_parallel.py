@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -11,14 +14,22 @@ import torch
 from torch import nn
 from torch._C._profiler import _RecordFunctionFast as record_function
 
-from raydp_parallel import batch, calling, devices, primitives, replica
+from raydp_parallel import batch, calling, context, devices, primitives, replica
 from raydp_parallel.crew import DeviceId
 from raydp_parallel.executor import Executor, normalize, shared
-from raydp_parallel.monitor import ExecutorStats
+from raydp_parallel.monitor import Advice, ExecutorStats
 from raydp_parallel.options import Options
 from raydp_parallel.snapshot.master import check_devices
 
 T = TypeVar("T", bound=nn.Module)
+
+log = logging.getLogger("raydp_parallel")
+
+_IN_PLACE = (
+    "the module runs in place, in this process, because device_ids were left out and there is no GPU. "
+    "device_ids=['cpu', 'cpu'] makes two CPU replicas"
+)
+_ABSENT_IN_PLACE = ("dim", "executor", "output_device", "src_device_obj")
 
 _rows: ContextVar[tuple[int, ...] | None] = ContextVar("raydp_parallel_rows", default=None)
 
@@ -64,6 +75,7 @@ class DataParallel(nn.DataParallel[T]):
         ids = normalize(device_ids, self._options)
         self.device_ids: list[Any] = list(ids)
         if not ids:
+            _say_in_place()
             return
         self.dim = dim
         self._executor = executor
@@ -78,7 +90,7 @@ class DataParallel(nn.DataParallel[T]):
     def output_device(self) -> Any:
         """Where outputs go: as upstream, a CUDA index where it is one."""
         if "_output_device" not in self.__dict__:
-            raise AttributeError(f"'{type(self).__name__}' object has no attribute 'output_device'")
+            raise AttributeError  # which `__getattr__` words
         device = self._output_device or self.src_device_obj
         return device.index if device.type == "cuda" else device
 
@@ -90,18 +102,28 @@ class DataParallel(nn.DataParallel[T]):
     def src_device_obj(self) -> torch.device:  # type: ignore[override]  # an attribute upstream, which nobody sets
         """Where the master copy lives."""
         if not self.device_ids:
-            raise AttributeError(f"'{type(self).__name__}' object has no attribute 'src_device_obj'")
+            raise AttributeError  # which `__getattr__` words
         return _module_device(self.module)
 
     @property
     def executor(self) -> Executor:
         """Whose replicas run the module."""
+        if not self.device_ids:
+            raise AttributeError  # which `__getattr__` words
         return self._executor or shared(self._options)
 
     def stats(self) -> ExecutorStats:
-        """What the replicas did for this module, and what limits them; prints as a table."""
+        """What the replicas did for this module, and what limits them; prints as a table. In place there are none."""
+        if not self.device_ids:
+            return ExecutorStats((), "none", 0, 0, 0, 0, 0, advice=(Advice("in place", _IN_PLACE, {}),))
         return self.executor.stats(self.module)
 
+    def __getattr__(self, name: str) -> Any:
+        if name in _ABSENT_IN_PLACE and self.__dict__.get("device_ids") == []:
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}': {_IN_PLACE}")
+        return super().__getattr__(name)
+
+    @context.uncompiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Split, run, gather."""
         with record_function("raydp_parallel.DataParallel.forward"):
@@ -124,21 +146,25 @@ class DataParallel(nn.DataParallel[T]):
                     return self.gather(outputs, self.output_device)
             return self.gather(outputs, self.output_device)
 
+    @context.uncompiled
     def replicate(self, module: T, device_ids: Sequence[Any]) -> list[Any]:
         """Remote replicas of ``module``, one per device."""
         if module is self.module:
             return self._replicate(device_ids)
         return primitives.replicate(module, device_ids, not torch.is_grad_enabled(), executor=self.executor)
 
+    @context.uncompiled
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
         """Chunks of the arguments, one per device."""
-        return batch.scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+        return batch.scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim, unequal=self._warn_of_sizes)
 
+    @context.uncompiled
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """The outputs of each replica for its chunk."""
         ids = self.device_ids[: len(replicas)]
         return primitives.apply(replicas, inputs, kwargs, ids, dim=self.dim, unused=self._options.unused_grads)
 
+    @context.uncompiled
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """One output of all chunks'."""
         return batch.gather(outputs, output_device, dim=self.dim, scalars=self._options.scalars, weights=_rows.get())
@@ -169,6 +195,18 @@ class DataParallel(nn.DataParallel[T]):
             yield _Captured(self, wanted)
         finally:
             calling.capturing.reset(reset)
+
+    def _warn_of_sizes(self, sizes: str) -> None:
+        """Once: the chunks of such arguments do not belong together, row by row; some programs mean that."""
+        if len(self.device_ids) > 1 and "_warned_of_sizes" not in self.__dict__:
+            self._warned_of_sizes = True
+            warnings.warn(
+                f"arguments have different sizes along dim {self.dim}, and are split into as many chunks each, as "
+                f"torch.nn.DataParallel does: {sizes}. Each replica gets chunks of different sizes, which may "
+                "broadcast; if rows are to belong together, give all arguments one size. This is said once for "
+                "each wrapper.",
+                stacklevel=2,
+            )
 
     def _in_place(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         wanted = calling.capturing.get()
@@ -233,6 +271,7 @@ class _Captured(Mapping[str, Any]):
         return len(self._wanted.names)
 
 
+@context.uncompiled
 def data_parallel(
     module: nn.Module,
     inputs: Any,
@@ -268,6 +307,12 @@ def data_parallel(
     outputs = primitives.apply(replicas, chunks, kwargs, ids[: len(chunks)], dim=dim)
     place = _module_device(module) if output_device is None else _own_device(output_device, ids)
     return batch.gather(outputs, place, dim)
+
+
+@functools.cache
+def _say_in_place() -> None:
+    """Once for each process: training goes on, perhaps slower than it was meant to."""
+    log.warning("DataParallel: %s", _IN_PLACE)
 
 
 def _module_device(module: nn.Module) -> torch.device:

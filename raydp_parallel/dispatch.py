@@ -16,7 +16,7 @@ from typing import Any
 from raydp_parallel.actor import unseal
 from raydp_parallel.crew import Death, Ending
 from raydp_parallel.errors import GraphLost, ReplicaDied
-from raydp_parallel.jobs import Answer, Graph, Job, Prepare, Step
+from raydp_parallel.jobs import Answer, Graph, Job, Prepare, steps
 from raydp_parallel.links import Mail
 from raydp_parallel.messages import Forget, Reply
 from raydp_parallel.roster import Roster
@@ -97,10 +97,11 @@ class Dispatch:
     def _send(self, numbers: Sequence[int], meanwhile: Callable[[], None] | None = None) -> None:
         with self._roster.lock:
             self._roster.check_open()
+            self._crew.rest()
             try:
                 load: dict[Seat, int] = {}
                 # What cannot be made again is to be found before anything else is sent.
-                torn = [number for number in numbers if (needs := self._jobs[number].needs) and not needs.whole]
+                torn = [number for number in numbers if not all(graph.whole for graph in self._jobs[number].needs)]
                 for number in [*torn, *(n for n in numbers if n not in torn)] if torn else numbers:
                     self._send_one(number, load)
                 if meanwhile is not None:
@@ -113,19 +114,15 @@ class Dispatch:
         job = self._jobs[number]
         seat = self._roster.choose(job, load, self._seats)
         load[seat] = load.get(seat, 0) + 1
-        steps: Sequence[Step] = ()
-        if job.needs is not None and not job.needs.on(seat):
-            steps = job.needs.steps(seat)
-            if not steps:
-                raise GraphLost(f"{seat} has not got the graph of this forward, and it cannot be made again")
+        made_again = steps(job.needs, seat)
         flight = self._flights[number] = _Flight(job, seat)
         try:
-            for step in steps:
+            for step in made_again:
                 self._submit(number, flight, step.graph, step.method, step.prepare, again=True)
             self._submit(number, flight, job.makes, job.method, job.prepare)
         finally:
             flight.land()
-        if steps or self._deaths[number]:
+        if made_again or self._deaths[number]:
             self._roster.totals.replays += 1
             self._roster.books.replays(seat)
 
@@ -145,6 +142,7 @@ class Dispatch:
     def _collect(self) -> dict[int, ReplicaDied | None]:
         """Wait for all that were sent. Returns whose replica died, and None for who has to be sent everything again."""
         try:
+            self._crew.rest()
             calls = [(flight, call) for flight in self._flights.values() for call in flight.pending]
             found, told = self._run.wait(self._hear, calls)
             lost: dict[int, ReplicaDied | None] = {}
@@ -214,8 +212,9 @@ class Dispatch:
             return error
         self._hopeless.add(number)
         return ReplicaDied(
-            f"{flight.seat} died in {flight.job.method}: {death.cause}. It was the last of {times} replicas that ran "
-            "this chunk and died, so that the chunk itself may be the reason. The next call starts with others"
+            f"{times} replicas died of chunk {number} in {flight.job.method}, one after the other: the module itself, "
+            f"or this chunk of the batch, ends its process. The last was {flight.seat}: {death.cause}. The next call "
+            "starts with others"
         )
 
     def _abandon(self) -> None:

@@ -5,6 +5,8 @@ Errors of the user's own module are not here: they come back as the type they we
 
 from __future__ import annotations
 
+import os
+
 
 class ParallelError(RuntimeError):
     """The root of every error that this package raises on its own account."""
@@ -20,6 +22,10 @@ class NoRoom(PlacementError):
 
 class ClusterError(ParallelError):
     """Ray cannot be used as it is: a client connection, or a cluster that went away."""
+
+
+class ForkedProcess(ClusterError):
+    """This process was forked from the one that the replicas belong to, and cannot call them."""
 
 
 class ExecutorClosed(ParallelError):
@@ -52,3 +58,16 @@ class StateChanged(GraphLost):
 
 class TransferError(ParallelError, TypeError):
     """A value cannot be sent to another process; the message names the path to it."""
+
+
+class SourceMismatch(ParallelError):
+    """A replica has other source than the driver under a module's name, and could not be sent the driver's."""
+
+
+def forked() -> ForkedProcess:
+    """The error for a process that uses what it inherited."""
+    return ForkedProcess(
+        f"this process ({os.getpid()}) was forked from the one that the replicas belong to, and cannot call them. Call "
+        "the model in the parent; or start this process by spawn (multiprocessing.get_context('spawn')), and make the "
+        "model in it"
+    )

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from raydp_parallel import cluster, sources, telemetry
+from raydp_parallel import cluster, forks, sources, telemetry
 from raydp_parallel.actor import unseal
 from raydp_parallel.crew import Death, DeviceId, Place, device_id, places
 from raydp_parallel.dispatch import Dispatch
@@ -90,16 +90,23 @@ class Executor:
 
     def replicas(self) -> tuple[ReplicaInfo, ...]:
         """Who runs what, one entry per device."""
+        self._roster.check_own()
         return tuple(seat.info() for seat in self._roster.seats.values())
 
     def stats(self, model: nn.Module | None = None) -> ExecutorStats:
         """What was done so far: for all models, or what concerns the replicas for one."""
+        self._roster.check_own()
         known = self.known(model) if model is not None else None
         only = None if model is None else known.id if known is not None else 0
         return self.books.stats(self._roster.totals, [*self._roster.seats.values()], self._roster.link, only)
 
     def close(self) -> None:
-        """End the replicas. Their graphs are lost; what the driver holds is not. May be called twice."""
+        """End the replicas. Their graphs are lost; what the driver holds is not. May be called twice.
+
+        In a forked process it ends nothing: the replicas are the parent's.
+        """
+        if self._roster.forked:
+            return
         self._roster.release()
         with self._roster.lock:
             if not self._roster.closed:
@@ -189,12 +196,15 @@ class Executor:
         return Dispatch(self._roster, jobs).run(meanwhile)
 
     def teach(self, answers: Sequence[Answer]) -> bool:
-        """Send modules that replicas could not import, and that only this process has; whether to call them again."""
-        names = {name for answer in answers if (name := sources.missing(answer.reply.failure)) is not None}
-        packages = [package for name in names if (package := sources.pack(name)) is not None]
+        """Send modules that replicas could not import, or found others for; whether to call them again."""
+        lacking: dict[str, list[Any]] = {}
+        for answer in answers:
+            name = sources.wanted(answer.reply.failure)
+            if name is not None:
+                lacking.setdefault(name, []).append(answer.seat.door)
+        packages = {name: package for name in lacking if (package := sources.pack(name)) is not None}
         with self._roster.lock:
-            doors = [seat.door for seat in self._roster.ready()]
-            taught = [self._roster.crew.teach(package, doors) for package in packages]
+            taught = [self._roster.crew.teach(package, lacking[name]) for name, package in packages.items()]
             return any(taught)
 
     def threads(self, chunks: int) -> int | None:
@@ -268,6 +278,14 @@ def _drop_model(executor: weakref.ref[Executor], model: int) -> None:
 
 _shared: dict[Options, Executor] = {}
 _shared_lock = threading.Lock()
+
+
+def _unlock() -> None:
+    global _shared_lock
+    _shared_lock = threading.Lock()
+
+
+forks.call_in_child(_unlock)
 
 
 def shared(options: Options) -> Executor:

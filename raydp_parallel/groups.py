@@ -22,6 +22,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from raydp_parallel import dial
 from raydp_parallel.actor import unseal
 from raydp_parallel.crew import Death
 from raydp_parallel.exchange import Host, Join, Kind
@@ -117,7 +118,12 @@ class Groups:
         return seconds if limit is None else min(seconds, _SHARE_OF_TIMEOUT * limit)
 
     def kind(self, seats: Sequence[Seat]) -> Kind:
-        """What these can sum by. Nccl refuses a GPU that comes twice: kernels on it would wait for each other."""
+        """What these can sum by. Nccl refuses a GPU that comes twice: kernels on it would wait for each other.
+
+        Only who asked for groups everywhere gets those of nccl: they were never seen on GPUs.
+        """
+        if self._roster.options.link != "collective":
+            return Kind.GLOO
         hellos = [seat.hello for seat in seats if seat.hello is not None]
         gpus = {hello.gpu_uuid for hello in hellos if hello.gpu_uuid and hello.device != "cpu"}
         return Kind.NCCL if len(gpus) == len(seats) and not self._no_nccl else Kind.GLOO
@@ -128,8 +134,7 @@ class Groups:
         Args:
             seats: Who is to be in it.
             size: The bytes.
-            kind: What it would be made of, None whatever they can: GPUs of one node sum among themselves, if each has
-                its own, but no node needs the network to pass on what lies in its memory.
+            kind: What it would be made of, None whatever they can.
         """
         options = self._roster.options
         if options.in_process or options.link not in ("auto", "collective") or len(seats) < 2:
@@ -141,7 +146,9 @@ class Groups:
         if options.link == "collective":
             return True
         nodes = {seat.hello.node for seat in seats if seat.hello is not None}
-        return len(nodes) > 1 or (kind or self.kind(seats)) is Kind.NCCL
+        if len(nodes) > 1:
+            return dial.far_lines()  # what members say to each other is as plain to read
+        return (kind or self.kind(seats)) is Kind.NCCL
 
     def find(self, seats: Sequence[Seat], size: int, kind: Kind = Kind.GLOO, always: bool = False) -> Alliance | None:
         """The group of some seats, made if need be. None: they are better off, or have to do, without.

@@ -10,9 +10,10 @@ there first.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from raydp_parallel.errors import GraphLost
 from raydp_parallel.links import Mail
 from raydp_parallel.messages import Reply
 from raydp_parallel.seats import Seat
@@ -29,26 +30,24 @@ class Recipe(NamedTuple):
     Attributes:
         method: ``"forward"``, or ``"backward"`` for a derived graph.
         prepare: Makes the message that makes the graph again, and changes nothing else.
-        parent: The graph that it is derived from.
-        before: How that one was made.
+        parents: The graphs that it is derived from, with how they were made.
     """
 
     method: str
     prepare: Prepare
-    parent: Graph | None = None
-    before: Recipe | None = None
+    parents: Sequence[tuple[Graph, Recipe]] = ()
 
 
 class Step(NamedTuple):
     """One message of a job: its own, or one of those that make a graph again in front of it.
 
     Attributes:
-        graph: What is there afterwards, if any.
+        graph: What is there afterwards.
         method: What is called.
         prepare: Makes the message.
     """
 
-    graph: Graph | None
+    graph: Graph
     method: str
     prepare: Prepare
 
@@ -100,13 +99,38 @@ class Graph:
         if seat is not None and seat is not elsewhere_than:
             seat.drop_graph(self.key, self._incarnation)
 
-    def steps(self, seat: Seat, recipe: Recipe | None = None) -> list[Step]:
-        """What makes it again on a seat."""
-        recipe = recipe or self.recipe
-        if self.on(seat) or recipe is None:
-            return []
-        before = recipe.parent.steps(seat, recipe.before) if recipe.parent is not None else []
-        return [*before, Step(self, recipe.method, recipe.prepare)]
+
+class Handle:
+    """Alive while torch would keep the graphs; its end lets the replicas free them."""
+
+    def __init__(self, graphs: Sequence[Graph]) -> None:
+        self._graphs = graphs
+
+    def __del__(self) -> None:
+        for graph in self._graphs:
+            graph.drop()
+
+
+def steps(graphs: Sequence[Graph], seat: Seat) -> list[Step]:
+    """What makes those of some graphs again that are not on a seat, and before them what they are derived from.
+
+    Raises:
+        GraphLost: One of them cannot be made again.
+    """
+    found: dict[Graph, Step] = {}
+    for graph in graphs:
+        _enter(graph, graph.recipe, seat, found)
+    return [*found.values()]
+
+
+def _enter(graph: Graph, recipe: Recipe | None, seat: Seat, found: dict[Graph, Step]) -> None:
+    if graph.on(seat) or graph in found:
+        return
+    if recipe is None:
+        raise GraphLost(f"{seat} has not got the graph of this forward, and it cannot be made again")
+    for parent, before in recipe.parents:
+        _enter(parent, before, seat, found)
+    found[graph] = Step(graph, recipe.method, recipe.prepare)
 
 
 class Job(NamedTuple):
@@ -118,7 +142,7 @@ class Job(NamedTuple):
         prepare: Makes the message for whoever runs it.
         model: The model that it concerns.
         makes: The graph that is there afterwards.
-        needs: The graph that must be there before.
+        needs: The graphs that must be there before, all of them in one replica.
         rows: Rows of the batch that it computes, for statistics.
         heard: Is told what came of it as soon as that is known, while others still work: None if its replica died.
     """
@@ -128,7 +152,7 @@ class Job(NamedTuple):
     prepare: Prepare
     model: int
     makes: Graph | None = None
-    needs: Graph | None = None
+    needs: Sequence[Graph] = ()
     rows: int = 0
     heard: Callable[[Reply | None], None] | None = None
 

@@ -4,40 +4,39 @@ A Ray call of two actors takes 1 ms however little it carries, and a step pays t
 fifth (`benchmarks/step_latency.py`). And a Ray call takes what is larger than 100 KB through the object store, which to
 another machine costs 7 ms and more. Messages that Ray has to carry, because their bytes lie in its object store, still
 go by Ray; numbers keep the order between the two ways.
-
-A frame: how many buffers, the call's number, the size of what follows in one piece: each buffer's length, and the small
-buffers; then the large ones. Of a buffer in shared memory only the descriptor travels, which its length says in its
-highest bit.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-import pickle
 import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-import numpy as np
+from raydp_parallel import dial, forks, pulse
+from raydp_parallel.frames import QUIETLY, LineCut, StoodStill, read_frame, size_of, write_frame
 
-from raydp_parallel import dial, pulse
-from raydp_parallel.links import Descriptor, Exposed, Slice
-
-_HEAD = struct.Struct("<IIQ")
-_LENGTH = 8
-_LARGE = 1 << 16
-_SHARED = 1 << 63
 _PULSE, _NO_PULSE = b"p", b"-"
+_ROOM = 1 << 15
+"""Bytes that a socket takes in whether or not anything reads them."""
+
+_TURN = 0.2
+"""Seconds after which a thread that waits for another's reading looks by itself. Ctrl-C may have hit that one before
+it could say that it reads no more."""
+
+_GLANCE = 0.001
+"""Seconds that `Line.look` leaves to another thread that reads."""
+
+_LATE = "no answer in time"
+
 _GREETING = 5.0
 """Seconds in which the other end has to say that it holds the pulse. It is awake: it has just said where it listens."""
-
-
-class LineCut(ConnectionError):
-    """The other end is gone."""
 
 
 class Line:
@@ -48,18 +47,25 @@ class Line:
         unread: Takes the buffers of answers that nobody waits for.
 
     Attributes:
-        intact: Whether frames begin where they should. Ctrl-C in the middle of one leaves a line that cannot be used.
         near: Whether the replica is on this machine.
     """
 
     def __init__(self, address: str, unread: Callable[[list[Any]], object]) -> None:
-        self._socket, self.near = dial.call(address)
+        self._socket, _, self.near = dial.call(address)
+        forks.close_in_child(self._socket)
+        forks.tell_child(self)
         self._ending = threading.Lock()
         if self.near:
             self._listen_for_its_end()
         self._unread = unread
-        self._reading = threading.Lock()
-        self.intact = True
+        self._sends = self._reads = True
+        self._stood_still = False
+        # What follows changes under this lock. Entered as it is, and not as the condition, whose way there is Python
+        # that Ctrl-C may leave with the lock in hand.
+        self._state = threading.Lock()
+        self._changed = threading.Condition(self._state)
+        self._reader: object = None
+        self._owed: dict[int, int] = {}
         self._waiting: set[int] = set()
         self._arrived: dict[int, list[Any]] = {}
 
@@ -69,7 +75,7 @@ class Line:
         felt = None
         try:
             felt = pulse.Pulse(file) if file is not None else None
-            socket.send_fds(self._socket, [_PULSE], [file] if file is not None else [])
+            socket.send_fds(self._socket, [_PULSE], [file] if file is not None else [], QUIETLY)
         finally:
             if file is not None:
                 os.close(file)
@@ -82,8 +88,18 @@ class Line:
             threading.Thread(target=self._cut_after, args=(felt,), name="raydp-pulse", daemon=True).start()
 
     def _cut_after(self, felt: pulse.Pulse) -> None:
-        felt.wait()
-        self.cut()
+        if felt.wait():
+            self.cut()
+
+    def after_fork(self) -> None:
+        """The socket is closed already, and not shut down: it is the parent's as well."""
+        self._ending, self._state = threading.Lock(), threading.Lock()
+        self._changed = threading.Condition(self._state)
+        self._reader = None
+
+    def process(self, number: int) -> int | None:
+        """A descriptor of the process at the other end, if it is the one that calls itself so. See `dial`."""
+        return dial.descriptor(self._socket, number) if self.near else None
 
     def limit(self, seconds: float) -> None:
         """Take the line for cut when a frame stands still for so long: the other end hangs in the midst of it."""
@@ -91,16 +107,40 @@ class Line:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             self._socket.setsockopt(socket.SOL_SOCKET, option, interval)
 
+    @property
+    def intact(self) -> bool:
+        """Whether frames begin where they should. What breaks off in the midst of one ends that direction."""
+        return self._sends and self._reads
+
     def send(self, number: int, buffers: Sequence[Any]) -> None:
         """Send a call; its answer comes under the same number."""
-        self._waiting.add(number)
+        with self._state:
+            self._owed[number] = size_of(buffers)
+            self._waiting.add(number)
         try:
             write_frame(self._socket, number, buffers)
-        except OSError:
-            pass  # the reader finds the line cut, and says so as for any death
+        except OSError as error:
+            self._sends = False
+            self._stood_still |= isinstance(error, BlockingIOError)
+            self.cut()  # the reader finds it so, and says so as for any death
         except BaseException:
-            self.intact = False
+            self._sends = False
             raise
+
+    def takes(self, size: int) -> bool:
+        """Whether so many bytes can be sent now.
+
+        The replica may be in the midst of an answer, and reads nothing before that is taken. What is owed counts also
+        where nothing waits for it any more.
+        """
+        if not self._owed:
+            return True
+        with self._state:
+            given_up = not self._owed.keys() <= self._waiting
+        if given_up:
+            self.look(())
+        with self._state:
+            return not self._owed or size + sum(self._owed.values()) <= _ROOM
 
     def receive(self, number: int, timeout: float | None) -> list[Any]:
         """The answer to a call.
@@ -108,31 +148,89 @@ class Line:
         Raises:
             LineCut: The replica's process ended.
             TimeoutError: No answer came in time.
+            StoodStill: A frame stood still for longer than `limit` allows; there will be no answer.
         """
-        with self._reading:
-            while number not in self._arrived:
-                self._take_in(timeout)
-            self._waiting.discard(number)
-            return self._arrived.pop(number)
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        me = object()
+        try:
+            while True:
+                with self._state:
+                    if number in self._arrived:
+                        self._waiting.discard(number)
+                        return self._arrived.pop(number)
+                    if self._reader not in (None, me):
+                        self._await_reader(deadline)
+                        continue
+                    self._reader = me
+                self._await_frame(deadline)
+                self._take_in()
+        finally:
+            self._leave(me)
 
-    def _take_in(self, timeout: float | None) -> None:
-        found, buffers = self._read_frame(timeout)
-        if found in self._waiting:
-            self._arrived[found] = buffers
-        else:
-            # The answer to a call that was given up (Ctrl-C); nobody waits for it.
+    def _leave(self, reader: object) -> None:
+        if self._reader is reader:  # nothing is called on the way, so that Ctrl-C cannot come between
+            self._reader = None
+        with self._state:
+            self._changed.notify_all()
+
+    def _await_reader(self, deadline: float) -> None:
+        """Wait a turn for the thread that reads."""
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(_LATE)
+        self._changed.wait(min(left, _TURN))
+
+    def _await_frame(self, deadline: float) -> None:
+        """Wait until there is something to read. Ctrl-C does no harm here: most of the time is spent so."""
+        try:
+            if self._reads and not self._readable(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError(_LATE)
+        except ValueError as error:  # a closed socket has no number to wait for
+            raise LineCut("the line was closed") from error
+
+    def _take_in(self) -> None:
+        """Read a frame, and put it where the one who waits for it looks."""
+        if not self._reads:
+            raise self._why()
+        try:
+            found, buffers = read_frame(self._socket)
+            with self._state:
+                self._owed.pop(found, None)
+                wanted = found in self._waiting
+                if wanted:
+                    self._arrived[found] = buffers
+                self._changed.notify_all()
+        except OSError as error:
+            self._reads = False
+            self._stood_still |= isinstance(error, BlockingIOError)
+            raise self._why() from error
+        except BaseException:
+            self._reads = False
+            raise
+        if not wanted:  # the answer to a call that was given up
             self._unread(buffers)
+
+    def _why(self) -> Exception:
+        """What to raise where nothing can be read any more."""
+        return StoodStill(_LATE) if self._stood_still else LineCut("the other end of the line is gone")
 
     def look(self, numbers: Collection[int]) -> set[int]:
         """Read what has come. Returns which answers are here: `receive` would not wait; all if the line is cut."""
-        with self._reading:
-            try:
-                while self._readable(0):
-                    self._take_in(None)
-            except (OSError, ValueError):  # a closed socket has no number to wait for
-                self.intact = False  # perhaps in the middle of a frame
-                return {*numbers}
-            return {number for number in numbers if number in self._arrived}
+        me = object()
+        try:
+            with self._state:
+                if self._reader is not None and not self._arrived.keys() & {*numbers}:
+                    self._changed.wait(_GLANCE)
+                if self._reader is None:
+                    self._reader = me
+            if self._reader is me:
+                while self._reads and self._readable(0):
+                    self._take_in()
+        except (OSError, ValueError):  # a closed socket has no number to wait for
+            self._reads = False
+        finally:
+            self._leave(me)
+        return {number for number in numbers if number in self._arrived} if self._reads else {*numbers}
 
     def file(self) -> int:
         """The number of the socket, for who waits for several; -1 once it is closed."""
@@ -142,35 +240,16 @@ class Line:
         """How many answers are waited for, by whomever."""
         return len(self._waiting)
 
-    def _read_frame(self, timeout: float | None) -> tuple[int, list[Any]]:
-        if not self.intact:
-            raise LineCut("the line was left in the middle of a frame")
-        try:
-            if timeout is not None and not self._readable(timeout):
-                raise TimeoutError(f"no answer within {timeout:g} s")
-            return read_frame(self._socket)
-        except TimeoutError:
-            raise
-        except (OSError, ValueError) as error:  # a closed socket has no number to wait for
-            raise LineCut("the other end of the line is gone") from error
-        except BaseException:
-            self.intact = False
-            raise
-
     def _readable(self, timeout: float) -> bool:
         waiting = select.poll()
         waiting.register(self._socket, select.POLLIN)
-        return bool(waiting.poll(timeout * 1e3))
-
-    @property
-    def busy(self) -> bool:
-        """Whether an answer is still to come, which the replica may be sending."""
-        return bool(self._waiting)
+        return bool(waiting.poll(timeout * 1e3 if timeout < math.inf else None))
 
     def give_up(self, number: int) -> None:
-        """Nobody waits for this answer any more."""
-        self._waiting.discard(number)
-        arrived = self._arrived.pop(number, None)
+        """Nothing waits for this answer any more. It is owed all the same, and read when it comes."""
+        with self._state:
+            self._waiting.discard(number)
+            arrived = self._arrived.pop(number, None)
         if arrived is not None:
             self._unread(arrived)
 
@@ -191,14 +270,19 @@ def serve(
     answer: Callable[[int, list[Any]], Sequence[Any]],
     meet: Callable[[int], None] = lambda process: None,
 ) -> None:
-    """Answer one caller's calls, until it hangs up.
+    """Answer one caller's calls, until it hangs up; nobody's, if it does not come in time.
 
     Args:
         listener: Where it calls.
         answer: Answers a call.
         meet: Is told the caller's process, as this one knows it; 0 if it cannot be seen from here.
     """
-    connection, process, near = listener.accept()
+    forks.close_in_child(listener)
+    caller = listener.accept()
+    if caller is None:
+        return
+    connection, process, near = caller
+    forks.close_in_child(connection)
     meet(process)
     beating = _pulse(connection) if near else contextlib.nullcontext()
     with contextlib.closing(connection), contextlib.suppress(OSError), beating:
@@ -212,78 +296,20 @@ def _pulse(connection: socket.socket) -> Iterator[None]:
     """Hold the caller's pulse, if it brings one, while this thread serves."""
     _, files, _, _ = socket.recv_fds(connection, 1, 1)
     if not files:
-        connection.sendall(_NO_PULSE)
+        connection.sendall(_NO_PULSE, QUIETLY)
         yield
         return
     held = pulse.Pulse(files[0])
     os.close(files[0])
-    held.hold()
+    if not held.hold():
+        connection.sendall(_NO_PULSE, QUIETLY)
+        yield
+        return
     try:
-        connection.sendall(_PULSE)
+        connection.sendall(_PULSE, QUIETLY)
         yield
     finally:
         held.let_go()
-
-
-def write_frame(connection: socket.socket, number: int, buffers: Sequence[Any]) -> None:
-    """Send some buffers under a number."""
-    lengths: list[int] = []
-    small: list[Any] = []
-    large: list[Any] = []
-    for buffer in buffers:
-        flag = 0
-        if type(buffer) is bytes:
-            data: Any = buffer
-        elif isinstance(buffer, (Slice, Exposed)):
-            data, flag = pickle.dumps(tuple(buffer.descriptor)), _SHARED
-        else:
-            data = memoryview(buffer).cast("B")
-        size = len(data)
-        lengths.append(size | flag)
-        (small if size <= _LARGE else large).append(data)
-    words = struct.pack(f"<{len(lengths)}Q", *lengths)
-    head = _HEAD.pack(len(lengths), number, len(words) + sum(map(len, small)))
-    connection.sendall(b"".join([head, words, *small]))
-    for data in large:
-        connection.sendall(data)
-
-
-def read_frame(connection: socket.socket) -> tuple[int, list[Any]]:
-    """Wait for a frame: its number, and its buffers: bytes, arrays if they are large, descriptors of shared memory."""
-    count, number, size = _HEAD.unpack(_read(connection, _HEAD.size))
-    body = _read(connection, size)
-    at = count * _LENGTH
-    buffers: list[Any] = []
-    for length in struct.unpack_from(f"<{count}Q", body):
-        plain = length & ~_SHARED
-        if plain > _LARGE:
-            buffers.append(_read_array(connection, plain))
-            continue
-        found = body[at : at + plain]
-        at += plain
-        buffers.append(Descriptor(*pickle.loads(found)) if length & _SHARED else found)
-    return number, buffers
-
-
-def _read(connection: socket.socket, size: int) -> bytes:
-    data = connection.recv(size, socket.MSG_WAITALL)
-    while len(data) < size:  # a signal, or more than the socket's buffer holds
-        more = connection.recv(size - len(data), socket.MSG_WAITALL)
-        if not more:
-            raise LineCut("the other end of the line is gone")
-        data += more
-    return data
-
-
-def _read_array(connection: socket.socket, size: int) -> np.ndarray:
-    whole = np.empty(size, dtype=np.uint8)
-    view, at = memoryview(whole.data), 0
-    while at < size:
-        got = connection.recv_into(view[at:], size - at, socket.MSG_WAITALL)
-        if not got:
-            raise LineCut("the other end of the line is gone")
-        at += got
-    return whole
 
 
 class Turnstile:
@@ -293,6 +319,11 @@ class Turnstile:
         self._changed = threading.Condition()
         self._next = 0
         self._taken = False
+        forks.tell_child(self)
+
+    def after_fork(self) -> None:
+        """A child that a call forked leaves this as if it had been the one that was called."""
+        self._changed = threading.Condition()
 
     def take(self, number: int) -> _Turn:
         """Wait for one's turn, and hold it for the block."""

@@ -86,6 +86,9 @@ class LocalCrew:
     def link_to(self, door: LocalDoor) -> Link:
         return self.link
 
+    def rest(self) -> None:
+        """They compute in this thread."""
+
     def submit(
         self, door: LocalDoor, method: str, header: bytes, beside: Sequence[Packet], task: Task | None = None
     ) -> Answered:

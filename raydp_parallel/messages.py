@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from raydp_parallel.context import CallContext
 from raydp_parallel.exchange import Reduce, Reduced, Relay
+from raydp_parallel.origins import Origins
 
 
 class TensorSpec(NamedTuple):
@@ -46,18 +47,6 @@ class Parcel(NamedTuple):
     skeleton: bytes
     specs: tuple[TensorSpec, ...]
     packet: Any
-
-
-class Site(NamedTuple):
-    """Memory of the driver's where an answer's tensors are to lie, if they are what is expected.
-
-    Attributes:
-        packet: The memory.
-        specs: What is expected, and where each is to lie.
-    """
-
-    packet: Any
-    specs: tuple[TensorSpec, ...]
 
 
 class Arguments(NamedTuple):
@@ -121,14 +110,14 @@ class Structure(NamedTuple):
 
     Attributes:
         module: The pickled module, with tensors as slot ids.
-        paths: Where the driver's process finds its modules.
+        origins: Where the driver's process finds its modules, and what they are made of.
         slots: The spec of every slot, by id.
         block_sizes: The size in bytes of every block, by id.
         specials: Slots of tensors that are no plain window on a storage, and the parcel of them.
     """
 
     module: bytes
-    paths: tuple[str, ...]
+    origins: Origins
     slots: dict[int, SlotSpec]
     block_sizes: dict[int, int]
     specials: tuple[tuple[int, ...], Parcel] | None
@@ -179,7 +168,7 @@ class ForwardRequest(NamedTuple):
         graph_only: Whether the call runs again for its graph alone, after a death: the outputs are known already.
         relay: How the update's contents come here, or go on from here; None if they come with the message for this
             replica alone.
-        site: Where the outputs are to lie; None: anywhere.
+        by_host: Whether the answer is wanted on the driver's CPU: memory of a GPU that both use would be a detour.
     """
 
     model: int
@@ -200,7 +189,7 @@ class ForwardRequest(NamedTuple):
     overlay: Overlay | None = None
     graph_only: bool = False
     relay: Relay | None = None
-    site: Site | None = None
+    by_host: bool = False
 
 
 class BackwardRequest(NamedTuple):
@@ -208,10 +197,11 @@ class BackwardRequest(NamedTuple):
 
     Attributes:
         model: The model that the graph came from.
-        graph: The graph to differentiate.
-        outputs: Indices of its outputs.
+        graph: The graph whose leaves are asked for.
+        outputs: What is differentiated: by the key of a graph, that one's or of one derived from it, indices of its
+            outputs.
         grads: The parcel of their gradients, in that order.
-        needed: Which of the graph's leaves are asked for.
+        needed: Which of the leaves are asked for.
         partial: Whether the caller asked for a subset of what requires gradients.
         keep: Whether the graph is kept (``retain_graph``).
         derived: With ``create_graph``: the key to keep the derived graph under.
@@ -222,12 +212,12 @@ class BackwardRequest(NamedTuple):
         forget: Graph keys and models that the driver no longer needs.
         reduce: Gradients to be summed among replicas, None if the driver sums.
         kept: Nothing is differentiated: the gradients are asked for that are kept under this key.
-        site: Where the gradients are to lie; None: anywhere.
+        by_host: As in a forward.
     """
 
     model: int
     graph: int
-    outputs: tuple[int, ...]
+    outputs: tuple[tuple[int, tuple[int, ...]], ...]
     grads: Parcel
     needed: tuple[bool, ...]
     partial: bool
@@ -240,7 +230,7 @@ class BackwardRequest(NamedTuple):
     forget: Forget | None
     reduce: Reduce | None = None
     kept: int | None = None
-    site: Site | None = None
+    by_host: bool = False
 
 
 class Forget(NamedTuple):
@@ -275,10 +265,12 @@ class WriteBack(NamedTuple):
     Attributes:
         slots: The slots that changed, with whether their version moved (it does not for edits through ``.data``).
         tensors: The parcel of their new contents, a tuple.
+        replaced: Those slots that were given other memory (``self.x.data = ...``), maybe of another shape or dtype.
     """
 
     slots: tuple[tuple[int, bool], ...]
     tensors: Parcel
+    replaced: tuple[int, ...] = ()
 
 
 class Failure(NamedTuple):
@@ -377,6 +369,7 @@ class Hello(NamedTuple):
         memory: The device's bytes, 0 on a CPU.
         processors: The device's multiprocessors, 0 on a CPU.
         gpu_index: The GPU's number on its node, empty on a CPU.
+        cores: How many cores its process may use, 0 if that was not looked at.
     """
 
     pid: int
@@ -387,3 +380,4 @@ class Hello(NamedTuple):
     memory: int
     processors: int
     gpu_index: str = ""
+    cores: int = 0

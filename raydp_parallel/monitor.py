@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -37,9 +38,14 @@ class PhaseSeconds:
         return self.forward + self.backward
 
     @property
+    def copies(self) -> float:
+        """Taking up state, and copying."""
+        return self.adopt + self.copy_in + self.copy_out
+
+    @property
     def total(self) -> float:
         """All."""
-        return self.adopt + self.copy_in + self.work + self.copy_out + self.wait + self.reduce + self.idle
+        return self.work + self.copies + self.wait + self.reduce + self.idle
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ class Advice:
 
     Attributes:
         topic: Its kind, for programs: ``"straggler"``, ``"driver"``, ``"small chunks"``, ``"copies"``, ``"state"``,
-            ``"faults"``, ``"memory"`` or ``"balanced"``.
+            ``"faults"``, ``"memory"``, ``"balanced"``, or ``"in place"`` where there are no replicas.
         text: What, why, and what may help.
         numbers: The numbers behind it, by name.
         replica: The replica it is about, None if it is about all.
@@ -117,8 +123,9 @@ class ReplicaStats(ReplicaInfo):
     Attributes:
         calls: Forwards it ran.
         rows: Rows of the batches that it ran.
-        forward_seconds: Time in forwards, as it measured them.
-        backward_seconds: Time in backwards.
+        forward_seconds: Time in calls of forward, copies and taking up state included; ``phases.forward`` is the
+            module's own.
+        backward_seconds: The same of backward.
         bytes_in: Bytes of tensors that went to it, state included.
         bytes_out: Bytes of tensors that came from it.
         deaths: How often its process ended before its time.
@@ -133,6 +140,7 @@ class ReplicaStats(ReplicaInfo):
         memory_total: All there are.
         recent_ms: Milliseconds of forward and backward that one of its last calls took, their median.
         recent_rows: Rows of those calls, their median.
+        recent_copies_ms: Milliseconds of taking up state and of copying that one of them took, their median.
     """
 
     calls: int = 0
@@ -153,6 +161,7 @@ class ReplicaStats(ReplicaInfo):
     memory_total: int = 0
     recent_ms: float = 0.0
     recent_rows: float = 0.0
+    recent_copies_ms: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -207,20 +216,40 @@ class ExecutorStats:
         return asdict(self)
 
     def __str__(self) -> str:
+        return "\n".join([*table(self._cells()), self._summary()])
+
+    def _repr_html_(self) -> str:
+        """The same in a notebook, with the advice."""
+        head, *rows = [[html.escape(cell) for cell in row] for row in self._cells()]
+        body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+        lines = "".join(f"<p>{html.escape(line)}</p>" for line in (self._summary(), *map(str, self.advice)))
+        return f"<table><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>{body}</table>{lines}"
+
+    def _cells(self) -> list[list[str]]:
+        """The head of the table, and a row for each replica."""
         columns = [c for c in COLUMNS if c[0] not in _EXTRA or any(getattr(r, _EXTRA[c[0]]) for r in self.replicas)]
-        head = tuple(name for name, _ in columns)
-        lines = table([head, *(tuple(show(replica) for _, show in columns) for replica in self.replicas)])
-        lines.append(f"link {self.link}, {self.state_bytes / 1e6:.1f} MB of state sent")
+        rows = [[show(replica) for _, show in columns] for replica in self.replicas]
+        return [[name for name, _ in columns], *rows]
+
+    def _summary(self) -> str:
+        """What concerns all replicas, in one line."""
+        found = f"link {self.link}, {self.state_bytes / 1e6:.1f} MB of state sent"
         if self.deaths:
-            lines[-1] += (
+            found += (
                 f"; {self.deaths} deaths, {self.replays} chunks run again, {self.respawns} replicas replaced, "
                 f"{self.lost_ms:.0f} ms lost"
             )
-        return "\n".join(lines)
+        return found
+
+
+def printable(text: str) -> str:
+    """A text without what a terminal would take for a command: names may come from others."""
+    return "".join(character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text)
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
     """The lines of a table whose columns are as wide as they must be."""
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
@@ -247,8 +276,9 @@ COLUMNS: tuple[tuple[str, Any], ...] = (
     ("state", lambda r: r.state),
     ("calls", lambda r: str(r.calls)),
     ("rows", lambda r: str(r.rows)),
-    ("forward s", lambda r: f"{r.forward_seconds:.3f}"),
-    ("backward s", lambda r: f"{r.backward_seconds:.3f}"),
+    ("forward s", lambda r: f"{r.phases.forward:.3f}"),
+    ("backward s", lambda r: f"{r.phases.backward:.3f}"),
+    ("copies s", lambda r: f"{r.phases.copies:.3f}"),
     ("wait s", lambda r: f"{r.phases.wait:.3f}"),
     ("idle s", lambda r: f"{r.phases.idle:.3f}"),
     ("MB in", lambda r: f"{r.bytes_in / 1e6:.1f}"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from raydp_parallel.actor import ReplicaActor
+from raydp_parallel.context import environment
 from raydp_parallel.crew import Place
 
 
@@ -45,9 +46,9 @@ class Names:
             self._used.add(name)
             try:
                 return ReplicaActor.options(name=name, **options).remote(  # type: ignore[attr-defined]
-                    place.kind, link, rank
+                    place.kind, link, rank, environment()
                 )
-            except ValueError as error:  # another program of this namespace has it
-                if "already taken" not in str(error):
+            except ValueError as error:  # another program of this namespace has it, or got it at the same moment
+                if not re.search("already (taken|exists)", str(error)):
                     raise
         raise AssertionError("numbers do not end")

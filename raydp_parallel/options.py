@@ -23,6 +23,9 @@ _CHOICES = {
 _SELECTOR = r"!?(in\([^(),!]+(,[^(),!]+)*\)|[^(),!]+)"
 """What Ray takes for a label: ``a``, ``!a``, ``in(a, b)`` or ``!in(a, b)``."""
 
+_LONGEST = 1e6
+"""The longest time that may be waited, eleven days: what waits counts milliseconds in 32 bits."""
+
 V = TypeVar("V")
 
 
@@ -53,8 +56,8 @@ class Options:
             ``"mean"``, their mean weighted by the chunks' rows, or their ``"sum"``.
         link: How bytes travel: ``"auto"`` sends small ones inside the call; large ones lie in shared memory if the
             cluster is one machine, the weights of CPU replicas included, else they go beside the call or through Ray's
-            object store; replicas on several nodes, and those that have GPUs of their own, sum gradients among
-            themselves, and on several nodes pass weights on. ``"collective"`` lets replicas do both wherever they are.
+            object store; replicas on several nodes sum gradients among themselves and pass weights on. ``"collective"``
+            lets replicas do both wherever they are, and those that have GPUs of their own sum by NCCL.
             The other names force one way for everything.
         placement_timeout: Seconds that replicas may take to be placed and to start. While they wait for a place Ray's
             autoscaler knows of it, and a node that is added is used.
@@ -62,7 +65,8 @@ class Options:
             None waits.
         on_fault: What to do when a replica dies: ``"replay"`` runs its chunk again on another one, with the same
             result to the bit, while a new process starts behind the scenes; ``"raise"`` raises `ReplicaDied`, and the
-            next call starts the new process.
+            next call starts the new process. On GPUs the last bits are the same as far as their kernels repeat them:
+            not where these add atomically or cuDNN chooses by speed, nor on another model of GPU.
         max_restarts_per_hour: How many replicas that died are replaced within an hour. Beyond that, calls go on with
             those that are left, and without any raise `RestartsSpent`.
         cpus_per_replica: CPUs that Ray books for each replica, on a CPU or a GPU. 0 lets any number of them share a
@@ -76,9 +80,12 @@ class Options:
         elastic: Start with as many GPUs as there are, one at least, instead of waiting for all; they run the chunks of
             the others, too. Nodes that join are used, nodes that drain are left. Chunks stay what ``device_ids`` say,
             so that results do not depend on who is there.
-        threads: Torch's threads in a CPU replica. None shares a node's cores among the chunks of a call.
+        threads: Torch's threads in a CPU replica. None shares a node's cores among the chunks of a call:
+            those that Ray was told of, and never more than the process may use, by affinity and quota, as the replicas
+            that started first found.
         direct_line: Call replicas over a socket, five times faster than a Ray task. False makes every phase a Ray task,
-            which Ray's dashboard lists.
+            which Ray's dashboard lists; large values then go through Ray's object store and not through shared memory,
+            which makes 64 MB there and back take three times as long.
         name: What Ray's dashboard, metrics and `raydp-parallel status` call the executor; None is the program's name.
         metrics: Report to Ray's metrics and to `raydp-parallel status`, once per second, in the background.
         profile_dir: A folder to write all calls to, as a trace for Chrome or Perfetto with the driver and the replicas
@@ -118,8 +125,10 @@ class Options:
         self._check_placement()
         if self.elastic and self.on_fault != "replay":
             raise ValueError("Options(elastic=True, on_fault='raise'): replicas that are away need others to stand in")
-        if self.name is not None and (not self.name or any(c in self.name for c in "/:@\n")):
-            raise ValueError(f"Options(name={self.name!r}): expected a name without '/', ':' and '@', such as 'train'")
+        if self.name is not None and (not self.name or any(c in "/:@" or not c.isprintable() for c in self.name)):
+            raise ValueError(
+                f"Options(name={self.name!r}): expected printable characters without '/', ':' and '@', such as 'train'"
+            )
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"Options(threads={self.threads}): expected None or at least 1")
 
@@ -128,9 +137,14 @@ class Options:
             value = getattr(self, name)
             if not _is_number(value) and not (name == "call_timeout" and value is None):
                 raise TypeError(f"Options({name}={value!r}): expected a number, got {type(value).__name__}")
-        if self.placement_timeout <= 0 or (self.call_timeout is not None and self.call_timeout <= 0):
-            raise ValueError("Options: placement_timeout and call_timeout are seconds, and must be above 0")
-        if self.max_restarts_per_hour < 0:
+        for name in ("placement_timeout", "call_timeout"):
+            seconds = getattr(self, name)
+            if seconds is not None and not 0 < seconds <= _LONGEST:
+                without = "; None waits without a limit" if name == "call_timeout" else ""
+                raise ValueError(
+                    f"Options({name}={seconds!r}): expected seconds above 0, at most {_LONGEST:g}{without}"
+                )
+        if not _is_number(self.max_restarts_per_hour) or not 0 <= self.max_restarts_per_hour < math.inf:
             raise ValueError(f"Options(max_restarts_per_hour={self.max_restarts_per_hour}): expected at least 0")
         if not 0 <= self.cpus_per_replica < math.inf or not 0 < self.gpus_per_replica <= 1:
             raise ValueError(

@@ -11,8 +11,13 @@ from typing import Any
 import cloudpickle
 from torch._utils import ExceptionWrapper
 
-from raydp_parallel.errors import ReplicaExit
+from raydp_parallel.errors import ReplicaError, ReplicaExit
 from raydp_parallel.messages import CaughtWarning, Failure
+
+NO_DEBUGGER = (
+    "a replica has no terminal for a debugger: Options(in_process=True) runs the module in this process, where "
+    "breakpoint() works"
+)
 
 _registry: dict[Any, Any] = {}
 
@@ -39,6 +44,8 @@ def failure(error: BaseException, where: str | None) -> Failure:
 
 def reraise(found: Failure, replica: str) -> None:
     """Raise what a replica took down: the same type, with upstream's words."""
+    if found.name == "bdb.BdbQuit":
+        raise ReplicaError(f"{replica}: {NO_DEBUGGER}.\n{found.text}")
     if found.exit:
         raise ReplicaExit(f"the module ended with {found.name} in {replica}; its process goes on.\n{found.text}")
     kind = _loaded(found.kind)

@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from raydp_parallel.phases import IN_REPLICA
-from raydp_parallel.status import device, rates, shares
+from raydp_parallel.status import UNREADABLE, device, rates, shares, unreadable
 
 _STYLE = """
 :root { color-scheme: light dark; --ground: #fff; --ink: #1b1f24; --faint: #667; --rule: #d5d9de; --soft: #f3f5f7;
@@ -37,6 +37,9 @@ svg { display: block; width: 100%; height: auto; background: var(--soft); } text
 .line3 { stroke: var(--reduce); } .line4 { stroke: var(--adopt); } path { fill: none; stroke-width: 2; }
 """
 
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+"""No script runs and nothing is fetched, whatever an entry holds."""
+
 _KEYS = ("adopt", "copy", "forward", "backward", "wait", "reduce", "idle")
 _PHASES = ("adopt", "copy_in", "forward", "backward", "copy_out", "wait", "reduce", "idle")
 _WIDTH, _LEFT, _RIGHT, _BAR = 1060, 150, 10, 26
@@ -52,13 +55,21 @@ def report(entries: Sequence[Mapping[str, Any]], now: float | None = None) -> st
         now: Seconds since the epoch.
     """
     at = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(time.time() if now is None else now))
-    body = "\n".join(_executor(entry) for entry in entries) or "<p>No executor is running.</p>"
+    body = "\n".join(_section(entry) for entry in entries) or "<p>No executor is running.</p>"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>raydp_parallel report</title><style>{_STYLE}</style></head><body>\n"
         f'<h1>raydp_parallel</h1><p class="faint">{escape(at)}</p>\n{body}\n</body></html>\n'
     )
+
+
+def _section(entry: Mapping[str, Any]) -> str:
+    try:
+        return _executor(entry)
+    except UNREADABLE as error:
+        return f"<p>{escape(unreadable(entry, error))}</p>"
 
 
 def _executor(entry: Mapping[str, Any]) -> str:
@@ -229,7 +240,7 @@ def _history(entry: Mapping[str, Any]) -> str:
             for at, value in line
         )
         who = device(entry["stats"]["replicas"][i])
-        parts.append(f'<path class="line{i % 5}" d="M{points}"><title>replica {i} on {who}</title></path>')
+        parts.append(f'<path class="line{i % 5}" d="M{points}"><title>replica {i} on {escape(who)}</title></path>')
     return (
         _svg(height, parts, "Samples per second of each replica")
         + f"<p class=faint>The last {span:.0f} s, one line per replica.</p>"

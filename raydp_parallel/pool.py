@@ -154,7 +154,7 @@ class Pool:
 
 
 def plan(executor: Executor, parts: Sequence[Part], leaves: Sequence[Tensor], needed: Sequence[bool]) -> Pool | None:
-    """How to sum the gradients of some chunks among their replicas; None if the driver is to do it.
+    """How to sum the gradients of some chunks among their replicas, which have the graphs; None: the driver does it.
 
     Args:
         executor: Whose replicas.
@@ -167,8 +167,6 @@ def plan(executor: Executor, parts: Sequence[Part], leaves: Sequence[Tensor], ne
     if not executor.groups.wanted(seats, first.master.size, None):  # nearly no call on one machine is
         return None
     if any(part.master is not first.master or part.own != first.own for part in parts):
-        return None
-    if not all(part.graph.on(part.seat) for part in parts):
         return None
     chosen = {row: leaves[first.leaves[row]] for row in range(first.own)}
     rows = [row for row, leaf in chosen.items() if needed[first.leaves[row]] and _sums(leaf)]

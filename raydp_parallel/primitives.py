@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from raydp_parallel import batch, calling, cluster
+from raydp_parallel import batch, calling, cluster, context
 from raydp_parallel.batch import gather, scatter, scatter_kwargs
 from raydp_parallel.crew import DeviceId, device_id
 from raydp_parallel.executor import Executor, shared
@@ -39,6 +39,7 @@ class RemoteReplica:
         self._executor = executor
         self._detach = detach
 
+    @context.uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the replica. An exception of the module is raised as it is, as a plain call would."""
         unused = self._executor.options.unused_grads
@@ -60,6 +61,7 @@ def _replica_again(module: nn.Module, device: DeviceId, detach: bool, executor: 
     return replicate(module, [device], detach, executor=executor)[0]
 
 
+@context.uncompiled
 def replicate(
     network: nn.Module, devices: Iterable[Any], detach: bool = False, *, executor: Executor | None = None
 ) -> list[RemoteReplica]:
@@ -86,6 +88,7 @@ def replicate(
     ]
 
 
+@context.uncompiled
 def parallel_apply(
     modules: Sequence[Any],
     inputs: Sequence[Any],

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import sys
@@ -36,18 +37,20 @@ class Pulse:
         self._lock = ctypes.c_char.from_buffer(self._memory)
         self._library = ctypes.CDLL(None)
 
-    def hold(self) -> None:
-        """Take the lock, for as long as this thread lives or until `let_go`."""
-        self._library.pthread_mutex_lock(ctypes.byref(self._lock))
+    def hold(self) -> bool:
+        """Take the lock, for as long as this thread lives or until `let_go`; whether that worked."""
+        return self._library.pthread_mutex_lock(ctypes.byref(self._lock)) in (0, errno.EOWNERDEAD)
 
     def let_go(self) -> None:
         """Free the lock, in the thread that holds it."""
         self._library.pthread_mutex_unlock(ctypes.byref(self._lock))
 
-    def wait(self) -> None:
-        """Return when nobody holds the lock any more, whether it was let go or its holder died."""
-        self.hold()
-        self.let_go()
+    def wait(self) -> bool:
+        """Return when nothing holds the lock any more, whether it was let go or its holder died. False: not known."""
+        held = self.hold()
+        if held:
+            self.let_go()
+        return held
 
 
 def make() -> int | None:
@@ -58,17 +61,24 @@ def make() -> int | None:
         file = os.memfd_create("raydp-pulse")
         try:
             os.ftruncate(file, _SIZE)
-            _prepare(Pulse(file))
+            if _prepare(Pulse(file)):
+                return file
+            os.close(file)
         except BaseException:
             os.close(file)
             raise
-        return file
     return None
 
 
-def _prepare(pulse: Pulse) -> None:
+def _prepare(pulse: Pulse) -> bool:
+    """Make the lock; whether this system has such locks."""
     library, attributes = pulse._library, (ctypes.c_char * _ATTRIBUTES)()
-    library.pthread_mutexattr_init(attributes)
-    library.pthread_mutexattr_setpshared(attributes, _SHARED)
-    library.pthread_mutexattr_setrobust(attributes, _ROBUST)
-    library.pthread_mutex_init(ctypes.byref(pulse._lock), attributes)
+    if library.pthread_mutexattr_init(attributes):
+        return False
+    set_up = [
+        library.pthread_mutexattr_setpshared(attributes, _SHARED),
+        library.pthread_mutexattr_setrobust(attributes, _ROBUST),
+        library.pthread_mutex_init(ctypes.byref(pulse._lock), attributes),
+    ]
+    library.pthread_mutexattr_destroy(attributes)
+    return not any(set_up)

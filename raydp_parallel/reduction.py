@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -10,8 +11,11 @@ from torch import Tensor
 
 from raydp_parallel import codec, devices
 from raydp_parallel.links import Mail
-from raydp_parallel.messages import Parcel
+from raydp_parallel.messages import Parcel, TensorSpec
 from raydp_parallel.options import UnusedGrads
+
+_SMALL = 1 << 16
+"""Bytes up to which a sum is made in new memory. For more that would come from the system, one page after the other."""
 
 
 class Share(NamedTuple):
@@ -31,11 +35,10 @@ class Share(NamedTuple):
 def total(shares: Sequence[Share], device: torch.device, count: int) -> list[Tensor | None]:
     """The sum over chunks for each of ``count`` leaves, in memory of its own; None where no chunk has any."""
     sums: list[Tensor | None] = [None] * count
-    for share in shares:
-        present = codec.load(share.parcel, range(len(share.parcel.specs)))
-        rows = [
-            (leaf, row) for leaf, row in zip(share.leaves, present, strict=True) if row is not None and leaf is not None
-        ]
+    found = [_rows(share) for share in shares]
+    if len(shares) > 1 and devices.is_cpu(device):
+        found[:2] = _add_small(shares[0], found[0], shares[1], found[1], sums, device)
+    for share, rows in zip(shares, found, strict=True):
         # A parameter that is an input too stands twice in a row.
         first = {leaf: row for leaf, row in reversed(rows) if sums[leaf] is None}
         fresh = [*first.items()]
@@ -43,6 +46,59 @@ def total(shares: Sequence[Share], device: torch.device, count: int) -> list[Ten
         _take(share, fresh, sums, device)
         _add(share, again, sums, device)
     return sums
+
+
+def _rows(share: Share) -> list[tuple[int, int]]:
+    """The leaves that a share has gradients for, each with its row in the parcel."""
+    present = codec.load(share.parcel, range(len(share.parcel.specs)))
+    return [
+        (leaf, row) for leaf, row in zip(share.leaves, present, strict=True) if row is not None and leaf is not None
+    ]
+
+
+def _add_small(
+    one: Share,
+    rows: list[tuple[int, int]],
+    other: Share,
+    others: list[tuple[int, int]],
+    sums: list[Tensor | None],
+    device: torch.device,
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Add what is small in the first two shares, all at once and without a look at each; returns what is left."""
+    mine, theirs = dict(rows), dict(others)
+    if len(mine) != len(rows) or len(theirs) != len(others):
+        return rows, others
+    specs, other_specs = one.parcel.specs, other.parcel.specs
+    leaves = [leaf for leaf, row in rows if leaf in theirs and _small(specs[row], other_specs[theirs[leaf]])]
+    if leaves:
+        added = torch._foreach_add(
+            _windows(one, [mine[leaf] for leaf in leaves], device),
+            _windows(other, [theirs[leaf] for leaf in leaves], device),
+        )
+        for leaf, tensor in zip(leaves, added, strict=True):
+            sums[leaf] = tensor
+            del mine[leaf], theirs[leaf]
+    return [*mine.items()], [*theirs.items()]
+
+
+def _small(one: TensorSpec, other: TensorSpec) -> bool:
+    """Whether two gradients of a leaf are small, plain, and alike."""
+    return (
+        one.shape == other.shape
+        and one.dtype == other.dtype
+        and one.stride == other.stride
+        and one.layout == other.layout == "strided"
+        and one.cls is None
+        and other.cls is None
+        and math.prod(one.shape) * codec.DTYPES[one.dtype].itemsize <= _SMALL
+    )
+
+
+def _windows(share: Share, rows: Sequence[int], device: torch.device) -> list[Tensor]:
+    """Some gradients of a share, where they lie."""
+    specs = [share.parcel.specs[row] for row in rows]
+    source = share.mail.open(share.parcel.packet)
+    return devices.windows(source, specs, [codec.DTYPES[spec.dtype] for spec in specs], device)
 
 
 def _take(share: Share, rows: Sequence[tuple[int, int]], sums: list[Tensor | None], device: torch.device) -> None:
@@ -62,9 +118,7 @@ def _add(share: Share, rows: Sequence[tuple[int, int]], sums: list[Tensor | None
         if type(share.parcel.packet) is bytes:  # little: a copy takes less than a look
             added = codec.unpack(share.parcel, share.mail, device, [row for _, row in plain])
         else:
-            specs = [share.parcel.specs[row] for _, row in plain]
-            source = share.mail.open(share.parcel.packet)
-            added = devices.windows(source, specs, [codec.DTYPES[spec.dtype] for spec in specs], device)
+            added = _windows(share, [row for _, row in plain], device)
         into: list[Tensor] = [sums[leaf] for leaf, _ in plain]  # type: ignore[misc]  # `_dense` says that none is None
         torch._foreach_add_(into, added)
     done = {row for _, row in plain}

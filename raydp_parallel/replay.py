@@ -80,30 +80,31 @@ def forward(request: ForwardRequest, inputs: Kept, master: Master, home: Seat, m
         news = update(master, seat, name, mail)
         return request._replace(
             model=name, update=news, inputs=parcel, write_back=False, doubtful=(), forget=seat.forget(), overlay=then,
-            graph_only=True, relay=None, site=None,
+            graph_only=True, relay=None,
         )  # fmt: skip
 
     return Recipe("forward", prepare)
 
 
-def derived(request: BackwardRequest, grads: Kept, parent: Graph, before: Recipe, home: Seat, model: int) -> Recipe:
+def derived(
+    request: BackwardRequest, grads: Kept, parents: Sequence[tuple[Graph, Recipe]], home: Seat, model: int
+) -> Recipe:
     """The recipe of a graph that a backward under ``create_graph`` made.
 
     Args:
         request: The message.
         grads: What it carried.
-        parent: The graph that was differentiated.
-        before: How that one was made.
+        parents: The graphs that were differentiated, with how they were made.
         home: Whom the call was for.
         model: The model's id.
     """
-    plain = request._replace(grads=grads.parcel, bumped=(), write_back=False, keep=True, forget=None, site=None)
+    plain = request._replace(grads=grads.parcel, bumped=(), write_back=False, keep=True, forget=None)
 
     def prepare(seat: Seat, mail: Mail) -> BackwardRequest:
         name = seat.name_of(model, home)
         return plain._replace(model=name, grads=grads.again(mail), forget=seat.forget())
 
-    return Recipe("backward", prepare, parent, before)
+    return Recipe("backward", prepare, parents)
 
 
 def update(

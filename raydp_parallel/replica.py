@@ -7,8 +7,10 @@ backward: differentiate a kept graph with respect to the leaves that are asked f
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +34,8 @@ from raydp_parallel.messages import (
 from raydp_parallel.phases import IN_REPLICA, Laps, OpenSpan, unseen
 from raydp_parallel.snapshot.looks import bump
 from raydp_parallel.snapshot.mirror import Mirror
+from raydp_parallel.snapshot.replaced import lasts
+from raydp_parallel.snapshot.watch import RawAccess
 
 _NO_CAPTURES: contextlib.nullcontext[Any] = contextlib.nullcontext({})
 _UNWATCHED = contextlib.nullcontext()
@@ -45,15 +49,20 @@ class _Graph(NamedTuple):
 
     Attributes:
         outputs: The tensors that travelled to the driver.
-        leaves: What gradients may be asked for: the model's leaves, then the inputs'.
-        partial: Whether there are leaves besides, for which nobody will ask.
+        leaves: What gradients may be asked for, by the graph that brought them in. Of a forward: the model's leaves,
+            then the inputs'. Of a derived graph: the gradients that came in, and all of the graphs it is derived from.
+        partial: Whether there are leaves besides, which are not asked for.
         mirror: The model that it came from.
+        tensors: The model's tensors that it may have saved, by slot.
+        lasts: Whether the master gets other memory, too, if one of the model's tensors is given some.
     """
 
     outputs: Sequence[Tensor]
-    leaves: Sequence[Tensor]
+    leaves: Mapping[int, Sequence[Tensor]]
     partial: bool
     mirror: Mirror
+    lasts: Callable[[Tensor], bool]
+    tensors: Mapping[int, Tensor]
 
 
 class Replica:
@@ -114,8 +123,15 @@ class Replica:
             for key in what.graphs:
                 self._graphs.pop(key, None)
                 self._kept.pop(key, None)
-            for model in what.models:
-                self._models.pop(model, None)
+            gone = [self._models.pop(model, None) for model in what.models]
+            if any(model is not None for model in gone):
+                del gone
+                devices.give_back_freed(self.device)
+
+    def import_anew(self) -> None:
+        """Make all models anew, because modules were dropped that their classes came from."""
+        for mirror in self._models.values():
+            mirror.import_anew()
 
     def holdings(self) -> tuple[int, int]:
         """How many models and graphs are here."""
@@ -125,6 +141,7 @@ class Replica:
         self, where: str | None, back: Mail, work: Callable[[], Parcel], request: ForwardRequest | BackwardRequest
     ) -> Reply:
         value, failure, self._reduced = None, None, None
+        process = os.getpid()
         self._laps.begin(0)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -132,9 +149,16 @@ class Replica:
                 value = work()
             # A replica outlives whatever a module raises, SystemExit and KeyboardInterrupt too.
             except BaseException as error:
+                if os.getpid() != process:
+                    raise  # of a child that the module forked
                 failure = outcome.failure(error, where)
-            written, revision = self._written(request, back)
-            self._show_the_present(request)
+            try:
+                written, revision = self._written(request, back)
+                self._show_the_present(request)
+            except BaseException as error:  # what a kernel ran into may be told here, too
+                failure = failure or outcome.failure(error, where)
+                self._models.pop(request.model, None)  # nobody knows what is in it: the driver sends everything
+                written, revision = None, 0
         try:
             ago = self._worked.finish()
         except RuntimeError as error:  # what a kernel ran into, the host hears of now
@@ -155,10 +179,18 @@ class Replica:
         if not request.write_back:
             mirror.pass_over()
             return None, mirror.revision
-        found = mirror.written()
+        found = mirror.written(self._lasts(request))
         if found is None:
             return None, mirror.revision
-        return WriteBack(found.slots, codec.encode(found.tensors, back, "state")[0]), mirror.revision
+        parcel, _ = codec.encode(found.tensors, back, "state")
+        return WriteBack(found.slots, parcel, found.replaced), mirror.revision
+
+    def _lasts(self, request: ForwardRequest | BackwardRequest) -> Callable[[Tensor], bool]:
+        """Which tensors of the model the master gives other memory, too, where the module did."""
+        if isinstance(request, ForwardRequest):
+            return functools.partial(lasts, alone=request.alone, detached=request.detach)
+        graphs = [self._graphs[key] for key, _ in request.outputs if key in self._graphs]
+        return graphs[0].lasts if graphs else functools.partial(lasts, alone=False, detached=False)
 
     def _show_the_present(self, request: ForwardRequest | BackwardRequest) -> None:
         """After a forward of the past, what its graph's backward finds is the driver's state of today."""
@@ -186,18 +218,20 @@ class Replica:
         if request.graph_only:
             parcel, outputs = Parcel(b"", (), b""), codec.tensors_in(value, root)
         else:
-            plot = codec.plot(request.site, mail)
-            parcel, outputs = codec.encode(value, back, root, requires_grad=keep, plot=plot)
+            parcel, outputs = codec.encode(value, back, root, requires_grad=keep)
         if request.graph is not None and any(t.requires_grad for t in outputs):
-            self._graphs[request.graph] = _Graph(outputs, leaves, request.detach, mirror)
+            stays = self._lasts(request)
+            self._graphs[request.graph] = _Graph(
+                outputs, {request.graph: leaves}, request.detach, mirror, stays, mirror.tensors()
+            )
         return parcel
 
     def _reached(self, request: ForwardRequest) -> tuple[int, ...]:
-        graph = self._graphs.get(request.graph) if request.graph is not None else None
-        if graph is None:
+        if request.graph is None or request.graph not in self._graphs:
             return ()
-        used = engine.reachable(graph.outputs)
-        return tuple(i for i in request.doubtful if id(graph.leaves[i]) in used)
+        graph = self._graphs[request.graph]
+        used, leaves = engine.reachable(graph.outputs), graph.leaves[request.graph]
+        return tuple(i for i in request.doubtful if id(leaves[i]) in used)
 
     def _mirror(self, request: ForwardRequest, mail: Mail) -> Mirror:
         mirror = self._models.get(request.model)
@@ -227,40 +261,54 @@ class Replica:
                 self.groups.leave(word.group)
 
     def _differentiate(self, request: BackwardRequest, mail: Mail, back: Mail) -> Parcel:
-        graph = self._graphs.get(request.graph)
-        if graph is None:
+        if any(key not in self._graphs for key, _ in request.outputs):
             raise GraphLost(
                 "backward: the replica no longer holds the graph of this forward, because its process was replaced "
                 "since; run forward again"
             )
+        graphs = [self._graphs[key] for key, _ in request.outputs]
+        mirror, leaves = graphs[0].mirror, graphs[0].leaves[request.graph]
+        partial = any(graph.partial for graph in graphs)
         if request.bumped:
-            bump([t for t in map(graph.mirror.tensor, request.bumped) if t is not None])
+            saved = [self._saved(graph, slot) for graph in graphs for slot in request.bumped]
+            bump([tensor for tensor in saved if tensor is not None])
         self._laps.begin(1)
         grads = codec.unpack(request.grads, mail, self.device)
-        outputs = [graph.outputs[i] for i in request.outputs]
+        outputs = [self._graphs[key].outputs[i] for key, indices in request.outputs for i in indices]
         group = self.groups.find(request.reduce.group) if request.reduce is not None else None
         reducer = None
         if group is not None and request.reduce is not None:
-            reducer = collective.Reducer(group, request.reduce, graph.leaves, back)
+            reducer = collective.Reducer(group, request.reduce, leaves, back)
         early = None
-        if request.reduce is None and engine.plainly(request, graph.partial):
-            early = outgoing.begin(graph.leaves, back, self.device)
+        if request.reduce is None and engine.plainly(request, partial):
+            early = outgoing.begin(leaves, back, self.device)
         first = reducer or early
         watching = first.watching() if first is not None else _UNWATCHED
-        with context.enter(request.context), _InReplica(), _Watching(graph.mirror), watching:
+        with context.enter(request.context), _InReplica(), _Watching(mirror), watching:
             self._laps.begin(2)
-            found = engine.differentiate(graph.leaves, graph.partial, outputs, grads, request)
+            found = engine.differentiate(leaves, partial, outputs, grads, request)
             self._finish_work()
         if request.derived is not None:
-            kept = [g for g in found if g is not None]
-            self._graphs[request.derived] = _Graph(kept, [*graph.leaves, *grads], graph.partial, graph.mirror)
+            brought: dict[int, Sequence[Tensor]] = {request.derived: grads}
+            for graph in graphs:
+                brought.update(graph.leaves)
+            kept = [grad for grad in found if grad is not None]
+            self._graphs[request.derived] = graphs[0]._replace(outputs=kept, leaves=brought, partial=True)
         if request.reduce is not None:
             found = self._reduce(request, reducer, found, back)
         parcel = early.parcel(found, back) if early is not None else None
         if parcel is not None:
             return parcel
-        keep, plot = request.derived is not None, codec.plot(request.site, mail)
-        return codec.encode(tuple(found), back, "gradients", requires_grad=keep, plot=plot)[0]
+        return codec.encode(tuple(found), back, "gradients", requires_grad=request.derived is not None)[0]
+
+    def _saved(self, graph: _Graph, slot: int) -> Tensor | None:
+        """What a graph may have saved of a slot whose version moved since.
+
+        A later forward that writes to a tensor leaves older graphs the one that they saved. Of parameters that is an
+        error all the same, as in one process; buffers are written by every forward, and each graph keeps its own.
+        """
+        tensor = graph.tensors.get(slot)
+        return tensor if isinstance(tensor, nn.Parameter) else graph.mirror.tensors().get(slot)
 
     def _reduce(
         self, request: BackwardRequest, reducer: collective.Reducer | None, found: list[Tensor | None], back: Mail
@@ -285,24 +333,30 @@ class Replica:
 
     def _mirror_of(self, request: ForwardRequest | BackwardRequest) -> Mirror | None:
         """The model that a request is about. A graph keeps its own, also where the driver let go of the model."""
-        graph = self._graphs.get(request.graph) if isinstance(request, BackwardRequest) else None
-        return graph.mirror if graph is not None else self._models.get(request.model)
+        if isinstance(request, BackwardRequest):
+            for key, _ in request.outputs:
+                if key in self._graphs:
+                    return self._graphs[key].mirror
+        return self._models.get(request.model)
 
 
-class _Watching:
+class _Watching(RawAccess):
     """Note what modules write to that a checkpoint runs again; in most backwards none does."""
 
     def __init__(self, mirror: Mirror) -> None:
         self._mirror = mirror
         self._calls: list[nn.Module] = []
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> set[int]:
         self._hook = register_module_forward_pre_hook(lambda module, _args: self._calls.append(module))
+        return super().__enter__()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
+        touched = self.touched
+        super().__exit__(*error)
         self._hook.remove()
         if self._calls:
-            self._mirror.note()
+            self._mirror.note(touched)
 
 
 class _InReplica:

@@ -11,11 +11,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from raydp_parallel import forks
 from raydp_parallel.accounts import Account
 from raydp_parallel.monitor import ExecutorStats
 from raydp_parallel.phases import CallSpan
 
 log = logging.getLogger("raydp_parallel")
+
+_FAREWELL = 2.0
+"""Seconds that the end of the program waits for the last reports of all executors."""
 
 EVERY = 1.0
 """Seconds between two reports."""
@@ -81,6 +85,7 @@ class Reporter:
         self._history: deque[Moment] = deque(maxlen=_KEPT)
         self._last: Report | None = None
         self._stop = threading.Event()
+        self._leaves = False
         self._telling = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="raydp-reporter", daemon=True)
         _running.add(self)
@@ -93,10 +98,21 @@ class Reporter:
             _running.discard(self)
             self._tell(True)
 
+    def leave(self) -> None:
+        """Let the thread report a last time, at the end of the program; `wait` waits for that."""
+        self._leaves = True
+        self._stop.set()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the end of the thread."""
+        self._thread.join(seconds)
+
     def _run(self) -> None:
         while not self._stop.wait(EVERY):
             if not self._tell(False):
                 return
+        if self._leaves:
+            self._tell(True)
 
     def _tell(self, last: bool) -> bool:
         with self._telling:
@@ -132,9 +148,14 @@ class Reporter:
 
 
 _running: weakref.WeakSet[Reporter] = weakref.WeakSet()
+forks.call_in_child(_running.clear)
 
 
 @atexit.register
 def _close_all() -> None:
-    for reporter in [*_running]:
-        reporter.close()
+    """A last report, unless it takes long: where the cluster's head is gone, Ray would wait for it for a minute."""
+    leaving, until = [*_running], time.monotonic() + _FAREWELL
+    for reporter in leaving:
+        reporter.leave()
+    for reporter in leaving:
+        reporter.wait(max(0.0, until - time.monotonic()))

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
+from raydp_parallel import forks
 from raydp_parallel.crew import Crew, Death, Place
 from raydp_parallel.errors import (
     ClusterError,
@@ -266,6 +267,7 @@ class Respawner:
 
 
 _respawners: weakref.WeakSet[Respawner] = weakref.WeakSet()
+forks.call_in_child(_respawners.clear)
 
 
 @atexit.register

@@ -8,10 +8,10 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from raydp_parallel import cluster, devices
+from raydp_parallel import cluster, devices, forks
 from raydp_parallel.books import Books
 from raydp_parallel.crew import Crew, Death, Ending, Place
-from raydp_parallel.errors import ExecutorClosed, GraphLost, ReplicaDied
+from raydp_parallel.errors import ExecutorClosed, GraphLost, ReplicaDied, forked
 from raydp_parallel.jobs import Job
 from raydp_parallel.local import LocalCrew
 from raydp_parallel.messages import Hello
@@ -31,7 +31,6 @@ class Roster:
         options: How to place replicas, and what to do when one dies.
 
     Attributes:
-        lock: Held while seats change, and while calls are sent.
         seats: By place, in the order in which they were first filled.
         totals: The executor's counters.
         books: Whose time went where.
@@ -41,7 +40,8 @@ class Roster:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
+        self._forked = False
         self.seats: dict[Place, Seat] = {}
         self.totals = Totals()
         self.books = Books(options.name or program())
@@ -49,10 +49,34 @@ class Roster:
         self.replays = options.on_fault == "replay"
         self._crew: Crew | None = None
         self._respawner: Respawner | None = None
+        forks.tell_child(self)
+
+    def after_fork(self) -> None:
+        """Replicas in other processes stay the parent's."""
+        self._lock = threading.RLock()
+        crew = self._crew
+        self._forked = crew is not None and not isinstance(crew, LocalCrew) and crew.alive()
+
+    @property
+    def forked(self) -> bool:
+        """Whether the replicas are those of the process from which this one was forked."""
+        return self._forked
+
+    @property
+    def lock(self) -> threading.RLock:
+        """Held while seats change, and while calls are sent."""
+        self.check_own()
+        return self._lock
+
+    def check_own(self) -> None:
+        """Raise `ForkedProcess` if the replicas are the parent's."""
+        if self._forked:
+            raise forked()
 
     @property
     def crew(self) -> Crew:
         """Who runs the replicas."""
+        self.check_own()
         assert self._crew is not None
         return self._crew
 
@@ -180,10 +204,10 @@ class Roster:
             others: Who takes part in the call; they have the model, and the others may not.
         """
         seat, needs = job.seat, job.needs
-        if needs is not None:
-            holder = needs.seat
+        if needs:
+            holder = next((graph.seat for graph in needs if graph.whole), needs[0].seat)
             seat = holder if holder is not None and (holder.ready or not self.replays) else seat
-            if not self.crew.alive() or (not self.replays and not needs.on(seat)):
+            if not self.crew.alive() or (not self.replays and not all(graph.on(seat) for graph in needs)):
                 raise GraphLost(f"{seat} lost the graph of this forward, because its process ended; run forward again")
         if seat.ready or not self.replays:
             return seat

@@ -15,7 +15,7 @@ from torch._C._profiler import _RecordFunctionFast as _range
 from raydp_parallel.accounts import Ways, ways
 from raydp_parallel.crew import Task
 from raydp_parallel.jobs import Job
-from raydp_parallel.links import GIVEN, Mail
+from raydp_parallel.links import Mail
 from raydp_parallel.messages import Reply
 from raydp_parallel.phases import OpenSpan
 from raydp_parallel.seats import Seat
@@ -189,11 +189,11 @@ class State(NamedTuple):
 
 def tell(reply: Reply, mail: Mail) -> Told:
     """What the books want to know of an answer."""
-    size, value, reduced = reply.size, reply.value, reply.reduced
+    size, reduced = reply.size, reply.reduced
     summing, among = (reduced.seconds, reduced.size + reply.passed) if reduced is not None else (0.0, reply.passed)
     came = None
-    if mail.beside or (value is not None and type(value.packet) is int):
-        came = ways(mail.beside, size, "shared" if value is not None and value.packet == GIVEN else "inline")
+    if mail.beside:
+        came = ways(mail.beside, size)
     return Told(reply.laps, reply.seconds, size, came, reply.memory, summing, among, reply.failure is not None)
 
 

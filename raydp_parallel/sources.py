@@ -2,13 +2,15 @@
 
 What a script or a notebook defines travels with the value that needs it, as cloudpickle does it. Everything else
 travels by name, and the name means nothing on another machine if the module lies beside the script, is an editable
-install, or on a path that the program added. A replica answers with ``ModuleNotFoundError`` then; the driver sends the
-files of the module's package, and the call runs again. What is installed here and not there is another matter: nodes
-whose packages differ need the same environment, and the error stands.
+install, or on a path that the program added. A replica answers with ``ModuleNotFoundError`` then, or, if it finds
+another file of that name, with ``SourceMismatch``; the driver sends the files of the module's package, with the text
+that it runs itself, and the call runs again. What is installed here and not there, or of another version, is another
+matter: nodes whose packages differ need the same environment, and the error stands.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -16,13 +18,15 @@ import logging
 import os
 import re
 import shutil
+import stat
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from raydp_parallel import loaded
+from raydp_parallel.loaded import is_installed
 from raydp_parallel.messages import Failure, Package
 
 log = logging.getLogger("raydp_parallel")
@@ -33,11 +37,19 @@ _MOST = 64 << 20
 _LEFT_OUT = ("__pycache__", "node_modules")
 
 
-def missing(failure: Failure | None) -> str | None:
-    """The module that a replica could not import, if that is what it failed for."""
-    if failure is None or not failure.name.endswith("ModuleNotFoundError"):
+_WANTED = {
+    "ModuleNotFoundError": r"ModuleNotFoundError: No module named '([\w.]+)'",
+    "SourceMismatch": r"SourceMismatch: module '([\w.]+)' of a replica",
+}
+"""Exceptions that the driver's own files help against, and how they name the module."""
+
+
+def wanted(failure: Failure | None) -> str | None:
+    """The module or package that a replica could not import, or found another one for, if that is what it failed of."""
+    if failure is None:
         return None
-    found = re.findall(r"ModuleNotFoundError: No module named '([\w.]+)'", failure.text)
+    pattern = _WANTED.get(failure.name.rpartition(".")[2])
+    found = re.findall(pattern, failure.text) if pattern is not None else ()
     return found[-1].partition(".")[0] if found else None
 
 
@@ -48,7 +60,7 @@ def pack(name: str) -> Package | None:
         return None
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     paths = [Path(spec.origin)] if not folders and spec.has_location and spec.origin else folders
-    if not paths or any(_installed(path) for path in paths):
+    if not paths or any(is_installed(str(path)) or is_installed(os.path.realpath(path)) for path in paths):
         return None
     found = {path.name: path for path in paths} if not folders else _below(name, folders)
     size = sum(path.stat().st_size for path in found.values())
@@ -57,7 +69,8 @@ def pack(name: str) -> Package | None:
             "the package %s is not sent to replicas: it has %.0f MB, files of data among them", name, size / 1e6
         )
         return None
-    files = tuple((inside, path.read_bytes()) for inside, path in sorted(found.items()))
+    texts = loaded.texts(name)
+    files = tuple((inside, texts.get(str(path)) or path.read_bytes()) for inside, path in sorted(found.items()))
     digest = hashlib.sha256(b"".join(part for inside, data in files for part in (inside.encode(), b"\0", data)))
     return Package(name, digest.hexdigest()[:16], files)
 
@@ -70,31 +83,55 @@ def _spec(name: str) -> Any:
         return None
 
 
-def _installed(path: Path) -> bool:
-    places = (sysconfig.get_path(which) for which in ("purelib", "platlib", "stdlib", "platstdlib"))
-    return any(path.resolve().is_relative_to(Path(place).resolve()) for place in places if place)
-
-
 def _below(name: str, folders: list[Path]) -> dict[str, Path]:
     return {str(Path(name, path.relative_to(folder))): path for folder in folders for path in _files(folder)}
 
 
 def _files(folder: Path) -> Iterator[Path]:
+    """The files below a folder. A link to a file elsewhere is none of them: nobody asked to send that."""
+    inside = folder.resolve()
     for here, names, files in os.walk(folder):
         names[:] = [name for name in names if name not in _LEFT_OUT and not name.startswith(".")]
-        yield from (Path(here, file) for file in files if not file.startswith(".") and Path(here, file).is_file())
+        paths = (Path(here, file) for file in files if not file.startswith("."))
+        yield from (path for path in paths if path.is_file() and path.resolve().is_relative_to(inside))
 
 
-def unpack(package: Package, folder: Path) -> None:
-    """Make a package importable in this process, behind all that is here already.
+def place(session: str) -> Path:
+    """A folder for such files that only this user can write to: who writes there runs code as this user.
+
+    Args:
+        session: Names the cluster's session: the processes of one share the folder.
+    """
+    # Not Ray's session folder, in which anybody may rename what is ours.
+    base = Path(tempfile.gettempdir(), f"raydp_parallel-{os.geteuid()}")
+    with contextlib.suppress(OSError):
+        base.mkdir(mode=0o700, exist_ok=True)
+        if _is_ours(base):
+            folder = base / session
+            folder.mkdir(mode=0o700, exist_ok=True)
+            return folder
+    log.warning("%s belongs to another user, or others may write to it: sources are kept elsewhere", base)
+    return Path(tempfile.mkdtemp(prefix="raydp_parallel-"))
+
+
+def _is_ours(folder: Path) -> bool:
+    found = folder.lstat()
+    others_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not others_write
+
+
+def unpack(package: Package, folder: Path) -> bool:
+    """Make a package importable in this process, before all that is here already.
 
     Args:
         package: The package.
         folder: Where processes of this machine keep such files. One that was there before is not written again.
+
+    Returns:
+        Whether modules were dropped, because some of that name had been loaded from elsewhere.
     """
     place = folder / f"{package.name}-{package.digest}"
     if not place.exists():
-        folder.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(dir=folder))
         for inside, data in package.files:
             path = fresh / inside
@@ -104,6 +141,6 @@ def unpack(package: Package, folder: Path) -> None:
             fresh.rename(place)
         except OSError:  # another replica of this machine was faster
             shutil.rmtree(fresh, ignore_errors=True)
-    if str(place) not in sys.path:
-        sys.path.append(str(place))
+    dropped = loaded.prefer(package.name, str(place))
     importlib.invalidate_caches()
+    return dropped

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from raydp_parallel.monitor import asked_for, table
+from raydp_parallel.monitor import asked_for, printable, table
 from raydp_parallel.reporter import Report
 
 _EVENTS = 6
@@ -51,6 +51,10 @@ def entry(report: Report, driver: Driver) -> dict[str, Any]:
     }
 
 
+UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""What an entry raises that another version wrote, or somebody else."""
+
+
 def render(entries: Sequence[Mapping[str, Any]], now: float | None = None) -> str:
     """All executors.
 
@@ -64,7 +68,20 @@ def render(entries: Sequence[Mapping[str, Any]], now: float | None = None) -> st
             "Options(metrics=False)."
         )
     at = time.time() if now is None else now
-    return "\n\n".join("\n".join(_executor(entry, at)) for entry in entries)
+    return "\n\n".join("\n".join(map(printable, lines)) for entry in entries for lines in [_lines(entry, at)])
+
+
+def _lines(entry: Mapping[str, Any], now: float) -> list[str]:
+    try:
+        return _executor(entry, now)
+    except UNREADABLE as error:
+        return [unreadable(entry, error)]
+
+
+def unreadable(entry: Any, error: Exception) -> str:
+    """What is said of an entry that is not as this version makes them; the others are shown all the same."""
+    job = entry.get("job", "") if isinstance(entry, Mapping) else ""
+    return f"an executor of job {job or 'unknown'} has an entry that this version cannot read: {error!r}"
 
 
 def _executor(entry: Mapping[str, Any], now: float) -> list[str]:

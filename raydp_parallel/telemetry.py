@@ -129,8 +129,22 @@ def posts(address: str | None = None) -> list[dict[str, Any]]:
             continue
         value = store.internal_kv_get(key, _NAMESPACE)
         if value is not None:
-            found.append(json.loads(value))
-    return sorted(found, key=lambda known: (known["job"], known["stats"]["name"]))
+            found.append(_read(key, value))
+    return sorted(found, key=_order)
+
+
+def _read(key: bytes, value: bytes) -> dict[str, Any]:
+    """An entry; of one that is none, whose it is."""
+    try:
+        found = json.loads(value)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"job": key.decode(errors="replace").partition(":")[0]}
+
+
+def _order(entry: dict[str, Any]) -> tuple[str, str]:
+    stats = entry.get("stats")
+    return str(entry.get("job")), str(stats.get("name")) if isinstance(stats, dict) else ""
 
 
 def _store(address: str | None) -> Any:

@@ -43,11 +43,11 @@ def _parcel(found: Any) -> Any:
 
 
 def _plain_writes(written: WriteBack) -> Any:
-    return written.slots, _plain(written.tensors)
+    return written.slots, _plain(written.tensors), written.replaced
 
 
 def _writes(found: Any) -> WriteBack:
-    return WriteBack(found[0], _parcel(found[1]))
+    return WriteBack(found[0], _parcel(found[1]), found[2])
 
 
 _Part = tuple[int, Callable[[Any], Any], Callable[[Any], Any]]

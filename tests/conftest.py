@@ -18,6 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--link", default="auto", help="the link of tests that do not choose one: Options(link=...)")
     help = "run on so many nodes, with the driver on a head without CPUs and GPUs; 0 is one node for all"
     parser.addoption("--nodes", type=int, default=0, help=help)
+    parser.addoption("--minutes", type=float, default=10.0, help="how long the soak of test_soak.py runs")
     parser.addoption("--long", action="store_true", help="run the tests that are marked long, too")
 
 

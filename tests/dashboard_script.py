@@ -135,23 +135,26 @@ def within(seconds: float, what: Callable[[], Any]) -> tuple[Any, float]:
 def numbers(asked: Prometheus, training: Training) -> None:
     """Every panel returns data; the samples are exact; the phases add up."""
     rows = ROWS * STEPS
-    samples = f"sum({grafana.series(grafana.SAMPLES)})"
+    samples = "sum(ray_raydp_samples_total)"
     found, _ = within(15, lambda: rows if asked.value(samples) == rows else None)
     print(f"samples: {asked.value(samples):.0f} of {rows}", "exact" if found else "WRONG")
-    busy = grafana.series(grafana.SECONDS, 'phase!="idle"', model=False)
-    seconds = asked.value(f"sum({busy})") or 0.0
+    seconds = asked.value('sum(ray_raydp_phase_seconds_total{phase!="idle"})') or 0.0
     known = sum(r.phases.total - r.phases.idle for r in training.model.executor.stats().replicas)
     print(f"busy seconds: {seconds / known:.3f} of the statistics'")
-    within(15, lambda: asked.ask(f"sum({grafana.rate(grafana.SAMPLES)})") or None)  # a rate needs two scrapes
-    for panel in (panel for _, row in grafana.ROWS for panel in row):
-        for query, _ in panel.queries:
-            print(f"panel {panel.title}: {len(asked.ask(query))} series{' (GPU)' if panel.needs_gpu else ''}")
+    within(15, lambda: asked.ask("sum(rate(ray_raydp_samples_total[10s]))") or None)  # a rate needs two scrapes
+    for title, query in panels():
+        print(f"panel {title}: {len(asked.ask(query))} series{' (GPU)' if title.startswith('GPU') else ''}")
+
+
+def panels() -> list[tuple[str, str]]:
+    """The titles of the dashboard's panels, with their queries."""
+    found = [(panel["title"], panel.get("targets", ())) for panel in grafana.dashboard()["panels"]]
+    return [(title, target["expr"]) for title, targets in found for target in targets]
 
 
 def ended(asked: Prometheus, total: float) -> None:
     """What the last report brought, when the executor had ended: all phases, and they make up the whole time."""
-    first = grafana.series(grafana.SECONDS, 'replica="0"', model=False)
-    query = f"sum({first})"
+    query = 'sum(ray_raydp_phase_seconds_total{replica="0"})'
     found, _ = within(10, lambda: value if (value := asked.value(query) or 0.0) >= total else None)
     print(f"phases in Prometheus at the end: {found and found / total:.3f} of the wall time")
 
@@ -165,7 +168,7 @@ def straggler(asked: Prometheus | None, training: Training) -> None:
         if named and who not in said:
             said[who] = time.monotonic() - start
 
-    query = f"topk(1, {grafana.SLOWNESS}) > 1.25"
+    query = dict(panels())["Straggler"] + " > 1.25"
     while time.monotonic() - start < 12 and len(said) < (4 if asked else 3):
         training.steps(5, delay=0.03)
         stats = training.model.executor.stats()

@@ -2,13 +2,20 @@
 
 A copy to the host that does not block takes place when somebody waits for an event behind it, with the bytes that there
 were when it was asked for. So who does not wait reads what was there before, as on a GPU. Each stream does what it was
-asked for in order, and what another stream was asked for only where it was told to wait for that.
+asked for in order, and what another stream was asked for only where it was told to wait for that. A copy from the host
+arrives at once, for the operations that come next are the CPU's; but its source has to be there, unchanged, when the
+stream comes to it, and memory that an arena got back is overwritten.
+
+It refuses what a GPU refuses: everything once a kernel failed an assertion, the next kernel after a call whose error
+nobody took, handles of a process that ended, arguments of other types than torch's, two threads in one pool of memory.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -18,13 +25,25 @@ import pytest
 import torch
 from torch import Tensor
 
+from raydp_parallel.devices import gpu as package
 from raydp_parallel.devices import kinds
+from raydp_parallel.links import Arena
+
+ASSERTION = "CUDA error: device-side assert triggered"
+
+_POISON = 0xDD
+"""What memory holds that was given back."""
 
 UUID = "GPU-12345678"
 
 
 _copy: Any = torch._C.TensorBase.copy_
 _empty: Any = torch.empty
+_ones: Any = torch.ones
+_to: Any = torch._C.TensorBase.to
+_device: Any = torch._C.TensorBase.device
+_foreach_copy: Any = torch._foreach_copy_
+_give_back: Any = Arena._give_back
 
 
 class Stream:
@@ -33,11 +52,13 @@ class Stream:
     Args:
         gpu: The device.
         name: How the log calls it; empty for the default stream.
+        index: Of which device it is.
     """
 
-    def __init__(self, gpu: FakeGpu, name: str = "") -> None:
+    def __init__(self, gpu: FakeGpu, name: str = "", index: int = 0) -> None:
         self.gpu = gpu
         self.name = name
+        self.index = index
         self.queue: list[Callable[[], object]] = []
         self.done = 0
         self.asked = 0
@@ -65,8 +86,15 @@ class FakeGpu:
         log: What was asked, in order.
         pinned: Addresses of registered memory, with its sizes.
         refuses: Whether memory cannot be registered.
+        asked_to_pin: How often memory was to be registered.
+        last_error: An error that nobody took, which the next kernel tells.
+        broken: What everything is refused with, once a kernel failed an assertion.
+        torn: Copies from the host whose source was not there any more when they took place.
         shares: What was shared between processes, by handle.
-        current: Its current stream, last, and those that were it around.
+        gone: Whether the process that shared it has ended.
+        expandable: Whether the allocator makes segments that grow.
+        used: The devices on which something of this process lies.
+        current: The current streams of each device, last, and those that were it around.
         recorded: Tensors that were said to be in use on a stream, by name.
         pools: How many pools of memory were made, and which is in use.
     """
@@ -75,22 +103,124 @@ class FakeGpu:
         self.log: list[str] = []
         self.pinned: dict[int, int] = {}
         self.refuses = False
+        self.asked_to_pin = 0
+        self.last_error = ""
+        self.broken = ""
+        self.torn: list[str] = []
+        self.gone = False
+        self.expandable = False
+        self.used: set[int | None] = {None, 0}
         self.shares: dict[bytes, Any] = {}
         self.events: dict[bytes, Any] = {}
         self.opened: list[bytes] = []
-        self.default = Stream(self)
         self._streams = itertools.count(1)
-        self.current = [self.default]
+        self._defaults: dict[int, Stream] = {}
+        self._stacks: dict[int, list[Stream]] = {}
+        self._elsewhere: dict[int, int] = {}
+        self._recording: int | None = None
         self.recorded: list[str] = []
         self.pools: list[Any] = []
 
+    # what is refused
+
+    def check(self) -> None:
+        """Every call of CUDA's, once a kernel failed."""
+        if self.broken:
+            raise RuntimeError(self.broken)
+
+    def launch(self) -> None:
+        """Every kernel: it tells what no earlier call was asked about."""
+        self.check()
+        if self.last_error:
+            error, self.last_error = self.last_error, ""
+            raise RuntimeError(error)
+
+    def fail_later(self, text: str = ASSERTION) -> None:
+        """A kernel that fails an assertion when the current stream comes to it."""
+        self.current_stream().later(lambda: setattr(self, "broken", text))
+
+    # copies
+
     def copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         """``Tensor.copy_``."""
+        self.check()
         if not non_blocking:
             return _copy(target, source)
         then = source.clone()
-        self.later("copy to the host", lambda: _copy(target, then))
+        self.later("copy to the host", lambda: _copy(target, then), source.device)
         return target
+
+    def foreach_copy(self, targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
+        """``torch._foreach_copy_``."""
+        self.launch()
+        for target, source in zip(targets, sources, strict=True):
+            self.read_later(source, target.device)
+        _foreach_copy(targets, sources, non_blocking)
+
+    def to(self, source: Tensor, *args: Any, **more: Any) -> Tensor:
+        """``Tensor.to``."""
+        if more.get("non_blocking"):
+            self.launch()
+            self.read_later(source, args[0])
+        found = _to(source, *args, **more)
+        crosses = found is source and not source.untyped_storage().resizable()
+        return source.clone() if crosses and isinstance(args[0], torch.device) else found
+
+    def read_later(self, source: Tensor, device: torch.device) -> None:
+        """A copy from the host, if the source lies there: it must be the same when the stream comes to it."""
+        if source.untyped_storage().resizable():  # torch's own, which stands for the device's
+            return
+        alive, then = weakref.ref(source), source.clone()
+
+        def read() -> None:
+            now = alive()
+            if now is None or not torch.equal(now, then):
+                self.torn.append(f"{then.nbytes} bytes of the host's were {'freed' if now is None else 'changed'}")
+
+        self.current_stream(device).later(read)
+
+    def ones(self, *args: Any, **more: Any) -> Tensor:
+        """``torch.ones``: a kernel."""
+        self.launch()
+        return _ones(*args, **more)
+
+    # two devices
+
+    def properties(self, device: Any) -> Any:
+        """``torch.cuda.get_device_properties``."""
+        index = getattr(device, "index", device) or 0
+        uuid = UUID if not index else f"{UUID}-{index}"
+        return SimpleNamespace(name="Fake", uuid=uuid, total_memory=1000, multi_processor_count=10)
+
+    def put(self, tensor: Tensor, index: int) -> Tensor:
+        """Let a tensor, and what looks at its memory, lie on another device."""
+        self._elsewhere[tensor.untyped_storage().data_ptr()] = index
+        return tensor
+
+    def device_of(self, tensor: Tensor) -> torch.device:
+        """``Tensor.device``."""
+        found: torch.device = _device.__get__(tensor)
+        if not self._elsewhere or tensor.layout is not torch.strided or found.type != "cpu":
+            return found
+        index = self._elsewhere.get(tensor.untyped_storage().data_ptr())
+        return found if index is None else torch.device("cpu", index)
+
+    def default_stream(self, device: torch.device | None = None) -> Stream:
+        """A device's default stream."""
+        index = (device.index or 0) if device is not None else 0
+        if index not in self._defaults:
+            self._defaults[index] = Stream(self, f"device {index}" if index else "", index)
+        return self._defaults[index]
+
+    @property
+    def default(self) -> Stream:
+        """The first device's."""
+        return self.default_stream()
+
+    def current_stream(self, device: torch.device | None = None) -> Stream:
+        """A device's current stream."""
+        stack = self._stacks.get((device.index or 0) if device is not None else 0)
+        return stack[-1] if stack else self.default_stream(device)
 
     def is_pinned(self, tensor: Tensor) -> bool:
         """``Tensor.is_pinned``."""
@@ -109,10 +239,11 @@ class FakeGpu:
             found.fill_(77)
         return found
 
-    def later(self, what: str, work: Callable[[], object]) -> None:
+    def later(self, what: str, work: Callable[[], object], device: torch.device | None = None) -> None:
         """Put some work on the stream."""
-        self.say(what, self.current[-1])
-        self.current[-1].later(work)
+        stream = self.current_stream(device)
+        self.say(what, stream)
+        stream.later(work)
 
     def say(self, what: str, stream: Stream) -> None:
         """Write down what was asked of a stream."""
@@ -120,9 +251,9 @@ class FakeGpu:
 
     # streams and pools of memory
 
-    def stream(self, _device: torch.device | None = None) -> Stream:
+    def stream(self, device: torch.device | None = None) -> Stream:
         """Another stream."""
-        return Stream(self, f"stream {next(self._streams)}")
+        return Stream(self, f"stream {next(self._streams)}", (device.index or 0) if device is not None else 0)
 
     def waits(self, stream: Stream, other: Stream, at: int) -> None:
         """A stream goes on when another one has come so far."""
@@ -132,17 +263,24 @@ class FakeGpu:
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
         """``torch.cuda.stream``."""
-        self.current.append(stream)
+        stack = self._stacks.setdefault(stream.index, [])
+        stack.append(stream)
         try:
             yield
         finally:
-            self.current.pop()
+            stack.pop()
 
     @contextmanager
     def allocating(self, pool: Any, _device: torch.device) -> Iterator[None]:
         """``torch.cuda.use_mem_pool``."""
-        self.pools.append(pool)
-        yield
+        if self._recording is not None:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        self._recording = threading.get_ident()
+        try:
+            self.pools.append(pool)
+            yield
+        finally:
+            self._recording = None
 
     # cudaHostRegister and its counterpart
 
@@ -150,9 +288,12 @@ class FakeGpu:
         """The runtime."""
 
         def register(address: int, size: int, _flags: int) -> int:
+            self.asked_to_pin += 1
             if not self.refuses:
                 self.pinned[address] = size
-            return int(self.refuses)
+                return 0
+            self.last_error = "CUDA error: operation not supported"
+            return 801
 
         return SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=self.pinned.pop)
 
@@ -167,23 +308,30 @@ class FakeGpu:
                 self.stream = gpu.default
 
             def record(self, stream: Stream) -> None:
-                assert stream is gpu.current[-1]
+                gpu.check()
+                assert stream is gpu.current_stream(torch.device("cpu", stream.index))
                 gpu.say("record", stream)
                 self.stream, self.at, self.when = stream, stream.asked, time.perf_counter()
 
             def synchronize(self) -> None:
+                gpu.check()
                 gpu.say("wait", self.stream)
                 self.stream.run_to(self.at)
+                gpu.check()
 
             def query(self) -> bool:
+                gpu.check()
                 return self.stream.done >= self.at
 
             def wait(self, stream: Stream) -> None:
+                gpu.check()
                 gpu.waits(stream, self.stream, self.at)
 
             def elapsed_time(self, end: Any) -> float:
                 assert self.timed
                 assert end.timed
+                if not (self.query() and end.query()):
+                    raise RuntimeError("Both events must be completed before calculating elapsed time.")
                 return 1e3 * (end.when - self.when)
 
             def ipc_handle(self) -> bytes:
@@ -193,21 +341,50 @@ class FakeGpu:
                 return handle
 
             @staticmethod
-            def from_ipc_handle(_device: torch.device, handle: bytes) -> Any:
+            def from_ipc_handle(device: torch.device, handle: bytes) -> Any:
+                assert isinstance(device, torch.device)
                 return gpu.events[handle]
 
         return Event
 
     def share(self, storage: Any) -> tuple[Any, ...]:
         """``_share_cuda_``."""
+        self.check()
         handle = b"storage %d" % len(self.shares)
         self.shares[handle] = storage
         return (5, handle, storage.nbytes(), 0, b"counter", 0, b"event", False)
 
-    def open(self, _device: int, handle: bytes, *_rest: Any) -> Any:
+    def open(self, *given: Any) -> Any:
         """``_new_shared_cuda``."""
+        self.check()
+        if [*map(type, given)] != [int, bytes, int, int, bytes, int, bytes, bool]:
+            raise TypeError(f"Invalid arguments to _new_shared_cuda: {given}")
+        handle = given[1]
+        if self.gone:
+            raise RuntimeError("CUDA error: invalid resource handle")
         self.opened.append(handle)
         return self.shares[handle]
+
+    def refuse_to_move(self, storage: Any) -> Any:
+        """``_share_fd_cpu_``."""
+        if kinds.is_cpu(torch.device("cpu")):
+            return _share_fd(storage)
+        raise RuntimeError("_share_fd_: only available on CPU")
+
+    def is_shared(self, storage: Any) -> bool:
+        """``UntypedStorage.is_shared``: of a device's memory torch says so always."""
+        return _is_shared(storage) if kinds.is_cpu(torch.device("cpu")) else True
+
+
+_share_fd: Any = torch.UntypedStorage._share_fd_cpu_
+_is_shared: Any = torch.UntypedStorage.is_shared
+
+
+def _overwrite(arena: Arena, segment: Any) -> None:
+    """``Arena._give_back``."""
+    if hasattr(segment, "array"):
+        segment.array[:] = _POISON
+    _give_back(arena, segment)
 
 
 @contextmanager
@@ -215,34 +392,43 @@ def installed(patch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """Let the package take the CPU for a GPU."""
     gpu = FakeGpu()
     patch.setattr(kinds, "HOST", frozenset())
-    properties = SimpleNamespace(name="Fake", uuid=UUID, total_memory=1000, multi_processor_count=10)
     for name, value in {
         "Event": gpu.event_class(),
-        "current_stream": lambda _device: gpu.current[-1],
-        "default_stream": lambda _device: gpu.default,
+        "current_stream": gpu.current_stream,
+        "default_stream": gpu.default_stream,
         "Stream": gpu.stream,
         "stream": gpu.on,
-        "MemPool": object,
+        "MemPool": lambda **_: object(),
+        "empty_cache": lambda: None,
         "use_mem_pool": gpu.allocating,
         "device": lambda _device: nullcontext(),
         "cudart": gpu.cudart,
         "default_generators": [torch.Generator()],
-        "memory_allocated": lambda _device: 5,
+        "memory_allocated": lambda device: 5 if getattr(device, "index", device) in gpu.used else 0,
         "max_memory_allocated": lambda _device: 7,
-        "get_device_properties": lambda _device: properties,
+        "memory_snapshot": lambda: [{"is_expandable": gpu.expandable}],
+        "get_device_properties": lambda index: gpu.properties(index),
     }.items():
         patch.setattr(torch.cuda, name, value)
     patch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: gpu.share(storage))
     patch.setattr(torch.UntypedStorage, "_new_shared_cuda", staticmethod(gpu.open))
+    patch.setattr(torch.UntypedStorage, "_share_fd_cpu_", lambda storage: gpu.refuse_to_move(storage))
+    patch.setattr(torch.UntypedStorage, "is_shared", lambda storage: gpu.is_shared(storage))
     patch.setattr(torch, "empty", gpu.empty)
-    methods = {"copy_": gpu.copy, "is_pinned": gpu.is_pinned, "record_stream": gpu.record_stream}
+    patch.setattr(torch, "ones", gpu.ones)
+    patch.setattr(torch, "_foreach_copy_", gpu.foreach_copy)
+    patch.setattr(Arena, "_give_back", _overwrite)
+    methods = {"copy_": gpu.copy, "is_pinned": gpu.is_pinned, "record_stream": gpu.record_stream, "to": gpu.to}
     for name, method in methods.items():
         type.__setattr__(Tensor, name, _bound(method))
+    type.__setattr__(Tensor, "device", property(gpu.device_of))
     try:
         yield gpu
     finally:
-        for name in methods:
+        for name in (*methods, "device"):
             type.__delattr__(Tensor, name)
+        package.lent._kept.clear()
+    assert not gpu.torn, gpu.torn
 
 
 def _bound(method: Callable[..., Any]) -> Callable[..., Any]:

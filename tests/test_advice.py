@@ -74,6 +74,21 @@ def test_a_larger_chunk_makes_no_straggler() -> None:
     assert straggler((replica(0), replica(1, recent_ms=180.0, recent_rows=64.0))) is None
 
 
+def test_a_short_last_chunk_makes_no_straggler() -> None:
+    """It takes more time for each row, because every call costs something; but it is done first."""
+    short = replica(2, recent_ms=60.0, recent_rows=16.0)
+    assert straggler((replica(0), replica(1), short)) is None
+    found = straggler((replica(0), replica(1, recent_ms=180.0), short))
+    assert found is not None and found.index == 1
+
+
+def test_what_is_said_of_a_straggler_is_of_its_last_calls() -> None:
+    """Not of the time when another one was slow, or when all waited for imports."""
+    waited = replica(0, phases=replace(BUSY, wait=500))
+    (advice,) = advise(stats(waited, replica(1, recent_ms=270.0)))
+    assert "they wait 180.0 ms for it each time" in advice.text and "500" not in advice.text
+
+
 def test_noise_makes_no_straggler() -> None:
     assert straggler((replica(0, recent_ms=0.10), replica(1, recent_ms=0.15))) is None
     assert straggler((replica(0),)) is None
@@ -101,7 +116,15 @@ def test_small_chunks() -> None:
 
 def test_bound_by_copies() -> None:
     phases = PhaseSeconds(adopt=10, copy_in=30, forward=10, backward=10, copy_out=30, wait=10)
-    assert topics(stats(replica(0, phases=phases))) == ["copies"]
+    (advice,) = advise(stats(replica(0, phases=phases, recent_copies_ms=300.0)))
+    assert advice.topic == "copies"
+    assert "spent 300.0 ms copying and taking up state, and 90.0 ms working" in advice.text
+
+
+def test_imports_in_the_first_call_are_no_copies() -> None:
+    """The replica imports the model's code where it takes the model up: seconds, once."""
+    phases = PhaseSeconds(adopt=7, copy_in=0.1, forward=1, backward=1, copy_out=0.1, wait=1)
+    assert topics(stats(replica(0, phases=phases, recent_copies_ms=2.0))) == ["balanced"]
 
 
 def test_state_that_is_sent_again_and_again_is_named() -> None:

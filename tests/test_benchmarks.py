@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import measure, summary, training_step
+from benchmarks import journey, measure, summary, training_step
 from benchmarks.measure import Asked, Effort, Report, Table
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.long]
@@ -30,6 +30,15 @@ def test_peers_train_to_the_same_weights(tmp_path: Path) -> None:
     (table,) = report.tables
     assert [row[0] for row in table.rows] == names
     kept_and_shown(report, tmp_path)
+
+
+def test_the_journey_passes_through_driver_and_replica() -> None:
+    """Each side's own functions are among those that are entered, and none of the other side's."""
+    driver, replica = journey.record()
+    assert ("data_parallel.py", "DataParallel.forward") in driver and ("replica.py", "Replica._forward") not in driver
+    assert ("replica.py", "Replica._forward") in replica and ("data_parallel.py", "DataParallel.forward") not in replica
+    files, functions, calls, changes = journey.counts(driver)
+    assert 1 < files < functions < calls and 0 < changes < calls
 
 
 def test_different_weights_are_an_error() -> None:

@@ -13,7 +13,7 @@ import torch
 from harness import cycles
 from torch import Tensor, nn
 
-from raydp_parallel import DataParallel, Executor, Options
+from raydp_parallel import DataParallel, Executor, ExecutorClosed, Options
 from raydp_parallel.batch import register_batch_type
 
 REPLICAS = (1, 2, 3)
@@ -97,6 +97,39 @@ def test_several_losses_on_one_output_are_one_trip(executor: Executor) -> None:
     out = model(rows())
     (out[:1].sum() + out[-1:].square().sum() + (out * 2).mean()).backward()
     assert trips(executor) == 1
+
+
+def test_outputs_that_receive_one_gradient(executor: Executor) -> None:
+    """Both summands of a sum get the same tensor for a gradient, at every order."""
+    plain, ours, model = both(TwoHeads().double(), executor)
+    for net in (plain, model):
+        x = rows().requires_grad_()
+        one, two = net(x)
+        value = (one + two).pow(3).sum()
+        value.backward(retain_graph=True)
+        for _ in range(2):
+            (grad,) = torch.autograd.grad(value, x, create_graph=True)
+            value = grad.pow(2).sum()
+        value.backward()
+    assert_grads(ours, plain)
+
+
+def test_leaves_that_receive_one_gradient(executor: Executor) -> None:
+    """Two weights that the module adds: their gradients are summed over chunks once each."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ (self.one + self.two)
+
+    plain, _, model = both(Sum().double(), executor)
+    x = rows()
+    expected = torch.autograd.grad(plain(x).sum(), [*plain.parameters()])
+    found = torch.autograd.grad(model(x).sum(), [*model.parameters()])
+    torch.testing.assert_close(found, expected)
 
 
 def test_B10_one_trip_per_forward(executor: Executor) -> None:
@@ -353,3 +386,13 @@ def test_nothing_is_recorded_without_gradients(executor: Executor) -> None:
     ours.requires_grad_(False)
     assert model(rows()).grad_fn is None
     assert graphs(executor) == 0
+
+
+@pytest.mark.parametrize("create_graph", (False, True))
+def test_backward_after_close_says_what_happened(create_graph: bool, executor: Executor) -> None:
+    """The graphs ended with the replicas."""
+    model = DataParallel(critic(), executor=executor)
+    loss = model(rows()).sum()
+    executor.close()
+    with pytest.raises(ExecutorClosed, match=r"backward: the executor was closed, by close\(\) or shutdown\(\)"):
+        loss.backward(create_graph=create_graph)

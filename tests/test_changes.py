@@ -970,10 +970,11 @@ def test_writes_of_chunk_0_reach_the_master_once(way: str, grad: bool) -> None:
     for name, tensor, pointer in kept:
         found = ours.get_parameter(name) if isinstance(tensor, nn.Parameter) else ours.get_buffer(name)
         assert found is tensor
-        assert found.data_ptr() == pointer
+        if way != "data rebound" or grad:
+            assert found.data_ptr() == pointer
 
 
-NOT_UPSTREAM = ("data rebound", "plain", "plain data")
+NOT_UPSTREAM = ("plain", "plain data")
 """What threads share with the master: all replicas write to it, in any order."""
 
 NOT_UPSTREAM_WITH_GRAD = ("detached", "no_grad", "inference mode", "foreach", "written and restored")
@@ -981,12 +982,13 @@ NOT_UPSTREAM_WITH_GRAD = ("detached", "no_grad", "inference mode", "foreach", "w
 
 
 def by_the_contract(net: Any, x: Tensor) -> Tensor:
-    """Three chunks, all from the same state; in-place changes of the first stay, rebinding does not."""
+    """Three chunks from one state; in-place changes of the first stay, under no_grad its new ``.data`` too."""
     others = [copy.deepcopy(net)(chunk) for chunk in x.chunk(3)[1:]]
     buffers, data = dict(net._buffers), net.weight.data
     first = net(x.chunk(3)[0])
     net._buffers.update(buffers)
-    net.weight.data = data
+    if torch.is_grad_enabled():
+        net.weight.data = data
     return torch.cat([first, *others])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import installed
+from fake_gpu import ASSERTION, UUID, installed
 from torch import Tensor, nn
 
 from raydp_parallel import devices, outgoing
-from raydp_parallel.check import behaviour, copies, ddp, here, loads, memory, program, runner, speed
+from raydp_parallel.check import behaviour, copies, ddp, faults, here, loads, memory, program, runner, speed
 from raydp_parallel.check.here import Here, driver, machine, processor
 from raydp_parallel.check.table import Line, Row, Status
 from raydp_parallel.executor import Executor
@@ -163,6 +164,94 @@ def test_gradients_that_leave_early_are_held_against_the_plain_modules(monkeypat
         assert not copies.through_the_host(machine).good
     executor.close()
     devices.streams._beside.cache_clear()
+
+
+def executor_that(**answers: Any) -> Any:
+    """An executor whose statistics and replicas are these."""
+    stats = {"link": "shared and CUDA IPC", "deaths": 0, **answers}
+    return SimpleNamespace(stats=lambda: SimpleNamespace(**stats), replicas=lambda: stats.get("replicas", ()))
+
+
+LINKS = {
+    "all is well": ([UUID], "shared and CUDA IPC", True),
+    "IPC is off": ([UUID], "shared", False),
+    "another GPU": (["GPU-other"], "shared", True),
+    "a CPU": ([""], "shared", False),
+    "two on one": (["GPU-other", "GPU-other"], "shared", False),
+}
+
+
+@pytest.mark.parametrize("case", [*LINKS])
+def test_a_gpu_that_is_shared_without_cuda_ipc_has_failed(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """And replicas that are not where they should be; not what the allocator's settings exclude."""
+    uuids, link, good = LINKS[case]
+    machine: Any = Stub(lambda _net: lambda _x: None)
+    replicas = [SimpleNamespace(index=i, gpu="G", device="cuda:0", gpu_uuid=uuid) for i, uuid in enumerate(uuids)]
+    machine.executor = lambda: executor_that(link=link, replicas=replicas)
+    assert copies.links(machine).good  # of CPUs nothing is asked
+    with installed(monkeypatch) as gpu:
+        machine.gpus = len(uuids)
+        found = copies.links(machine)
+        assert found.good == good, found
+        gpu.expandable = True
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        assert copies.links(machine).good == (good or case == "IPC is off")
+
+
+@pytest.mark.parametrize(
+    ("raised", "deaths", "good"), [(ASSERTION, 1, True), ("its line was cut", 1, False), (ASSERTION, 6, False)]
+)
+def test_the_text_of_an_assertion_and_one_death(raised: str, deaths: int, good: bool) -> None:
+    """More than that is a failure, also where the next call is right."""
+    died = [0]
+
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.min() < 0:
+                died[0] += deaths
+                raise RuntimeError(f"Caught RuntimeError in replica 0\n{raised}\nCompile with TORCH_USE_CUDA_DSA")
+            return x
+
+    machine: Any = Stub(lambda _net: Fails())
+    machine.executor = lambda: executor_that(deaths=3 + died[0])
+    assert faults.spoiled(machine).good == good
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_registered_memory_is_tried(monkeypatch: pytest.MonkeyPatch, refuses: bool) -> None:
+    """A refusal is told, and is no failure; that the next kernel fails of it is one."""
+    with installed(monkeypatch) as gpu:
+        monkeypatch.setattr(devices.gpu, "_registry", devices.gpu._Registry())
+        gpu.refuses = refuses
+        found = copies.registered(Stub(lambda net: net))
+        assert (found.good, found.numbers["registered"]) == (True, not refuses)
+        monkeypatch.setattr(devices.gpu, "_registry", devices.gpu._Registry())
+        monkeypatch.setattr(devices.gpu, "_take_error", lambda _device: None)
+        row = Row("copies", "registered memory", copies.registered)
+        line = runner.try_row(row, Stub(lambda net: net))
+        assert line.status is (Status.FAILED if refuses else Status.PASSED), line
+
+
+def test_what_is_lost_after_an_evaluation_is_noticed() -> None:
+    """A link that is another one afterwards; and inputs that came too early."""
+    machine: Any = Stub(lambda net: net)
+    links = iter(["shared and CUDA IPC"] * 3 + ["shared"])
+    machine.executor = lambda: SimpleNamespace(stats=lambda: SimpleNamespace(link=next(links)))
+    assert copies.evaluation_first(machine).good
+    assert not copies.evaluation_first(machine).good
+    assert copies.two_devices(Stub(lambda net: net)).good
+    late = copies.two_devices(Stub(lambda _net: lambda x, named: (x, {"twice": 0 * named["y"]}, None)))
+    assert (late.good, late.text) == (False, "WRONG inputs")
+
+
+def test_settings_that_do_not_arrive_are_noticed() -> None:
+    """By what replicas say; afterwards all is as it was."""
+    before = torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    gathers = behaviour.settings(Stub(lambda net: lambda x: (x, [[each] for each in net(x)[1]])))
+    assert gathers.good, gathers
+    assert not behaviour.settings(Stub(lambda _net: lambda x: (x, (["none"], [""])))).good
+    assert (torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")) == before
+    assert behaviour.on_cpus(Stub(lambda net: net)).good
 
 
 # --- DDP's workers ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -59,3 +60,15 @@ def test_replicas_of_several_nodes_among_themselves(moments: list[str]) -> None:
         f"a node is lost in {' '.join(moments)} and the bits are the same",
     ):
         assert line in printed, printed
+
+
+def test_a_node_that_joins_later() -> None:
+    """Its replicas see none of the memory that those of the first node see."""
+    assert "replicas of a later node are sent what the others see" in run("reach_script.py", "later")
+
+
+@pytest.mark.soak  # beside another running Ray, as the suite's, Ray drops that user's actors before they start
+@pytest.mark.skipif(os.getuid() != 0 or shutil.which("setpriv") is None, reason="only root may become somebody else")
+def test_replicas_of_another_user() -> None:
+    """They refuse the line, and their memory cannot be read: calls go through Ray."""
+    assert "replicas of another user are reached through Ray" in run("reach_script.py", "user")

@@ -506,3 +506,24 @@ def test_the_error_can_be_pickled() -> None:
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again)) == (TransferError, str(error))
     assert copy.copy(error).args == error.args
+
+
+class Asks(type):
+    """Makes classes that ask for what they have not got, as those of enums did in Python 3.11."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...], attributes: dict[str, Any]) -> Any:
+        return super().__new__(cls, name, bases, attributes)
+
+    def __getattr__(cls, name: str) -> Any:
+        raise AttributeError(name)
+
+
+class Asked(metaclass=Asks):
+    """Such a class."""
+
+
+def test_a_class_whose_metaclass_asks_goes_by_its_name() -> None:
+    """It is no object that delegates."""
+    mail = Mail(InlineLink())
+    parcel, _ = codec.encode({"kind": Asked}, mail, "inputs")
+    assert codec.decode(parcel, mail, torch.device("cpu"))[0]["kind"] is Asked

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,10 +24,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from raydp_parallel import DataParallel, Executor, Options, codec, collective
+from raydp_parallel import groups as driver
 from raydp_parallel.collective import Group, Groups, Reducer
 from raydp_parallel.collective.backends import _GlooWork
+from raydp_parallel.crew import Place
 from raydp_parallel.exchange import Join, Kind, Reduce, Sum
 from raydp_parallel.links import Arena, InlineLink, Link, Mail, SharedLink
+from raydp_parallel.messages import Hello
+from raydp_parallel.seats import Seat
 
 # --- one group in one process, a thread for each member ---
 
@@ -50,6 +55,38 @@ def together(size: int, work: Callable[[int, Group], Any], kind: Kind = Kind.GLO
 
     with ThreadPoolExecutor(size) as pool:
         return [*pool.map(member, range(size))]
+
+
+def test_a_store_listens_at_one_address() -> None:
+    """And not at all that the machine has, as torch's does: it asks nobody for anything."""
+    groups = Groups("127.0.0.1")
+    _, port = groups.host(10.0)
+    socket.create_connection(("127.0.0.1", port), timeout=10).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("encrypts", "link", "wanted"),
+    [("0", "auto", [False, True]), ("1", "auto", [False, False]), ("1", "collective", [True, True])],
+)
+def test_where_ray_encrypts_there_are_no_groups_of_several_nodes(
+    encrypts: str, link: str, wanted: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their sockets are as plain to read as lines; who asks for groups gets them."""
+    monkeypatch.setenv("RAY_USE_TLS", encrypts)
+    options = Options(link=link)  # type: ignore[arg-type]
+    groups = driver.Groups(SimpleNamespace(options=options))  # type: ignore[arg-type]
+
+    def seats(*nodes: str) -> list[Any]:
+        found: list[Any] = []
+        for number, node in enumerate(nodes):
+            found.append(Seat(Place("gpu", number), number))
+            found[-1].seat(None, Hello(1, node, "cuda:0", "a GPU", f"gpu {number}", 0, 0))
+        return found
+
+    asked = [groups.wanted(seats(*nodes), 1 << 20, None) for nodes in (("a", "a"), ("a", "b"))]
+    assert asked == wanted
 
 
 def word(root: int, order: Sequence[int], leaves: int, overlap: bool = True, patience: float = 10.0) -> Reduce:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -112,7 +113,16 @@ FLAGS: dict[str, Callable[[], None]] = {
     "memory-efficient attention": lambda: torch.backends.cuda.enable_mem_efficient_sdp(False),
     "math attention": lambda: torch.backends.cuda.enable_math_sdp(False),
     "cudnn attention": lambda: torch.backends.cuda.enable_cudnn_sdp(False),
+    "short sums of float16": set_flag(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False),
+    "short sums of bfloat16": set_flag(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
 }
+if hasattr(torch._C, "_get_cublas_allow_fp16_accumulation"):
+    FLAGS["accumulation in float16"] = set_flag(torch.backends.cuda.matmul, "allow_fp16_accumulation", True)
+if hasattr(torch._C, "_get_fp32_precision_getter"):
+    FLAGS["precision of everything"] = set_flag(torch.backends, "fp32_precision", "tf32")
+    FLAGS["precision of products"] = set_flag(torch.backends.cuda.matmul, "fp32_precision", "tf32")
+    FLAGS["precision of convolutions"] = set_flag(torch.backends.cudnn.conv, "fp32_precision", "ieee")
+    FLAGS["precision of a CPU's products"] = set_flag(torch.backends.mkldnn.matmul, "fp32_precision", "bf16")
 
 
 @pytest.mark.parametrize("name", [*FLAGS])
@@ -126,6 +136,22 @@ def test_A8_process_wide_settings_travel(name: str) -> None:
     assert seen_inside(before).flags == before.flags
     assert seen_inside(changed).flags == changed.flags
     assert seen_inside(before).flags == before.flags
+
+
+def test_A8_variables_that_change_results_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are set, to replicas that start; what deterministic algorithms ask for, with each call."""
+    for name in context.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
+    assert context.environment() == {"NVIDIA_TF32_OVERRIDE": "0"}
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    plain = context.capture()
+    torch.use_deterministic_algorithms(True)
+    captured = context.capture()
+    with context.enter(plain):
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")  # as in a replica that was there before
+    with context.enter(captured):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 def test_A8_modes_are_left_when_a_block_raises() -> None:

@@ -10,6 +10,7 @@ import weakref
 from collections import Counter
 from typing import Any
 
+import oracle
 import pytest
 import torch
 from harness import Trio, assert_same_grads, assert_same_state, raised, trio
@@ -1002,6 +1003,56 @@ def test_B6_backward_with_create_graph():
     parity(mlp(), use)
 
 
+class Clipped(nn.Module):
+    """Clips the gradient of what lies between its layers, once that is added up."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        hidden = self.one(x).tanh()
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: grad.clamp(max=0.1) + grad.pow(2))
+        return self.two(hidden).sigmoid()
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("order", [2, 3, 4])
+def test_B6_a_hook_made_in_forward_sees_the_sum(replicas, order):
+    """What comes from the output and from its derivatives is added up before the hook sees it, to any order."""
+
+    def use(model):
+        x = leaf(6, 3)
+        value = model(x).pow(3).sum()
+        total, found = value, []
+        for _ in range(order - 1):
+            (grad,) = torch.autograd.grad(value, x, create_graph=True)
+            found.append(grad.detach())
+            value = grad.pow(2).sum()
+            total = total + value
+        total.backward()
+        return found, x.grad
+
+    parity(Clipped().double(), lambda model: use(_on_doubles(model)), replicas, plain=False)
+
+
+def test_B6_a_hook_made_in_forward_sees_the_sum_of_siblings():
+    """Two derivatives of one output, one of which is the other's incoming gradient."""
+
+    def use(model):
+        x = leaf(6, 3)
+        out = model(x)
+        (one,) = torch.autograd.grad(out.pow(2).sum(), x, create_graph=True)
+        (two,) = torch.autograd.grad(out, x, one[:, :2].contiguous(), create_graph=True)
+        (three,) = torch.autograd.grad((one * two).sum(), x, create_graph=True)
+        incoming = torch.autograd.grad(three.sum(), out, retain_graph=True)
+        (out.sum() + one.pow(2).sum() + two.sum() + three.pow(2).sum()).backward()
+        return three.detach(), incoming, x.grad
+
+    parity(Clipped().double(), lambda model: use(_on_doubles(model)), plain=False)
+
+
 def test_B6_first_graph_still_usable_after_create_graph():
     """The loss itself may be differentiated after its gradient was."""
 
@@ -1520,6 +1571,34 @@ def test_B10_checkpoint_outside(use_reentrant, replicas):
     parity(net, use, replicas)
 
 
+class OldNorm(nn.Module):
+    """A checkpoint over `torch.nn.utils.weight_norm`, which keeps a weight that is no leaf."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.layer = nn.utils.weight_norm(nn.Linear(3, 4))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        return checkpoint(self.layer, x, use_reentrant=self.use_reentrant).tanh()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_B10_checkpoint_over_weight_norm(use_reentrant, replicas):
+    """The stale weight that no chunk reaches does not make the backward one of a subset."""
+    for_oracle = oracle.DataParallel(OldNorm(use_reentrant), list(range(replicas)))
+    model = wrap(OldNorm(use_reentrant), replicas)
+    model.module.load_state_dict(for_oracle.module.state_dict())
+    for _ in range(2):
+        x = data(6, 3)
+        for one in (model, for_oracle):
+            one(x.clone().requires_grad_()).square().sum().backward()
+    same(*[[p.grad for p in one.parameters()] for one in (model, for_oracle)])
+
+
 def test_B10_checkpoint_outside_with_batchnorm():
     """Reentrant: the forward runs twice, and so do the statistics, as upstream."""
 
@@ -1661,6 +1740,48 @@ def test_B11_in_place_change_before_second_order(edit):
         else:
             results.append([x.grad, *(p.grad for p in model.parameters())])
     same(*results)
+
+
+class WritesFrozen(nn.Module):
+    """Multiplies by a frozen parameter, to which it writes before or afterwards."""
+
+    def __init__(self, before: bool, after: bool) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.before, self.after = before, after
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.before:
+            self.frozen.mul_(0.5)
+        out = self.lin(x) * self.frozen
+        if self.after:
+            self.frozen.mul_(0.5)
+        return out
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("second", [True, False])
+@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True), (False, False)])
+def test_B11_a_frozen_parameter_that_forward_overwrites(before, after, second, devices):
+    """Backward raises where plain torch and upstream do, also if it was a second forward that overwrote it."""
+    results = []
+    for model in trio(WritesFrozen(before, after), devices):
+        outs = [model(data(4, 3)) for _ in range(2 if second else 1)]
+        results.append([isinstance(attempt(out.sum().backward), RuntimeError) for out in outs])
+        if second and before:
+            assert results[-1] == [True, False]
+    assert results[0] == results[1] == results[2]
+
+
+def attempt(call: Any) -> BaseException | None:
+    """What a call raises, if anything."""
+    try:
+        call()
+    except RuntimeError as error:
+        assert IN_PLACE in str(error)
+        return error
+    return None
 
 
 def test_B11_input_changed_in_place_after_forward():

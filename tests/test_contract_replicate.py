@@ -578,13 +578,13 @@ LAZY = {"linear": lambda: nn.LazyLinear(3), "below": lambda: nn.Sequential(nn.Re
 def test_R14_lazy_modules_are_refused_in_upstream_s_words(name: str) -> None:
     """From the wrapper and from `replicate`; after a dummy forward they run."""
     net = LAZY[name]()
-    lazy = next(m for m in net.modules() if isinstance(m, nn.modules.lazy.LazyModuleMixin))
-    words = str(raised(lazy._replicate_for_data_parallel))
-    assert words.startswith("Modules with uninitialized parameters can't be used with `DataParallel`.")
+    upstreams = raised(lambda: oracle.DataParallel(net, [0, 1])(torch.ones(4, 3)))
+    assert type(upstreams) is ValueError
+    assert str(upstreams).startswith("Attempted to use an uninitialized parameter")
     for call in (lambda: DataParallel(net, CPUS)(torch.ones(4, 3)), lambda: replicate(net, CPUS)):
         error = raised(call)
-        assert type(error) is RuntimeError
-        assert str(error) == words
+        assert type(error) is ValueError
+        assert str(error) == str(upstreams)
     net(torch.randn(4, 3))
     assert DataParallel(net, CPUS)(torch.ones(4, 3)).shape == (4, 3)
 

@@ -1,20 +1,27 @@
-"""Lines between machines: who may call, and what is seen of an end that no socket tells of."""
+"""Lines: who may call and be called, and what is seen of an end that no socket tells of."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
-from raydp_parallel import Options, cluster, dial, line
+from raydp_parallel import Options, actor, cluster, dial, line
 from raydp_parallel.cluster import Pending, RayCrew, RemoteDoor
 from raydp_parallel.crew import Death
 from raydp_parallel.groups import Groups
+from raydp_parallel.links import link_for
 from raydp_parallel.messages import Hello
 
 HERE = "127.0.0.1"
@@ -23,13 +30,14 @@ HERE = "127.0.0.1"
 class Station:
     """A thread that serves a line as another machine would."""
 
-    def __init__(self, host: str = HERE) -> None:
+    def __init__(self, host: str | None = HERE) -> None:
         found = dial.listen(host)
         assert found is not None
         self.address, self.listener = found
         self.hung_up = threading.Event()
         self.heard: list[int] = []
         self.met: list[int] = []
+        self.called = False
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -42,42 +50,212 @@ class Station:
 
     def connect(self) -> socket.socket:
         """Call without a word."""
-        host, port, _ = self.address.split()
-        return socket.create_connection((host, int(port)), timeout=10)
+        host, *port, _ = self.address.split()
+        if port:
+            return socket.create_connection((host, int(port[0])), timeout=10)
+        found = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        found.settimeout(10)
+        found.connect(f"\0{host}")
+        return found
 
 
-@pytest.fixture
-def station() -> Iterator[Station]:
-    """Somebody on another machine."""
-    found = Station()
+@pytest.fixture(params=[HERE, None], ids=["far", "near"])
+def station(request: pytest.FixtureRequest) -> Iterator[Station]:
+    """Somebody on another machine, or on this one."""
+    found = Station(request.param)
     yield found
-    if not found.heard and not found.met:
+    if not (found.heard or found.met or found.called):
         line.Line(found.address, list).close()
     assert found.hung_up.wait(10)
 
 
-def test_a_line_to_another_machine(station: Station) -> None:
-    """There and back, without a process to follow or memory to share."""
+def test_a_line(station: Station) -> None:
+    """There and back; to another machine without a process to follow or memory to share."""
     caller = line.Line(station.address, list)
-    assert not caller.near
     caller.send(7, [b"one", bytes(100_000)])
     assert [len(part) for part in caller.receive(7, 10)] == [0, 3, 100_000]
-    assert station.met == [0] and station.heard == [7]
+    assert station.met == [os.getpid() if caller.near else 0] and station.heard == [7]
     caller.close()
 
 
-@pytest.mark.parametrize("said", [b"", b"x", b"0" * 32, b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n"])
+def prove(connection: socket.socket, secret: str) -> bytes:
+    """What shows a listener that its caller knows the secret."""
+    number = connection.recv(16, socket.MSG_WAITALL)
+    return b"\0" * 16 + dial._code(secret.encode(), b"caller", number, b"\0" * 16)
+
+
+def test_a_proof_that_comes_in_pieces(station: Station) -> None:
+    """Networks cut where they like."""
+    station.called = True
+    with station.connect() as caller:
+        for byte in prove(caller, station.address.split()[-1]):
+            caller.sendall(bytes([byte]))
+        assert len(caller.recv(99)) == 32
+
+
+def test_a_proof_is_of_no_use_to_another(station: Station) -> None:
+    """Each listens to an answer to its own number only, and its own answer proves nothing to it."""
+    station.called = True
+    secret = station.address.split()[-1]
+    with station.connect() as one, station.connect() as other:
+        proof = prove(one, secret)
+        other.sendall(proof)
+        assert other.recv(16, socket.MSG_WAITALL) and not received(other)
+        one.sendall(proof)
+        assert len(received(one)) == 32
+
+
+def received(connection: socket.socket) -> bytes:
+    """What comes, b"" if the other end hung up."""
+    try:
+        return connection.recv(99)
+    except ConnectionResetError:
+        return b""
+
+
+def test_strangers_who_say_nothing_are_not_waited_for(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The right one is heard at once, however many wait; the first of too many are hung up on."""
+    monkeypatch.setattr(dial, "_CALLERS", 3)
+    strangers = [station.connect() for _ in range(5)]
+    caller = line.Line(station.address, list)
+    caller.send(1, [])
+    assert caller.receive(1, 10) == [b""]
+    for stranger in strangers:
+        assert stranger.recv(16, socket.MSG_WAITALL) and not received(stranger)
+        stranger.close()
+    caller.close()
+
+
+@pytest.mark.parametrize("host", [HERE, None], ids=["far", "near"])
+def test_who_listens_has_to_know_the_secret_too(host: str | None) -> None:
+    """Whoever got the port, or the name, of a replica that died is told nothing."""
+    found = dial.listen(host)
+    assert found is not None
+    address, listener = found
+    listener._secret = b"another"
+    threading.Thread(target=listener.accept, daemon=True).start()
+    with pytest.raises(OSError):
+        line.Line(address, list)
+    listener._until = 0.0
+
+    def says_yes() -> None:
+        connection, _ = impostor.accept()
+        connection.sendall(b"0" * 48)
+
+    with socket.create_server((HERE, 0)) as impostor:
+        threading.Thread(target=says_yes, daemon=True).start()
+        with pytest.raises(ConnectionError, match="does not know the secret"):
+            line.Line(f"{HERE} {impostor.getsockname()[1]} secret", list)
+
+
+@pytest.mark.parametrize("host", [HERE, None], ids=["far", "near"])
+def test_nobody_is_waited_for_for_ever(host: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that does not come leaves no socket, no name and no thread; strangers do not keep it open."""
+    monkeypatch.setattr(dial, "_OPEN", 0.05)
+    found = dial.listen(host)
+    assert found is not None
+    served: list[object] = []
+    thread = threading.Thread(target=lambda: served.append(line.serve(found[1], lambda number, buffers: [])))
+    thread.start()
+    thread.join(10)
+    assert served == [None]
+    with pytest.raises(ConnectionRefusedError):
+        line.Line(found[0], list)
+
+
+def test_a_line_is_kept_alive() -> None:
+    """A firewall forgets a connection that is silent for long."""
+    found = dial.listen(HERE)
+    assert found is not None
+    ends: list[Any] = []
+    thread = threading.Thread(target=lambda: ends.append(found[1].accept()))
+    thread.start()
+    ends.append(dial.call(found[0]))
+    thread.join(10)
+    for end in ends:
+        with end.connection as connection:
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
+
+
+def test_a_node_whose_address_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with forwarded ports: nobody can be called there, which is no error."""
+    door = actor.Door("cpu", link_for("auto"))
+    monkeypatch.setattr(door, "_address", lambda: "192.0.2.1")
+    assert dial.listen("192.0.2.1") is None and door.open_line(0, {}, False) is None
+
+
+OTHER_NAMESPACE = """
+import os, sys
+from raydp_parallel import dial, line
+address, listener = dial.listen()
+print(os.getpid(), address, flush=True)
+line.serve(listener, lambda number, buffers: buffers, lambda process: print(process, flush=True))
+"""
+
+
+def apart(code: str, *arguments: str) -> subprocess.Popen[str]:
+    """Run Python in a namespace of process numbers of its own, which this process looks into."""
+    command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+may_unshare = pytest.mark.skipif(os.getuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
+
+
+@may_unshare
+def test_a_replica_in_a_namespace_of_its_own_is_not_watched() -> None:
+    """Its number means another process here, the first of all: that is never sent a signal."""
+    with apart(OTHER_NAMESPACE) as process:
+        assert process.stdout is not None
+        number, *address = process.stdout.readline().split()
+        door = RemoteDoor(None)
+        door.line = line.Line(" ".join(address), list)
+        assert number == "1" and door.line.process(1) is None
+        door.watch(1)
+        assert door._process is None
+        door.close()
+
+
+@may_unshare
+def test_a_driver_in_a_namespace_of_its_own_watches_nobody(station: Station) -> None:
+    """The replica's number is somebody else's there, or nobody's."""
+    caller = (
+        "import sys, os; from raydp_parallel import line; found = line.Line(sys.argv[1], list);"
+        "print([found.process(int(number)) for number in sys.argv[2:]]); found.close()"
+    )
+    with apart(caller, station.address, str(os.getpid()), "1", "0") as process:
+        assert process.stdout is not None
+        assert process.stdout.read().strip() == "[None, None, None]"
+
+
+def test_a_replica_is_watched_by_a_descriptor(station: Station) -> None:
+    """Where its line shows that the number is its own; to another machine no line does."""
+    door = RemoteDoor(None)
+    door.line = line.Line(station.address, list)
+    assert door.line.process(os.getppid()) is None
+    door.watch(os.getpid())
+    assert (door._process is not None) is door.near
+    if door._process is not None:
+        text = Path(f"/proc/self/fdinfo/{door._process}").read_text()
+        assert f"Pid:\t{os.getpid()}" in text
+    door.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"x", b"0" * 48, b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n" * 2])
 def test_strangers_are_hung_up_on(station: Station, said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who does not know the secret gets no word, and is not in the way of who does."""
+    """Who does not know the secret gets a number that is of no use, and is not in the way of who does."""
     monkeypatch.setattr(dial, "_GREETING", 0.05)
     with station.connect() as stranger:
         stranger.sendall(said)
-        heard = b"?"
-        try:
-            heard = stranger.recv(1)
-        except ConnectionResetError:
-            heard = b""
-        assert heard == b""
+        heard, more = b"", b"?"
+        while more:
+            try:
+                more = stranger.recv(99)
+            except ConnectionResetError:
+                more = b""
+            heard += more
+        assert len(heard) == 16
     monkeypatch.undo()
     caller = line.Line(station.address, list)
     caller.send(1, [])
@@ -95,9 +273,9 @@ def test_one_caller_only(station: Station) -> None:
 
 def test_a_wrong_secret_is_an_error_for_the_caller(station: Station) -> None:
     """As if nobody were there."""
-    host, port, secret = station.address.split()
+    where, _, secret = station.address.rpartition(" ")
     with pytest.raises(OSError):
-        line.Line(f"{host} {port} {secret[::-1]}", list)
+        line.Line(f"{where} {secret[::-1]}", list)
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no such addresses")
@@ -200,7 +378,7 @@ def nobody() -> str:
     found = dial.listen(HERE)
     assert found is not None
     address, listener = found
-    listener._listening.close()
+    listener.close()
     return address
 
 
@@ -213,22 +391,24 @@ def test_who_cannot_be_called_again_is_called_through_ray(monkeypatch: pytest.Mo
     mute.door.actor.skip_to = SimpleNamespace(remote=skipped.append)
     mute.door.actor.forward = SimpleNamespace(remote=lambda *_arguments: ref)
     assert mute.door.line is not None
-    mute.door.line.intact = False
+    mute.door.line._sends = False
     call = mute.door.submit("forward", b"", [])
     assert isinstance(call, Pending) and call.through_ray
     assert mute.door.line is None and skipped == [0]
     mute.silent.set()
 
 
-def test_a_node_that_cannot_be_called_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_cannot_be_called_is_tried_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     """A firewall that drops what comes would cost seconds for each of its replicas."""
     tried: list[str] = []
-    crew = SimpleNamespace(_options=Options(), _mute=set(), _arena=None)
+    crew = SimpleNamespace(_options=Options(), _mute={"forgotten": time.monotonic() - 1}, _arena=None)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
-    for node, answers in (("dropped", False), ("dropped", False), ("refused", True), ("refused", True)):
+    nodes = (("dropped", False), ("dropped", False), ("refused", True), ("refused", True), ("forgotten", False))
+    for node, answers in nodes:
         call = SimpleNamespace(line=None, call_directly=lambda _near, timeout, n=node, a=answers: tried.append(n) or a)
         RayCrew._meet(crew, call, Hello(1, node, "gpu", "", "", 0, 0))  # type: ignore[arg-type]
-    assert tried == ["dropped", "refused", "refused"] and crew._mute == {"dropped"}
+    assert tried == ["dropped", "refused", "refused", "forgotten"]
+    assert {node for node, until in crew._mute.items() if until > time.monotonic()} == {"dropped", "forgotten"}
 
 
 @pytest.mark.parametrize(("error", "again"), [(TimeoutError(), False), (ConnectionRefusedError(), True)])

@@ -27,8 +27,22 @@ from harness import assert_same_grads, assert_same_state
 from torch import nn
 
 import raydp_parallel
-from raydp_parallel import DataParallel, Executor, ExecutorClosed, Options, ReplicaInfo, data_parallel, replicate
+from raydp_parallel import (
+    DataParallel,
+    Executor,
+    ExecutorClosed,
+    Options,
+    PlacementError,
+    ReplicaInfo,
+    cluster,
+    data_parallel,
+    devices,
+    loaded,
+    replicate,
+)
+from raydp_parallel.devices import cores
 from raydp_parallel.executor import shared
+from raydp_parallel.messages import Hello
 
 TWO = ["cpu", "cpu"]
 THREE = ["cpu", "cpu", "cpu"]
@@ -274,6 +288,69 @@ def test_wrappers_options_do_not_start_more_replicas() -> None:
 
 
 @on_cluster
+def test_only_who_waits_for_replicas_of_this_node_ends_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its calls, and never outside of them."""
+    rests: list[int] = []
+    monkeypatch.setattr(devices, "rest", lambda: rests.append(threading.get_ident()))
+    with Executor(TWO) as executor:
+        model = DataParallel(linear(), executor=executor)
+        assert rests == []
+        model(batch()).sum().backward()
+        crew, here = executor._roster.crew, ray.get_runtime_context().get_node_id()
+        near = here in [seat.hello.node for seat in executor._roster.seats.values() if seat.hello is not None]
+        assert set(rests) == ({threading.get_ident()} if near else set())
+    rests.clear()
+    crew.rest()
+    DataParallel(linear(), TWO, options=Options(in_process=True))(batch())
+    assert rests == []
+
+
+class Threads(nn.Module):
+    """Says with how many threads each row was computed."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.full((len(x),), torch.get_num_threads()) + 0 * x[:, 0]
+
+
+@on_cluster
+def test_replicas_share_the_cores_that_there_are(pytestconfig: pytest.Config) -> None:
+    """Not those that Ray was told of, which are four on one node, if those are more; in forward and in backward."""
+    told = 4 if not pytestconfig.getoption("--nodes") else 1
+    each = max(1, min(told, len(os.sched_getaffinity(0))) // 2)
+    with Executor(TWO, options=Options(threads=None)) as executor:
+        assert {seat.hello.cores for seat in executor._roster.seats.values() if seat.hello} == {cores.cores()}
+        assert DataParallel(Threads(), executor=executor)(batch()).tolist() == [each] * 6
+
+
+@pytest.mark.parametrize(
+    ("nodes", "machines", "told", "found", "expected"),
+    [
+        (1, 1, 4, [2, 2], [2, 1, 1]),
+        (1, 1, 4, [8, 8], [4, 2, 1]),
+        (2, 2, 4, [2, 2], [2, 2, 1]),
+        (2, 1, 4, [2, 2], [2, 1, 1]),
+        (1, 1, 16, [8, 6], [6, 3, 2]),
+        (1, 1, 4, [0], [4, 2, 1]),
+    ],
+)
+def test_threads_are_a_function_of_the_call(
+    nodes: int, machines: int, told: int, found: list[int], expected: list[int]
+) -> None:
+    """Of how many chunks it has, and of what was there at first: who runs a chunk again computes the same bits."""
+    crew = object.__new__(cluster.RayCrew)
+    crew._options, crew._nodes, crew._machines = Options(threads=None), nodes, machines
+    crew._told_cores, crew._cores = told, None
+    crew._count_cores(
+        [Hello(1, "n", "cuda:0", "", "", 0, 0), *(Hello(1, "n", "cpu", "", "", 0, 0, "", n) for n in found)]
+    )
+    assert [crew.threads(chunks) for chunks in (1, 2, 3)] == expected
+    crew._count_cores([Hello(2, "later", "cpu", "", "", 0, 0, "", 1)])
+    assert [crew.threads(chunks) for chunks in (1, 2, 3)] == (expected if found != [0] else [1, 1, 1])
+    crew._options = Options(threads=5)
+    assert crew.threads(2) == 5
+
+
+@on_cluster
 def test_gan_pair() -> None:
     """Two wrapped nets that train against each other, with a gradient penalty, as under upstream."""
 
@@ -510,7 +587,30 @@ def test_a_fake_gpu_is_a_cpu_replica() -> None:
     ]
 
 
+class Environment(nn.Module):
+    """Says what a replica's process has in its environment."""
+
+    def forward(self, x: torch.Tensor) -> list[str | None]:
+        """Which GPUs CUDA would see, and what the driver's program has set."""
+        return [os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG")]
+
+
+@on_cluster
+def test_a_replica_sees_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its GPU alone, none on a CPU; and the driver's variables, though the cluster was there before they were set."""
+    seen = [replica(torch.ones(1))[0] for replica in replicate(Environment(), [0, 1, "cpu"])]
+    assert seen == ["0", "1", ""]
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    with Executor(["cpu"], options=Options(metrics=False)) as executor:
+        (replica,) = replicate(Environment(), ["cpu"], executor=executor)
+        assert replica(torch.ones(1)) == ["", ":16:8"]
+
+
 # --- processes of their own, where the suite's Ray would disturb ---
+
+
+PRINTED = "what the program printed"
+"""A program that puts this into ``found`` finds there what it printed."""
 
 
 def script(code: str, running: str | None = None, **environment: str) -> dict[str, Any]:
@@ -538,7 +638,8 @@ def script(code: str, running: str | None = None, **environment: str) -> dict[st
         shutil.rmtree(temporary, ignore_errors=True)
     assert done.returncode == 0, done.stdout
     line = next(line for line in reversed(done.stdout.splitlines()) if line.startswith("FOUND "))
-    return json.loads(line.removeprefix("FOUND "))  # type: ignore[no-any-return]
+    printed = done.stdout.replace(line, "")
+    return json.loads(line.removeprefix("FOUND ").replace(PRINTED, json.dumps(printed)[1:-1]))  # type: ignore[no-any-return]
 
 
 _PREAMBLE = """
@@ -572,11 +673,20 @@ class Anything(nn.Module):
         self.mode = mode
         return {"set": {1, 2}, "value": value, "gen": (i for i in range(3))}
 
+import logging
+found["said"] = []
+heard = logging.Handler()
+heard.emit = lambda record: found["said"].append(record.getMessage())
+logging.getLogger("raydp_parallel").addHandler(heard)
 found["not yet"] = ray.is_initialized()
 model = DataParallel(net)
+DataParallel(net)
+logging.getLogger("raydp_parallel").removeHandler(heard)
 found["ids"] = model.device_ids
 found["attributes"] = [name for name in ("dim", "output_device", "src_device_obj") if hasattr(model, name)]
 found["error"] = error(lambda: model.output_device)
+found["why"] = [error(lambda: getattr(model, name))[1] for name in ("executor", "dim")]
+found["stats"] = [str(model.stats().advice[0]), len(model.stats().replicas), model.stats()._repr_html_()[:7]]
 found["state"] = list(model.state_dict())
 found["same"] = torch.equal(model(x), net(x))
 anything = DataParallel(Anything())
@@ -610,8 +720,18 @@ def test_C2_no_gpu_runs_in_place(no_gpu: dict[str, Any]) -> None:
 def test_C2_in_place_has_no_other_attributes(no_gpu: dict[str, Any]) -> None:
     """Only ``module`` and ``device_ids`` exist, as upstream."""
     assert no_gpu["attributes"] == []
-    assert no_gpu["error"] == ["AttributeError", "'DataParallel' object has no attribute 'output_device'"]
+    kind, text = no_gpu["error"]
+    assert kind == "AttributeError" and text.startswith("'DataParallel' object has no attribute 'output_device'")
     assert no_gpu["state"] == ["module.weight", "module.bias"]
+
+
+def test_in_place_is_said_and_asked_for(no_gpu: dict[str, Any]) -> None:
+    """Whoever asks for replicas, or for what they did, hears why there are none; it is logged once."""
+    for text in (*no_gpu["why"], no_gpu["stats"][0]):
+        assert "the module runs in place" in text and "device_ids=['cpu', 'cpu']" in text
+    assert no_gpu["stats"][1:] == [0, "<table>"]
+    (said,) = no_gpu["said"]
+    assert "the module runs in place" in said
 
 
 def test_C2_in_place_takes_and_gives_anything(no_gpu: dict[str, Any]) -> None:
@@ -635,6 +755,25 @@ def test_ray_client_is_refused(no_gpu: dict[str, Any]) -> None:
     for name in ("client", "client, no ids"):
         kind, text = no_gpu[name]
         assert kind == "ClusterError" and "ray://" in text and "address='auto'" in text
+
+
+@pytest.mark.long
+def test_an_exception_of_a_module_is_not_printed_besides() -> None:
+    """It is raised; what Ray shows of replicas' output, prints for one, does not say it a second time."""
+    found = script(
+        """
+class Raises(nn.Module):
+    def forward(self, x):
+        print("a print of forward", flush=True)
+        raise KeyError("odd value")
+
+found["error"] = error(lambda: DataParallel(Raises(), ["cpu", "cpu"])(x))
+found["printed"] = "what the program printed"
+"""
+    )
+    assert found["error"][0] == "KeyError" and "odd value" in found["error"][1]
+    assert "a print of forward" in found["printed"]
+    assert "odd value" not in found["printed"] and "KeyError" not in found["printed"], found["printed"]
 
 
 @pytest.mark.long
@@ -700,3 +839,19 @@ raydp_parallel.shutdown()
     )
     assert found == {"ids": [0, 1], "address": address, "same": True}
     assert DataParallel(linear(), TWO)(batch()).shape == (6, 2)
+
+
+def test_replicas_with_another_version_are_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of this package, for messages would be misread; of torch and NumPy it is said, for results may differ."""
+    own, torchs, numpys = loaded.versions()
+    monkeypatch.setattr(loaded, "versions", lambda: ((own[0], "9.9 (abcd)"), torchs, numpys))
+    with pytest.raises(
+        PlacementError, match=r"has raydp_parallel 0.*, the driver has raydp_parallel 9.9 \(abcd\): inst"
+    ):
+        Executor(["cpu"])
+    monkeypatch.setattr(loaded, "versions", lambda: (own, ("torch", "1.0"), numpys))
+    with Executor(["cpu"]) as executor:
+        assert torch.equal(DataParallel(nn.Identity(), executor=executor)(torch.ones(2)), torch.ones(2))
+    assert f"has torch {torchs[1]}, the driver has torch 1.0: results may differ" in caplog.text

@@ -329,7 +329,7 @@ class Poison(nn.Module):
 @pytest.mark.long
 def test_a_chunk_that_ends_whoever_runs_it(two: Executor) -> None:
     """Is given up after a few, with an error that says so; the next call works."""
-    with pytest.raises(ReplicaDied, match=r"last of 6 replicas .* the chunk itself may be the reason"):
+    with pytest.raises(ReplicaDied, match=r"^6 replicas died of chunk 1 in forward.* .*ends its process"):
         DataParallel(Poison(), executor=whole(two))(torch.arange(2.0))
     assert DataParallel(Poison(), executor=two)(torch.tensor([0.0, 2.0])).tolist() == [0.0, 2.0]
 
@@ -371,7 +371,7 @@ class Stops(nn.Module):
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_replica_that_hangs(times: int, tmp_path: Path) -> None:
     """It counts as dead and is ended; its chunk runs once more; if that hangs too, the call raises."""
-    with Executor(TWO, options=Options(call_timeout=2.5)) as executor:
+    with Executor(TWO, options=Options(call_timeout=10.0)) as executor:
         model = DataParallel(Stops(tmp_path), executor=executor)
         model(torch.tensor([0.0, 2.0]))
         for number in range(times):
@@ -379,7 +379,7 @@ def test_a_replica_that_hangs(times: int, tmp_path: Path) -> None:
         if times == 1:
             assert model(torch.arange(2.0)).tolist() == [0.0, 1.0]
         else:
-            with pytest.raises(ReplicaDied, match=r"no answer within call_timeout=2.5 s. It was the last of 2"):
+            with pytest.raises(ReplicaDied, match=r"^2 replicas died of chunk .*: no answer .* call_timeout=10.0 s"):
                 model(torch.arange(2.0))
         pids = [int(path.name[4:]) for path in tmp_path.iterdir()]
         assert len(pids) == times and all(map(ended, pids))
@@ -475,7 +475,7 @@ def test_ctrl_c_while_everybody_is_dead(two: Executor) -> None:
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         model(x)
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
     assert [info.state for info in two.replicas()] == ["dead", "dead"]  # it did not wait for them
     thread.join()
     assert torch.equal(model(x), expected)
@@ -523,7 +523,7 @@ def test_ctrl_c_in_a_replay_and_in_backward(phase: str, two: Executor, tmp_path:
         thread.join()
     finally:
         (tmp_path / "go on").touch()  # whatever came of it: other tests have the same replicas, and would wait for ever
-    assert waited < 5
+    assert waited < 30
     model.zero_grad()
     model(x).sum().backward()
     assert model.module.weight.grad is not None and model.module.weight.grad.item() == 3
@@ -547,7 +547,7 @@ def test_ctrl_c_while_replicas_start(monkeypatch: pytest.MonkeyPatch) -> None:
         begun = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             model(torch.ones(4, 4))
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 30
         for hello in doors:
             with pytest.raises(ray.exceptions.RayActorError):
                 ray.get(hello)
@@ -563,7 +563,7 @@ def test_close_while_a_replica_starts(two: Executor) -> None:
     model(torch.ones(4, 4))
     begun = time.monotonic()
     executor.close()
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 30
     respawner: Any = executor._roster._respawner
     assert not respawner._working
 

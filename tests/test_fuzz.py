@@ -1,7 +1,11 @@
-"""Fuzz: random nested inputs, outputs, exceptions and wrong calls leave the executor usable, and leak nothing."""
+"""Fuzz: random calls leave the executor usable, and leak nothing; random programs compute what upstream computes.
+
+A program is its seed: `pytest "tests/test_fuzz.py::test_random_programs[17]"` runs one, `--long` all of them.
+"""
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
@@ -9,7 +13,9 @@ import threading
 from collections import Counter
 from typing import Any
 
+import oracle
 import pytest
+import random_programs
 import torch
 from torch import Tensor, nn
 
@@ -154,3 +160,19 @@ def test_random_calls(calls: int) -> None:
         assert executor.stats().deaths == 0
     assert results["fine"] > calls // 5
     assert {"ValueError", "TransferError", "ZeroDivisionError", "ReplicaExit"} <= results.keys()
+
+
+SHORT, ALL = 50, 300
+
+
+@pytest.mark.parametrize("seed", [*range(SHORT), *[pytest.param(n, marks=pytest.mark.long) for n in range(SHORT, ALL)]])
+@pytest.mark.filterwarnings("ignore")
+def test_random_programs(seed: int) -> None:
+    """Losses, gradients and state are those under upstream's wrapper, after each of three steps."""
+    found = random_programs.run(seed, lambda net, devices: DataParallel(net, ["cpu"] * devices))
+    expected = random_programs.run(seed, lambda net, devices: oracle.DataParallel(net, list(range(devices))))
+    for (what, one), (_, other) in zip(found, expected, strict=False):
+        close = {"rtol": 1e-3, "atol": 1e-4} if one.dtype is torch.float32 else {"rtol": 1e-7, "atol": 1e-9}
+        told = functools.partial("program {}, {}: {}".format, seed, what)
+        torch.testing.assert_close(one, other, **close, equal_nan=True, msg=told)
+    assert [what for what, _ in found] == [what for what, _ in expected], f"program {seed}"

@@ -28,7 +28,6 @@ from raydp_parallel.check import training
 from raydp_parallel.cluster import RayCrew
 from raydp_parallel.devices import contents, gpu, ipc
 from raydp_parallel.links import (
-    GIVEN,
     Arena,
     Descriptor,
     InlineLink,
@@ -40,8 +39,10 @@ from raydp_parallel.links import (
     link_for,
     shared_link,
 )
-from raydp_parallel.messages import Hello, Site
+from raydp_parallel.messages import BackwardRequest, Hello, Reply
 from raydp_parallel.options import Options
+from raydp_parallel.replica import Replica
+from raydp_parallel.snapshot import blocks
 from raydp_parallel.snapshot.master import Master
 from raydp_parallel.wire import pack, unpack
 
@@ -52,6 +53,7 @@ IN_PROCESS = Options(in_process=True)
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """A GPU, and no replicas that have never seen one."""
+    monkeypatch.setattr(gpu, "_registry", gpu._Registry())
     executor.shared(IN_PROCESS).close()
     with installed(monkeypatch) as found:
         yield found
@@ -82,20 +84,6 @@ def test_a_gpus_bytes_are_copied_where_they_are_wanted(fake: FakeGpu) -> None:
     piece.origin.settle()
     assert plain.view(torch.float32).tolist() == [*range(6)]
     assert fake.log == ["copy to the host", "pinned buffer", "copy to the host", "record", "wait"]
-
-
-def test_a_gpus_output_is_laid_where_it_is_wanted(fake: FakeGpu) -> None:
-    """Into the driver's memory, as this process has it mapped and pinned; there before the answer goes."""
-    lent = Arena().take(1 << 20, blank=True)
-    mappings = Mappings(devices.pinner(CPU))
-    output = torch.arange(64, dtype=torch.float32).view(8, 8)
-    spec = codec.spec_of(output, offset=4096)
-    plot = codec.plot(Site(0, (spec,)), Mail(InlineLink(), [mappings.find(lent.descriptor)]))
-    back = Mail(InlineLink())
-    parcel, _ = codec.encode(output, back, "output", plot=plot)
-    assert (parcel.packet, parcel.specs, back.size, back.beside) == (GIVEN, (spec,), 256, [])
-    assert lent.array[4096 : 4096 + 256].tobytes() == output.numpy().tobytes()
-    assert "wait" in fake.log
 
 
 @pytest.mark.parametrize("make", [InlineLink, ObjectStoreLink, lambda: shared_link(Arena(), False, True)])
@@ -158,8 +146,6 @@ def test_segments_are_pinned_where_a_gpu_copies(fake: FakeGpu) -> None:
     gc.collect()
     assert not fake.pinned
     assert devices.pinner(None)(address, 64) is None  # type: ignore[misc]  # CUDA has not begun here
-    fake.refuses = True
-    assert Arena(pin=devices.pinner(CPU)).take(10).array.size == 10
 
 
 def test_a_drivers_memory_is_pinned_once_it_uses_cuda(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,6 +343,69 @@ def test_an_edit_without_a_version_is_found_on_the_device() -> None:
     assert model.executor.stats().reruns == 2
 
 
+@pytest.mark.usefixtures("fake")
+def test_training_takes_no_fingerprints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step changes all weights. They are taken of what was sent once contents are looked at."""
+    net = nn.Sequential(nn.Linear(2000, 600), nn.Linear(600, 2))
+    model, x = wrapped(net), torch.randn(4, 2000)
+    taken: list[int] = []
+    of = contents._print
+    monkeypatch.setattr(contents, "_print", lambda group: taken.append(len(group)) or of(group))
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for _ in range(3):
+        model(x).sum().backward()
+        optimizer.step()
+    assert not taken
+    with torch.no_grad():
+        model(x)
+        model(x)
+        assert taken
+        net[1].bias.data.add_(1)
+        torch.testing.assert_close(model(x), net(x))
+        optimizer.step()
+        net[0].weight.data.mul_(2)
+        torch.testing.assert_close(model(x), net(x))
+    assert model.executor.stats().reruns == 1
+
+
+class Flat(nn.Module):
+    """A recurrent net whose weights are one run of memory, as on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 5, num_layers=2, bidirectional=True, batch_first=True)
+        flat, at = torch.cat([p.detach().flatten() for p in self.lstm.parameters()]), 0
+        for parameter in self.lstm.parameters():
+            parameter.data = flat[at : at + parameter.numel()].view_as(parameter)
+            at += parameter.numel()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Says whether it still is one."""
+        first, *others = self.lstm.parameters()
+        assert {p.untyped_storage().data_ptr() for p in others} == {first.untyped_storage().data_ptr()}
+        out: Tensor = self.lstm(x)[0]
+        return out
+
+
+def test_the_weights_of_a_recurrent_net_stay_one_run(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which cuDNN would copy in each call otherwise; on a CPU each is sent by itself."""
+    net, plain, x = Flat(), Flat(), torch.randn(4, 7, 6)
+    plain.load_state_dict(net.state_dict())
+    tensors = dict(enumerate(net.parameters()))
+    assert [*blocks.lay_out(tensors).members.values()] == [tuple(range(16))]
+    model = wrapped(net, 1)
+    for one in (model, plain):
+        optimizer = torch.optim.SGD(one.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            one(x).square().sum().backward()
+            optimizer.step()
+    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    monkeypatch.setattr(devices.kinds, "HOST", frozenset({"cpu"}))
+    assert len(blocks.lay_out(tensors).members) == 16
+
+
 def test_times_are_the_devices(fake: FakeGpu) -> None:
     """Forward lasts until the device's mark, though the host went on before."""
     watch = devices.Stopwatch(CPU)
@@ -435,7 +484,7 @@ def test_a_replica_whose_gpu_is_spoiled_ends_with_the_next_call(fake: FakeGpu, m
         assert "illegal memory access" in call(0).failure.text
         assert call(1).failure is not None  # the device still answers: something else was wrong
         assert not ended
-        patch.setattr(torch.cuda.Event, "synchronize", broken)
+        fake.fail_later()
         assert call(2).failure is not None
         assert not ended
     call(3)
@@ -536,6 +585,39 @@ def test_answers_come_by_the_gpus_memory(ends: Ends) -> None:
     )
 
 
+def test_what_is_wanted_on_the_host_takes_no_detour(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the outputs and gradients of a master copy on the CPU, whose driver uses that GPU for something else."""
+    assert ends.remote.share_device(ends.arena) == ""
+
+    def forward(_request: Any, _mail: Mail, back: Mail) -> Reply:
+        return Reply(codec.encode(torch.arange(90000.0), back, "output")[0], None, (), None, 0.0, 1, back.size)
+
+    monkeypatch.setattr(ends.door._replica, "forward", forward)
+    for number, by_host in enumerate((False, True)):
+        request = BackwardRequest(*[None] * 13, by_host=by_host)  # type: ignore[arg-type]
+        _, packet = ends.door._answer(forward, number, pack(request), ())
+        assert isinstance(packet, ipc.DeviceSlice) != by_host
+
+
+@pytest.mark.parametrize("where", [*MIXED])
+def test_requests_say_where_their_answers_are_wanted(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Forward and backward, by where the module is."""
+    seen: list[bool] = []
+    for name in ("forward", "backward"):
+        method = getattr(Replica, name)
+
+        def noted(replica: Any, request: Any, *more: Any, method: Any = method) -> Any:
+            seen.append(request.by_host)
+            return method(replica, request, *more)
+
+        monkeypatch.setattr(Replica, name, noted)
+    monkeypatch.setattr(devices.kinds, "HOST", MIXED[where])
+    wrapped(nn.Linear(3, 2), 1)(torch.ones(4, 3)).sum().backward()
+    assert seen == [where == "driver on the CPU"] * 2
+
+
 def test_who_cannot_open_it_gets_a_copy(fake: FakeGpu, ends: Ends) -> None:
     """Through memory of the host, which all of them share: copied once."""
     assert not devices.shows(Piece(0, 0, None), b"")
@@ -543,7 +625,7 @@ def test_who_cannot_open_it_gets_a_copy(fake: FakeGpu, ends: Ends) -> None:
     x = torch.randn(30000)
     lent = ends.link.send([devices.piece(x)], [0], x.nbytes)
     sent: list[Any] = []
-    line = SimpleNamespace(intact=True, busy=False, send=lambda _number, parts: sent.append(parts[3]))
+    line = SimpleNamespace(intact=True, takes=lambda _size: True, send=lambda _number, parts: sent.append(parts[3]))
     for _ in range(2):
         ends.remote.line, ends.remote.shares = line, True  # type: ignore[assignment]
         ends.remote.submit("forward", b"", [lent])
@@ -623,7 +705,7 @@ def wrong(*_: object) -> bool:
 
 def refuse(*_: object) -> Any:
     """As torch does with expandable segments, and CUDA in some containers."""
-    raise RuntimeError("cudaIpcGetMemHandle: invalid argument")
+    raise RuntimeError("CUDA error: invalid argument")
 
 
 @pytest.mark.parametrize("where", ["driver shares", "replica sees", "replica opens", "driver sees"])

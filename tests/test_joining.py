@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(joining, "_started_here", False)
+    monkeypatch.setattr(session, "joined_address", lambda: "10.0.0.1:6379")
     return asked
 
 
@@ -60,3 +63,35 @@ def test_an_address_of_the_user_s_is_ray_s(monkeypatch: pytest.MonkeyPatch, star
     monkeypatch.setattr(session, "noted_address", lambda: pytest.fail("is not asked"))
     assert joining.connect(start=False)
     assert started == [None]
+
+
+@pytest.mark.parametrize("owner, level", [(None, logging.INFO), (0, logging.INFO), (1, logging.WARNING)])
+def test_which_cluster_was_joined_is_said(
+    monkeypatch: pytest.MonkeyPatch, started: list[Any], caplog: pytest.LogCaptureFixture, tmp_path: Path,
+    owner: int | None, level: int,
+) -> None:  # fmt: skip
+    """With the reason, and how to have another; a stranger's is worth a warning."""
+    note = tmp_path / "ray_current_cluster"
+    if owner is not None:
+        note.write_text("auto")
+        monkeypatch.setattr(os, "getuid", lambda: note.stat().st_uid + owner)
+    monkeypatch.setattr(session, "noted_address", lambda: "auto")
+    monkeypatch.setattr(session, "note", lambda: str(note))
+    with caplog.at_level(logging.INFO, "raydp_parallel"):
+        assert joining.connect()
+    (said,) = caplog.records
+    assert said.levelno == level and "10.0.0.1:6379" in said.getMessage() and str(note) in said.getMessage()
+    assert "RAY_ADDRESS=local" in said.getMessage() and ("another user" in said.getMessage()) == bool(owner)
+
+
+def test_a_cluster_that_is_started_or_named_is_said(
+    monkeypatch: pytest.MonkeyPatch, started: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each in its own words."""
+    monkeypatch.setattr(session, "noted_address", lambda: None)
+    with caplog.at_level(logging.INFO, "raydp_parallel"):
+        assert joining.connect()
+        monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+        assert joining.connect()
+    assert "started for this program at 10.0.0.1:6379" in caplog.messages[0]
+    assert "which RAY_ADDRESS names" in caplog.messages[1]

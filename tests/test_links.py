@@ -6,7 +6,9 @@ A new link joins by one entry in ``LINKS``.
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
+import mmap
 import os
 import pickle
 import weakref
@@ -28,6 +30,7 @@ from raydp_parallel.links import (
     SharedLink,
     aligned,
     link_for,
+    segments,
 )
 
 LIMIT = 256
@@ -324,3 +327,22 @@ def test_what_a_line_brings_as_bytes_can_be_opened(link: Link, size: int) -> Non
     packet = bytes(range(250)) * 4
     piece = link.open(packet[:size])
     assert piece.size == size and ctypes.string_at(piece.address, piece.size) == packet[:size]
+
+
+def test_memory_is_had_where_the_kernel_has_no_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was built without them refuses the advice."""
+
+    class Plain(mmap.mmap):
+        def madvise(self, *_: Any) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(segments.mmap, "mmap", Plain)
+    lent = Arena(shared=False).take(1 << 20)
+    lent.array[:] = 1
+    assert lent.array.nbytes == 1 << 20
+
+
+def test_an_unknown_name_is_refused() -> None:
+    """It is not taken for "auto"."""
+    with pytest.raises(ValueError, match="link 'inlined': expected one of auto, shared, inline, object_store"):
+        link_for("inlined")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import sys
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import oracle
@@ -11,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import raydp_parallel
+from raydp_parallel.snapshot import image, mirror
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -66,3 +71,59 @@ def test_F6_with_two_devices_it_is_lost() -> None:
     assert wrapper.module.calls == 0
     assert wrapper.module.history == []
     assert not hasattr(wrapper.module, "penalty")
+
+
+class Counter(nn.Module):
+    """Counts its calls, if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.counts = False
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.counts
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def counted_calls() -> Iterator[list[int]]:
+    """How many functions of image and mirror, which look for changes, are called while the block runs."""
+    files = {image.__file__, mirror.__file__}
+    counts = [0]
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        counts[0] += event == "call" and frame.f_code.co_filename in files
+
+    sys.setprofile(count)
+    try:
+        yield counts
+    finally:
+        sys.setprofile(None)
+
+
+def calls_of_a_forward(modules: int, counting: int) -> int:
+    """How many functions look for changes in a forward, driver and replica together; some modules count their calls."""
+    net = nn.Sequential(*(Counter() for _ in range(modules)))
+    with raydp_parallel.Executor(["cpu"], options=raydp_parallel.Options(in_process=True)) as executor, torch.no_grad():
+        model = raydp_parallel.DataParallel(net, executor=executor)
+        for layer in list(net)[:counting]:
+            layer.counts = True
+        for _ in range(3):
+            model(torch.ones(1, 2))
+        with counted_calls() as counts:
+            model(torch.ones(1, 2))
+        assert [layer.calls for layer in net] == [4] * counting + [0] * (modules - counting)
+    return counts[0]
+
+
+def test_F5_modules_cost_nothing_where_nothing_is_rebound() -> None:
+    """As many functions are called for 80 modules as for 20: what compares them runs in C, once over all."""
+    assert calls_of_a_forward(80, 0) == calls_of_a_forward(20, 0) < 100
+
+
+def test_F5_looking_for_what_was_rebound_is_linear() -> None:
+    """Whether one module rebinds something or all do: four times the modules take four times the calls."""
+    assert calls_of_a_forward(80, 1) < 5 * calls_of_a_forward(20, 1)
+    assert calls_of_a_forward(80, 80) < 5 * calls_of_a_forward(20, 20)

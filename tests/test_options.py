@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 import pickle
 from typing import Any
 
@@ -57,6 +58,12 @@ BAD: tuple[dict[str, Any], ...] = (
     {"name": ""},
     {"name": "a/b"},
     {"name": "me@host"},
+    {"name": "red\x1b[31m"},
+    {"name": "two\nlines"},
+    {"name": "\u202egnp.exe"},
+    *({name: value} for name in ("placement_timeout", "call_timeout") for value in (math.inf, math.nan, 1e7)),
+    {"max_restarts_per_hour": math.nan},
+    {"max_restarts_per_hour": math.inf},
     {"resources": {"disk": 0}},
     {"resources": {"disk": -1.0}},
     {"resources": {"disk": "1"}},

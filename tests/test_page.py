@@ -41,3 +41,21 @@ def test_nothing_yet() -> None:
     assert "No executor is running" in page.report([])
     fresh = report(history=[], events=[])._replace(calls=[])
     assert "No call yet" in page.report([posted(fresh)])
+
+
+def test_markup_of_a_forged_entry_is_text() -> None:
+    """Every text of an entry, also those that a driver takes from its own device numbers; and no script may run."""
+    entry = posted()
+    mark = "<script>alert(1)</script>"
+    stats = entry["stats"]
+    stats["name"] = stats["link"] = stats["models"][0] = entry["host"] = entry["job"] = mark
+    entry["calls"][0][2] = mark
+    entry["events"].append([entry["posted"], mark])
+    for replica in stats["replicas"]:
+        replica.update(device_id=mark, state=mark, gpu=mark, node_id=mark)
+    for advice in stats["advice"]:
+        advice["text"] = mark
+    text = page.report([entry])
+    assert "<script" not in text
+    assert text.count("&lt;script&gt;") >= 10
+    assert "Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\"" in text

@@ -127,11 +127,11 @@ def test_who_answers_the_call_with_silence_is_no_line() -> None:
     """A process that was stopped before it greeted is not waited for without end."""
     address = f"\0raydp-parallel-silent-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(line, "_GREETING", 0.05)
+        patch.setattr(dial, "_GREETING", 0.05)
         silent.bind(address)
         silent.listen(1)
         with pytest.raises(OSError, match="timed out"):
-            line.Line(address[1:], list)
+            line.Line(f"{address[1:]} secret", list)
 
 
 def test_a_lock_that_does_not_get_through(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,11 +66,11 @@ class Driver:
         """Differentiate the last forward's graph."""
         mail, back = Mail(InlineLink()), Mail(InlineLink())
         parcel, _ = codec.encode(tuple(grads), mail, "")
-        leaves = self.replica._graphs[self.key].leaves if self.key in self.replica._graphs else ()
+        leaves = self.replica._graphs[self.key].leaves[self.key] if self.key in self.replica._graphs else ()
         request = BACKWARD._replace(
             model=self.master.id,
             graph=self.key,
-            outputs=tuple(range(len(grads))),
+            outputs=((self.key, tuple(range(len(grads)))),),
             grads=parcel,
             needed=(True,) * len(leaves),
             context=context.capture(),
@@ -155,7 +155,7 @@ def test_backward_of_one_output_alone() -> None:
     """Only the outputs that have a gradient are differentiated (row B8)."""
     driver = Driver(Square())
     driver.forward(X)
-    (found,), _ = driver.backward(torch.tensor(3.0), outputs=(1,))
+    (found,), _ = driver.backward(torch.tensor(3.0), outputs=((driver.key, (1,)),))
     assert found.tolist() == [3, 3]
 
 
@@ -202,7 +202,7 @@ def test_a_graph_that_was_let_go_is_told_so() -> None:
 
 
 def test_a_derived_graph_can_be_differentiated() -> None:
-    """Second order: its leaves are the old ones and the incoming gradients."""
+    """Second order: by the incoming gradients, and, with what its graph's own outputs received, by the old leaves."""
     module = Square()
     driver = Driver(module)
     x = X.clone().requires_grad_()
@@ -213,12 +213,16 @@ def test_a_derived_graph_can_be_differentiated() -> None:
     assert reply.value is not None
     assert all(t.requires_grad for t in first)
     assert driver.replica.holdings() == (1, 2)
-    second, reply = driver.backward(torch.ones(2), graph=key, outputs=(1,), needed=(True, True, True), keep=True)
+    outputs = (key, (1,))
+    (by_incoming,), reply = driver.backward(torch.ones(2), graph=key, outputs=(outputs,), needed=(True,), keep=True)
+    assert reply.failure is None
+    both = outputs, (driver.key, (0,))
+    second, reply = driver.backward(torch.ones(2), torch.ones(2), outputs=both, needed=(True, True), keep=True)
     assert reply.failure is None
     y, _ = module(x)
     (g,) = torch.autograd.grad(y, x, incoming, create_graph=True)
-    expected = torch.autograd.grad(g.sum(), (module.weight, x, incoming))
-    assert all(torch.equal(a, b) for a, b in zip(second, expected, strict=True))
+    expected = torch.autograd.grad(g.sum() + y.sum(), (module.weight, x, incoming))
+    assert all(torch.equal(a, b) for a, b in zip((*second, by_incoming), expected, strict=True))
 
 
 def test_what_is_forgotten_rides_on_a_call() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,3 +92,28 @@ def test_a_sink_that_fails_is_left_out_and_the_others_go_on(caplog: pytest.LogCa
     assert listener.twice.wait(10)
     told.close()
     assert caplog.text.count("Broken takes no more reports: OSError: disk full") == 1
+
+
+STUCK = """
+import threading
+from looking import report
+from raydp_parallel.reporter import Reporter
+
+class Stuck:
+    def take(self, report):
+        print("the last one" if report.last else "", flush=True)
+        if report.last:
+            threading.Event().wait()
+
+told = Reporter(lambda history, last: report(history=history, last=last), [Stuck()])
+"""
+
+
+def test_a_program_ends_though_its_last_report_does_not_get_through() -> None:
+    """Where the cluster's head is gone, Ray waits for it for a minute, and then ends the process with status 1."""
+    here = Path(__file__).parent
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parent)])}
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK], env=env, capture_output=True, text=True, timeout=50, check=False
+    )
+    assert done.returncode == 0 and done.stdout.split("\n").count("the last one") == 1, done.stdout + done.stderr

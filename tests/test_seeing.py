@@ -240,8 +240,8 @@ def test_calls_that_are_shown_carry_large_tensors() -> None:
             assert torch.allclose(ours, theirs, atol=1e-5)
 
 
-def test_exceptions_stand_in_the_replicas_log() -> None:
-    """For its page in the dashboard."""
+def test_exceptions_do_not_stand_in_the_replicas_log() -> None:
+    """They are raised in the driver. Their texts may hold data, and every user of the machine may read Ray's logs."""
 
     class Fails(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -250,7 +250,8 @@ def test_exceptions_stand_in_the_replicas_log() -> None:
     with Executor(["cpu", "cpu"], options=Options(name="failing")) as executor:
         with pytest.raises(KeyError):
             DataParallel(Fails(), executor=executor)(torch.zeros(4, 2))
-        assert "KeyError: 'rows 2'" in log_of(executor.replicas()[0].pid)
+        log = log_of(executor.replicas()[0].pid)
+    assert "ReplicaActor" in log and "KeyError" not in log and "rows 2" not in log
 
 
 def test_a_successor_s_log_says_why_it_is_there() -> None:

@@ -21,6 +21,7 @@ from harness import assert_same_grads, assert_same_state
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, Options, PlacementError, cluster, devices
+from raydp_parallel.devices import gpu
 from raydp_parallel.links import Arena, Found, Ledger, Mappings, exposed
 from raydp_parallel.links.windows import Private
 
@@ -179,8 +180,10 @@ class Runtime:
 @pytest.mark.parametrize("answer", [0, 1])
 def test_memory_that_a_gpu_copies_from_is_pinned_once(answer: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as it is mapped; if the runtime refuses, it is used unpinned."""
-    runtime = Runtime(answer)
+    runtime, taken = Runtime(answer), []
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(gpu, "_registry", gpu._Registry())
+    monkeypatch.setattr(gpu, "_take_error", taken.append)
     assert devices.pinner(torch.device("cpu")) is None
     mappings = Mappings(devices.pinner(torch.device("cuda", 0)))
     source = lent(b"abc" * 50000)
@@ -192,6 +195,7 @@ def test_memory_that_a_gpu_copies_from_is_pinned_once(answer: int, monkeypatch: 
     del piece, mappings
     gc.collect()
     assert runtime.calls == [("register", address)] + [("unregister", address)] * (not answer)
+    assert len(taken) == answer  # or the next kernel would raise what was refused
 
 
 # --- exposing a storage ---
@@ -305,6 +309,32 @@ def test_without_room_nothing_is_exposed_and_that_is_said_once(
     assert tensor.data_ptr() == before
     (record,) = caplog.records
     assert "copied to the replicas" in record.message
+
+
+@on_cluster
+def test_what_ray_has_promised_itself_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its object store takes up pages one by one, in the memory that storages are moved to."""
+    (node,) = [node for node in cluster.session.nodes() if node.id == cluster.session.here()]
+    promised = int(node.free["object_store_memory"])
+    assert promised > 1 << 26
+    left = {"bytes": promised + (1 << 26)}
+
+    class Free:
+        f_frsize = 1
+
+        @property
+        def f_bavail(self) -> int:
+            return left["bytes"]
+
+    monkeypatch.setattr(exposed.os, "statvfs", lambda path: Free())
+    monkeypatch.setattr(exposed, "_told", set())
+    plain = Net()
+    for more, moved in ((0, False), (1 << 26, True)):
+        left["bytes"] += more
+        with Executor(TWO) as executor:
+            model = DataParallel(copy.deepcopy(plain), executor=executor)
+            same(model, plain)
+            assert model.module.first.weight.is_shared() is moved
 
 
 # --- weights, end to end ---

@@ -24,13 +24,13 @@ def failure(text: str, name: str = "builtins.ModuleNotFoundError") -> Failure:
 def test_the_name_of_what_is_missing() -> None:
     """The package of the last error; other errors name nothing."""
     text = "Traceback ...\nModuleNotFoundError: No module named 'one.two'\n"
-    assert sources.missing(failure(text)) == "one"
+    assert sources.wanted(failure(text)) == "one"
     assert (
-        sources.missing(failure(f"{text}During handling ...\nModuleNotFoundError: No module named 'three'")) == "three"
+        sources.wanted(failure(f"{text}During handling ...\nModuleNotFoundError: No module named 'three'")) == "three"
     )
-    assert sources.missing(failure(text, "builtins.KeyError")) is None
-    assert sources.missing(failure("ModuleNotFoundError: no words of Python's")) is None
-    assert sources.missing(None) is None
+    assert sources.wanted(failure(text, "builtins.KeyError")) is None
+    assert sources.wanted(failure("ModuleNotFoundError: no words of Python's")) is None
+    assert sources.wanted(None) is None
 
 
 def test_a_package_with_all_that_lies_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,3 +135,38 @@ def imported(package: Package, folder: Path, code: str) -> str:
     run = f"import sys; sys.path[:] = [*sys.path[1:], *{added!r}]; {code}"
     done = subprocess.run([sys.executable, "-I", "-c", run], capture_output=True, text=True, check=True)
     return done.stdout.strip()
+
+
+def test_links_to_files_elsewhere_are_not_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that points at a key in the home folder does not send it."""
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "secret").write_text("secret")
+    for file in ("__init__.py", "data.txt"):
+        (tmp_path / "linked" / file).write_text("")
+    (tmp_path / "linked" / "key.txt").symlink_to(tmp_path / "secret")
+    (tmp_path / "linked" / "same.txt").symlink_to(tmp_path / "linked" / "data.txt")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    packed = sources.pack("linked")
+    assert packed is not None
+    assert [name for name, _ in packed.files] == ["linked/__init__.py", "linked/data.txt", "linked/same.txt"]
+
+
+def test_the_folder_of_what_was_sent_is_ours_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever can write there runs code as this user: one of others, or open to them, or a link, is not used."""
+    monkeypatch.setattr(sources.tempfile, "tempdir", str(tmp_path))
+    folder = sources.place("session_1")
+    base = folder.parent
+    assert folder == sources.place("session_1")
+    assert base.parent == tmp_path and base.stat().st_mode & 0o777 == 0o700
+    for mode in (0o777, 0o770, 0o702):
+        base.chmod(mode)
+        assert sources.place("session_1").parent == tmp_path != base
+    base.chmod(0o700)
+    monkeypatch.setattr(sources.os, "geteuid", lambda: 12345)
+    (tmp_path / "raydp_parallel-12345").mkdir(mode=0o700)
+    assert sources.place("session_1").parent == tmp_path
+    monkeypatch.undo()
+    monkeypatch.setattr(sources.tempfile, "tempdir", str(tmp_path / "other"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / base.name).symlink_to(base)
+    assert sources.place("session_1").parent == tmp_path / "other"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from looking import posted, replica, report
 
-from raydp_parallel import command, status
+from raydp_parallel import command, page, status
 
 
 def test_one_line_per_replica_and_the_straggler_marked() -> None:
@@ -62,3 +63,27 @@ def test_how_often_has_to_be_a_time(seconds: str, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit, match="2"):
         command.main(["status", "--watch", "--every", seconds])
     assert f"--every: invalid seconds: '{seconds}'" in capsys.readouterr().err
+
+
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    """Of names, classes and events, which may be another user's: a title, a colour, a line of its own."""
+    found = posted()
+    evil = "\x1b]0;owned\x07\x1b[31m\n\u202e"
+    found["stats"]["name"] = found["host"] = found["stats"]["models"][0] = f"x{evil}"
+    found["stats"]["replicas"][0]["state"] = evil
+    found["events"].append([found["posted"], evil])
+    text = status.render([found])
+    assert all(character.isprintable() for line in text.split("\n") for character in line)
+    assert len(text.splitlines()) == len(status.render([posted()]).splitlines()) + 1
+    assert status.table([["a", evil], ["b", ""]])[0].isprintable()
+
+
+@pytest.mark.parametrize("entry", [{}, {"job": "07", "stats": None}, {**posted(), "stats": {"name": "old"}}, [], None])
+def test_one_entry_that_cannot_be_read(entry: Any) -> None:
+    """Of another version, or somebody's: the others are shown, as text and as a page."""
+    text = status.render([entry, posted()])
+    assert "an entry that this version cannot read" in text
+    assert "replica 1 on cuda:1" in text
+    shown = page.report([entry, posted()])
+    assert "an entry that this version cannot read" in shown
+    assert "replica 1 on cuda:1" in shown

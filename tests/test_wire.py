@@ -51,7 +51,7 @@ def forward(inputs: Parcel, **changes: Any) -> ForwardRequest:
 def backward(grads: Parcel) -> BackwardRequest:
     """A backward's."""
     return BackwardRequest(
-        1, 5, (0,), grads, (True, False), True, False, None, (), True, 1, context.capture(), Forget((1, 2), ())
+        1, 5, ((5, (0,)),), grads, (True, False), True, False, None, (), True, 1, context.capture(), Forget((1, 2), ())
     )
 
 
@@ -65,7 +65,7 @@ MESSAGES = [
     forward(PARCELS[0], update=UPDATE, forget=Forget((9,), (2,))),
     *map(backward, PARCELS),
     *map(reply, PARCELS),
-    reply(PARCELS[0], WriteBack(((0, True), (1, False)), PARCELS[1])),
+    reply(PARCELS[0], WriteBack(((0, True), (1, False)), PARCELS[1], (1,))),
     reply(None, None, Failure(None, "KeyError", "text", None, None, False)),
     None,
     Forget((1,), (2,)),

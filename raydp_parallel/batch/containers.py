@@ -22,6 +22,7 @@ class Kind(Enum):
     MAPPING = "mapping"
     SEQUENCE = "sequence"
     FIELDS = "dataclass"
+    ITERABLE = "iterable"
     NONE = "None"
     LEAF = "leaf"
 
@@ -46,11 +47,31 @@ def is_namedtuple(value: object) -> TypeGuard[Any]:
     return isinstance(value, tuple) and hasattr(value, "_asdict") and hasattr(value, "_fields")
 
 
+def iterates_over_tensors(value: object) -> bool:
+    """Whether a value's class says what it consists of, as transformers' caches do, and tensors are among that.
+
+    What can be iterated over only once, such as a generator, is left alone.
+    """
+    if isinstance(value, type) or not hasattr(type(value), "__iter__") or hasattr(type(value), "__next__"):
+        return False
+    if isinstance(value, (str, bytes, bytearray, range)):
+        return False
+    try:
+        return any(map(_has_tensor, value))  # type: ignore[call-overload]  # it has `__iter__`
+    except Exception:  # what a class of the user's own does when it is iterated over
+        return False
+
+
+def _has_tensor(value: object) -> bool:
+    kind = kind_of(value)
+    return kind is Kind.TENSOR or any(map(_has_tensor, contents(value, kind).values()))
+
+
 def contents(value: Any, kind: Kind) -> dict[Any, Any]:
     """What a container holds, by key, by position or by field name; nothing for what is no container."""
     if kind is Kind.MAPPING:
         return {key: value[key] for key in value}
-    if kind is Kind.SEQUENCE:
+    if kind in (Kind.SEQUENCE, Kind.ITERABLE):
         return dict(enumerate(value))
     if kind is Kind.FIELDS:
         names = (field.name for field in dataclasses.fields(value))
@@ -139,4 +160,6 @@ def container_like(like: Any, kind: Kind, parts: dict[Any, Any]) -> Any:
         return mapping_like(like, list(parts.items()))
     if kind is Kind.FIELDS:
         return fields_like(like, parts.items())
+    if kind is Kind.ITERABLE:
+        return type(like)([*parts.values()])
     return sequence_like(like, list(parts.values()))

@@ -33,22 +33,16 @@ class Scatter(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """``torch.cat`` where tensors lie side by side, or into memory that was used before.
-
-    Its backward is made of views, as that of ``torch.cat`` is.
-    """
+    """``torch.cat`` into memory that was used before; its backward is made of views, as that of ``torch.cat`` is."""
 
     @staticmethod
     def forward(ctx: Any, dim: int, *tensors: torch.Tensor) -> torch.Tensor:
         """Concatenate."""
         ctx.set_materialize_grads(False)
         ctx.dim, ctx.sizes = dim, [tensor.shape[dim] for tensor in tensors]
-        found = devices.joined(tensors, dim)
-        if found is not None:
-            return found
         shape = list(tensors[0].shape)
         shape[dim] = sum(ctx.sizes)
-        return torch.cat(tensors, dim, out=devices.recycled(shape, tensors[0].dtype) if _is_large(tensors) else None)
+        return torch.cat(tensors, dim, out=devices.recycled(shape, tensors[0].dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
@@ -59,7 +53,7 @@ class Gather(torch.autograd.Function):
 
 def join_along(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     """The concatenation of tensors of one dtype and device."""
-    if (devices.any_joined() or _is_large(tensors)) and all(map(_is_plain, tensors)):
+    if _is_large(tensors) and all(map(_is_plain, tensors)):
         joined: torch.Tensor = Gather.apply(dim, *tensors)
         return joined
     return torch.cat(tuple(tensors), dim)

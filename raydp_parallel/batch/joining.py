@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 
-from raydp_parallel.batch.containers import Kind, container_like, contents, kind_of, step
+from raydp_parallel.batch.containers import Kind, container_like, contents, iterates_over_tensors, kind_of, step
 from raydp_parallel.batch.custom import joiner_of
 from raydp_parallel.batch.packed import join_packed
 from raydp_parallel.batch.tensors import SCALARS, Gathering, join_tensors
+from raydp_parallel.context import uncompiled
 from raydp_parallel.devices import output_place
 from raydp_parallel.options import Scalars
 
 
+@uncompiled
 def gather(
     outputs: Iterable[Any],
     target_device: int | str | torch.device,
@@ -31,7 +33,8 @@ def gather(
     """Join what the replicas returned, leaf by leaf.
 
     Tensors are concatenated; None stays None; other leaves (numbers, strings, arrays) become a list with one entry
-    per chunk. Containers, UserDicts, dataclasses and packed sequences are made again, of replica 0's class.
+    per chunk. Containers, UserDicts, dataclasses and packed sequences are made again, of replica 0's class; so is what
+    can be iterated over and has tensors in it, if its class can be called with a list of its parts.
 
     Args:
         outputs: One value per chunk.
@@ -98,7 +101,12 @@ def _join_parts(outs: list[Any], kind: Kind, how: Gathering, path: str) -> Any:
     parts = {key: _join([parts[key] for parts in held], how, path + step(kind, key)) for key in keys}
     if isinstance(outs[0], (set, frozenset)):
         return type(outs[0])(parts.values())
-    return container_like(outs[0], kind, parts)
+    try:
+        return container_like(outs[0], kind, parts)
+    except Exception:  # the class cannot be made of its parts
+        if kind is Kind.ITERABLE:
+            return outs
+        raise
 
 
 def _common_kind(outs: list[Any], path: str) -> Kind:
@@ -116,7 +124,7 @@ def _common_kind(outs: list[Any], path: str) -> Kind:
 
 
 def _output_kind(out: Any, path: str) -> Kind:
-    """As `kind_of`, with what upstream joins but does not split: deques, user lists and sets of tensors."""
+    """As `kind_of`, with what upstream joins but does not split: deques, user lists, sets of tensors, iterables."""
     if isinstance(out, torch.Size):  # a tuple of numbers that can hold nothing else
         return Kind.LEAF
     if isinstance(out, (deque, UserList)):
@@ -125,7 +133,8 @@ def _output_kind(out: Any, path: str) -> Kind:
         if len(out) > 1:  # tensors hash by address: which belongs to which is not known
             raise ValueError(f"{path}: a set of {len(out)} tensors has no order to gather by; return a list or dict")
         return Kind.SEQUENCE
-    return kind_of(out)
+    kind = kind_of(out)
+    return Kind.ITERABLE if kind is Kind.LEAF and iterates_over_tensors(out) else kind
 
 
 def _check_lengths(held: list[dict[Any, Any]], kind: Kind, path: str) -> None:

@@ -15,6 +15,7 @@ from raydp_parallel.batch.containers import Kind, container_like, contents, is_n
 from raydp_parallel.batch.custom import splitter_of
 from raydp_parallel.batch.functions import split_tensor
 from raydp_parallel.batch.packed import sequences, split_packed
+from raydp_parallel.context import uncompiled
 
 
 class _Cut(NamedTuple):
@@ -42,8 +43,11 @@ class _Plan:
         self.cuts.append(_Cut(path, size, len(pieces)))
         return pieces
 
-    def agreed(self) -> int:
+    def agreed(self, unequal: Callable[[str], object] | None = None) -> int:
         """The number of chunks that all cuts have in common; without any cut every device gets a copy.
+
+        Args:
+            unequal: Is told of cuts of different sizes.
 
         Raises:
             ValueError: The cuts differ, so that rows would be lost or would not belong together.
@@ -55,6 +59,8 @@ class _Plan:
                 f"so rows would be lost: {'; '.join(map(str, self.cuts))}. Give all of them one size along dim "
                 f"{self.dim}; what every replica needs whole may be a 0-dim tensor or anything that is no tensor."
             )
+        if unequal is not None and len({cut.size for cut in self.cuts} - {None}) > 1:
+            unequal("; ".join(map(str, self.cuts)))
         return counts.pop() if counts else self.chunks
 
 
@@ -62,6 +68,7 @@ class _Plan:
 def scatter(inputs: torch.Tensor, target_gpus: Sequence[Any], dim: int = 0) -> tuple[torch.Tensor, ...]: ...
 @overload
 def scatter(inputs: Any, target_gpus: Sequence[Any], dim: int = 0) -> Any: ...
+@uncompiled
 def scatter(inputs: Any, target_gpus: Sequence[Any], dim: int = 0) -> Any:
     """Split the tensors in a nested value into chunks, views on their own device; all else goes to every chunk.
 
@@ -87,8 +94,14 @@ def scatter(inputs: Any, target_gpus: Sequence[Any], dim: int = 0) -> Any:
     return tuple(pieces) if isinstance(inputs, torch.Tensor) else list(pieces)
 
 
+@uncompiled
 def scatter_kwargs(
-    inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, target_gpus: Sequence[Any], dim: int = 0
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    target_gpus: Sequence[Any],
+    dim: int = 0,
+    *,
+    unequal: Callable[[str], object] | None = None,
 ) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
     """Split positional and keyword arguments together, so that both results have one entry per chunk.
 
@@ -97,6 +110,7 @@ def scatter_kwargs(
         kwargs: The keyword arguments, or None.
         target_gpus: The devices; only their number matters here.
         dim: The dimension along which tensors are split.
+        unequal: Is told of arguments that have different sizes and all the same yield as many chunks.
 
     Returns:
         Positional and keyword arguments per chunk; two empty tuples when there are no arguments at all.
@@ -111,10 +125,11 @@ def scatter_kwargs(
     plan = _plan(target_gpus, dim)
     if not kwargs and {*map(type, inputs)} == {torch.Tensor} and splitter_of(inputs[0]) is None:  # nearly every call
         split = [_split_tensor(tensor, plan, f"inputs[{number}]") for number, tensor in enumerate(inputs)]
-        return tuple(zip(*split, strict=False)), tuple([{} for _ in range(plan.agreed())])
+        chunks = plan.agreed(unequal)
+        return tuple(zip(*split, strict=False)), tuple([{} for _ in range(chunks)])
     positional = _split(inputs, plan, "inputs") if inputs else [()] * plan.chunks
     keyword = _split(kwargs, plan, "kwargs") if kwargs else [{} for _ in range(plan.chunks)]
-    chunks = plan.agreed()
+    chunks = plan.agreed(unequal)
     return tuple(positional[:chunks]), tuple(keyword[:chunks])
 
 

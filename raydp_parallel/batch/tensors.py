@@ -50,7 +50,8 @@ def _vectors(scalars: Sequence[Tensor]) -> list[Tensor]:
     warnings.warn(
         "Was asked to gather along dimension 0, but all "
         "input tensors were scalars; will instead unsqueeze "
-        "and return a vector.",
+        "and return a vector. "
+        "Options(scalars='mean') makes one number of it, as a loss has to be for backward.",
         stacklevel=2,
     )
     return [scalar.reshape(1) for scalar in scalars]

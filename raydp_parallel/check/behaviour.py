@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from typing import Any
 
 import torch
@@ -196,6 +197,45 @@ def buffers(here: Here) -> Found:
     return Found(f"difference {gap:.0e}, {count} forwards counted", {"difference": gap}, gap < 1e-5 and count == 3)
 
 
+def settings(here: Here) -> Found:
+    """Precision by torch's newer interface, and what deterministic algorithms ask for, reach replicas that run."""
+    model, x = here.ours(nets.Products(), here.several), torch.randn(6, 8, device=here.device)
+    model(x)
+    newer = hasattr(torch._C, "_get_fp32_precision_getter")
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision if newer else ""
+    variable, known = "CUBLAS_WORKSPACE_CONFIG", os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    os.environ[variable] = known or ":4096:8"
+    try:
+        if newer:
+            matmul.fp32_precision = "tf32"
+        torch.use_deterministic_algorithms(True)
+        _, seen = model(x)
+        expected = {"tf32" if newer else ""}, {os.environ[variable]}
+    finally:
+        torch.use_deterministic_algorithms(False)
+        if newer:
+            matmul.fp32_precision = before
+        if known is None:
+            del os.environ[variable]
+    found = tuple(map(set, seen))
+    wrong = "" if found == expected else f"; EXPECTED {expected}"
+    return Found(f"replicas compute with {found}{wrong}", {}, not wrong)
+
+
+def on_cpus(here: Here) -> Found:
+    """A module on the driver's GPU, with replicas on CPUs: the plain module's gradients."""
+    torch.manual_seed(0)
+    net = nets.perceptron(256).to(here.device)
+    plain, x = copy.deepcopy(net), torch.randn(6, 8, device=here.device)
+    with exact():
+        here.ours(net, ["cpu", "cpu"])(x).square().sum().backward()
+        plain(x).square().sum().backward()
+    pairs = [(p.grad, q.grad) for p, q in zip(net.parameters(), plain.parameters(), strict=True)]
+    gap = max(_gap(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None)
+    return Found(f"difference {gap:.0e}", {"difference": gap}, gap < 1e-5)
+
+
 ROWS = (
     Row("behaviour", "scatter and gather", placement),
     Row("behaviour", "output_device", output_device),
@@ -207,4 +247,6 @@ ROWS = (
     Row("behaviour", "complex numbers", complex_numbers),
     Row("behaviour", "buffers", buffers),
     Row("behaviour", "edits that move no version", silent_edits),
+    Row("behaviour", "the caller's settings", settings),
+    Row("behaviour", "replicas on CPUs", on_cpus, gpus=1),
 )

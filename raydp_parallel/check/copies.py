@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from raydp_parallel import devices
 from raydp_parallel.check import nets
 from raydp_parallel.check.here import PLAIN, Here, exact
 from raydp_parallel.check.table import Found, Row
 from raydp_parallel.data_parallel import DataParallel
+from raydp_parallel.links import Arena, Piece
 from raydp_parallel.options import Options
 
 _SIZE = 64 << 20
@@ -44,8 +47,80 @@ def links(here: Here) -> Found:
     """What the executor chose, and who runs on which device."""
     here.ours(nn.Linear(8, 3), here.several)(torch.zeros(4, 8, device=here.device))
     executor = here.executor()
-    who = [f"{r.index}: {r.gpu or r.device}{f' {r.gpu_uuid}' if r.gpu_uuid else ''}" for r in executor.replicas()]
-    return Found(f"{executor.stats().link}; replica {'; '.join(who)}", {"link": executor.stats().link, "replicas": who})
+    replicas, link = executor.replicas(), executor.stats().link
+    who = [f"{r.index}: {r.gpu or r.device}{f' {r.gpu_uuid}' if r.gpu_uuid else ''}" for r in replicas]
+    wrong = _misplaced([r.gpu_uuid for r in replicas], len({*here.several})) if here.gpus else ""
+    if here.gpus and not wrong and _uuid(here) in [r.gpu_uuid for r in replicas] and "CUDA IPC" not in link:
+        # What the user asked for is no failure.
+        wrong = (
+            ""
+            if devices.expandable()
+            else "; CUDA IPC IS OFF though a replica is on the driver's GPU: the log says why"
+        )
+    return Found(f"{link}; replica {'; '.join(who)}{wrong}", {"link": link, "replicas": who}, not wrong)
+
+
+def _uuid(here: Here) -> str:
+    return str(torch.cuda.get_device_properties(here.device).uuid)
+
+
+def _misplaced(uuids: Sequence[str], expected: int) -> str:
+    """Replicas that are on no GPU, or several that are on one."""
+    if not all(uuids):
+        return "; A REPLICA IS ON A CPU"
+    return "" if len({*uuids}) >= expected else f"; {expected} replicas SHARE {len({*uuids})} GPU(s)"
+
+
+def registered(here: Here) -> Found:
+    """Whether CUDA takes shared memory, and what becomes of the next kernel if it does not; copies are right."""
+    arena = Arena(pin=devices.pinner(here.device))
+    source = torch.randint(256, (1 << 20,), dtype=torch.uint8, device=here.device)
+    lent = arena.take(source.nbytes)
+    room = devices.view(Piece(lent.array.ctypes.data, lent.array.nbytes, lent))
+    taken = room.is_pinned()
+    alive = bool(torch.ones(8, device=here.device).sum() == 8)
+    origin = devices.piece(source).origin
+    assert origin is not None
+    origin.copy_to(lent.array.ctypes.data)
+    origin.wait()
+    origin.settle()
+    same = torch.equal(room, source.cpu())
+    text = f"shared memory {'is registered' if taken else 'is REFUSED: copies go through pinned buffers'}"
+    more = "" if same and alive else f"; bytes are {'right' if same else 'WRONG'}, kernels {'run' if alive else 'FAIL'}"
+    return Found(text + more, {"registered": taken}, same and alive)
+
+
+def evaluation_first(here: Here) -> Found:
+    """A net that is evaluated under inference mode and trained afterwards keeps its links, and gets its gradients."""
+    torch.manual_seed(0)
+    net = nn.Linear(256, 256).to(here.device)
+    plain, x = copy.deepcopy(net), torch.randn(256, 256, device=here.device)
+    model, executor = here.ours(net, here.one), here.executor()
+    with exact():
+        with torch.inference_mode():
+            model(x)
+        before = executor.stats().link
+        model(x).square().mean().backward()
+        plain(x).square().mean().backward()
+    after, pairs = executor.stats().link, zip(_grads(net), _grads(plain), strict=True)
+    gap = max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
+    text = f"{after}{'' if before == after else f', WAS {before}'}; largest difference {gap:.0e}"
+    return Found(text, {"difference": gap}, before == after and gap < 1e-5)
+
+
+def two_devices(here: Here) -> Found:
+    """Inputs of two GPUs in one call, one of which is busy."""
+    net = nets.Witness().to(here.device)
+    first = torch.arange(1 << 20, device=here.device).float().view(-1, 2)
+    other = torch.device(here.device.type, 1 if here.gpus > 1 else 0)
+    side = 4096 if here.gpus else 1024
+    heavy = torch.ones(side, side, device=other)
+    for _ in range(20):
+        heavy = heavy @ heavy / side
+    second = heavy.flatten()[: len(first)] + 1
+    scaled, nested, _ = here.ours(net, here.one)(first, {"y": second})
+    same = torch.equal(scaled, first) and bool((nested["twice"].to(other) == 2 * second).all())
+    return Found("both arrived" if same else "WRONG inputs", {}, same)
 
 
 def own(here: Here) -> dict[str, float]:
@@ -113,6 +188,9 @@ def through_the_host(here: Here) -> Found:
 
 ROWS = (
     Row("copies", "links in use", links),
+    Row("copies", "registered memory", registered, gpus=1),
+    Row("copies", "evaluation first", evaluation_first),
+    Row("copies", "inputs of two GPUs", two_devices, gpus=2),
     Row("copies", "bandwidth", bandwidth),
     Row("copies", "gradients through the host", through_the_host, gpus=1),
 )

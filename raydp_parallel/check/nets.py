@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -206,6 +208,20 @@ class Witness(nn.Module):
         """The inputs scaled; the devices of its weights and inputs, and how many rows it was given."""
         seen = str(self.scale.device), str(x.device), len(x)
         return x * self.scale, {"twice": named["y"] * 2}, seen
+
+
+class Products(nn.Module):
+    """Multiplies, and says under which settings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, tuple[str, str]]:
+        """The product; its precision by torch's newer interface, and the variable that cuBLAS reads."""
+        newer = hasattr(torch._C, "_get_fp32_precision_getter")
+        precision = torch.backends.cuda.matmul.fp32_precision if newer else ""
+        return x @ self.weight, (precision, os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
 
 
 class Stray(nn.Module):

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 from raydp_parallel.cluster.session import TURN, RayError, get, in_short, late
 from raydp_parallel.crew import Death
-from raydp_parallel.line import Line, LineCut
+from raydp_parallel.frames import LineCut, StoodStill
+from raydp_parallel.line import Line
 
 _SHORT_TURN = 0.02
 """Seconds of a turn, where several threads read from one line."""
@@ -91,6 +92,8 @@ class Pending:
             left = deadline - time.monotonic()
             try:
                 return line.receive(self._number, max(0.0, min(left, TURN)))
+            except StoodStill:
+                raise
             except TimeoutError:
                 if left <= TURN:
                     raise

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from raydp_parallel import devices
+from raydp_parallel import devices, loaded
 from raydp_parallel.cluster import session
 from raydp_parallel.cluster.answers import Lost, Pending, await_each
 from raydp_parallel.cluster.door import RemoteDoor, await_ends
@@ -19,6 +19,7 @@ from raydp_parallel.cluster.holds import Hold, Holds
 from raydp_parallel.cluster.joining import connect
 from raydp_parallel.cluster.nodes import booked, for_cpus, homes
 from raydp_parallel.cluster.session import Node, living, nodes
+from raydp_parallel.cluster.teaching import Teaching
 from raydp_parallel.crew import Death, Ending, Heard, Place, Task
 from raydp_parallel.errors import PlacementError
 from raydp_parallel.links import Arena, Link, Packet, link_for, shared, shared_link
@@ -37,6 +38,9 @@ _AT_ONCE = 0.001
 
 _GRACE = 0.5
 """Seconds in which Ray may end a process; it takes 50 ms."""
+
+_MUTE = 60.0
+"""Seconds in which no other replica of a node is called directly, where one could not be reached in time."""
 
 _CAUSE_TIMEOUT = 5.0
 """Seconds that Ray may take to say why a process ended."""
@@ -57,31 +61,44 @@ class RayCrew:
         self.alive = session.Session().alive
         machines = nodes()
         computing = for_cpus(machines, options) or machines
-        self._nodes = len(computing)
+        self._nodes, self._machines = len(computing), len({node.address for node in computing})
         self._arena: Arena | None = None
         self._told = False
         self.link = self._choose_link(machines)
         # Told once: links are protocols, which Python takes its time to tell apart.
         self._device_link = self.link if isinstance(self.link, devices.DeviceLink) else None
-        self._cores = int(min(node.total.get("CPU", 1) for node in computing))
+        self._told_cores = int(min(node.total.get("CPU", 1) for node in computing))
+        self._cores: int | None = None
         self._holds = Holds(names.executor, options)
         self._leaving: frozenset[str] = frozenset()
         self._look = 0.0
-        self._mute: set[str] = set()
-        self._taught: dict[str, Any] = {}
-        self._teaching = threading.Lock()
+        self._mute: dict[str, float] = {}
+        self._beside: weakref.WeakSet[RemoteDoor] = weakref.WeakSet()
+        self._teaching = Teaching()
+        self._warned: set[str] = set()
 
     def threads(self, chunks: int) -> int | None:
-        here = -(-chunks // self._nodes)
-        return self._options.threads or max(1, self._cores // here)
+        if self._options.threads:
+            return self._options.threads
+        shares = [self._told_cores // -(-chunks // self._nodes)]
+        if self._cores is not None:
+            shares.append(self._cores // -(-chunks // self._machines))
+        return max(1, min(shares))
+
+    def _count_cores(self, hellos: Iterable[Hello]) -> None:
+        """Keep what those that start first have: how a call computes must not change with who joins later."""
+        found = [hello.cores for hello in hellos if hello.device == "cpu" and hello.cores]
+        if self._cores is None and found:
+            self._cores = min(found)
 
     def start(
         self, places: Sequence[Place], cancelled: Callable[[], bool] | None = None
     ) -> dict[Place, tuple[Any, Hello]]:
         doors: dict[Place, RemoteDoor] = {}
         deadline = time.monotonic() + self._options.placement_timeout
-        holds = self._holds.claim(places, deadline, cancelled)
+        holds: Mapping[Place, Hold] = {}
         try:
+            holds = self._holds.claim(places, deadline, cancelled)
             absent = [place for place in places if place not in holds]
             if absent:
                 _check_wanted(cancelled)
@@ -89,19 +106,20 @@ class RayCrew:
                 raise no_room(places, absent, self._options)
             for place, door in self._create({place: holds[place] for place in places if place in holds}):
                 doors[place] = door
+            known = {place: door.actor.versions.remote() for place, door in doors.items()}
             refs = {place: door.actor.hello.remote() for place, door in doors.items()}
             late = self._await(list(refs.values()), holds, deadline, cancelled)
             if late:
                 _check_wanted(cancelled)
                 late_on = {place: holds[place].node for place, ref in refs.items() if ref in late}
                 raise _not_started(late_on, self._options.placement_timeout)
+            self._compare({place: session.get(ref) for place, ref in known.items()})
             hellos = {place: session.get(ref) for place, ref in refs.items()}
             for place, hello in hellos.items():
                 self._meet(doors[place], hello)
-            with self._teaching:
-                known = [*self._taught.values()]
-            taught = [door.actor.learn.remote(package) for door in doors.values() for package in known]
-            session.get(taught, timeout=self._options.placement_timeout)
+            self._count_cores(hellos.values())
+            for door in doors.values():
+                self._teaching.catch_up(door, self._options.placement_timeout)
             return {place: (doors[place], hello) for place, hello in hellos.items()}
         except session.RayError as error:
             self._undo(holds, doors)
@@ -111,6 +129,19 @@ class RayCrew:
         except BaseException:
             self._undo(holds, doors)
             raise
+
+    def _compare(self, found: Mapping[Place, Sequence[tuple[str, str]]]) -> None:
+        """Refuse replicas with another version of this package; another torch or NumPy is warned of."""
+        for place, theirs in found.items():
+            for (name, mine), (_, other) in zip(loaded.versions(), theirs, strict=False):
+                if mine == other:
+                    continue
+                what = f"the replica for device {place.device_id} has {name} {other}, the driver has {name} {mine}"
+                if name == loaded.versions()[0][0]:
+                    raise PlacementError(f"{what}: install the same {name} on every node of the cluster")
+                if what not in self._warned:
+                    self._warned.add(what)
+                    log.warning("%s: results may differ by rounding", what)
 
     def _undo(self, holds: Mapping[Place, Hold], doors: Mapping[Place, RemoteDoor]) -> None:
         self.stop(list(doors.values()))
@@ -140,28 +171,33 @@ class RayCrew:
 
     def _meet(self, door: RemoteDoor, hello: Hello) -> None:
         """Call directly who is on this node, and share memory with them."""
-        if hello.device == "cpu":
-            devices.rest_while(self)
+        door.on_gpu = hello.device != "cpu"
         near = hello.node == session.here()
+        wanted = self._options.direct_line and time.monotonic() >= self._mute.get(hello.node, -math.inf)
+        if wanted and not door.call_directly(near, timeout=self._options.placement_timeout):
+            self._mute[hello.node] = time.monotonic() + _MUTE
         if near:
             door.watch(hello.pid)
-        wanted = self._options.direct_line and hello.node not in self._mute
-        if wanted and not door.call_directly(near, timeout=self._options.placement_timeout):
-            self._mute.add(hello.node)
-        if self._arena is None or door.line is None or not near:
+            if hello.device == "cpu":
+                self._beside.add(door)
+        if self._arena is None:
             return
-        door.share(self._arena, self._options.link == "shared", self._options.placement_timeout)
+        if near and door.line is not None:
+            door.share(self._arena, self._options.link == "shared", self._options.placement_timeout)
         if not door.shares or hello.device != "cpu":
             self.link.withdraw()
         if not door.shares:
-            self._go_without(hello)
+            self._go_without(hello, near)
         elif self._device_link is not None:
             self._meet_on_device(door, hello, self._device_link)
 
     def _meet_on_device(self, door: RemoteDoor, hello: Hello, link: devices.DeviceLink) -> None:
-        """Share the GPU's memory with who is on the driver's; the others get copies through the machine's."""
+        """Share the GPU's memory with who is on the driver's; the others get copies through the machine's.
+
+        One GPU's alone: a replica that sees another one may not open it, or only by way of that one.
+        """
         device = devices.gpu_in_use(hello.gpu_uuid)
-        if device is None:
+        if device is None or (link.arena is not None and link.arena.device != device):
             return
         arena = link.arena or devices.DeviceArena(device)
         why = door.share_device(arena)
@@ -170,12 +206,12 @@ class RayCrew:
         else:
             link.arena = arena
 
-    def _go_without(self, hello: Hello) -> None:
-        """A replica and this process cannot read each other's memory."""
+    def _go_without(self, hello: Hello, near: bool) -> None:
+        """A replica and this process cannot read each other's memory, which is no news if it is on another node."""
         what = f"the replica with pid {hello.pid} on node {hello.node[:8]} cannot share memory with this process"
         if self._options.link == "shared":
             raise PlacementError(f"Options(link='shared'): {what}; leave `link` out to copy bytes instead")
-        if not self._told:
+        if near and not self._told:
             self._told = True
             log.warning("%s: bytes are copied", what)
 
@@ -192,7 +228,9 @@ class RayCrew:
         # With GPUs elsewhere alone, nobody would use the memory.
         if name in ("auto", "shared") and possible and (count == 1 or not on_gpu or here in on_gpu):
             self._arena = Arena(pin=devices.pinner(None))
-            link = devices.reaching(shared_link(self._arena, exposes=True, always=name == "shared"))
+            # Ray's object store lies where storages are moved to, and takes what it may use page after page.
+            promised = sum(int(node.free.get("object_store_memory", 0)) for node in machines if node.id == here)
+            link = devices.reaching(shared_link(self._arena, exposes=True, always=name == "shared", promised=promised))
             if count > 1:
                 link.withdraw()  # what others get are copies, which have to be compared with the driver's memory
             return link
@@ -209,9 +247,18 @@ class RayCrew:
     def link_to(self, door: RemoteDoor) -> Link:
         return self._device_link.near if self._device_link is not None and not door.shares_device else self.link
 
+    def rest(self) -> None:
+        if self._beside:
+            devices.rest()
+
     def submit(
         self, door: RemoteDoor, method: str, header: bytes, beside: Sequence[Packet], task: Task | None = None
     ) -> Any:
+        if door.lessons != self._teaching.lessons:
+            try:
+                self._teaching.catch_up(door, self._options.call_timeout)
+            except session.RayError as error:
+                return Lost(door, error)
         return door.submit(method, header, beside, self._options.call_timeout, task)
 
     def collect(self, pending: Sequence[Pending | Lost], heard: Heard | None = None) -> Iterable[Any]:
@@ -256,6 +303,7 @@ class RayCrew:
 
     def stop(self, doors: Sequence[Any]) -> None:
         for door in doors:
+            self._beside.discard(door)
             door.close()
             if self.alive():
                 session.kill(door.actor)
@@ -266,13 +314,7 @@ class RayCrew:
             door.end()
 
     def teach(self, package: Package, doors: Sequence[Any]) -> bool:
-        with self._teaching:
-            if package.name in self._taught:
-                return False
-            self._taught[package.name] = session.put(package)
-        log.info("replicas cannot import %s: its files are sent to them", package.name)
-        session.get([door.actor.learn.remote(self._taught[package.name]) for door in doors])
-        return True
+        return self._teaching.add(package, doors)
 
     def release(self, places: Collection[Place] | None = None) -> None:
         if self.alive():

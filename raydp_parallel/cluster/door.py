@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from raydp_parallel import devices, dial
-from raydp_parallel.actor import METHODS, give_back, sample, shows, take_back
+from raydp_parallel import devices, dial, forks
+from raydp_parallel.actor import METHODS, check_read, give_back, sample, shows, take_back
 from raydp_parallel.cluster import session
 from raydp_parallel.cluster.answers import Lost, Pending
 from raydp_parallel.crew import Task
@@ -27,8 +27,8 @@ log = logging.getLogger("raydp_parallel")
 _SILENCE = 5
 """Turns without an answer after which Ray is asked whether a replica on another machine is still there."""
 
-_FRAME = 1 << 15
-"""Bytes that a socket takes in whether or not anybody reads."""
+_TRIAL = 10.0
+"""Seconds that a replica may take to open a GPU's memory, where it is tried whether that works."""
 
 
 class RemoteDoor:
@@ -40,11 +40,19 @@ class RemoteDoor:
 
     Attributes:
         unanswered: The numbers of calls whose answers are waited for.
+        learned: The modules that it was sent, by name, with what names their contents.
+        lessons: How many the crew had sent to anybody when this one was given them.
+        on_gpu: Whether it computes on a GPU. Then no call is a Ray task where there is a line: Ray would carry weights
+            by the host and its object store, and run the call in another thread, for which torch and cuDNN prepare
+            everything once more.
     """
 
     def __init__(self, actor: Any, patience: float | None = None) -> None:
         self.actor = actor
+        self.on_gpu = False
         self.unanswered: set[int] = set()
+        self.learned: dict[str, str] = {}
+        self.lessons = 0
         self._patience = patience
         self.line: Line | None = None
         self.shares = False
@@ -54,8 +62,16 @@ class RemoteDoor:
         self._mappings = Mappings(devices.pinner(None))
         self._ledger = Ledger()
         self._process: int | None = None
+        self._pid = 0
         self._asked: Any = None
         self._looks = 0
+        forks.tell_child(self)
+
+    def after_fork(self) -> None:
+        """The replica is the parent's, and so is its end."""
+        process, self._process = self._process, None
+        if process is not None:
+            self._let_go()
 
     @property
     def near(self) -> bool:
@@ -63,12 +79,15 @@ class RemoteDoor:
         return self.line is not None and self.line.near
 
     def watch(self, pid: int) -> None:
-        """Hold on to the process, which is on this machine, so that `end` finds it and no other."""
-        if hasattr(os, "pidfd_open"):
-            with contextlib.suppress(OSError):
-                self._process = os.pidfd_open(pid)
-                self._let_go = weakref.finalize(self, os.close, self._process)
-                self._let_go.atexit = False
+        """Hold on to the process, if its line shows that it is this one, so that `end` finds it and no other.
+
+        The number is the process's own, and may be another process's for this one: each has its namespace.
+        """
+        self._process = self.line.process(pid) if self.line is not None else None
+        if self._process is not None:
+            self._pid = pid
+            self._let_go = weakref.finalize(self, os.close, self._process)
+            self._let_go.atexit = False
 
     def end(self) -> None:
         """End the process. Ray takes 5 s for one that was stopped, and cannot reach all of them."""
@@ -77,6 +96,7 @@ class RemoteDoor:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(process, signal.SIGKILL)
             self._let_go()
+            devices.clear_after(self._pid)
 
     def last_words(self, seconds: float, asks: Callable[[], bool]) -> str | None:
         """Why its process ended, by Ray; None if Ray does not say so in time, or says that it did not.
@@ -169,8 +189,8 @@ class RemoteDoor:
     def _send(self, number: int, method: str, header: bytes, beside: Sequence[Packet], task: Task | None) -> Pending:
         if beside:  # small messages have nothing
             beside = self._within_reach(beside)
-        shown = task is not None and task.shown
-        if self.line is None or shown or ((beside or len(header) > _FRAME) and self._not_for_lines(header, beside)):
+        shown = task is not None and task.shown and not self.on_gpu
+        if self.line is None or shown or not self._goes_over(self.line, header, beside):
             plain = [_copyable(packet) for packet in beside]
             call = getattr(self.actor, method)
             call = call.options(name=task.name) if task is not None else call
@@ -187,12 +207,10 @@ class RemoteDoor:
             beside = [packet.elsewhere() if isinstance(packet, devices.DeviceSlice) else packet for packet in beside]
         return beside if self.shares else [_stored(packet) for packet in beside]
 
-    def _not_for_lines(self, header: bytes, beside: Sequence[Packet]) -> bool:
-        """Whether only Ray can carry a message, or its line could stand still under it."""
-        large = len(header) + sum(len(packet) for packet in beside if isinstance(packet, np.ndarray)) > _FRAME
-        # The replica may be in the midst of a long answer, and would not read before that is taken.
-        busy = self.line is not None and self.line.busy
-        return (large and busy) or any(isinstance(packet, session.Ref) for packet in beside)
+    def _goes_over(self, line: Line, header: bytes, beside: Sequence[Packet]) -> bool:
+        """Whether a line can carry a message, and would not stand still under it."""
+        size = len(header) + sum(packet.nbytes for packet in beside if isinstance(packet, np.ndarray))
+        return line.takes(size) and not any(isinstance(packet, session.Ref) for packet in beside)
 
     def _mend(self, number: int, timeout: float | None) -> None:
         """One broke off, or was never sent: see that the replica waits for this call."""
@@ -206,11 +224,13 @@ class RemoteDoor:
 
     def _take_note(self, answer: list[Any]) -> list[Any]:
         """What an answer brings, and the word what of this process's memory is no longer used there."""
-        take_back(answer[0], self._ledger)
+        if not isinstance(answer[0], MemoryError):
+            take_back(answer[0], self._ledger)
         return [self._mappings.find(part) if isinstance(part, Descriptor) else part for part in answer[1:]]
 
     def opened(self, answer: list[Any]) -> Any:
         """An answer with its packets in reach; what lies in shared memory is kept there until it is garbage here."""
+        check_read(*answer)
         if len(answer) == 2 and not len(answer[0]):  # small ones, and no memory to give back
             return answer[1]
         parts = self._take_note(answer)
@@ -231,18 +251,22 @@ class RemoteDoor:
 
     def share_device(self, arena: devices.DeviceArena) -> str:
         """Use the memory of the GPU that both are on, if each can open the other's; returns why not, else nothing."""
+        if devices.expandable():
+            return "this process's allocator uses expandable segments"
         try:
             probe, shown = devices.sample(arena)
             self._ledger.lend(probe)
-            found = session.get(self.actor.share_device.remote(probe.descriptor, shown))
+            found = session.get(self.actor.share_device.remote(probe.descriptor, shown), timeout=_TRIAL)
             if isinstance(found, str):
                 return found
             self._mappings.opener = devices.Opener(arena.device)
             if not devices.shows(self._mappings.find(found[0]).piece(), found[1]):
                 return "what this process saw is not what the replica wrote"
+            session.get(self.actor.start_device.remote(), timeout=_TRIAL)
+        except TimeoutError:
+            return f"the replica did not say within {_TRIAL:g} s what it saw"
         except (RuntimeError, OSError, AttributeError, TypeError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
-        session.get(self.actor.start_device.remote())
         self.shares_device = True
         return ""
 
@@ -269,8 +293,6 @@ def _copyable(packet: Packet) -> Packet:
     """A packet as Ray, or a line without shared memory, can carry it."""
     if isinstance(packet, Exposed):
         return packet.descriptor
-    if isinstance(packet, Slice) and packet.blank:
-        return b""  # of no use to who cannot write to it
     return packet.array if isinstance(packet, Slice) else packet
 
 
@@ -280,7 +302,9 @@ _put: weakref.WeakKeyDictionary[Slice, Any] = weakref.WeakKeyDictionary()
 
 def _stored(packet: Packet) -> Packet:
     """A packet for a replica that shares no memory. Large ones are put into the store once, for all of them."""
-    if not isinstance(packet, Slice) or packet.blank or packet.array.nbytes <= SHARE_LIMIT:
+    if isinstance(packet, Exposed):
+        return packet.copy()  # made for those that do, one of which this replica stands in for
+    if not isinstance(packet, Slice) or packet.array.nbytes <= SHARE_LIMIT:
         return _copyable(packet)
     if packet not in _put:
         _put[packet] = session.put(packet.array)

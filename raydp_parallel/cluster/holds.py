@@ -9,6 +9,9 @@ part of a group nor adds to it, and what was lost with several nodes comes back 
 Where there is no room for all, they wait as one group that is tied to no node. Ray places it as a whole or not at all,
 so that two programs do not wait for each other's half, and its autoscaler knows the whole demand. Once it is placed,
 groups of their own take its place; who was faster is waited for again.
+
+The name of a group ends in letters that no other has. Ray refuses a name that a group of the namespace has, and frees
+that of a removed group later, or, where a node was lost, not for long.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import logging
 import math
 import threading
 import time
+import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +31,8 @@ from raydp_parallel.crew import Place
 from raydp_parallel.errors import PlacementError
 from raydp_parallel.options import Options
 from raydp_parallel.progress import Waiting
+
+log = logging.getLogger("raydp_parallel")
 
 _PATIENCE = 1.0
 """Seconds that others may take to free the places at home, as an executor of this program that was just closed."""
@@ -127,7 +133,7 @@ class Holds:
     def _reserve(
         self, places: Sequence[Place], deadline: float, cancelled: Callable[[], bool] | None
     ) -> dict[Place, Hold]:
-        planned = self._plan(places, deadline)
+        planned, refused = self._plan(places, deadline), None
         with Waiting(_room, len(places), level=logging.WARNING) as tell:
 
             def over() -> bool:
@@ -136,17 +142,26 @@ class Holds:
                 return time.monotonic() >= deadline or (cancelled is not None and cancelled())
 
             while not over():
-                if len(planned) == len(places) or (self._elastic and planned):
-                    made = [self._make({place: node}) for place, node in planned.items()]
-                    if found := self._wait(made, over, most=_RACE):
-                        return found
-                # Where one is enough to start with, none waits for the others.
-                ticket = [{place: ""} for place in places] if self._elastic else [dict.fromkeys(places, "")]
-                found = self._wait([self._make(part) for part in ticket], over, enough=1)
+                try:
+                    if len(planned) == len(places) or (self._elastic and planned):
+                        made = self._make([{place: node} for place, node in planned.items()])
+                        if found := self._wait(made, over, most=_RACE):
+                            return found
+                    # Where one is enough to start with, none waits for the others.
+                    ticket = [{place: ""} for place in places] if self._elastic else [dict.fromkeys(places, "")]
+                    found = self._wait(self._make(ticket), over, enough=1)
+                except session.RaySystemError as error:
+                    log.info("Ray could not make a placement group, which is tried again: %s", error)
+                    refused = error
+                    time.sleep(10 * _LOOK)
+                    continue
+                refused = None
                 if self._elastic and found:
                     return found
                 planned = {place: hold.node for place, hold in found.items()}
                 session.remove({hold.group for hold in found.values() if hold.group is not None})
+        if refused is not None:
+            raise refused
         return {}
 
     def _wait(
@@ -181,11 +196,20 @@ class Holds:
                 return planned
             time.sleep(5 * _LOOK)
 
-    def _make(self, wanted: Mapping[Place, str]) -> Made:
-        """A group for some places, tied to their nodes if those are named."""
-        bundles = [booked(place.kind, self._options) for place in wanted]
-        name = f"raydp:{self._name}:{','.join(str(place.device_id) for place in wanted)}"
-        return Made(session.group(name, bundles, [*wanted.values()], self._options.label_selector), (*wanted,))
+    def _make(self, wanted: Sequence[Mapping[Place, str]]) -> list[Made]:
+        """Groups, each for some places, tied to their nodes if those are named. All of them, or none."""
+        made: list[Made] = []
+        try:
+            for part in wanted:
+                bundles = [booked(place.kind, self._options) for place in part]
+                devices = ",".join(f"{'cpu' if place.kind == 'cpu' else ''}{place.number}" for place in part)
+                name = f"raydp:{self._name}:{devices}~{uuid.uuid4().hex[:8]}"
+                group = session.group(name, bundles, [*part.values()], self._options.label_selector)
+                made.append(Made(group, (*part,)))
+        except BaseException:
+            session.remove([m.group for m in made])
+            raise
+        return made
 
     def release(self, places: Collection[Place] | None = None) -> None:
         """Let go of what some places hold, by default all."""

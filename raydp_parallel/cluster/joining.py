@@ -7,7 +7,7 @@ import os
 import socket
 
 from raydp_parallel.cluster import session
-from raydp_parallel.errors import ClusterError
+from raydp_parallel.errors import ClusterError, forked
 
 log = logging.getLogger("raydp_parallel")
 
@@ -33,6 +33,8 @@ def connect(start: bool = True) -> bool:
     global _started_here
     if session.through_client():
         raise ClusterError(_CLIENT)
+    if session.inherited():
+        raise forked()
     if session.connected():
         return True
     if os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
@@ -42,7 +44,32 @@ def connect(start: bool = True) -> bool:
         return False
     session.join(None if running else "local")
     _started_here = not running
+    _say(running)
     return True
+
+
+def _say(running: bool) -> None:
+    """Which cluster it is, and why: another user's, which happened to be there, is rarely meant."""
+    if not running:
+        log.info("a Ray cluster was started for this program at %s", session.joined_address())
+    elif os.environ.get("RAY_ADDRESS"):
+        log.info("joined the Ray cluster at %s, which RAY_ADDRESS names", session.joined_address())
+    else:
+        owner = _owner(session.note())
+        log.log(
+            logging.INFO if owner in (os.getuid(), None) else logging.WARNING,
+            "joined the Ray cluster at %s, because %s names it%s. RAY_ADDRESS=local starts one for this program alone",
+            session.joined_address(),
+            session.note(),
+            "" if owner in (os.getuid(), None) else f"; it was started by another user, {owner}",
+        )
+
+
+def _owner(file: str) -> int | None:
+    try:
+        return os.stat(file).st_uid
+    except OSError:
+        return None
 
 
 def _runs_here() -> bool:
@@ -72,6 +99,6 @@ def _runs_here() -> bool:
 def disconnect() -> None:
     """Leave a cluster that `connect` started; any other is its user's."""
     global _started_here
-    if _started_here and session.connected():
+    if _started_here and session.connected() and not session.inherited():
         session.leave()
     _started_here = False

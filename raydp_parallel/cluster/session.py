@@ -16,15 +16,18 @@ from typing import Any, NamedTuple
 import ray
 from ray._private import worker
 from ray._private.state import state
-from ray._private.utils import read_ray_address
+from ray._private.utils import get_ray_address_file, read_ray_address  # type: ignore[attr-defined]
 from ray._private.worker import global_worker
 from ray.core.generated import gcs_pb2
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from raydp_parallel import forks
+
 Group = PlacementGroup
 Ref = ray.ObjectRef
 RayError = ray.exceptions.RayError
+RaySystemError = ray.exceptions.RaySystemError
 StoreFull = ray.exceptions.ObjectStoreFullError
 VERSION = ray.__version__
 
@@ -57,6 +60,22 @@ def connected() -> bool:
     return bool(ray.is_initialized())
 
 
+_parents: Any = None
+
+
+def _leave_to_parent() -> None:
+    global _parents
+    _parents = global_worker.core_worker if connected() else None  # type: ignore[attr-defined]
+
+
+forks.call_in_child(_leave_to_parent)
+
+
+def inherited() -> bool:
+    """Whether the session is that of the process from which this one was forked. Ray cannot be used by both."""
+    return _parents is not None and connected() and global_worker.core_worker is _parents  # type: ignore[attr-defined]
+
+
 def through_client() -> bool:
     """Whether this process speaks with a cluster through a ``ray://`` proxy."""
     return bool(ray.util.client.ray.is_connected())
@@ -65,6 +84,11 @@ def through_client() -> bool:
 def noted_address() -> str | None:
     """The cluster that was started on this machine for others to join, if any."""
     return read_ray_address()
+
+
+def note() -> str:
+    """The file in which that address is."""
+    return str(get_ray_address_file(None))
 
 
 def join(address: str | None) -> None:
@@ -81,6 +105,11 @@ def is_private() -> bool:
     """Whether this process started the cluster, by ``ray.init()``: then it is one machine, and nobody adds others."""
     node: Any = worker._global_node
     return node is not None and bool(node.head)
+
+
+def joined_address() -> str:
+    """The cluster that this process joined."""
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def here() -> str:

@@ -7,11 +7,11 @@
 Each tensor travels once, so that one that stands in two places of a value does so on the other side.
 """
 
-from raydp_parallel.codec.parcels import Plot, decode, encode, encode_again, plot, row, tensors_in, unpack
+from raydp_parallel.codec.parcels import decode, encode, encode_again, row, tensors_in, unpack
+from raydp_parallel.codec.pickler import Pickler, stream_name
 from raydp_parallel.codec.tensors import (
     DTYPE_NAMES,
     DTYPES,
-    alike,
     compact,
     load_class,
     pack_class,
@@ -23,8 +23,7 @@ from raydp_parallel.codec.values import in_rows, is_row, load, unsendable
 __all__ = [
     "DTYPES",
     "DTYPE_NAMES",
-    "Plot",
-    "alike",
+    "Pickler",
     "compact",
     "decode",
     "encode",
@@ -34,9 +33,9 @@ __all__ = [
     "load",
     "load_class",
     "pack_class",
-    "plot",
     "row",
     "spec_of",
+    "stream_name",
     "tensors_in",
     "unpack",
     "unsendable",

@@ -167,15 +167,6 @@ def spec_of(tensor: Tensor, offset: int = 0) -> TensorSpec:
     return TensorSpec(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride(), offset)
 
 
-def alike(some: Sequence[TensorSpec], others: Sequence[TensorSpec]) -> bool:
-    """Whether two rows of tensors have the same bytes to lay, wherever they lie."""
-    return [*map(_anywhere, some)] == [*map(_anywhere, others)]
-
-
-def _anywhere(spec: TensorSpec) -> TensorSpec:
-    return spec._replace(offset=0, requires_grad=False)
-
-
 def pack_class(cls: type) -> bytes:
     """A tensor class for a spec. Messages are pickled plainly, for speed; a class may need more than that."""
     data: bytes = cloudpickle.dumps(cls)

@@ -10,9 +10,9 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import cloudpickle
 from torch import Tensor, nn
 
+from raydp_parallel.codec.pickler import Pickler
 from raydp_parallel.errors import TransferError
 from raydp_parallel.messages import Parcel
 
@@ -65,9 +65,9 @@ def is_row(value: tuple[Any, ...]) -> bool:
     return {*map(type, tensors)} <= {Tensor} and len({*map(id, tensors)}) == len(tensors)
 
 
-class _ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _ValuePickler(Pickler):
     def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        super().__init__(file)
         self.tensors: list[Tensor] = []
         self.index: dict[int, int] = {}
 

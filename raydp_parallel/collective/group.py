@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections import deque
@@ -84,8 +85,16 @@ def wait(operations: Sequence[Operation], until: float) -> None:
         operation.finish(until)
 
 
-def _store(where: tuple[str, int], host: bool, patience: float) -> Any:
-    return dist.TCPStore(where[0], where[1], None, host, timedelta(seconds=patience), wait_for_workers=False)
+def _hosted(address: str, patience: float) -> Any:
+    """A new store that listens at one address. Torch by itself would listen at all that this machine has."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.create_server((address, 0), family=family)
+    port = listening.getsockname()[1]
+    return _store((address, port), patience, is_master=True, master_listen_fd=listening.detach())
+
+
+def _store(where: tuple[str, int], patience: float, **how: Any) -> Any:
+    return dist.TCPStore(*where, timeout=timedelta(seconds=patience), wait_for_workers=False, **how)
 
 
 class _Attempt:
@@ -111,7 +120,7 @@ class _Attempt:
 
     def _run(self, join: Join, address: str, store: Any, device: torch.device) -> None:
         try:
-            store = store or _store(join.store, host=False, patience=join.patience)
+            store = store or _store(join.store, join.patience)
             backend: Backend = Nccl(join, device, store) if join.kind is Kind.NCCL else Gloo(join, address, store)
             with self._guard:
                 self._backend = backend
@@ -156,7 +165,7 @@ class Groups:
     def host(self, patience: float) -> tuple[str, int]:
         """Let members of groups find each other here; returns where."""
         if self._host is None:
-            self._host = _store((self.address, 0), host=True, patience=patience)
+            self._host = _hosted(self.address, patience)
         return self.address, self._host.port
 
     def join(self, request: Join) -> str:

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from raydp_parallel.devices.about import MemoryLook, check_balance, describe, output_place, own
-from raydp_parallel.devices.contents import Prints, compare, copied, prints
-from raydp_parallel.devices.cores import rest_while
+from raydp_parallel.devices.about import (
+    MemoryLook,
+    check_balance,
+    describe,
+    give_back_freed,
+    output_place,
+    own,
+    take_given,
+)
+from raydp_parallel.devices.contents import Prints, compare, copied, lies_on_a_gpu, prints
+from raydp_parallel.devices.cores import rest
 from raydp_parallel.devices.gpu import Stopwatch, finish, let_go, on_host, pinner, spoiled
 from raydp_parallel.devices.ipc import (
     DeviceArena,
     DeviceLink,
     DeviceSlice,
     Opener,
+    by_host,
+    clear_after,
+    expandable,
     gpu_in_use,
     reaching,
     refused,
@@ -32,7 +43,6 @@ from raydp_parallel.devices.memory import (
     windows,
 )
 from raydp_parallel.devices.raw import view
-from raydp_parallel.devices.runs import Run, any_joined, joined
 from raydp_parallel.devices.settings import keep_freed_memory, seed, start_thread, use_threads
 from raydp_parallel.devices.streams import Courier, Track, courier, follow, hand_over, track
 
@@ -47,24 +57,26 @@ __all__ = [
     "MemoryLook",
     "Opener",
     "Prints",
-    "Run",
     "Stopwatch",
     "Track",
-    "any_joined",
+    "by_host",
     "check_balance",
+    "clear_after",
     "compare",
     "copied",
     "courier",
     "describe",
+    "expandable",
     "finish",
     "follow",
+    "give_back_freed",
     "gpu_in_use",
     "hand_over",
     "in_place",
     "is_cpu",
-    "joined",
     "keep_freed_memory",
     "let_go",
+    "lies_on_a_gpu",
     "load",
     "near",
     "on_host",
@@ -77,13 +89,14 @@ __all__ = [
     "reader",
     "recycled",
     "refused",
-    "rest_while",
+    "rest",
     "sample",
     "scratch",
     "seed",
     "shows",
     "spoiled",
     "start_thread",
+    "take_given",
     "track",
     "upload",
     "use_threads",

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+import os
 import time
 import warnings
 from collections.abc import Sequence
 
 import torch
 
+from raydp_parallel.devices.cores import cores
 from raydp_parallel.devices.kinds import is_cpu
 from raydp_parallel.messages import Hello
+
+log = logging.getLogger("raydp_parallel")
 
 
 def output_place(target: int | str | torch.device) -> torch.device:
@@ -44,6 +50,58 @@ def own(kind: str) -> str:
     return "cuda:0" if kind == "gpu" and torch.cuda.is_available() else "cpu"
 
 
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_DRIVER = ("/dev/nvidiactl", "/dev/dxg")
+"""What a machine, or a container, has that can use a GPU of NVIDIA's; the second is Windows'."""
+
+
+def take_given(kind: str, ids: Sequence[str]) -> str:
+    """Take the device that Ray gave this process, and start CUDA there; returns the device's name.
+
+    Args:
+        kind: ``"cpu"`` or ``"gpu"``.
+        ids: The GPUs that Ray gave, as ``CUDA_VISIBLE_DEVICES`` calls them.
+
+    Raises:
+        RuntimeError: CUDA does not start on a machine that has a GPU: to compute on the CPU takes a hundred times as
+            long, and would go unseen.
+    """
+    _see_only(ids if kind == "gpu" else ())
+    device = own(kind)
+    if kind == "cpu" or (device == "cpu" and not _has_gpus()):
+        return device
+    try:
+        torch.zeros(1, device="cuda")
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"Ray gave this replica GPU {', '.join(ids)}, and CUDA does not start there: {error}. A GPU in compute "
+            "mode EXCLUSIVE_PROCESS serves one process, and the driver's counts if it uses that GPU"
+        ) from error
+    return device
+
+
+def _see_only(ids: Sequence[str]) -> None:
+    """Let CUDA see these GPUs, before it starts. Ray may be told not to, and then all replicas would share the first.
+
+    A CPU replica sees none: a module that asks whether there is a GPU would take one that is another's.
+    """
+    wanted = ",".join(ids)
+    if os.environ.get(_VISIBLE) == wanted or torch.version.hip is not None:
+        return
+    if torch.cuda.is_initialized():
+        raise RuntimeError(f"CUDA started in this process before it could be told to see GPU {wanted or 'none'} alone")
+    os.environ[_VISIBLE] = wanted
+
+
+def _has_gpus() -> bool:
+    """Whether torch ought to find a GPU on this machine."""
+    if not any(map(os.path.exists, _DRIVER)):
+        return False
+    if torch.version.cuda is None:
+        log.warning("this machine has a GPU, and torch is built for CPUs alone: it computes on the CPU")
+    return torch.version.cuda is not None
+
+
 class MemoryLook:
     """Says now and then how full a device is: torch needs a tenth of a millisecond to tell.
 
@@ -63,10 +121,17 @@ class MemoryLook:
         return torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(self._device)
 
 
+def give_back_freed(device: torch.device) -> None:
+    """Give memory that a GPU's process keeps to the device: other processes there cannot ask for it."""
+    if not is_cpu(device):
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 def describe(device: torch.device, pid: int, node: str) -> Hello:
     """What a replica on ``device`` says of itself."""
     if is_cpu(device):
-        return Hello(pid, node, str(device), "", "", 0, 0)
+        return Hello(pid, node, str(device), "", "", 0, 0, cores=cores())
     found = torch.cuda.get_device_properties(device)
     return Hello(pid, node, str(device), found.name, str(found.uuid), found.total_memory, found.multi_processor_count)
 

@@ -156,11 +156,11 @@ class Prints(NamedTuple):
         assert kept.values is not None
         return Prints((*kept.keys, *newer.keys), torch.cat([kept.values, newer.values]))
 
-    def replaced(self, sent: Mapping[int, Piece], packet: Packet) -> Prints:
-        """These, and those of runs that were just sent; a packet on the device is there to be compared with itself."""
-        if not isinstance(packet, DeviceSlice):
-            return self.joined(prints(sent))
-        return self.of([key for key in self.keys if key not in sent])
+    def without(self, keys: Sequence[int]) -> Prints:
+        """These but those of some runs."""
+        gone = {*keys}
+        left = [key for key in self.keys if key not in gone]
+        return self.of(left) if left else Prints((), None)
 
     def unlike(self, now: Prints) -> list[int]:
         """Whose differ ``now``; both must be of the same runs. This waits for the device."""
@@ -168,6 +168,11 @@ class Prints(NamedTuple):
             return []
         answers = _Answer((self.values != now.values).any(1)).fetch()
         return [*dict.fromkeys(key for key, unlike in zip(self.keys, answers, strict=True) if unlike)]
+
+
+def lies_on_a_gpu(packet: Packet) -> bool:
+    """Whether a packet of this process lies there, where it can be compared."""
+    return isinstance(packet, DeviceSlice)
 
 
 def prints(runs: Mapping[int, Piece]) -> Prints:

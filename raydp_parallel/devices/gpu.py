@@ -9,6 +9,7 @@ nothing that it read is given back too early. Nobody waits for a whole device.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -42,6 +43,11 @@ class DeviceBytes:
         """They themselves."""
         return bytes_of(self._tensor)
 
+    @property
+    def device(self) -> torch.device:
+        """Where they lie."""
+        return self._tensor.device
+
     def part(self, offset: int, size: int) -> DeviceBytes:
         """Some of them."""
         return DeviceBytes(self.tensor[offset : offset + size])
@@ -59,7 +65,7 @@ class DeviceBytes:
 
     def wait(self) -> None:
         """Wait until what this and earlier ones of the device began to copy is there."""
-        behind(self._tensor.device).synchronize()
+        behind(self.device).synchronize()
 
     def settle(self) -> None:
         """After `wait`: the bytes that took a way round are where they belong."""
@@ -109,7 +115,10 @@ class _Lent:
         """Of the machine's memory, and of other processes', that a device has copied from by now."""
         if self._kept:
             with self._lock:
-                self._kept = [entry for entry in self._kept if not entry[0].query()]
+                try:
+                    self._kept = [entry for entry in self._kept if not entry[0].query()]
+                except RuntimeError:  # the device works no more: nothing will ever read it
+                    self._kept = []
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -187,17 +196,42 @@ def pinner(device: torch.device | None) -> Callable[[int, int], Callable[[], obj
     """
     if device is None:
         return _pin_if_used
-    return _pin if not is_cpu(device) else None
+    return functools.partial(_registry.pin, device) if not is_cpu(device) else None
 
 
 def _pin_if_used(address: int, size: int) -> Callable[[], object] | None:
     # Asking for more would start CUDA in a driver that has no use for it.
-    return _pin(address, size) if torch.cuda.is_initialized() else None
+    return _registry.pin(torch.device("cuda"), address, size) if torch.cuda.is_initialized() else None
 
 
-def _pin(address: int, size: int) -> Callable[[], object] | None:
-    runtime = torch.cuda.cudart()
-    if int(runtime.cudaHostRegister(address, size, 0)):
-        log.info("%d bytes of shared memory cannot be pinned: they are copied through the driver's buffers", size)
+class _Registry:
+    """Registers memory of the host with CUDA, until that is refused once.
+
+    Attributes:
+        refused: Whether it was. Who lacks the memory or the right to lock some will not have it for the next segment.
+    """
+
+    def __init__(self) -> None:
+        self.refused = False
+
+    def pin(self, device: torch.device, address: int, size: int) -> Callable[[], object] | None:
+        """Register a run of memory; returns what ends that, None if it is refused."""
+        if self.refused:
+            return None
+        runtime = torch.cuda.cudart()
+        code = int(runtime.cudaHostRegister(address, size, 0))
+        if not code:
+            return functools.partial(runtime.cudaHostUnregister, address)
+        self.refused = True
+        _take_error(device)
+        log.info("shared memory cannot be pinned (CUDA error %d): it is copied through torch's pinned buffers", code)
         return None
-    return functools.partial(runtime.cudaHostUnregister, address)
+
+
+def _take_error(device: torch.device) -> None:
+    """Take an error that CUDA keeps for this thread: the next kernel, which is innocent, would be told of it."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device=device)
+
+
+_registry = _Registry()

@@ -15,18 +15,21 @@ again, after a death or an edit behind a version, must not find what its first a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
+import threading
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from raydp_parallel.devices.gpu import DeviceBytes, on_host
+from raydp_parallel.devices.gpu import DeviceBytes, on_host, spoiled
 from raydp_parallel.links import (
     Arena,
     Descriptor,
@@ -55,7 +58,8 @@ class _DeviceSegment:
 
     def __init__(self, length: int, device: torch.device) -> None:
         self.used = 0
-        self.tensor = torch.empty(length, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):  # made in inference mode, it could not be written to outside
+            self.tensor = torch.empty(length, dtype=torch.uint8, device=device)
         self.written = torch.cuda.Event(interprocess=True)
         self.written.record(torch.cuda.current_stream(device))  # before which there is no handle
         handle = self.tensor.untyped_storage()._share_cuda_()
@@ -80,9 +84,11 @@ class DeviceSlice(Slice):
         self.near: Link = InlineLink()
         self._elsewhere: Packet = None
         self.descriptor = segment.descriptor._replace(size=size, lease=new_lease())
-        self.blank = False
         self._return = weakref.finalize(self, free, segment)
         self._return.atexit = False
+
+    def spend(self) -> None:
+        """Nothing: who got it copies from it and never writes to it, so that it is lent again, whoever died."""
 
     @property
     def piece(self) -> Piece:
@@ -113,17 +119,19 @@ class DeviceArena(Arena):
         super().__init__()
         self.device = device
         self._pool: torch.cuda.MemPool | None = None
+        self._making = threading.Lock()
 
-    def take(self, size: int, blank: bool = False) -> DeviceSlice:
+    def take(self, size: int) -> DeviceSlice:
         step = max(_SMALLEST, (1 << (size - 1).bit_length()) // 8)
         return DeviceSlice(self._segment(-(-size // step) * step), size, self._give_back)
 
     def _new(self, length: int) -> _DeviceSegment:
-        if self._pool is None:
-            with torch.cuda.device(self.device):  # a pool belongs to the current one
-                self._pool = torch.cuda.MemPool()
-        with torch.cuda.use_mem_pool(self._pool, self.device):
-            return _DeviceSegment(length, self.device)
+        with self._making:  # torch refuses two threads at once that allocate in one pool
+            if self._pool is None:
+                with torch.cuda.device(self.device):  # a pool belongs to the current one
+                    self._pool = _pool()
+            with torch.cuda.use_mem_pool(self._pool, self.device):
+                return _DeviceSegment(length, self.device)
 
     def fill(self, pieces: Sequence[Piece], offsets: Sequence[int], size: int) -> DeviceSlice:
         """Copies of bytes that lie on the device, ready for another process."""
@@ -133,6 +141,14 @@ class DeviceArena(Arena):
         torch._foreach_copy_([whole[at : at + len(data)] for at, data in sources], [data for _, data in sources])
         lent.segment.written.record(torch.cuda.current_stream(self.device))
         return lent
+
+
+def _pool() -> torch.cuda.MemPool:
+    """A pool whose free memory others get when there is none left elsewhere, where torch knows such pools."""
+    try:
+        return torch.cuda.MemPool(use_on_oom=True)
+    except TypeError:
+        return torch.cuda.MemPool()
 
 
 class _Opened(DeviceBytes):
@@ -177,15 +193,26 @@ class Opener:
             self._known = {t: known for t, known in self._known.items() if known[1] > self._clock - _PATIENCE}
         found = self._open.get(descriptor.token)
         if found is None:
-            handle, offset, event = pickle.loads(descriptor.device)
-            # The other process may count its GPUs in another way: the handle is the same, the index is this one's.
-            storage = torch.UntypedStorage._new_shared_cuda(self._device.index or 0, *handle)
-            whole = torch.empty(0, dtype=torch.uint8, device=self._device)
-            whole.set_(storage, offset, (descriptor.length,), (1,))
-            written = torch.cuda.Event.from_ipc_handle(self._device, event)
-            found = self._open[descriptor.token] = _Opened(whole, written)
+            found = self._open[descriptor.token] = self._opened(descriptor)
         self._known[descriptor.token] = found, self._clock
         return found
+
+    def _opened(self, descriptor: Descriptor) -> _Opened:
+        handle, offset, event = pickle.loads(descriptor.device)
+        try:
+            # The other process may count its GPUs in another way: the handle is the same, the index is this one's.
+            storage = torch.UntypedStorage._new_shared_cuda(self._device.index or 0, *handle)
+            written = torch.cuda.Event.from_ipc_handle(self._device, event)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if spoiled(self._device):
+                raise  # it is this process that cannot open anything any more
+            raise OSError(f"a GPU's memory cannot be opened: {error}") from error
+        with torch.inference_mode(False):
+            whole = torch.empty(0, dtype=torch.uint8, device=self._device)
+            whole.set_(storage, offset, (descriptor.length,), (1,))
+        return _Opened(whole, written)
 
 
 class DeviceLink(Link):
@@ -210,11 +237,6 @@ class DeviceLink(Link):
         """Whether the other link does."""
         return self.near.exposes
 
-    @property
-    def lends(self) -> int | None:  # type: ignore[override]
-        """As the other link, as long as nothing is shared on the GPU."""
-        return self.near.lends if self.arena is None else None
-
     def send(self, pieces: Sequence[Piece], offsets: Sequence[int], size: int) -> Packet:
         arena = self.arena
         if arena is not None and size > LIMIT and all(_lies_on(arena.device, piece) for piece in pieces if piece.size):
@@ -225,16 +247,17 @@ class DeviceLink(Link):
             except torch.OutOfMemoryError:
                 log.info("no room for %d bytes on the GPU beside those to be sent: they go by another way", size)
             except RuntimeError as error:
+                if not str(error).startswith("CUDA error"):
+                    raise
+                packet = self.near.send(pieces, offsets, size)  # which raises if the GPU works no more at all
                 self.arena = None
                 refused(error)
+                return packet
         return self.near.send(pieces, offsets, size)
 
     def room(self, size: int) -> Room | None:
         # Copies on the device are over before anybody notices.
         return self.near.room(size) if self.arena is None else None
-
-    def lend(self, size: int) -> Packet | None:
-        return self.near.lend(size) if self.arena is None else None
 
     def open(self, packet: Packet) -> Piece:
         return packet.piece if isinstance(packet, DeviceSlice) else self.near.open(packet)
@@ -257,6 +280,11 @@ class DeviceLink(Link):
         self.near.close()
 
 
+def by_host(link: Link) -> Link:
+    """A link without the memory of the GPU that both ends use, for what is wanted on the other's CPU."""
+    return link.near if isinstance(link, DeviceLink) else link
+
+
 def _lies_on(device: torch.device, piece: Piece) -> bool:
     return piece.origin is not None and bool(piece.origin.tensor.device == device)
 
@@ -267,13 +295,27 @@ def reaching(near: Link) -> Link:
 
 
 def gpu_in_use(uuid: str) -> torch.device | None:
-    """This process's name for the GPU with some uuid, if it has begun to use GPUs at all."""
+    """This process's name for the GPU with some uuid, if something of this process lies there.
+
+    A process sees all GPUs of its machine. To use one more costs half a gigabyte there, for memory that nothing needs.
+    """
     if not uuid or not torch.cuda.is_initialized():
         return None
     for index in range(torch.cuda.device_count()):
         if str(torch.cuda.get_device_properties(index).uuid) == uuid:
-            return torch.device("cuda", index)
+            return torch.device("cuda", index) if torch.cuda.memory_allocated(index) else None
     return None
+
+
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def expandable() -> bool:
+    """Whether torch's allocator makes segments that grow, which other processes cannot open, or hang over."""
+    if any("expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower() for name in _ALLOCATOR):
+        return True
+    segments = torch.cuda.memory_snapshot() if torch.cuda.is_initialized() else ()
+    return any(segment.get("is_expandable", False) for segment in segments)
 
 
 def sample(arena: DeviceArena) -> tuple[DeviceSlice, bytes]:
@@ -288,6 +330,16 @@ def shows(piece: Piece, expected: bytes) -> bool:
     if piece.origin is None:
         return False
     return bool(on_host(piece).owner.numpy().tobytes() == expected)
+
+
+_COUNTERS = "/dev/shm"
+
+
+def clear_after(process: int) -> None:
+    """Remove the files in which a process that was ended counted who uses its GPU's memory: 80 KB each time."""
+    for file in Path(_COUNTERS).glob(f"torch_{process}_*"):
+        with contextlib.suppress(OSError):  # another user's: of another container, which counts in another way
+            file.unlink()
 
 
 _told: set[str] = set()

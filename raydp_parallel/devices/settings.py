@@ -3,6 +3,7 @@
 glibc gives threads heaps of their own. Those end at 64 MB, are given back when they are empty, and leave what is larger
 to the kernel, which clears it anew each time: a tensor of 67 MB took 35 ms to write, and 3 to 8 where memory is kept.
 The heap that the process began with has no such limit. Which heap a thread gets cannot be asked for, only looked at.
+With another allocator in glibc's place nothing of that holds, and nothing is done.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def use_threads(device: torch.device, count: int | None) -> None:
 
 def keep_freed_memory() -> None:
     """Let this process keep memory that it freed, up to a limit, instead of giving it back and asking for new pages."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
+    libc = _allocator()
+    if libc is not None:
         libc.mallopt(_M_MMAP_THRESHOLD, _KEPT)
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
         libc.mallopt(_M_ARENA_MAX, 1)  # from now on threads share the heaps that there are
@@ -76,11 +77,37 @@ def start_thread(work: Callable[[], object], name: str) -> None:
 
 def _in_main_heap() -> bool:
     """Whether this thread's memory comes from the heap that the process began with; also if that cannot be told."""
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "gnu_get_libc_version"):
+    libc = _allocator()
+    if libc is None:
         return True
     libc.malloc.restype = ctypes.c_void_p
     address = libc.malloc(ctypes.c_size_t(_TOO_LARGE_TO_BE_CACHED))
     word = ctypes.c_size_t.from_address(address - ctypes.sizeof(ctypes.c_size_t)).value
     libc.free(ctypes.c_void_p(address))
     return not word & _NOT_MAIN
+
+
+class _Found(ctypes.Structure):
+    """Which file an address belongs to: glibc's `Dl_info`."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p), ("base", ctypes.c_void_p), ("name", ctypes.c_char_p), ("start", ctypes.c_void_p)
+    )  # fmt: skip
+
+
+def _allocator() -> ctypes.CDLL | None:
+    """The C library, if it is glibc and `malloc` is its own; None if another allocator was loaded in its place."""
+    process = ctypes.CDLL(None)
+    needed = ("gnu_get_libc_version", "dladdr", "malloc", "mallopt")
+    if not all(hasattr(process, name) for name in needed):
+        return None
+    bases = {_base(process, name) for name in ("gnu_get_libc_version", "malloc", "mallopt")}
+    return process if len(bases) == 1 and None not in bases else None
+
+
+def _base(process: ctypes.CDLL, name: str) -> int | None:
+    """Where the file is loaded that a function of this process comes from."""
+    found = _Found()
+    known = process.dladdr(ctypes.cast(getattr(process, name), ctypes.c_void_p), ctypes.byref(found))
+    base: int | None = found.base
+    return base if known else None

@@ -6,7 +6,7 @@ memory that can be read (``open``). Between processes of one machine nothing nee
 
 from __future__ import annotations
 
-from raydp_parallel.links.base import GIVEN, Link, Mail, Origin, Packet, Piece, Room, Window, address_of, aligned, paged
+from raydp_parallel.links.base import Link, Mail, Origin, Packet, Piece, Room, Window, address_of, aligned, paged
 from raydp_parallel.links.by_size import INLINE_LIMIT, SHARE_LIMIT, BySize, link_for, shared_link
 from raydp_parallel.links.exposed import Exposed
 from raydp_parallel.links.inline import InlineLink
@@ -16,7 +16,6 @@ from raydp_parallel.links.shared import SharedLink
 from raydp_parallel.links.windows import Found, Mappings
 
 __all__ = [
-    "GIVEN",
     "INLINE_LIMIT",
     "SHARE_LIMIT",
     "Arena",

@@ -11,9 +11,6 @@ PAGE = 4096
 _LARGE = 1 << 16
 """Bytes from which a run of memory begins on a page, so that it can be mapped."""
 
-GIVEN = -1
-"""Stands in an answer for the packet that the caller gave to be filled."""
-
 Packet = Any
 """What a link makes of some bytes: bytes, which lie in the message, or something that travels beside it."""
 
@@ -24,6 +21,10 @@ class Origin(Protocol):
     @property
     def tensor(self) -> Any:
         """The bytes, where they lie."""
+
+    @property
+    def device(self) -> Any:
+        """Whose memory it is. Copies of one device come in order, those of two do not."""
 
     def part(self, offset: int, size: int) -> Origin:
         """Some of the bytes."""
@@ -102,18 +103,12 @@ class Link(Protocol):
     """Bytes up to which a packet is plain bytes that lie in the message."""
     exposes: bool = False
     """Whether `expose` may give anything, now."""
-    lends: int | None = None
-    """Bytes from which `lend` is worth it; None: never."""
 
     def send(self, pieces: Sequence[Piece], offsets: Sequence[int], size: int) -> Packet:
         """Take ``pieces`` to their ``offsets`` in a buffer of ``size`` bytes, ready to travel."""
 
     def room(self, size: int) -> Room | None:
         """Memory for a packet of at most so many bytes, which become known one after the other; None: only `send`."""
-        return None
-
-    def lend(self, size: int) -> Packet | None:
-        """A packet of so many bytes for the other end to fill; None: it has to send one of its own."""
         return None
 
     def open(self, packet: Packet) -> Piece:
@@ -149,31 +144,13 @@ class Link(Protocol):
         """Let go of what the link holds. May be called twice."""
 
 
-class Given(Protocol):
-    """Memory that a caller gave for an answer.
-
-    Attributes:
-        packet: The memory.
-    """
-
-    packet: Packet
-
-    def read(self, specs: Sequence[Any]) -> list[Any]:
-        """The tensors that the answer wrote there."""
-
-
 class Mail:
-    """The packets of one message: small ones lie in the message, the others beside it, and are known by number.
-
-    Attributes:
-        given: In an answer's: what the caller gave to be filled.
-    """
+    """The packets of one message: small ones lie in the message, the others beside it, and are known by number."""
 
     def __init__(self, link: Link, beside: Sequence[Packet] = ()) -> None:
         self.link = link
         self.beside = list(beside)
         self.size = 0
-        self.given: Given | None = None
 
     def send(self, pieces: Sequence[Piece], offsets: Sequence[int], size: int) -> Packet:
         """What to write into the message for these bytes."""
@@ -196,20 +173,9 @@ class Mail:
         self.beside.append(packet)
         return len(self.beside) - 1
 
-    def lay(self, memory: Piece, pieces: Sequence[Piece], offsets: Sequence[int]) -> Packet:
-        """What to write into an answer for bytes that are put into memory that was given for them."""
-        fill(memory.address, pieces, offsets)
-        self.size += sum(piece.size for piece in pieces)
-        return GIVEN
-
     def find(self, packet: Packet) -> Packet:
         """The packet that stands for ``packet`` in the message."""
-        if not isinstance(packet, int):
-            return packet
-        if packet != GIVEN:
-            return self.beside[packet]
-        assert self.given is not None
-        return self.given.packet
+        return self.beside[packet] if isinstance(packet, int) else packet
 
     def open(self, packet: Packet) -> Piece:
         """The bytes of a packet of the message."""
@@ -242,14 +208,14 @@ def paged(offset: int, size: int) -> int:
 
 def fill(address: int, pieces: Sequence[Piece], offsets: Sequence[int]) -> None:
     """Copy the pieces to their offsets from ``address``."""
-    far = []
+    far: list[Origin] = []
     for piece, offset in zip(pieces, offsets, strict=True):
         if piece.origin is None:
             ctypes.memmove(address + offset, piece.address, piece.size)
         elif piece.size:
             piece.origin.copy_to(address + offset)
             far.append(piece.origin)
-    if far:
-        far[-1].wait()  # those of a message are one device's, and come in order
-        for origin in far:
-            origin.settle()
+    for last in {origin.device: origin for origin in far}.values():
+        last.wait()
+    for origin in far:
+        origin.settle()

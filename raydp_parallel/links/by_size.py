@@ -39,19 +39,11 @@ class BySize(Link):
         """Whether the large packets' link does."""
         return self._large.exposes
 
-    @property
-    def lends(self) -> int | None:  # type: ignore[override]
-        """As the large packets' link."""
-        return self._large.lends
-
     def send(self, pieces: Sequence[Piece], offsets: Sequence[int], size: int) -> Packet:
         return (self._small if size <= self._limit else self._large).send(pieces, offsets, size)
 
     def room(self, size: int) -> Room | None:
         return (self._small if size <= self._limit else self._large).room(size)
-
-    def lend(self, size: int) -> Packet | None:
-        return self._large.lend(size)
 
     def open(self, packet: Packet) -> Piece:
         return (self._small if isinstance(packet, bytes) else self._large).open(packet)
@@ -73,11 +65,17 @@ class BySize(Link):
         self._small.close()
 
 
+_NAMES = ("auto", "shared", "inline", "object_store", "collective")
+"""All that `Options.link` may be."""
+
+
 def link_for(name: str, put: Any = None, get: Any = None) -> Link:
     """The link that `Options.link` names, for one side: the driver gives its ``put`` and ``get``.
 
     Shared memory needs both sides' consent; until then, and for calls that Ray carries, bytes are copied.
     """
+    if name not in _NAMES:
+        raise ValueError(f"link {name!r}: expected one of {', '.join(_NAMES)}")
     arrays = ObjectStoreLink()
     store = arrays if put is None else ObjectStoreLink(put, get)
     if name == "inline":
@@ -85,13 +83,14 @@ def link_for(name: str, put: Any = None, get: Any = None) -> Link:
     return store if name == "object_store" else BySize(InlineLink(), BySize(arrays, store, SHARE_LIMIT))
 
 
-def shared_link(arena: Arena, exposes: bool, always: bool) -> Link:
+def shared_link(arena: Arena, exposes: bool, always: bool, promised: int = 0) -> Link:
     """The link between processes of one machine.
 
     Args:
         arena: Where the memory comes from.
         exposes: Whether storages may be shown where they lie.
         always: Whether also the smallest things go that way.
+        promised: Bytes of the memory for storages that are left to others.
     """
-    shared = SharedLink(arena, exposes, always)
+    shared = SharedLink(arena, exposes, always, promised)
     return shared if always else BySize(InlineLink(), shared, name=shared.name)

@@ -13,9 +13,12 @@ import resource
 import weakref
 from typing import Any
 
+import numpy as np
 import torch
 
+from raydp_parallel import forks
 from raydp_parallel.links.segments import Descriptor, describe
+from raydp_parallel.links.windows import keep_to_itself
 
 log = logging.getLogger("raydp_parallel")
 
@@ -42,23 +45,67 @@ class Exposed:
         self.storage = storage
         self.descriptor = descriptor
 
+    def copy(self) -> np.ndarray:
+        """Its bytes as they are now."""
+        return _seen_by_numpy(self.storage).copy()
+
 
 _known: weakref.WeakValueDictionary[int, Exposed] = weakref.WeakValueDictionary()
 
 
-def expose(storage: Any, known: int) -> Exposed | None:
+def expose(storage: Any, known: int, promised: int = 0) -> Exposed | None:
     """Move a storage to shared memory, if it may move and there is room. See `Link.expose`."""
     found = _known.get(storage._cdata)
     if found is not None:
         return found
+    if _own and storage.data_ptr() in _own:
+        return None
     theirs = _is_shared(storage)
-    if not (theirs or (_may_move(storage, known) and _has_room(storage.nbytes()))):
+    if not (theirs or (_may_move(storage, known) and _has_room(storage.nbytes(), promised))):
         return None
     file, size = storage._share_fd_cpu_()
+    descriptor = describe(file, size, size)
     if not theirs:
         _fix(storage)
-    found = _known[storage._cdata] = Exposed(storage, describe(file, size, size))
+        _note_moved(storage.data_ptr(), file, descriptor)
+    found = _known[storage._cdata] = Exposed(storage, descriptor)
     return found
+
+
+_own: set[int] = set()
+"""In a forked process: where what was moved lies. The file, which the parent shows, does not show it any more."""
+
+_moved: dict[int, tuple[int, Descriptor]] = {}
+"""Where storages were moved to, and the file, which torch closes with the storage."""
+
+
+def _note_moved(address: int, file: int, descriptor: Descriptor) -> None:
+    if len(_moved) >= 2 * _MOST:
+        for old in [*_moved]:
+            if not _is_there(*_moved[old]):
+                del _moved[old]
+    _moved[address] = file, descriptor
+
+
+def _is_there(file: int, meant: Descriptor) -> bool:
+    try:
+        found = os.fstat(file)
+    except OSError:
+        return False
+    return (found.st_dev, found.st_ino) == (meant.volume, meant.inode)
+
+
+def _keep_to_itself() -> None:
+    """A forked child may write to its copy of the weights, and none of that is its parent's."""
+    for address, (file, meant) in _moved.items():
+        if _is_there(file, meant):
+            keep_to_itself(address, meant.length, file)
+            _own.add(address)
+    _moved.clear()
+    _known.clear()
+
+
+forks.call_in_child(_keep_to_itself)
 
 
 def _fix(storage: Any) -> None:
@@ -66,8 +113,13 @@ def _fix(storage: Any) -> None:
 
     It refuses once NumPy has looked at the memory.
     """
+    _seen_by_numpy(storage)
+
+
+def _seen_by_numpy(storage: Any) -> np.ndarray:
     looker = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-    torch._C.TensorBase.numpy(looker)
+    found: np.ndarray = torch._C.TensorBase.numpy(looker)
+    return found
 
 
 def _is_shared(storage: Any) -> bool:
@@ -81,7 +133,7 @@ def _may_move(storage: Any, known: int) -> bool:
     return storage.device.type == "cpu" and storage.resizable() and not storage.is_shared() and users <= known
 
 
-def _has_room(size: int) -> bool:
+def _has_room(size: int, promised: int) -> bool:
     if len(_known) >= min(_MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4):
         return False
     try:
@@ -89,9 +141,10 @@ def _has_room(size: int) -> bool:
     except OSError:
         _tell_once(size, f"{_PLACE} is missing")
         return False
-    free = found.f_bavail * found.f_frsize
+    free = found.f_bavail * found.f_frsize - promised
     if free < size + _SPARE:
-        _tell_once(size, f"{_PLACE} has {free / 1e6:.0f} MB left, and {size / 1e6:.1f} MB are wanted")
+        mine = f"{max(0, free) / 1e6:.0f} MB left beside Ray's object store"
+        _tell_once(size, f"{_PLACE} has {mine}, and {size / 1e6:.1f} MB are wanted")
     return free >= size + _SPARE
 
 

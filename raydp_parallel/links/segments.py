@@ -7,16 +7,19 @@ size of ``/dev/shm``, which is 64 MB in a default container.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import os
 import threading
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from raydp_parallel import forks
 
 _SMALLEST = 1 << 16
 _PATIENCE = 64
@@ -50,6 +53,7 @@ class Descriptor(NamedTuple):
         size: Bytes of it that count.
         lease: Names this use of a segment, for the word that it is no longer read; 0 for memory that is not lent.
         device: For a GPU's memory: the handle to open it with.
+        volume: Where the inode counts.
     """
 
     token: int
@@ -59,11 +63,14 @@ class Descriptor(NamedTuple):
     size: int
     lease: int = 0
     device: bytes = b""
+    volume: int = 0
 
 
 def describe(file: int, length: int, size: int) -> Descriptor:
     """The descriptor of a file that this process holds open."""
-    return Descriptor(next(_tokens), f"/proc/{os.getpid()}/fd/{file}", os.fstat(file).st_ino, length, size)
+    found = os.fstat(file)
+    path = f"/proc/{os.getpid()}/fd/{file}"
+    return Descriptor(next(_tokens), path, found.st_ino, length, size, volume=found.st_dev)
 
 
 class _Segment:
@@ -89,7 +96,8 @@ class _Scratch:
         self.used = 0
         memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            with contextlib.suppress(OSError):  # a kernel built without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
         self.array = np.frombuffer(memory, dtype=np.uint8)
         self.descriptor = Descriptor(0, "", 0, length, length)  # which leads nowhere
 
@@ -101,15 +109,11 @@ class Slice:
         segment: The memory.
         size: Bytes that count.
         free: Takes the segment back.
-        blank: Whether it is empty, for the receiver to fill.
     """
 
-    def __init__(
-        self, segment: _Segment | _Scratch, size: int, free: Callable[[Any], None], blank: bool = False
-    ) -> None:
+    def __init__(self, segment: _Segment | _Scratch, size: int, free: Callable[[Any], None]) -> None:
         self.array = segment.array[:size]
         self.descriptor = segment.descriptor._replace(size=size, lease=next(_leases))
-        self.blank = blank
         self.segment: Any = segment
         self._return = weakref.finalize(self, free, segment)
         self._return.atexit = False
@@ -135,24 +139,32 @@ class Arena:
     def __init__(self, shared: bool = True, pin: Pin | None = None) -> None:
         self._make: Callable[[int, Pin | None], Any] = _Segment if shared else _Scratch
         self._pin = pin
-        self._free: dict[int, list[Any]] = defaultdict(list)
+        # One thread at a time takes; finalizers give back at any moment, also while this very thread takes. They need
+        # no lock, which might be held then: they only append.
+        self._taking = threading.Lock()
+        self._free: dict[int, deque[Any]] = defaultdict(deque)
         self._clock = 0
+        forks.tell_child(self)
 
-    def take(self, size: int, blank: bool = False) -> Slice:
+    def after_fork(self) -> None:
+        """No other thread has the lock."""
+        self._taking = threading.Lock()
+
+    def take(self, size: int) -> Slice:
         """Memory for ``size`` bytes."""
-        return Slice(self._segment(max(_SMALLEST, 1 << (size - 1).bit_length())), size, self._give_back, blank)
+        return Slice(self._segment(max(_SMALLEST, 1 << (size - 1).bit_length())), size, self._give_back)
 
     def _segment(self, length: int) -> Any:
-        """One of so many bytes that nobody uses."""
-        self._clock += 1
-        if self._clock % _PATIENCE == 0:
-            self._sweep()
-        # No lock: finalizers give back at any moment, also while this runs; list operations are atomic.
-        try:
-            segment = self._free[length].pop()
-        except IndexError:
+        """One of so many bytes that is not in use."""
+        with self._taking:
+            self._clock += 1
+            if self._clock % _PATIENCE == 0:
+                self._sweep()
+            clock, free = self._clock, self._free[length]
+            segment = free.pop() if free else None
+        if segment is None:
             segment = self._new(length)
-        segment.used = self._clock
+        segment.used = clock
         return segment
 
     def _new(self, length: int) -> Any:
@@ -162,9 +174,12 @@ class Arena:
         self._free[segment.descriptor.length].append(segment)
 
     def _sweep(self) -> None:
-        # What a finalizer appends meanwhile may be lost here: then it goes back to the system too.
-        for length, segments in list(self._free.items()):
-            self._free[length] = [s for s in segments if s.used > self._clock - _PATIENCE]
+        """Let go of what was not used for long; under the lock, and in place, where finalizers append meanwhile."""
+        for free in [*self._free.values()]:
+            for _ in range(len(free)):
+                segment = free.popleft()
+                if segment.used > self._clock - _PATIENCE:
+                    free.append(segment)
 
     def close(self) -> None:
         """Free what is not lent out."""
@@ -177,6 +192,11 @@ class Ledger:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._lent: dict[int, tuple[Slice, int]] = {}
+        forks.tell_child(self)
+
+    def after_fork(self) -> None:
+        """No other thread has the lock."""
+        self._lock = threading.Lock()
 
     def lend(self, lent: Slice) -> None:
         """A slice is on its way, perhaps once more."""

@@ -24,9 +24,6 @@ from raydp_parallel.links.windows import Found, Private
 _IN_PLACE = 1 << 18
 """Bytes from which it is cheaper to use a packet where it lies than to copy it and be done with it, by estimate."""
 
-_LENT = 1 << 20
-"""Bytes of all answers to a call from which it pays to say where they are wanted, by estimate."""
-
 _EXPOSED = 1 << 16
 """Bytes from which a storage is worth a file of its own at once."""
 
@@ -38,16 +35,17 @@ class SharedLink(Link):
         arena: Where the memory comes from.
         exposes: Whether storages may be shown where they lie.
         always: Whether also the smallest things go the way that pays for large ones.
+        promised: Bytes of ``/dev/shm`` that are left to others, who have not touched them yet.
     """
 
     name = "shared"
 
-    def __init__(self, arena: Arena, exposes: bool = False, always: bool = False) -> None:
+    def __init__(self, arena: Arena, exposes: bool = False, always: bool = False, promised: int = 0) -> None:
         self._arena = arena
+        self._promised = promised
         self._in_place = 1 if always else _IN_PLACE
         self._exposed = 1 if always else _EXPOSED
         self.exposes = exposes
-        self.lends = 1 if always else _LENT
 
     def send(self, pieces: Sequence[Piece], offsets: Sequence[int], size: int) -> Slice:
         lent = self._arena.take(size)
@@ -57,9 +55,6 @@ class SharedLink(Link):
     def room(self, size: int) -> Room:
         lent = self._arena.take(size)
         return Room(lent.array.ctypes.data, size, lent.cut)
-
-    def lend(self, size: int) -> Slice:
-        return self._arena.take(size, blank=True)
 
     def open(self, packet: Slice | Found | np.ndarray | bytes) -> Piece:
         if isinstance(packet, Found):
@@ -83,12 +78,18 @@ class SharedLink(Link):
 
     def expose(self, storage: Any, known: Callable[[], int], often: bool = False) -> Packet | None:
         worth = storage.nbytes() >= (1 if often else self._exposed)
-        return exposed.expose(storage, known()) if self.exposes and worth else None
+        return exposed.expose(storage, known(), self._promised) if self.exposes and worth else None
 
     def close(self) -> None:
         self._arena.close()
 
 
 def exists() -> bool:
-    """Whether this system has such memory at all."""
-    return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+    """Whether this process may have such memory at all: a container's filter of system calls may refuse it."""
+    if not (hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")):
+        return False
+    try:
+        os.close(os.memfd_create("raydp_parallel", os.MFD_CLOEXEC))
+    except OSError:
+        return False
+    return True

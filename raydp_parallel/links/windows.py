@@ -10,10 +10,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
 
+from raydp_parallel import forks
 from raydp_parallel.links.base import PAGE, Origin, Packet, Piece
 from raydp_parallel.links.segments import Descriptor, Pin
 
@@ -29,7 +31,7 @@ _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MAP_FIXED = 0x10
-_POPULATE_READ = 22
+_POPULATE_READ, _POPULATE_WRITE = 22, 23
 _WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
@@ -57,6 +59,11 @@ def _unmap(address: int, length: int, unpin: Callable[[], object] | None) -> Non
     _libc.munmap(address, length)
 
 
+def keep_to_itself(address: int, length: int, file: int) -> None:
+    """Let mapped memory show what its file shows, and not be seen there any more when this process writes to it."""
+    _mmap(address, length, mmap.MAP_PRIVATE | _MAP_FIXED, file, 0)
+
+
 def _mmap(address: int | None, length: int, flags: int, file: int, offset: int) -> int:
     found: int = _libc.mmap(address, length, _WRITABLE, flags, file, offset)
     if found == ctypes.c_void_p(-1).value:
@@ -77,13 +84,20 @@ class Found:
         self.descriptor = descriptor
         self._mappings = mappings
         self._file: int | None = None
+        self._region: _Region | None = None
+
+    def keep_copy(self) -> None:
+        """In a forked child: show from now on what lies there now, whatever its owner and the parent do with it."""
+        if self._region is not None and self._file is not None:
+            keep_to_itself(self._region.address, self._region.length, self._file)
+            _libc.madvise(self._region.address, self._region.length, _POPULATE_WRITE)
 
     def piece(self) -> Piece:
         """The memory itself."""
         if self.on_device:
             whole = Piece(0, self.descriptor.length, self, self._mappings.opener(self.descriptor))
             return whole.part(0, self.descriptor.size)
-        region = self._mappings.map(self)
+        region = self._region = self._mappings.map(self)
         return Piece(region.address, self.descriptor.size, (region, self))
 
     @property
@@ -100,7 +114,8 @@ class Found:
         if self._file is None:
             file = os.open(self.descriptor.path, os.O_RDWR | os.O_CLOEXEC)
             weakref.finalize(self, os.close, file).atexit = False
-            if os.fstat(file).st_ino != self.descriptor.inode:
+            seen = os.fstat(file)
+            if (seen.st_dev, seen.st_ino) != (self.descriptor.volume, self.descriptor.inode):
                 raise OSError(f"{self.descriptor.path} is not the memory that was meant")
             self._file = file
         return self._file
@@ -168,12 +183,20 @@ class Mappings:
     def __init__(self, pin: Pin | None = None) -> None:
         self._pin = pin
         self.opener: Callable[[Descriptor], Origin] = _unopened
+        self._mapping = threading.Lock()
         self._known: dict[int, tuple[_Region, int]] = {}
         self._clock = 0
         self._found: weakref.WeakValueDictionary[int, Found] = weakref.WeakValueDictionary()
         self._times: dict[int, int] = {}
         self._used: weakref.WeakSet[Found] = weakref.WeakSet()
         self.ended: deque[tuple[int, int]] = deque()
+        forks.tell_child(self)
+
+    def after_fork(self) -> None:
+        """What is in use is the child's own from now on."""
+        self._mapping = threading.Lock()
+        for found in [*self._found.values()]:
+            found.keep_copy()
 
     def find(self, descriptor: Descriptor) -> Found:
         """What a message brought."""
@@ -210,12 +233,13 @@ class Mappings:
 
     def map(self, found: Found) -> _Region:
         """All of some memory."""
-        self._clock += 1
-        if self._clock % _PATIENCE == 0:
-            self._known = {t: known for t, known in self._known.items() if known[1] > self._clock - _PATIENCE}
-        token = found.descriptor.token
-        known = self._known.get(token)
-        if known is None:
-            known = _Region(found.file(), 0, found.descriptor.length, mmap.MAP_SHARED, self._pin), self._clock
-        self._known[token] = known[0], self._clock
-        return known[0]
+        with self._mapping:
+            self._clock += 1
+            if self._clock % _PATIENCE == 0:
+                self._known = {t: known for t, known in self._known.items() if known[1] > self._clock - _PATIENCE}
+            token = found.descriptor.token
+            known = self._known.get(token)
+            if known is None:
+                known = _Region(found.file(), 0, found.descriptor.length, mmap.MAP_SHARED, self._pin), self._clock
+            self._known[token] = known[0], self._clock
+            return known[0]

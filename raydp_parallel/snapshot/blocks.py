@@ -20,6 +20,9 @@ from raydp_parallel.messages import SlotSpec, TensorSpec
 _PARAMETER = b"parameter"
 """Stands for the most common class of them all."""
 
+_GAP = 64
+"""Bytes between the weights of a recurrent net that cuDNN uses as one run of memory, at most."""
+
 _SPARE = 2
 """A tensor that shows less than one byte in so many of what it spans travels as a compact copy."""
 
@@ -92,12 +95,17 @@ def _overlapping(group: list[int], tensors: dict[int, Tensor]) -> list[list[int]
     end = -1
     for slot in sorted(group, key=lambda s: span(tensors[s])):
         start, stop = span(tensors[slot])
-        if start < end:
+        if start < end or (clusters and start - end <= _GAP and _are_flat(tensors[clusters[-1][-1]], tensors[slot])):
             clusters[-1].append(slot)
         else:
             clusters.append([slot])
         end = max(end, stop)
     return clusters
+
+
+def _are_flat(one: Tensor, other: Tensor) -> bool:
+    """Whether neighbours in one storage are to stay so: cuDNN copies a recurrent net's weights in each call if not."""
+    return isinstance(one, nn.Parameter) and isinstance(other, nn.Parameter) and not devices.is_cpu(one.device)
 
 
 def _lay_out_cluster(

@@ -11,19 +11,17 @@ from __future__ import annotations
 import operator
 import sys
 import types
-import uuid
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
+from raydp_parallel.loaded import PROCESS
 from raydp_parallel.snapshot.parts import by_value
 
 _PYTHONS_OWN = frozenset(("__dict__", "__weakref__", "__slotnames__", "__doc__", "__abstractmethods__", "_abc_impl"))
 _MISSING = object()
-PROCESS = uuid.uuid4().hex
-"""Names this process, for good."""
 
 _originals: dict[tuple[type, str], Any] = {}
 _seen: weakref.WeakKeyDictionary[type, tuple[list[str], list[Any], list[Any]]] = weakref.WeakKeyDictionary()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -20,6 +20,9 @@ from raydp_parallel.messages import Blob, SlotSpec, TensorSpec
 from raydp_parallel.snapshot import blocks
 from raydp_parallel.snapshot.homes import Homes, Lookers
 from raydp_parallel.snapshot.looks import Look, look, pointers, unlike, versions
+
+_AT_ONCE = 64
+"""Blocks that are brought to a GPU together to be compared."""
 
 
 class _Place(NamedTuple):
@@ -72,6 +75,7 @@ class Contents:
         self._exposed: set[int] = set()
         self._homes = Homes()
         self._prints = devices.prints({})
+        self._unprinted: set[int] = set()
 
     def news(self) -> Look | None:
         """What there is to see now, if anything moved that is cheap to see."""
@@ -186,7 +190,22 @@ class Contents:
 
     def _unlike(self, chosen: list[int]) -> list[int]:
         """Those of some blocks that are not what was sent. On a GPU fingerprints are compared, not bytes."""
-        return _unlike(chosen, self._prints.of(chosen), self._read, self._sent) if chosen else []
+        if not chosen:
+            return []
+        self._print([block for block in chosen if block in self._unprinted])
+        return _unlike(chosen, self._prints.of(chosen), self._read, self._sent)
+
+    def _print(self, chosen: Sequence[int]) -> None:
+        """Make the fingerprints of blocks as they were sent by the host, now that somebody asks.
+
+        Where training changes all weights with each step nobody ever does.
+        """
+        for start in range(0, len(chosen), _AT_ONCE):
+            some = chosen[start : start + _AT_ONCE]
+            sent = {b: devices.upload(self._sent(b), self.tensors[self.layout.members[b][0]].device) for b in some}
+            newer = devices.prints({block: devices.piece(tensor) for block, tensor in sent.items()})
+            self._prints = self._prints.joined(newer)
+        self._unprinted.difference_update(chosen)
 
     def send(self, chosen: list[int], revision: int) -> None:
         """Put the contents of some blocks where replicas can get them."""
@@ -254,6 +273,8 @@ class Contents:
         everybody, nobody = Lookers(self._row), Lookers(())
         for block in chosen:
             first = self.tensors[self.layout.members[block][0]]
+            if not devices.is_cpu(first.device):
+                continue  # no CPU replica sees a GPU's memory, of which torch says that it is shared
             if len(self.layout.members[block]) == 1 and blocks.is_loose(first):
                 continue  # it travels as a compact copy
             storage = first.untyped_storage()
@@ -276,7 +297,11 @@ class Contents:
             offsets.append(paged(end, piece.size))
             end = offsets[-1] + aligned(piece.size)
         packet = self._link.send(pieces, offsets, end)
-        self._prints = self._prints.replaced(dict(zip(chosen, pieces, strict=True)), packet)
+        self._prints = self._prints.without(chosen)
+        self._unprinted.difference_update(chosen)
+        if not devices.lies_on_a_gpu(packet):  # there it is compared with itself
+            rows = zip(chosen, pieces, strict=True)
+            self._unprinted.update(block for block, piece in rows if piece.origin is not None)
         for block, offset, piece in zip(chosen, offsets, pieces, strict=True):
             self._places[block] = _Place(packet, end, offset, piece.size)
             self._block_at[block] = revision

@@ -33,12 +33,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from raydp_parallel.snapshot import classes, parts
+from raydp_parallel import codec
+from raydp_parallel.snapshot import parts
 
 _IMMUTABLE = (
     *(int, float, complex, str, bytes, bool, type(None), type(...), range, slice, tuple, frozenset, property),
     *(types.BuiltinFunctionType, types.MethodType, types.ModuleType, types.MethodDescriptorType, functools.partial),
-    *(types.CodeType, types.CellType, staticmethod, classmethod, enum.Enum, weakref.ref),
+    *(
+        types.CodeType,
+        types.CellType,
+        types.GenericAlias,
+        types.UnionType,
+        staticmethod,
+        classmethod,
+        enum.Enum,
+        weakref.ref,
+    ),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, re.Pattern, logging.Logger),
     *(datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, np.generic, np.dtype),
 )
@@ -71,7 +81,7 @@ class Image:
         self._owners: list[object] = []
         self._dicts: list[dict[Any, Any]] = []
         self._lists: list[Any] = []
-        self._sets: list[tuple[set[Any], set[Any]]] = []
+        self._sets: list[set[Any]] = []
         self._readers: list[_Reader] = []
         self._contents: list[_Content] = []
         self._kept: list[Any] = []
@@ -98,8 +108,7 @@ class Image:
             self._contents.append(_Content(functools.partial(parts.array_bytes, value), parts.array_bytes(value)))
         elif isinstance(value, types.FunctionType):
             if parts.by_value(value):
-                names = parts.global_names(value)
-                self._read(functools.partial(parts.function_parts, value, names))
+                self._read(functools.partial(parts.function_parts, value, parts.global_names(value)))
         elif isinstance(value, type):
             if parts.by_value(value):
                 self._read(functools.partial(parts.class_parts, value))
@@ -114,14 +123,14 @@ class Image:
         if isinstance(value, dict):
             self._read(functools.partial(parts.mapping_parts, value))
         elif isinstance(value, set):
-            self._sets.append((value, set(value)))
+            self._sets.append(value)
         else:
             self._lists.append(value)
         if hasattr(value, "__dict__"):
             self._owners.append(value)
 
     def _visit_object(self, value: Any) -> None:
-        if isinstance(value, (types.ModuleType, logging.Logger, types.MethodType)):
+        if isinstance(value, (types.ModuleType, logging.Logger, types.MethodType)) or codec.stream_name(value):
             return
         is_module = isinstance(value, torch.nn.Module)
         plain = is_module or not parts.reduces_itself(value) or isinstance(value, types.SimpleNamespace)
@@ -144,9 +153,9 @@ class Image:
     def _read(self, read: Callable[[], list[Any]]) -> None:
         self._readers.append(_Reader(read, read()))
 
-    def watch_class(self, kind: type) -> None:
-        """Note what is set on a class that travels by name."""
-        self._read(functools.partial(classes.attributes, kind))
+    def watch(self, read: Callable[[], list[Any]]) -> None:
+        """Note what else belongs to it, and has to be asked for: what is compared is the identity of each part."""
+        self._read(read)
 
     def freeze(self) -> None:
         """Take the copies that later moments are compared with."""
@@ -158,6 +167,7 @@ class Image:
         self._nodes: list[dict[Any, Any]] = [*map(vars, self._owners), *dicts]
         self._copies = [dict(node) for node in self._nodes]
         self._list_copies = [list(node) for node in self._lists]
+        self._set_copies = [set(node) for node in self._sets]
         self._owner_index = {id(owner): i for i, owner in enumerate(self._owners)}
         self.settle()
 
@@ -182,9 +192,10 @@ class Image:
 
     def changed(self) -> bool:
         """Whether anything differs that identity can see."""
-        return self._attributes_changed() or self._readers_changed()
+        return self.attributes_changed() or self._readers_changed()
 
-    def _attributes_changed(self) -> bool:
+    def attributes_changed(self) -> bool:
+        """Whether an attribute, or a plain dict, list or set, has other contents."""
         plain = [*map(vars, self._full_owners), *self._full_dicts]
         full = [*plain, *self._full_ordered]
         # An OrderedDict has an order of its own, which dict.values would not follow.
@@ -201,7 +212,7 @@ class Image:
         return (
             [*map(len, self._lists)] != self._list_lengths
             or not _identical(chain.from_iterable(self._lists), self._items)
-            or any(node != copy for node, copy in self._sets)
+            or self._sets != self._set_copies
         )
 
     def _readers_changed(self) -> bool:
@@ -239,17 +250,22 @@ class Image:
     def _node(self, i: int) -> dict[Any, Any]:
         return vars(self._owners[i]) if i < len(self._owners) else self._nodes[i]
 
-    def news(self, node: dict[Any, Any]) -> list[tuple[Any, Any]]:
-        """The entries of a dict that are new since then, or hold a list, dict or set with other contents."""
-        at = next((i for i in range(len(self._nodes)) if self._node(i) is node), None)
-        then = self._copies[at] if at is not None else {}
+    def news(self, nodes: Sequence[dict[Any, Any]]) -> list[tuple[int, Any, Any]]:
+        """The entries of dicts that are new since then, or hold a dict, list or set with other contents.
+
+        Returns:
+            For each entry: which dict's, its key, its value.
+        """
         changed = self._changed_containers()
-        return [(k, v) for k, v in node.items() if v is not then.get(k, _MISSING) or id(v) in changed]
+        before = {id(self._node(i)): copy for i, copy in enumerate(self._copies)}
+        rows = ((at, k, v, before.get(id(node), {})) for at, node in enumerate(nodes) for k, v in node.items())
+        return [(at, k, v) for at, k, v, then in rows if v is not then.get(k, _MISSING) or id(v) in changed]
 
     def _changed_containers(self) -> set[int]:
         dicts = {id(self._node(i)) for i, copy in enumerate(self._copies) if not _alike(self._node(i), copy)}
         lists = {id(n) for n, then in zip(self._lists, self._list_copies, strict=True) if not _same(n, then)}
-        return dicts | lists | {id(node) for node, then in self._sets if node != then}
+        sets = {id(n) for n, then in zip(self._sets, self._set_copies, strict=True) if n != then}
+        return dicts | lists | sets
 
     def accept(self, owner: Any, name: str, value: Any) -> None:
         """Take an attribute's new value for how it looks from now on; `settle` ends a series of these."""
@@ -259,21 +275,17 @@ class Image:
         """Put everything back as it was. False if something changed that cannot be put back in place."""
         if self._readers_changed() or self.deep_changed():
             return False
-        if not self._attributes_changed():
+        if not self.attributes_changed():
             return True
         for i, copy in enumerate(self._copies):
-            node = self._node(i)
-            if not _alike(node, copy):
-                node.clear()
-                node.update(copy)
+            if not _alike(self._node(i), copy):
+                _put_back(self._node(i), copy)
         for items, then in zip(self._lists, self._list_copies, strict=True):
             if not _same(items, then):
-                items.clear()
-                items.extend(then)
-        for known, before in self._sets:
+                _put_back(items, then)
+        for known, before in zip(self._sets, self._set_copies, strict=True):
             if known != before:
-                known.clear()
-                known.update(before)
+                _put_back(known, before)
         return True
 
     def replace(self, new: dict[int, torch.Tensor]) -> bool:
@@ -308,6 +320,11 @@ class Image:
         self._occurrences = Counter({id(new[k]) if k in new else k: n for k, n in self._occurrences.items()})
         self._owner_index = {id(owner): i for i, owner in enumerate(self._owners)}
         self.settle()
+
+
+def _put_back(node: Any, then: Any) -> None:
+    node.clear()
+    node.extend(then) if hasattr(node, "extend") else node.update(then)
 
 
 def _identical(now: Iterable[Any], then: Iterable[Any]) -> bool:

@@ -79,9 +79,13 @@ class Row:
         slots = [*self._tensors]
         return {slots[i] for i in unlike(then, self._versions)}
 
-    def stays(self) -> bool:
-        """Whether all tensors lie where they lay at first."""
-        return pointers(self._row) == self._pointers
+    def elsewhere(self) -> set[int]:
+        """The slots whose tensors do not lie where they lay at first."""
+        now = pointers(self._row)
+        if now == self._pointers:
+            return set()
+        slots = [*self._tensors]
+        return {slots[i] for i in unlike(self._pointers, now)}
 
     def bump(self, slots: tuple[int, ...]) -> None:
         """Move the versions of some slots: mostly of the same ones, with each step of an optimizer."""

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from raydp_parallel import loaded
 from raydp_parallel.links import Link, Mail, Packet
 from raydp_parallel.messages import StateUpdate, Structure, WriteBack
 from raydp_parallel.snapshot import reasons, structure
 from raydp_parallel.snapshot.contents import Contents
 from raydp_parallel.snapshot.image import Image
+from raydp_parallel.snapshot.looks import bump
 from raydp_parallel.snapshot.moments import Mark, Moment, moved, overwritten_since
 from raydp_parallel.snapshot.specials import Specials
 
@@ -84,6 +85,7 @@ class Master:
         self._link = link
         self._image: Image | None = None
         self._structure = b""
+        self._origins = loaded.NOWHERE
         self._modules: list[nn.Module] = []
         self._edits: dict[tuple[int, str], tuple[int, Any]] = {}
         self._contents = Contents(link)
@@ -224,15 +226,20 @@ class Master:
 
     def write_back(self, written: WriteBack, tensors: list[Tensor]) -> None:
         """Take over, in place, what chunk 0 changed in place. What it overwrites is kept, see `moments`."""
-        before = self._contents.versions()
+        before = self._contents.look()
         overwritten = {slot: self._contents.tensors[slot].detach().clone() for slot, _ in written.slots}
         with torch.no_grad():
             for (slot, moved), new in zip(written.slots, tensors, strict=True):
                 target = self._contents.tensors[slot]
-                # An edit that moves no version there moves none here; batch norm's running means are such.
-                (target if moved and not target.is_inference() else target.data).copy_(new)
+                if slot in written.replaced:
+                    target.data = new.clone()
+                    if moved:
+                        bump([target])
+                else:
+                    # An edit that moves no version there moves none here; batch norm's running means are such.
+                    (target if moved and not target.is_inference() else target.data).copy_(new)
                 self._contents.wrote(slot)
-        self._moment = self._moment.end(overwritten, before, self._contents.versions())
+        self._moment = self._moment.end(overwritten, before, self._contents.look())
 
     def rebind(self, found: tuple[tuple[int, str, Any], ...]) -> None:
         """Give the master the attributes that a forward gave its only replica, as upstream's one device would."""
@@ -289,7 +296,7 @@ class Master:
 
         check_devices(module)
         self._leaves = None
-        self._structure, self._image = structure.dump(module, slot_of)
+        self._structure, self._image, self._origins = structure.dump(module, slot_of)
         self._modules = [*module.modules()]
         self._edits.clear()
         self.structure_at = self._disturbed_at = self._next_revision()
@@ -315,7 +322,7 @@ class Master:
     def _whole(self) -> Structure:
         contents = self._contents
         layout = contents.specs(), contents.layout.sizes
-        return Structure(self._structure, tuple(sys.path), *layout, self._specials.message)
+        return Structure(self._structure, self._origins, *layout, self._specials.message)
 
 
 def _set(attributes: list[tuple[nn.Module, str, Any]]) -> None:

@@ -7,7 +7,6 @@ block gets new tensors instead, so that the graph keeps what it saw.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -15,13 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from raydp_parallel import codec, devices
+from raydp_parallel import codec, devices, loaded
 from raydp_parallel.links import InlineLink, Mail, Piece
 from raydp_parallel.messages import SlotSpec, StateUpdate, Structure
 from raydp_parallel.snapshot import blocks, memory, structure
 from raydp_parallel.snapshot.image import Image
 from raydp_parallel.snapshot.looks import Row
 from raydp_parallel.snapshot.memory import Memory, Source
+from raydp_parallel.snapshot.replaced import Replaced, shows_other
 from raydp_parallel.snapshot.watch import RawAccess
 
 _flag = attrgetter("requires_grad")
@@ -35,10 +35,12 @@ class Written(NamedTuple):
 
     Attributes:
         slots: The slots, with whether their version moved.
+        replaced: Those of them that were given other memory.
         tensors: The tensors as they are now.
     """
 
     slots: tuple[tuple[int, bool], ...]
+    replaced: tuple[int, ...]
     tensors: tuple[Tensor, ...]
 
 
@@ -55,6 +57,7 @@ class Mirror:
         self._device = device
         self._image = Image()
         self._structure = b""
+        self._outdated = False
         self._edits: dict[tuple[int, str], Any] = {}
         self._modules: list[nn.Module] = []
         self._specs: dict[int, SlotSpec] = {}
@@ -68,6 +71,7 @@ class Mirror:
         self._fresh: set[int] = set()
         self._dirty: set[int] = set()
         self._reported: dict[int, Piece] = {}
+        self._replaced = Replaced()
         self._alike: Callable[[], list[bool]] = list
 
     def prepare(self, update: StateUpdate | None, mail: Mail, graphs_alive: bool) -> None:
@@ -98,8 +102,12 @@ class Mirror:
         self._hear()
         self._fresh = set()
 
+    def import_anew(self) -> None:
+        """Make the module anew before its next forward: the modules that its classes came from were dropped."""
+        self._outdated = True
+
     def _undo(self, graphs_alive: bool) -> None:
-        restored = self._image.restore()
+        restored = self._image.restore() and not self._outdated
         if not self._restore_blocks(graphs_alive) or not restored:
             self._load()
 
@@ -107,16 +115,20 @@ class Mirror:
         """The tensors that may receive gradients, by slot."""
         return [tensor for _, tensor in sorted(self._slots.items()) if tensor.requires_grad]
 
-    def tensor(self, slot: int) -> Tensor | None:
-        """The tensor of a slot."""
-        return self._slots.get(slot)
+    def tensors(self) -> dict[int, Tensor]:
+        """The tensors as they are now, by slot: later ones may take their places while a graph keeps these."""
+        return dict(self._slots)
 
     def running(self) -> _Running:
         """Watch what the module writes to, for a block."""
         return _Running(self)
 
-    def written(self) -> Written | None:
-        """What the module changed in place since it last began to run, None if nothing."""
+    def written(self, lasts: Callable[[Tensor], bool]) -> Written | None:
+        """What the module changed in place since it last began to run, None if nothing.
+
+        Args:
+            lasts: Whether it is reported, too, if a tensor was given other memory.
+        """
         self._hear()
         fresh, slots = sorted(self._fresh), []
         pairs = [(self._bytes(b), self._reported.get(b) or self._memory[b].driver()) for b in fresh]
@@ -125,29 +137,36 @@ class Mirror:
                 self._reported[block] = devices.copied(self._bytes(block))
                 slots += [(slot, slot in self._moved) for slot in self._members[block]]
         self._fresh = set()
+        lasting = {slot for slot in self._replaced.slots if lasts(self._slots[slot])}
+        replaced = self._replaced.news(sorted(lasting), self._slots, self._specs, self._memory)
+        slots = [*[row for row in slots if row[0] not in lasting], *[(slot, slot in self._moved) for slot in replaced]]
         if not slots:
             return None
-        return Written(tuple(slots), tuple(self._shown(slot) for slot, _ in slots))
+        shown = [self._slots[s].detach() if s in lasting else self._shown(s) for s, _ in slots]
+        return Written(tuple(slots), tuple(replaced), tuple(shown))
 
     def rebound(self) -> tuple[tuple[int, str, Any], ...]:
         """The attributes and buffers that the last forward gave new values: which module's, name, value."""
-        found = []
-        for i, module in enumerate(self._modules):
-            for owner in (vars(module), module._buffers):
-                found += [(i, name, value) for name, value in self._image.news(owner) if name not in _HOLDERS]
-        return tuple(found)
+        if not self._image.attributes_changed():
+            return ()
+        owners = [attributes for module in self._modules for attributes in (vars(module), module._buffers)]
+        found = self._image.news(owners)
+        return tuple((at // 2, name, value) for at, name, value in found if name not in _HOLDERS)
 
     def _shown(self, slot: int) -> Tensor:
-        # What lies in the block: a parameter whose ``.data`` was replaced is rebound, and rebinding is lost.
+        # What lies in the block, also where a tensor was given other memory that does not last.
         return blocks.build(self._specs[slot], self._memory[self._specs[slot].block].tensor).detach()
 
     def note(self, touched: Collection[int] = ()) -> None:
         """See what was written to. Not only in forward: a checkpoint runs modules again in backward."""
         self._hear()
         self._moved, self._fresh = self._row.moved(), set()
-        if self._moved or not self._row.stays():
-            self._fresh = {spec.block for s, spec in self._specs.items() if s in self._moved or self._rebound(s)}
-        self._fresh.update(block for block in self._memory if self._address(block) in touched)
+        # A tensor that shows other memory has another version or address, or somebody asked for its ``.data``.
+        doubtful = self._specs if touched else self._moved | self._row.elsewhere()
+        self._replaced.slots = {slot for slot in doubtful if self._shows_other(slot)}
+        self._fresh = {self._specs[slot].block for slot in self._moved | self._replaced.slots}
+        if touched:
+            self._fresh.update(block for block in self._memory if self._address(block) in touched)
         self._dirty |= self._fresh
         # A GPU begins to compare now, and is asked for its answer when the outputs are on their way.
         self._alike = devices.compare([(self._bytes(b), self._memory[b].driver()) for b in self._unversioned])
@@ -159,11 +178,8 @@ class Mirror:
         self._fresh |= written
         self._dirty |= written
 
-    def _rebound(self, slot: int) -> bool:
-        tensor = self._slots[slot]
-        if not tensor.numel():
-            return False
-        return tensor.untyped_storage().data_ptr() != self._address(self._specs[slot].block)
+    def _shows_other(self, slot: int) -> bool:
+        return shows_other(self._slots[slot], self._specs[slot], self._address(self._specs[slot].block))
 
     def _address(self, block: int) -> int:
         return self._memory[block].tensor.data_ptr()
@@ -176,6 +192,7 @@ class Mirror:
         self._hear()
         dirty, self._dirty = self._dirty, set()
         self._reported.clear()
+        self._replaced.clear()
         if not dirty:
             return True
         if graphs_alive or any(self._spoiled(slot) for block in dirty for slot in self._members[block]):
@@ -186,10 +203,7 @@ class Mirror:
 
     def _spoiled(self, slot: int) -> bool:
         """Whether a tensor itself is of no more use: it shows other memory, or became part of a graph."""
-        tensor, spec = self._slots[slot], self._specs[slot]
-        now = tensor.storage_offset(), tensor.shape, tensor.stride(), codec.DTYPE_NAMES[tensor.dtype]
-        moved = tensor.numel() and now != (spec.offset, spec.tensor.shape, spec.tensor.stride, spec.tensor.dtype)
-        return bool(moved) or self._rebound(slot) or not tensor.is_leaf
+        return self._shows_other(slot) or not self._slots[slot].is_leaf
 
     def _restore_flags(self) -> None:
         if [*map(_flag, self._slots.values())] == [*self._flags.values()]:
@@ -220,6 +234,7 @@ class Mirror:
 
     def _build(self, new: Structure, sources: dict[int, Source]) -> None:
         """Make the tensors of a new structure; those that are here stay where they still fit."""
+        loaded.follow(new.origins)
         members = _members(new.slots)
         kept = {block for block, slots in members.items() if self._keeps(block, slots, new)}
         self._memory = {
@@ -237,15 +252,14 @@ class Mirror:
         self._flags = {slot: tensor.requires_grad for slot, tensor in self._slots.items()}
         self._flags.update((slot, spec.tensor.requires_grad) for slot, spec in new.slots.items())
         self._restore_flags()
-        # Ray gives its workers the script's folder and the working one; the driver may import from more.
-        sys.path.extend(path for path in new.paths if path not in sys.path)
         self._row = Row({slot: self._slots[slot] for slot in self._specs})
         self._structure = new.module
         self._edits.clear()
 
     def _load(self) -> None:
         """Make the module of its structure, around the tensors that are here."""
-        self.module = structure.load(self._structure, self._slots)
+        self.module = structure.load(self._structure, self._slots, self._device)
+        self._outdated = False
         self._modules = [*self.module.modules()]
         for module in self._modules:
             vars(module)["_is_replica"] = True

@@ -6,10 +6,10 @@ means, spectral norm's vectors. Each of them keeps the bytes that it overwrites,
 form a chain: whoever holds one finds what was overwritten since. Nobody holds it, and it is garbage with its bytes.
 
     moment ──► moment ──► now            overwritten: by the write-back that ended the moment
-     versions   versions                 versions:    right before it, and right after
+     looks      looks                    looks:       right before it, and right after
 
-What anybody else changed is found by versions that do not meet those of the chain, by addresses, flags and structure,
-and by a comparison with the bytes that were sent. It cannot be had back: then the replay is refused.
+What anybody else changed is found by versions and addresses that do not meet those of the chain, by flags and
+structure, and by a comparison with the bytes that were sent. It cannot be had back: then the replay is refused.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Moment:
 
     def __init__(self) -> None:
         self.overwritten: dict[int, Tensor] = {}
-        self.before: list[int] = []
-        self.after: list[int] = []
+        self.before = Look([], [], [])
+        self.after = Look([], [], [])
         self.following: Moment | None = None
 
-    def end(self, overwritten: dict[int, Tensor], before: list[int], after: list[int]) -> Moment:
+    def end(self, overwritten: dict[int, Tensor], before: Look, after: Look) -> Moment:
         """A write-back took place; returns the moment that begins."""
         self.overwritten, self.before, self.after = overwritten, before, after
         self.following = Moment()
@@ -67,14 +67,12 @@ def overwritten_since(moment: Moment) -> dict[int, Tensor]:
 def moved(mark: Mark, contents: Contents) -> list[int]:
     """The slots that somebody else than a write-back changed since, as far as versions, addresses and flags tell."""
     now = contents.look()
-    chain, at = [mark.look.versions], mark.moment
+    chain, at = [mark.look], mark.moment
     while at.following is not None:
         chain += [at.before, at.after]
         at = at.following
-    chain.append(now.versions)
-    found: set[int] = set()
+    chain.append(now)
+    found = {*unlike(mark.look.flags, now.flags)}
     for one, other in zip(chain[::2], chain[1::2], strict=True):
-        found.update(unlike(one, other))
-    for then, today in ((mark.look.pointers, now.pointers), (mark.look.flags, now.flags)):
-        found.update(unlike(then, today))
+        found.update(unlike(one.versions, other.versions), unlike(one.pointers, other.pointers))
     return [contents.slots[i] for i in sorted(found)]

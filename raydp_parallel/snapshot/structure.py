@@ -13,19 +13,22 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from raydp_parallel import codec, loaded
 from raydp_parallel.codec import unsendable
+from raydp_parallel.origins import Origins
 from raydp_parallel.snapshot import classes
 from raydp_parallel.snapshot.image import Image
+
+_CPU = torch.device("cpu")
 
 _LAZY = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
 
 
-def dump(module: nn.Module, slot: Callable[[Tensor], int]) -> tuple[bytes, Image]:
+def dump(module: nn.Module, slot: Callable[[Tensor], int]) -> tuple[bytes, Image, Origins]:
     """Pickle a module's structure.
 
     Args:
@@ -33,16 +36,18 @@ def dump(module: nn.Module, slot: Callable[[Tensor], int]) -> tuple[bytes, Image
         slot: Names the slot of a tensor.
 
     Returns:
-        The bytes, and the image of what they describe.
+        The bytes, the image of what they describe, and where the code comes from that replicas import for it.
     """
     refuse_unreplicable(module)
     image = Image()
+    origins = loaded.origins(classes.of(module))  # which may find that some of them are not to be imported
     try:
         structure = _dump(module, slot, image, classes.of(module))
     except Exception as error:
         raise unsendable(module, "module", error, _picklable) from error
+    image.watch(functools.partial(loaded.specs, [*origins.sources]))
     image.freeze()
-    return structure, image
+    return structure, image, origins
 
 
 def survey(module: nn.Module) -> Image:
@@ -53,9 +58,9 @@ def survey(module: nn.Module) -> Image:
     return image
 
 
-def load(structure: bytes, tensors: Any) -> nn.Module:
-    """Build a module of a structure, with ``tensors[slot]`` in its places."""
-    unpickler = _Unpickler(io.BytesIO(structure), tensors)
+def load(structure: bytes, tensors: Any, device: torch.device = _CPU) -> nn.Module:
+    """Build a module of a structure, with ``tensors[slot]`` in its places, and this device where it names a GPU."""
+    unpickler = _Unpickler(io.BytesIO(structure), tensors, device)
     module = unpickler.load()
     attributes = unpickler.load()
     for slot, tensor in tensors.items():
@@ -67,26 +72,31 @@ def load(structure: bytes, tensors: Any) -> nn.Module:
 
 def refuse_unreplicable(module: nn.Module) -> None:
     """Raise upstream's errors for what upstream cannot replicate either."""
-    if any(isinstance(t, _LAZY) for m in module.modules() for t in (*m._parameters.values(), *m._buffers.values())):
-        raise RuntimeError(
-            "Modules with uninitialized parameters can't be used with `DataParallel`. "
-            "Run a dummy forward pass to correctly initialize the modules"
-        )
+    for child in module.modules():
+        for tensor in (*child._parameters.values(), *child._buffers.values()):
+            if isinstance(tensor, _LAZY):
+                tensor.detach()  # raises torch's own ValueError, as upstream's replication does
     scripts = [m for m in module.modules() if isinstance(m, torch.jit.ScriptModule)]
     if any(not isinstance(child, torch.jit.ScriptModule) for script in scripts for child in script.modules()):
         raise RuntimeError("Cannot replicate network where python modules are children of ScriptModule")
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+_GPU = "GPU"
+"""Stands for a GPU that a module names. The driver counts its machine's; a replica has one, whatever its number is."""
+
+
+class _Pickler(codec.Pickler):
     def __init__(self, file: io.BytesIO, slot: Callable[[Tensor], int], visit: Callable[[Any], object]) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        super().__init__(file)
         self.slot = slot
         self.visit = visit
         self.tensors: dict[int, Tensor] = {}
         self.whole: set[int] = set()
 
-    def persistent_id(self, value: Any) -> int | None:
+    def persistent_id(self, value: Any) -> int | str | None:
         self.visit(value)
+        if type(value) is torch.device and value.type == "cuda":
+            return _GPU
         if not isinstance(value, Tensor):
             return None
         slot = self.slot(value)
@@ -107,11 +117,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: Any) -> None:
+    def __init__(self, file: io.BytesIO, tensors: Any, device: torch.device) -> None:
         super().__init__(file)
         self.tensors = tensors
+        self.device = device
 
-    def persistent_load(self, slot: int) -> Tensor:
+    def persistent_load(self, slot: int | str) -> Tensor | torch.device:
+        if slot == _GPU:
+            return self.device
         return self.tensors[slot]  # type: ignore[no-any-return]
 
 
@@ -125,9 +138,9 @@ def _dump(module: nn.Module, slot: Callable[[Tensor], int], image: Image, kinds:
     found = [(patch, certain) for patch, certain in classes.patches(kinds) if certain or _picklable(patch[2])]
     # A wrapped function keeps the name of the one it replaces, which would be found under it in a replica.
     pickler.whole = {id(classes.function_of(patch[2])) for patch, certain in found if certain}
-    pickler.dump((classes.PROCESS, kinds, [patch for patch, _ in found]))
+    pickler.dump((loaded.PROCESS, kinds, [patch for patch, _ in found]))
     for kind in kinds:
-        image.watch_class(kind)
+        image.watch(functools.partial(classes.attributes, kind))
     return file.getvalue()
 
 

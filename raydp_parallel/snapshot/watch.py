@@ -1,7 +1,7 @@
 """Who reached for a tensor's memory behind the back of its version.
 
 ``p.data.mul_(2)`` changes ``p`` and moves no version. Comparing every weight after every forward would find it, at the
-price of reading all weights twice; noting who asked for ``.data`` or ``.numpy()`` finds it for nothing.
+price of reading all weights twice; noting who asked for ``.data`` or ``.numpy()``, or set it, finds it for nothing.
 """
 
 from __future__ import annotations
@@ -60,6 +60,11 @@ def _get(tensor: Tensor) -> Tensor:
     return data
 
 
+def _set(tensor: Tensor, data: Tensor) -> None:
+    _note(tensor)
+    _PLAIN.__set__(tensor, data)
+
+
 def _watched(method: Any) -> Any:
     def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         _note(tensor)
@@ -73,7 +78,7 @@ _before: dict[str, Any] = {}
 
 def _watch() -> None:
     _before.update({name: vars(Tensor).get(name) for name in _METHODS})
-    type.__setattr__(Tensor, "data", property(_get, _PLAIN.__set__))
+    type.__setattr__(Tensor, "data", property(_get, _set))
     for name in _METHODS:
         type.__setattr__(Tensor, name, _watched(getattr(Tensor, name)))
 

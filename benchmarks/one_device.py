@@ -1,0 +1,95 @@
+"""What does the wrapper cost with one device, beside the plain module?
+
+`python -m benchmarks.one_device` takes a ResNet-50 with its 286 modules and a small GPT-2 with its 76 parameters, both
+of `transformers`, and compares, interleaved, the wrapper on one CPU replica with the module itself: a forward under
+no_grad, and a training step. Both sides compute with all cores. The weights must agree at the end.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import raydp_parallel
+from benchmarks.measure import Asked, Effort, Report, Table, alone, compared, interleaved
+from benchmarks.nets import CASES, GPT2_SMALL, RESNET50, usable
+
+LIMITS = {RESNET50: 1.1, GPT2_SMALL: 1.5}
+"""What is asked of the wrapper's time, as a multiple of the module's own."""
+
+ROUNDS = {RESNET50: 24, GPT2_SMALL: 96}
+_FORWARD, _STEP = "forward, no_grad", "training step"
+_CLOSE = 1e-3
+
+
+def measure(case: str, effort: Effort) -> dict[str, dict[str, float]]:
+    """Milliseconds of the plain module and of the wrapper, for each of the two."""
+    plain = CASES[case].make()
+    wrapped = raydp_parallel.DataParallel(copy.deepcopy(plain), ["cpu"])
+    models = {"plain module": plain, "raydp_parallel": wrapped}
+    found = {}
+    for what, of in ((_FORWARD, forward), (_STEP, step)):
+        contenders = {name: of(case, model) for name, model in models.items()}
+        found[what] = interleaved(contenders, effort.rounds(ROUNDS[case]), effort.warmup)
+    check(case, plain, wrapped.module)
+    return found
+
+
+def forward(case: str, model: nn.Module) -> Callable[[], None]:
+    """A forward without gradients."""
+    loss_of, (x, y) = CASES[case].loss, CASES[case].batch()
+
+    def run() -> None:
+        with torch.no_grad():
+            loss_of(model, x, y)
+
+    return run
+
+
+def step(case: str, model: nn.Module) -> Callable[[], None]:
+    """A training step."""
+    loss_of, (x, y) = CASES[case].loss, CASES[case].batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def run() -> None:
+        loss = loss_of(model, x, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return run
+
+
+def check(case: str, plain: nn.Module, wrapped: nn.Module) -> None:
+    """Both trained to the same weights."""
+    rows = zip(plain.parameters(), wrapped.parameters(), strict=True)
+    if not all(torch.allclose(one, other, rtol=_CLOSE, atol=_CLOSE) for one, other in rows):
+        raise RuntimeError(f"{case}: different weights at the end")
+
+
+def run(effort: Effort) -> Report:
+    """One device beside the plain module."""
+    cases = [case for case in LIMITS if usable(case)]
+    cases = cases[-1:] if effort is Effort.SMOKE else cases
+    tables: list[Table] = []
+    asked: list[Asked] = []
+    data: dict[str, Any] = {}
+    for case in cases:
+        data[case] = measure(case, effort)
+        for what, medians in data[case].items():
+            tables.append(compared(f"{case}: {what}", medians))
+            ratio = medians["raydp_parallel"] / medians["plain module"]
+            asked.append(Asked(f"one device, {case}: {what} to the plain module", ratio, LIMITS[case]))
+    notes = ["The driver and its replica have the same cores; while one computes, the other waits."]
+    if not cases:
+        notes = ["Left out: not installed: transformers"]
+    question = "What does the wrapper cost with one device, beside the plain module?"
+    return Report("one_device", question, tables, asked, {"median_ms": data}, notes)
+
+
+if __name__ == "__main__":
+    alone(run)

@@ -1,0 +1,103 @@
+"""torch.compile around a wrapper, around a step that calls it, and around a model that contains it."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from raydp_parallel import DataParallel
+
+inductor = pytest.param(
+    "inductor",
+    marks=[pytest.mark.long, pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")],
+)
+
+
+TWO = ["cpu", "cpu"]
+
+
+@pytest.fixture(autouse=True)
+def _fresh(cluster: None) -> Iterator[None]:
+    """A compiler that has seen nothing."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Around(nn.Module):
+    """Computes before and after a block."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.last = block, nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As a model of which a block is wrapped."""
+        return self.last(self.block(x.sin()).relu())
+
+
+def step(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Forward and backward."""
+    loss: Tensor = (model(x * 2) + 1).square().sum()
+    loss.backward()
+    return loss.detach()
+
+
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def wrapper(model: nn.Module, _: nn.Module, compiled: Compile, x: Tensor) -> Tensor:
+    """The wrapper itself is compiled."""
+    return step(compiled(model), x)
+
+
+def function(model: nn.Module, _: nn.Module, compiled: Compile, x: Tensor) -> Tensor:
+    """A step function is compiled, backward included."""
+    return compiled(step)(model, x)  # type: ignore[no-any-return]
+
+
+def container(_: nn.Module, around: nn.Module, compiled: Compile, x: Tensor) -> Tensor:
+    """A model that contains the wrapper is compiled."""
+    return step(compiled(around), x)
+
+
+@pytest.mark.parametrize("how", (wrapper, function, container))
+@pytest.mark.parametrize("backend", ("eager", "aot_eager", inductor))
+def test_a_graph_break_with_the_same_results(how: Callable[..., Tensor], backend: str) -> None:
+    """Losses and gradients are those of the wrapper as it is, in the second step too."""
+    net, last = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)), nn.Linear(2, 2)
+    found: list[list[Tensor]] = []
+    for compiled in (False, True):
+        block = copy.deepcopy(net)
+        model = DataParallel(block, TWO)
+        model(torch.ones(4, 3))
+        around = Around(model)
+        around.last.load_state_dict(last.state_dict())
+        compile: Compile = (lambda f: torch.compile(f, backend=backend)) if compiled else lambda f: f
+        losses = [how(model, around, compile, torch.linspace(-1, 1, 18).view(6, 3) + i) for i in range(2)]
+        found.append([*losses, *[p.grad for p in around.parameters() if p.grad is not None]])
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_a_full_graph_is_refused_by_torch() -> None:
+    """Its own error says that there is a graph break."""
+    model = DataParallel(nn.Linear(3, 2), TWO)
+    with pytest.raises(RuntimeError, match="no compiled frames"):
+        torch.compile(model, backend="eager", fullgraph=True)(torch.ones(2, 3))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"DataParallel\.forward"):
+        torch.compile(lambda x: model(x) + 1, backend="eager", fullgraph=True)(torch.ones(2, 3))
+
+
+def test_the_compiler_is_not_imported() -> None:
+    """Its import takes seconds."""
+    code = "import raydp_parallel, sys; sys.exit('torch._dynamo' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,250 @@
+"""`self.x.data = ...` in forward is kept where upstream's replica 0 holds the master's own tensor, and lost elsewhere.
+
+That is all of it with one device, where upstream runs the master itself. With several it is every buffer that needs no
+gradient, and under no_grad every parameter.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mortal
+import pytest
+import torch
+from harness import assert_same_state, trio
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from raydp_parallel import DataParallel, Executor
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+class MaxNormConv(nn.Conv2d):
+    """A convolution whose filters are kept short, as those of EEGNet."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.7)
+        return super().forward(x)
+
+
+def eegnet() -> nn.Module:
+    """The temporal, spatial and last layer of an EEGNet, small."""
+    layers = [
+        *(nn.Conv2d(1, 4, (1, 5), padding=(0, 2), bias=False), nn.BatchNorm2d(4)),
+        *(MaxNormConv(4, 8, (3, 1), groups=4, bias=False), nn.BatchNorm2d(8), nn.ELU()),
+        *(nn.AvgPool2d((1, 4)), nn.Flatten(), nn.Linear(16, 2)),
+    ]
+    return nn.Sequential(*layers)
+
+
+def train(model: Any, steps: int = 5) -> list[Tensor]:
+    """Some steps, with a forward under no_grad after each; all outputs."""
+    torch.manual_seed(3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    outs = []
+    for x in torch.randn(steps, 4, 1, 3, 8):
+        out = model(x)
+        optimizer.zero_grad()
+        out.square().sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            outs += [out.detach(), model(x)]
+    return outs
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_F5_R6_a_max_norm_layer_trains_to_upstreams_weights(devices: int) -> None:
+    """Five steps: with one device the short filters are the master's, with two they last as long as the forward."""
+    ours, theirs, plain = trio(eegnet(), devices)
+    torch.testing.assert_close(train(ours), train(theirs))
+    assert_same_state(ours, theirs)
+    if devices == 1:
+        train(plain)
+        assert_same_state(ours, plain)
+
+
+class Replaces(nn.Module):
+    """Replaces the data of what it is told in each forward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3, 3), 0.5))
+        self.frozen = nn.Parameter(torch.full((3,), 2.0), requires_grad=False)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("slope", torch.ones(3, requires_grad=True))
+        self.register_buffer("matrix", torch.arange(6.0).view(2, 3))
+        self.register_buffer("empty", torch.zeros(0))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        WAYS[self.how](self, x.detach())
+        out = x @ self.weight * self.frozen * self.slope + self.mean + self.matrix.sum()
+        return out + self.empty.sum()  # type: ignore[no-any-return]
+
+
+def both(net: Any, x: Tensor) -> None:
+    """One buffer is replaced, another written to, and the replaced one then written to as well."""
+    net.mean.data = net.mean.data + x.mean(0)
+    net.matrix.add_(1)
+    net.mean.mul_(2)
+
+
+def written_first(net: Any, x: Tensor) -> None:
+    """What was written to before it was replaced."""
+    net.mean.add_(5)
+    net.mean.data = x.mean(0)
+
+
+WAYS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "buffer": lambda net, x: setattr(net.mean, "data", net.mean.data + x.mean(0)),
+    "parameter": lambda net, x: setattr(net.weight, "data", net.weight.data * 0.9 + x.mean()),
+    "frozen": lambda net, x: setattr(net.frozen, "data", net.frozen * 0.5),
+    "buffer with gradient": lambda net, x: setattr(net.slope, "data", net.slope.data * 0.5),
+    "transposed": lambda net, x: setattr(net.matrix, "data", net.matrix.data.t()),
+    "part": lambda net, x: setattr(net.matrix, "data", net.matrix.data[:, 1:] if net.matrix.numel() > 4 else x[:2, :2]),
+    "grows": lambda net, x: setattr(net.empty, "data", torch.cat([net.empty.data, x[0]])),
+    "shrinks": lambda net, x: setattr(net.empty, "data", torch.zeros(0)),
+    "dtype": lambda net, x: setattr(net.mean, "data", net.mean.data.double() + 1),
+    "set_": lambda net, x: net.mean.set_(net.mean + x.mean(0)),
+    "resize_": lambda net, x: net.matrix.resize_(3, 3).fill_(2),
+    "no change": lambda net, x: setattr(net.mean, "data", net.mean.data.clone()),
+    "both": both,
+    "written first": written_first,
+}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("how", WAYS)
+def test_F5_R6_replaced_data_stays_where_upstream_keeps_it(how: str, devices: int, grad: bool) -> None:
+    """Outputs, state, shapes and gradients after each of three forwards, and of one more with other modes."""
+    ours, theirs, _ = trio(Replaces(how), devices)
+    for number in range(4):
+        with torch.set_grad_enabled(grad != (number == 3)):
+            x = torch.randn(4, 3)
+            outs = [model(x) for model in (ours, theirs)]
+            torch.testing.assert_close(*outs)
+            assert_same_state(ours, theirs)
+            if outs[0].requires_grad:
+                for out in outs:
+                    out.sum().backward()
+                for name, parameter in ours.named_parameters():
+                    torch.testing.assert_close(parameter.grad, theirs.get_parameter(name).grad)
+                torch.testing.assert_close(ours.module.slope.grad, theirs.module.slope.grad)
+
+
+def test_F5_the_master_gets_other_memory_as_upstream() -> None:
+    """Who kept the old data keeps what it was, and a tied tensor is tied no more."""
+    net = Replaces("buffer")
+    net.register_buffer("tied", net.mean.view(3, 1))
+    old = net.mean.data
+    DataParallel(net, ["cpu"])(torch.ones(4, 3))
+    assert (old.tolist(), net.tied.flatten().tolist(), net.mean.tolist()) == ([0.0] * 3, [0.0] * 3, [1.0] * 3)
+    old.fill_(7)
+    assert net.mean.tolist() == [1.0] * 3
+
+
+def test_F5_R6_large_weights_that_replicas_look_at_in_place() -> None:
+    """Those lie in memory that is shared, and forward replaces them all the same."""
+    ours, _, plain = trio(Short(), 1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, plain)]
+    for x in torch.randn(12, 4, 200):
+        for model, optimizer in zip((ours, plain), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                model(x)
+        assert_same_state(ours, plain)
+
+
+class Short(nn.Linear):
+    """200 rows of 200 numbers, each kept short."""
+
+    def __init__(self) -> None:
+        super().__init__(200, 200)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.5)
+        return super().forward(x)
+
+
+def test_B11_a_graph_keeps_what_its_forward_used() -> None:
+    """Two forwards, each of which replaces the weight, and then both backwards."""
+    net = Replaces("parameter")
+    model, x = DataParallel(net, ["cpu"]), torch.ones(2, 3, requires_grad=True)
+    used, outs = [], []
+    for _ in range(2):
+        outs.append(model(x))
+        used.append(net.weight.detach().clone())
+    for weight, out in zip(reversed(used), reversed(outs), strict=True):
+        (found,) = torch.autograd.grad(out.sum(), x)
+        torch.testing.assert_close(found, (weight * net.frozen).sum(1).expand(2, 3))
+
+
+class Rechecked(nn.Module):
+    """A buffer replaced inside a checkpoint, which runs once more in backward."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.body, self.reentrant = Replaces("buffer"), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_B10_replaced_in_a_checkpoint(devices: int, reentrant: bool) -> None:
+    """It is replaced twice per step, as upstream."""
+    ours, theirs, _ = trio(Rechecked(reentrant), devices)
+    for _ in range(2):
+        x = torch.randn(4, 3, requires_grad=True)
+        for model in (ours, theirs):
+            model(x).square().sum().backward()
+        assert_same_state(ours, theirs)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("moment", ["late forward 0", "backward 0"])
+def test_a_death_changes_nothing(moment: str, devices: int, tmp_path: Path) -> None:
+    """The graph is made again of what forward found, though forward replaced it."""
+    weights, net = [], Both()
+    for moments in ([], [moment]):
+        folder = tmp_path / str(len(moments))
+        folder.mkdir()
+        with Executor(["cpu"] * devices) as executor:
+            model = DataParallel(mortal.Mortal(copy.deepcopy(net), folder), executor=executor)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(3):
+                x = torch.arange(24.0).view(4, 6).sin()
+                x[:, 0] = torch.arange(4) // (4 // devices)
+                if step == 1:
+                    mortal.arm(folder, *moments)
+                loss = model(x).square().sum()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            assert not mortal.armed(folder)
+        weights.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
+
+
+class Both(nn.Module):
+    """A weight that is kept short and a buffer that is replaced, of which the output is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 3)
+        self.register_buffer("total", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner.weight.data = torch.renorm(self.inner.weight.data, 2, 0, 0.3)
+        out = self.inner(x)
+        self.total.data = self.total.data + out.detach().sum(0)
+        return out * self.total.sigmoid()

@@ -1,0 +1,292 @@
+"""Processes that are forked from a driver, or from a replica: they leave alone what is their parent's."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import raydp_parallel
+from raydp_parallel import DataParallel, Executor, ForkedProcess, Options, data_parallel, parallel_apply, replicate
+from raydp_parallel import executor as executors
+from raydp_parallel.links import exposed
+
+on_cluster = pytest.mark.usefixtures("cluster")
+
+
+def in_child(work: Callable[[], Any], limit: int = 60, parent: Callable[[], Any] = lambda: None) -> Any:
+    """What a function returns, or raises, in a forked process, which hangs for no longer than the limit."""
+    reads, writes = os.pipe()
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            os.close(reads)
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(limit)
+            try:
+                found = work()
+            except BaseException as error:
+                found = error
+            with open(writes, "wb") as pipe:
+                pipe.write(pickle.dumps(found))
+        os._exit(0)
+    os.close(writes)
+    parent()
+    with open(reads, "rb") as pipe:
+        said = pipe.read()
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, f"the child ended with {status}"
+    return pickle.loads(said)
+
+
+@pytest.fixture
+def model(cluster: None) -> Iterator[DataParallel[Any]]:
+    """A wrapper that has been called."""
+    with Executor(["cpu", "cpu"]) as executor:
+        model = DataParallel(nn.Linear(300, 300), executor=executor)
+        model(torch.ones(4, 300)).sum().backward()
+        yield model
+
+
+def refused(work: Callable[[], Any]) -> None:
+    """The child's error says what it is, and what to do."""
+    found = in_child(work)
+    assert isinstance(found, ForkedProcess), found
+    assert "was forked" in str(found) and "spawn" in str(found) and "in the parent" in str(found)
+
+
+def test_a_child_cannot_use_its_parent_s_replicas(model: DataParallel[Any]) -> None:
+    """Whatever it tries, it is told at once; and the parent never notices."""
+    x, executor = torch.ones(4, 300), model.executor
+    (replica, _), out = replicate(model.module, ["cpu", "cpu"], executor=executor), model(x)
+    pids = [info.pid for info in executor.replicas()]
+    uses: list[Callable[[], Any]] = [
+        lambda: model(x),
+        lambda: DataParallel(nn.Linear(300, 2), ["cpu", "cpu"], executor=executor)(x),
+        lambda: DataParallel(nn.Linear(300, 2), ["cpu", "cpu"])(x),
+        lambda: data_parallel(nn.Linear(300, 2), x, ["cpu", "cpu"]),
+        lambda: replica(x),
+        lambda: parallel_apply([replica], [(x,)]),
+        lambda: out.sum().backward(),
+        lambda: torch.autograd.grad(out.sum(), [*model.parameters()], create_graph=True),
+        lambda: replicate(model.module, ["cpu"], executor=executor),
+        lambda: Executor(["cpu"]),
+        lambda: Executor(),
+        model.stats,
+        executor.stats,
+        executor.replicas,
+        executor.grow,
+        executor.flush,
+    ]
+    for use in uses:
+        refused(use)
+    out.sum().backward()
+    assert torch.equal(model(x), out)
+    assert [info.pid for info in executor.replicas()] == pids and executor.stats().deaths == 0
+
+
+@pytest.mark.parametrize("how", ["close", "shutdown", "sys.exit", "collect"])
+def test_the_end_of_a_child_ends_nothing_of_the_parent_s(model: DataParallel[Any], how: str) -> None:
+    """Neither what it closes, nor what its interpreter does at exit, nor what it drops."""
+    executor = model.executor
+
+    def end() -> None:
+        if how == "close":
+            with executor:
+                pass
+            executor.close()
+        elif how == "shutdown":
+            raydp_parallel.shutdown()
+        elif how == "sys.exit":
+            for hook in (raydp_parallel.reporter._close_all, raydp_parallel.respawn._stop_all):
+                hook()
+        else:
+            for seat in executor._roster.seats.values():
+                line, door = seat.door.line, seat.door
+                assert line._socket.fileno() == -1 and door._process is None
+                door.end()
+                line.close()
+                door.close()
+
+    x = torch.ones(4, 300)
+    expected, pids = model(x), [info.pid for info in executor.replicas()]
+    kept = model(x)
+    assert in_child(end) is None
+    kept.sum().backward()
+    assert torch.equal(model(x), expected)
+    assert [info.pid for info in executor.replicas()] == pids and executor.stats().deaths == 0
+
+
+def test_locks_that_a_thread_held_at_the_fork(model: DataParallel[Any]) -> None:
+    """The child has not got that thread, which will never let go of them."""
+    executor, x = model.executor, torch.ones(4, 300)
+    roster = executor._roster
+    (seat, _) = roster.seats.values()
+    held = [roster.lock, roster.books._lock, executors._shared_lock, seat.door.line._state, seat.door.line._ending]
+    held += [roster.crew._arena._taking, seat.door._ledger._lock, seat.door._mappings._mapping]
+    if executor._reporter is not None:
+        held.append(executor._reporter._telling)
+    ready, over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with contextlib.ExitStack() as stack:
+            for lock in held:
+                stack.enter_context(lock)
+            ready.set()
+            over.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    ready.wait(60)
+    try:
+        for use in (lambda: model(x), lambda: DataParallel(nn.Linear(300, 2), ["cpu", "cpu"])(x), executor.stats):
+            refused(use)
+        assert in_child(executor.close) is None
+        assert in_child(raydp_parallel.shutdown) is None
+    finally:
+        over.set()
+        thread.join(60)
+    model(x)
+
+
+def test_a_child_may_use_the_module_itself(model: DataParallel[Any]) -> None:
+    """It is plain torch; what the child changes stays there."""
+    x = torch.ones(4, 300)
+    before = model.module.weight.detach().clone()
+
+    def train() -> tuple[Tensor, Any]:
+        with torch.no_grad():
+            out = model.module(x)
+            model.module.weight.zero_()
+        return out, exposed.expose(model.module.weight.untyped_storage(), 1 << 20)
+
+    expected = model(x).detach()
+    assert exposed.expose(model.module.weight.untyped_storage(), 1 << 20) is not None
+    found, shown = in_child(train)
+    torch.testing.assert_close(found, expected)
+    assert shown is None  # to replicas of the child's own, which would see the parent's
+    assert torch.equal(model.module.weight, before)
+    assert torch.equal(model(x), expected)
+
+
+def test_outputs_of_before_the_fork_are_the_child_s_own(cluster: None) -> None:
+    """They lie in memory of the replicas: what the child writes stays there, and what they write next does, too."""
+    with Executor(["cpu"]) as executor:
+        model = DataParallel(nn.Flatten(0, -1), executor=executor)
+        kept = [model(torch.full((1 << 20,), 3.0))]
+        began, go_on = os.pipe(), os.pipe()
+
+        def write() -> list[float]:
+            os.write(began[1], b"x")
+            os.read(go_on[0], 1)
+            seen = kept[0].unique().tolist()
+            return [*seen, *kept[0].fill_(5).unique().tolist()]
+
+        def next_ones() -> None:
+            os.read(began[0], 1)
+            kept.clear()
+            for number in range(3):
+                model(torch.full((1 << 20,), float(number)))
+            os.write(go_on[1], b"x")
+
+        assert in_child(write, parent=next_ones) == [3, 5]
+        for end in (*began, *go_on):
+            os.close(end)
+
+
+class Numbers(torch.utils.data.Dataset[Tensor]):
+    """Rows that workers make; the first of each worker waits until the other has begun, so that there are two."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((300,), float(index))
+
+
+def test_workers_that_leave_the_model_alone(model: DataParallel[Any]) -> None:
+    """A data loader forks, and so do pools: training goes on between what they bring."""
+    loader = torch.utils.data.DataLoader(Numbers(), 4, num_workers=2, multiprocessing_context="fork")
+    for batch in loader:
+        model(batch).sum().backward()
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.map(abs, [-1, 2]) == [1, 2]
+    assert model.executor.stats().deaths == 0
+
+
+def test_replicas_in_the_process_itself_are_forked_with_it() -> None:
+    """There is nothing to share: the child has its own."""
+    with Executor(["cpu", "cpu"], options=Options(in_process=True)) as executor:
+        model = DataParallel(nn.Linear(3, 2), executor=executor)
+        x = torch.ones(4, 3)
+        expected = model(x).detach()
+        assert torch.equal(in_child(lambda: model(x).detach()), expected)
+
+
+OWN = """
+import os, sys, torch
+from raydp_parallel import DataParallel
+model = DataParallel(torch.nn.Linear(3, 2), ["cpu", "cpu"])
+child = os.fork()
+if not child:
+    out = model(torch.ones(4, 3))
+    print("child", torch.allclose(out, model.module(torch.ones(4, 3))), flush=True)
+    sys.exit(0)
+print("status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+print("parent", model(torch.ones(4, 3)).shape[0], flush=True)
+"""
+
+
+@pytest.mark.long
+def test_a_child_of_a_process_that_has_no_replicas_yet() -> None:
+    """As of a server that loads its program before it forks workers: each starts its own."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run([sys.executable, "-c", OWN], capture_output=True, text=True, timeout=300, env=environment)
+    assert [line for line in done.stdout.splitlines() if line.split()[0] in ("child", "status", "parent")] == [
+        "child True", "status 0", "parent 4",
+    ], done.stderr  # fmt: skip
+
+
+class Forks(nn.Module):
+    """Forks in its forward; the child ends in one way or another, none of which is an answer."""
+
+    def __init__(self, how: str, folder: Path) -> None:
+        super().__init__()
+        self.how = how
+        self.folder = folder
+
+    def forward(self, x: Tensor) -> Tensor:
+        child = os.fork()
+        if not child:
+            if self.how == "exit":
+                sys.exit(3)
+            if self.how == "raise":
+                raise ValueError("in the child")
+            return x - 1
+        (self.folder / str(child)).write_text(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+        return x + 1
+
+
+@on_cluster
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize(("how", "status"), [("exit", "3"), ("raise", "1"), ("return", "0")])
+def test_a_child_of_a_replica_answers_nothing(how: str, status: str, direct: bool, tmp_path: Path) -> None:
+    """It ends where its process would have answered; the replica waits for it, and answers what is right."""
+    with Executor(["cpu"], options=Options(direct_line=direct)) as executor:
+        model = DataParallel(Forks(how, tmp_path), executor=executor)
+        for _ in range(2):
+            assert model(torch.arange(3.0)).tolist() == [1, 2, 3]
+        assert [path.read_text() for path in tmp_path.iterdir()] == [status] * 2
+        assert executor.stats().deaths == 0

@@ -1,0 +1,462 @@
+"""What a GPU refuses, on a fake one: errors that stay, memory that cannot be registered, shared or opened."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu import ASSERTION, UUID, FakeGpu, installed
+from torch import Tensor, nn
+
+import raydp_parallel
+from raydp_parallel import cluster, devices, dial, executor, local
+from raydp_parallel.actor import METHODS, Door, unseal
+from raydp_parallel.cluster import RayCrew
+from raydp_parallel.cluster.answers import Pending
+from raydp_parallel.crew import Death, Task
+from raydp_parallel.devices import about, gpu, ipc
+from raydp_parallel.line import Line
+from raydp_parallel.links import Arena, Descriptor, InlineLink, Ledger, Mappings, Piece, link_for, shared_link
+from raydp_parallel.messages import Forget, Hello
+from raydp_parallel.options import Options
+from raydp_parallel.replica import Replica
+from raydp_parallel.snapshot.master import Master
+from raydp_parallel.snapshot.mirror import Mirror
+from raydp_parallel.wire import pack
+
+CPU = torch.device("cpu")
+SECOND = torch.device("cpu", 1)
+IN_PROCESS = Options(in_process=True)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
+    """A GPU, and a process that has not used one yet."""
+    monkeypatch.setattr(gpu, "_registry", gpu._Registry())
+    monkeypatch.setattr(ipc, "_told", set())
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with installed(monkeypatch) as found:
+        yield found
+    executor.shared(IN_PROCESS).close()
+
+
+# --- errors that stay ---
+
+
+def test_the_answer_leaves_after_an_assertion_failed(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a line, with the assertion's text, though events of uploads are asked that only raise."""
+    door = Door("cpu", InlineLink())
+    monkeypatch.setattr(Door, "_follow", lambda *_: None)
+
+    def forward(*_: Any) -> None:
+        source = torch.zeros(64, dtype=torch.uint8).numpy()
+        gpu.upload(Piece(source.ctypes.data, 64, source), CPU)  # as the inputs of each call
+        fake.fail_later()
+        devices.finish(CPU)
+
+    monkeypatch.setattr(door._replica, "forward", forward)
+    address, listener = dial.listen(None) or pytest.fail("no sockets here")
+    serving = threading.Thread(target=door._serve, args=(listener,), daemon=True)
+    serving.start()
+    line = Line(address, lambda _buffers: None)
+    line.send(0, [b"", METHODS["forward"], pack(None)])
+    reply, _ = unseal(tuple(line.receive(0, 30)[1:]), InlineLink())
+    assert ASSERTION in reply.failure.text
+    assert door._spoiled
+    line.close()
+    serving.join(30)
+
+
+_gpus: list[FakeGpu] = []
+
+
+class Asserts(nn.Module):
+    """Writes to a buffer, and fails an assertion on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(x)
+        if x[0, 0] < 0:
+            _gpus[-1].broken = ASSERTION
+        return out
+
+
+def test_what_is_seen_after_the_module_is_its_error_too(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In upstream's words: buffers are compared with the driver's when the assertion has failed already."""
+    ended: list[str] = []
+    _gpus.append(fake)
+    monkeypatch.setattr(Door, "_end", lambda _door: ended.append("ended"))
+    isolated = local._isolated
+
+    @contextlib.contextmanager
+    def replica() -> Iterator[None]:
+        with isolated():
+            yield
+        fake.broken = ""  # which only the replica's process was
+
+    monkeypatch.setattr(local, "_isolated", replica)
+    model = raydp_parallel.DataParallel(Asserts(), ["cpu", "cpu"], options=IN_PROCESS)
+    x = torch.rand(4, 3)
+    model(x)
+    with pytest.raises(RuntimeError, match=rf"(?s)Caught RuntimeError in replica 0.*{ASSERTION}"):
+        model(-x)
+    assert model(x).shape == (4, 3)
+    assert ended == ["ended"] * 2
+
+
+# --- which GPU, and whether CUDA starts there ---
+
+
+@pytest.fixture
+def visible(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str | None]:
+    """What CUDA would see; nothing was said about it yet."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(about, "_DRIVER", ())
+    return lambda: os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def test_a_replica_sees_the_gpu_that_ray_gave(visible: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where Ray was told not to say so to CUDA, as vLLM and others do: else all would be on the first GPU."""
+    assert devices.take_given("gpu", ["2"]) == "cpu"  # of this machine, which only counts it
+    assert visible() == "2"
+    assert devices.take_given("cpu", []) == "cpu"
+    assert visible() == ""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    assert devices.take_given("gpu", ["MIG-7"]) == "cuda:0"
+    assert visible() == "MIG-7"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert devices.take_given("gpu", ["MIG-7"]) == "cuda:0"
+    with pytest.raises(RuntimeError, match="CUDA started in this process before it could be told to see GPU 3 alone"):
+        devices.take_given("gpu", ["3"])
+
+
+@pytest.mark.usefixtures("visible")
+def test_cuda_that_does_not_start_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where there is a GPU; to compute on the CPU would be a hundred times as slow, and nobody would know why."""
+
+    def busy(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
+
+    monkeypatch.setattr(torch, "zeros", busy)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(about, "_DRIVER", (str(tmp_path),))
+    assert devices.take_given("gpu", ["1"]) == "cpu"
+    assert "torch is built for CPUs alone" in caplog.text
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(RuntimeError, match=r"(?s)gave this replica GPU 1, .*does not start.*busy.*EXCLUSIVE_PROCESS"):
+        devices.take_given("gpu", ["1"])
+    monkeypatch.setattr(about, "_DRIVER", ())
+    assert devices.take_given("gpu", ["1"]) == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(RuntimeError, match="does not start"):  # CUDA counts the GPU, and cannot use it
+        devices.take_given("gpu", ["1"])
+
+
+def test_calls_of_a_gpu_are_no_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With them Ray would carry the weights through its object store, and the module would run in another thread."""
+    tasks, calls = [], []
+    actor = SimpleNamespace(forward=SimpleNamespace())
+    actor.forward = SimpleNamespace(options=lambda name: actor.forward, remote=lambda *_: tasks.append("task"))
+    door = cluster.RemoteDoor(actor)
+    line: Any = SimpleNamespace(intact=True, near=True, takes=lambda _size: True, send=lambda *_: calls.append("call"))
+    door.line, door.shares = line, True
+    task = Task("forward", 1, 1, 1, True)
+    for on_gpu in (False, True):
+        door.on_gpu = on_gpu
+        assert isinstance(door.submit("forward", b"", [], task=task), Pending)
+    assert (tasks, calls) == (["task"], ["call"])
+    met: Any = SimpleNamespace(_options=Options(direct_line=False), _mute=set(), _arena=None)
+    RayCrew._meet(met, door, Hello(1, "another node", "cuda:0", "G", UUID, 1, 1))
+    assert door.on_gpu
+
+
+# --- copies ---
+
+
+def test_inputs_of_two_devices_are_waited_for_on_both(fake: FakeGpu) -> None:
+    """Each has a queue of its own: the end of one says nothing of the other."""
+    tensors = [torch.zeros(4), fake.put(torch.full((4,), 1.0), 1)]
+    assert [t.device for t in tensors] == [CPU, SECOND]
+    for order in (tensors, tensors[::-1]):
+        packet = InlineLink().send([devices.piece(t) for t in order], [0, 16], 32)
+        assert torch.frombuffer(bytearray(packet), dtype=torch.float32).tolist() == [*order[0], *order[1]]
+
+
+def test_a_refused_registration_is_nobodys_error(fake: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
+    """CUDA keeps it for the thread's next kernel; it is taken before, said once, and not asked for again."""
+    fake.refuses = True
+    caplog.set_level(logging.INFO, logger="raydp_parallel")
+    arena = Arena(pin=devices.pinner(CPU))
+    lent, other = arena.take(10), arena.take(1 << 20)
+    gpu.load(torch.zeros(4, dtype=torch.uint8), Piece(lent.array.ctypes.data, 4, lent))
+    assert fake.asked_to_pin == 1
+    assert len([r for r in caplog.records if "cannot be pinned (CUDA error 801)" in r.getMessage()]) == 1
+    x = torch.arange(4.0)
+    piece = devices.piece(x)
+    assert piece.origin is not None
+    piece.origin.copy_to(other.array.ctypes.data)
+    piece.origin.wait()
+    piece.origin.settle()
+    assert other.array[:16].tobytes() == x.numpy().tobytes()
+    devices.finish(CPU)
+
+
+def test_the_weights_of_a_gpu_are_sent_to_replicas_on_cpus(fake: FakeGpu) -> None:
+    """Torch says of a GPU's memory that it is shared; no CPU can look at it."""
+    link = shared_link(Arena(), exposes=True, always=True)
+    net = nn.Linear(300, 200)
+    with pytest.raises(RuntimeError, match="only available on CPU"):
+        net.weight.untyped_storage()._share_fd_cpu_()
+    master = Master(net, link)
+    master.sync()
+    assert link.exposes
+    assert master.update_from(0) is not None
+    assert not master._contents._exposed
+
+
+# --- memory of a GPU between processes ---
+
+
+def sent(link: devices.DeviceLink, x: Tensor) -> Any:
+    """A tensor as a packet."""
+    return link.send([devices.piece(x)], [0], x.nbytes)
+
+
+def test_evaluation_first_leaves_training_its_memory(fake: FakeGpu) -> None:
+    """A segment that was made under inference mode is written to outside, too; and one that was opened is read."""
+    link = devices.DeviceLink(shared_link(Arena(), True, False), devices.DeviceArena(CPU))
+    opener = devices.Opener(CPU)
+    x = torch.randn(30000)
+    with torch.inference_mode():
+        first = sent(link, x)
+        found = gpu.upload(Piece(0, x.nbytes, None, opener(first.descriptor).part(0, x.nbytes)), CPU)
+        assert torch.equal(found.view(torch.float32), x)
+        del first
+    again = sent(link, x.neg())
+    assert isinstance(again, devices.DeviceSlice)
+    found = gpu.upload(Piece(0, x.nbytes, None, opener(again.descriptor).part(0, x.nbytes)), CPU)
+    assert torch.equal(found.view(torch.float32), x.neg())
+    assert len(fake.shares) == len(fake.opened) == 1
+    assert link.name == "shared and CUDA IPC"
+
+
+def test_only_cudas_own_errors_end_the_sharing(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one is a mistake, to be seen; and if the GPU works no more, that is what is raised."""
+    arena = devices.DeviceArena(CPU)
+    link, x = devices.DeviceLink(shared_link(Arena(), True, False), arena), torch.randn(30000)
+
+    def mistake(*_: object) -> Any:
+        raise RuntimeError("Inplace update to inference tensor outside InferenceMode is not allowed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arena, "take", mistake)
+        with pytest.raises(RuntimeError, match="Inplace update"):
+            sent(link, x)
+    fake.broken = ASSERTION
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        sent(link, x)
+    fake.broken = ""
+    assert link.arena is arena
+
+
+def test_one_pool_is_used_by_one_thread_at_a_time(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch refuses the second."""
+    arena, inside, go_on = devices.DeviceArena(CPU), threading.Event(), threading.Event()
+    make, found = ipc._DeviceSegment, []
+
+    def slowly(length: int, device: torch.device) -> Any:
+        inside.set()
+        assert go_on.wait(30)
+        return make(length, device)
+
+    monkeypatch.setattr(ipc, "_DeviceSegment", slowly)
+    threads = [threading.Thread(target=lambda: found.append(arena.take(1 << 20))) for _ in range(2)]
+    threads[0].start()
+    assert inside.wait(30)
+    threads[1].start()
+    assert fake._recording is not None
+    go_on.set()
+    for thread in threads:
+        thread.join(30)
+    assert len(found) == 2
+
+
+def test_a_replica_gets_the_memory_of_its_own_gpu_alone(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver sees all GPUs of its machine, and uses those on which something of its own lies."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(ipc, "DeviceArena", lambda device: SimpleNamespace(device=device))
+    monkeypatch.setattr(devices, "DeviceArena", lambda device: SimpleNamespace(device=device))
+    fake.used = {1, 2}
+    tried: list[tuple[int, Any]] = []
+    link: Any = devices.DeviceLink(InlineLink())
+    nobody: Any = None
+    for number, uuid in enumerate((UUID, f"{UUID}-1", f"{UUID}-2", f"{UUID}-1")):
+        door: Any = SimpleNamespace(share_device=lambda arena, n=number: tried.append((n, arena.device)) or "")
+        RayCrew._meet_on_device(nobody, door, Hello(1, "n", "cuda:0", "G", uuid, 1, 1), link)
+    one = torch.device("cuda", 1)
+    assert tried == [(1, one), (3, one)]
+
+
+@pytest.mark.parametrize("whose", ["the driver's variable", "the driver's segments", "the replica's segments"])
+def test_memory_that_grows_is_not_even_tried(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
+    """Opening it is known to hang."""
+    asked: list[str] = []
+    door = Door("cpu", link_for("auto"))
+
+    def share_device(*given: Any) -> Any:
+        asked.append("replica")
+        fake.expandable = whose == "the replica's segments"
+        return door.share_device(*given)
+
+    actor = SimpleNamespace(share_device=SimpleNamespace(remote=share_device))
+    monkeypatch.setattr(cluster.session, "get", lambda found, timeout=None: found)
+    if whose == "the driver's variable":
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64, expandable_segments: True")
+    fake.expandable = whose == "the driver's segments"
+    assert "expandable segments" in cluster.RemoteDoor(actor).share_device(devices.DeviceArena(CPU))
+    assert asked == (["replica"] if whose.startswith("the replica") else [])
+    assert not fake.opened
+
+
+def test_a_replica_that_hangs_over_it_is_not_waited_for(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process goes on without; the trial runs beside its calls, so that these do."""
+    limits: list[Any] = []
+
+    def late(_ref: Any, timeout: float | None = None) -> Any:
+        limits.append(timeout)
+        raise TimeoutError
+
+    monkeypatch.setattr(cluster.session, "get", late)
+    actor = SimpleNamespace(share_device=SimpleNamespace(remote=lambda *_: None))
+    door = cluster.RemoteDoor(actor)
+    assert "did not say within 10 s" in door.share_device(devices.DeviceArena(CPU))
+    assert limits == [10.0]
+    assert not door.shares_device
+
+
+def test_what_a_dead_replica_was_lent_is_lent_again(fake: FakeGpu) -> None:
+    """It only read there. Of the machine's memory, which it may still write to, nothing is."""
+    arena, host, ledger = devices.DeviceArena(CPU), Arena(), Ledger()
+    for lent in (arena.take(5 << 20), host.take(5 << 20)):
+        ledger.lend(lent)
+    del lent
+    ledger.end()
+    assert [sum(map(len, each._free.values())) for each in (arena, host)] == [1, 0]
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_free_segments_are_there_for_others(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch, knows: bool) -> None:
+    """When no memory is left elsewhere; in older versions of torch a pool keeps what it has."""
+
+    def pool(**more: bool) -> str:
+        if more and not knows:
+            raise TypeError("__init__() got an unexpected keyword argument 'use_on_oom'")
+        return f"a pool {more}"
+
+    monkeypatch.setattr(torch.cuda, "MemPool", pool)
+    devices.DeviceArena(CPU).take(100)
+    assert fake.pools == ["a pool {'use_on_oom': True}" if knows else "a pool {}"]
+
+
+def test_a_model_that_goes_leaves_its_memory_to_others(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch keeps what is freed, and another process on that GPU cannot ask it for any."""
+    given: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append("given"))
+    replica = Replica(CPU)
+    replica._models[3] = Mirror(CPU)
+    replica.forget(Forget((1,), ()))
+    assert not given
+    replica.forget(Forget((), (3, 4)))
+    assert given == ["given"]
+
+
+def test_the_files_of_an_ended_process_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Torch's counters of who uses a GPU's memory; nobody else's."""
+    monkeypatch.setattr(ipc, "_COUNTERS", str(tmp_path))
+    for name in ("torch_12_7_0", "torch_12_7_1", "torch_123_7_0", "other"):
+        (tmp_path / name).touch()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        (tmp_path / f"torch_{process.pid}_1_0").touch()
+        door = cluster.RemoteDoor(None)
+        door.line = SimpleNamespace(process=os.pidfd_open)  # type: ignore[assignment]  # which shows what it is
+        door.watch(process.pid)
+        door.end()
+    devices.clear_after(12)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "torch_123_7_0"]
+
+
+class Names(nn.Module):
+    """Names GPUs that only the driver's process counts so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = torch.device("cuda", 1)
+        self.places = {"first": torch.device("cuda"), "host": torch.device("cpu")}
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """On the device that it names."""
+        assert self.places["host"] == CPU
+        return x.to(self.place) * self.weight.to(self.places["first"])
+
+
+def test_a_gpu_that_a_module_names_is_the_replicas_own() -> None:
+    """Whatever number it has in the driver; the driver's module keeps it."""
+    net = Names()
+    model = raydp_parallel.DataParallel(net, ["cpu", "cpu"], options=IN_PROCESS)
+    for _ in range(2):
+        assert model(torch.ones(4, 1)).tolist() == [[1.0]] * 4
+        net.places["second"] = net.place
+    assert net.place == torch.device("cuda", 1)
+    executor.shared(IN_PROCESS).close()
+
+
+def answered(mappings: Mappings, descriptor: Descriptor) -> Any:
+    """What comes of an answer that brings a GPU's memory."""
+    door: Any = cluster.RemoteDoor(None)
+    door._mappings = mappings
+    door.line = SimpleNamespace(near=True, receive=lambda *_: [b"", b"header", descriptor])
+    return Pending(door, 0, None).result(None)
+
+
+def test_a_replica_that_dies_behind_its_answer_is_dead(fake: FakeGpu) -> None:
+    """Its memory cannot be opened any more: the chunk runs again, and no error of CUDA's is raised."""
+    mappings = Mappings()
+    mappings.opener = devices.Opener(CPU)
+    fake.gone = True
+    found = answered(mappings, devices.DeviceArena(CPU).take(5 << 20).descriptor)
+    assert isinstance(found, Death)
+    assert "invalid resource handle" in found.cause
+    fake.gone, fake.broken = False, ASSERTION
+    with pytest.raises(RuntimeError, match="device-side assert"):  # which is this process's own
+        answered(mappings, Descriptor(9, "", 0, 8, 8, 7, some_handle()))
+
+
+def some_handle() -> bytes:
+    """Some memory's."""
+    return pickle.dumps(((b"storage 0", 8, 0, b"counter", 0, b"event", False), 0, b"event 1"))
+
+
+def test_arguments_are_those_of_torch(fake: FakeGpu) -> None:
+    """The fake asks for them by number and type."""
+    with pytest.raises(TypeError, match="Invalid arguments"):
+        torch.UntypedStorage._new_shared_cuda(0, b"storage 0", 8)

@@ -1,0 +1,177 @@
+"""Modules that hold the process's streams, and objects whose `__getattr__` asks another object."""
+
+from __future__ import annotations
+
+import io
+import logging
+import pdb
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from raydp_parallel import DataParallel, Options, ReplicaError, TransferError, codec
+from raydp_parallel.links import InlineLink, Mail
+
+ONES = torch.ones(4, 2)
+
+
+class Holds(nn.Module):
+    """Holds what it is given, and says what of it is its process's own."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = held
+
+    def forward(self, x: Tensor) -> tuple[Tensor, bool]:
+        return x * 2, self.held is sys.stdout or self.held is sys.stderr
+
+
+class Logs(nn.Module):
+    """Has a handler of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.handler = logging.StreamHandler(sys.stderr)
+        self.handler.setFormatter(logging.Formatter("[%(message)s]"))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, str]:
+        own, self.handler.stream = self.handler.stream is sys.stderr, io.StringIO()
+        self.handler.handle(logging.LogRecord("name", logging.INFO, "", 0, "seen", (), None))
+        return x, f"{own} {self.handler.stream.getvalue().strip()}"
+
+
+class Bar(nn.Module):
+    """Advances a bar that it was made with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bar = tqdm(total=100, file=sys.stdout, leave=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        self.bar.update(2)
+        return x, self.bar.n
+
+
+class Proxy:
+    """Asks another object for all that it has not; without one it asks itself for that, for ever."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class SlottedProxy(Proxy):
+    """The same, with a slot besides, and its own opinion on what may be set."""
+
+    __slots__ = ("factor",)
+
+    def __init__(self, inner: Any, factor: float) -> None:
+        object.__setattr__(self, "inner", inner)
+        object.__setattr__(self, "factor", factor)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(name)
+
+
+class Uses(nn.Module):
+    """Computes with a proxy's, with what it stands for, and with a tensor in that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = nn.Linear(2, 2)
+        self.proxy = Proxy(Proxy(inner))
+        self.slotted = SlottedProxy({"bias": torch.full((2,), 5.0)}, 3.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.proxy.weight.sum() * self.slotted.factor + self.slotted.get("bias")
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("name", ["stdout", "stderr", "__stdout__", "__stderr__"])
+def test_a_replica_has_its_own_streams(name: str) -> None:
+    """Also that of before somebody put another in its place; and the forward after it sends nothing again."""
+    model = DataParallel(Holds(getattr(sys, name)), ["cpu", "cpu"])
+    out, own = model(ONES)
+    assert torch.equal(out, ONES * 2)
+    assert own == [True, True]
+    before = model.executor.stats().state_sends
+    model(ONES)
+    assert model.executor.stats().state_sends == before
+
+
+@pytest.mark.usefixtures("cluster")
+def test_handlers_and_bars() -> None:
+    """A handler writes to the replica's own stream; a bar counts, and is put back before the next forward."""
+    assert DataParallel(Logs(), ["cpu", "cpu"])(ONES)[1] == ["True [seen]"] * 2
+    model = DataParallel(Bar(), ["cpu", "cpu"])
+    assert model(ONES)[1] == [2, 2]
+    assert model(ONES)[1] == [2, 2]
+    model.module.bar.close()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_objects_that_delegate() -> None:
+    """In a module, and as an argument; their attributes and slots come along."""
+    net = Uses()
+    model = DataParallel(net, ["cpu", "cpu"])
+    assert torch.equal(model(ONES), net(ONES))
+    held = DataParallel(Holds(None), ["cpu", "cpu"])
+    held.module.forward = given
+    assert torch.equal(held(ONES, SlottedProxy(Proxy({"a": 1}), 4.0)), ONES * 5)
+
+
+def given(x: Tensor, proxy: Any) -> Tensor:
+    """Asks an argument."""
+    return x * (proxy.factor + proxy.get("a"))
+
+
+def test_S11_an_open_file_is_refused(tmp_path: Path) -> None:
+    """Not copied: the path to the argument is named."""
+    (tmp_path / "file").write_text("text")
+    model = DataParallel(Holds(None), ["cpu", "cpu"], options=Options(in_process=True))
+    with (tmp_path / "file").open() as file:
+        with pytest.raises(TransferError, match=r"inputs\[1\]\[0\]\['log'\] is a _io.TextIOWrapper"):
+            model(ONES, [{"log": file}])
+        model.module.held = [file]
+        with pytest.raises(TransferError, match=r"module.held\[0\] is a _io.TextIOWrapper"):
+            model(ONES)
+
+
+def test_streams_as_arguments() -> None:
+    """They are the process's own, wherever they are."""
+    parcel, _ = codec.encode((sys.stdout, sys.__stderr__), Mail(InlineLink()), "inputs")
+    value, _ = codec.decode(parcel, Mail(InlineLink()), torch.device("cpu"))
+    assert value == (sys.stdout, sys.stderr)
+
+
+class Stops(nn.Module):
+    """Stops for a debugger."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "breakpoint":
+            breakpoint()
+        else:
+            pdb.set_trace()
+        return x * 2
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("how", ["breakpoint", "pdb"])
+def test_a_debugger_in_a_replica(how: str) -> None:
+    """There is no terminal: the error says how to have one, and the next call works."""
+    model = DataParallel(Stops(how), ["cpu", "cpu"])
+    with pytest.raises(ReplicaError, match=r"Options\(in_process=True\) runs the module in this process"):
+        model(ONES)
+    model.module = nn.Identity()
+    assert torch.equal(model(ONES), ONES)

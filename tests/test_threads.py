@@ -1,0 +1,139 @@
+"""Several threads that use one executor: each gets what it asked for, and memory is lent once."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from raydp_parallel import DataParallel, Executor
+from raydp_parallel.actor import Door
+from raydp_parallel.links import Arena, Link, Mail, Piece, shared_link
+from raydp_parallel.wire import pack
+
+LARGE = 1 << 20
+"""Bytes that lie in shared memory and not in the message."""
+
+
+@pytest.fixture
+def hasty() -> Iterator[None]:
+    """Threads that take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def together(*works: Callable[[], Any]) -> None:
+    """Run some functions, each in a thread of its own, and raise what one of them raised."""
+    failed: list[BaseException] = []
+
+    def run(work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    if failed:
+        raise failed[0]
+
+
+@pytest.mark.parametrize("method", ["forward", "backward"])
+def test_an_answer_that_ray_carries_outlives_the_next_call(method: str) -> None:
+    """Ray serializes it after the method has returned, when the call of another thread may already be answered."""
+    link: Link = shared_link(Arena(), exposes=False, always=False)
+    door = Door("cpu", link)
+
+    def work(number: int, _mail: Mail, back: Mail) -> int:
+        filled = np.full(LARGE, number, dtype=np.uint8)
+        back.send([Piece(filled.ctypes.data, LARGE, filled)], [0], LARGE)
+        return number
+
+    door._replica = SimpleNamespace(forward=work, backward=work)  # type: ignore[assignment]
+    answers = [getattr(door, method)(number, pack(number)) for number in range(3)]
+    assert [bytes(beside) == bytes([number]) * LARGE for number, (_, beside) in enumerate(answers)] == [True] * 3
+
+
+class Scaled(nn.Module):
+    """Large outputs, and as large a gradient."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+@pytest.mark.usefixtures("cluster")
+def test_threads_get_their_own_outputs_and_gradients_when_ray_carries_calls() -> None:
+    """The calls of one thread are shown in Ray's dashboard; those of the other are answered while Ray still reads."""
+    size = 1 << 22
+    with Executor(["cpu"]) as executor:
+        model = DataParallel(Scaled(size), executor=executor)
+        model(torch.ones(1, size))
+        watched: set[int] = set()
+        executor.books._shows = lambda *_: threading.get_ident() in watched  # type: ignore[method-assign]
+
+        def ask(number: int, shown: bool) -> None:
+            if shown:
+                watched.add(threading.get_ident())
+            for _ in range(6):
+                x = torch.full((1, size), float(number), requires_grad=True)
+                out = model(x)
+                assert out.unique().tolist() == [number]
+                (slope,) = torch.autograd.grad(out.sum() * number, x)
+                assert slope.unique().tolist() == [number]
+
+        together(*[lambda number=number: ask(number, number == 2) for number in (2, 3, 5)])
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.usefixtures("hasty")
+def test_an_arena_lends_a_segment_once(shared: bool) -> None:
+    """Threads that take, give back and make it let go of what is old, all at once."""
+    arena = Arena(shared)
+    lent: Counter[int] = Counter()
+
+    def take_and_give_back() -> None:
+        for _ in range(3000):
+            taken = [arena.take(1 << 16) for _ in range(3)]
+            segments = [id(one.segment) for one in taken]
+            lent.update(segments)
+            assert all(lent[one] == 1 for one in segments)
+            lent.subtract(segments)
+
+    together(*[take_and_give_back] * 4)
+
+
+def test_what_was_not_used_for_long_goes_back_to_the_system() -> None:
+    """And what was stays."""
+    arena = Arena(shared=False)
+    del (large := [arena.take(1 << 20) for _ in range(2)])[:]
+    assert not large
+    for _ in range(200):
+        arena.take(1 << 16)
+    assert {length: len(free) for length, free in arena._free.items()} == {1 << 20: 0, 1 << 16: 1}
+
+
+def test_finalizers_give_back_while_the_same_thread_takes() -> None:
+    """A collection may begin anywhere, also under the arena's lock."""
+    arena = Arena(shared=False)
+    kept = [arena.take(1 << 16)]
+    with arena._taking:
+        kept.clear()
+    assert [len(free) for free in arena._free.values()] == [1]

@@ -1,0 +1,383 @@
+"""What a line does where something breaks off: aborted calls, timeouts, want of memory, and many threads."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_threads import Scaled, together
+
+from raydp_parallel import (
+    DataParallel,
+    Executor,
+    Options,
+    TransferError,
+    dial,
+    frames,
+    line,
+    parallel_apply,
+    pulse,
+    replicate,
+)
+from raydp_parallel.actor import METHODS, Door, unseal
+from raydp_parallel.cluster import RemoteDoor
+from raydp_parallel.frames import StoodStill, read_frame, write_frame
+from raydp_parallel.links import InlineLink
+from raydp_parallel.wire import pack
+
+LARGE = 8_000_000
+"""Bytes that no socket takes in before somebody reads."""
+
+
+@contextmanager
+def ends() -> Iterator[tuple[line.Line, socket.socket]]:
+    """The driver's end of a line, and the other one's bare socket."""
+    found = dial.listen("127.0.0.1")
+    assert found is not None
+    calls: list[dial.Call] = []
+    thread = threading.Thread(target=lambda: calls.append(found[1].accept()))
+    thread.start()
+    caller = line.Line(found[0], list)
+    thread.join(60)
+    with calls[0].connection as other:
+        yield caller, other
+    caller.close()
+
+
+@contextmanager
+def served(answer: Any) -> Iterator[line.Line]:
+    """A line to a thread that answers."""
+    found = dial.listen()
+    assert found is not None
+    thread = threading.Thread(target=line.serve, args=(found[1], answer), daemon=True)
+    thread.start()
+    caller = line.Line(found[0], list)
+    yield caller
+    caller.close()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_a_call_that_was_sent_in_part_is_not_completed_by_the_next() -> None:
+    """The other end stands still for longer than a frame may, and goes on when another call is sent."""
+    go_on, seen = threading.Event(), []
+
+    def answer(number: int, buffers: list[Any]) -> Sequence[Any]:
+        seen.append((number, [np.unique(np.frombuffer(b, dtype=np.uint8)).tolist() for b in buffers]))
+        go_on.wait(60)
+        return []
+
+    with served(answer) as caller:
+        caller.limit(0.1)
+        caller.send(0, [b"\x07"])
+        caller.send(1, [np.full(LARGE, 1, dtype=np.uint8)])
+        assert not caller.intact
+        go_on.set()
+        caller.send(2, [np.full(LARGE, 2, dtype=np.uint8)])
+        for number in (1, 2):
+            with pytest.raises(StoodStill):
+                caller.receive(number, 60)
+    assert seen in ([(0, [[7]])], [])
+
+
+def test_an_answer_that_stood_still_is_not_completed_by_the_next() -> None:
+    """What follows is no frame any more."""
+    with ends() as (caller, other):
+        caller.limit(0.1)
+        caller.send(1, [b"one"])
+        other.sendall(frames._HEAD.pack(1, 1, 100) + b"half")
+        with pytest.raises(StoodStill):
+            caller.receive(1, None)
+        assert not caller.intact
+        caller.send(2, [b"two"])
+        write_frame(other, 2, [b"answer"])
+        with pytest.raises(StoodStill):
+            caller.receive(2, 60)
+        assert caller.look([2]) == {2}
+
+
+def test_what_came_before_a_send_failed_is_read() -> None:
+    """Another thread's answer does not end with this one's call."""
+    with ends() as (caller, other):
+        caller.limit(0.1)
+        caller.send(1, [b"one"])
+        write_frame(other, 1, [b"answer"])
+        caller.send(2, [np.zeros(LARGE, dtype=np.uint8)])
+        assert not caller.intact
+        assert caller.receive(1, 60) == [b"answer"]
+        with pytest.raises(StoodStill):
+            caller.receive(2, 60)
+
+
+def test_an_answer_that_was_given_up_is_owed() -> None:
+    """Until it is read, as it is before the next call; meanwhile nothing large is sent, which could not be read."""
+    with ends() as (caller, other):
+        assert caller.takes(LARGE)
+        caller.send(1, [b"one"])
+        caller.give_up(1)
+        assert not caller.takes(LARGE) and caller.takes(100)
+        write_frame(other, 1, [b"late"])
+        while not caller.takes(LARGE):
+            pass
+
+
+def test_small_calls_are_owed_together() -> None:
+    """Many of them fill a socket, too."""
+    with ends() as (caller, _):
+        for number in range(line._ROOM // 1024):
+            assert caller.takes(1024)
+            caller.send(number, [bytes(1024)])
+        assert not caller.takes(1024)
+
+
+def test_limits_hold_where_another_thread_reads() -> None:
+    """Whoever waits for nothing in particular keeps nothing from the others; frames of others prolong nothing."""
+    over = threading.Event()
+    with ends() as (caller, other):
+        for number in (1, 2, 3):
+            caller.send(number, [b""])
+        reads = threading.Event()
+        await_frame = caller._await_frame
+
+        def waiting(deadline: float) -> None:
+            reads.set()
+            await_frame(deadline)
+
+        caller._await_frame = waiting  # type: ignore[method-assign]
+
+        def long() -> None:
+            assert caller.receive(1, None) == [b"at last"]
+
+        def short() -> None:
+            reads.wait(60)
+            write_frame(other, 2, [b"soon"])
+            assert caller.receive(2, 60) == [b"soon"]  # which the other thread has read
+            with pytest.raises(TimeoutError):
+                caller.receive(3, 0.2)
+            assert caller.look([3]) == set()
+            over.set()
+
+        def strange() -> None:
+            while not over.wait(0.01):
+                write_frame(other, 99, [b"not waited for"])
+            write_frame(other, 1, [b"at last"])
+
+        together(long, short, strange)
+
+
+def test_frames_of_others_do_not_prolong_a_wait() -> None:
+    """They come faster than the limit, one after the other."""
+    over = threading.Event()
+    with ends() as (caller, other):
+        caller.send(1, [b""])
+
+        def wait() -> None:
+            try:
+                with pytest.raises(TimeoutError):
+                    caller.receive(1, 0.2)
+            finally:
+                over.set()
+
+        def strange() -> None:
+            while not over.wait(0.01):
+                write_frame(other, 99, [b"not waited for"])
+
+        together(wait, strange)
+
+
+def test_a_thread_that_reads_no_more_is_replaced() -> None:
+    """Ctrl-C may hit one before it has told the others: they look by themselves."""
+    with ends() as (caller, other):
+        for number in (1, 2):
+            caller.send(number, [b""])
+        stop = threading.Event()
+        await_frame = caller._await_frame
+
+        def interrupted(deadline: float) -> None:
+            caller._await_frame = await_frame  # type: ignore[method-assign]
+            stop.wait(60)
+            caller._changed.notify_all = lambda: None  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+        caller._await_frame = interrupted  # type: ignore[method-assign]
+
+        def first() -> None:
+            with pytest.raises(KeyboardInterrupt):
+                caller.receive(1, None)
+
+        def second() -> None:
+            while caller._reader is None:
+                pass
+            stop.set()
+            write_frame(other, 2, [b"answer"])
+            assert caller.receive(2, 60) == [b"answer"]
+
+        together(first, second)
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_sending_to_a_dead_process_raises_no_signal(near: bool) -> None:
+    """A program may have given SIGPIPE its default back, which would end it."""
+    before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
+    try:
+        found = dial.listen(None if near else "127.0.0.1")
+        assert found is not None
+        thread = threading.Thread(target=line.serve, args=(found[1], lambda *_: 1 / 0), daemon=True)
+        thread.start()
+        caller = line.Line(found[0], list)
+        caller.close()
+        caller.send(1, [b"one"])
+        one, other = socket.socketpair()
+        other.close()
+        for data in ([b"small"], [np.zeros(LARGE, dtype=np.uint8)]):
+            with pytest.raises(OSError):
+                write_frame(one, 1, data)
+        one.close()
+        thread.join(60)
+        assert signal.SIGPIPE not in signal.sigpending()
+    finally:
+        if signal.SIGPIPE in signal.sigpending():
+            signal.sigtimedwait([signal.SIGPIPE], 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.signal(signal.SIGPIPE, before)
+
+
+def test_calls_are_counted_beyond_32_bits() -> None:
+    """At some hundred calls per second that is a few months."""
+    with served(lambda number, buffers: [repr(number).encode()]) as caller:
+        for number in (2**32 - 1, 2**32, 2**40):
+            caller.send(number, [b""])
+            assert caller.receive(number, 60) == [repr(number).encode()]
+
+
+class Poor:
+    """NumPy in a process that has no memory for so many bytes."""
+
+    uint8, ndarray = np.uint8, np.ndarray
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.asked = 0
+
+    def empty(self, size: int, dtype: Any) -> Any:
+        """An array, if there is memory."""
+        if size == self.size:
+            self.asked += 1
+            raise MemoryError(f"no room for {size}")
+        return np.empty(size, dtype)
+
+
+def test_what_there_is_no_memory_for_is_read_and_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next frame begins where it should, at either end."""
+    monkeypatch.setattr(frames, "np", Poor(LARGE))
+    one, other = socket.socketpair()
+    sent = [b"small", np.zeros(LARGE, dtype=np.uint8), np.ones(LARGE // 2, dtype=np.uint8)]
+    thread = threading.Thread(target=lambda: [write_frame(one, number, sent) for number in (1, 2)])
+    thread.start()
+    for number in (1, 2):
+        found, (small, lost, kept) = read_frame(other)
+        assert (found, small, type(lost), kept.sum()) == (number, b"small", MemoryError, LARGE // 2)
+    thread.join(60)
+    one.close()
+    other.close()
+
+
+def test_want_of_memory_for_a_message_is_that_call_s_failure() -> None:
+    """In a replica and in the driver: it is raised, and is no death."""
+    door = Door("cpu", InlineLink())
+    for parts in ([pack(None), MemoryError("no room")], [MemoryError("no room")]):
+        _, *answer = door._answer_line(door._turns._next, [b"", METHODS["forward"], *parts])
+        reply, _ = unseal(tuple(answer), InlineLink())
+        assert reply.failure is not None and "no room" in reply.failure.text
+    remote = RemoteDoor(SimpleNamespace())
+    with pytest.raises(MemoryError, match="no room"):
+        remote.opened([b"", b"header", MemoryError("no room")])
+    assert remote._take_note([MemoryError("no room"), b"header"]) == [b"header"]
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.soak  # not yet independent of the executors of other tests
+def test_a_driver_without_memory_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is raised, the replicas live, and the same call works when there is memory again."""
+    size = 1 << 18
+    with Executor(["cpu", "cpu"], options=Options(link="inline")) as executor:
+        model = DataParallel(Scaled(size), executor=executor)
+        expected = model(torch.ones(2, size))
+        pids = [info.pid for info in executor.replicas()]
+
+        class Empty(Poor):
+            def empty(self, size: int, dtype: Any) -> Any:
+                raise MemoryError(f"no room for {size}")
+
+        monkeypatch.setattr(frames, "np", Empty(0))
+        with pytest.raises(MemoryError, match="no room"):
+            model(torch.ones(2, size))
+        monkeypatch.undo()
+        assert torch.equal(model(torch.ones(2, size)), expected)
+        assert executor.stats().deaths == 0 and [info.pid for info in executor.replicas()] == pids
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("how", ["ctrl-c", "transfer error"])
+def test_the_same_call_again_after_one_that_was_aborted(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer of the first is still on its way, larger than the socket, when the second is sent, as large."""
+    size = 1 << 22
+    with Executor(["cpu", "cpu"], options=Options(link="inline")) as executor:
+        executor.books.shown = False
+        net = Scaled(size)
+        model = DataParallel(net, executor=executor)
+        x = torch.rand(2, size)
+        model(x)
+        crew = executor._roster.crew
+        for _ in range(3):
+            if how == "ctrl-c":
+                with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                    patch.setattr(crew, "collect", _ctrl_c)
+                    model(x)
+            else:
+                replicas = replicate(net, ["cpu", "cpu"], executor=executor)
+                with pytest.raises(TransferError):
+                    parallel_apply(replicas, [(x[:1],), (threading.Lock(),)])
+            assert torch.equal(model(x), x)
+        assert executor.stats().deaths == 0
+
+
+def _ctrl_c(*_arguments: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("refused", ["pthread_mutexattr_setrobust", "pthread_mutex_init", "pthread_mutexattr_init"])
+def test_a_system_that_refuses_such_a_lock(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is none then, and the socket tells."""
+    monkeypatch.setattr(pulse.ctypes, "CDLL", _refusing(refused))
+    assert pulse.make() is None
+
+
+@pytest.mark.soak  # not yet independent of the executors of other tests
+def test_a_lock_that_cannot_be_taken_is_no_pulse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other end is told that there is none, and cuts nothing."""
+    with monkeypatch.context() as patch:
+        patch.setattr(pulse.ctypes, "CDLL", _refusing("pthread_mutex_lock"))
+        with served(lambda number, buffers: buffers) as caller:
+            assert "raydp-pulse" not in {thread.name for thread in threading.enumerate() if thread.is_alive()}
+            caller.send(1, [b"one"])
+            assert caller.receive(1, 60) == [b"one"]
+
+
+def _refusing(refused: str) -> Any:
+    """The C library, one of whose functions fails."""
+    library = pulse.ctypes.CDLL(None)
+    attributes = [f"mutexattr_{what}" for what in ("init", "setpshared", "setrobust", "destroy")]
+    names = [f"pthread_{name}" for name in (*attributes, "mutex_init", "mutex_lock", "mutex_unlock")]
+    found = SimpleNamespace(**{name: getattr(library, name) for name in names})
+    setattr(found, refused, lambda *_: 22)
+    return lambda _name: found
