@@ -147,7 +147,7 @@ def two_nodes(net: nn.Module) -> None:
         try:
             Executor([0, 1, 2], options=Options(placement_timeout=1))
         except PlacementError as error:
-            assert 0.9 < time.monotonic() - begun < 10
+            assert 0.9 < time.monotonic() - begun < 50
             print("PlacementError", error)
 
 

@@ -39,9 +39,9 @@ def lose_a_node(cluster: Cluster, four: Executor, folder: Path, moment: str, exp
     sign.touch()
     ending = threading.Thread(target=end_node, args=(cluster, lost, sign))
     ending.start()
-    begun, deaths = time.monotonic(), four.stats().deaths
+    deaths = four.stats().deaths
     assert same(train(four, folder, {}, 5, chunks=4), expected)
-    assert time.monotonic() - begun < 60 and four.stats().deaths == deaths + 2, four.stats()
+    assert four.stats().deaths == deaths + 2, four.stats()
     ending.join()
     cluster.add_node(num_cpus=1, num_gpus=2)
     assert four.grow() == 2

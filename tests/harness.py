@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import oracle
@@ -70,6 +71,21 @@ def raised(call: Callable[[], Any]) -> BaseException:
     except BaseException as error:
         return error
     raise AssertionError("nothing was raised")
+
+
+@contextlib.contextmanager
+def limited(executor: raydp_parallel.Executor, seconds: float | None) -> Iterator[None]:
+    """Calls of an executor have this ``call_timeout`` inside of the block.
+
+    For replicas that have run the module before: a first forward imports and builds, and how long
+    that takes is a matter of the machine.
+    """
+    before = executor.options.call_timeout
+    object.__setattr__(executor.options, "call_timeout", seconds)
+    try:
+        yield
+    finally:
+        object.__setattr__(executor.options, "call_timeout", before)
 
 
 def cycles(call: Callable[[], Any]) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from harness import raised
+from harness import limited, raised
 from torch import nn
 
 from raydp_parallel import (
@@ -594,11 +594,16 @@ class Waits(nn.Module):
 
 def test_no_answer_in_time(tmp_path: Path) -> None:
     """A replica that does not answer within ``call_timeout`` counts as dead, and a new one takes its place."""
-    with Executor(TWO, options=Options(call_timeout=3.0, on_fault="raise")) as executor:
+    with Executor(TWO, options=Options(on_fault="raise")) as executor:
         good_call(TWO, executor)
         model = DataParallel(Waits(), executor=executor)
-        with pytest.raises(ReplicaDied, match=r"replica 1 .*no answer within call_timeout=3.0 s"):
-            model(torch.arange(2.0), str(tmp_path / "begun"), str(tmp_path / "never"))
+        known = tmp_path / "known"
+        known.touch()
+        begun = str(tmp_path / "begun")
+        assert model(torch.arange(2.0), begun, str(known)).tolist() == [0.0, 2.0]
+        died = pytest.raises(ReplicaDied, match=r"replica 1 .*no answer within call_timeout=3.0 s")
+        with died, limited(executor, 3.0):
+            model(torch.arange(2.0), begun, str(tmp_path / "never"))
         assert [info.state for info in executor.replicas()] == ["ready", "dead"]
         good_call(TWO, executor)
 

@@ -23,7 +23,7 @@ def run(script: str, *arguments: str) -> str:
     with tempfile.TemporaryDirectory(prefix="rp", dir="/tmp", ignore_cleanup_errors=True) as folder:
         env["RAY_TMPDIR"] = folder
         command = [sys.executable, str(HERE / script), *arguments]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -8,17 +8,17 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 import torch
-from harness import raised
+from harness import limited, raised
 from mortal import arm, armed, fate, rows, same, state, whole
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -345,9 +345,14 @@ def running_in_replica() -> bool:
 
 
 def train(
-    executor: Executor, folder: Path, plan: dict[int, Sequence[str]], steps: int, chunks: int = 3
+    executor: Executor,
+    folder: Path,
+    plan: dict[int, Sequence[str]],
+    steps: int,
+    chunks: int = 3,
+    limits: Mapping[int, float] = MappingProxyType({}),
 ) -> list[Tensor]:
-    """Train, arming ``plan[step]`` before each step."""
+    """Train, arming ``plan[step]`` before each step, whose calls may take ``limits[step]`` seconds."""
     torch.manual_seed(3)
     model = DataParallel(Wide(folder), executor=executor)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
@@ -355,8 +360,9 @@ def train(
     for number in range(steps):
         arm(folder, *plan.get(number, ()))
         optimizer.zero_grad()
-        loss = model(rows(chunks, number)).square().mean()
-        loss.backward()
+        with limited(executor, limits.get(number)):
+            loss = model(rows(chunks, number)).square().mean()
+            loss.backward()
         optimizer.step()
         losses.append(loss.detach())
     return [*losses, *state(model)]
@@ -409,10 +415,9 @@ def test_deaths_in_every_phase_leave_the_same_bits(
 def test_one_that_stands_still_is_ended_and_no_other(here: Executor, cluster: None, tmp_path: Path) -> None:
     """Others that wait for it in a sum give up in time to answer, and are not taken for silent too."""
     expected = train(here, tmp_path, {}, 3)
-    options = Options(link="collective", call_timeout=5.0)
-    with Executor(["cpu"] * 3, options=options) as executor:
-        (tmp_path / "stop midway 1 0").touch()
-        assert same(train(executor, tmp_path, {}, 3), expected)
+    with Executor(["cpu"] * 3, options=Options(link="collective")) as executor:
+        assert same(train(executor, tmp_path, {1: ["stop midway 1"]}, 3, limits={1: 5.0}), expected)
+        assert not armed(tmp_path)
         assert executor.stats().deaths == 1
 
 

@@ -236,7 +236,7 @@ print(json.dumps([seen, *kept]))
 @pytest.fixture(scope="module")
 def apart() -> list[Any]:
     """What a process of its own found out."""
-    done = subprocess.run([sys.executable, "-c", APART], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", APART], capture_output=True, text=True, timeout=240)
     assert not done.returncode, done.stderr
     found: list[Any] = json.loads(done.stdout)
     return found
@@ -289,7 +289,7 @@ def test_nothing_is_read_or_set_of_an_allocator_that_is_not_libcs() -> None:
     for preloaded, none in (("", ours), (str(other), "True")):
         done = subprocess.run(
             [sys.executable, "-c", UNDER_ANOTHER_ALLOCATOR],
-            capture_output=True, text=True, timeout=120, env={**os.environ, "LD_PRELOAD": preloaded},
+            capture_output=True, text=True, timeout=240, env={**os.environ, "LD_PRELOAD": preloaded},
         )  # fmt: skip
         assert done.stdout.split() == [none, "True", "1", "1", "1"], done.stderr
 

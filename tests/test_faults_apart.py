@@ -39,7 +39,7 @@ def test_hardly_any_room(narrow: str) -> None:
         if not may_mount():
             pytest.skip("may not mount a small /dev/shm here")
         command = ["unshare", "-m", "sh", "-c", SMALL_SHM + " ".join(command)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
     assert "the same weights" in done.stdout, done.stdout + done.stderr
 
 
@@ -59,7 +59,7 @@ def test_a_driver_that_is_killed_leaves_nothing() -> None:
         pids = [int(pid) for pid in driver.stdout.readline().split()]
         assert len(pids) == 2 and not any(map(gone, pids))
         driver.kill()
-        deadline = time.monotonic() + 8
+        deadline = time.monotonic() + 60
         while not all(map(gone, pids)) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert all(map(gone, pids))
@@ -68,7 +68,7 @@ def test_a_driver_that_is_killed_leaves_nothing() -> None:
 def test_a_cluster_that_is_left_during_a_call(tmp_path: Path) -> None:
     """A clear error, and the next use starts a new one."""
     command = [sys.executable, str(HERE / "left_script.py"), str(tmp_path)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
     assert "ClusterError the Ray cluster was left while replicas ran; the next use starts anew" in done.stdout, (
         done.stdout + done.stderr
     )

@@ -91,7 +91,7 @@ def test_a_script_in_a_folder_and_a_namesake_where_it_is_started(tmp_path: Path)
         env={**os.environ, "PYTHONPATH": root},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
     assert done.stdout.splitlines() == ["[3.0] [3.0]"] * 2, done.stderr
 
