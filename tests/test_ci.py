@@ -1,0 +1,110 @@
+"""The check of a commit, run on suites of a few tests: what is run again, and what makes it fail."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECK = Path(__file__).parent.parent / ".ci" / "run"
+
+OPTION = """
+def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true")
+"""
+
+PASSES = """
+def test_passes():
+    with open("ran", "a") as ran:
+        ran.write("passes ")
+"""
+
+FLAKY = """
+import os
+
+def test_flaky():
+    with open("ran", "a") as ran:
+        ran.write("flaky ")
+    assert os.path.getsize("ran") > len("passes flaky ")
+"""
+
+FAILS = """
+def test_fails():
+    assert False
+"""
+
+SKIPPED = """
+import pytest
+
+@pytest.mark.skip
+def test_skipped():
+    pass
+"""
+
+ENDS = """
+import os
+
+def test_ends():
+    os._exit(0)
+"""
+
+
+def check(root: Path, tests: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the check in a checkout whose suite is ``tests``; no browser is installed for it."""
+    scripts = {
+        "scripts/test": f'cd "{root}"\nexec "{sys.executable}" -m pytest -q test_it.py "$@"',
+        ".venv/bin/python": f'exec "{sys.executable}" "$@"',
+        "tools/chromedriver": "",
+        "tools/prometheus": "",
+    }
+    for name, text in scripts.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+        path.chmod(0o755)
+    (root / ".ci").mkdir()
+    shutil.copy(CHECK, root / ".ci" / "run")
+    (root / "conftest.py").write_text(OPTION)
+    (root / "test_it.py").write_text(tests)
+    path = os.pathsep.join([str(root / "tools"), os.environ["PATH"]])
+    env = {**os.environ, "PATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
+    command = [str(root / ".ci" / "run"), *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_what_passes_when_it_is_run_again_is_named(tmp_path: Path) -> None:
+    """It alone is run again, and the check passes."""
+    done = check(tmp_path, PASSES + FLAKY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "ran").read_text() == "passes flaky flaky "
+    assert "PASSED ONLY WHEN RUN AGAIN: 1 of 2 tests\ntest_it::test_flaky\n" in done.stdout
+
+
+def test_a_suite_that_passes_is_run_once(tmp_path: Path) -> None:
+    """And arguments go to pytest."""
+    done = check(tmp_path, PASSES + FAILS, "-k", "passes")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "ran").read_text() == "passes "
+    assert "AGAIN" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("tests", "why"),
+    [
+        (FLAKY + FAILS, "pytest ended with status 1"),
+        (SKIPPED, "No test ran."),
+        ("", "pytest ended with status 5"),
+        ("import nothing_of_this_name", "pytest ended with status 2"),
+        (PASSES + ENDS, "No test ran."),
+    ],
+    ids=["fails twice", "all skipped", "no test", "not collected", "no report"],
+)
+def test_what_fails_the_check(tests: str, why: str, tmp_path: Path) -> None:
+    """A failure that comes again, a suite without a test that ran, and one that did not end properly."""
+    done = check(tmp_path, tests)
+    assert done.returncode == 1 and why in done.stdout + done.stderr, done.stdout + done.stderr
+    assert "AGAIN" not in done.stdout
