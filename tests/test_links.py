@@ -11,8 +11,9 @@ import gc
 import mmap
 import os
 import pickle
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, ItemsView
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from raydp_parallel.links import (
     aligned,
     link_for,
     segments,
+    windows,
 )
 
 LIMIT = 256
@@ -290,6 +292,69 @@ def test_a_slice_is_read_where_it_lies() -> None:
     assert ctypes.string_at(mapped.address, mapped.size) == bytes([7]) * 100_000
     lent.array[5] = 8
     assert ctypes.string_at(mapped.address, 6)[5] == 8
+
+
+@pytest.mark.parametrize("field", ["volume", "inode"])
+def test_memory_is_known_by_its_file_system_and_its_inode(field: str) -> None:
+    """Numbers of inodes count within a file system: another one's file may have the same."""
+    lent = Arena().take(100_000)
+    other = lent.descriptor._replace(**{field: getattr(lent.descriptor, field) + 1})
+    with pytest.raises(OSError, match="is not the memory that was meant"):
+        Mappings().find(other).piece()
+
+
+class Watched:
+    """A lock that says when another thread than the one that made it asks for it."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self._lock = threading.Lock()
+        self._mine = threading.get_ident()
+
+    def __enter__(self) -> None:
+        if threading.get_ident() != self._mine:
+            self.asked.set()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_threads_map_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was not used for long is taken out while another thread puts in what it needs."""
+    monkeypatch.setattr(windows, "_PATIENCE", 2)
+    arena, mappings, lock = Arena(), Mappings(), Watched()
+    lent = [arena.take(100_000) for _ in range(3)]
+    first, second, third = [mappings.find(one.descriptor) for one in lent]
+    errors: list[BaseException] = []
+
+    def map_another() -> None:
+        try:
+            mappings.map(third)
+        except BaseException as error:
+            errors.append(error)
+        lock.asked.set()
+
+    thread = threading.Thread(target=map_another)
+
+    class Known(dict[int, Any]):
+        """Has another thread map something in the midst of being gone through."""
+
+        def items(self) -> Any:
+            for number, item in enumerate(ItemsView(self)):
+                if not number:
+                    thread.start()
+                    assert lock.asked.wait(60)
+                yield item
+
+    mappings._mapping = lock  # type: ignore[assignment]
+    mappings.map(first)
+    mappings._known = Known(mappings._known)
+    mappings.map(second)
+    thread.join(60)
+    assert not errors
+    tokens = {one.descriptor.token for one in lent}
+    assert tokens >= mappings._known.keys() >= {second.descriptor.token, third.descriptor.token}
 
 
 def test_a_segment_is_lent_again_when_its_slice_is_garbage() -> None:

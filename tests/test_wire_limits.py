@@ -31,6 +31,7 @@ from raydp_parallel.actor import METHODS, Door, unseal
 from raydp_parallel.cluster import RemoteDoor
 from raydp_parallel.frames import StoodStill, read_frame, write_frame
 from raydp_parallel.links import InlineLink
+from raydp_parallel.messages import Forget
 from raydp_parallel.wire import pack
 
 LARGE = 8_000_000
@@ -298,6 +299,9 @@ def test_want_of_memory_for_a_message_is_that_call_s_failure() -> None:
         _, *answer = door._answer_line(door._turns._next, [b"", METHODS["forward"], *parts])
         reply, _ = unseal(tuple(answer), InlineLink())
         assert reply.failure is not None and "no room" in reply.failure.text
+    # The word which memory is no longer used may be lost: it goes on being lent.
+    ended = [MemoryError("no room"), METHODS["forget"], pack(Forget((), ()))]
+    assert unseal(tuple(door._answer_line(door._turns._next, ended)[1:]), InlineLink())[0] == (0, 0)
     remote = RemoteDoor(SimpleNamespace())
     with pytest.raises(MemoryError, match="no room"):
         remote.opened([b"", b"header", MemoryError("no room")])
@@ -305,11 +309,11 @@ def test_want_of_memory_for_a_message_is_that_call_s_failure() -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.soak  # not yet independent of the executors of other tests
 def test_a_driver_without_memory_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is raised, the replicas live, and the same call works when there is memory again."""
     size = 1 << 18
     with Executor(["cpu", "cpu"], options=Options(link="inline")) as executor:
+        executor.books.shown = False  # what Ray carries needs no memory of the line's
         model = DataParallel(Scaled(size), executor=executor)
         expected = model(torch.ones(2, size))
         pids = [info.pid for info in executor.replicas()]
@@ -362,13 +366,14 @@ def test_a_system_that_refuses_such_a_lock(refused: str, monkeypatch: pytest.Mon
     assert pulse.make() is None
 
 
-@pytest.mark.soak  # not yet independent of the executors of other tests
 def test_a_lock_that_cannot_be_taken_is_no_pulse(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other end is told that there is none, and cuts nothing."""
+    before = {*threading.enumerate()}
     with monkeypatch.context() as patch:
         patch.setattr(pulse.ctypes, "CDLL", _refusing("pthread_mutex_lock"))
         with served(lambda number, buffers: buffers) as caller:
-            assert "raydp-pulse" not in {thread.name for thread in threading.enumerate() if thread.is_alive()}
+            new = {*threading.enumerate()} - before
+            assert "raydp-pulse" not in {thread.name for thread in new}
             caller.send(1, [b"one"])
             assert caller.receive(1, 60) == [b"one"]
 
