@@ -32,6 +32,7 @@ from raydp_parallel.messages import (
     WriteBack,
 )
 from raydp_parallel.phases import IN_REPLICA, Laps, OpenSpan, unseen
+from raydp_parallel.snapshot.held import Held
 from raydp_parallel.snapshot.looks import bump
 from raydp_parallel.snapshot.mirror import Mirror
 from raydp_parallel.snapshot.replaced import lasts
@@ -55,6 +56,7 @@ class _Graph(NamedTuple):
         mirror: The model that it came from.
         tensors: The model's tensors that it may have saved, by slot.
         lasts: Whether the master gets other memory, too, if one of the model's tensors is given some.
+        held: The tensors that its module holds, which need not be the model's module any more.
     """
 
     outputs: Sequence[Tensor]
@@ -63,6 +65,7 @@ class _Graph(NamedTuple):
     mirror: Mirror
     lasts: Callable[[Tensor], bool]
     tensors: Mapping[int, Tensor]
+    held: Held
 
 
 class Replica:
@@ -222,7 +225,7 @@ class Replica:
         if request.graph is not None and any(t.requires_grad for t in outputs):
             stays = self._lasts(request)
             self._graphs[request.graph] = _Graph(
-                outputs, {request.graph: leaves}, request.detach, mirror, stays, mirror.tensors()
+                outputs, {request.graph: leaves}, request.detach, mirror, stays, mirror.tensors(), mirror.held
             )
         return parcel
 
@@ -267,7 +270,7 @@ class Replica:
                 "since; run forward again"
             )
         graphs = [self._graphs[key] for key, _ in request.outputs]
-        mirror, leaves = graphs[0].mirror, graphs[0].leaves[request.graph]
+        leaves = graphs[0].leaves[request.graph]
         partial = any(graph.partial for graph in graphs)
         if request.bumped:
             saved = [self._saved(graph, slot) for graph in graphs for slot in request.bumped]
@@ -284,7 +287,7 @@ class Replica:
             early = outgoing.begin(leaves, back, self.device)
         first = reducer or early
         watching = first.watching() if first is not None else _UNWATCHED
-        with context.enter(request.context), _InReplica(), _Watching(mirror), watching:
+        with context.enter(request.context), _InReplica(), _Watching(graphs[0], request.write_back), watching:
             self._laps.begin(2)
             found = engine.differentiate(leaves, partial, outputs, grads, request)
             self._finish_work()
@@ -341,22 +344,44 @@ class Replica:
 
 
 class _Watching(RawAccess):
-    """Note what modules write to that a checkpoint runs again; in most backwards none does."""
+    """Note what is written to by what a checkpoint runs again; in most backwards nothing is.
 
-    def __init__(self, mirror: Mirror) -> None:
-        self._mirror = mirror
-        self._calls: list[nn.Module] = []
+    It finds what upstream's would: that of chunk 0 the state of today, for it holds the master's own buffers, that of
+    another chunk what its forward left.
+
+    Args:
+        graph: What is differentiated.
+        first: Whether it is chunk 0's.
+    """
+
+    def __init__(self, graph: _Graph, first: bool) -> None:
+        self._graph, self._first = graph, first
+        self._ran = False
 
     def __enter__(self) -> set[int]:
-        self._hook = register_module_forward_pre_hook(lambda module, _args: self._calls.append(module))
+        mirror = self._graph.mirror
+        if self._graph.held is not mirror.held or not mirror.held.holds(self._graph.tensors):
+            self._graph.held.replace(self._found())
+        mirror.settle()
+        self._hook = register_module_forward_pre_hook(self._before_module)
         return super().__enter__()
 
+    def _before_module(self, _module: nn.Module, _args: Any) -> None:
+        self._ran = True
+
+    def _found(self) -> dict[int, Tensor]:
+        graph, now = self._graph, self._graph.mirror.tensors() if self._first else {}
+        # A leaf stays the one that gradients are asked for of.
+        lasting = {slot: t for slot, t in now.items() if graph.lasts(t) and not t.requires_grad}
+        return {**graph.tensors, **lasting}
+
     def __exit__(self, *error: object) -> None:
-        touched = self.touched
+        touched, mirror = self.touched, self._graph.mirror
         super().__exit__(*error)
         self._hook.remove()
-        if self._calls:
-            self._mirror.note(touched)
+        if self._ran or mirror.stirred(touched):
+            mirror.note(touched)
+        mirror.hold_own()
 
 
 class _InReplica:

@@ -71,6 +71,10 @@ class Row:
         """From now on it is asked what moves after this."""
         self._versions = versions(self._row)
 
+    def stirred(self) -> bool:
+        """Whether any version moved since `moved` was asked last."""
+        return self._versions != versions(self._row)
+
     def moved(self) -> set[int]:
         """The slots whose versions moved since this was asked last."""
         then, self._versions = self._versions, versions(self._row)

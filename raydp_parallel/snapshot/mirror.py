@@ -18,6 +18,7 @@ from raydp_parallel import codec, devices, loaded
 from raydp_parallel.links import InlineLink, Mail, Piece
 from raydp_parallel.messages import SlotSpec, StateUpdate, Structure
 from raydp_parallel.snapshot import blocks, memory, structure
+from raydp_parallel.snapshot.held import Held
 from raydp_parallel.snapshot.image import Image
 from raydp_parallel.snapshot.looks import Row
 from raydp_parallel.snapshot.memory import Memory, Source
@@ -49,6 +50,11 @@ class Mirror:
 
     Args:
         device: Where it lives.
+
+    Attributes:
+        module: The module as it is to run next; one that was made before it may live on in graphs.
+        revision: What it holds of the driver's, 0 for nothing.
+        held: The tensors that the module holds.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,6 +62,7 @@ class Mirror:
         self.revision = 0
         self._device = device
         self._image = Image()
+        self.held = Held(self._image, {})
         self._structure = b""
         self._outdated = False
         self._edits: dict[tuple[int, str], Any] = {}
@@ -118,6 +125,19 @@ class Mirror:
     def tensors(self) -> dict[int, Tensor]:
         """The tensors as they are now, by slot: later ones may take their places while a graph keeps these."""
         return dict(self._slots)
+
+    def settle(self) -> None:
+        """From now on it is asked what is written to after this."""
+        self._row.settle()
+
+    def stirred(self, touched: Collection[int]) -> bool:
+        """Whether a version moved since, or somebody reached for the memory of a block."""
+        return self._row.stirred() or (bool(touched) and any(self._address(b) in touched for b in self._memory))
+
+    def hold_own(self) -> None:
+        """Let the module hold what it did before a backward let it hold what a graph's forward had left."""
+        if not self.held.holds(self._slots) and not self.held.replace(self._slots):
+            self._load()
 
     def running(self) -> _Running:
         """Watch what the module writes to, for a block."""
@@ -220,7 +240,6 @@ class Mirror:
 
     def _rebuild(self, chosen: Collection[int]) -> bool:
         """Give blocks new tensors, in every place of the module that can be reached."""
-        replaced = {}
         for block in chosen:
             for slot in self._members[block]:
                 old = self._slots[slot]
@@ -228,9 +247,9 @@ class Mirror:
                 spec = spec._replace(tensor=spec.tensor._replace(requires_grad=self._flags[slot]))
                 new = blocks.build(spec, self._memory[block].tensor)
                 vars(new).update(vars(old))
-                self._slots[slot] = replaced[id(old)] = new
+                self._slots[slot] = new
         self._row = Row({slot: self._slots[slot] for slot in self._specs})
-        return self._image.replace(replaced)
+        return self.held.replace(self._slots)
 
     def _build(self, new: Structure, sources: dict[int, Source]) -> None:
         """Make the tensors of a new structure; those that are here stay where they still fit."""
@@ -266,6 +285,7 @@ class Mirror:
         for (index, name), value in self._edits.items():
             vars(self._modules[index])[name] = value
         self._image = structure.survey(self.module)
+        self.held = Held(self._image, self._slots)
         self._unversioned = _unversioned(self.module, self._specs, self._slots)
 
     def _keeps(self, block: int, slots: list[int], new: Structure) -> bool:

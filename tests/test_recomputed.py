@@ -1,0 +1,131 @@
+"""Row B10: what a checkpoint inside the module finds when it runs again in backward is what upstream's finds."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import assert_same_grads, assert_same_state, trio
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+class Drifting(nn.Module):
+    """Scales by a buffer that each call moves, so that gradients tell which values a call found."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Move the buffer, and use it."""
+        self.scale.mul_(0.5).add_(x.detach().mean(0).abs() + 0.1)
+        return self.layer(x).tanh() * self.scale.clone()  # type: ignore[no-any-return]
+
+
+def batch_norm() -> nn.Module:
+    """Its kernel moves the running means without a version."""
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=0.5), nn.Tanh())
+
+
+def spectral_norm() -> nn.Module:
+    """The old kind, whose vectors are buffers that each call moves."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 3)), nn.Tanh())
+
+
+def remade() -> nn.Module:
+    """Beside a parametrized layer, for which the replica makes its module anew where a tensor is to be another."""
+    return nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)), Drifting())
+
+
+class Checkpointed(nn.Module):
+    """Runs its block again in backward; by a method of its own too, so that no module's call tells of it."""
+
+    def __init__(self, block: nn.Module, reentrant: bool, bare: bool = False) -> None:
+        super().__init__()
+        self.block, self.reentrant, self.bare = block, reentrant, bare
+        self.last = nn.Linear(3, 2)
+
+    def again(self, x: Tensor) -> Tensor:
+        """The block's forward, called as a function."""
+        return type(self.block).forward(self.block, x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A layer behind the block."""
+        run = self.again if self.bare else self.block
+        return self.last(checkpoint(run, x, use_reentrant=self.reentrant))  # type: ignore[no-any-return]
+
+
+def steps(model: nn.Module, order: tuple[int, ...], joint: bool = False) -> list[Tensor]:
+    """Forwards, and then their backwards in some order; the gradients of what went in."""
+    numbers = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(6, 3, generator=numbers).requires_grad_() for _ in order]
+    losses = [model(x).square().sum() for x in inputs]
+    if joint:
+        sum(losses).backward()
+    for i in () if joint else order:
+        losses[i].backward()
+    return [x.grad for x in inputs]  # type: ignore[misc]
+
+
+def compare(net: nn.Module, devices: int, use: Callable[[nn.Module], Any]) -> None:
+    """The same program with ours and upstream's, twice."""
+    ours, theirs, _ = trio(net, devices)
+    for _ in range(2):
+        for found, expected in zip(use(ours), use(theirs), strict=True):
+            torch.testing.assert_close(found, expected)
+        assert_same_grads(ours, theirs)
+        assert_same_state(ours, theirs)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (1, 2, 0)], ids=str)
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("make", [batch_norm, spectral_norm, Drifting, remade])
+def test_B10_forwards_before_backwards(
+    make: Callable[[], nn.Module], devices: int, reentrant: bool, order: tuple[int, ...]
+) -> None:
+    """Chunk 0 finds the master's buffers of today, another chunk those that its own forward left."""
+    compare(Checkpointed(make(), reentrant), devices, lambda model: steps(model, order))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("make", [batch_norm, spectral_norm, Drifting, remade])
+def test_B10_two_forwards_and_one_backward(make: Callable[[], nn.Module], reentrant: bool) -> None:
+    """On one device the last call is the first to be run again."""
+    compare(Checkpointed(make(), reentrant), 1, lambda model: steps(model, (0, 1), joint=True))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_B10_a_function_runs_again(devices: int, reentrant: bool) -> None:
+    """What runs again need not be a module: a method finds the same buffers, and what it writes is kept."""
+    compare(Checkpointed(Drifting(), reentrant, bare=True), devices, lambda model: steps(model, (1, 0)))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_B10_a_forward_without_gradients_between(devices: int, reentrant: bool) -> None:
+    """A validation batch between a forward and its backward."""
+
+    def use(model: nn.Module) -> list[Tensor]:
+        numbers = torch.Generator().manual_seed(1)
+        x = torch.randn(6, 3, generator=numbers).requires_grad_()
+        loss = model(x).square().sum()
+        with torch.no_grad():
+            other = model(torch.randn(6, 3, generator=numbers))
+        loss.backward()
+        return [x.grad, other]  # type: ignore[list-item]
+
+    compare(Checkpointed(Drifting(), reentrant), devices, use)
