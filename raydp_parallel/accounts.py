@@ -42,8 +42,6 @@ class Account:
     chunk_rows: int = 0
     traffic: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Bytes by link and direction."""
-    answer: dict[str, int] = field(default_factory=dict)
-    """Bytes of the last answer, by method."""
 
     def add(self, other: Account) -> None:
         """Take over what was done for another model."""

@@ -23,11 +23,14 @@ import torch
 from ray._private import worker
 from ray._private.worker import global_worker
 
-from raydp_parallel import devices, dial, line, outcome, sources
+from raydp_parallel import devices, dial, forks, line, outcome, sources
 from raydp_parallel.errors import ReplicaError
 from raydp_parallel.exchange import Host, Join
+from raydp_parallel.frames import LineCut
 from raydp_parallel.links import (
     Arena,
+    Delivered,
+    Deliveries,
     Descriptor,
     Found,
     Ledger,
@@ -49,8 +52,19 @@ from raydp_parallel.wire import pack, unpack
 log = logging.getLogger("raydp_parallel")
 
 
+_PATIENCE = 600.0
+"""Seconds in which Ray has to bring what lies in its object store."""
+
+
 class Door:
     """A replica behind messages: bytes and packets in, bytes and packets out.
+
+    [Note: one way]
+    Its calls come over a line or by Ray, all of them, until the line breaks and no other can be had.
+    So one thread computes, that of the line or Ray's. OpenMP gives each thread that computes helpers
+    of its own; where they are more than the cores, GCC's wait asleep for each operation, which then
+    takes up to twice the time. What else runs in Ray's thread sends away the helpers that it may have
+    needed. What an earlier line had brought before it broke is not done any more.
 
     Args:
         device: Name of the torch device.
@@ -63,28 +77,44 @@ class Door:
         self._replica = Replica(self._device)
         self._span = span
         self._link = link
-        self._turns = line.Turnstile()
+        self._working = threading.Lock()
+        self._caller: object = None
+        self._deliveries = Deliveries()
         self._mappings = Mappings(devices.pinner(self._device))
         self._ledger = Ledger()
         self._followed = 0
         self._device_arena: devices.DeviceArena | None = None
         self._spoiled = False
+        forks.tell_child(self)
 
-    def forward(self, number: int, header: bytes, *beside: Any) -> Any:
-        """Run one chunk."""
-        return plain(self._answer(self._replica.forward, number, header, beside, self._span))
+    def after_fork(self) -> None:
+        """A child that a call forked leaves this as if it had been the one that was called."""
+        self._working = threading.Lock()
 
-    def backward(self, number: int, header: bytes, *beside: Any) -> Any:
+    def forward(self, ended: bytes, header: bytes, *beside: Any) -> Any:
+        """Run one chunk.
+
+        Args:
+            ended: The word which leases of this process's memory ended.
+            header: The message.
+            beside: Its packets.
+
+        Returns:
+            The word which leases of the caller's memory ended, the message of the answer, and its packets.
+        """
+        return Door._answer_task(self, self._replica.forward, ended, header, beside, self._span)
+
+    def backward(self, ended: bytes, header: bytes, *beside: Any) -> Any:
         """Differentiate one chunk's graph."""
-        return plain(self._answer(self._replica.backward, number, header, beside, self._span))
+        return Door._answer_task(self, self._replica.backward, ended, header, beside, self._span)
 
-    def forget(self, number: int, header: bytes) -> Any:
+    def forget(self, ended: bytes, header: bytes) -> Any:
         """Free what the driver no longer needs. Answers how many models and graphs are left."""
-        return plain(self._answer(self._forget, number, header, ()))
+        return Door._answer_task(self, self._forget, ended, header)
 
-    def group(self, number: int, header: bytes) -> Any:
+    def group(self, ended: bytes, header: bytes) -> Any:
         """Host a store for groups of replicas, or become a member of one."""
-        return plain(self._answer(self._group, number, header, ()))
+        return Door._answer_task(self, self._group, ended, header)
 
     def _group(self, what: Host | Join, _mail: Mail, _back: Mail) -> Any:
         groups = self._replica.groups
@@ -124,6 +154,7 @@ class Door:
         session = Path(_global_node().get_session_dir_path()).name
         if sources.unpack(package, sources.place(session)):
             self._replica.import_anew()
+        devices.rest()
 
     def share(self, probe: Descriptor, shown: bytes) -> tuple[Descriptor, bytes] | None:
         """See whether memory of the driver can be read here.
@@ -172,33 +203,33 @@ class Door:
         """Both can open the other's memory: answer through it from now on."""
         self._link = devices.DeviceLink(self._link, self._device_arena)
 
-    def skip_to(self, number: int) -> None:
-        """Wait for no call before ``number`` any more: they were lost on the way."""
-        self._turns.skip_to(number)
+    def deliver(self, number: int, buffer: Any) -> None:
+        """Keep what Ray's object store has for a message that comes over the line."""
+        self._deliveries.arrive(number, buffer)
 
-    def open_line(self, number: int, held: dict[int, int], near: bool) -> tuple[str, dict[int, int]] | None:
-        """Start to listen for a direct line.
+    def open_line(self, held: dict[int, int], near: bool) -> tuple[str, dict[int, int]] | None:
+        """Start to listen for a direct line, once the call that runs has ended. Those on an earlier line are lost.
 
         Args:
-            number: The first call that will come over it. Earlier ones that did not arrive are lost.
             held: What the driver uses of this process's memory.
             near: Whether the driver is on this machine.
 
         Returns:
             Where to call, and what is used here of the driver's memory; None if there is no such thing here.
         """
-        self._turns.skip_to(number)
         found = dial.listen(None if near else self._address())
-        if found is None:
-            return None
-        address, listener = found
-        self._ledger.settle(held)
-        devices.start_thread(lambda: self._serve(listener), _LINE)
-        return address, self._mappings.held()
+        with self._working:
+            caller = self._caller = object()
+            if found is None:
+                return None
+            address, listener = found
+            self._ledger.settle(held)
+            devices.start_thread(lambda: self._serve(caller, listener), _LINE)
+            return address, self._mappings.held()
 
-    def _serve(self, listener: Any) -> None:
+    def _serve(self, caller: object, listener: Any) -> None:
         # Ray wraps an actor's own methods, for tracing; those of this class it leaves alone.
-        line.serve(listener, functools.partial(Door._answer_line, self), self._follow)
+        line.serve(listener, functools.partial(Door._answer_line, self, caller), self._follow)
 
     def _follow(self, driver: int) -> None:
         """End with the driver, however it ends. Ray takes seconds to notice that one was killed."""
@@ -207,45 +238,60 @@ class Door:
                 self._followed = os.pidfd_open(driver)
                 threading.Thread(target=_end_with, args=(self._followed,), name="raydp-driver", daemon=True).start()
 
-    def _answer_line(self, number: int, buffers: list[Any]) -> Sequence[Any]:
+    def _answer_line(self, caller: object, _number: int, buffers: list[Any]) -> Sequence[Any]:
         """Answer a call that came over the line: leases that ended; method; header; packets."""
         ended, method, header, *beside = buffers
+        work = (self._replica.forward, self._replica.backward, self._forget, self._group)[method[0]]
+        with self._working:
+            if self._caller is not caller:
+                raise LineCut("the driver calls by another way now")
+            return Door._lend_answer(self, work, ended, header, beside)
+
+    def _answer_task(
+        self, work: Work, ended: bytes, header: bytes, beside: Sequence[Any] = (), span: OpenSpan = unseen
+    ) -> Sequence[Any]:
+        """Answer a call that Ray carries. Of memory that is lent it carries the descriptors alone."""
+        with self._working:
+            self._caller = None
+            answer = Door._lend_answer(self, work, ended, header, beside, span)
+            return tuple([part.descriptor if isinstance(part, Slice) else part for part in answer])
+
+    def _lend_answer(
+        self, work: Work, ended: Any, header: Any, beside: Sequence[Any], span: OpenSpan = unseen
+    ) -> Sequence[Any]:
+        """Answer a call. Both messages have in front which leases of the other's memory have ended."""
         if not isinstance(ended, MemoryError):
             take_back(ended, self._ledger)
-        work = (self._replica.forward, self._replica.backward, self._forget, self._group)[method[0]]
-        answer = Door._answer(self, work, number, header, beside)
+        answer = Door._answer(self, work, header, beside, span)
         answer = answer if isinstance(answer, tuple) else (answer,)
         for part in answer:
             if isinstance(part, Slice):
                 self._ledger.lend(part)
         return give_back(self._mappings), *answer
 
-    def _answer(
-        self,
-        work: Callable[[Any, Mail, Mail], Any],
-        number: int,
-        header: Any,
-        beside: Sequence[Any],
-        span: OpenSpan = unseen,
-    ) -> Any:
-        """Do one call's work, in its turn; whatever goes wrong is an answer too, and no death."""
+    def _packet(self, found: Any) -> Any:
+        """A packet, of what came in its place."""
+        if isinstance(found, Descriptor):
+            return self._mappings.find(found)
+        return self._deliveries.take(found, _PATIENCE) if isinstance(found, Delivered) else found
+
+    def _answer(self, work: Work, header: Any, beside: Sequence[Any], span: OpenSpan = unseen) -> Any:
+        """Do one call's work; whatever goes wrong is an answer too, and no death."""
         back, process = Mail(self._link), os.getpid()
         try:
-            with self._turns.take(number):
-                if self._spoiled:
-                    self._end()
-                self._replica.span = span
-                if beside:
-                    beside = [self._mappings.find(b) if isinstance(b, Descriptor) else b for b in beside]
-                check_read(header, *beside)
-                asked = unpack(bytes(header))
-                if getattr(asked, "by_host", False):
-                    back.link = devices.by_host(self._link)
-                reply = work(asked, Mail(self._link, beside), back)
-                self._check_process(process, None)
-                if isinstance(reply, Reply) and reply.failure is not None:
-                    self._spoiled = devices.spoiled(self._device)
-                return seal(reply, back)
+            if self._spoiled:
+                self._end()
+            self._replica.span = span
+            beside = [*map(self._packet, beside)]
+            check_read(header, *beside)
+            asked = unpack(bytes(header))
+            if getattr(asked, "by_host", False):
+                back.link = devices.by_host(self._link)
+            reply = work(asked, Mail(self._link, beside), back)
+            self._check_process(process, None)
+            if isinstance(reply, Reply) and reply.failure is not None:
+                self._spoiled = devices.spoiled(self._device)
+            return seal(reply, back)
         except BaseException as error:
             self._check_process(process, error)
             self._spoiled = devices.spoiled(self._device)
@@ -264,6 +310,9 @@ class Door:
     def _end(self) -> None:
         """The device works no more, which was told with the last answer: an actor ends, for another to take over."""
 
+
+Work = Callable[[Any, Mail, Mail], Any]
+"""What a call is answered by: it takes the message, its packets, and what those of the answer are put into."""
 
 _LINE = "raydp-line"
 
@@ -307,13 +356,6 @@ def take_back(word: Any, ledger: Ledger) -> None:
     numbers = iter(array.array("Q", bytes(word)))
     for lease, times in zip(numbers, numbers, strict=True):
         ledger.returned(lease, times)
-
-
-def plain(answer: Any) -> Any:
-    """An answer that Ray carries. What lies in segments is copied: Ray reads it later, when another call has them."""
-    if not isinstance(answer, tuple):
-        return answer
-    return tuple([part.array.copy() if isinstance(part, Slice) else part for part in answer])
 
 
 def seal(message: Any, mail: Mail) -> Any:
@@ -366,6 +408,10 @@ _aside: Any = ray.method(enable_task_events=False, concurrency_group="aside")
 """What does not wait for the call that runs. All others keep to one thread, and to the order in which they come."""
 
 
+_listed: Any = ray.method(concurrency_group="aside")
+"""The same, and it shows among a replica's tasks."""
+
+
 @ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"aside": 1})  # type: ignore[call-overload]
 class ReplicaActor(Door):
     """The door as a Ray actor.
@@ -385,10 +431,14 @@ class ReplicaActor(Door):
         given = [*map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))]
         super().__init__(devices.take_given(device, given), link_for(link), _task_span)
         self._rank = rank
+        devices.rest()
 
     def __repr__(self) -> str:
         device = f"{self._device}" if devices.is_cpu(self._device) else f"{self._device} = GPU {_gpu()}"
         return f"Replica({self._rank}@{device}, node {_node()[:8]})"
+
+    def work(self) -> None:
+        """Nothing: the name of the task says what is done here. See `summaries`."""
 
     def note(self, text: str) -> None:
         """Enter a line into the log."""
@@ -413,6 +463,7 @@ class ReplicaActor(Door):
         log.warning("the GPU works no more in this process, which therefore ends; the error before says why")
         os._exit(1)
 
+    work = _listed(work)
     note = _quiet(note)
     versions = _quiet(Door.versions)
     hello = _quiet(Door.hello)
@@ -421,9 +472,9 @@ class ReplicaActor(Door):
     learn = _quiet(Door.learn)
     group = _quiet(Door.group)
     leave = _aside(Door.leave)
+    deliver = _aside(Door.deliver)
     share = _quiet(Door.share)
     start_sharing = _quiet(Door.start_sharing)
     share_device = _aside(Door.share_device)  # should it hang, calls go on
     start_device = _quiet(Door.start_device)
-    skip_to = _quiet(Door.skip_to)
     open_line = _quiet(Door.open_line)

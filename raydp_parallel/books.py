@@ -31,9 +31,6 @@ from raydp_parallel.seats import Seat
 _SHOWN = 48
 """Calls that are kept as they happened, for pictures."""
 
-_LARGE = 8 << 20
-"""Bytes of an answer above which a call is not shown."""
-
 _NOTES = 64
 """Notes that wait to be entered, together, while replicas work."""
 
@@ -63,18 +60,14 @@ class Books:
         self.calls: deque[CallSpan] = deque(maxlen=_SHOWN)
         self.events: deque[tuple[float, str]] = deque(maxlen=50)
         self.changes: Counter[str] = Counter()
-        self.shown = True
         self.span: OpenSpan = unseen
-        """Opens a span of the driver in `ray timeline`."""
+        """Opens a span of the driver in `ray timeline`, where calls are tasks there."""
         self.traced: list[CallSpan] | None = None
         """Calls that somebody wants to write down; he takes them away."""
         self.under_way: set[Run] = set()
-        self._last_shown = False
         self._lock = threading.Lock()
         self._notes: deque[Round | Run | State | Reducing] = deque()
         self._numbers = {"forward": 0, "backward": 0}
-        self._began = time.perf_counter()
-        self._next_shown: dict[str, float] = {}
         forks.tell_child(self)
 
     def after_fork(self) -> None:
@@ -101,8 +94,7 @@ class Books:
         """A run begins."""
         method = jobs[0].method if jobs else "forward"
         number = self._numbers[method] = self._numbers[method] + 1
-        shown = self._last_shown = self._shows(method, jobs)
-        run = Run(jobs, number, shown, self.accounts.same, self._notes.append, self.span)
+        run = Run(jobs, number, self.accounts.same, self._notes.append, self.span)
         self.under_way.add(run)
         return run
 
@@ -136,26 +128,6 @@ class Books:
                 self._enter_reducing(note)
         return gone
 
-    def _shows(self, method: str, jobs: Sequence[Job]) -> bool:
-        """Whether this run is one of those that Ray's dashboard gets to see.
-
-        [Note: calls that are shown]
-        A call over a direct line is no Ray task. So that the dashboard has a task list and a timeline, now and then a
-        call goes as a task, under a name with its number: at first each second, later after a fifth of the time that
-        has passed. Not more often, and no others with their number, because Ray labels a metric with each task's name
-        and never forgets it: a name costs 11 series. Not those with large answers, which the line carries faster,
-        and not those of GPUs (`RemoteDoor.on_gpu`).
-        """
-        now = time.perf_counter()
-        if not self.shown or now < self._next_shown.get(method, 0.0):
-            return False
-        self.enter()
-        known = [self.accounts.get((job.seat.index, self.accounts.number(job.model))) for job in jobs]
-        if any(account is not None and account.answer.get(method, 0) > _LARGE for account in known):
-            return False
-        self._next_shown[method] = now + max(1.0, (now - self._began) / 5)
-        return True
-
     def account(self, seat: Seat, model: int) -> Account:
         """What a replica did for a model."""
         self.enter()
@@ -168,8 +140,7 @@ class Books:
 
     def reducing(self, seats: Sequence[Seat]) -> Reducing:
         """The driver sums the gradients of some replicas, which have nothing to do meanwhile."""
-        span = self.span("reduce") if self._last_shown else None
-        return Reducing(seats, self._numbers["backward"], self._notes.append, span)
+        return Reducing(seats, self._numbers["backward"], self._notes.append, self.span("reduce"))
 
     def state(self, seat: Seat, model: int, sent: int, size: int) -> None:
         """So much of a model's state went to a replica, out of so much."""
@@ -310,7 +281,6 @@ def _enter_answer(account: Account, tally: Tally, one: Sent, told: Told) -> None
     else:
         tally.backward_seconds += told.seconds
     tally.bytes_out += told.size
-    account.answer[one.method] = told.size
     travelled(account, told.ways, told.size, "out")
     if told.among:
         account.traffic["collective", "among"] += told.among

@@ -37,25 +37,20 @@ class Task(NamedTuple):
 
     Attributes:
         method: What is called.
-        number: Which of the calls of its kind it belongs to.
         chunk: Which of the call's chunks it is, from 1.
         chunks: How many there are.
-        shown: Whether it is to be a Ray task even where there is a faster way.
         again: Whether it makes a lost graph again.
     """
 
     method: str
-    number: int
     chunk: int
     chunks: int
-    shown: bool = False
     again: bool = False
 
     @property
     def name(self) -> str:
-        """Its name there, if it is a Ray task."""
-        number = f" #{self.number}" if self.shown else ""
-        return f"{self.method}{number} {'again ' if self.again else ''}chunk {self.chunk}/{self.chunks}"
+        """Its name there, if it is a Ray task. Few, because Ray labels metrics with them and keeps each for ever."""
+        return f"{self.method} {'again ' if self.again else ''}chunk {self.chunk}/{self.chunks}"
 
 
 Heard = Callable[[int, Any], None]
@@ -107,6 +102,9 @@ class Crew(Protocol):
 
     def leave(self, door: Any, groups: Sequence[str]) -> None:
         """Let a replica leave groups of replicas at once, also while a call of it waits for others in one."""
+
+    def show(self, door: Any, text: str) -> None:
+        """Let the dashboard list a text among what a replica does, where its calls are not listed."""
 
     def note(self, door: Any, text: str) -> None:
         """Enter a line into a replica's own log, which the dashboard shows on its page."""

@@ -223,6 +223,12 @@ class Executor:
         """Count one trip back."""
         self._roster.totals.backwards += 1
 
+    def show_work(self, replica: int, text: str) -> None:
+        """Let Ray's dashboard say what a replica, by its number, is doing."""
+        for seat in [*self._roster.seats.values()]:  # the reporter's thread: another may be seating a replica
+            if seat.index == replica and seat.ready:
+                self._roster.crew.show(seat.door, text)
+
     def flush(self) -> list[tuple[int, int]]:
         """Tell the replicas now what the driver let go of; returns how many models and graphs each still holds."""
         with self._roster.lock:

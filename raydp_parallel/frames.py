@@ -2,7 +2,7 @@
 
 A frame: how many buffers, the call's number, the size of what follows in one piece: each buffer's length, and the small
 buffers; then the large ones. Of a buffer in shared memory only the descriptor travels, which its length says in its
-highest bit.
+highest bit; of one that Ray brings its number, which the next bit says.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from raydp_parallel.links import Descriptor, Exposed, Slice
+from raydp_parallel.links import Delivered, Descriptor, Exposed, Slice
 
 _HEAD = struct.Struct("<IQQ")
 _LENGTH = 8
 _LARGE = 1 << 16
 _SHARED = 1 << 63
+_DELIVERED = 1 << 62
+_NUMBER = struct.Struct("<Q")
 
 QUIETLY = getattr(socket, "MSG_NOSIGNAL", 0)
 """A program may have given SIGPIPE its default back: to send to a process that died would end it."""
@@ -45,6 +47,8 @@ def write_frame(connection: socket.socket, number: int, buffers: Sequence[Any]) 
             data: Any = buffer
         elif isinstance(buffer, (Slice, Exposed)):
             data, flag = pickle.dumps(tuple(buffer.descriptor)), _SHARED
+        elif isinstance(buffer, Delivered):
+            data, flag = _NUMBER.pack(buffer.number), _DELIVERED
         else:
             data = memoryview(buffer).cast("B")
         size = len(data)
@@ -59,11 +63,13 @@ def write_frame(connection: socket.socket, number: int, buffers: Sequence[Any]) 
 
 def size_of(buffers: Sequence[Any]) -> int:
     """Bytes of a frame that lie in it, and not in shared memory."""
-    return sum(0 if isinstance(buffer, (Slice, Exposed)) else memoryview(buffer).nbytes for buffer in buffers)
+    return sum(memoryview(b).nbytes for b in buffers if not isinstance(b, (Slice, Exposed, Delivered)))
 
 
 def read_frame(connection: socket.socket) -> tuple[int, list[Any]]:
-    """Wait for a frame: its number, and its buffers: bytes, arrays if they are large, descriptors of shared memory.
+    """Wait for a frame: its number, and its buffers.
+
+    These are bytes, arrays if they are large, descriptors of shared memory, and numbers of what Ray brings.
 
     Where there is no memory for a buffer, the `MemoryError` stands in its place: the frame is read to its end, and the
     next one is found.
@@ -73,14 +79,21 @@ def read_frame(connection: socket.socket) -> tuple[int, list[Any]]:
     at = count * _LENGTH
     buffers: list[Any] = []
     for length in struct.unpack_from(f"<{count}Q", body):
-        plain = length & ~_SHARED
+        plain = length & ~(_SHARED | _DELIVERED)
         if plain > _LARGE:
             buffers.append(_read_array(connection, plain))
             continue
         found = body[at : at + plain]
         at += plain
-        buffers.append(Descriptor(*pickle.loads(found)) if length & _SHARED else found)
+        buffers.append(_described(found, length))
     return number, buffers
+
+
+def _described(found: bytes, length: int) -> bytes | Descriptor | Delivered:
+    """A small buffer, or what the two bits of its length say that it stands for."""
+    if length & _SHARED:
+        return Descriptor(*pickle.loads(found))
+    return Delivered(*_NUMBER.unpack(found)) if length & _DELIVERED else found
 
 
 def _read(connection: socket.socket, size: int) -> bytes:

@@ -1,9 +1,16 @@
 """A direct line between the driver and a replica: a socket instead of a Ray call.
 
 A Ray call of two actors takes 1 ms however little it carries, and a step pays two; the same trip over sockets takes a
-fifth (`benchmarks/step_latency.py`). And a Ray call takes what is larger than 100 KB through the object store, which to
-another machine costs 7 ms and more. Messages that Ray has to carry, because their bytes lie in its object store, still
-go by Ray; numbers keep the order between the two ways.
+fifth (`benchmarks/step_latency.py`). And a Ray call takes what is larger than 100 KB through the object
+store, which to another machine costs 7 ms and more. A replica that has a line gets all its calls
+over it. What lies in the object store, once for all replicas of a node, Ray brings beside the line
+(`links.Delivered`).
+
+[Note: calls that wait]
+The replica reads nothing while it computes, nor while it sends an answer that is not taken. A thread
+that sent it more than the socket holds would wait for it, with locks in hand. So a call that does not
+fit beside those that are not answered yet waits in `Line`, and so do those behind it; they are sent by
+the thread that reads the answers, one by one.
 """
 
 from __future__ import annotations
@@ -16,6 +23,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -65,6 +73,9 @@ class Line:
         self._state = threading.Lock()
         self._changed = threading.Condition(self._state)
         self._reader: object = None
+        # Taken before that one, and held while something is sent: calls go in the order in which they were made.
+        self._sending = threading.Lock()
+        self._held: deque[tuple[int, Sequence[Any]]] = deque()
         self._owed: dict[int, int] = {}
         self._waiting: set[int] = set()
         self._arrived: dict[int, list[Any]] = {}
@@ -93,7 +104,7 @@ class Line:
 
     def after_fork(self) -> None:
         """The socket is closed already, and not shut down: it is the parent's as well."""
-        self._ending, self._state = threading.Lock(), threading.Lock()
+        self._ending, self._state, self._sending = (threading.Lock() for _ in range(3))
         self._changed = threading.Condition(self._state)
         self._reader = None
 
@@ -113,10 +124,20 @@ class Line:
         return self._sends and self._reads
 
     def send(self, number: int, buffers: Sequence[Any]) -> None:
-        """Send a call; its answer comes under the same number."""
-        with self._state:
-            self._owed[number] = size_of(buffers)
-            self._waiting.add(number)
+        """Send a call, or keep it back until it fits; its answer comes under the same number."""
+        size = size_of(buffers)
+        if self._owed and not self._fits(size) and not self._owed.keys() <= self._waiting:
+            self.look(())  # nobody waits for some of what is owed; it may have come
+        with self._sending:
+            with self._state:
+                self._waiting.add(number)
+                if self._held or not self._fits(size):
+                    self._held.append((number, buffers))
+                    return
+                self._owed[number] = size
+            self._write(number, buffers)
+
+    def _write(self, number: int, buffers: Sequence[Any]) -> None:
         try:
             write_frame(self._socket, number, buffers)
         except OSError as error:
@@ -127,20 +148,25 @@ class Line:
             self._sends = False
             raise
 
-    def takes(self, size: int) -> bool:
-        """Whether so many bytes can be sent now.
+    def _fits(self, size: int) -> bool:
+        """Whether the socket takes so many bytes now. What nothing waits for any more is owed all the same."""
+        return not self._owed or size + sum([*self._owed.values()]) <= _ROOM
 
-        The replica may be in the midst of an answer, and reads nothing before that is taken. What is owed counts also
-        where nothing waits for it any more.
-        """
-        if not self._owed:
-            return True
-        with self._state:
-            given_up = not self._owed.keys() <= self._waiting
-        if given_up:
-            self.look(())
-        with self._state:
-            return not self._owed or size + sum(self._owed.values()) <= _ROOM
+    @property
+    def holds_back(self) -> bool:
+        """Whether calls wait here to be sent, until somebody reads what comes before."""
+        return bool(self._held)
+
+    def _send_held(self) -> None:
+        """Send what fits now, after an answer was read."""
+        while self._held:
+            with self._sending:
+                with self._state:
+                    if not (self._sends and self._held and self._fits(size_of(self._held[0][1]))):
+                        return
+                    number, buffers = self._held.popleft()
+                    self._owed[number] = size_of(buffers)
+                self._write(number, buffers)
 
     def receive(self, number: int, timeout: float | None) -> list[Any]:
         """The answer to a call.
@@ -209,6 +235,7 @@ class Line:
             raise
         if not wanted:  # the answer to a call that was given up
             self._unread(buffers)
+        self._send_held()
 
     def _why(self) -> Exception:
         """What to raise where nothing can be read any more."""
@@ -310,57 +337,3 @@ def _pulse(connection: socket.socket) -> Iterator[None]:
         yield
     finally:
         held.let_go()
-
-
-class Turnstile:
-    """Lets calls through one at a time, in the order of their numbers, whichever way they come."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._next = 0
-        self._taken = False
-        forks.tell_child(self)
-
-    def after_fork(self) -> None:
-        """A child that a call forked leaves this as if it had been the one that was called."""
-        self._changed = threading.Condition()
-
-    def take(self, number: int) -> _Turn:
-        """Wait for one's turn, and hold it for the block."""
-        return _Turn(self, number)
-
-    def enter(self, number: int) -> None:
-        """Wait for a turn, and take it."""
-        with self._changed:
-            if self._next != number or self._taken:
-                self._changed.wait_for(lambda: self._next >= number and not self._taken)
-            if self._next > number:
-                raise LookupError(f"call {number} came after its time")
-            self._taken = True
-
-    def leave(self, number: int) -> None:
-        """The turn is over."""
-        with self._changed:
-            self._next, self._taken = number + 1, False
-            self._changed.notify_all()
-
-    def skip_to(self, number: int) -> None:
-        """Wait for no call before ``number`` any more, once the one that runs has ended."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._taken)
-            self._next = max(self._next, number)
-            self._changed.notify_all()
-
-
-class _Turn:
-    """A turn, held for a block. Not a generator, which takes longer."""
-
-    def __init__(self, stile: Turnstile, number: int) -> None:
-        self._stile = stile
-        self._number = number
-
-    def __enter__(self) -> None:
-        self._stile.enter(self._number)
-
-    def __exit__(self, *_: object) -> None:
-        self._stile.leave(self._number)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -28,12 +27,12 @@ class LocalDoor:
 
     def __init__(self, link: Link) -> None:
         self._door = Door("cpu", link)
-        self._numbers = itertools.count()
 
     def call(self, method: str, header: bytes, beside: Any) -> Any:
         """Call a method of the door, and leave the driver's generators and settings as they were."""
         with _isolated():
-            return getattr(self._door, method)(next(self._numbers), header, *beside)
+            _, *answer = getattr(self._door, method)(b"", header, *beside)
+            return tuple(answer) if len(answer) > 1 else answer[0]
 
 
 @contextlib.contextmanager
@@ -102,6 +101,9 @@ class LocalCrew:
 
     def leave(self, door: Any, groups: Sequence[str]) -> None:
         """One process is no group."""
+
+    def show(self, door: Any, text: str) -> None:
+        """No dashboard knows it."""
 
     def note(self, door: Any, text: str) -> None:
         """It has no log of its own."""

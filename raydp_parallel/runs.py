@@ -101,7 +101,6 @@ class Run:
     Args:
         jobs: What is run.
         number: Which run of its kind it is.
-        shown: Whether Ray's dashboard gets to see it.
         models: The numbers of models that have others in accounts.
         note: Takes a note.
         span: Opens a span of the driver in `ray timeline`.
@@ -115,7 +114,6 @@ class Run:
         self,
         jobs: Sequence[Job],
         number: int,
-        shown: bool,
         models: dict[int, int],
         note: Callable[[Any], None],
         span: OpenSpan,
@@ -127,7 +125,6 @@ class Run:
         self._span = span
         self.method = jobs[0].method if jobs else ""
         self.number = number
-        self.shown = shown
         self.sent: list[Sent] = []
         self.rounds: list[Round] = []
 
@@ -144,13 +141,13 @@ class Run:
         model = self._models.get(job.model, job.model)
         went = ways(mail.beside, size) if mail.beside else None
         self.sent.append(Sent(number, seat, time.perf_counter(), method, not again, model, job.rows, size, went))
-        return Task(method, self.number, number + 1, len(self._jobs), self.shown, bool(again))
+        return Task(method, number + 1, len(self._jobs), bool(again))
 
     def wait(self, collect: Callable[[Any], T], pending: Any) -> T:
         """Wait for all calls, in a range of torch's profiler."""
         self._checked = time.perf_counter()
         with _range(f"raydp_parallel.{self.method}: replicas"):
-            span = self._span("wait") if self.shown else None
+            span = self._span("wait")
             if span is None:
                 return collect(pending)
             with span:

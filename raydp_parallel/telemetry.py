@@ -25,6 +25,7 @@ from raydp_parallel.errors import ClusterError
 from raydp_parallel.measures import LABELS, MEASURES, Kind, News
 from raydp_parallel.reporter import Report, Reporter, Sink
 from raydp_parallel.status import Driver, entry
+from raydp_parallel.summaries import Summaries
 from raydp_parallel.trace import TraceFile
 
 try:
@@ -38,7 +39,7 @@ _NAMESPACE = b"raydp_parallel"
 def watch(executor: Any) -> Reporter | None:
     """Report on an executor as its options say, for as long as it lives."""
     options = executor.options
-    if not options.in_process:
+    if not (options.in_process or options.direct_line):
         executor.books.span = span
     sinks: list[Sink] = []
     if options.profile_dir is not None:
@@ -46,9 +47,16 @@ def watch(executor: Any) -> Reporter | None:
         executor.books.traced = []
     if options.metrics and not options.in_process:
         sinks += [Metrics(_addresses()), Post(executor.books.name), SlowGpu()]
+    known = weakref.ref(executor)
+
+    def show(replica: int, text: str) -> None:
+        if (found := known()) is not None:
+            found.show_work(replica, text)
+
+    if options.metrics and options.direct_line and not options.in_process:
+        sinks.append(Summaries(show))
     if not sinks:
         return None
-    known = weakref.ref(executor)
 
     def look(history: Any, last: bool) -> Report | None:
         found = known()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,9 +29,12 @@ from ray.util import state
 from torch import Tensor, nn
 
 import raydp_parallel
-from raydp_parallel import DataParallel, Options, command, grafana, status, telemetry
+from raydp_parallel import DataParallel, Executor, Options, command, grafana, status, telemetry
 
 ROWS, STEPS = 64, 150
+
+WORK = re.compile(r"work \d+ samples/s, forward \d+ %, backward \d+ %, idle \d+ %")
+"""What a replica's task says of its work."""
 
 OPEN_HISTORY = """
 const heads = [...document.querySelectorAll('*')].filter(e => e.textContent.trim() == 'Tasks History');
@@ -59,9 +63,13 @@ class Net(nn.Module):
 class Training:
     """A loop whose second replica can be slowed."""
 
-    def __init__(self) -> None:
+    def __init__(self, executor: Executor | None = None) -> None:
         self.net = Net()
-        self.model = DataParallel(self.net, ["cpu", "cpu"], options=Options(name="train"))
+        options = Options(name="train")
+        if executor is None:
+            self.model = DataParallel(self.net, ["cpu", "cpu"], options=options)
+        else:
+            self.model = DataParallel(self.net, executor=executor)
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
         self.x = torch.randn(ROWS, 128)
 
@@ -193,11 +201,11 @@ def look(folder: Path, url: str) -> None:
         tab.open(f"{url}/#/actors/{actor.actor_id}")
         tab.wait_for("Tasks History")
         tab.ask("POST", "/execute/sync", script=OPEN_HISTORY, args=[])
-        text = tab.wait_for("forward #1 chunk 2/2", "backward #1 chunk 2/2")
+        text = tab.wait_for("work ", " samples/s, forward ", " %, backward ", " %, idle ")
         tab.ask("POST", "/execute/sync", script=SHOW_HISTORY, args=[])
         time.sleep(0.5)  # the page scrolls smoothly
         tab.picture(folder / "actor.png")
-        print("the actor's page shows its phases;", "housekeeping" if "open_line" in text else "no housekeeping")
+        print("the actor's page shows its work;", "housekeeping" if "open_line" in text else "no housekeeping")
         report = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "report.html"
         command.main(["report", "--html", str(report), "--address", address])
         for mode in ("light", "dark"):
@@ -209,14 +217,41 @@ def look(folder: Path, url: str) -> None:
         print("the report is drawn")
 
 
+def said_by_all(training: Training) -> bool | None:
+    """Go on with the work, until the dashboard says of each replica what it does; None if it does not yet."""
+    training.steps(5)
+    tasks = state.list_tasks(address=ray.get_runtime_context().gcs_address, limit=1000)
+    working = {task.actor_id for task in tasks if WORK.fullmatch(task.name)}
+    return len(working) == 2 or None
+
+
 def history() -> None:
     """What Ray's own tools list."""
     address = ray.get_runtime_context().gcs_address
-    names = [task.name for task in state.list_tasks(address=address, limit=1000)]
-    housekeeping = [name for name in names if not name.startswith(("forward", "backward")) and "__init__" not in name]
-    print(f"tasks: {'forward #1 chunk 1/2' in names}, {'backward #1 chunk 2/2' in names}, others {housekeeping}")
-    spans = {event["cat"] for event in ray.timeline()}
-    print("timeline:", sorted(spans & {"adopt", "copy in", "forward", "backward", "copy out", "wait", "reduce"}))
+    tasks = state.list_tasks(address=address, limit=1000)
+    working = {task.actor_id for task in tasks if WORK.fullmatch(task.name)}
+    others = [task.name for task in tasks if not WORK.fullmatch(task.name) and "__init__" not in task.name]
+    print(f"tasks: {len(working)} replicas say what they do, others {others}")
+    print("timeline:", any(WORK.fullmatch(event["name"]) for event in ray.timeline()))
+
+
+def phases() -> None:
+    """What Ray's tools list where each call is a task."""
+    address = ray.get_runtime_context().gcs_address
+    with Executor(["cpu", "cpu"], options=Options(name="tasks", direct_line=False, metrics=False)) as executor:
+        training = Training(executor)
+        training.steps(3)
+        wanted = {f"{phase} chunk {chunk}/2" for phase in ("forward", "backward") for chunk in (1, 2)}
+
+        def listed() -> set[str] | None:
+            names = {task.name for task in state.list_tasks(address=address, limit=1000)}
+            return wanted if wanted <= names else None
+
+        found, _ = within(10, listed)
+        print(f"phases as tasks: {found == wanted}")
+        names = {"adopt", "copy in", "forward", "backward", "copy out", "wait", "reduce"}
+        spans, _ = within(10, lambda: names if names <= {event["cat"] for event in ray.timeline()} else None)
+        print(f"phases in the timeline: {spans == names}")
 
 
 def main(folder: Path) -> None:
@@ -242,11 +277,13 @@ def main(folder: Path) -> None:
         else:
             numbers(asked, training)
         straggler(asked, training)
+        within(10, lambda: said_by_all(training))
         history()
         if browser.missing():
             print(f"skipped: no {browser.missing()}")
         else:
             look(folder, f"http://{context.dashboard_url}")
+        phases()
         stats = training.model.executor.stats()
         raydp_parallel.shutdown()
         if asked is not None:

@@ -182,7 +182,7 @@ def test_what_runs_again_counts_once(clock: Time) -> None:
     clock.now += 2.0
     call.heard([told((101.6, 101.7, 101.8, 102.3, 102.4)), told((102.4, 102.5, 102.6, 103.1, 103.2))])
     kept.end(call)
-    assert names == ["forward #1 again chunk 2/2", "backward #1 chunk 2/2"]
+    assert names == ["forward again chunk 2/2", "backward chunk 2/2"]
     account = kept.account(seats[0], 1)
     assert (account.forwards, account.backwards) == (0, 2)
     assert account.busy == {"forward": 0.0, "backward": pytest.approx(1.6)}
@@ -246,41 +246,16 @@ def test_state_that_need_not_be_sent_is_counted(clock: Time) -> None:
     assert (found.state_sent, found.state_skipped) == (140, 260)
 
 
-def test_few_calls_are_shown(clock: Time) -> None:
-    """The first, one in a second at first, then after a fifth of the time that has passed; see the note."""
-    kept = Books("shown")
-    seats = sit(kept)
-    jobs = [Job(seat, "forward", lambda *_: None, 1) for seat in seats]
-    shown = []
-    for _ in range(36_000):
-        shown.append(kept.begin(jobs).shown)
-        clock.now += 0.1
-    assert shown[0]
-    assert 5 <= sum(shown[:60]) <= 7
-    assert 30 <= sum(shown) <= 60, "in an hour"
-
-
-def test_calls_with_large_answers_are_not_shown(clock: Time) -> None:
-    kept = Books("large")
-    (seat,) = sit(kept, 1)
-    job = Job(seat, "backward", lambda *_: None, 1)
-    deliver(kept, job, NO_MAIL, reply((0.0,) * 5)._replace(size=1 << 30), NO_MAIL)
-    clock.now += 3600.0
-    assert not kept.begin([job]).shown
-
-
 def test_names_of_tasks(clock: Time) -> None:
-    """With the call's number only where the call is shown, for Ray keeps every name it has seen."""
+    """Without the call's number, for Ray keeps every name it has seen."""
     kept = Books("names")
     seats = sit(kept)
     jobs = [Job(seat, "forward", lambda *_: None, 1) for seat in seats]
-    first, second = kept.begin(jobs), kept.begin(jobs)
-    assert [first.sends(i, seat, NO_MAIL).name for i, seat in enumerate(seats)] == [
-        "forward #1 chunk 1/2",
-        "forward #1 chunk 2/2",
-    ]
-    plain = second.sends(0, seats[0], NO_MAIL)
-    assert (plain.name, plain.shown) == ("forward chunk 1/2", False)
+    for run in (kept.begin(jobs), kept.begin(jobs)):
+        names = [run.sends(i, seat, NO_MAIL).name for i, seat in enumerate(seats)]
+        assert names == ["forward chunk 1/2", "forward chunk 2/2"]
+    again = kept.begin(jobs).sends(0, seats[0], NO_MAIL, "forward")
+    assert again.name == "forward again chunk 1/2"
 
 
 def test_executors_of_one_name_are_told_apart() -> None:

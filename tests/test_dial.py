@@ -182,7 +182,7 @@ def test_a_node_whose_address_is_not_its_own(monkeypatch: pytest.MonkeyPatch) ->
     """As in a container with forwarded ports: nobody can be called there, which is no error."""
     door = actor.Door("cpu", link_for("auto"))
     monkeypatch.setattr(door, "_address", lambda: "192.0.2.1")
-    assert dial.listen("192.0.2.1") is None and door.open_line(0, {}, False) is None
+    assert dial.listen("192.0.2.1") is None and door.open_line({}, False) is None
 
 
 OTHER_NAMESPACE = """
@@ -300,7 +300,7 @@ def test_where_ray_encrypts_there_are_none(value: str | None, wanted: bool, monk
     assert dial.far_lines() is wanted
     asked: list[bool] = []
 
-    def listen(_number: int, _held: dict[int, int], near: bool) -> None:
+    def listen(_held: dict[int, int], near: bool) -> None:
         asked.append(near)
 
     door = RemoteDoor(SimpleNamespace(open_line=SimpleNamespace(remote=listen)))
@@ -385,16 +385,14 @@ def nobody() -> str:
 def test_who_cannot_be_called_again_is_called_through_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     """After Ctrl-C in the midst of a frame, for one: it is not dead."""
     mute = Mute(monkeypatch, dies_after=99)
-    skipped: list[int] = []
     ref = ray.ObjectRef.from_random()
     mute.door.actor.open_line = SimpleNamespace(remote=lambda *_arguments: (nobody(), {}))
-    mute.door.actor.skip_to = SimpleNamespace(remote=skipped.append)
     mute.door.actor.forward = SimpleNamespace(remote=lambda *_arguments: ref)
     assert mute.door.line is not None
     mute.door.line._sends = False
     call = mute.door.submit("forward", b"", [])
     assert isinstance(call, Pending) and call.through_ray
-    assert mute.door.line is None and skipped == [0]
+    assert mute.door.line is None
     mute.silent.set()
 
 

@@ -593,9 +593,9 @@ def test_what_is_wanted_on_the_host_takes_no_detour(ends: Ends, monkeypatch: pyt
         return Reply(codec.encode(torch.arange(90000.0), back, "output")[0], None, (), None, 0.0, 1, back.size)
 
     monkeypatch.setattr(ends.door._replica, "forward", forward)
-    for number, by_host in enumerate((False, True)):
+    for by_host in (False, True):
         request = BackwardRequest(*[None] * 13, by_host=by_host)  # type: ignore[arg-type]
-        _, packet = ends.door._answer(forward, number, pack(request), ())
+        _, packet = ends.door._answer(forward, pack(request), ())
         assert isinstance(packet, ipc.DeviceSlice) != by_host
 
 
@@ -625,7 +625,7 @@ def test_who_cannot_open_it_gets_a_copy(fake: FakeGpu, ends: Ends) -> None:
     x = torch.randn(30000)
     lent = ends.link.send([devices.piece(x)], [0], x.nbytes)
     sent: list[Any] = []
-    line = SimpleNamespace(intact=True, takes=lambda _size: True, send=lambda _number, parts: sent.append(parts[3]))
+    line = SimpleNamespace(intact=True, send=lambda _number, parts: sent.append(parts[3]))
     for _ in range(2):
         ends.remote.line, ends.remote.shares = line, True  # type: ignore[assignment]
         ends.remote.submit("forward", b"", [lent])
@@ -633,11 +633,14 @@ def test_who_cannot_open_it_gets_a_copy(fake: FakeGpu, ends: Ends) -> None:
     assert sent[0] is sent[1]
     assert np.array_equal(sent[0].array[: x.nbytes].view(np.float32), x.numpy())
     assert len(ends.remote._ledger) == 1
-    carried: list[Any] = []  # by Ray, now and then
-    ends.remote.actor.forward = SimpleNamespace(remote=lambda _number, _header, *beside: carried.extend(beside))
-    ends.remote.shares_device, ends.remote.line = True, None
+    carried: list[Any] = []  # by Ray, which carries the descriptor
+    ends.remote.actor.forward = SimpleNamespace(remote=lambda _word, _header, *beside: carried.extend(beside))
+    ends.remote.line = None
     ends.remote.submit("forward", b"", [lent])
-    assert np.array_equal(carried[0].view(np.float32), x.numpy())
+    assert carried == [sent[0].descriptor]
+    ends.remote.shares = False
+    ends.remote.submit("forward", b"", [lent])
+    assert np.array_equal(carried[1].view(np.float32), x.numpy())
     with pytest.raises(OSError, match="has not agreed to open any"):
         over([lent], Mappings())[0].piece()
 

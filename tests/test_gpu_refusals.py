@@ -24,7 +24,7 @@ from raydp_parallel import cluster, devices, dial, executor, local
 from raydp_parallel.actor import METHODS, Door, unseal
 from raydp_parallel.cluster import RayCrew
 from raydp_parallel.cluster.answers import Pending
-from raydp_parallel.crew import Death, Task
+from raydp_parallel.crew import Death
 from raydp_parallel.devices import about, gpu, ipc
 from raydp_parallel.line import Line
 from raydp_parallel.links import Arena, Descriptor, InlineLink, Ledger, Mappings, Piece, link_for, shared_link
@@ -169,24 +169,6 @@ def test_cuda_that_does_not_start_is_an_error(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(RuntimeError, match="does not start"):  # CUDA counts the GPU, and cannot use it
         devices.take_given("gpu", ["1"])
-
-
-def test_calls_of_a_gpu_are_no_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With them Ray would carry the weights through its object store, and the module would run in another thread."""
-    tasks, calls = [], []
-    actor = SimpleNamespace(forward=SimpleNamespace())
-    actor.forward = SimpleNamespace(options=lambda name: actor.forward, remote=lambda *_: tasks.append("task"))
-    door = cluster.RemoteDoor(actor)
-    line: Any = SimpleNamespace(intact=True, near=True, takes=lambda _size: True, send=lambda *_: calls.append("call"))
-    door.line, door.shares = line, True
-    task = Task("forward", 1, 1, 1, True)
-    for on_gpu in (False, True):
-        door.on_gpu = on_gpu
-        assert isinstance(door.submit("forward", b"", [], task=task), Pending)
-    assert (tasks, calls) == (["task"], ["call"])
-    met: Any = SimpleNamespace(_options=Options(direct_line=False), _mute=set(), _arena=None)
-    RayCrew._meet(met, door, Hello(1, "another node", "cuda:0", "G", UUID, 1, 1))
-    assert door.on_gpu
 
 
 # --- copies ---

@@ -28,7 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("advice", "frames", "messages"),
     ("accounts", "crew", "devices", "engine", "line", "loaded", "outcome", "wire"),
     ("batch", "codec", "reporter", "respawn", "seats", "sources"),
-    ("collective", "jobs", "measures", "outgoing", "reduction", "snapshot", "status", "trace"),
+    ("collective", "jobs", "measures", "outgoing", "reduction", "snapshot", "status", "summaries", "trace"),
     ("page", "replay", "replica", "runs"),
     ("actor", "books"),
     ("local", "naming"),

@@ -1,7 +1,8 @@
-"""The direct line, and the turnstile that keeps the order of calls whichever way they come."""
+"""The direct line, and what all calls to a replica have in common, whichever way they take."""
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import os
 import signal
@@ -21,10 +22,10 @@ from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, Options, dial, line
 from raydp_parallel.actor import METHODS, Door
-from raydp_parallel.cluster import Pending, RayCrew, RemoteDoor
+from raydp_parallel.cluster import Pending, RayCrew, RemoteDoor, door
 from raydp_parallel.crew import Death
-from raydp_parallel.line import Turnstile
-from raydp_parallel.links import Arena, Descriptor, InlineLink, Mappings
+from raydp_parallel.links import Arena, Delivered, Deliveries, Descriptor, InlineLink, Mappings, by_size
+from raydp_parallel.messages import Forget
 from raydp_parallel.wire import pack
 
 
@@ -112,7 +113,7 @@ def test_the_word_of_many_leases_is_an_array() -> None:
     near = Door("cpu", InlineLink())
     for ledger, read in (
         (remote._ledger, lambda word: remote.opened([word, b"header"])),
-        (near._ledger, lambda word: near._answer_line(0, [word, METHODS["forget"], pack(None)])),
+        (near._ledger, lambda word: near._answer_line(None, 0, [word, METHODS["forget"], pack(None)])),
     ):
         slices = [arena.take(16) for _ in range(2)]
         for one in slices:
@@ -165,32 +166,6 @@ def test_only_one_caller_is_let_in(echo: line.Line) -> None:
     name = echo._socket.getpeername()
     with socket.socket(echo._socket.family, socket.SOCK_STREAM) as second, pytest.raises(ConnectionRefusedError):
         second.connect(name)
-
-
-def test_the_turnstile_keeps_the_order() -> None:
-    """Whoever comes first, numbers decide."""
-    turns, seen = Turnstile(), []
-
-    def pass_through(number: int) -> None:
-        with turns.take(number):
-            seen.append(number)
-
-    threads = [threading.Thread(target=pass_through, args=(number,)) for number in (3, 1, 2, 0)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert seen == [0, 1, 2, 3]
-
-
-def test_the_turnstile_does_not_wait_for_what_is_lost() -> None:
-    """After `skip_to` earlier numbers are refused, and the next comes through."""
-    turns = Turnstile()
-    turns.skip_to(5)
-    with turns.take(5):
-        pass
-    with pytest.raises(LookupError), turns.take(4):
-        pass
 
 
 class Doubled(nn.Module):
@@ -292,8 +267,7 @@ def _memory_files(pid: int | str) -> int:
 
 
 def test_a_full_object_store_is_nobody_s_death() -> None:
-    """The caller hears of it as what it is, and the replica is told that the call's number will not come."""
-    skipped: list[int] = []
+    """The caller hears of it as what it is, and the next call goes as ever."""
 
     def full(*_arguments: Any) -> None:
         raise ray.exceptions.ObjectStoreFullError("no room")
@@ -301,7 +275,6 @@ def test_a_full_object_store_is_nobody_s_death() -> None:
     actor = SimpleNamespace(
         forward=SimpleNamespace(remote=full),
         backward=SimpleNamespace(remote=lambda *_arguments: ray.ObjectRef.from_random()),
-        skip_to=SimpleNamespace(remote=skipped.append),
     )
     door = RemoteDoor(actor)
     with pytest.MonkeyPatch.context() as patch:
@@ -309,7 +282,6 @@ def test_a_full_object_store_is_nobody_s_death() -> None:
         with pytest.raises(ray.exceptions.ObjectStoreFullError):
             door.submit("forward", b"", [])
         assert isinstance(door.submit("backward", b"", []), Pending)
-    assert skipped == [1]
 
 
 @pytest.mark.parametrize("left", [False, True])
@@ -338,7 +310,8 @@ def test_a_call_waits_for_those_in_front_of_it() -> None:
     actor = SimpleNamespace(forward=SimpleNamespace(remote=lambda *_arguments: ray.ObjectRef.from_random()))
     door = RemoteDoor(actor)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ray, "get", lambda found, timeout=None: b"")
+        patch.setattr(ray, "get", lambda found, timeout=None: (b"", b"header"))
+        patch.setattr(ray, "wait", lambda refs, num_returns, timeout: ([], refs))
         calls: list[Any] = [door.submit("forward", b"", []) for _ in range(3)]
         assert [call.turn for call in calls] == [1, 2, 3]
         calls[0].result(None)
@@ -358,11 +331,115 @@ def test_calls_are_ray_tasks_where_that_is_asked(cluster: None) -> None:
         DataParallel(Doubled(2), executor=executor)(torch.ones(2, 2))
 
 
+class Threads(nn.Module):
+    """Computes with eight helpers, and says how many threads the process has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1 << 18))
+
+    def forward(self, x: Tensor) -> Any:
+        out = (x * self.weight).exp().sum()
+        return out.reshape(1), torch.tensor([len(os.listdir("/proc/self/task"))])
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_one_thread_of_a_replica_computes(cluster: None, direct: bool) -> None:
+    """Whatever else is asked of it: OpenMP gives every thread that computes helpers of its own, which stay."""
+    options = Options(direct_line=direct, threads=9)
+    with Executor(["cpu"], options=options) as executor:
+        model = DataParallel(Threads(), executor=executor)
+        (seat,) = executor.seats(["cpu"])
+        counted = []
+        for _ in range(4):
+            out, threads = model(torch.ones(1, 1 << 18))
+            out.sum().backward()
+            counted.append(int(threads))
+            executor.show_work(0, "work")
+            executor.flush()
+            ray.get([seat.door.actor.hello.remote(), seat.door.actor.versions.remote()])
+            crew = executor._roster.crew
+            crew.note(seat.door, "a line")
+            ray.get(seat.door.actor.work.remote())
+        assert max(counted) - counted[0] < 8, counted
+
+
+def test_what_ray_brings_beside_a_line() -> None:
+    """In the order of messages; what came for one that was lost goes with the next."""
+    deliveries = Deliveries()
+    for number in (1, 2):
+        deliveries.arrive(number, f"weights {number}")
+    assert deliveries.take(Delivered(2), 0) == "weights 2"
+    assert not deliveries._arrived
+    deliveries.arrive(1, "late")
+    assert not deliveries._arrived
+    with pytest.raises(TimeoutError, match="brought no weights"):
+        deliveries.take(Delivered(3), 0)
+    late = threading.Timer(0.01, deliveries.arrive, (3, "weights 3"))
+    late.start()
+    assert deliveries.take(Delivered(3), 60) == "weights 3"
+
+
+def test_what_lies_in_the_object_store_comes_over_a_line(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for all replicas, and the calls stay where they were: no one of them is a task."""
+    monkeypatch.setattr(door, "SHARE_LIMIT", 1 << 16)
+    monkeypatch.setattr(by_size, "SHARE_LIMIT", 1 << 16)
+    monkeypatch.setattr(door, "shows", lambda *_: False)  # as on two machines
+    plain = Doubled(100_000)
+    with Executor(["cpu", "cpu"]) as executor:
+        model = DataParallel(copy.deepcopy(plain), executor=executor)
+        optimizers = [torch.optim.SGD(net.parameters(), 0.1) for net in (model, plain)]
+        for step in range(3):
+            x = torch.full((4, 100_000), float(step))
+            for net, optimizer in zip((model, plain), optimizers, strict=True):
+                net.zero_grad()
+                net(x).square().mean().backward()
+                optimizer.step()
+            torch.testing.assert_close(model.module.weight, plain.weight)
+        doors = [seat.door for seat in executor.seats(["cpu", "cpu"])]
+        assert all(found.line is not None and found._deliveries >= 3 for found in doors)
+
+
+def test_calls_that_an_earlier_line_brought_are_not_done() -> None:
+    """They come after those of the way that was chosen since, and the driver has given them up."""
+    near = Door("cpu", InlineLink())
+    earlier, near._caller = near._caller, object()
+    message = [b"", METHODS["forget"], pack(Forget((), ()))]
+    assert near._answer_line(near._caller, 0, message)
+    with pytest.raises(line.LineCut):
+        near._answer_line(earlier, 0, message)
+    current = near._caller
+    assert near.forget(b"", message[2])
+    with pytest.raises(line.LineCut):
+        near._answer_line(current, 0, message)
+
+
+def test_a_task_that_was_given_up_lends_nothing_for_ever(cluster: None) -> None:
+    """Its answer is heard before a later call, and what it lent is given back with that."""
+    size = 1 << 18
+    with Executor(["cpu"], options=Options(direct_line=False)) as executor:
+        model = DataParallel(Doubled(size), executor=executor)
+        crew = executor._roster.crew
+        (seat,) = executor.seats(["cpu"])
+        model(torch.ones(1, size))
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(crew, "collect", _ctrl_c)
+            model(torch.ones(1, size))
+        (given_up,) = seat.door._given_up
+        ray.wait([given_up])
+        assert torch.equal(model(torch.ones(1, size)), torch.ones(1, size))
+        assert not seat.door._given_up and seat.door._mappings._times
+
+
+def _ctrl_c(*_arguments: Any) -> Any:
+    raise KeyboardInterrupt
+
+
 def test_an_answer_is_taken_up_while_others_are_to_come() -> None:
     """Without listeners each answer is waited for when it is asked for, and not before."""
     waited: list[Any] = []
     crew: Any = SimpleNamespace(_options=Options(), _result=lambda call, _seconds: waited.append(call) or call)
-    calls: list[Any] = [SimpleNamespace(turn=1, through_ray=False) for _ in range(2)]
+    calls: list[Any] = [SimpleNamespace(turn=1, through_ray=False, held_back=False) for _ in range(2)]
     answers = iter(RayCrew.collect(crew, calls))
     assert not waited and next(answers) is calls[0] and waited == calls[:1]
     assert [*answers] == calls[1:] and waited == calls

@@ -220,26 +220,6 @@ def test_what_runs_again_after_a_death_counts_once() -> None:
         assert "replica 1" in died
 
 
-def test_calls_that_are_shown_carry_large_tensors() -> None:
-    """A first call goes as a Ray task, though what it carries lies in shared memory and stays there."""
-    module = nn.Conv2d(2, 2, 3, padding=1)
-    with Executor(["cpu", "cpu"], options=Options(name="showing")) as executor:
-        model = DataParallel(module, executor=executor)
-        batches = [torch.randn(8, 2, 128, 128, requires_grad=True) for _ in range(3)]
-        outputs = []
-        for x in batches:
-            executor.books._next_shown.clear()  # each is shown
-            outputs.append(model(x))
-            assert executor.books._next_shown
-        for x, out in zip(batches, outputs, strict=True):
-            plain = module(x)
-            weight = torch.randn_like(plain)
-            executor.books._next_shown.clear()
-            assert torch.allclose(out, plain, atol=1e-6)
-            ours, theirs = (torch.autograd.grad(y, x, weight)[0] for y in (out, plain))
-            assert torch.allclose(ours, theirs, atol=1e-5)
-
-
 def test_exceptions_do_not_stand_in_the_replicas_log() -> None:
     """They are raised in the driver. Their texts may hold data, and every user of the machine may read Ray's logs."""
 

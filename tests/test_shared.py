@@ -506,17 +506,9 @@ def rebind(net: Any) -> None:
     net.first.weight.data = net.first.weight.data.clone() * 2
 
 
-@pytest.mark.parametrize("shown", [False, True])
-def test_a_weight_that_is_replaced_with_each_step_is_copied(
-    pair: Any, shown: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Moving memory costs more than a copy; once it stays, it is shared again. Memory that comes back is known.
-
-    Copies of calls that the dashboard shows travel through Ray; a replica that once had to copy must not stay with that
-    when the driver's own memory is shown to it.
-    """
+def test_a_weight_that_is_replaced_with_each_step_is_copied(pair: Any) -> None:
+    """Moving memory costs more than a copy; once it stays, it is shared again. Memory that comes back is known."""
     model, plain = pair
-    monkeypatch.setattr(model.executor.books, "_shows", lambda *_: shown)
     same(model, plain)
     for step in range(4):
         rebind(model.module)
@@ -850,10 +842,18 @@ def test_replicas_that_cannot_share_get_copies_and_that_is_said_once(
 
 
 @on_cluster
-def test_shared_memory_cannot_be_asked_for_without_lines() -> None:
-    """It is told why."""
-    with pytest.raises(PlacementError, match="direct_line=False"):
-        Executor(TWO, options=Options(link="shared", direct_line=False))
+def test_memory_is_shared_where_each_call_is_a_task() -> None:
+    """Its descriptors travel in the calls, and the word which of them are used no more; nothing is lent for ever."""
+    plain = Net()
+    with Executor(TWO, options=Options(link="shared", direct_line=False)) as executor:
+        model = DataParallel(copy.deepcopy(plain), executor=executor)
+        for _ in range(6):
+            same(model, plain)
+        assert model.module.first.weight.is_shared()
+        gc.collect()
+        same(model, plain)
+        assert all(seat.door.line is None and seat.door.shares for seat in executor.seats(TWO))
+        assert max(len(seat.door._ledger) for seat in executor.seats(TWO)) <= 2
 
 
 @on_cluster

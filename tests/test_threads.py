@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 from collections import Counter
@@ -14,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raydp_parallel import DataParallel, Executor
-from raydp_parallel.actor import Door
-from raydp_parallel.links import Arena, Link, Mail, Piece, shared_link
+from raydp_parallel import DataParallel, Executor, Options
+from raydp_parallel.actor import Door, give_back
+from raydp_parallel.links import Arena, Link, Mail, Mappings, Piece, shared_link
 from raydp_parallel.wire import pack
 
 LARGE = 1 << 20
@@ -54,7 +55,7 @@ def together(*works: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("method", ["forward", "backward"])
 def test_an_answer_that_ray_carries_outlives_the_next_call(method: str) -> None:
-    """Ray serializes it after the method has returned, when the call of another thread may already be answered."""
+    """It is read when the call of another thread may already be answered, and lent until word comes that it was."""
     link: Link = shared_link(Arena(), exposes=False, always=False)
     door = Door("cpu", link)
 
@@ -64,8 +65,14 @@ def test_an_answer_that_ray_carries_outlives_the_next_call(method: str) -> None:
         return number
 
     door._replica = SimpleNamespace(forward=work, backward=work)  # type: ignore[assignment]
-    answers = [getattr(door, method)(number, pack(number)) for number in range(3)]
-    assert [bytes(beside) == bytes([number]) * LARGE for number, (_, beside) in enumerate(answers)] == [True] * 3
+    answers = [getattr(door, method)(b"", pack(number)) for number in range(3)]
+    mappings = Mappings()
+    for number, (_, _, descriptor) in enumerate(answers):
+        piece = mappings.find(descriptor).piece()
+        assert ctypes.string_at(piece.address, piece.size) == bytes([number]) * LARGE
+    assert len(door._ledger) == 3
+    getattr(door, method)(give_back(mappings), pack(0))
+    assert len(door._ledger) == 3 - 2 + 1  # the last one is in use
 
 
 class Scaled(nn.Module):
@@ -80,18 +87,16 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.usefixtures("cluster")
-def test_threads_get_their_own_outputs_and_gradients_when_ray_carries_calls() -> None:
-    """The calls of one thread are shown in Ray's dashboard; those of the other are answered while Ray still reads."""
+@pytest.mark.parametrize("link", ["auto", "inline"])
+@pytest.mark.parametrize("direct", [True, False])
+def test_threads_get_their_own_outputs_and_gradients(direct: bool, link: Any) -> None:
+    """The calls of one are answered while the answers of another are read."""
     size = 1 << 22
-    with Executor(["cpu"]) as executor:
+    with Executor(["cpu"], options=Options(direct_line=direct, link=link)) as executor:
         model = DataParallel(Scaled(size), executor=executor)
         model(torch.ones(1, size))
-        watched: set[int] = set()
-        executor.books._shows = lambda *_: threading.get_ident() in watched  # type: ignore[method-assign]
 
-        def ask(number: int, shown: bool) -> None:
-            if shown:
-                watched.add(threading.get_ident())
+        def ask(number: int) -> None:
             for _ in range(6):
                 x = torch.full((1, size), float(number), requires_grad=True)
                 out = model(x)
@@ -99,7 +104,7 @@ def test_threads_get_their_own_outputs_and_gradients_when_ray_carries_calls() ->
                 (slope,) = torch.autograd.grad(out.sum() * number, x)
                 assert slope.unique().tolist() == [number]
 
-        together(*[lambda number=number: ask(number, number == 2) for number in (2, 3, 5)])
+        together(*[lambda number=number: ask(number) for number in (2, 3, 5)])
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import select
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ from raydp_parallel import (
 )
 from raydp_parallel.actor import METHODS, Door, unseal
 from raydp_parallel.cluster import RemoteDoor
-from raydp_parallel.frames import StoodStill, read_frame, write_frame
+from raydp_parallel.frames import LineCut, StoodStill, read_frame, write_frame
 from raydp_parallel.links import InlineLink
 from raydp_parallel.messages import Forget
 from raydp_parallel.wire import pack
@@ -68,25 +69,18 @@ def served(answer: Any) -> Iterator[line.Line]:
 
 
 def test_a_call_that_was_sent_in_part_is_not_completed_by_the_next() -> None:
-    """The other end stands still for longer than a frame may, and goes on when another call is sent."""
-    go_on, seen = threading.Event(), []
-
-    def answer(number: int, buffers: list[Any]) -> Sequence[Any]:
-        seen.append((number, [np.unique(np.frombuffer(b, dtype=np.uint8)).tolist() for b in buffers]))
-        go_on.wait(60)
-        return []
-
-    with served(answer) as caller:
+    """The other end stands still for longer than a frame may, and would go on when another call is sent."""
+    with ends() as (caller, other):
         caller.limit(0.1)
-        caller.send(0, [b"\x07"])
         caller.send(1, [np.full(LARGE, 1, dtype=np.uint8)])
         assert not caller.intact
-        go_on.set()
         caller.send(2, [np.full(LARGE, 2, dtype=np.uint8)])
         for number in (1, 2):
             with pytest.raises(StoodStill):
                 caller.receive(number, 60)
-    assert seen in ([(0, [[7]])], [])
+        with pytest.raises(LineCut):
+            while True:
+                read_frame(other)
 
 
 def test_an_answer_that_stood_still_is_not_completed_by_the_next() -> None:
@@ -111,6 +105,7 @@ def test_what_came_before_a_send_failed_is_read() -> None:
         caller.limit(0.1)
         caller.send(1, [b"one"])
         write_frame(other, 1, [b"answer"])
+        assert caller.look([1]) == {1}
         caller.send(2, [np.zeros(LARGE, dtype=np.uint8)])
         assert not caller.intact
         assert caller.receive(1, 60) == [b"answer"]
@@ -119,24 +114,39 @@ def test_what_came_before_a_send_failed_is_read() -> None:
 
 
 def test_an_answer_that_was_given_up_is_owed() -> None:
-    """Until it is read, as it is before the next call; meanwhile nothing large is sent, which could not be read."""
+    """Until it is read; meanwhile nothing large is sent, which would not be read, and nothing overtakes that."""
     with ends() as (caller, other):
-        assert caller.takes(LARGE)
         caller.send(1, [b"one"])
         caller.give_up(1)
-        assert not caller.takes(LARGE) and caller.takes(100)
+        caller.send(2, [np.full(LARGE, 2, dtype=np.uint8)])
+        assert caller.holds_back
+        caller.send(3, [b"three"])
+        assert read_frame(other) == (1, [b"one"])
+        assert not select.select([other], [], [], 0)[0]
         write_frame(other, 1, [b"late"])
-        while not caller.takes(LARGE):
-            pass
+        found: list[Any] = []
+
+        def serve() -> None:
+            for _ in range(2):
+                found.append(read_frame(other))
+                write_frame(other, found[-1][0], [b"answer"])
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        for number in (2, 3):
+            assert caller.receive(number, 60) == [b"answer"]
+        thread.join(60)
+        assert [number for number, _ in found] == [2, 3] and not caller.holds_back
 
 
 def test_small_calls_are_owed_together() -> None:
     """Many of them fill a socket, too."""
     with ends() as (caller, _):
         for number in range(line._ROOM // 1024):
-            assert caller.takes(1024)
             caller.send(number, [bytes(1024)])
-        assert not caller.takes(1024)
+            assert not caller.holds_back
+        caller.send(99, [bytes(1024)])
+        assert caller.holds_back
 
 
 def test_limits_hold_where_another_thread_reads() -> None:
@@ -296,7 +306,7 @@ def test_want_of_memory_for_a_message_is_that_call_s_failure() -> None:
     """In a replica and in the driver: it is raised, and is no death."""
     door = Door("cpu", InlineLink())
     for parts in ([pack(None), MemoryError("no room")], [MemoryError("no room")]):
-        _, *answer = door._answer_line(door._turns._next, [b"", METHODS["forward"], *parts])
+        _, *answer = door._answer_line(None, 0, [b"", METHODS["forward"], *parts])
         reply, _ = unseal(tuple(answer), InlineLink())
         assert reply.failure is not None and "no room" in reply.failure.text
     # The word which memory is no longer used may be lost: it goes on being lent.
@@ -336,7 +346,6 @@ def test_the_same_call_again_after_one_that_was_aborted(how: str, monkeypatch: p
     """The answer of the first is still on its way, larger than the socket, when the second is sent, as large."""
     size = 1 << 22
     with Executor(["cpu", "cpu"], options=Options(link="inline")) as executor:
-        executor.books.shown = False
         net = Scaled(size)
         model = DataParallel(net, executor=executor)
         x = torch.rand(2, size)

@@ -32,8 +32,11 @@ class Called(Protocol):
     line: Line | None
     unanswered: set[int]
 
-    def opened(self, answer: list[Any]) -> Any:
-        """An answer from the line, with its packets in reach."""
+    def opened(self, answer: Sequence[Any]) -> Any:
+        """An answer, with its packets in reach."""
+
+    def give_up(self, ref: Any) -> None:
+        """Wait for a Ray task no more."""
 
     def look_after(self) -> None:
         """See to it after a turn in which nothing came."""
@@ -56,7 +59,7 @@ class Pending:
         self.door = door
         door.unanswered.add(number)
         self.turn = len(door.unanswered)
-        self._line = door.line
+        self._line = door.line if ref is None else None
         self._number = number
         self._ref = ref
         self._answer: Any = None
@@ -70,21 +73,30 @@ class Pending:
             self.door.unanswered.discard(self._number)
 
     def _result(self, timeout: float | None) -> Any:
-        if self._answer is not None:
-            return self._answer
-        if self._ref is not None or self._line is None:
-            return get(self._ref, timeout)
-        try:
-            line, number = self._line, self._number
-            answer = line.receive(number, timeout) if line.near else self._receive_from_afar(line, timeout)
-        except LineCut:
-            return Death("its direct line was cut")
+        if self._answer is None:
+            try:
+                self._answer = self._receive(timeout)
+            except LineCut:
+                return Death("its direct line was cut")
+        answer, self._answer = self._answer, None
         try:
             return self.door.opened(answer)
         except OSError as error:
             if error.errno in _OWN:
                 raise  # other replicas would seem to die of it, too
             return Death(f"its memory is gone: {error}")  # it ended right behind its answer
+
+    def _receive(self, timeout: float | None) -> Any:
+        """The answer as it came."""
+        if self._line is None:
+            return get(self._ref, timeout)
+        near = self._line.near
+        return self._line.receive(self._number, timeout) if near else self._receive_from_afar(self._line, timeout)
+
+    @property
+    def held_back(self) -> bool:
+        """Whether it waits here, or another call to that replica does, until somebody reads its answers."""
+        return self._line is not None and self._line.holds_back
 
     def _receive_from_afar(self, line: Line, timeout: float | None) -> Any:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
@@ -102,8 +114,10 @@ class Pending:
     def give_up(self) -> None:
         """Nobody waits any more."""
         self.door.unanswered.discard(self._number)
-        if self._ref is None and self._line is not None:
+        if self._line is not None:
             self._line.give_up(self._number)
+        else:
+            self.door.give_up(self._ref)
 
 
 class Lost:
@@ -114,7 +128,7 @@ class Lost:
         error: What was seen.
     """
 
-    through_ray = False
+    through_ray = held_back = False
     turn = 1
 
     def __init__(self, door: Called, error: Exception) -> None:
@@ -159,7 +173,7 @@ def _by_line(left: dict[int, Pending | Lost]) -> dict[Line, dict[int, int]]:
     """The calls that went over lines, by what each line calls them."""
     found: dict[Line, dict[int, int]] = {}
     for number, call in left.items():
-        if isinstance(call, Pending) and call._ref is None and call._line is not None:
+        if isinstance(call, Pending) and call._line is not None:
             found.setdefault(call._line, {})[call._number] = number
     return found
 

@@ -170,10 +170,13 @@ class RayCrew:
         return late
 
     def _meet(self, door: RemoteDoor, hello: Hello) -> None:
-        """Call directly who is on this node, and share memory with them."""
-        door.on_gpu = hello.device != "cpu"
+        """Choose the way of a replica's calls, and share memory with who is on this node.
+
+        What all carry in the object store Ray carries with the call itself.
+        """
         near = hello.node == session.here()
-        wanted = self._options.direct_line and time.monotonic() >= self._mute.get(hello.node, -math.inf)
+        direct = self._options.direct_line and self._options.link != "object_store"
+        wanted = direct and time.monotonic() >= self._mute.get(hello.node, -math.inf)
         if wanted and not door.call_directly(near, timeout=self._options.placement_timeout):
             self._mute[hello.node] = time.monotonic() + _MUTE
         if near:
@@ -182,7 +185,7 @@ class RayCrew:
                 self._beside.add(door)
         if self._arena is None:
             return
-        if near and door.line is not None:
+        if near:
             door.share(self._arena, self._options.link == "shared", self._options.placement_timeout)
         if not door.shares or hello.device != "cpu":
             self.link.withdraw()
@@ -218,11 +221,11 @@ class RayCrew:
     def _choose_link(self, machines: Sequence[Node]) -> Link:
         """The link for a cluster of these nodes."""
         name, count = self._options.link, len(machines)
-        possible = self._options.direct_line and shared.exists()
+        possible = shared.exists()
         if name == "shared" and not (possible and count == 1):
             raise PlacementError(
-                f"Options(link='shared'): memory is shared on one machine with Linux, over direct lines; the "
-                f"cluster has {count} node(s), direct_line={self._options.direct_line}"
+                "Options(link='shared'): memory is shared on one machine with Linux, where nothing forbids it; the "
+                f"cluster has {count} node(s)"
             )
         on_gpu, here = homes(machines, self._options), session.here()
         # With GPUs elsewhere alone, nobody would use the memory.
@@ -266,7 +269,7 @@ class RayCrew:
         # A replica that runs several calls, one after the other, has time for each.
         deadlines = [math.inf if timeout is None else start + timeout * call.turn for call in pending]
         # All chunks end before anyone hears of the failure of one.
-        if heard is None and True not in [call.through_ray for call in pending]:
+        if heard is None and True not in [call.through_ray or call.held_back for call in pending]:
             ends = zip(pending, deadlines, strict=True)
             return (self._result(call, max(_AT_ONCE, end - time.monotonic())) for call, end in ends)
         results: list[Any] = [None] * len(pending)
@@ -291,6 +294,10 @@ class RayCrew:
         if self.alive():
             with contextlib.suppress(session.RayError):
                 door.actor.leave.remote(tuple(groups))
+
+    def show(self, door: RemoteDoor, text: str) -> None:
+        if door.line is not None and self.alive():
+            door.actor.work.options(name=text).remote()
 
     def note(self, door: RemoteDoor, text: str) -> None:
         door.actor.note.remote(text)

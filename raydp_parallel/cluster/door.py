@@ -9,10 +9,9 @@ import select
 import signal
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
-
-import numpy as np
 
 from raydp_parallel import devices, dial, forks
 from raydp_parallel.actor import METHODS, check_read, give_back, sample, shows, take_back
@@ -20,7 +19,18 @@ from raydp_parallel.cluster import session
 from raydp_parallel.cluster.answers import Lost, Pending
 from raydp_parallel.crew import Task
 from raydp_parallel.line import Line
-from raydp_parallel.links import SHARE_LIMIT, Arena, Descriptor, Exposed, Found, Ledger, Mappings, Packet, Slice
+from raydp_parallel.links import (
+    SHARE_LIMIT,
+    Arena,
+    Delivered,
+    Descriptor,
+    Exposed,
+    Found,
+    Ledger,
+    Mappings,
+    Packet,
+    Slice,
+)
 
 log = logging.getLogger("raydp_parallel")
 
@@ -42,14 +52,12 @@ class RemoteDoor:
         unanswered: The numbers of calls whose answers are waited for.
         learned: The modules that it was sent, by name, with what names their contents.
         lessons: How many the crew had sent to anybody when this one was given them.
-        on_gpu: Whether it computes on a GPU. Then no call is a Ray task where there is a line: Ray would carry weights
-            by the host and its object store, and run the call in another thread, for which torch and cuDNN prepare
-            everything once more.
+        line: Its direct line, which takes all calls; None: all are Ray tasks.
+        shares: Whether both can read the other's memory.
     """
 
     def __init__(self, actor: Any, patience: float | None = None) -> None:
         self.actor = actor
-        self.on_gpu = False
         self.unanswered: set[int] = set()
         self.learned: dict[str, str] = {}
         self.lessons = 0
@@ -58,7 +66,8 @@ class RemoteDoor:
         self.shares = False
         self.shares_device = False
         self._number = 0
-        self._missed = False
+        self._deliveries = 0
+        self._given_up: deque[Any] = deque()
         self._mappings = Mappings(devices.pinner(None))
         self._ledger = Ledger()
         self._process: int | None = None
@@ -136,12 +145,11 @@ class RemoteDoor:
                 self.line.cut()
             self._asked = None
 
-    def call_directly(self, near: bool, number: int = 0, timeout: float | None = None) -> bool:
-        """Open a direct line, if that can be had; else calls stay Ray tasks.
+    def call_directly(self, near: bool, timeout: float | None = None) -> bool:
+        """Open a direct line, if that can be had; else calls are Ray tasks.
 
         Args:
             near: Whether the replica is on this machine.
-            number: The first call that goes over it.
             timeout: Seconds to wait for calls that still run there.
 
         Returns:
@@ -149,13 +157,13 @@ class RemoteDoor:
         """
         if not near and not dial.far_lines():
             return True
-        found = session.get(self.actor.open_line.remote(number, self._mappings.held(), near), timeout=timeout)
+        found = session.get(self.actor.open_line.remote(self._mappings.held(), near), timeout=timeout)
         if found is None:
             return True
         address, held = found
+        self._ledger.settle(held)
         try:
             self.line = Line(address, self._take_note)
-            self._ledger.settle(held)
             if self._patience is not None:
                 self.line.limit(self._patience)
         except OSError as error:
@@ -172,63 +180,81 @@ class RemoteDoor:
         timeout: float | None = None,
         task: Task | None = None,
     ) -> Pending | Lost:
-        """Send a call. What lies in the object store only Ray can carry."""
-        number, self._looks = self._number, 0
+        """Send a call, by this replica's way."""
+        self._looks = 0
         try:
-            if self._missed or (self.line is not None and not self.line.intact):
-                self._mend(number, timeout)
-            self._number, self._missed = number + 1, True
-            pending = self._send(number, method, header, beside, task)
-            self._missed = False
-            return pending
+            if self.line is not None and not self.line.intact:
+                self._mend(self.line, timeout)
+            if beside:  # small messages have nothing
+                beside = self._within_reach(beside)
+            self._number += 1
+            if self.line is None:
+                return self._send_task(method, header, beside, task)
+            parts = [self._lent(packet) for packet in beside]
+            self.line.send(self._number, [give_back(self._mappings), METHODS[method], header, *parts])
+            return Pending(self, self._number, None)
         except session.StoreFull:
             raise  # which is nobody's death; other replicas would seem to die of it, too
         except (OSError, session.RayError) as error:
             return Lost(self, error)
 
-    def _send(self, number: int, method: str, header: bytes, beside: Sequence[Packet], task: Task | None) -> Pending:
-        if beside:  # small messages have nothing
-            beside = self._within_reach(beside)
-        shown = task is not None and task.shown and not self.on_gpu
-        if self.line is None or shown or not self._goes_over(self.line, header, beside):
-            plain = [_copyable(packet) for packet in beside]
-            call = getattr(self.actor, method)
-            call = call.options(name=task.name) if task is not None else call
-            return Pending(self, number, call.remote(number, header, *plain))
-        for packet in beside:
-            if isinstance(packet, Slice):
-                self._ledger.lend(packet)
-        self.line.send(number, [give_back(self._mappings), METHODS[method], header, *beside])
-        return Pending(self, number, None)
+    def _send_task(self, method: str, header: bytes, beside: Sequence[Packet], task: Task | None) -> Pending:
+        """Send a call as a Ray task. Of memory that the replica can read only the descriptors travel."""
+        self._hear_late_answers()
+        parts = [getattr(self._lent(packet), "descriptor", packet) for packet in beside]
+        call = getattr(self.actor, method)
+        call = call.options(name=task.name) if task is not None else call
+        return Pending(self, self._number, call.remote(give_back(self._mappings), header, *parts))
+
+    def _lent(self, packet: Packet) -> Packet:
+        """A packet, of which note is taken if it lies in memory that is lent."""
+        if isinstance(packet, Slice):
+            self._ledger.lend(packet)
+        return packet
 
     def _within_reach(self, beside: Sequence[Packet]) -> Sequence[Packet]:
         """Packets that the replica can open."""
         if not self.shares_device:
             beside = [packet.elsewhere() if isinstance(packet, devices.DeviceSlice) else packet for packet in beside]
-        return beside if self.shares else [_stored(packet) for packet in beside]
+        if self.shares:
+            return beside
+        stored = [_stored(packet) for packet in beside]
+        return stored if self.line is None else [self._brought(packet) for packet in stored]
 
-    def _goes_over(self, line: Line, header: bytes, beside: Sequence[Packet]) -> bool:
-        """Whether a line can carry a message, and would not stand still under it."""
-        size = len(header) + sum(packet.nbytes for packet in beside if isinstance(packet, np.ndarray))
-        return line.takes(size) and not any(isinstance(packet, session.Ref) for packet in beside)
+    def _brought(self, packet: Packet) -> Packet:
+        """A packet for the line; what lies in the object store Ray brings beside it, by a call of its own."""
+        if not isinstance(packet, session.Ref):
+            return packet
+        self._deliveries += 1
+        self.actor.deliver.remote(self._deliveries, packet)
+        return Delivered(self._deliveries)
 
-    def _mend(self, number: int, timeout: float | None) -> None:
-        """One broke off, or was never sent: see that the replica waits for this call."""
-        line, self.line = self.line, None
-        if line is not None:
-            line.close()
-            self.call_directly(line.near, number, timeout)
-        if self.line is None:
-            session.get(self.actor.skip_to.remote(number), timeout=timeout)
-        self._missed = False
+    def _mend(self, line: Line, timeout: float | None) -> None:
+        """The line broke: open another, or call by Ray from now on."""
+        self.line = None
+        line.close()
+        self.call_directly(line.near, timeout)
 
-    def _take_note(self, answer: list[Any]) -> list[Any]:
+    def give_up(self, ref: Any) -> None:
+        """Nobody waits for this task any more. Its answer tells what memory is no longer used, and lends some."""
+        self._given_up.append(ref)
+
+    def _hear_late_answers(self) -> None:
+        for _ in range(len(self._given_up)):
+            ref = self._given_up.popleft()
+            if session.late([ref]):
+                self._given_up.append(ref)
+                continue
+            with contextlib.suppress(session.RayError):
+                self._take_note(session.get(ref))
+
+    def _take_note(self, answer: Sequence[Any]) -> list[Any]:
         """What an answer brings, and the word what of this process's memory is no longer used there."""
         if not isinstance(answer[0], MemoryError):
             take_back(answer[0], self._ledger)
         return [self._mappings.find(part) if isinstance(part, Descriptor) else part for part in answer[1:]]
 
-    def opened(self, answer: list[Any]) -> Any:
+    def opened(self, answer: Sequence[Any]) -> Any:
         """An answer with its packets in reach; what lies in shared memory is kept there until it is garbage here."""
         check_read(*answer)
         if len(answer) == 2 and not len(answer[0]):  # small ones, and no memory to give back
@@ -240,14 +266,13 @@ class RemoteDoor:
         return tuple(parts) if len(parts) > 1 else parts[0]
 
     def share(self, arena: Arena, always: bool, timeout: float | None = None) -> None:
-        """Use shared memory on the line, if both sides can read the other's."""
-        if self.line is not None:
-            probe, shown = sample(arena)
-            self._ledger.lend(probe)
-            found = session.get(self.actor.share.remote(probe.descriptor, shown), timeout=timeout)
-            if found is not None and shows(self._mappings.find(found[0]), found[1]):
-                session.get(self.actor.start_sharing.remote(always), timeout=timeout)
-                self.shares = True
+        """Use shared memory, if both sides can read the other's."""
+        probe, shown = sample(arena)
+        self._ledger.lend(probe)
+        found = session.get(self.actor.share.remote(probe.descriptor, shown), timeout=timeout)
+        if found is not None and shows(self._mappings.find(found[0]), found[1]):
+            session.get(self.actor.start_sharing.remote(always), timeout=timeout)
+            self.shares = True
 
     def share_device(self, arena: devices.DeviceArena) -> str:
         """Use the memory of the GPU that both are on, if each can open the other's; returns why not, else nothing."""

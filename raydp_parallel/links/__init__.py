@@ -10,7 +10,7 @@ from raydp_parallel.links.base import Link, Mail, Origin, Packet, Piece, Room, W
 from raydp_parallel.links.by_size import INLINE_LIMIT, SHARE_LIMIT, BySize, link_for, shared_link
 from raydp_parallel.links.exposed import Exposed
 from raydp_parallel.links.inline import InlineLink
-from raydp_parallel.links.object_store import ObjectStoreLink
+from raydp_parallel.links.object_store import Delivered, Deliveries, ObjectStoreLink
 from raydp_parallel.links.segments import Arena, Descriptor, Ledger, Slice, new_lease, new_token
 from raydp_parallel.links.shared import SharedLink
 from raydp_parallel.links.windows import Found, Mappings
@@ -20,6 +20,8 @@ __all__ = [
     "SHARE_LIMIT",
     "Arena",
     "BySize",
+    "Delivered",
+    "Deliveries",
     "Descriptor",
     "Exposed",
     "Found",

@@ -5,11 +5,13 @@ Never as torch tensors: Ray pickles the whole storage behind a view, and 100 MB 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from raydp_parallel import forks
 from raydp_parallel.links.base import Link, Piece, Room, fill, in_bytes
 
 
@@ -60,3 +62,49 @@ class ObjectStoreLink(Link):
         if self._scratch is None or len(self._scratch) < size:
             self._scratch = np.empty(size, dtype=np.uint8)
         return self._scratch[:size]
+
+
+class Delivered(NamedTuple):
+    """A buffer of a message that Ray brings, from its object store, beside the line that the message takes.
+
+    Attributes:
+        number: Names it among those for one receiver; a later one has a higher number.
+    """
+
+    number: int
+
+
+class Deliveries:
+    """The buffers that Ray has brought and no message has asked for yet."""
+
+    def __init__(self) -> None:
+        self._arrived: dict[int, Any] = {}
+        self._taken = 0
+        self._changed = threading.Condition()
+        forks.tell_child(self)
+
+    def after_fork(self) -> None:
+        """No other thread has the lock."""
+        self._changed = threading.Condition()
+
+    def arrive(self, number: int, buffer: Any) -> None:
+        """Keep a buffer for its message; not one whose message was lost, because a later one is here already."""
+        with self._changed:
+            if number > self._taken:
+                self._arrived[number] = buffer
+                self._changed.notify_all()
+
+    def take(self, wanted: Delivered, patience: float) -> Any:
+        """Wait for a buffer.
+
+        Raises:
+            TimeoutError: Ray has not brought it.
+        """
+        number = wanted.number
+        with self._changed:
+            if not self._changed.wait_for(lambda: number in self._arrived, patience):
+                raise TimeoutError(f"Ray's object store brought no weights within {patience:g} s")
+            self._taken = max(self._taken, number)
+            found = self._arrived[number]
+            self._arrived = {other: kept for other, kept in self._arrived.items() if other > number}
+            return found
