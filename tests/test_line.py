@@ -428,7 +428,7 @@ def test_a_task_that_was_given_up_lends_nothing_for_ever(cluster: None) -> None:
         (given_up,) = seat.door._given_up
         ray.wait([given_up])
         assert torch.equal(model(torch.ones(1, size)), torch.ones(1, size))
-        assert not seat.door._given_up and seat.door._mappings._times
+        assert not seat.door._given_up and not seat.door._mappings._times
 
 
 def _ctrl_c(*_arguments: Any) -> Any:
