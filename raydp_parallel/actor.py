@@ -100,7 +100,7 @@ class Door:
             beside: Its packets.
 
         Returns:
-            The word which leases of the caller's memory ended, the message of the answer, and its packets.
+            The word which leases of the caller's memory ended, the message of the answer, its packets.
         """
         return Door._answer_task(self, self._replica.forward, ended, header, beside, self._span)
 
@@ -208,7 +208,7 @@ class Door:
         self._deliveries.arrive(number, buffer)
 
     def open_line(self, held: dict[int, int], near: bool) -> tuple[str, dict[int, int]] | None:
-        """Start to listen for a direct line, once the call that runs has ended. Those on an earlier line are lost.
+        """Start to listen for a direct line, once the call that runs has ended. An earlier line is over.
 
         Args:
             held: What the driver uses of this process's memory.
@@ -248,7 +248,12 @@ class Door:
             return Door._lend_answer(self, work, ended, header, beside)
 
     def _answer_task(
-        self, work: Work, ended: bytes, header: bytes, beside: Sequence[Any] = (), span: OpenSpan = unseen
+        self,
+        work: Work,
+        ended: bytes,
+        header: bytes,
+        beside: Sequence[Any] = (),
+        span: OpenSpan = unseen,
     ) -> Sequence[Any]:
         """Answer a call that Ray carries. Of memory that is lent it carries the descriptors alone."""
         with self._working:
@@ -275,7 +280,9 @@ class Door:
             return self._mappings.find(found)
         return self._deliveries.take(found, _PATIENCE) if isinstance(found, Delivered) else found
 
-    def _answer(self, work: Work, header: Any, beside: Sequence[Any], span: OpenSpan = unseen) -> Any:
+    def _answer(
+        self, work: Work, header: Any, beside: Sequence[Any], span: OpenSpan = unseen
+    ) -> Any:
         """Do one call's work; whatever goes wrong is an answer too, and no death."""
         back, process = Mail(self._link), os.getpid()
         try:
@@ -312,7 +319,7 @@ class Door:
 
 
 Work = Callable[[Any, Mail, Mail], Any]
-"""What a call is answered by: it takes the message, its packets, and what those of the answer are put into."""
+"""What a call is answered by: it takes the message, its packets, and the mail of the answer."""
 
 _LINE = "raydp-line"
 

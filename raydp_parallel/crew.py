@@ -49,7 +49,7 @@ class Task(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its name there, if it is a Ray task. Few, because Ray labels metrics with them and keeps each for ever."""
+        """Its name there, if it is a Ray task. Few: Ray labels metrics with each, and keeps them."""
         return f"{self.method} {'again ' if self.again else ''}chunk {self.chunk}/{self.chunks}"
 
 

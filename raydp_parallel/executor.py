@@ -225,7 +225,7 @@ class Executor:
 
     def show_work(self, replica: int, text: str) -> None:
         """Let Ray's dashboard say what a replica, by its number, is doing."""
-        for seat in [*self._roster.seats.values()]:  # the reporter's thread: another may be seating a replica
+        for seat in [*self._roster.seats.values()]:  # another thread may be seating a replica
             if seat.index == replica and seat.ready:
                 self._roster.crew.show(seat.door, text)
 

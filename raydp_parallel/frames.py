@@ -63,7 +63,8 @@ def write_frame(connection: socket.socket, number: int, buffers: Sequence[Any]) 
 
 def size_of(buffers: Sequence[Any]) -> int:
     """Bytes of a frame that lie in it, and not in shared memory."""
-    return sum(memoryview(b).nbytes for b in buffers if not isinstance(b, (Slice, Exposed, Delivered)))
+    elsewhere = (Slice, Exposed, Delivered)
+    return sum(memoryview(buffer).nbytes for buffer in buffers if not isinstance(buffer, elsewhere))
 
 
 def read_frame(connection: socket.socket) -> tuple[int, list[Any]]:

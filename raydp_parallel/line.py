@@ -8,9 +8,9 @@ over it. What lies in the object store, once for all replicas of a node, Ray bri
 
 [Note: calls that wait]
 The replica reads nothing while it computes, nor while it sends an answer that is not taken. A thread
-that sent it more than the socket holds would wait for it, with locks in hand. So a call that does not
-fit beside those that are not answered yet waits in `Line`, and so do those behind it; they are sent by
-the thread that reads the answers, one by one.
+that sent it more than the socket holds would wait for it, with locks in hand. So a call that does
+not fit beside those that are not answered yet waits in `Line`, and so do those behind it; they are
+sent by the thread that reads the answers, one by one.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Line:
         self._state = threading.Lock()
         self._changed = threading.Condition(self._state)
         self._reader: object = None
-        # Taken before that one, and held while something is sent: calls go in the order in which they were made.
+        # Taken before that one, and held while something is sent, so that calls keep their order.
         self._sending = threading.Lock()
         self._held: deque[tuple[int, Sequence[Any]]] = deque()
         self._owed: dict[int, int] = {}
@@ -149,7 +149,7 @@ class Line:
             raise
 
     def _fits(self, size: int) -> bool:
-        """Whether the socket takes so many bytes now. What nothing waits for any more is owed all the same."""
+        """Whether the socket takes so many bytes now. What was given up is owed all the same."""
         return not self._owed or size + sum([*self._owed.values()]) <= _ROOM
 
     @property

@@ -83,9 +83,9 @@ class Options:
         threads: Torch's threads in a CPU replica. None shares a node's cores among the chunks of a call:
             those that Ray was told of, and never more than the process may use, by affinity and quota, as the replicas
             that started first found.
-        direct_line: Call replicas over a socket, five times faster than a Ray task. False makes every phase a Ray task,
-            which Ray's dashboard lists; large values then go through Ray's object store and not through shared memory,
-            which makes 64 MB there and back take three times as long.
+        direct_line: Call replicas over a socket, five times faster than a Ray task. False makes every
+            phase a Ray task, which Ray's dashboard lists, at the price of about 2 ms per step. Memory is
+            shared on one machine either way.
         name: What Ray's dashboard, metrics and `raydp-parallel status` call the executor; None is the program's name.
         metrics: Report to Ray's metrics and to `raydp-parallel status`, once per second, in the background.
         profile_dir: A folder to write all calls to, as a trace for Chrome or Perfetto with the driver and the replicas

@@ -1,9 +1,10 @@
 """What each replica did in the last seconds, as the name of a short task in Ray's dashboard.
 
 A call over a direct line is no Ray task, and the dashboard would say nothing of it. So the reporter's
-thread lets each replica with a line run a task that does nothing, every few seconds while there is work,
-under a name such as ``work 512 samples/s, forward 40 %, backward 40 %, idle 10 %``: the page of an actor,
-the job's table of tasks and the timeline list it. No call waits for that: it runs in a thread of Ray's.
+thread lets each replica with a line run a task that does nothing, every few seconds while there is
+work, under a name such as ``work 512 samples/s, forward 40 %, backward 40 %, idle 10 %``: the page of
+an actor, the job's table of tasks and the timeline list it. No call waits for that, because the task
+runs in a thread of Ray's.
 
 [Note: few names]
 Ray labels its metrics with each task's name, 11 series each, and keeps them for ever. So numbers are

@@ -90,12 +90,13 @@ class Pending:
         """The answer as it came."""
         if self._line is None:
             return get(self._ref, timeout)
-        near = self._line.near
-        return self._line.receive(self._number, timeout) if near else self._receive_from_afar(self._line, timeout)
+        if not self._line.near:
+            return self._receive_from_afar(self._line, timeout)
+        return self._line.receive(self._number, timeout)
 
     @property
     def held_back(self) -> bool:
-        """Whether it waits here, or another call to that replica does, until somebody reads its answers."""
+        """Whether it, or another call to that replica, waits here until somebody reads answers."""
         return self._line is not None and self._line.holds_back
 
     def _receive_from_afar(self, line: Line, timeout: float | None) -> Any:

@@ -224,8 +224,8 @@ class RayCrew:
         possible = shared.exists()
         if name == "shared" and not (possible and count == 1):
             raise PlacementError(
-                "Options(link='shared'): memory is shared on one machine with Linux, where nothing forbids it; the "
-                f"cluster has {count} node(s)"
+                "Options(link='shared'): memory is shared on one machine with Linux, where nothing "
+                f"forbids it; the cluster has {count} node(s)"
             )
         on_gpu, here = homes(machines, self._options), session.here()
         # With GPUs elsewhere alone, nobody would use the memory.

@@ -157,7 +157,8 @@ class RemoteDoor:
         """
         if not near and not dial.far_lines():
             return True
-        found = session.get(self.actor.open_line.remote(self._mappings.held(), near), timeout=timeout)
+        opened = self.actor.open_line.remote(self._mappings.held(), near)
+        found = session.get(opened, timeout=timeout)
         if found is None:
             return True
         address, held = found
@@ -191,14 +192,17 @@ class RemoteDoor:
             if self.line is None:
                 return self._send_task(method, header, beside, task)
             parts = [self._lent(packet) for packet in beside]
-            self.line.send(self._number, [give_back(self._mappings), METHODS[method], header, *parts])
+            word = give_back(self._mappings)
+            self.line.send(self._number, [word, METHODS[method], header, *parts])
             return Pending(self, self._number, None)
         except session.StoreFull:
             raise  # which is nobody's death; other replicas would seem to die of it, too
         except (OSError, session.RayError) as error:
             return Lost(self, error)
 
-    def _send_task(self, method: str, header: bytes, beside: Sequence[Packet], task: Task | None) -> Pending:
+    def _send_task(
+        self, method: str, header: bytes, beside: Sequence[Packet], task: Task | None
+    ) -> Pending:
         """Send a call as a Ray task. Of memory that the replica can read only the descriptors travel."""
         self._hear_late_answers()
         parts = [getattr(self._lent(packet), "descriptor", packet) for packet in beside]
@@ -222,7 +226,7 @@ class RemoteDoor:
         return stored if self.line is None else [self._brought(packet) for packet in stored]
 
     def _brought(self, packet: Packet) -> Packet:
-        """A packet for the line; what lies in the object store Ray brings beside it, by a call of its own."""
+        """A packet for the line. What lies in the object store Ray brings, by a call of its own."""
         if not isinstance(packet, session.Ref):
             return packet
         self._deliveries += 1
@@ -236,7 +240,7 @@ class RemoteDoor:
         self.call_directly(line.near, timeout)
 
     def give_up(self, ref: Any) -> None:
-        """Nobody waits for this task any more. Its answer tells what memory is no longer used, and lends some."""
+        """Hear this task's answer later: it tells what memory is no longer used, and lends some."""
         self._given_up.append(ref)
 
     def _hear_late_answers(self) -> None:

@@ -65,7 +65,7 @@ class ObjectStoreLink(Link):
 
 
 class Delivered(NamedTuple):
-    """A buffer of a message that Ray brings, from its object store, beside the line that the message takes.
+    """A buffer of a message that Ray brings from its object store, beside the message's line.
 
     Attributes:
         number: Names it among those for one receiver; a later one has a higher number.
@@ -88,7 +88,7 @@ class Deliveries:
         self._changed = threading.Condition()
 
     def arrive(self, number: int, buffer: Any) -> None:
-        """Keep a buffer for its message; not one whose message was lost, because a later one is here already."""
+        """Keep a buffer for its message, unless a later one was taken: then its message was lost."""
         with self._changed:
             if number > self._taken:
                 self._arrived[number] = buffer
@@ -106,5 +106,5 @@ class Deliveries:
                 raise TimeoutError(f"Ray's object store brought no weights within {patience:g} s")
             self._taken = max(self._taken, number)
             found = self._arrived[number]
-            self._arrived = {other: kept for other, kept in self._arrived.items() if other > number}
+            self._arrived = {n: kept for n, kept in self._arrived.items() if n > number}
             return found
