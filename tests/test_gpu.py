@@ -472,22 +472,21 @@ def test_a_replica_whose_gpu_is_spoiled_ends_with_the_next_call(fake: FakeGpu, m
     monkeypatch.setattr(Door, "_end", lambda _door: ended.append("ended"))
     door = Door("cpu", InlineLink())
 
-    def call(number: int) -> Any:
-        answer = door.forget(number, pack(None))
-        return unpack(answer if isinstance(answer, bytes) else answer[0])
+    def call() -> Any:
+        return unpack(door.forget(b"", pack(None))[1])
 
     def broken(*_: object) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with monkeypatch.context() as patch:
         patch.setattr(door._replica, "forget", broken)
-        assert "illegal memory access" in call(0).failure.text
-        assert call(1).failure is not None  # the device still answers: something else was wrong
+        assert "illegal memory access" in call().failure.text
+        assert call().failure is not None  # the device still answers: something else was wrong
         assert not ended
         fake.fail_later()
-        assert call(2).failure is not None
+        assert call().failure is not None
         assert not ended
-    call(3)
+    call()
     assert ended == ["ended"]
 
 
