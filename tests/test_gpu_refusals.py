@@ -67,7 +67,7 @@ def test_the_answer_leaves_after_an_assertion_failed(fake: FakeGpu, monkeypatch:
 
     monkeypatch.setattr(door._replica, "forward", forward)
     address, listener = dial.listen(None) or pytest.fail("no sockets here")
-    serving = threading.Thread(target=door._serve, args=(listener,), daemon=True)
+    serving = threading.Thread(target=door._serve, args=(None, listener), daemon=True)
     serving.start()
     line = Line(address, lambda _buffers: None)
     line.send(0, [b"", METHODS["forward"], pack(None)])
