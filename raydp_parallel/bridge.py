@@ -318,7 +318,7 @@ def finish(answers: Sequence[tuple[Master | None, Answer]]) -> None:
     for master, answer in answers:
         written = answer.reply.written
         if master is not None and written is not None:
-            master.write_back(written, codec.unpack(written.tensors, answer.mail, master.device))
+            master.write_back(written, answer.mail)
     for _, answer in answers:
         outcome.warn_again(answer.reply.warnings)
     for _, answer in answers:

@@ -134,6 +134,8 @@ class StateUpdate(NamedTuple):
         edits: Plain attributes that changed: index among ``module.modules()``, name, value.
         flags: Slots whose ``requires_grad`` changed, with the new value.
         blobs: New contents.
+        report: The last `WriteBack` that the driver took over, by its number.
+        kept: The blocks among the new contents that are as that one reported them: the replica that did has them.
     """
 
     model: int
@@ -143,6 +145,8 @@ class StateUpdate(NamedTuple):
     edits: tuple[tuple[int, str, Any], ...] = ()
     flags: tuple[tuple[int, bool], ...] = ()
     blobs: tuple[Blob, ...] = ()
+    report: int = 0
+    kept: tuple[int, ...] = ()
 
 
 class ForwardRequest(NamedTuple):
@@ -263,14 +267,18 @@ class WriteBack(NamedTuple):
     """State that a forward changed in place.
 
     Attributes:
+        report: The report's number, which no other one has.
         slots: The slots that changed, with whether their version moved (it does not for edits through ``.data``).
-        tensors: The parcel of their new contents, a tuple.
+        blob: The blocks in which they lie, as they are now.
         replaced: Those slots that were given other memory (``self.x.data = ...``), maybe of another shape or dtype.
+        tensors: The parcel of what they show now, a tuple.
     """
 
+    report: int
     slots: tuple[tuple[int, bool], ...]
+    blob: Blob
+    replaced: tuple[int, ...]
     tensors: Parcel
-    replaced: tuple[int, ...] = ()
 
 
 class Failure(NamedTuple):

@@ -185,8 +185,10 @@ class Replica:
         found = mirror.written(self._lasts(request))
         if found is None:
             return None, mirror.revision
+        packet = back.send(found.pieces, found.starts, found.size) if found.pieces else b""
         parcel, _ = codec.encode(found.tensors, back, "state")
-        return WriteBack(found.slots, parcel, found.replaced), mirror.revision
+        blob = found.blob._replace(packet=packet)
+        return WriteBack(found.report, found.slots, blob, found.replaced, parcel), mirror.revision
 
     def _lasts(self, request: ForwardRequest | BackwardRequest) -> Callable[[Tensor], bool]:
         """Which tensors of the model the master gives other memory, too, where the module did."""

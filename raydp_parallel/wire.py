@@ -15,6 +15,7 @@ from typing import Any
 from raydp_parallel.context import CallContext
 from raydp_parallel.messages import (
     BackwardRequest,
+    Blob,
     Forget,
     ForwardRequest,
     Parcel,
@@ -43,11 +44,12 @@ def _parcel(found: Any) -> Any:
 
 
 def _plain_writes(written: WriteBack) -> Any:
-    return written.slots, _plain(written.tensors), written.replaced
+    return written.report, written.slots, tuple(written.blob), written.replaced, _plain(written.tensors)
 
 
 def _writes(found: Any) -> WriteBack:
-    return WriteBack(found[0], _parcel(found[1]), found[2])
+    report, slots, blob, replaced, tensors = found
+    return WriteBack(report, slots, Blob(*blob), replaced, _parcel(tensors))
 
 
 _Part = tuple[int, Callable[[Any], Any], Callable[[Any], Any]]

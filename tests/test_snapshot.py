@@ -9,6 +9,7 @@ import functools
 import itertools
 import pickle
 import random
+import struct
 import types
 import weakref
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 from raydp_parallel import codec, devices
 from raydp_parallel.links import InlineLink, Link, Mail, ObjectStoreLink
-from raydp_parallel.messages import WriteBack
+from raydp_parallel.messages import Blob, WriteBack
 from raydp_parallel.snapshot import blocks, structure
 from raydp_parallel.snapshot.image import Image
 from raydp_parallel.snapshot.master import Master
@@ -654,7 +655,10 @@ def test_R6_written_reports_what_changed_in_place_once() -> None:
     found = far.mirror.written(lambda _: False)
     assert found is not None
     assert [moved for _, moved in found.slots] == [True, False]
-    assert [t.tolist() for t in found.tensors] == [[1, 1, 1], [3, 3, 3]]
+    contents = b"".join(bytes(devices.view(piece).numpy()) for piece in found.pieces)
+    rows = zip(found.blob.offsets, found.blob.sizes, strict=True)
+    found_now = [struct.unpack("3f", contents[start : start + size]) for start, size in rows]
+    assert found_now == [(1, 1, 1), (3, 3, 3)]
     assert far.mirror.written(lambda _: False) is None
 
 
@@ -966,8 +970,10 @@ def test_R6_write_back_changes_the_master_in_place() -> None:
     mean, var = net.norm.running_mean, net.norm.running_var
     versions = mean._version, var._version
     parcel = codec.encode((), Mail(InlineLink()), "")[0]
-    written = WriteBack(((slots[id(mean)], True), (slots[id(var)], False)), parcel)
-    master.write_back(written, [torch.ones(3), torch.full((3,), 2.0)])
+    at, contents = (slots[id(mean)], slots[id(var)]), struct.pack("3f52x3f", *[1.0] * 3, *[2.0] * 3)
+    blob = Blob(at, (0, 64), (12, 12), contents)
+    written = WriteBack(5, ((at[0], True), (at[1], False)), blob, (), parcel)
+    master.write_back(written, Mail(InlineLink()))
     assert (mean.tolist(), var.tolist()) == ([1, 1, 1], [2, 2, 2])
     assert (mean._version, var._version) == (versions[0] + 1, versions[1])
     assert step(master, far) == 1

@@ -25,6 +25,8 @@ from raydp_parallel.messages import (
 )
 from raydp_parallel.wire import pack, unpack
 
+BLOB = Blob((0,), (0,), (8,), b"12345678")
+
 
 def parcel(value: Any) -> Parcel:
     """A value's."""
@@ -65,7 +67,7 @@ MESSAGES = [
     forward(PARCELS[0], update=UPDATE, forget=Forget((9,), (2,))),
     *map(backward, PARCELS),
     *map(reply, PARCELS),
-    reply(PARCELS[0], WriteBack(((0, True), (1, False)), PARCELS[1], (1,))),
+    reply(PARCELS[0], WriteBack(7, ((0, True), (1, False)), BLOB, (1,), PARCELS[1])),
     reply(None, None, Failure(None, "KeyError", "text", None, None, False)),
     None,
     Forget((1,), (2,)),

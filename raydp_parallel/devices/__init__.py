@@ -11,7 +11,7 @@ from raydp_parallel.devices.about import (
     own,
     take_given,
 )
-from raydp_parallel.devices.contents import Prints, compare, copied, lies_on_a_gpu, prints
+from raydp_parallel.devices.contents import Prints, compare, compare_runs, copied, lies_on_a_gpu, prints
 from raydp_parallel.devices.cores import rest
 from raydp_parallel.devices.gpu import Stopwatch, finish, let_go, on_host, pinner, spoiled
 from raydp_parallel.devices.ipc import (
@@ -63,6 +63,7 @@ __all__ = [
     "check_balance",
     "clear_after",
     "compare",
+    "compare_runs",
     "copied",
     "courier",
     "describe",

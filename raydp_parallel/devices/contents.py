@@ -54,6 +54,27 @@ def compare(pairs: Sequence[tuple[Piece, Piece]]) -> Callable[[], list[bool]]:
     return result
 
 
+def compare_runs(one: Tensor, other: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Callable[[], list[bool]]:
+    """Whether two tensors of bytes, on one device, hold the same in each of some runs, which begin at offsets.
+
+    Returns:
+        What gives the answers. A GPU begins at once, and is waited for when they are asked for.
+    """
+    if not sizes:
+        return list
+    if one.device.type != "cpu":
+        begin, end = _edges(tuple(offsets), tuple(sizes), one.device)
+        counts = torch.nn.functional.pad(torch.ne(one, other).cumsum(0, dtype=torch.int64), (1, 0))
+        answers = _Answer(counts[end] != counts[begin])
+        return lambda: [not unlike for unlike in answers.fetch()]
+    here, there = one.data_ptr(), other.data_ptr()
+    if _libc.memcmp(here, there, one.nbytes) == 0:
+        return lambda: [True] * len(sizes)
+    rows = zip(offsets, sizes, strict=True)
+    found = [_libc.memcmp(here + start, there + start, size) == 0 for start, size in rows]
+    return lambda: found
+
+
 class _Answer:
     """A small tensor of a GPU on its way to the host."""
 
@@ -108,6 +129,14 @@ def _per_run(values: Tensor, sizes: Sequence[int]) -> Tensor:
     ends = _ends(tuple(sizes), values.device)
     totals = values.cumsum(0, dtype=torch.int64)[ends]
     return torch.cat([totals[:1], totals[1:] - totals[:-1]])
+
+
+@functools.lru_cache(maxsize=64)
+def _edges(offsets: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where each run begins, and where it ends."""
+    begin = torch.tensor(offsets, device="cpu")
+    end = begin + torch.tensor(sizes, device="cpu")
+    return begin.to(device, non_blocking=True), end.to(device, non_blocking=True)
 
 
 @functools.lru_cache(maxsize=64)

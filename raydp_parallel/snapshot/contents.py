@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from raydp_parallel import codec, devices
 from raydp_parallel.links import Link, Mail, Packet, Piece, aligned, paged
-from raydp_parallel.messages import Blob, SlotSpec, TensorSpec
+from raydp_parallel.messages import Blob, SlotSpec, TensorSpec, WriteBack
 from raydp_parallel.snapshot import blocks
+from raydp_parallel.snapshot.flat import PLAIN, SMALL, UNNAMED, copy
 from raydp_parallel.snapshot.homes import Homes, Lookers
-from raydp_parallel.snapshot.looks import Look, look, pointers, unlike, versions
+from raydp_parallel.snapshot.looks import Look, bump, look, pointers, unlike, versions
+from raydp_parallel.snapshot.rows import Rows, Spare, Told
 
 _AT_ONCE = 64
 """Blocks that are brought to a GPU together to be compared."""
@@ -76,18 +79,90 @@ class Contents:
         self._homes = Homes()
         self._prints = devices.prints({})
         self._unprinted: set[int] = set()
+        self._told: Spare[Told] = Spare()
+        self._rest: Rows | None = None
+        self._kept: tuple[int, set[int]] = UNNAMED, set()
 
     def news(self) -> Look | None:
         """What there is to see now, if anything moved that is cheap to see."""
         now = self.look()
         return now if now != self.seen or self._stale or self._withdrawn() else None
 
-    def wrote(self, slot: int) -> None:
-        """What lies in a slot was written to, though no version may tell."""
-        block = self.layout.specs[slot].block
-        if block not in self._exposed:
-            self._stale.add(block)
-            self._homes.written(block)
+    def write_back(self, written: WriteBack, mail: Mail) -> Callable[[], dict[int, Tensor]]:
+        """Take over, in place, what a replica wrote.
+
+        Returns:
+            What gives the contents that were there before.
+        """
+        blob, moved, replaced = written.blob, dict(written.slots), {*written.replaced}
+        source = mail.open(blob.packet)
+        places = dict(zip(blob.blocks, zip(blob.offsets, blob.sizes, strict=True), strict=True))
+        told = self._run_of([block for block in blob.blocks if self._is_small(block)])
+        rows = told.rows if told is not None else None
+        before: Callable[[], dict[int, Tensor]] = dict
+        news: dict[int, Tensor] = {}
+        if rows is not None:
+            rows.take(self.tensors)
+            before = rows.kept()
+            rows.flat.load(rows.flat.blocks, [places[b][0] for b in rows.flat.blocks], source)
+            news = dict(zip(rows.slots, rows.views, strict=True))
+        together = frozenset(news)
+        for block in places.keys() - {*(rows.flat.blocks if rows is not None else ())}:
+            news.update(self._shown(block, source.part(*places[block])))
+        alone = {s: self.tensors[s].detach().clone() for s in moved if s not in together}
+        chosen = [slot for slot in news if slot in moved and slot not in replaced]
+        # An edit that moves no version there moves none here; batch norm's running means are such.
+        targets = [
+            target if moved[slot] and not target.is_inference() else target.data
+            for slot, target in zip(chosen, map(self.tensors.__getitem__, chosen), strict=True)
+        ]
+        copy(targets, [news[slot] for slot in chosen])
+        self._replace(written, mail)
+        stale = {self.layout.specs[slot].block for slot in moved} - self._exposed
+        self._homes.written(stale)
+        self._stale |= stale
+        if told is not None and stale.issuperset(told.rows.flat.blocks) and not replaced:
+            told.report = written.report
+            self._told.keep(told)
+        return lambda: {**{s: t for s, t in before().items() if s in moved}, **alone}
+
+    def _run_of(self, blocks: Sequence[int]) -> Told | None:
+        """A run for some small blocks: the one of the last report, if it was of the same ones."""
+        if not blocks:
+            return None
+        told, device = self._told.take(), self._device_of(blocks[0])
+        if told is not None and told.rows.fit(tuple(blocks), self.layout, device):
+            return told
+        return Told(Rows(tuple(blocks), self.layout, device))
+
+    def _device_of(self, block: int) -> torch.device:
+        return self.tensors[self.layout.members[block][0]].device
+
+    def _is_small(self, block: int) -> bool:
+        return self.layout.sizes[block] <= SMALL and self.layout.specs[block].tensor.dtype in PLAIN
+
+    def _shown(self, block: int, source: Piece) -> dict[int, Tensor]:
+        """What the slots of a block show in bytes that were sent of it."""
+        slots = self.layout.members[block]
+        specs = [self.layout.specs[slot] for slot in slots]
+        kinds = [codec.DTYPES[spec.tensor.dtype] for spec in specs]
+        placed = [
+            spec.tensor._replace(offset=spec.offset * kind.itemsize)
+            for spec, kind in zip(specs, kinds, strict=True)
+        ]
+        found = devices.windows(source, placed, kinds, self._device_of(block))
+        return dict(zip(slots, found, strict=True))
+
+    def _replace(self, written: WriteBack, mail: Mail) -> None:
+        """Give tensors other memory, where those of the replica have."""
+        if not written.replaced:
+            return
+        moved, device = dict(written.slots), self.tensors[written.replaced[0]].device
+        news = codec.unpack(written.tensors, mail, device)
+        for slot, new in zip(written.replaced, news, strict=True):
+            self.tensors[slot].data = new.clone()
+            if moved[slot]:
+                bump([self.tensors[slot]])
 
     def _withdrawn(self) -> bool:
         """Whether some replica cannot see what was exposed, and needs copies."""
@@ -122,14 +197,14 @@ class Contents:
                 return False
         written = unlike(then.versions, now.versions)
         self._note(now, written, revision)
-        moved, specs, exposed = self._withdraw(), self.layout.specs, self._exposed
-        moved |= {block for i in written if (block := specs[self.slots[i]].block) not in exposed}
+        stale, specs, exposed = self._withdraw(), self.layout.specs, self._exposed
+        moved = stale | {block for i in written if (block := specs[self.slots[i]].block) not in exposed}
         for i in elsewhere:
             block = specs[self.slots[i]].block
             if block not in exposed or not self._in_sight(block):
                 moved.add(block)
         if moved:
-            self.send([block for block in self.layout.sizes if block in moved], revision)
+            self.send([block for block in self.layout.sizes if block in moved], revision, stale)
         return True
 
     def _withdraw(self) -> set[int]:
@@ -172,7 +247,7 @@ class Contents:
         self._places = {block: place for block, place in self._places.items() if block in kept}
         self._block_at = {block: at for block, at in self._block_at.items() if block in kept}
         self._exposed &= kept
-        self.send([block for block in layout.sizes if block not in kept], revision)
+        self.send([block for block in layout.sizes if block not in kept], revision, stale)
 
     def fits(self, rows: Iterable[int] | None = None) -> bool:
         """Whether tensors, by default all, still have the sizes and strides that the layout says."""
@@ -207,11 +282,13 @@ class Contents:
             self._prints = self._prints.joined(newer)
         self._unprinted.difference_update(chosen)
 
-    def send(self, chosen: list[int], revision: int) -> None:
-        """Put the contents of some blocks where replicas can get them."""
+    def send(self, chosen: list[int], revision: int, written: Collection[int] = ()) -> None:
+        """Put the contents of some blocks where replicas get them, which wrote to some of them."""
         self._exposed -= {*chosen}
         if self._link.exposes and chosen:
-            chosen = self._expose(chosen, revision)
+            small = {block for block in written if self.layout.sizes.get(block, 0) <= SMALL}
+            self._expose([block for block in chosen if block not in small], revision)
+            chosen = [block for block in chosen if block not in self._exposed]
         self._pack(chosen, revision)
         packed = {block: place for block, place in self._places.items() if block not in self._exposed}
         self._pack(sorted({*_stragglers(packed)} - {*chosen}), revision)
@@ -239,6 +316,11 @@ class Contents:
         rows = zip(self.slots, then, now, self.seen.versions, strict=True)
         told = {slot for slot in self.slots if self._version_at.get(slot, 0) <= held}
         return tuple(s for s, old, new, seen in rows if old != new and (new != seen or s not in told))
+
+    def kept_since(self, held: int) -> tuple[int, tuple[int, ...]]:
+        """A report, and the blocks that changed after revision ``held`` and are as it said."""
+        report, kept = self._kept
+        return report, tuple([b for b, at in self._block_at.items() if b in kept and at > held])
 
     def blobs_since(self, held: int, mail: Mail) -> tuple[Blob, ...]:
         """The contents that changed after revision ``held``."""
@@ -268,8 +350,8 @@ class Contents:
         self._version_at.update(dict.fromkeys([self.slots[i] for i in written], revision))
         self.seen = now
 
-    def _expose(self, chosen: list[int], revision: int) -> list[int]:
-        """Let replicas see the blocks themselves, where that can be; returns the others."""
+    def _expose(self, chosen: list[int], revision: int) -> None:
+        """Let replicas see the blocks themselves, where that can be."""
         everybody, nobody = Lookers(self._row), Lookers(())
         for block in chosen:
             first = self.tensors[self.layout.members[block][0]]
@@ -286,25 +368,63 @@ class Contents:
                 self._exposed.add(block)
         if everybody.asked:  # some may have moved
             self.seen = self.seen._replace(pointers=pointers(self._row))
-        return [block for block in chosen if block not in self._exposed]
 
     def _pack(self, chosen: list[int], revision: int) -> None:
         if not chosen:
             return
-        pieces = [self._read(block) for block in chosen]
-        offsets, end = [], 0
-        for piece in pieces:
-            offsets.append(paged(end, piece.size))
-            end = offsets[-1] + aligned(piece.size)
+        pieces: list[Piece] = []
+        offsets: list[int] = []
+        found: dict[int, tuple[int, int]] = {}
+        end = 0
+        for rows in self._in_runs(chosen):
+            flat = rows.flat
+            pieces.append(flat.piece())
+            offsets.append(end)
+            places = zip(flat.blocks, flat.offsets, flat.sizes, strict=True)
+            found.update((block, (end + offset, size)) for block, offset, size in places)
+            end += len(flat.bytes)
+        for block in chosen:
+            if block not in found:
+                piece = self._read(block)
+                offsets.append(paged(end, piece.size))
+                found[block] = offsets[-1], piece.size
+                pieces.append(piece)
+                end = offsets[-1] + aligned(piece.size)
         packet = self._link.send(pieces, offsets, end)
         self._prints = self._prints.without(chosen)
         self._unprinted.difference_update(chosen)
         if not devices.lies_on_a_gpu(packet):  # there it is compared with itself
-            rows = zip(chosen, pieces, strict=True)
-            self._unprinted.update(block for block, piece in rows if piece.origin is not None)
-        for block, offset, piece in zip(chosen, offsets, pieces, strict=True):
-            self._places[block] = _Place(packet, end, offset, piece.size)
-            self._block_at[block] = revision
+            far = [block for block in chosen if not devices.is_cpu(self._device_of(block))]
+            self._unprinted.update(far)
+        self._places.update((block, _Place(packet, end, *found[block])) for block in chosen)
+        self._block_at.update(dict.fromkeys(chosen, revision))
+
+    def _in_runs(self, chosen: Sequence[int]) -> list[Rows]:
+        """The small ones of some blocks as they are now, those together that were reported so."""
+        device = self._device_of(chosen[0])
+        small = [b for b in chosen if self._is_small(b) and self._device_of(b) == device]
+        told, found = self._told.take(), []
+        self._kept = self._kept[0], self._kept[1].difference(chosen)
+        if told is not None and told.rows.fit(told.rows.flat.blocks, self.layout, device):
+            reported = {*told.rows.flat.blocks}
+            if reported <= {*small}:
+                found.append(self._as_told(told))
+                small = [block for block in small if block not in reported]
+            self._told.keep(told)
+        if len(small) > 1:
+            if self._rest is None or not self._rest.fit(tuple(small), self.layout, device):
+                self._rest = Rows(tuple(small), self.layout, device)
+            self._rest.take(self.tensors)
+            found.append(self._rest)
+        return found
+
+    def _as_told(self, told: Told) -> Rows:
+        """Blocks that a replica reported, as they are now; notes which are as that said."""
+        told.now.take(self.tensors)
+        if devices.is_cpu(told.now.flat.bytes.device):  # a GPU would have to be waited for
+            unlike = {*told.now.flat.compare(told.rows.flat)()}
+            self._kept = told.report, {b for b in told.rows.flat.blocks if b not in unlike}
+        return told.now
 
     def _read(self, block: int) -> Piece:
         return blocks.read([self.tensors[slot] for slot in self.layout.members[block]])

@@ -46,9 +46,9 @@ class Homes:
             self._sent[block] -= _PATIENCE  # if it could not be moved now, it is tried again, but not soon
         return often
 
-    def written(self, block: int) -> None:
-        """Replicas write to a block, and so have pages of their own of it in any case."""
-        self._sent[block] = 0
+    def written(self, blocks: Iterable[int]) -> None:
+        """Replicas write to some blocks, and so have pages of their own of them in any case."""
+        self._sent.update(dict.fromkeys(blocks, 0))
 
 
 class Lookers:

@@ -23,7 +23,6 @@ from raydp_parallel.messages import StateUpdate, Structure, WriteBack
 from raydp_parallel.snapshot import reasons, structure
 from raydp_parallel.snapshot.contents import Contents
 from raydp_parallel.snapshot.image import Image
-from raydp_parallel.snapshot.looks import bump
 from raydp_parallel.snapshot.moments import Mark, Moment, moved, overwritten_since
 from raydp_parallel.snapshot.specials import Specials
 
@@ -224,21 +223,10 @@ class Master:
             self._updates[held] = self._make_update(held)
         return self._updates[held]
 
-    def write_back(self, written: WriteBack, tensors: list[Tensor]) -> None:
+    def write_back(self, written: WriteBack, mail: Mail) -> None:
         """Take over, in place, what chunk 0 changed in place. What it overwrites is kept, see `moments`."""
         before = self._contents.look()
-        overwritten = {slot: self._contents.tensors[slot].detach().clone() for slot, _ in written.slots}
-        with torch.no_grad():
-            for (slot, moved), new in zip(written.slots, tensors, strict=True):
-                target = self._contents.tensors[slot]
-                if slot in written.replaced:
-                    target.data = new.clone()
-                    if moved:
-                        bump([target])
-                else:
-                    # An edit that moves no version there moves none here; batch norm's running means are such.
-                    (target if moved and not target.is_inference() else target.data).copy_(new)
-                self._contents.wrote(slot)
+        overwritten = self._contents.write_back(written, mail)
         self._moment = self._moment.end(overwritten, before, self._contents.look())
 
     def rebind(self, found: tuple[tuple[int, str, Any], ...]) -> None:
@@ -308,6 +296,7 @@ class Master:
 
     def _make_update(self, held: int) -> Update:
         contents, mail = self._contents, Mail(self._link)
+        report, kept = contents.kept_since(held)
         message = StateUpdate(
             model=self.id,
             revision=self.revision,
@@ -316,6 +305,8 @@ class Master:
             edits=tuple([(m, name, value) for (m, name), (at, value) in self._edits.items() if at > held]),
             flags=contents.flags_since(held),
             blobs=contents.blobs_since(held, mail),
+            report=report,
+            kept=kept,
         )
         return Update(message, mail.beside, contents.sent(message.blobs) if message.blobs else 0)
 

@@ -28,10 +28,19 @@ class Source(NamedTuple):
     size: int
     near: Piece | None = None
 
+    def whole(self) -> Piece:
+        """All bytes of the packet, to be read."""
+        return self.near if self.near is not None else self.mail.open(self.packet)
+
     def open(self) -> Piece:
         """The bytes, to be read."""
-        whole = self.near if self.near is not None else self.mail.open(self.packet)
-        return whole.part(self.offset, self.size)
+        return self.whole().part(self.offset, self.size)
+
+    def window(self, device: torch.device) -> Window | None:
+        """A window on them, None if they are to be copied."""
+        if not devices.is_cpu(device):
+            return None
+        return self.mail.link.show(self.mail.find(self.packet), self.offset, self.size)
 
 
 class Memory(Protocol):
@@ -67,7 +76,7 @@ class Copied:
         self._near: Piece | None = None
 
     def adopt(self, source: Source) -> bool:
-        if _window(source, self.tensor.device) is not None:
+        if source.window(self.tensor.device) is not None:
             return False  # what lies in the driver's own memory is not sent again when it changes: it has to be shown
         self._driver, self._near = source.open(), None
         self.refresh()
@@ -75,6 +84,10 @@ class Copied:
 
     def refresh(self) -> None:
         devices.load(self.tensor, self._near or self._driver)
+
+    def lie(self, driver: Piece) -> None:
+        """The driver's bytes are elsewhere from now on, and change there."""
+        self._driver, self._near = driver, None
 
     def renewed(self) -> Copied:
         other = Copied(len(self.tensor), self.tensor.device)
@@ -117,16 +130,9 @@ class Shown:
 
 def make(source: Source, device: torch.device) -> Memory:
     """The memory of a block whose bytes are at ``source``."""
-    window = _window(source, device)
+    window = source.window(device)
     if window is not None:
         return Shown(window)
     memory = Copied(source.size, device)
     memory.adopt(source)
     return memory
-
-
-def _window(source: Source, device: torch.device) -> Window | None:
-    mail = source.mail
-    if not devices.is_cpu(device):
-        return None
-    return mail.link.show(mail.find(source.packet), source.offset, source.size)

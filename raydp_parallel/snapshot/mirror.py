@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from raydp_parallel import codec, devices, loaded
 from raydp_parallel.links import InlineLink, Mail, Piece
-from raydp_parallel.messages import SlotSpec, StateUpdate, Structure
+from raydp_parallel.messages import Blob, SlotSpec, StateUpdate, Structure
 from raydp_parallel.snapshot import blocks, memory, structure
+from raydp_parallel.snapshot.buffers import Buffers
+from raydp_parallel.snapshot.flat import packed
 from raydp_parallel.snapshot.held import Held
 from raydp_parallel.snapshot.image import Image
 from raydp_parallel.snapshot.looks import Row
@@ -26,6 +28,7 @@ from raydp_parallel.snapshot.replaced import Replaced, shows_other
 from raydp_parallel.snapshot.watch import RawAccess
 
 _flag = attrgetter("requires_grad")
+_leaf = attrgetter("is_leaf")
 
 _HOLDERS = ("_parameters", "_buffers", "_modules")
 """What of a module's attributes is not a user's to rebind."""
@@ -35,12 +38,22 @@ class Written(NamedTuple):
     """What a forward changed in place.
 
     Attributes:
+        report: The report's number.
         slots: The slots, with whether their version moved.
-        replaced: Those of them that were given other memory.
-        tensors: The tensors as they are now.
+        blob: The blocks that they lie in, without a packet yet.
+        pieces: What is to be put into the packet.
+        starts: Where each piece goes.
+        size: Bytes of the packet.
+        replaced: Those of the slots that were given other memory.
+        tensors: These, as they are now.
     """
 
+    report: int
     slots: tuple[tuple[int, bool], ...]
+    blob: Blob
+    pieces: Sequence[Piece]
+    starts: Sequence[int]
+    size: int
     replaced: tuple[int, ...]
     tensors: tuple[Tensor, ...]
 
@@ -73,6 +86,7 @@ class Mirror:
         self._members: dict[int, list[int]] = {}
         self._memory: dict[int, Memory] = {}
         self._unversioned: list[int] = []
+        self._buffers = Buffers({}, (), device)
         self._row = Row({})
         self._moved: set[int] = set()
         self._fresh: set[int] = set()
@@ -83,16 +97,27 @@ class Mirror:
 
     def prepare(self, update: StateUpdate | None, mail: Mail, graphs_alive: bool) -> None:
         """Undo what the last forward left, and adopt what changed in the driver."""
+        kept = self._keep(update, graphs_alive) if update is not None and update.structure is None else set()
         if self.revision:
             self._undo(graphs_alive)
         if update is not None:
             if update.structure is not None or update.blobs or update.edits or update.flags:
-                self._adopt(update, mail, graphs_alive)
+                self._adopt(update, mail, graphs_alive, kept)
             self._row.bump(update.bumped)
             self.revision = update.revision
         self._restore_flags()
         self._row.settle()
+        self._buffers.settle()
         self._fresh = set()
+
+    def _keep(self, update: StateUpdate, graphs_alive: bool) -> set[int]:
+        """The blocks that hold the driver's new contents already, because this replica reported them."""
+        self._hear()
+        kept = self._buffers.keep(update.report, update.kept)
+        coming = kept.union(*[blob.blocks for blob in update.blobs]) & self._buffers.blocks
+        if not graphs_alive and coming:  # what is going to be written over need not be undone before
+            self._dirty -= coming.difference(self._spoiled_blocks(coming))
+        return kept
 
     def overlay(self, slots: Sequence[int], tensors: Sequence[Tensor], graphs_alive: bool) -> None:
         """Show some slots as they were, until what the next forward leaves is undone."""
@@ -107,6 +132,7 @@ class Mirror:
     def pass_over(self) -> None:
         """Nobody asks what was written."""
         self._hear()
+        self._buffers.forget_report()
         self._fresh = set()
 
     def import_anew(self) -> None:
@@ -150,20 +176,37 @@ class Mirror:
             lasts: Whether it is reported, too, if a tensor was given other memory.
         """
         self._hear()
-        fresh, slots = sorted(self._fresh), []
-        pairs = [(self._bytes(b), self._reported.get(b) or self._memory[b].driver()) for b in fresh]
-        for block, alike in zip(fresh, devices.compare(pairs)(), strict=True):
-            if not alike:
-                self._reported[block] = devices.copied(self._bytes(block))
-                slots += [(slot, slot in self._moved) for slot in self._members[block]]
-        self._fresh = set()
         lasting = {slot for slot in self._replaced.slots if lasts(self._slots[slot])}
+        changed = sorted(self._fresh & self._buffers.blocks)
+        others = self._changed_besides(sorted(self._fresh - self._buffers.blocks))
+        self._fresh = set()
         replaced = self._replaced.news(sorted(lasting), self._slots, self._specs, self._memory)
-        slots = [*[row for row in slots if row[0] not in lasting], *[(slot, slot in self._moved) for slot in replaced]]
+        members = [slot for block in (*changed, *others) for slot in self._members[block] if slot not in lasting]
+        slots = [(slot, slot in self._moved) for slot in (*members, *replaced)]
         if not slots:
             return None
-        shown = [self._slots[s].detach() if s in lasting else self._shown(s) for s, _ in slots]
-        return Written(tuple(slots), tuple(replaced), tuple(shown))
+        report, pieces = self._buffers.report(changed)
+        sizes = [len(self._memory[block].tensor) for block in (*changed, *others)]
+        offsets, size = packed(sizes)
+        pieces += [(self._bytes(b), at) for b, at in zip(others, offsets[len(changed) :], strict=True)]
+        return Written(
+            report=report,
+            slots=tuple(slots),
+            blob=Blob((*changed, *others), tuple(offsets), tuple(sizes), b""),
+            pieces=[piece for piece, _ in pieces],
+            starts=[start for _, start in pieces],
+            size=size,
+            replaced=tuple(replaced),
+            tensors=tuple([self._slots[slot].detach() for slot in replaced]),
+        )
+
+    def _changed_besides(self, chosen: Sequence[int]) -> list[int]:
+        """Those of some other blocks that are not as they were reported last; they are from now on."""
+        pairs = [(self._bytes(b), self._reported.get(b) or self._memory[b].driver()) for b in chosen]
+        answers = zip(chosen, devices.compare(pairs)(), strict=True)
+        changed = [block for block, alike in answers if not alike]
+        self._reported.update((block, devices.copied(self._bytes(block))) for block in changed)
+        return changed
 
     def rebound(self) -> tuple[tuple[int, str, Any], ...]:
         """The attributes and buffers that the last forward gave new values: which module's, name, value."""
@@ -184,17 +227,20 @@ class Mirror:
         # A tensor that shows other memory has another version or address, or somebody asked for its ``.data``.
         doubtful = self._specs if touched else self._moved | self._row.elsewhere()
         self._replaced.slots = {slot for slot in doubtful if self._shows_other(slot)}
-        self._fresh = {self._specs[slot].block for slot in self._moved | self._replaced.slots}
+        written = {self._specs[slot].block for slot in self._moved | self._replaced.slots}
         if touched:
-            self._fresh.update(block for block in self._memory if self._address(block) in touched)
-        self._dirty |= self._fresh
+            written.update(block for block in self._memory if self._address(block) in touched)
+        self._dirty |= written
+        self._fresh = written - self._buffers.blocks
         # A GPU begins to compare now, and is asked for its answer when the outputs are on their way.
+        self._buffers.look()
         self._alike = devices.compare([(self._bytes(b), self._memory[b].driver()) for b in self._unversioned])
 
     def _hear(self) -> None:
         """Take up which of the blocks that kernels write to without telling were written to."""
         answers, self._alike = self._alike(), list
         written = {block for block, alike in zip(self._unversioned, answers, strict=False) if not alike}
+        written |= self._buffers.hear()
         self._fresh |= written
         self._dirty |= written
 
@@ -220,6 +266,16 @@ class Mirror:
         for block in dirty:
             self._memory[block].refresh()
         return True
+
+    def _spoiled_blocks(self, chosen: Collection[int]) -> set[int]:
+        """Those of some blocks whose tensors are of no more use."""
+        if not self._replaced.slots and all(map(_leaf, self._slots.values())):
+            return set()
+        return {block for block in chosen if any(self._spoiled(slot) for slot in self._members[block])}
+
+    def _lies_flat(self, block: int, source: Source) -> bool:
+        """Whether new contents go where the small buffers' are, and are no window on the driver's memory."""
+        return block in self._buffers.blocks and source.window(self._device) is None
 
     def _spoiled(self, slot: int) -> bool:
         """Whether a tensor itself is of no more use: it shows other memory, or became part of a graph."""
@@ -287,6 +343,12 @@ class Mirror:
         self._image = structure.survey(self.module)
         self.held = Held(self._image, self._slots)
         self._unversioned = _unversioned(self.module, self._specs, self._slots)
+        self._watch_buffers()
+
+    def _watch_buffers(self) -> None:
+        """Begin to look at the small blocks that kernels write to without telling."""
+        self._buffers = Buffers(self._memory, self._unversioned, self._device)
+        self._unversioned = [block for block in self._unversioned if block not in self._buffers.blocks]
 
     def _keeps(self, block: int, slots: list[int], new: Structure) -> bool:
         """Whether the tensors of a block fit the new structure as they are."""
@@ -296,9 +358,9 @@ class Mirror:
             and all(_flagless(new.slots[s]) == _flagless(self._specs[s]) for s in slots)
         )
 
-    def _adopt(self, update: StateUpdate, mail: Mail, graphs_alive: bool) -> None:
-        """Take up more than that versions moved."""
-        sources = _sources(update, mail, self._device)
+    def _adopt(self, update: StateUpdate, mail: Mail, graphs_alive: bool, kept: set[int]) -> None:
+        """Take up more than that versions moved, and than what is ``kept`` because it is here."""
+        sources = _sources(update, mail, self._device, kept)
         if update.structure is not None:
             self._build(update.structure, sources)
         self._flags.update(update.flags)
@@ -307,10 +369,18 @@ class Mirror:
         untold = set()
         if graphs_alive and sources:
             untold = sources.keys() - {self._specs[slot].block for slot in update.bumped if slot in self._specs}
-        anew = [b for b, source in sources.items() if b in untold or not self._memory[b].adopt(source)]
+        flat = {b: s for b, s in sources.items() if self._lies_flat(b, s)} if update.structure is None else {}
+        self._buffers.adopt(flat)
+        others = [(b, source) for b, source in sources.items() if b not in flat]
+        anew = [b for b, source in others if b in untold or not self._memory[b].adopt(source)]
         for block in anew:
             self._memory[block] = memory.make(sources[block], self._device)
-        reached = not anew or self._rebuild(anew)
+        for block in untold & flat.keys():
+            self._memory[block] = self._memory[block].renewed()
+        reached = self._rebuild([*anew, *(untold & flat.keys())]) if anew or untold else True
+        if update.structure is None and not self._buffers.blocks.isdisjoint(anew):
+            self._unversioned = sorted({*self._unversioned, *self._buffers.blocks})
+            self._watch_buffers()
         if update.structure is not None or not reached:
             self._load()  # not before its tensors are filled: a generator's state is one of them
         for index, name, value in update.edits:
@@ -332,13 +402,16 @@ class _Running(RawAccess):
         self._mirror.note(touched)
 
 
-def _sources(update: StateUpdate, mail: Mail, device: torch.device) -> dict[int, Source]:
-    """Where the bytes of each block are that an update brings."""
+def _sources(update: StateUpdate, mail: Mail, device: torch.device, besides: set[int]) -> dict[int, Source]:
+    """Where the bytes of each block are that an update brings, ``besides`` some."""
     found: dict[int, Source] = {}
     for blob in update.blobs:
+        if besides and besides >= {*blob.blocks}:
+            continue
         near = None if devices.is_cpu(device) else devices.near(mail.open(blob.packet), device)
         for block, offset, size in zip(blob.blocks, blob.offsets, blob.sizes, strict=True):
-            found[block] = Source(mail, blob.packet, offset, size, near)
+            if block not in besides:
+                found[block] = Source(mail, blob.packet, offset, size, near)
     return found
 
 

@@ -14,6 +14,7 @@ structure, and by a comparison with the bytes that were sent. It cannot be had b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -28,12 +29,12 @@ class Moment:
     __slots__ = ("after", "before", "following", "overwritten")
 
     def __init__(self) -> None:
-        self.overwritten: dict[int, Tensor] = {}
+        self.overwritten: Callable[[], dict[int, Tensor]] = dict
         self.before = Look([], [], [])
         self.after = Look([], [], [])
         self.following: Moment | None = None
 
-    def end(self, overwritten: dict[int, Tensor], before: Look, after: Look) -> Moment:
+    def end(self, overwritten: Callable[[], dict[int, Tensor]], before: Look, after: Look) -> Moment:
         """A write-back took place; returns the moment that begins."""
         self.overwritten, self.before, self.after = overwritten, before, after
         self.following = Moment()
@@ -59,7 +60,7 @@ def overwritten_since(moment: Moment) -> dict[int, Tensor]:
     found: dict[int, Tensor] = {}
     at: Moment | None = moment
     while at is not None:
-        found = {**at.overwritten, **found}
+        found = {**at.overwritten(), **found}
         at = at.following
     return found
 
