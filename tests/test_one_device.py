@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
+import os
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -127,3 +129,50 @@ def test_F5_looking_for_what_was_rebound_is_linear() -> None:
     """Whether one module rebinds something or all do: four times the modules take four times the calls."""
     assert calls_of_a_forward(80, 1) < 5 * calls_of_a_forward(20, 1)
     assert calls_of_a_forward(80, 80) < 5 * calls_of_a_forward(20, 20)
+
+
+@contextlib.contextmanager
+def counted_package_calls() -> Iterator[collections.Counter[str]]:
+    """How often each function of the package is called while the block runs, driver and replica together."""
+    package = os.path.dirname(raydp_parallel.__file__)
+    counts: collections.Counter[str] = collections.Counter()
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(package):
+            counts[f"{os.path.basename(code.co_filename)}:{code.co_qualname}"] += 1
+
+    sys.setprofile(count)
+    try:
+        yield counts
+    finally:
+        sys.setprofile(None)
+
+
+def calls_with_norms(norms: int, train: bool, link: str) -> int:
+    """The calls of the package's functions in a forward, or a step, of a net of so many batch norms."""
+    net = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(norms)))
+    options = raydp_parallel.Options(in_process=True, link=link)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    x = torch.randn(4, 3, requires_grad=train)
+    with raydp_parallel.Executor(["cpu"], options=options) as executor, torch.set_grad_enabled(train):
+        model = raydp_parallel.DataParallel(net, executor=executor)
+
+        def step() -> None:
+            out = model(x)
+            if train:
+                out.sum().backward()
+                optimizer.step()
+
+        for _ in range(4):
+            step()
+        with counted_package_calls() as counts:
+            step()
+    return counts.total()
+
+
+@pytest.mark.parametrize("link", ["inline", "auto"])
+def test_R6_a_buffer_more_costs_a_forward_few_calls(link: str) -> None:
+    """Three buffers for each norm come back and are sent again: each by itself would take dozens of calls."""
+    more = calls_with_norms(60, False, link) - calls_with_norms(20, False, link)
+    assert more < 8 * 3 * 40
