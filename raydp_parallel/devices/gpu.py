@@ -14,7 +14,7 @@ import ctypes
 import functools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -138,9 +138,17 @@ def upload(source: Piece, device: torch.device) -> Tensor:
 
 def load(target: Tensor, source: Piece) -> None:
     """Copy the bytes of ``source``, wherever they are, to a GPU's memory. The host does not wait."""
-    data = source.origin.tensor if source.origin is not None else view(source)
-    torch._foreach_copy_([target], [data], non_blocking=True)
-    lent.keep((data, source.owner), target.device)
+    load_all([target], [source])
+
+
+def load_all(targets: Sequence[Tensor], sources: Sequence[Piece]) -> None:
+    """Copy the bytes of some sources, wherever they are, to a GPU's memory. The host does not wait."""
+    pairs = [(target, source) for target, source in zip(targets, sources, strict=True) if source.size]
+    if not pairs:
+        return
+    data = [source.origin.tensor if source.origin is not None else view(source) for _, source in pairs]
+    torch._foreach_copy_([target for target, _ in pairs], data, non_blocking=True)
+    lent.keep((data, [source.owner for _, source in pairs]), pairs[0][0].device)
 
 
 def finish(device: torch.device) -> None:

@@ -106,10 +106,16 @@ def near(source: Piece, device: torch.device) -> Piece:
 
 def load(target: torch.Tensor, source: Piece) -> None:
     """Copy the bytes of ``source`` to a tensor of as many bytes."""
-    if is_cpu(target.device):
+    load_all([target], [source])
+
+
+def load_all(targets: Sequence[torch.Tensor], sources: Sequence[Piece]) -> None:
+    """Copy the bytes of some sources to tensors of one device, each of as many bytes; a GPU copies all at once."""
+    if not is_cpu(targets[0].device):
+        gpu.load_all(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
         ctypes.memmove(target.data_ptr(), gpu.on_host(source).address, source.size)
-    elif source.size:
-        gpu.load(target, source)
 
 
 def upload(source: Piece, device: torch.device) -> torch.Tensor:

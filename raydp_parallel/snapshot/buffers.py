@@ -56,15 +56,19 @@ class Buffers:
         found, self._answer = self._answer(), list
         return {*found}
 
-    def report(self, changed: Sequence[int]) -> tuple[int, list[tuple[Piece, int]]]:
-        """Take some blocks for reported, as they were looked at last.
+    def together(self, changed: Sequence[int]) -> Sequence[int]:
+        """What is reported if some blocks changed: all of them if most did, so that the next report is alike."""
+        return self._now.blocks if 2 * len(changed) > len(self._now.blocks) else changed
 
-        Returns:
-            The report's number, and pieces for a packet of them, each with where it goes.
-        """
+    def report(self, changed: Sequence[int]) -> int:
+        """Take some blocks for reported, as they were looked at last; returns the report's number."""
         self._report = secrets.randbits(62) + 1
         self._told.load(changed, self._places(changed), self._now.piece())
-        return self._report, self._now.pieces(changed)
+        return self._report
+
+    def packed(self, changed: Sequence[int]) -> tuple[Sequence[int], list[tuple[Piece, int]], int]:
+        """Some blocks, as they were looked at last, for a packet. See `Flat.packed`."""
+        return self._now.packed(changed)
 
     def keep(self, report: int, kept: Sequence[int]) -> set[int]:
         """Take those blocks for the driver's that it has as ``report`` said; which they are, none if it was another."""
@@ -94,5 +98,7 @@ class Buffers:
         rows = self._driver.rows([*sources])
         copy([self._memory[block].tensor for block in sources], [self._driver.runs[row] for row in rows])
 
-    def _places(self, chosen: Sequence[int]) -> list[int]:
+    def _places(self, chosen: Sequence[int]) -> Sequence[int]:
+        if tuple(chosen) == self._driver.blocks:
+            return self._driver.offsets
         return [self._driver.offsets[row] for row in self._driver.rows(chosen)]

@@ -10,7 +10,8 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +22,11 @@ from raydp_parallel.messages import Blob, SlotSpec, TensorSpec, WriteBack
 from raydp_parallel.snapshot import blocks
 from raydp_parallel.snapshot.flat import PLAIN, SMALL, UNNAMED, copy
 from raydp_parallel.snapshot.homes import Homes, Lookers
-from raydp_parallel.snapshot.looks import Look, bump, look, pointers, unlike, versions
+from raydp_parallel.snapshot.looks import Look, bump, geometry, look, pointers, unlike, versions
 from raydp_parallel.snapshot.rows import Rows, Spare, Told
+
+CPU = torch.device("cpu")
+_device = attrgetter("device")
 
 _AT_ONCE = 64
 """Blocks that are brought to a GPU together to be compared."""
@@ -81,6 +85,9 @@ class Contents:
         self._unprinted: set[int] = set()
         self._told: Spare[Told] = Spare()
         self._rest: Rows | None = None
+        self._small: set[int] = set()
+        self._geometry: list[Any] = []
+        self._as_sent: tuple[list[_Place | None], Told | None] = [], None
         self._kept: tuple[int, set[int]] = UNNAMED, set()
 
     def news(self) -> Look | None:
@@ -97,7 +104,7 @@ class Contents:
         blob, moved, replaced = written.blob, dict(written.slots), {*written.replaced}
         source = mail.open(blob.packet)
         places = dict(zip(blob.blocks, zip(blob.offsets, blob.sizes, strict=True), strict=True))
-        told = self._run_of([block for block in blob.blocks if self._is_small(block)])
+        told = self._run_of([block for block in blob.blocks if block in self._small])
         rows = told.rows if told is not None else None
         before: Callable[[], dict[int, Tensor]] = dict
         news: dict[int, Tensor] = {}
@@ -118,7 +125,8 @@ class Contents:
         ]
         copy(targets, [news[slot] for slot in chosen])
         self._replace(written, mail)
-        stale = {self.layout.specs[slot].block for slot in moved} - self._exposed
+        stale = {self.layout.specs[slot].block for slot in moved}.union(rows.flat.blocks if rows else ())
+        stale -= self._exposed
         self._homes.written(stale)
         self._stale |= stale
         if told is not None and stale.issuperset(told.rows.flat.blocks) and not replaced:
@@ -137,9 +145,6 @@ class Contents:
 
     def _device_of(self, block: int) -> torch.device:
         return self.tensors[self.layout.members[block][0]].device
-
-    def _is_small(self, block: int) -> bool:
-        return self.layout.sizes[block] <= SMALL and self.layout.specs[block].tensor.dtype in PLAIN
 
     def _shown(self, block: int, source: Piece) -> dict[int, Tensor]:
         """What the slots of a block show in bytes that were sent of it."""
@@ -230,6 +235,8 @@ class Contents:
         layout, old = blocks.lay_out(tensors), self.layout
         self.layout, self.tensors = layout, dict(sorted(tensors.items()))
         self.slots, self._row = [*self.tensors], [*self.tensors.values()]
+        self._geometry, kinds = [], layout.specs
+        self._small = {b for b, n in layout.sizes.items() if n <= SMALL and kinds[b].tensor.dtype in PLAIN}
         now = self.look()
         after = dict(zip(self.slots, zip(*now, strict=True), strict=True))
         kept = {
@@ -251,8 +258,13 @@ class Contents:
 
     def fits(self, rows: Iterable[int] | None = None) -> bool:
         """Whether tensors, by default all, still have the sizes and strides that the layout says."""
+        seen = geometry(self._row) if rows is None else []
+        if seen and seen == self._geometry:
+            return True
         chosen = range(len(self._row)) if rows is None else rows
-        return False not in [_fits(self._row[i], self.layout.specs[self.slots[i]].tensor) for i in chosen]
+        fit = False not in [_fits(self._row[i], self.layout.specs[self.slots[i]].tensor) for i in chosen]
+        self._geometry = seen if fit else []
+        return fit
 
     def differing(self, revision: int) -> list[int]:
         """The blocks whose contents are not what was sent up to ``revision``, though no version tells."""
@@ -268,7 +280,24 @@ class Contents:
         if not chosen:
             return []
         self._print([block for block in chosen if block in self._unprinted])
+        together = [b for b in chosen if b in self._small] if not self._prints.keys else []
+        if len(together) > 1 and {*map(_device, self._row)} == {CPU}:
+            found = {*self._unlike_together(together)}
+            apart = [block for block in chosen if block not in self._small]
+            found.update(_unlike(apart, self._prints, self._read, self._sent))
+            return [block for block in chosen if block in found]
         return _unlike(chosen, self._prints.of(chosen), self._read, self._sent)
+
+    def _unlike_together(self, chosen: list[int]) -> list[int]:
+        """Those of some small blocks that are not what was sent: all are read and compared at once."""
+        (places, told), now = self._as_sent, [*map(self._places.get, chosen)]
+        if told is None or places != now or not told.rows.fit(tuple(chosen), self.layout, CPU):
+            told = Told(Rows(tuple(chosen), self.layout, CPU))
+            for block, run in zip(chosen, told.rows.flat.runs, strict=True):
+                devices.load(run, self._sent(block))
+            self._as_sent = now, told
+        told.now.take(self.tensors)
+        return told.now.flat.compare(told.rows.flat)()
 
     def _print(self, chosen: Sequence[int]) -> None:
         """Make the fingerprints of blocks as they were sent by the host, now that somebody asks.
@@ -393,16 +422,18 @@ class Contents:
         packet = self._link.send(pieces, offsets, end)
         self._prints = self._prints.without(chosen)
         self._unprinted.difference_update(chosen)
-        if not devices.lies_on_a_gpu(packet):  # there it is compared with itself
-            far = [block for block in chosen if not devices.is_cpu(self._device_of(block))]
-            self._unprinted.update(far)
+        far = not all(map(devices.is_cpu, {*map(_device, self._row)}))
+        if far and not devices.lies_on_a_gpu(packet):  # there it is compared with itself
+            self._unprinted.update(b for b in chosen if not devices.is_cpu(self._device_of(b)))
         self._places.update((block, _Place(packet, end, *found[block])) for block in chosen)
         self._block_at.update(dict.fromkeys(chosen, revision))
 
     def _in_runs(self, chosen: Sequence[int]) -> list[Rows]:
         """The small ones of some blocks as they are now, those together that were reported so."""
         device = self._device_of(chosen[0])
-        small = [b for b in chosen if self._is_small(b) and self._device_of(b) == device]
+        small = [block for block in chosen if block in self._small]
+        if {*map(_device, self._row)} != {device}:
+            small = [block for block in small if self._device_of(block) == device]
         told, found = self._told.take(), []
         self._kept = self._kept[0], self._kept[1].difference(chosen)
         if told is not None and told.rows.fit(told.rows.flat.blocks, self.layout, device):

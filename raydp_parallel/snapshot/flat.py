@@ -74,10 +74,14 @@ class Flat:
         for here, there, size in self._joined(blocks, offsets):
             devices.load(self.bytes[here : here + size], source.part(there, size))
 
-    def pieces(self, blocks: Sequence[int]) -> list[tuple[Piece, int]]:
-        """The bytes of some blocks, for a packet in which they lie as `packed` says, and where each piece goes."""
-        whole, (places, _) = self.piece(), packed([self.sizes[at] for at in self.rows(blocks)])
-        return [(whole.part(here, size), there) for here, there, size in self._joined(blocks, places)]
+    def packed(self, blocks: Sequence[int]) -> tuple[Sequence[int], list[tuple[Piece, int]], int]:
+        """Some blocks for a packet: where each lies there, the pieces with their places, and the packet's size."""
+        offsets, end = self.offsets, len(self.bytes)
+        if tuple(blocks) != self.blocks:
+            offsets, end = packed([self.sizes[row] for row in self.rows(blocks)])
+        whole = self.piece()
+        pieces = [(whole.part(here, size), at) for here, at, size in self._joined(blocks, offsets)]
+        return offsets, pieces, end
 
     def rows(self, blocks: Sequence[int]) -> list[int]:
         """The places of some blocks in the order."""
@@ -88,6 +92,8 @@ class Flat:
 
     def _joined(self, blocks: Sequence[int], offsets: Sequence[int]) -> list[tuple[int, int, int]]:
         """Where runs of neighbours begin here and at other offsets, and their bytes."""
+        if tuple(offsets) == self.offsets and tuple(blocks) == self.blocks:
+            return [(0, 0, self.offsets[-1] + self.sizes[-1])] if self.sizes else []
         found: list[tuple[int, int, int]] = []
         for row, there in zip(self.rows(blocks), offsets, strict=True):
             here, size = self.offsets[row], self.sizes[row]
@@ -129,13 +135,13 @@ def tensors_in(run: Tensor, starts: Mapping[int, int], specs: Iterable[SlotSpec]
     return found
 
 
-def packed(sizes: Sequence[int]) -> tuple[list[int], int]:
+def packed(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
     """Where blocks of some sizes lie in a packet of their own, and how long it is."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)
         end += aligned(size)
-    return offsets, end
+    return tuple(offsets), end
 
 
 def copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

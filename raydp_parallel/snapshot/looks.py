@@ -16,6 +16,9 @@ _version = attrgetter("_version")
 _flag = attrgetter("requires_grad")
 
 
+_kind = attrgetter("shape", "dtype", "layout", "is_nested", "is_quantized", "is_meta")
+
+
 class Look(NamedTuple):
     """What was to see at a moment, by row.
 
@@ -46,6 +49,15 @@ def versions(row: Sequence[Tensor]) -> list[int]:
 def pointers(row: Sequence[Tensor]) -> list[int]:
     """Where every tensor lies."""
     return [*map(Tensor.data_ptr, row)]
+
+
+def geometry(row: Sequence[Tensor]) -> list[Any]:
+    """All else that tells how tensors lie in memory: what cannot be asked of some, all are taken not to have."""
+    try:
+        strides = [*map(Tensor.stride, row)]
+    except RuntimeError:  # a layout without strides
+        return []
+    return [*map(type, row), *map(_kind, row), strides, [*map(Tensor.is_conj, row)], [*map(Tensor.is_neg, row)]]
 
 
 def unlike(then: Sequence[Any], now: Sequence[Any]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -49,8 +50,11 @@ class Memory(Protocol):
     tensor: Tensor
     """All of it, as bytes."""
 
-    def adopt(self, source: Source) -> bool:
-        """Take over new bytes of the driver's, where the old ones are. False if that is not possible."""
+    def takes(self, source: Source) -> bool:
+        """Whether new bytes of the driver's can be taken over where the old ones are. A window shows them then."""
+
+    def copies(self, source: Source) -> tuple[Tensor, Piece] | None:
+        """Where new bytes have to be copied to, and from."""
 
     def refresh(self) -> None:
         """Undo what was written since."""
@@ -75,12 +79,13 @@ class Copied:
         self._driver = Piece(0, 0, None)
         self._near: Piece | None = None
 
-    def adopt(self, source: Source) -> bool:
-        if source.window(self.tensor.device) is not None:
-            return False  # what lies in the driver's own memory is not sent again when it changes: it has to be shown
+    def takes(self, source: Source) -> bool:
+        # What lies in the driver's own memory is not sent again when it changes: it has to be shown.
+        return source.window(self.tensor.device) is None
+
+    def copies(self, source: Source) -> tuple[Tensor, Piece] | None:
         self._driver, self._near = source.open(), None
-        self.refresh()
-        return True
+        return self.tensor, self._driver
 
     def refresh(self) -> None:
         devices.load(self.tensor, self._near or self._driver)
@@ -115,8 +120,11 @@ class Shown:
         self._window = window
         self.tensor = devices.view(window.piece)
 
-    def adopt(self, source: Source) -> bool:
+    def takes(self, source: Source) -> bool:
         return self._window.turn_to(source.mail.find(source.packet), source.offset, source.size)
+
+    def copies(self, source: Source) -> tuple[Tensor, Piece] | None:
+        return None
 
     def refresh(self) -> None:
         self._window.refresh()
@@ -134,5 +142,12 @@ def make(source: Source, device: torch.device) -> Memory:
     if window is not None:
         return Shown(window)
     memory = Copied(source.size, device)
-    memory.adopt(source)
+    adopt({0: memory}, {0: source})
     return memory
+
+
+def adopt(memory: Mapping[int, Memory], sources: Mapping[int, Source]) -> None:
+    """Take over new bytes of the driver's for some blocks, which take them, by as few copies as a device needs."""
+    found = [pair for block, source in sources.items() if (pair := memory[block].copies(source)) is not None]
+    if found:
+        devices.load_all([target for target, _ in found], [piece for _, piece in found])

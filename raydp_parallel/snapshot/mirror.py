@@ -185,17 +185,19 @@ class Mirror:
         slots = [(slot, slot in self._moved) for slot in (*members, *replaced)]
         if not slots:
             return None
-        report, pieces = self._buffers.report(changed)
-        sizes = [len(self._memory[block].tensor) for block in (*changed, *others)]
-        offsets, size = packed(sizes)
-        pieces += [(self._bytes(b), at) for b, at in zip(others, offsets[len(changed) :], strict=True)]
+        together = self._buffers.together(changed)
+        offsets, pieces, end = self._buffers.packed(together)
+        alone = [self._bytes(block) for block in others]
+        further, size = packed([piece.size for piece in alone])
+        pieces += [(piece, end + at) for piece, at in zip(alone, further, strict=True)]
+        sizes = [len(self._memory[block].tensor) for block in (*together, *others)]
         return Written(
-            report=report,
+            report=self._buffers.report(together),
             slots=tuple(slots),
-            blob=Blob((*changed, *others), tuple(offsets), tuple(sizes), b""),
+            blob=Blob((*together, *others), (*offsets, *[end + at for at in further]), tuple(sizes), b""),
             pieces=[piece for piece, _ in pieces],
             starts=[start for _, start in pieces],
-            size=size,
+            size=end + size,
             replaced=tuple(replaced),
             tensors=tuple([self._slots[slot].detach() for slot in replaced]),
         )
@@ -371,8 +373,10 @@ class Mirror:
             untold = sources.keys() - {self._specs[slot].block for slot in update.bumped if slot in self._specs}
         flat = {b: s for b, s in sources.items() if self._lies_flat(b, s)} if update.structure is None else {}
         self._buffers.adopt(flat)
-        others = [(b, source) for b, source in sources.items() if b not in flat]
-        anew = [b for b, source in others if b in untold or not self._memory[b].adopt(source)]
+        others = {b: source for b, source in sources.items() if b not in flat}
+        plain = {b: s for b, s in others.items() if b not in untold and self._memory[b].takes(s)}
+        memory.adopt(self._memory, plain)
+        anew = [block for block in others if block not in plain]
         for block in anew:
             self._memory[block] = memory.make(sources[block], self._device)
         for block in untold & flat.keys():
