@@ -172,7 +172,7 @@ def calls_with_norms(norms: int, train: bool, link: str) -> int:
 
 
 @pytest.mark.parametrize("link", ["inline", "auto"])
-def test_R6_a_buffer_more_costs_a_forward_few_calls(link: str) -> None:
+def test_a_buffer_more_costs_a_forward_few_calls(link: str) -> None:
     """Three buffers for each norm come back and are sent again: each by itself would take dozens of calls."""
     more = calls_with_norms(60, False, link) - calls_with_norms(20, False, link)
     assert more < 10 * 3 * 40
