@@ -1774,6 +1774,18 @@ def test_B11_a_frozen_parameter_that_forward_overwrites(before, after, second, d
     assert results[0] == results[1] == results[2]
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_B11_a_change_of_structure_hides_no_change_of_a_weight(devices):
+    """Another layer comes between forward and backward, and a weight that stays is overwritten after that."""
+    models = trio(mlp(), devices)
+    for model in (models.ours, models.plain):
+        loss = model(data(4, 3)).sum()
+        model.get_submodule("module" if hasattr(model, "module") else "").append(nn.Tanh())
+        model(data(4, 3))
+        _last_weight(model)
+        assert IN_PLACE in str(raised(loss.backward))
+
+
 def attempt(call: Any) -> BaseException | None:
     """What a call raises, if anything."""
     try:

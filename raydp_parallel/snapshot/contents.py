@@ -337,9 +337,15 @@ class Contents:
         """The slots whose version moved after revision ``held``."""
         return tuple([slot for slot, at in self._version_at.items() if at > held and slot in self.tensors])
 
-    def moved_from(self, then: list[int], held: int) -> tuple[int, ...]:
-        """The slots whose version is not what it was ``then``, and was not when revision ``held`` was taken either."""
+    def moved_from(self, slots: list[int], then: list[int], held: int) -> tuple[int, ...]:
+        """The slots whose version is not what it was ``then``, and was not when revision ``held`` was taken either.
+
+        Of those ``slots`` that there were then, in their order: the structure may be another now.
+        """
         now = self.versions()
+        if slots is not self.slots:
+            before = dict(zip(slots, then, strict=True))
+            then = [before.get(slot, version) for slot, version in zip(self.slots, now, strict=True)]
         if now == then:
             return ()
         rows = zip(self.slots, then, now, self.seen.versions, strict=True)

@@ -130,17 +130,16 @@ class Master:
         found = enumerate(self.leaves())
         return tuple([k for k, leaf in found if leaf.kind == "attribute" and not leaf.tensor.is_leaf])
 
-    def versions(self) -> tuple[int, list[int]]:
-        """A mark of this moment, for `moved_since`."""
-        return self.structure_at, self._contents.versions()
+    def versions(self) -> tuple[list[int], list[int]]:
+        """A mark of this moment, for `moved_since`: the slots and their versions."""
+        return self._contents.slots, self._contents.versions()
 
-    def moved_since(self, mark: tuple[int, list[int]], held: int) -> tuple[int, ...]:
+    def moved_since(self, mark: tuple[list[int], list[int]], held: int) -> tuple[int, ...]:
         """The slots whose versions moved since `versions` made the mark; a graph may have saved them.
 
         Not those of which a replica knows that holds revision ``held``: newer graphs have saved them as they are now.
         """
-        structure_at, then = mark
-        return self._contents.moved_from(then, held) if structure_at == self.structure_at else ()
+        return self._contents.moved_from(*mark, held)
 
     def mark(self) -> Mark:
         """The state as the last `sync` took it to be, for a replay."""
