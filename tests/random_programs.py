@@ -20,17 +20,20 @@ WIDTH = 4
 Wrap = Callable[[nn.Module, int], nn.Module]
 Seen = list[tuple[str, Tensor]]
 
+# A gradient that is zero but for rounding, as of a bias in front of batch norm, stays small beside this.
+_EPS = 1e-5
+
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.05, "momentum": 0.9},
-    "Adam": {"lr": 0.02},
-    "AdamW": {"lr": 0.02},
-    "Adagrad": {"lr": 0.05, "eps": 1e-7},
-    "RMSprop": {"lr": 0.01},
-    "Adamax": {"lr": 0.02},
-    "NAdam": {"lr": 0.02},
-    "RAdam": {"lr": 0.02},
+    "Adam": {"lr": 0.02, "eps": _EPS},
+    "AdamW": {"lr": 0.02, "eps": _EPS},
+    "Adagrad": {"lr": 0.05, "eps": _EPS},
+    "RMSprop": {"lr": 0.01, "eps": _EPS},
+    "Adamax": {"lr": 0.02, "eps": _EPS},
+    "NAdam": {"lr": 0.02, "eps": _EPS},
+    "RAdam": {"lr": 0.02, "eps": _EPS},
     "ASGD": {"lr": 0.05},
-    "Adadelta": {"lr": 0.5},
+    "Adadelta": {"lr": 0.5, "eps": _EPS},
 }
 
 
@@ -131,6 +134,26 @@ class Running(nn.Module):
         return x - self.mean.clone()
 
 
+class Edits(nn.Module):
+    """Edits its weight by ``.data``: keeps it small, in place or with other memory, or lets it decay."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.how = nn.Linear(WIDTH, WIDTH), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As the layer, whose weight is other than before."""
+        weight = self.layer.weight
+        if self.how == "decay":
+            weight.data.mul_(0.95)
+        elif self.how == "renew":
+            weight.data = torch.renorm(weight.data, p=2, dim=0, maxnorm=0.5)
+        else:
+            weight.data.copy_(torch.renorm(weight.data, p=2, dim=0, maxnorm=0.5))
+        out: Tensor = self.layer(x)
+        return out
+
+
 def scale_output(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
     """A forward hook."""
     return output * 1.25
@@ -163,7 +186,7 @@ def normed(draw: random.Random) -> nn.Module:
 
 def block(draw: random.Random, depth: int) -> nn.Module:
     """A module that keeps the width."""
-    small = ("linear", "activation", "norm", "batch norm", "twice", "clipped", "running", "computed")
+    small = ("linear", "activation", "norm", "batch norm", "twice", "clipped", "running", "computed", "edits")
     kind = draw.choice(small + (("sequence", "residual", "branches", "checkpoint", "checkpoint") * 2 if depth else ()))
     found: nn.Module
     if kind == "linear":
@@ -180,6 +203,8 @@ def block(draw: random.Random, depth: int) -> nn.Module:
         found = Clipped()
     elif kind == "running":
         found = Running(draw.random() < 0.5)
+    elif kind == "edits":
+        found = Edits(draw.choice(("decay", "renew", "bound")))
     elif kind == "computed":
         found = normed(draw)
     elif kind == "sequence":
@@ -282,7 +307,9 @@ def step(
     optimizer.zero_grad()
     out = model(x)
     loss = out.square().mean()
-    others = [model(x * 0.5).sin().mean()] if how == "twice" else []
+    # A graph keeps the weight that its forward used, where upstream's first chunk finds the next one's (row B11).
+    decays = any(isinstance(m, Edits) and m.how == "decay" for m in net.modules())
+    others = [model(x * 0.5).sin().mean()] if how == "twice" and not decays else []
     if not in_any_order(net, model):
         loss, others = sum(others, loss), []
     if how == "penalty" and not reentrant:
