@@ -1,12 +1,14 @@
 """What do replicas of two nodes gain from exchanging gradients and weights among themselves?
 
-`python -m benchmarks.collective` starts a cluster of two nodes on this machine, which share neither memory nor files
-(`ray.cluster_utils.Cluster`), with the driver on the first and one CPU replica on each. It trains the perceptron of
-16.8 million parameters in one interleaved run of: DDP over gloo with as many processes; the default, where the replicas
-are a group; the same without overlap, so that sums begin when backward is over; and the object store, where everything
-goes through the driver. At the end all must hold the same weights.
+`python -m benchmarks.collective` starts a cluster of two nodes on this machine, which share neither
+memory nor files (`ray.cluster_utils.Cluster`), with the driver on the first and one CPU replica on
+each. It trains the perceptron of 16.8 million parameters in one interleaved run of: DDP over gloo
+with as many processes; the default, where the replicas are a group; the same without overlap, so
+that sums begin when backward is over; and the object store, where everything goes through the
+driver. At the end all must hold the same weights.
 
-It then counts the bytes through the driver per step, with 2 replicas and with 8 on two further nodes.
+It then counts the bytes through the driver per step, with 2 replicas and with 8 on two further
+nodes.
 """
 
 from __future__ import annotations
@@ -30,11 +32,20 @@ CASE = "MLP 16.8 M, batch 256"
 NODES = 2
 ROUNDS = 24
 _GPUS = 4
-"""GPUs that Ray counts on each of two further nodes, where CPU replicas take their places to count bytes."""
+"""GPUs that Ray counts on each of two further nodes, where CPU replicas take their places to count
+bytes.
+"""
 _STORE = 2 << 30
-"""Bytes of each node's object store. With the 150 MB of such a cluster's default Ray waits for room in each step."""
+"""Bytes of each node's object store. With the 150 MB of such a cluster's default Ray waits for room
+in each step.
+"""
 
-_FIRST, _OURS, _LATE, _STAR = "DDP gloo", "among replicas", "among replicas, no overlap", "object store"
+_FIRST, _OURS, _LATE, _STAR = (
+    "DDP gloo",
+    "among replicas",
+    "among replicas, no overlap",
+    "object store",
+)
 
 
 def contender(link: Any, overlap: bool = True) -> tuple[Peer, Executor]:
@@ -44,7 +55,7 @@ def contender(link: Any, overlap: bool = True) -> tuple[Peer, Executor]:
     def wrap(net: torch.nn.Module) -> DataParallel[Any]:
         model = DataParallel(net, executor=executor)
         if not overlap:
-            executor.groups.late.add(executor.master(net, keep=True).id)
+            executor.groups.late.add(executor.tracker(net, keep=True).id)
         return model
 
     return Here(wrap, executor.close), executor
@@ -74,20 +85,28 @@ def run(effort: Effort, add_gpus: Callable[[], None]) -> Report:
         _LATE: contender("auto", overlap=False),
         "object store": contender("object_store"),
     }
-    peers: dict[str, Peer] = {_FIRST: ddp(NODES), **{name: peer for name, (peer, _) in found.items()}}
+    peers: dict[str, Peer] = {
+        _FIRST: ddp(NODES),
+        **{name: peer for name, (peer, _) in found.items()},
+    }
     for peer in peers.values():
         peer.begin(CASE)
     steps = 1 if effort is Effort.SMOKE else 2
     turns = {name: partial(_turn, peer, steps) for name, peer in peers.items()}
     medians = interleaved(turns, effort.rounds(ROUNDS), min(2, effort.warmup))
-    among = [account.traffic["collective", "among"] for account in found[_OURS][1].books.accounts.values()]
+    among = [
+        account.traffic["collective", "among"]
+        for account in found[_OURS][1].recorder.accounts.values()
+    ]
     sums = {name: peer.finish().checksum for name, peer in peers.items()}
     if max(sums.values()) - min(sums.values()) > 1e-6 * max(sums.values()):
         raise RuntimeError(f"different weights at the end, checksums {sums}")
     for peer in peers.values():
         peer.close()
     rows = [[name, ms, ms / medians[_FIRST], f"{sums[name]:.9g}"] for name, ms in medians.items()]
-    tables = [Table(f"{CASE}, {NODES} nodes", ["", "ms per step", f"to {_FIRST}", "checksum"], rows)]
+    tables = [
+        Table(f"{CASE}, {NODES} nodes", ["", "ms per step", f"to {_FIRST}", "checksum"], rows)
+    ]
     asked = [Asked(f"two nodes, step to {_FIRST}", medians[_OURS] / medians[_FIRST], 1.1)]
     many = 2 * _GPUS
     lines = []
@@ -95,12 +114,20 @@ def run(effort: Effort, add_gpus: Callable[[], None]) -> Report:
     for width in (512, 2896) if effort is Effort.FULL else (512,) if effort is Effort.QUICK else ():
         few, more = traffic(2, width), traffic(many, width)
         lines.append([f"{(2 * width + 10) * width * 4 / 1e6:.0f} MB", few, more, more / few])
-        asked.append(Asked(f"bytes through the driver, {lines[-1][0]}, {many} replicas to 2", more / few, 1.1))
+        asked.append(
+            Asked(
+                f"bytes through the driver, {lines[-1][0]}, {many} replicas to 2", more / few, 1.1
+            )
+        )
     columns = ["model", "2 replicas", f"{many} replicas", "ratio"]
     tables.append(Table("bytes through the driver per step and byte of the model", columns, lines))
     notes = [f"The replicas of the default exchanged {sum(among) / 1e6:.0f} MB in this run."]
-    question = "What do replicas of two nodes gain from exchanging gradients and weights among themselves?"
-    return Report("collective", question, tables, asked, {"median_ms": medians, "traffic": lines}, notes)
+    question = (
+        "What do replicas of two nodes gain from exchanging gradients and weights among themselves?"
+    )
+    return Report(
+        "collective", question, tables, asked, {"median_ms": medians, "traffic": lines}, notes
+    )
 
 
 def _turn(peer: Peer, steps: int) -> float:

@@ -1,11 +1,13 @@
 """What does a death cost, and does training end with the same bits, whatever dies?
 
-`python -m benchmarks.faults soak --kills 100` trains while a thread kills, stops and starves replicas at random
-moments, then trains as many steps undisturbed, and compares every weight, buffer, loss and generator. It also looks at
-what is left over: processes, threads, file descriptors, memory.
+`python -m benchmarks.faults soak --kills 100` trains while a thread kills, stops and starves
+replicas at random moments, then trains as many steps undisturbed, and compares every weight,
+buffer, loss and generator. It also looks at what is left over: processes, threads, file
+descriptors, memory.
 
-`python -m benchmarks.faults cost` kills a replica at a random moment of a step, again and again, and compares the step
-with undisturbed ones in between; the same kill on DDP over gloo, and on Ray Train, until each has made the next step.
+`python -m benchmarks.faults cost` kills a replica at a random moment of a step, again and again,
+and compares the step with undisturbed ones in between; the same kill on DDP over gloo, and on Ray
+Train, until each has made the next step.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ from benchmarks.peers.told import Ddp, stepper
 from raydp_parallel import DataParallel, Executor, Options, ReplicaStats
 
 CALL_TIMEOUT = 8.0
-"""Seconds after which a stopped replica counts as dead; a chunk that met two of them would be given up."""
+"""Seconds after which a stopped replica counts as dead; a chunk that met two of them would be given
+up.
+"""
 
 _LOOKS = 30
 """Kills between two looks at what the driver holds."""
@@ -112,7 +116,8 @@ class Chaos(threading.Thread):
 
     def run(self) -> None:
         while self.done["killed"] < self.kills:
-            # Every other deed finds all at work, so that not each step meets six deaths on a slow machine.
+            # Every other deed finds all at work, so that not each step meets six deaths on a slow
+            # machine.
             patient = self.random.random() < 0.5
             time.sleep(self.random.expovariate(1 / self.pause))
             while len(ready := self.ready()) < len(self.executor.device_ids) and patient:
@@ -158,7 +163,12 @@ def replicas_alive() -> list[int]:
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             if b"ReplicaActor" in Path(f"/proc/{name}/cmdline").read_bytes():
-                parent = Path(f"/proc/{name}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[1]
+                parent = (
+                    Path(f"/proc/{name}/stat")
+                    .read_text(encoding="utf-8")
+                    .rsplit(")", 1)[1]
+                    .split()[1]
+                )
                 if mine in Path(f"/proc/{parent}/cmdline").read_text(encoding="utf-8"):
                     found.append(int(name))
         except (FileNotFoundError, ProcessLookupError):
@@ -167,9 +177,9 @@ def replicas_alive() -> list[int]:
 
 
 def settle(executor: Executor) -> None:
-    """Wait until every seat is taken."""
+    """Wait until every slot is taken."""
     while not all(info.state == "ready" for info in executor.replicas()):
-        executor.seats(executor.device_ids)
+        executor.slots(executor.device_ids)
         time.sleep(0.02)
 
 
@@ -194,21 +204,34 @@ def soak(replicas: int, kills: int, seed: int, penalty: bool, pause: float) -> d
         settle(executor)
         after = belongings()
     minutes = (time.monotonic() - begun) / 60
-    with Executor(["cpu"] * replicas, options=Options(in_process=True, threads=executor.threads(replicas))) as local:
+    with Executor(
+        ["cpu"] * replicas, options=Options(in_process=True, threads=executor.threads(replicas))
+    ) as local:
         calm = Trainer(local, seed, penalty)
         for _ in range(steps):
             calm.step()
     same = all(torch.equal(one, other) for one, other in zip(found, calm.state(), strict=True))
     counted = {"deaths": stats.deaths, "replays": stats.replays, "respawns": stats.respawns}
     return {
-        "replicas": replicas, "seed": seed, "gradient penalty": penalty, "steps": steps, "minutes": round(minutes, 2),
-        **chaos.done, **counted, "lost ms": round(stats.lost_ms), "bit-identical": same, "before": before,
-        f"after each {_LOOKS} kills": meanwhile, "after": after,
-    }  # fmt: skip
+        "replicas": replicas,
+        "seed": seed,
+        "gradient penalty": penalty,
+        "steps": steps,
+        "minutes": round(minutes, 2),
+        **chaos.done,
+        **counted,
+        "lost ms": round(stats.lost_ms),
+        "bit-identical": same,
+        "before": before,
+        f"after each {_LOOKS} kills": meanwhile,
+        "after": after,
+    }
 
 
 def cost(rounds: int, replicas: int) -> dict[str, Any]:
-    """Milliseconds of a step in which a replica is killed at a random moment, and of those around it."""
+    """Milliseconds of a step in which a replica is killed at a random moment, and of those around
+    it.
+    """
     width, rows = 1024, 64
     x, y = vectors(width, rows)
     draw = random.Random(0)
@@ -230,13 +253,16 @@ def cost(rounds: int, replicas: int) -> dict[str, Any]:
             before, typical = executor.stats(), statistics.median(around)
             chunk = max(map(worked, first.replicas, before.replicas)) / len(around)
             pid = draw.choice(executor.replicas()).pid
-            timer = threading.Timer(draw.uniform(0, 0.9) * typical / 1e3, os.kill, (pid, signal.SIGKILL))
+            timer = threading.Timer(
+                draw.uniform(0, 0.9) * typical / 1e3, os.kill, (pid, signal.SIGKILL)
+            )
             timer.start()
             took = timed(step)
             timer.join()
             after = executor.stats()
             if after.replays == before.replays:
-                step()  # it had answered already, and was not needed any more: this one sees that it died
+                # it had answered already, and was not needed any more: this one sees that it died
+                step()
                 continue
             calm += around
             chunks.append(chunk)
@@ -255,7 +281,12 @@ def cost(rounds: int, replicas: int) -> dict[str, Any]:
 
 def worked(before: ReplicaStats, after: ReplicaStats) -> float:
     """Milliseconds that a replica computed in between."""
-    seconds = after.forward_seconds + after.backward_seconds - before.forward_seconds - before.backward_seconds
+    seconds = (
+        after.forward_seconds
+        + after.backward_seconds
+        - before.forward_seconds
+        - before.backward_seconds
+    )
     return seconds * 1e3
 
 
@@ -267,7 +298,9 @@ def timed(work: Any) -> float:
 
 
 def ddp(world: int) -> dict[str, float]:
-    """DDP over gloo: the others fail with the one; the job is started again, here without reading a checkpoint."""
+    """DDP over gloo: the others fail with the one; the job is started again, here without reading a
+    checkpoint.
+    """
     width, rows = 1024, 64
     threads = max(1, (os.cpu_count() or 1) // world)
     job = Ddp(world, threads, width, rows)
@@ -327,10 +360,14 @@ def ray_train(world: int) -> dict[str, float]:
             train_loop,
             train_loop_config={"folder": folder, "threads": max(1, (os.cpu_count() or 1) // world)},
             scaling_config=ScalingConfig(num_workers=world, resources_per_worker={"CPU": 0.5}),
-            run_config=RunConfig(storage_path=f"{folder}/runs", failure_config=FailureConfig(max_failures=2)),
+            run_config=RunConfig(
+                storage_path=f"{folder}/runs", failure_config=FailureConfig(max_failures=2)
+            ),
         )
         trainer.fit()
-        killed, back = (float((Path(folder) / name).read_text(encoding="utf-8")) for name in ("killed", "back"))
+        killed, back = (
+            float((Path(folder) / name).read_text(encoding="utf-8")) for name in ("killed", "back")
+        )
     return {"until the next step": (back - killed) * 1e3}
 
 
@@ -341,7 +378,9 @@ def kept(name: str, found: Any) -> dict[str, Any]:
     results.pop("machine", None)
     if name == "soak":
         others = [
-            run for run in results.get(name, []) if (run["seed"], run["replicas"]) != (found["seed"], found["replicas"])
+            run
+            for run in results.get(name, [])
+            if (run["seed"], run["replicas"]) != (found["seed"], found["replicas"])
         ]
         found = [*others, found]
     return {**results, name: found}
@@ -355,7 +394,9 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--penalty", action="store_true")
-    parser.add_argument("--pause", type=float, default=1.2, help="seconds between two deeds, on average")
+    parser.add_argument(
+        "--pause", type=float, default=1.2, help="seconds between two deeds, on average"
+    )
     parser.add_argument("--rounds", type=int, default=25)
     chosen = parser.parse_args()
     logging.getLogger("raydp_parallel").setLevel(logging.ERROR)

@@ -1,9 +1,10 @@
 """Which functions does a batch pass through?
 
-`python -m benchmarks.journey` trains a small net on two CPU replicas and writes down, for one forward and one backward,
-each function of this package that is entered: in the driver, and in a replica. It counts files, functions, and how
-often the next function entered is in another file than the one before. Whoever changes the structure of the package can
-compare before and after; `--list` prints the functions in the order in which they are entered.
+`python -m benchmarks.journey` trains a small net on two CPU replicas and writes down, for one
+forward and one backward, each function of this package that is entered: in the driver, and in a
+replica. It counts files, functions, and how often the next function entered is in another file than
+the one before. Whoever changes the structure of the package can compare before and after; `--list`
+prints the functions in the order in which they are entered.
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ class Recorder:
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         """An event of the interpreter."""
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(self._package) and not code.co_name.startswith("<"):
+        if (
+            event == "call"
+            and code.co_filename.startswith(self._package)
+            and not code.co_name.startswith("<")
+        ):
             owner = type(frame.f_locals["self"]).__name__ + "." if "self" in frame.f_locals else ""
             self.entered.append((code.co_filename[len(self._package) + 1 :], owner + code.co_name))
 
@@ -65,8 +70,11 @@ class Probe(nn.Module):
         self.recording = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """The net's output. What the thread enters is recorded from the middle of one call to that of the next."""
-        # The interpreter keeps the recorder: what a module or its class holds is compared and put back.
+        """The net's output. What the thread enters is recorded from the middle of one call to that
+        of the next.
+        """
+        # The interpreter keeps the recorder: what a module or its class holds is compared and put
+        # back.
         entered = getattr(sys.getprofile(), "entered", None)
         sys.setprofile(None)
         if entered is not None:
@@ -118,7 +126,9 @@ def counts(entered: Entered) -> tuple[int, int, int, int]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--list", action="store_true", help="print every function, in the order of the calls")
+    parser.add_argument(
+        "--list", action="store_true", help="print every function, in the order of the calls"
+    )
     options = parser.parse_args(arguments)
     driver, replica = record()
     print(f"{'':10}{'files':>8}{'functions':>12}{'calls':>8}{'changes of file':>18}")

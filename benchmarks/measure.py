@@ -1,4 +1,6 @@
-"""Interleaved timing: every contender once per round, medians over rounds, and ratios; what is shown and kept."""
+"""Interleaved timing: every contender once per round, medians over rounds, and ratios; what is
+shown and kept.
+"""
 
 from __future__ import annotations
 
@@ -94,12 +96,15 @@ class Report(NamedTuple):
     notes: Sequence[str] = ()
 
 
-def interleaved(contenders: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 5) -> dict[str, float]:
-    """Median milliseconds of each contender, taken in turn so that a noisy machine is noisy for all.
+def interleaved(
+    contenders: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 5
+) -> dict[str, float]:
+    """Median milliseconds of each contender, taken in turn so that a noisy machine is noisy for
+    all.
 
-    The turns of a round are in a new order each time: some contenders leave work behind, such as memory that Ray frees
-    later, and it should not always be the same one that pays. A contender that returns a float has timed itself, in
-    seconds.
+    The turns of a round are in a new order each time: some contenders leave work behind, such as
+    memory that Ray frees later, and it should not always be the same one that pays. A contender
+    that returns a float has timed itself, in seconds.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
     turns = [*contenders.items()]
@@ -138,10 +143,16 @@ def shown(value: Any) -> str:
 
 def as_text(table: Table) -> str:
     """A table in columns."""
-    lines = [[str(name) for name in table.columns], *([shown(cell) for cell in row] for row in table.rows)]
+    lines = [
+        [str(name) for name in table.columns],
+        *([shown(cell) for cell in row] for row in table.rows),
+    ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     aligned = (
-        "  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+        "  ".join(
+            c.ljust(w) if i == 0 else c.rjust(w)
+            for i, (c, w) in enumerate(zip(line, widths, strict=True))
+        )
         for line in lines
     )
     return "\n".join([table.title, *(f"  {line}" for line in aligned)])
@@ -161,7 +172,9 @@ def machine() -> dict[str, Any]:
 def connect() -> None:
     """Start a Ray of this program's own, quiet, unless one is connected."""
     if not ray.is_initialized():
-        ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        ray.init(
+            address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+        )
 
 
 def replicas_threads(replicas: int) -> int:
@@ -180,7 +193,9 @@ def keep(report: Report, effort: Effort, folder: Path = RESULTS) -> None:
         "tables": [table._asdict() for table in report.tables],
         "asked": [{**asked._asdict(), "met": asked.met} for asked in report.asked],
     }
-    (folder / f"{report.name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{report.name}.json").write_text(
+        json.dumps(found, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def show(report: Report) -> None:
@@ -197,7 +212,9 @@ def alone(run: Callable[[Effort], Report]) -> None:
     """Run one benchmark as a program."""
     parser = argparse.ArgumentParser(description=getattr(run, "func", run).__doc__)
     parser.add_argument("--quick", action="store_true", help="an eighth of the rounds")
-    parser.add_argument("--smoke", action="store_true", help="one round, to see that it runs; nothing is kept")
+    parser.add_argument(
+        "--smoke", action="store_true", help="one round, to see that it runs; nothing is kept"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="where to keep the results")
     options = parser.parse_args()
     effort = Effort.SMOKE if options.smoke else Effort.QUICK if options.quick else Effort.FULL

@@ -1,9 +1,10 @@
 """Does a CPU replica hold a second copy of the weights?
 
-`python -m benchmarks.memory` wraps a perceptron with 400 MB of weights and reads `/proc/<pid>/smaps_rollup` of a
-replica and of the driver: before the replica knows the model, after forwards, and after training steps. Private bytes
-are what the process alone holds. Pss counts a shared page by its share, so the sum of Pss over both processes is what
-all this takes. While forwards run that send all weights anew, the replica's private bytes are sampled, so that a copy
+`python -m benchmarks.memory` wraps a perceptron with 400 MB of weights and reads
+`/proc/<pid>/smaps_rollup` of a replica and of the driver: before the replica knows the model, after
+forwards, and after training steps. Private bytes are what the process alone holds. Pss counts a
+shared page by its share, so the sum of Pss over both processes is what all this takes. While
+forwards run that send all weights anew, the replica's private bytes are sampled, so that a copy
 that lives only for a moment is seen.
 """
 
@@ -34,7 +35,11 @@ def memory(pid: int) -> dict[str, float]:
         name, _, rest = line.partition(":")
         found[name] = int(rest.split()[0]) / 1024
     private = found["Private_Clean"] + found["Private_Dirty"]
-    return {"private": private, "shared": found["Shared_Clean"] + found["Shared_Dirty"], "pss": found["Pss"]}
+    return {
+        "private": private,
+        "shared": found["Shared_Clean"] + found["Shared_Dirty"],
+        "pss": found["Pss"],
+    }
 
 
 def most_private(pid: int, work: Callable[[], None]) -> float:
@@ -75,11 +80,15 @@ def run(effort: Effort) -> Report:
     ]
     question = "Does a CPU replica hold a second copy of the weights?"
     data = {"megabytes": {"megabytes": size, **found}}
-    return Report("memory", question, [_table(found, size)], [Asked(what, peak / size, LIMIT)], data, notes)
+    return Report(
+        "memory", question, [_table(found, size)], [Asked(what, peak / size, LIMIT)], data, notes
+    )
 
 
 def measure(executor: raydp_parallel.Executor, size: int) -> dict[str, Any]:
-    """MB of both processes before and after, and the most that the replica had for itself over what it had before."""
+    """MB of both processes before and after, and the most that the replica had for itself over what
+    it had before.
+    """
     raydp_parallel.DataParallel(nn.Linear(4, 2), executor=executor)(torch.ones(1, 4))
     net = perceptron(size)
     change(net)
@@ -99,9 +108,14 @@ def measure(executor: raydp_parallel.Executor, size: int) -> dict[str, Any]:
             model(x).sum().backward()
             change(net)
 
-    found: dict[str, Any] = {"before": {name: memory(pid) for name, pid in processes.items()}, "peak": {}}
+    found: dict[str, Any] = {
+        "before": {name: memory(pid) for name, pid in processes.items()},
+        "peak": {},
+    }
     for when, work in (("forwards", forwards), ("training steps", training)):
-        found["peak"][when] = most_private(replica.pid, work) - found["before"]["replica"]["private"]
+        found["peak"][when] = (
+            most_private(replica.pid, work) - found["before"]["replica"]["private"]
+        )
         found[when] = {name: memory(pid) for name, pid in processes.items()}
     return found
 

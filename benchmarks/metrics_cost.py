@@ -1,7 +1,7 @@
 """What do reports cost a step?
 
-`python -m benchmarks.metrics_cost` makes the same tiny training step in turn with an executor that reports, to Ray's
-metrics and to `raydp-parallel status`, and with one that does not.
+`python -m benchmarks.metrics_cost` makes the same tiny training step in turn with an executor that
+reports, to Ray's metrics and to `raydp-parallel status`, and with one that does not.
 """
 
 from __future__ import annotations
@@ -36,12 +36,22 @@ def run(effort: Effort) -> Report:
         for on in (False, True)
     }
     rounds = effort.rounds(ROUNDS)
-    medians = interleaved({name: stepper(executor) for name, executor in executors.items()}, rounds, effort.warmup)
+    medians = interleaved(
+        {name: stepper(executor) for name, executor in executors.items()}, rounds, effort.warmup
+    )
     for executor in executors.values():
         executor.close()
-    asked = [Asked("tiny step with metrics to one without", medians["metrics on"] / medians["metrics off"], 1.02)]
+    asked = [
+        Asked(
+            "tiny step with metrics to one without",
+            medians["metrics on"] / medians["metrics off"],
+            1.02,
+        )
+    ]
     tables = [compared("a tiny step, 2 replicas", medians)]
-    return Report("metrics_cost", "What do reports cost a step?", tables, asked, {"median_ms": medians})
+    return Report(
+        "metrics_cost", "What do reports cost a step?", tables, asked, {"median_ms": medians}
+    )
 
 
 if __name__ == "__main__":

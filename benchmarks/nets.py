@@ -1,6 +1,8 @@
-"""The nets that are trained: each with its batch, and with a loss that every way of training can compute.
+"""The nets that are trained: each with its batch, and with a loss that every way of training can
+compute.
 
-All numbers of rows are powers of two, so that a mean of means over equal chunks is the mean over all, to the last bit.
+All numbers of rows are powers of two, so that a mean of means over equal chunks is the mean over
+all, to the last bit.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ class Case(NamedTuple):
         batch: Makes the batch, the same for everybody.
         loss: The loss of a net, wrapped or not, for a batch or a chunk of it.
         steps: How many steps a contender makes in its turn.
-        rounds: How many turns each has. Where all are close together, medians of few would tell them apart by chance.
+        rounds: How many turns each has. Where all are close together, medians of few would tell
+            them apart by chance.
     """
 
     make: Callable[[], nn.Module]
@@ -48,17 +51,21 @@ def perceptron(width: int) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
-    )  # fmt: skip
+    )
 
 
 def vectors(width: int, rows: int) -> tuple[Tensor, Tensor]:
     """Rows and classes."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(rows, width, generator=generator), torch.randint(0, 10, (rows,), generator=generator)
+    return torch.randn(rows, width, generator=generator), torch.randint(
+        0, 10, (rows,), generator=generator
+    )
 
 
 class Block(nn.Module):
-    """Two convolutions and a way past them. Normalized by group: what batch norm does depends on who has which rows."""
+    """Two convolutions and a way past them. Normalized by group: what batch norm does depends on
+    who has which rows.
+    """
 
     def __init__(self, into: int, out: int, stride: int) -> None:
         super().__init__()
@@ -86,7 +93,9 @@ def residual() -> nn.Module:
 def images(rows: int) -> tuple[Tensor, Tensor]:
     """Images and classes."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(rows, 3, 32, 32, generator=generator), torch.randint(0, 10, (rows,), generator=generator)
+    return torch.randn(rows, 3, 32, 32, generator=generator), torch.randint(
+        0, 10, (rows,), generator=generator
+    )
 
 
 WIDTH, HEADS, LAYERS, WORDS, LENGTH = 768, 12, 2, 8192, 64
@@ -171,8 +180,16 @@ def gpt2_small() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel  # optional
 
     torch.manual_seed(0)
-    sizes = {"n_layer": 6, "n_embd": 64, "n_head": 4, "n_positions": 128, "vocab_size": _SMALL_VOCABULARY}
-    config = GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
+    sizes = {
+        "n_layer": 6,
+        "n_embd": 64,
+        "n_head": 4,
+        "n_positions": 128,
+        "vocab_size": _SMALL_VOCABULARY,
+    }
+    config = GPT2Config(
+        **sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0
+    )
     return RowLosses(GPT2LMHeadModel(config))
 
 
@@ -187,7 +204,9 @@ def resnet50() -> nn.Module:
 def pictures(rows: int) -> tuple[Tensor, Tensor]:
     """Images of 64 by 64, and classes."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(rows, 3, 64, 64, generator=generator), torch.randint(0, 10, (rows,), generator=generator)
+    return torch.randn(rows, 3, 64, 64, generator=generator), torch.randint(
+        0, 10, (rows,), generator=generator
+    )
 
 
 def classify_logits(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -197,12 +216,16 @@ def classify_logits(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def usable(case: str) -> bool:
     """Whether what a case needs is installed."""
-    return case not in (GPT2_SMALL, RESNET50) or importlib.util.find_spec("transformers") is not None
+    return (
+        case not in (GPT2_SMALL, RESNET50) or importlib.util.find_spec("transformers") is not None
+    )
 
 
 CASES = {
     "MLP 2.1 M, batch 64": Case(lambda: perceptron(1024), lambda: vectors(1024, 64), classify, 4),
-    "MLP 16.8 M, batch 256": Case(lambda: perceptron(2896), lambda: vectors(2896, 256), classify, 1),
+    "MLP 16.8 M, batch 256": Case(
+        lambda: perceptron(2896), lambda: vectors(2896, 256), classify, 1
+    ),
     "ResNet-like 2.8 M, batch 16": Case(residual, lambda: images(16), classify, 1, 72),
     "GPT-2-like 20.5 M, batch 4 x 64": Case(language, lambda: texts(4), inside, 1),
     GPT2_SMALL: Case(gpt2_small, lambda: texts(8, _SMALL_VOCABULARY, 32), inside, 4, 48),

@@ -1,8 +1,9 @@
 """What does the wrapper cost with one device, beside the plain module?
 
-`python -m benchmarks.one_device` takes a ResNet-50 with its 286 modules and a small GPT-2 with its 76 parameters, both
-of `transformers`, and compares, interleaved, the wrapper on one CPU replica with the module itself: a forward under
-no_grad, and a training step. Both sides compute with all cores. The weights must agree at the end.
+`python -m benchmarks.one_device` takes a ResNet-50 with its 286 modules and a small GPT-2 with its
+76 parameters, both of `transformers`, and compares, interleaved, the wrapper on one CPU replica
+with the module itself: a forward under no_grad, and a training step. Both sides compute with all
+cores. The weights must agree at the end.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ def run(effort: Effort) -> Report:
         for what, medians in data[case].items():
             tables.append(compared(f"{case}: {what}", medians))
             ratio = medians["raydp_parallel"] / medians["plain module"]
-            asked.append(Asked(f"one device, {case}: {what} to the plain module", ratio, LIMITS[case]))
+            asked.append(
+                Asked(f"one device, {case}: {what} to the plain module", ratio, LIMITS[case])
+            )
     notes = ["The driver and its replica have the same cores; while one computes, the other waits."]
     if not cases:
         notes = ["Left out: not installed: transformers"]

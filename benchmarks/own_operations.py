@@ -77,7 +77,10 @@ def trained(address: str) -> Operation:
 
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     executor = raydp_parallel.Executor(["cpu", "cpu"])
-    model, (x, y) = raydp_parallel.DataParallel(perceptron(256), executor=executor), vectors(256, 64)
+    model, (x, y) = (
+        raydp_parallel.DataParallel(perceptron(256), executor=executor),
+        vectors(256, 64),
+    )
     for _ in range(3):
         F.cross_entropy(model(x), y).backward()
     return executor.close

@@ -1,9 +1,10 @@
 """What do replicas cost the user's own operations, outside of calls?
 
-`python -m benchmarks.own_process` times operations that have nothing to do with a wrapped module, in processes of three
-kinds that take turns: without this package, with CPU replicas on the same machine that have trained some steps and are
-idle, and with replicas that were closed again. The operations are some that torch runs in several threads, and a step
-of a plain loop. Of each kind there are several processes: where their memory happens to lie makes up to a fifth.
+`python -m benchmarks.own_process` times operations that have nothing to do with a wrapped module,
+in processes of three kinds that take turns: without this package, with CPU replicas on the same
+machine that have trained some steps and are idle, and with replicas that were closed again. The
+operations are some that torch runs in several threads, and a step of a plain loop. Of each kind
+there are several processes: where their memory happens to lie makes up to a fifth.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class Process:
         command = [sys.executable, "-m", "benchmarks.own_operations", kind, address]
         pipe = subprocess.PIPE
         paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        self._process: Any = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=paths)
+        self._process: Any = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, text=True, env=paths
+        )
 
     def said(self) -> str:
         """Its next line."""
@@ -59,16 +62,23 @@ class Process:
 
 def run(effort: Effort) -> Report:
     """Own operations beside idle and closed replicas."""
-    address, each = ray.get_runtime_context().gcs_address, _EACH if effort is not Effort.SMOKE else 1
+    address, each = (
+        ray.get_runtime_context().gcs_address,
+        _EACH if effort is not Effort.SMOKE else 1,
+    )
     processes = {}
     for kind, i in itertools.product((PLAIN, IDLE, CLOSED), range(each)):
         processes[kind, i] = Process(kind, address)
         processes[kind, i].said()  # one after the other: all at once would import torch for long
     medians = {}
     for name in OPERATIONS:
-        turns = {f"{kind} {i}": partial(process.time, name) for (kind, i), process in processes.items()}
+        turns = {
+            f"{kind} {i}": partial(process.time, name) for (kind, i), process in processes.items()
+        }
         found = interleaved(turns, effort.rounds(40), effort.warmup)
-        kinds = {kind: [found[f"{kind} {i}"] for i in range(each)] for kind in (PLAIN, IDLE, CLOSED)}
+        kinds = {
+            kind: [found[f"{kind} {i}"] for i in range(each)] for kind in (PLAIN, IDLE, CLOSED)
+        }
         medians[name] = {kind: statistics.median(each_of) for kind, each_of in kinds.items()}
     for process in processes.values():
         process.close()
@@ -78,7 +88,9 @@ def run(effort: Effort) -> Report:
         for kind in (IDLE, CLOSED)
     ]
     question = "What do replicas cost the user's own operations, outside of calls?"
-    notes = [f"{each} processes of each kind; a turn is the median of {TIMES} runs, of the step {STEPS}."]
+    notes = [
+        f"{each} processes of each kind; a turn is the median of {TIMES} runs, of the step {STEPS}."
+    ]
     return Report("own_process", question, [_table(medians)], asked, {"median_ms": medians}, notes)
 
 

@@ -38,10 +38,17 @@ def draw(found: dict[str, Any], file: Path) -> None:
             axes.spines[["top", "right"]].set_visible(False)
         else:
             axes.set_axis_off()
-    newest = max(found.values(), key=lambda result: result["date"], default={"machine": {}, "date": ""})
+    newest = max(
+        found.values(), key=lambda result: result["date"], default={"machine": {}, "date": ""}
+    )
     m = newest["machine"]
-    where = f"{m.get('processor', '')}, {m.get('cores', '')} cores, torch {m.get('torch', '')}, ray {m.get('ray', '')}"
-    figure.suptitle(f"raydp_parallel: medians of interleaved runs, 2 CPU replicas\n{where}, {newest['date']}")
+    where = (
+        f"{m.get('processor', '')}, {m.get('cores', '')} cores, torch "
+        f"{m.get('torch', '')}, ray {m.get('ray', '')}"
+    )
+    figure.suptitle(
+        f"raydp_parallel: medians of interleaved runs, 2 CPU replicas\n{where}, {newest['date']}"
+    )
     figure.savefig(file, dpi=90)
     pyplot.close(figure)
 
@@ -55,11 +62,16 @@ def training(axes: Axes, result: dict[str, Any]) -> None:
         ratios = [medians[peer] / medians[peers[0]] for medians in cases.values()]
         at = [k + (i - (len(peers) - 1) / 2) * width for k in range(len(cases))]
         bars = axes.bar(at, ratios, width, label=peer, color=COLOURS[i % len(COLOURS)])
-        axes.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], fontsize=7, rotation=90, padding=2)
+        axes.bar_label(
+            bars, [f"{ratio:.2f}" for ratio in ratios], fontsize=7, rotation=90, padding=2
+        )
     for k, asked in enumerate(result["asked"]):
         label = "asked of ours" if k == 0 else None
         axes.hlines(asked["limit"], k - 0.45, k + 0.45, colors="black", linestyles=":", label=label)
-    names = [f"{case.replace(', ', chr(10))}\n{medians[peers[0]]:.0f} ms" for case, medians in cases.items()]
+    names = [
+        f"{case.replace(', ', chr(10))}\n{medians[peers[0]]:.0f} ms"
+        for case, medians in cases.items()
+    ]
     axes.set_xticks(range(len(cases)), names)
     axes.set_ylabel(f"time per step, to {peers[0]}")
     axes.set_title(f"A training step beside its peers (lower is better; ms are {peers[0]}'s)")
@@ -73,7 +85,12 @@ def latency(axes: Axes, result: dict[str, Any]) -> None:
     colours = [OURS if "forward" in name else GREY for name in medians]
     bars = axes.barh([*medians], [*medians.values()], color=colours)
     axes.bar_label(bars, fmt="%.2f ms", padding=3)
-    axes.axvline(1.2 * next(iter(medians.values())), color="black", linestyle=":", label="asked: 1.2 x two round trips")
+    axes.axvline(
+        1.2 * next(iter(medians.values())),
+        color="black",
+        linestyle=":",
+        label="asked: 1.2 x two round trips",
+    )
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     axes.set_title("A tiny step beside empty Ray round trips")
@@ -93,8 +110,17 @@ def payload(axes: Axes, result: dict[str, Any]) -> None:
     }
     labels = {"floor": "one copy each way", "into new memory": "the same, into new memory"}
     for name, (colour, style) in styles.items():
-        axes.loglog(sizes, [by_size[s][name] for s in sizes], style, color=colour, label=labels.get(name, name))
-    axes.set_xticks([1 << p for p in range(10, 30, 3)], ["1 KB", "8 KB", "64 KB", "512 KB", "4 MB", "32 MB", "256 MB"])
+        axes.loglog(
+            sizes,
+            [by_size[s][name] for s in sizes],
+            style,
+            color=colour,
+            label=labels.get(name, name),
+        )
+    axes.set_xticks(
+        [1 << p for p in range(10, 30, 3)],
+        ["1 KB", "8 KB", "64 KB", "512 KB", "4 MB", "32 MB", "256 MB"],
+    )
     axes.set_xlabel("bytes in, and as many out")
     axes.set_ylabel("ms")
     axes.set_title("An identity module by payload")
@@ -112,7 +138,10 @@ def weights(axes: Axes, result: dict[str, Any]) -> None:
         iter(("#d0d4dc", "#b9c0cc", "#a2abbb", GREY, "#6c7689")),
     )
     compared = ("nothing", "the same")
-    colours = ["black" if k.startswith("floor") else next(greys if k.startswith(compared) else reds) for k in kinds]
+    colours = [
+        "black" if k.startswith("floor") else next(greys if k.startswith(compared) else reds)
+        for k in kinds
+    ]
     for i, kind in enumerate(kinds):
         times = [medians[kind] for medians in sizes.values()]
         at = [k + (i - (len(kinds) - 1) / 2) * width for k in range(len(sizes))]
@@ -129,8 +158,12 @@ def weights(axes: Axes, result: dict[str, Any]) -> None:
 def scaling(axes: Axes, result: dict[str, Any]) -> None:
     """Time by the number of replicas."""
     styles = ((OURS, "-o"), (OURS, "--o"), (GREY, "-s"))
-    for (name, points), (colour, style) in zip(result["data"]["median_ms"].items(), styles, strict=True):
-        axes.plot([int(count) for count in points], [*points.values()], style, color=colour, label=name)
+    for (name, points), (colour, style) in zip(
+        result["data"]["median_ms"].items(), styles, strict=True
+    ):
+        axes.plot(
+            [int(count) for count in points], [*points.values()], style, color=colour, label=name
+        )
     axes.set_xlabel("replicas")
     axes.set_ylabel("ms")
     axes.set_title("A tiny model on more and more replicas")
@@ -145,7 +178,9 @@ def memory(axes: Axes, result: dict[str, Any]) -> None:
     private = [row[1] for row in rows]
     pss = [row[3] - row[1] for row in rows]
     axes.bar(names, private, color=OURS, label="private")
-    axes.bar(names, pss, bottom=private, color=GREY, label="its share of what is shared (Pss - private)")
+    axes.bar(
+        names, pss, bottom=private, color=GREY, label="its share of what is shared (Pss - private)"
+    )
     size = result["data"]["megabytes"]["megabytes"]
     axes.axhline(size, color="black", linestyle=":", label=f"one copy of the weights, {size} MB")
     axes.set_ylabel("MB grown")
@@ -159,7 +194,9 @@ def scale(axes: Axes, result: dict[str, Any]) -> None:
     styles = ((GREY, "-s"), (COLOURS[3], "-s"), (COLOURS[4], "-s"), (OURS, "-o"), ("black", ":"))
     for (way, times), (colour, style) in zip(ways.items(), styles, strict=True):
         axes.loglog(result["data"]["replicas"], times, style, color=colour, label=way)
-    axes.set_xticks(result["data"]["replicas"], [str(count) for count in result["data"]["replicas"]])
+    axes.set_xticks(
+        result["data"]["replicas"], [str(count) for count in result["data"]["replicas"]]
+    )
     axes.set_xlabel("replicas")
     axes.set_ylabel("ms per step")
     axes.set_title(f"By the model, 100 Gbit/s: {name}")

@@ -1,8 +1,9 @@
 """What does one more replica cost?
 
-`python -m benchmarks.scaling` makes steps of a tiny model on 1 to 16 CPU replicas, one row each, beside two fan-out
-round trips to as many plain Ray actors. With more replicas than cores this is the driver's and the system's price for
-each, not a speed-up. The cost per added replica is the slope of the straight line through the medians.
+`python -m benchmarks.scaling` makes steps of a tiny model on 1 to 16 CPU replicas, one row each,
+beside two fan-out round trips to as many plain Ray actors. With more replicas than cores this is
+the driver's and the system's price for each, not a speed-up. The cost per added replica is the
+slope of the straight line through the medians.
 """
 
 from __future__ import annotations
@@ -58,11 +59,18 @@ def run(effort: Effort) -> Report:
         contenders[f"{count} {TRIPS}"] = partial(two_trips, actors[:count])
     medians = interleaved(contenders, effort.rounds(ROUNDS), effort.warmup)
     echo.end(actors)
-    by_name = {name: {count: medians[f"{count} {name}"] for count in counts} for name in (STEP, FORWARD, TRIPS)}
-    rows: list[list[object]] = [[str(count), *(points[count] for points in by_name.values())] for count in counts]
+    by_name = {
+        name: {count: medians[f"{count} {name}"] for count in counts}
+        for name in (STEP, FORWARD, TRIPS)
+    }
+    rows: list[list[object]] = [
+        [str(count), *(points[count] for points in by_name.values())] for count in counts
+    ]
     rows.append(["each more", *(slope(points) for points in by_name.values())])
     table = Table("a tiny model, one row for each replica, ms", ["replicas", *by_name], rows)
-    data = {name: {str(count): ms for count, ms in points.items()} for name, points in by_name.items()}
+    data = {
+        name: {str(count): ms for count, ms in points.items()} for name, points in by_name.items()
+    }
     return Report("scaling", "What does one more replica cost?", [table], [], {"median_ms": data})
 
 

@@ -1,12 +1,13 @@
 """What does a step cost beyond the two trips it cannot avoid?
 
-`python -m benchmarks.step_latency` compares, interleaved, on two CPU replicas and two plain Ray actors:
+`python -m benchmarks.step_latency` compares, interleaved, on two CPU replicas and two plain Ray
+actors:
 - two fan-out round trips of an empty method, the floor;
 - one forward and backward of a tiny model;
 - a forward with nothing changed under no_grad, against one empty round trip;
 - a round trip over the direct line that carries next to nothing.
-It then compares what a forward waits for to learn that a ResNet-50 did not change with what torch's own DataParallel
-does for each replica (`_replicate_for_data_parallel` of all modules).
+It then compares what a forward waits for to learn that a ResNet-50 did not change with what torch's
+own DataParallel does for each replica (`_replicate_for_data_parallel` of all modules).
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ def resnet_check(effort: Effort) -> dict[str, float]:
     net = ResNetForImageClassification(ResNetConfig()).eval()
     modules = [*net.modules()]
     executor = raydp_parallel.Executor((), options=raydp_parallel.Options(in_process=True))
-    master = executor.master(net)
-    master.sync()
+    tracker = executor.tracker(net)
+    tracker.sync()
 
     def torch_replica() -> None:
         for module in modules:
             module._replicate_for_data_parallel()
 
-    contenders = {f"torch, {len(modules)} modules": torch_replica, "our check": master.sync}
+    contenders = {f"torch, {len(modules)} modules": torch_replica, "our check": tracker.sync}
     return interleaved(contenders, effort.rounds(ROUNDS // 4), effort.warmup)
 
 
@@ -84,7 +85,9 @@ def run(effort: Effort) -> Report:
     else:
         notes.append("The check of a ResNet-50 is left out: not installed: transformers")
     torch.set_num_threads(threads)
-    asked = [Asked("tiny step to two fan-out round trips", data["step"][STEP] / data["step"][TRIPS], 1.2)]
+    asked = [
+        Asked("tiny step to two fan-out round trips", data["step"][STEP] / data["step"][TRIPS], 1.2)
+    ]
     question = "What does a step cost beyond the two trips it cannot avoid?"
     return Report("step_latency", question, tables, asked, {"median_ms": data}, notes)
 

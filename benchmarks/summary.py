@@ -1,4 +1,6 @@
-"""One page of all that was kept: `python -m benchmarks.summary` writes it anew from the results, and plots them."""
+"""One page of all that was kept: `python -m benchmarks.summary` writes it anew from the results,
+and plots them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from typing import Any
 from benchmarks.measure import RESULTS, shown
 
 NAMES = (
-    *("training_step", "one_device", "own_process", "step_latency", "payload_sweep", "weights_sweep", "scaling"),
+    *(
+        "training_step",
+        "one_device",
+        "own_process",
+        "step_latency",
+        "payload_sweep",
+        "weights_sweep",
+        "scaling",
+    ),
     *("memory", "scale"),
 )
 """The benchmarks, in the order in which they are run and shown."""
@@ -20,7 +30,11 @@ NAMES = (
 def load(folder: Path) -> dict[str, Any]:
     """The kept results, by name."""
     files = {name: folder / f"{name}.json" for name in NAMES}
-    return {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.exists()}
+    return {
+        name: json.loads(file.read_text(encoding="utf-8"))
+        for name, file in files.items()
+        if file.exists()
+    }
 
 
 def write(folder: Path = RESULTS) -> list[Path]:
@@ -46,19 +60,36 @@ def markdown(found: dict[str, Any], plotted: bool) -> str:
         parts.append("![The medians, plotted](summary.png)")
     for name, result in found.items():
         parts += [f"## {result['question']}", f"`python -m benchmarks.{name}`"]
-        parts += [_table(table["columns"], table["rows"], table["title"]) for table in result["tables"]]
+        parts += [
+            _table(table["columns"], table["rows"], table["title"]) for table in result["tables"]
+        ]
         if result["notes"]:
             parts.append("\n".join(f"- {note}" for note in result["notes"]))
     return "\n\n".join(parts) + "\n"
 
 
 def _machines(found: dict[str, Any]) -> str:
-    lines = ["Times are medians of interleaved runs. Ratios of two rows of one table hold; times belong to a machine."]
+    lines = [
+        "Times are medians of interleaved runs. Ratios of two rows of one table hold; "
+        "times belong to a machine."
+    ]
     rows = []
     for name, result in found.items():
         m = result["machine"]
-        rows.append([name, result["date"], result["effort"], m["processor"], m["cores"], m["torch"], m["ray"]])
-    return "\n\n".join([*lines, _table(["", "date", "rounds", "processor", "cores", "torch", "ray"], rows)])
+        rows.append(
+            [
+                name,
+                result["date"],
+                result["effort"],
+                m["processor"],
+                m["cores"],
+                m["torch"],
+                m["ray"],
+            ]
+        )
+    return "\n\n".join(
+        [*lines, _table(["", "date", "rounds", "processor", "cores", "torch", "ray"], rows)]
+    )
 
 
 def _asked(found: dict[str, Any]) -> str:
@@ -68,7 +99,9 @@ def _asked(found: dict[str, Any]) -> str:
         for a in result["asked"]
     ]
     met = sum(row[-1] == "yes" for row in rows)
-    return _table(["ratio", "measured", "asked at most", "met"], rows, f"{met} of {len(rows)} as asked")
+    return _table(
+        ["ratio", "measured", "asked at most", "met"], rows, f"{met} of {len(rows)} as asked"
+    )
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str = "") -> str:

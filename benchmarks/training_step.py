@@ -1,13 +1,14 @@
 """How fast is a training step, beside the peers?
 
-`python -m benchmarks.training_step` trains five nets, each in one interleaved run of all that can train it, on two
-workers or replicas with the cores shared among them: DDP over gloo, Ray Train's TorchTrainer, Accelerate, a naive Ray
-driver (weights into the object store each step, gradients back as lists of tensors), and one process with all threads.
-Each makes a few steps in its turn. At the end all must hold the same weights.
+`python -m benchmarks.training_step` trains five nets, each in one interleaved run of all that can
+train it, on two workers or replicas with the cores shared among them: DDP over gloo, Ray Train's
+TorchTrainer, Accelerate, a naive Ray driver (weights into the object store each step, gradients
+back as lists of tensors), and one process with all threads. Each makes a few steps in its turn. At
+the end all must hold the same weights.
 
-The peers' workers time themselves and make the steps of a turn without waiting for the driver, which favours them; ours
-is timed as the user sees it. All have the defaults of their makers, and as many threads as a fair share of the cores.
-A peer whose package is missing is left out.
+The peers' workers time themselves and make the steps of a turn without waiting for the driver,
+which favours them; ours is timed as the user sees it. All have the defaults of their makers, and as
+many threads as a fair share of the cores. A peer whose package is missing is left out.
 """
 
 from __future__ import annotations
@@ -32,14 +33,18 @@ _CLOSE = 1e-6
 _FIRST = next(iter(PEERS))
 
 
-def measure(case: str, peers: dict[str, Peer], effort: Effort) -> tuple[dict[str, float], dict[str, Weights]]:
+def measure(
+    case: str, peers: dict[str, Peer], effort: Effort
+) -> tuple[dict[str, float], dict[str, Weights]]:
     """Milliseconds per step of each, and the weights at the end, in one interleaved run."""
     for peer in peers.values():
         peer.begin(case)
     steps = CASES[case].steps if effort is not Effort.SMOKE else 1
     turns = {name: partial(_turn, peer, steps) for name, peer in peers.items()}
     medians = interleaved(
-        turns, effort.rounds(CASES[case].rounds), min(effort.warmup, 3) if effort is not Effort.QUICK else 1
+        turns,
+        effort.rounds(CASES[case].rounds),
+        min(effort.warmup, 3) if effort is not Effort.QUICK else 1,
     )
     return medians, {name: peer.finish() for name, peer in peers.items()}
 
@@ -49,7 +54,9 @@ def _turn(peer: Peer, steps: int) -> float:
 
 
 def check(case: str, found: dict[str, Weights]) -> None:
-    """All ended with the same weights, but for rounding: one process sums over rows in another order."""
+    """All ended with the same weights, but for rounding: one process sums over rows in another
+    order.
+    """
     sums = {name: w.checksum for name, w in found.items()}
     low, high = min(sums.values()), max(sums.values())
     if high - low > _CLOSE * high:
@@ -70,10 +77,22 @@ def run(effort: Effort, names: Sequence[str] | None = None) -> Report:
         asked.append(Asked(f"{case}: step to {_FIRST}", ratio, LIMITS[case]))
     for peer in peers.values():
         peer.close()
-    notes = [f"{name} left out: not installed: {', '.join(missing(name))}" for name in PEERS if missing(name)]
-    notes += [f"{case} left out: not installed: transformers" for case in LIMITS if not usable(case)]
-    notes.append("Peers are timed inside their workers, without the driver's word to step, which favours them.")
-    notes.append("The ResNet-like net has group norm, because batch norm over chunks is not batch norm over the batch.")
+    notes = [
+        f"{name} left out: not installed: {', '.join(missing(name))}"
+        for name in PEERS
+        if missing(name)
+    ]
+    notes += [
+        f"{case} left out: not installed: transformers" for case in LIMITS if not usable(case)
+    ]
+    notes.append(
+        "Peers are timed inside their workers, without the driver's word to step, "
+        "which favours them."
+    )
+    notes.append(
+        "The ResNet-like net has group norm, because batch norm over chunks is not "
+        "batch norm over the batch."
+    )
     question = "How fast is a training step, beside the peers?"
     return Report("training_step", question, tables, asked, {"median_ms": data}, notes)
 

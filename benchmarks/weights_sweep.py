@@ -1,12 +1,14 @@
 """What does it cost that weights have changed?
 
-`python -m benchmarks.weights_sweep` times forwards of perceptrons with 1, 40 and 400 MB of weights, one small row for
-each of two CPU replicas, so that a forward does little but read the weights. Before it nothing was changed, or one
-layer, or all layers: in place as an optimizer does, by `load_state_dict`, or replaced by `p.data = q`. The changes
-themselves are the user's and are not timed. What they leave behind, cold caches, is no matter of weights: so what they
-are compared with is a forward before which as much was written elsewhere, or as much loaded into another net. The floor
-is the plain module's forward of one row, with one thread: what each replica cannot avoid. What `p.data = q` brings lies
-in memory of the user's own, where no other process can see it: it has to be copied, and is beside one such copy here.
+`python -m benchmarks.weights_sweep` times forwards of perceptrons with 1, 40 and 400 MB of weights,
+one small row for each of two CPU replicas, so that a forward does little but read the weights.
+Before it nothing was changed, or one layer, or all layers: in place as an optimizer does, by
+`load_state_dict`, or replaced by `p.data = q`. The changes themselves are the user's and are not
+timed. What they leave behind, cold caches, is no matter of weights: so what they are compared with
+is a forward before which as much was written elsewhere, or as much loaded into another net. The
+floor is the plain module's forward of one row, with one thread: what each replica cannot avoid.
+What `p.data = q` brings lies in memory of the user's own, where no other process can see it: it has
+to be copied, and is beside one such copy here.
 """
 
 from __future__ import annotations
@@ -103,10 +105,12 @@ def measure(megabytes: int, effort: Effort) -> dict[str, float]:
     """Milliseconds of a forward after each kind of change."""
     net = perceptron(megabytes)
     x = torch.randn(REPLICAS, net[0].in_features)  # type: ignore[index]
-    rounds = max(80, min(2400, 24000 // megabytes))  # medians that are to be told apart by a few hundredths
+    # medians that are to be told apart by a few hundredths
+    rounds = max(80, min(2400, 24000 // megabytes))
     medians: dict[str, float] = {}
-    # Weights that are replaced are a net's own, and have a run of their own: they are copied as long as that goes on,
-    # whatever else changes them, and what is copied pushes everybody's weights out of the caches.
+    # Weights that are replaced are a net's own, and have a run of their own: they are copied as
+    # long as that goes on, whatever else changes them, and what is copied pushes everybody's
+    # weights out of the caches.
     for one, names, turns in (
         (net, (IDLE, UNCHANGED, UNLOADED, ONE, IN_PLACE, LOADED), rounds),
         (copy.deepcopy(net), (UNREPLACED, COPIED, REPLACED), rounds // 4),
@@ -119,7 +123,9 @@ def measure(megabytes: int, effort: Effort) -> dict[str, float]:
             rooms = [torch.empty_like(weight) for weight in weights]
             copying = partial(copied, model, rooms, weights)
             contenders[COPIED] = partial(forward, copying, x, found[COPIED])
-        found_ms = interleaved(contenders, effort.rounds(turns), min(effort.warmup, 2 if megabytes >= 100 else 5))
+        found_ms = interleaved(
+            contenders, effort.rounds(turns), min(effort.warmup, 2 if megabytes >= 100 else 5)
+        )
         medians = {**found_ms, **medians}
     return {name: medians[name] for name in (FLOOR, *changes(net))}
 
@@ -132,11 +138,17 @@ def run(effort: Effort) -> Report:
         raydp_parallel.shutdown()
         tables.append(compared(f"forward, {megabytes} MB of weights, {REPLICAS} replicas", medians))
         asked += [
-            Asked(f"forward, {megabytes} MB of weights: {name} to {nothing}", medians[name] / medians[nothing], LIMIT)
+            Asked(
+                f"forward, {megabytes} MB of weights: {name} to {nothing}",
+                medians[name] / medians[nothing],
+                LIMIT,
+            )
             for name, nothing in NOTHING.items()
         ]
     question = "What does it cost that weights have changed?"
-    note = "What p.data = q brings lies where no other process can see it, and has to be copied once."
+    note = (
+        "What p.data = q brings lies where no other process can see it, and has to be copied once."
+    )
     return Report("weights_sweep", question, tables, asked, {"median_ms": data}, [note])
 
 

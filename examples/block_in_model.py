@@ -1,4 +1,6 @@
-"""Only the middle block of a model is wrapped; the layers before and after it stay in the driver. All are trained."""
+"""Only the middle block of a model is wrapped; the layers before and after it stay in the driver.
+All are trained.
+"""
 
 from __future__ import annotations
 

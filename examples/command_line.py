@@ -7,7 +7,9 @@ import argparse
 
 def devices(description: str | None, default: str) -> list[str | int] | None:
     """The ``device_ids`` that ``--devices`` asks for."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--devices",
         default=default,
@@ -19,7 +21,9 @@ def devices(description: str | None, default: str) -> list[str | int] | None:
 
 
 def parse(text: str) -> list[str | int] | None:
-    """``cpu,cpu`` is two CPU replicas, ``0,1`` two GPUs of the cluster, ``none`` no ``device_ids``."""
+    """``cpu,cpu`` is two CPU replicas, ``0,1`` two GPUs of the cluster, ``none`` no
+    ``device_ids``.
+    """
     if text == "none":
         return None
     return [int(name) if name.isdigit() else name for name in text.split(",")]

@@ -1,4 +1,6 @@
-"""The first part of a model, an embedding, stays on the driver's CPU; the second part is wrapped. Both are trained."""
+"""The first part of a model, an embedding, stays on the driver's CPU; the second part is wrapped.
+Both are trained.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ class Net(nn.Module):
     def __init__(self, device_ids: list[str | int] | None):
         super().__init__()
         self.embedding = nn.Embedding(WORDS, 16)
-        self.rest = DataParallel(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, CLASSES)), device_ids)
+        self.rest = DataParallel(
+            nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, CLASSES)), device_ids
+        )
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         return self.rest(self.embedding(words)).to(words.device)

@@ -1,4 +1,6 @@
-"""Two wrapped nets that share the replicas: a Wasserstein GAN, whose gradient penalty needs second derivatives."""
+"""Two wrapped nets that share the replicas: a Wasserstein GAN, whose gradient penalty needs second
+derivatives.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,18 @@ def gradient_penalty(critic: nn.Module, real: torch.Tensor, fake: torch.Tensor) 
     return (slope.norm(dim=1) - 1).square().mean()
 
 
-def train_critic(critic: nn.Module, optimizer: torch.optim.Optimizer, real: torch.Tensor, fake: torch.Tensor) -> None:
+def train_critic(
+    critic: nn.Module, optimizer: torch.optim.Optimizer, real: torch.Tensor, fake: torch.Tensor
+) -> None:
     loss = critic(fake).mean() - critic(real).mean() + 10 * gradient_penalty(critic, real, fake)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
 
 
-def train_generator(generator: nn.Module, critic: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+def train_generator(
+    generator: nn.Module, critic: nn.Module, optimizer: torch.optim.Optimizer
+) -> torch.Tensor:
     """One step of the generator, and the points it made."""
     fake = generator(torch.randn(BATCH, NOISE))
     loss = -critic(fake).mean()
@@ -39,9 +45,13 @@ def train_generator(generator: nn.Module, critic: nn.Module, optimizer: torch.op
 
 
 def main(device_ids: list[str | int] | None = None, steps: int = 40) -> list[float]:
-    """Trains, and returns how far the centre of the generated points is from that of the real ones, step by step."""
+    """Trains, and returns how far the centre of the generated points is from that of the real ones,
+    step by step.
+    """
     torch.manual_seed(0)
-    generator = DataParallel(nn.Sequential(nn.Linear(NOISE, 16), nn.ReLU(), nn.Linear(16, 2)), device_ids)
+    generator = DataParallel(
+        nn.Sequential(nn.Linear(NOISE, 16), nn.ReLU(), nn.Linear(16, 2)), device_ids
+    )
     critic = DataParallel(nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1)), device_ids)
     generator_optimizer = torch.optim.Adam(generator.parameters(), lr=0.005, betas=(0.5, 0.9))
     critic_optimizer = torch.optim.Adam(critic.parameters(), lr=0.03, betas=(0.5, 0.9))

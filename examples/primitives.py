@@ -1,4 +1,6 @@
-"""Data parallelism by hand: replicate the module, scatter the input, apply in parallel, gather the outputs."""
+"""Data parallelism by hand: replicate the module, scatter the input, apply in parallel, gather the
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from torch import nn
 from raydp_parallel import gather, parallel_apply, replicate, scatter
 
 
-def data_parallel(module: nn.Module, input: torch.Tensor, device_ids: list[str | int] | None) -> torch.Tensor:
+def data_parallel(
+    module: nn.Module, input: torch.Tensor, device_ids: list[str | int] | None
+) -> torch.Tensor:
     if not device_ids:
         return module(input)
     replicas = replicate(module, device_ids)
@@ -33,8 +37,13 @@ def main(device_ids: list[str | int] | None = None) -> bool:
 
     plain = run(module, module, input)
     parallel = run(lambda x: data_parallel(module, x, device_ids), module, input)
-    equal = all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(plain, parallel, strict=True))
-    print(f"output {tuple(parallel[0].shape)}, {len(parallel) - 1} gradients; equal to the plain module: {equal}")
+    equal = all(
+        torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(plain, parallel, strict=True)
+    )
+    print(
+        f"output {tuple(parallel[0].shape)}, {len(parallel) - 1} gradients; equal to the "
+        f"plain module: {equal}"
+    )
     return equal
 
 

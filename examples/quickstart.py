@@ -1,4 +1,6 @@
-"""Trains a small model on every GPU of the Ray cluster, or else on two CPU replicas; shows what each replica did."""
+"""Trains a small model on every GPU of the Ray cluster, or else on two CPU replicas; shows what
+each replica did.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def spirals(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def parallel(net: nn.Module, device_ids: list[str | int] | None) -> DataParallel:
-    """The net on the given devices; with none given on every GPU, or on two CPU replicas where there is no GPU."""
+    """The net on the given devices; with none given on every GPU, or on two CPU replicas where
+    there is no GPU.
+    """
     model = DataParallel(net, device_ids)
     if not model.device_ids:
         model = DataParallel(net, ["cpu", "cpu"])

@@ -1,4 +1,6 @@
-"""The classic tutorial of DataParallel: each replica prints the rows it was given, the loop sees the whole batch."""
+"""The classic tutorial of DataParallel: each replica prints the rows it was given, the loop sees
+the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Model(nn.Module):
 
 
 def run(device_ids: list[str | int] | None) -> list[int]:
-    """Sends the whole dataset through the model, and returns the rows that each batch gave outside."""
+    """Sends the whole dataset through the model, and returns the rows that each batch gave
+    outside.
+    """
     torch.manual_seed(0)
     loader = DataLoader(RandomDataset(INPUT_SIZE, DATA_SIZE), batch_size=BATCH_SIZE)
     model = DataParallel(Model(INPUT_SIZE, OUTPUT_SIZE), device_ids)

@@ -1,8 +1,11 @@
-"""Wrap a PyTorch model once, and a Ray cluster's GPUs run it, exactly as `torch.nn.DataParallel` would."""
+"""Wrap a PyTorch model once, and a Ray cluster's GPUs run it, exactly as `torch.nn.DataParallel`
+would.
+"""
 
 from __future__ import annotations
 
 from raydp_parallel.batch import gather, register_batch_type, scatter, scatter_kwargs
+from raydp_parallel.calls.executor import Executor, shutdown
 from raydp_parallel.data_parallel import DataParallel, data_parallel
 from raydp_parallel.errors import (
     ClusterError,
@@ -19,10 +22,16 @@ from raydp_parallel.errors import (
     StateChanged,
     TransferError,
 )
-from raydp_parallel.executor import Executor, shutdown
-from raydp_parallel.monitor import Advice, DriverSeconds, ExecutorStats, PhaseSeconds, ReplicaInfo, ReplicaStats
+from raydp_parallel.functional import RemoteReplica, parallel_apply, replicate
+from raydp_parallel.monitoring.stats import (
+    Advice,
+    DriverSeconds,
+    ExecutorStats,
+    PhaseSeconds,
+    ReplicaInfo,
+    ReplicaStats,
+)
 from raydp_parallel.options import Options
-from raydp_parallel.primitives import RemoteReplica, parallel_apply, replicate
 from raydp_parallel.progress import Progress
 
 __version__ = "0.1.0"

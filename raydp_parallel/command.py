@@ -11,9 +11,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from raydp_parallel import grafana, page, status, telemetry
 from raydp_parallel.check import program as check
+from raydp_parallel.cluster import registry
 from raydp_parallel.errors import ClusterError
+from raydp_parallel.monitoring import grafana, html_report, status
 
 _CLEAR = "\x1b[H\x1b[2J"
 
@@ -35,15 +36,21 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     shows = commands.add_parser("status", help="what every running executor of the cluster does")
     shows.add_argument("--watch", action="store_true", help="again and again, until Ctrl-C")
-    shows.add_argument("--every", type=_seconds, default=1.0, metavar="SECONDS", help="how often (default 1)")
+    shows.add_argument(
+        "--every", type=_seconds, default=1.0, metavar="SECONDS", help="how often (default 1)"
+    )
     shows.set_defaults(run=_status)
     reports = commands.add_parser("report", help="the same as one HTML page with a timeline")
     reports.add_argument("--html", required=True, metavar="FILE", help="where to write it")
     reports.set_defaults(run=_report)
     for command in (shows, reports):
-        command.add_argument("--address", help="the cluster's; by default RAY_ADDRESS, or the one on this machine")
+        command.add_argument(
+            "--address", help="the cluster's; by default RAY_ADDRESS, or the one on this machine"
+        )
     boards = commands.add_parser("grafana", help="write the Grafana dashboard")
-    boards.add_argument("--out", required=True, metavar="DIR", help="the folder that Grafana reads dashboards from")
+    boards.add_argument(
+        "--out", required=True, metavar="DIR", help="the folder that Grafana reads dashboards from"
+    )
     boards.set_defaults(run=_grafana)
     checks = commands.add_parser("check", help="what this machine's devices compute, and how fast")
     check.add_arguments(checks)
@@ -63,7 +70,7 @@ def _seconds(text: str) -> float:
 
 def _status(options: argparse.Namespace) -> None:
     while True:
-        text = status.render(telemetry.posts(options.address))
+        text = status.render(registry.posts(options.address))
         clear = _CLEAR if options.watch and sys.stdout.isatty() else ""
         sys.stdout.write(f"{clear}{text}\n")
         sys.stdout.flush()
@@ -73,7 +80,9 @@ def _status(options: argparse.Namespace) -> None:
 
 
 def _report(options: argparse.Namespace) -> None:
-    Path(options.html).write_text(page.report(telemetry.posts(options.address)), encoding="utf-8")
+    Path(options.html).write_text(
+        html_report.report(registry.posts(options.address)), encoding="utf-8"
+    )
     sys.stdout.write(f"{options.html}\n")
 
 

@@ -14,19 +14,23 @@ import torch
 from torch import nn
 from torch._C._profiler import _RecordFunctionFast as record_function
 
-from raydp_parallel import batch, calling, context, devices, primitives, replica
-from raydp_parallel.crew import DeviceId
-from raydp_parallel.executor import Executor, normalize, shared
-from raydp_parallel.monitor import Advice, ExecutorStats
+from raydp_parallel import batch, devices, functional
+from raydp_parallel.calls import forward
+from raydp_parallel.calls.executor import Executor, normalize, shared
+from raydp_parallel.cluster.backend import DeviceId
+from raydp_parallel.devices import ambient_state
+from raydp_parallel.monitoring.stats import Advice, ExecutorStats
 from raydp_parallel.options import Options
-from raydp_parallel.snapshot.master import check_devices
+from raydp_parallel.replica import replica
+from raydp_parallel.state.tracker import check_devices
 
 T = TypeVar("T", bound=nn.Module)
 
 log = logging.getLogger("raydp_parallel")
 
 _IN_PLACE = (
-    "the module runs in place, in this process, because device_ids were left out and there is no GPU. "
+    "the module runs in place, in this process, because device_ids were left out and there "
+    "is no GPU. "
     "device_ids=['cpu', 'cpu'] makes two CPU replicas"
 )
 _ABSENT_IN_PLACE = ("dim", "executor", "output_device", "src_device_obj")
@@ -35,10 +39,12 @@ _rows: ContextVar[tuple[int, ...] | None] = ContextVar("raydp_parallel_rows", de
 
 
 class DataParallel(nn.DataParallel[T]):
-    """Runs a module on the GPUs of a Ray cluster, as `torch.nn.DataParallel` does on those of one process.
+    """Runs a module on the GPUs of a Ray cluster, as `torch.nn.DataParallel` does on those of one
+    process.
 
-    Each forward splits the batch, runs one chunk per device, and gathers the outputs; backward sums the gradients into
-    ``module``, the master copy, which stays in this process with the loop and the optimizer::
+    Each forward splits the batch, runs one chunk per device, and gathers the outputs; backward sums
+    the gradients into ``module``, the master copy, which stays in this process with the loop and
+    the optimizer::
 
         model = DataParallel(net)
         loss = criterion(model(x), y)
@@ -47,8 +53,9 @@ class DataParallel(nn.DataParallel[T]):
 
     Args:
         module: The master copy. It may live on the CPU or on one CUDA device.
-        device_ids: Logical GPUs of the cluster, the driver's node first; or ``"cpu"`` entries, each a CPU replica. None
-            is every GPU of the cluster; if there is none, the module runs in place.
+        device_ids: Logical GPUs of the cluster, the driver's node first; or ``"cpu"`` entries, each
+            a CPU replica. None is every GPU of the cluster; if there is none, the module runs in
+            place.
         output_device: Where outputs go, by default to the master's device.
         dim: The dimension to split and to gather along.
         executor: Whose replicas; None is the process's, shared by all wrappers.
@@ -79,7 +86,8 @@ class DataParallel(nn.DataParallel[T]):
             return
         self.dim = dim
         self._executor = executor
-        self._master: Any = self.executor.known(module)  # from the wrapper that this one is to replace
+        # from the wrapper that this one is to replace
+        self._tracker: Any = self.executor.known(module)
         self._output_device = None if output_device is None else _own_device(output_device, ids)
         if len(ids) == 1 and isinstance(ids[0], int):
             gpu = ids[0] // self._options.replicas_per_gpu
@@ -113,17 +121,23 @@ class DataParallel(nn.DataParallel[T]):
         return self._executor or shared(self._options)
 
     def stats(self) -> ExecutorStats:
-        """What the replicas did for this module, and what limits them; prints as a table. In place there are none."""
+        """What the replicas did for this module, and what limits them; prints as a table. In place
+        there are none.
+        """
         if not self.device_ids:
-            return ExecutorStats((), "none", 0, 0, 0, 0, 0, advice=(Advice("in place", _IN_PLACE, {}),))
+            return ExecutorStats(
+                (), "none", 0, 0, 0, 0, 0, advice=(Advice("in place", _IN_PLACE, {}),)
+            )
         return self.executor.stats(self.module)
 
     def __getattr__(self, name: str) -> Any:
         if name in _ABSENT_IN_PLACE and self.__dict__.get("device_ids") == []:
-            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}': {_IN_PLACE}")
+            raise AttributeError(
+                f"'{type(self).__name__}' object has no attribute '{name}': {_IN_PLACE}"
+            )
         return super().__getattr__(name)
 
-    @context.uncompiled
+    @ambient_state.uncompiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Split, run, gather."""
         with record_function("raydp_parallel.DataParallel.forward"):
@@ -134,40 +148,52 @@ class DataParallel(nn.DataParallel[T]):
                 chunks, chunk_kwargs = ((),), ({},)
             if len(self.device_ids) == 1:
                 (alone,) = self._replicate(self.device_ids)
-                return primitives.apply_one(alone, chunks[0], chunk_kwargs[0], self.dim)
+                return functional.apply_one(alone, chunks[0], chunk_kwargs[0], self.dim)
             replicas = self.replicate(self.module, self.device_ids[: len(chunks)])
-            joining = calling.joining.set(self._joins_alone())
+            joining = forward.joining.set(self._joins_alone())
             try:
                 outputs = self.parallel_apply(replicas, chunks, chunk_kwargs)
             finally:
-                calling.joining.reset(joining)
+                forward.joining.reset(joining)
             if self._options.scalars == "weighted_mean":
                 with self._weighing(chunks, chunk_kwargs):
                     return self.gather(outputs, self.output_device)
             return self.gather(outputs, self.output_device)
 
-    @context.uncompiled
+    @ambient_state.uncompiled
     def replicate(self, module: T, device_ids: Sequence[Any]) -> list[Any]:
         """Remote replicas of ``module``, one per device."""
         if module is self.module:
             return self._replicate(device_ids)
-        return primitives.replicate(module, device_ids, not torch.is_grad_enabled(), executor=self.executor)
+        return functional.replicate(
+            module, device_ids, not torch.is_grad_enabled(), executor=self.executor
+        )
 
-    @context.uncompiled
-    def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
+    @ambient_state.uncompiled
+    def scatter(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]
+    ) -> Any:
         """Chunks of the arguments, one per device."""
-        return batch.scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim, unequal=self._warn_of_sizes)
+        return batch.scatter_kwargs(
+            inputs, kwargs, device_ids, dim=self.dim, unequal=self._warn_of_sizes
+        )
 
-    @context.uncompiled
-    def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+    @ambient_state.uncompiled
+    def parallel_apply(
+        self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any
+    ) -> list[Any]:
         """The outputs of each replica for its chunk."""
         ids = self.device_ids[: len(replicas)]
-        return primitives.apply(replicas, inputs, kwargs, ids, dim=self.dim, unused=self._options.unused_grads)
+        return functional.apply(
+            replicas, inputs, kwargs, ids, dim=self.dim, unused=self._options.unused_grads
+        )
 
-    @context.uncompiled
+    @ambient_state.uncompiled
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """One output of all chunks'."""
-        return batch.gather(outputs, output_device, dim=self.dim, scalars=self._options.scalars, weights=_rows.get())
+        return batch.gather(
+            outputs, output_device, dim=self.dim, scalars=self._options.scalars, weights=_rows.get()
+        )
 
     @contextlib.contextmanager
     def capture(self, *names: str) -> Iterator[Mapping[str, Any]]:
@@ -183,33 +209,39 @@ class DataParallel(nn.DataParallel[T]):
             names: The submodules, as in ``module.get_submodule``.
 
         Yields:
-            After a forward: for each name the gathered output; a list of them, if the submodule ran several times.
+            After a forward: for each name the gathered output; a list of them, if the submodule ran
+            several times.
         """
         if not names:
             raise ValueError("capture: name at least one submodule")
         for name in names:
             self.module.get_submodule(name)
-        wanted = calling.Capture(self.module, names)
-        reset = calling.capturing.set(wanted)
+        wanted = forward.Capture(self.module, names)
+        reset = forward.capturing.set(wanted)
         try:
             yield _Captured(self, wanted)
         finally:
-            calling.capturing.reset(reset)
+            forward.capturing.reset(reset)
 
     def _warn_of_sizes(self, sizes: str) -> None:
-        """Once: the chunks of such arguments do not belong together, row by row; some programs mean that."""
+        """Once: the chunks of such arguments do not belong together, row by row; some programs mean
+        that.
+        """
         if len(self.device_ids) > 1 and "_warned_of_sizes" not in self.__dict__:
             self._warned_of_sizes = True
             warnings.warn(
-                f"arguments have different sizes along dim {self.dim}, and are split into as many chunks each, as "
-                f"torch.nn.DataParallel does: {sizes}. Each replica gets chunks of different sizes, which may "
-                "broadcast; if rows are to belong together, give all arguments one size. This is said once for "
+                f"arguments have different sizes along dim {self.dim}, and are split into "
+                "as many chunks each, as "
+                f"torch.nn.DataParallel does: {sizes}. Each replica gets chunks of "
+                "different sizes, which may "
+                "broadcast; if rows are to belong together, give all arguments one size. "
+                "This is said once for "
                 "each wrapper.",
                 stacklevel=2,
             )
 
     def _in_place(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        wanted = calling.capturing.get()
+        wanted = forward.capturing.get()
         if wanted is None or wanted.module is not self.module:
             return self.module(*inputs, **kwargs)
         with replica.capturing(self.module, wanted.names) as captured:
@@ -219,25 +251,29 @@ class DataParallel(nn.DataParallel[T]):
 
     def _replicate(self, device_ids: Sequence[Any]) -> list[Any]:
         executor = self.executor
-        seats = executor.seats(device_ids)
+        slots = executor.slots(device_ids)
         module, detach = self.module, not torch.is_grad_enabled()
-        master = executor.master(module)
-        if master is not self._master:  # to set an attribute of a module takes its time
-            self._master = master
+        tracker = executor.tracker(module)
+        if tracker is not self._tracker:  # to set an attribute of a module takes its time
+            self._tracker = tracker
         return [
-            primitives.RemoteReplica(module, device, seat, master, executor, detach)
-            for device, seat in zip(device_ids, seats, strict=True)
+            functional.RemoteReplica(module, device, slot, tracker, executor, detach)
+            for device, slot in zip(device_ids, slots, strict=True)
         ]
 
     def _joins_alone(self) -> bool:
-        """Whether outputs are joined at their first dimension, and nobody's own method sees them before."""
+        """Whether outputs are joined at their first dimension, and nobody's own method sees them
+        before.
+        """
         own = getattr(self.parallel_apply, "__func__", None), getattr(self.gather, "__func__", None)
         return self.dim == 0 and own == (DataParallel.parallel_apply, DataParallel.gather)
 
     @contextlib.contextmanager
     def _weighing(self, chunks: Sequence[Any], kwargs: Sequence[Any]) -> Iterator[None]:
         """Tell `gather`, whose arguments are upstream's, how many rows each chunk has."""
-        reset = _rows.set(tuple(batch.rows(a, k, self.dim) for a, k in zip(chunks, kwargs, strict=True)))
+        reset = _rows.set(
+            tuple(batch.rows(a, k, self.dim) for a, k in zip(chunks, kwargs, strict=True))
+        )
         try:
             yield
         finally:
@@ -247,7 +283,7 @@ class DataParallel(nn.DataParallel[T]):
 class _Captured(Mapping[str, Any]):
     """What submodules gave in the last forward, gathered when asked for."""
 
-    def __init__(self, model: DataParallel[Any], wanted: calling.Capture) -> None:
+    def __init__(self, model: DataParallel[Any], wanted: forward.Capture) -> None:
         self._model = model
         self._wanted = wanted
 
@@ -256,11 +292,14 @@ class _Captured(Mapping[str, Any]):
             raise KeyError(name)
         parts = [part[name] for part in self._wanted.parts]
         if not parts:
-            raise LookupError(f"capture: {name!r} has no output yet; call the model inside the with block")
+            raise LookupError(
+                f"capture: {name!r} has no output yet; call the model inside the with block"
+            )
         if not self._model.device_ids:
             return parts[0][0] if len(parts[0]) == 1 else list(parts[0])
         gathered = [
-            self._model.gather(list(outputs), self._model.output_device) for outputs in zip(*parts, strict=True)
+            self._model.gather(list(outputs), self._model.output_device)
+            for outputs in zip(*parts, strict=True)
         ]
         return gathered[0] if len(gathered) == 1 else gathered
 
@@ -271,7 +310,7 @@ class _Captured(Mapping[str, Any]):
         return len(self._wanted.names)
 
 
-@context.uncompiled
+@ambient_state.uncompiled
 def data_parallel(
     module: nn.Module,
     inputs: Any,
@@ -280,7 +319,8 @@ def data_parallel(
     dim: int = 0,
     module_kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """Evaluate ``module(*inputs, **module_kwargs)`` in parallel, once. The functional form of `DataParallel`.
+    """Evaluate ``module(*inputs, **module_kwargs)`` in parallel, once. The functional form of
+    `DataParallel`.
 
     Args:
         module: The module.
@@ -295,16 +335,17 @@ def data_parallel(
     ids = normalize(device_ids, Options())
     if not ids:
         raise RuntimeError(
-            "device type could not be determined: the cluster has no GPU. Give device_ids=['cpu', ...] for CPU replicas"
+            "device type could not be determined: the cluster has no GPU. Give "
+            "device_ids=['cpu', ...] for CPU replicas"
         )
     check_devices(module)
     chunks, kwargs = batch.scatter_kwargs(inputs, module_kwargs, ids, dim)
     if not chunks and not kwargs:
         chunks, kwargs = ((),), ({},)
-    replicas = primitives.replicate(module, ids[: len(chunks)])
+    replicas = functional.replicate(module, ids[: len(chunks)])
     if len(ids) == 1:
-        return primitives.apply_one(replicas[0], chunks[0], kwargs[0], dim)
-    outputs = primitives.apply(replicas, chunks, kwargs, ids[: len(chunks)], dim=dim)
+        return functional.apply_one(replicas[0], chunks[0], kwargs[0], dim)
+    outputs = functional.apply(replicas, chunks, kwargs, ids[: len(chunks)], dim=dim)
     place = _module_device(module) if output_device is None else _own_device(output_device, ids)
     return batch.gather(outputs, place, dim)
 
@@ -325,10 +366,14 @@ def _module_device(module: nn.Module) -> torch.device:
 
 
 def _own_device(entry: Any, ids: Sequence[DeviceId]) -> torch.device:
-    """The driver's device that ``output_device`` names. Ids are logical: without CUDA they name the driver's CPU."""
+    """The driver's device that ``output_device`` names. Ids are logical: without CUDA they name the
+    driver's CPU.
+    """
     is_index = isinstance(entry, int) and not isinstance(entry, bool) and entry >= 0
     if is_index and entry not in ids and entry >= torch.cuda.device_count():
-        raise ValueError(f"output_device={entry} is neither one of device_ids {list(ids)} nor a CUDA device here")
+        raise ValueError(
+            f"output_device={entry} is neither one of device_ids {list(ids)} nor a CUDA device here"
+        )
     return devices.output_place(entry)
 
 
@@ -339,6 +384,8 @@ def _check_types(module: Any, executor: Any, options: Any, dim: Any) -> None:
         ("options", options, Options),
     ):
         if not isinstance(value, kind) and (name == "module" or value is not None):
-            raise TypeError(f"DataParallel: {name} must be a {kind.__name__}, got {type(value).__name__}")
+            raise TypeError(
+                f"DataParallel: {name} must be a {kind.__name__}, got {type(value).__name__}"
+            )
     if isinstance(dim, bool) or not isinstance(dim, int):
         raise TypeError(f"DataParallel: dim must be an int, got {dim!r}")

@@ -1,6 +1,8 @@
-"""The errors of this package. Each says where, what was seen and what to do next, and each can be pickled.
+"""The errors of this package. Each says where, what was seen and what to do next, and each can be
+pickled.
 
-Errors of the user's own module are not here: they come back as the type they were raised as (see ``outcome``).
+Errors of the user's own module are not here: they come back as the type they were raised as (see
+``exceptions``).
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ class PlacementError(ParallelError):
 
 
 class NoRoom(PlacementError):
-    """Nothing was free for a replica within the deadline. The text says what is free and where, and who holds what."""
+    """Nothing was free for a replica within the deadline. The text says what is free and where, and
+    who holds what.
+    """
 
 
 class ClusterError(ParallelError):
@@ -37,15 +41,21 @@ class ReplicaError(ParallelError):
 
 
 class ReplicaExit(ReplicaError):
-    """The module asked its process to end (``SystemExit``, ``KeyboardInterrupt``). The replica stays alive."""
+    """The module asked its process to end (``SystemExit``, ``KeyboardInterrupt``). The replica
+    stays alive.
+    """
 
 
 class ReplicaDied(ReplicaError):
-    """The replica's process ended, or did not answer in time, and its work could not be done again."""
+    """The replica's process ended, or did not answer in time, and its work could not be
+    done again.
+    """
 
 
 class RestartsSpent(ReplicaError):
-    """No replica is left, and more were started within the hour than `Options.max_restarts_per_hour` allows."""
+    """No replica is left, and more were started within the hour than
+    `Options.max_restarts_per_hour` allows.
+    """
 
 
 class GraphLost(ReplicaError):
@@ -53,7 +63,9 @@ class GraphLost(ReplicaError):
 
 
 class StateChanged(GraphLost):
-    """The graph cannot be made again, because the module or its arguments have changed since the forward."""
+    """The graph cannot be made again, because the module or its arguments have changed since the
+    forward.
+    """
 
 
 class TransferError(ParallelError, TypeError):
@@ -61,13 +73,17 @@ class TransferError(ParallelError, TypeError):
 
 
 class SourceMismatch(ParallelError):
-    """A replica has other source than the driver under a module's name, and could not be sent the driver's."""
+    """A replica has other source than the driver under a module's name, and could not be sent the
+    driver's.
+    """
 
 
 def forked() -> ForkedProcess:
     """The error for a process that uses what it inherited."""
     return ForkedProcess(
-        f"this process ({os.getpid()}) was forked from the one that the replicas belong to, and cannot call them. Call "
-        "the model in the parent; or start this process by spawn (multiprocessing.get_context('spawn')), and make the "
+        f"this process ({os.getpid()}) was forked from the one that the replicas belong to, "
+        "and cannot call them. Call "
+        "the model in the parent; or start this process by spawn "
+        "(multiprocessing.get_context('spawn')), and make the "
         "model in it"
     )

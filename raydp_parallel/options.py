@@ -39,7 +39,9 @@ class Frozen(dict[str, V]):
         return Frozen, (dict(self),)
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError("Options are frozen: make new ones, as with dataclasses.replace(options, ...)")
+        raise TypeError(
+            "Options are frozen: make new ones, as with dataclasses.replace(options, ...)"
+        )
 
     __setitem__ = __delitem__ = __ior__ = _refuse
     update = setdefault = pop = popitem = clear = _refuse
@@ -50,47 +52,54 @@ class Options:
     """How an executor and its wrappers behave where the default does not suit.
 
     Attributes:
-        unused_grads: What a parameter gets that no replica used: ``"zeros"`` as upstream, or ``"none"`` as a plain
-            module would leave it.
-        scalars: What 0-dim outputs become: upstream's ``"vector"``, one entry per chunk, or one number, their
-            ``"mean"``, their mean weighted by the chunks' rows, or their ``"sum"``.
-        link: How bytes travel: ``"auto"`` sends small ones inside the call; large ones lie in shared memory if the
-            cluster is one machine, the weights of CPU replicas included, else they go beside the call or through Ray's
-            object store; replicas on several nodes sum gradients among themselves and pass weights on. ``"collective"``
-            lets replicas do both wherever they are, and those that have GPUs of their own sum by NCCL.
-            The other names force one way for everything.
-        placement_timeout: Seconds that replicas may take to be placed and to start. While they wait for a place Ray's
-            autoscaler knows of it, and a node that is added is used.
-        call_timeout: Seconds that one forward or backward may take before its replica counts as dead and is ended;
-            None waits.
-        on_fault: What to do when a replica dies: ``"replay"`` runs its chunk again on another one, with the same
-            result to the bit, while a new process starts behind the scenes; ``"raise"`` raises `ReplicaDied`, and the
-            next call starts the new process. On GPUs the last bits are the same as far as their kernels repeat them:
-            not where these add atomically or cuDNN chooses by speed, nor on another model of GPU.
-        max_restarts_per_hour: How many replicas that died are replaced within an hour. Beyond that, calls go on with
-            those that are left, and without any raise `RestartsSpent`.
-        cpus_per_replica: CPUs that Ray books for each replica, on a CPU or a GPU. 0 lets any number of them share a
-            small machine.
-        gpus_per_replica: What Ray books for each GPU replica, above 0 and at most 1. With 0.5 each GPU of the cluster
-            counts as two logical GPUs, whose replicas share it.
-        resources: Further resources that Ray books for each replica, such as ``{"accelerator_type:A100": 0.001}``.
-            Only nodes that have them are used.
-        label_selector: Labels that a node must have to be used, such as ``{"market-type": "!spot"}``; the values are
-            those of Ray's label selectors. It needs a Ray that places by label, 2.49 or newer.
-        elastic: Start with as many GPUs as there are, one at least, instead of waiting for all; they run the chunks of
-            the others, too. Nodes that join are used, nodes that drain are left. Chunks stay what ``device_ids`` say,
-            so that results do not depend on who is there.
-        threads: Torch's threads in a CPU replica. None shares a node's cores among the chunks of a call:
-            those that Ray was told of, and never more than the process may use, by affinity and quota, as the replicas
-            that started first found.
-        direct_line: Call replicas over a socket, five times faster than a Ray task. False makes every
-            phase a Ray task, which Ray's dashboard lists, at the price of about 2 ms per step. Memory is
-            shared on one machine either way.
-        name: What Ray's dashboard, metrics and `raydp-parallel status` call the executor; None is the program's name.
-        metrics: Report to Ray's metrics and to `raydp-parallel status`, once per second, in the background.
-        profile_dir: A folder to write all calls to, as a trace for Chrome or Perfetto with the driver and the replicas
-            on one clock. It grows by about 1 KB per call and chunk.
-        in_process: Run the replicas inside the driver's process, one after the other, without Ray. For debuggers.
+        unused_grads: What a parameter gets that no replica used: ``"zeros"`` as upstream, or
+            ``"none"`` as a plain module would leave it.
+        scalars: What 0-dim outputs become: upstream's ``"vector"``, one entry per chunk, or one
+            number, their ``"mean"``, their mean weighted by the chunks' rows, or their ``"sum"``.
+        link: How bytes travel: ``"auto"`` sends small ones inside the call; large ones lie in
+            shared memory if the cluster is one machine, the weights of CPU replicas included, else
+            they go beside the call or through Ray's object store; replicas on several nodes sum
+            gradients among themselves and pass weights on. ``"collective"`` lets replicas do both
+            wherever they are, and those that have GPUs of their own sum by NCCL. The other names
+            force one way for everything.
+        placement_timeout: Seconds that replicas may take to be placed and to start. While they wait
+            for a place Ray's autoscaler knows of it, and a node that is added is used.
+        call_timeout: Seconds that one forward or backward may take before its replica counts as
+            dead and is ended; None waits.
+        on_fault: What to do when a replica dies: ``"replay"`` runs its chunk again on another one,
+            with the same result to the bit, while a new process starts behind the scenes;
+            ``"raise"`` raises `ReplicaDied`, and the next call starts the new process. On GPUs the
+            last bits are the same as far as their kernels repeat them: not where these add
+            atomically or cuDNN chooses by speed, nor on another model of GPU.
+        max_restarts_per_hour: How many replicas that died are replaced within an hour. Beyond that,
+            calls go on with those that are left, and without any raise `RestartsSpent`.
+        cpus_per_replica: CPUs that Ray books for each replica, on a CPU or a GPU. 0 lets any number
+            of them share a small machine.
+        gpus_per_replica: What Ray books for each GPU replica, above 0 and at most 1. With 0.5 each
+            GPU of the cluster counts as two logical GPUs, whose replicas share it.
+        resources: Further resources that Ray books for each replica, such as
+            ``{"accelerator_type:A100": 0.001}``. Only nodes that have them are used.
+        label_selector: Labels that a node must have to be used, such as ``{"market-type":
+            "!spot"}``; the values are those of Ray's label selectors. It needs a Ray that places by
+            label, 2.49 or newer.
+        elastic: Start with as many GPUs as there are, one at least, instead of waiting for all;
+            they run the chunks of the others, too. Nodes that join are used, nodes that drain are
+            left. Chunks stay what ``device_ids`` say, so that results do not depend on who is
+            there.
+        threads: Torch's threads in a CPU replica. None shares a node's cores among the chunks of a
+            call: those that Ray was told of, and never more than the process may use, by affinity
+            and quota, as the replicas that started first found.
+        direct_line: Call replicas over a socket, five times faster than a Ray task. False makes
+            every phase a Ray task, which Ray's dashboard lists, at the price of about 2 ms per
+            step. Memory is shared on one machine either way.
+        name: What Ray's dashboard, metrics and `raydp-parallel status` call the executor; None is
+            the program's name.
+        metrics: Report to Ray's metrics and to `raydp-parallel status`, once per second, in the
+            background.
+        profile_dir: A folder to write all calls to, as a trace for Chrome or Perfetto with the
+            driver and the replicas on one clock. It grows by about 1 KB per call and chunk.
+        in_process: Run the replicas inside the driver's process, one after the other, without Ray.
+            For debuggers.
     """
 
     unused_grads: UnusedGrads = "zeros"
@@ -120,14 +129,22 @@ class Options:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ValueError(f"Options({name}={getattr(self, name)!r}): expected one of {', '.join(choices)}")
+                raise ValueError(
+                    f"Options({name}={getattr(self, name)!r}): expected one of {', '.join(choices)}"
+                )
         self._check_numbers()
         self._check_placement()
         if self.elastic and self.on_fault != "replay":
-            raise ValueError("Options(elastic=True, on_fault='raise'): replicas that are away need others to stand in")
-        if self.name is not None and (not self.name or any(c in "/:@" or not c.isprintable() for c in self.name)):
             raise ValueError(
-                f"Options(name={self.name!r}): expected printable characters without '/', ':' and '@', such as 'train'"
+                "Options(elastic=True, on_fault='raise'): replicas that are "
+                "away need others to stand in"
+            )
+        if self.name is not None and (
+            not self.name or any(c in "/:@" or not c.isprintable() for c in self.name)
+        ):
+            raise ValueError(
+                f"Options(name={self.name!r}): expected printable characters without '/', "
+                "':' and '@', such as 'train'"
             )
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"Options(threads={self.threads}): expected None or at least 1")
@@ -136,40 +153,61 @@ class Options:
         for name in ("placement_timeout", "call_timeout", "cpus_per_replica", "gpus_per_replica"):
             value = getattr(self, name)
             if not _is_number(value) and not (name == "call_timeout" and value is None):
-                raise TypeError(f"Options({name}={value!r}): expected a number, got {type(value).__name__}")
+                raise TypeError(
+                    f"Options({name}={value!r}): expected a number, got {type(value).__name__}"
+                )
         for name in ("placement_timeout", "call_timeout"):
             seconds = getattr(self, name)
             if seconds is not None and not 0 < seconds <= _LONGEST:
                 without = "; None waits without a limit" if name == "call_timeout" else ""
                 raise ValueError(
-                    f"Options({name}={seconds!r}): expected seconds above 0, at most {_LONGEST:g}{without}"
+                    f"Options({name}={seconds!r}): expected seconds above 0, at most "
+                    f"{_LONGEST:g}{without}"
                 )
-        if not _is_number(self.max_restarts_per_hour) or not 0 <= self.max_restarts_per_hour < math.inf:
-            raise ValueError(f"Options(max_restarts_per_hour={self.max_restarts_per_hour}): expected at least 0")
+        if (
+            not _is_number(self.max_restarts_per_hour)
+            or not 0 <= self.max_restarts_per_hour < math.inf
+        ):
+            raise ValueError(
+                f"Options(max_restarts_per_hour={self.max_restarts_per_hour}): expected at least 0"
+            )
         if not 0 <= self.cpus_per_replica < math.inf or not 0 < self.gpus_per_replica <= 1:
             raise ValueError(
-                f"Options(cpus_per_replica={self.cpus_per_replica}, gpus_per_replica={self.gpus_per_replica}): "
-                "expected cpus >= 0 and 0 < gpus <= 1. For CPU replicas, give device_ids=['cpu', ...]"
+                f"Options(cpus_per_replica={self.cpus_per_replica}, "
+                f"gpus_per_replica={self.gpus_per_replica}): "
+                "expected cpus >= 0 and 0 < gpus <= 1. For CPU replicas, give "
+                "device_ids=['cpu', ...]"
             )
 
     def _check_placement(self) -> None:
-        for name, example in (("resources", "{'accelerator_type:A100': 0.001}"), ("label_selector", "{'zone': 'a'}")):
+        for name, example in (
+            ("resources", "{'accelerator_type:A100': 0.001}"),
+            ("label_selector", "{'zone': 'a'}"),
+        ):
             value = getattr(self, name)
-            if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
-                raise TypeError(f"Options({name}={value!r}): expected a dict by name, such as {example}")
+            if not isinstance(value, Mapping) or not all(
+                isinstance(key, str) and key for key in value
+            ):
+                raise TypeError(
+                    f"Options({name}={value!r}): expected a dict by name, such as {example}"
+                )
             object.__setattr__(self, name, Frozen(value))
         for name, amount in self.resources.items():
             if name in ("CPU", "GPU", "memory", "object_store_memory"):
                 raise ValueError(
-                    f"Options(resources={{{name!r}: ...}}): expected custom resources of Ray's; CPUs and GPUs are "
+                    f"Options(resources={{{name!r}: ...}}): expected custom resources of "
+                    "Ray's; CPUs and GPUs are "
                     "booked with cpus_per_replica and gpus_per_replica"
                 )
             if not _is_number(amount) or not 0 < amount < math.inf:
-                raise ValueError(f"Options(resources={{{name!r}: {amount!r}}}): expected a number above 0")
+                raise ValueError(
+                    f"Options(resources={{{name!r}: {amount!r}}}): expected a number above 0"
+                )
         for name, wanted in self.label_selector.items():
             if not isinstance(wanted, str) or not re.fullmatch(_SELECTOR, wanted):
                 raise ValueError(
-                    f"Options(label_selector={{{name!r}: {wanted!r}}}): expected 'a', '!a', 'in(a, b)' or '!in(a, b)'"
+                    f"Options(label_selector={{{name!r}: {wanted!r}}}): expected 'a', '!a', "
+                    "'in(a, b)' or '!in(a, b)'"
                 )
 
 

@@ -1,4 +1,6 @@
-"""Progress for people: a line that is drawn over on a terminal or in a notebook, a few lines elsewhere."""
+"""Progress for people: a line that is drawn over on a terminal or in a notebook, a few lines
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Progress:
         width: Characters of the bar.
     """
 
-    def __init__(self, total: int, label: str = "step", *, stream: TextIO | None = None, width: int = 30) -> None:
+    def __init__(
+        self, total: int, label: str = "step", *, stream: TextIO | None = None, width: int = 30
+    ) -> None:
         if total < 1:
             raise ValueError(f"Progress(total={total}): expected at least 1")
         self._total = total
@@ -58,7 +62,9 @@ class Progress:
 
     def _draw(self, done: int, note: str) -> None:
         bar = ("#" * (self._width * done // self._total)).ljust(self._width, ".")
-        line = f"[{bar}] {self._label} {done:{len(str(self._total))}d}/{self._total}  {note}".rstrip()
+        line = (
+            f"[{bar}] {self._label} {done:{len(str(self._total))}d}/{self._total}  {note}"
+        ).rstrip()
         self._stream.write(f"\r{line.ljust(len(self._drawn))}" if self._live else f"{line}\n")
         self._stream.flush()
         self._drawn = line
@@ -66,7 +72,12 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if self._live and self._drawn:
             self._stream.write("\n")
             self._stream.flush()
@@ -76,14 +87,19 @@ class Waiting:
     """Says what a start waits for, once it takes longer than one would think.
 
     Args:
-        what: What it waits for, said with how much of it is there; or a function that says it anew each time.
+        what: What it waits for, said with how much of it is there; or a function that says it anew
+            each time.
         total: How much there will be.
         stream: The terminal to draw on, by default standard error.
         level: At which level it is logged: at first, and then each ten seconds.
     """
 
     def __init__(
-        self, what: str | Callable[[], str], total: int, stream: TextIO | None = None, level: int = logging.INFO
+        self,
+        what: str | Callable[[], str],
+        total: int,
+        stream: TextIO | None = None,
+        level: int = logging.INFO,
     ) -> None:
         self._what = what
         self._total = total
@@ -114,12 +130,19 @@ class Waiting:
     def __enter__(self) -> Callable[[int], None]:
         return self.tell
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if self._drawn:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
 
 
 def redraws(stream: TextIO) -> bool:
-    """Whether what was written to a stream can be written over: on a terminal, and in a notebook."""
+    """Whether what was written to a stream can be written over: on a terminal, and in a
+    notebook.
+    """
     return stream.isatty() or type(stream).__module__.startswith("ipykernel.")

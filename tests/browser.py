@@ -67,7 +67,9 @@ class Browser:
 
     def text(self) -> str:
         """What the page shows."""
-        return str(self.ask("POST", "/execute/sync", script="return document.body.innerText", args=[]))
+        return str(
+            self.ask("POST", "/execute/sync", script="return document.body.innerText", args=[])
+        )
 
     def wait_for(self, *words: str, seconds: float = 30) -> str:
         """Wait until the page shows all these words; returns all that it shows."""
@@ -77,7 +79,9 @@ class Browser:
             if all(word in text for word in words):
                 return text
             if time.monotonic() > end:
-                raise AssertionError(f"{[word for word in words if word not in text]} not on the page:\n{text}")
+                raise AssertionError(
+                    f"{[word for word in words if word not in text]} not on the page:\n{text}"
+                )
             time.sleep(0.2)
 
     def picture(self, file: Path) -> None:
@@ -90,12 +94,17 @@ class Browser:
 def browser() -> Iterator[Browser]:
     """A new Chromium with an empty profile, gone at the end."""
     port = free_port()
-    driver = subprocess.Popen(["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    driver = subprocess.Popen(
+        ["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     base = f"http://127.0.0.1:{port}"
     try:
         with tempfile.TemporaryDirectory() as profile:
             _wait_until_up(f"{base}/status")
-            options = {"binary": shutil.which("chromium"), "args": [*FLAGS, f"--user-data-dir={profile}"]}
+            options = {
+                "binary": shutil.which("chromium"),
+                "args": [*FLAGS, f"--user-data-dir={profile}"],
+            }
             wanted = {"alwaysMatch": {"goog:chromeOptions": options}}
             session = Browser(base).ask("POST", "/session", capabilities=wanted)["sessionId"]
             tab = Browser(f"{base}/session/{session}")

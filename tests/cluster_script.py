@@ -1,7 +1,8 @@
-"""Run by test_cluster.py in its own process: a head without CPUs and GPUs, the driver on it, nodes that come and go.
+"""Run by test_cluster.py in its own process: a head without CPUs and GPUs, the driver on it, nodes
+that come and go.
 
-Nodes are all on this machine here. What they do not share is refused to them: memory, because there are several, and
-the modules of the driver, by a path that only the driver has.
+Nodes are all on this machine here. What they do not share is refused to them: memory, because there
+are several, and the modules of the driver, by a path that only the driver has.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class Wide(nn.Linear):
 
 
 def hidden(folder: str) -> nn.Module:
-    """Two layers, batch norm and dropout, wide enough that the weights do not ride inside a message; its package is on
-    a path of this process alone."""
+    """Two layers, batch norm and dropout, wide enough that the weights do not ride inside a
+    message; its package is on a path of this process alone."""
     package = Path(folder, "hidden")
     package.mkdir()
     (package / "__init__.py").write_text(HIDDEN)
@@ -95,14 +96,17 @@ def batch(chunks: int, step: int) -> Tensor:
     return x
 
 
-def train(model: Any, chunks: int, steps: int, before: dict[Any, Any] | None = None) -> list[Tensor]:
+def train(
+    model: Any, chunks: int, steps: int, before: dict[Any, Any] | None = None
+) -> list[Tensor]:
     """Losses and final weights.
 
     Args:
         model: The model.
         chunks: How many.
         steps: How many.
-        before: What to do before a step's forward, and, under ``(step, "backward")``, before its backward.
+        before: What to do before a step's forward, and, under ``(step, "backward")``, before its
+            backward.
     """
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
@@ -115,17 +119,25 @@ def train(model: Any, chunks: int, steps: int, before: dict[Any, Any] | None = N
         loss.backward()
         optimizer.step()
         kept.append(loss.detach())
-    return [*kept, *(p.detach().clone() for p in model.parameters()), *(b.clone() for b in model.buffers())]
+    return [
+        *kept,
+        *(p.detach().clone() for p in model.parameters()),
+        *(b.clone() for b in model.buffers()),
+    ]
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> None:
     """To the bit."""
-    assert len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert len(one) == len(other) and all(
+        torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
 
 
 def here(net: nn.Module, chunks: int) -> DataParallel[Any]:
     """The same in this process."""
-    return DataParallel(copy.deepcopy(net), ["cpu"] * chunks, options=Options(in_process=True, threads=1))
+    return DataParallel(
+        copy.deepcopy(net), ["cpu"] * chunks, options=Options(in_process=True, threads=1)
+    )
 
 
 def nodes_of(executor: Executor) -> list[str]:
@@ -134,14 +146,18 @@ def nodes_of(executor: Executor) -> list[str]:
 
 
 def two_nodes(net: nn.Module) -> None:
-    """Code and weights reach nodes that have neither; somebody who asks for more is told who holds what."""
+    """Code and weights reach nodes that have neither; somebody who asks for more is told who holds
+    what.
+    """
     with Executor(options=Options(name="first")) as executor:
         model = DataParallel(copy.deepcopy(net), executor=executor)
         assert model.device_ids == [0, 1]
         same(train(model, 2, 3), train(here(net, 2), 2, 3))
         assert len({*nodes_of(executor)}) == 2 and nodes_of(executor) == sorted(nodes_of(executor))
         assert ray.get_runtime_context().get_node_id() not in nodes_of(executor)
-        assert all(seat.door.line is not None and not seat.door.near for seat in executor.seats([0, 1]))
+        assert all(
+            slot.client.line is not None and not slot.client.near for slot in executor.slots([0, 1])
+        )
         print("two nodes train as one process does, a package that only the driver has")
         begun = time.monotonic()
         try:
@@ -190,11 +206,15 @@ def gcs() -> Any:
 
 
 def lost_in_each_phase(cluster: Cluster, net: nn.Module, executor: Executor) -> None:
-    """Nodes end in the midst of forward, in the midst of backward, between the two, and between two steps."""
+    """Nodes end in the midst of forward, in the midst of backward, between the two, and between two
+    steps.
+    """
     folder = tempfile.mkdtemp()
 
     def end(replica: int) -> None:
-        cluster.remove_node(next(n for n in cluster.worker_nodes if n.node_id == nodes_of(executor)[replica]))
+        cluster.remove_node(
+            next(n for n in cluster.worker_nodes if n.node_id == nodes_of(executor)[replica])
+        )
 
     def end_in(moment: str, replica: int) -> None:
         Path(folder, moment).touch()
@@ -227,7 +247,9 @@ def lost_in_each_phase(cluster: Cluster, net: nn.Module, executor: Executor) -> 
 
 
 def elastic(cluster: Cluster, net: nn.Module) -> None:
-    """Three chunks on one GPU, on two once there are two, and on one again when the other's node drains."""
+    """Three chunks on one GPU, on two once there are two, and on one again when the other's node
+    drains.
+    """
     with Executor([0, 1, 2], options=Options(elastic=True, link="object_store")) as executor:
         model = DataParallel(copy.deepcopy(net), executor=executor)
         states: list[list[str]] = []
@@ -243,40 +265,63 @@ def elastic(cluster: Cluster, net: nn.Module) -> None:
             note()
 
         def drain() -> None:
-            (node,) = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Labels"].get("zone") == "a"]
+            (node,) = [
+                n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Labels"].get("zone") == "a"
+            ]
             reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-            accepted, why = gcs().drain_node(node, reason, "to be reclaimed", int((time.time() + 600) * 1000))
+            accepted, why = gcs().drain_node(
+                node, reason, "to be reclaimed", int((time.time() + 600) * 1000)
+            )
             assert accepted, why
             time.sleep(1.1)  # it is looked for once per second
 
         same(train(model, 3, 3, {1: join, 2: drain}), train(here(net, 3), 3, 3))
         note()
-        assert states == [["away", "away", "ready"], ["away", "ready", "ready"], ["away", "away", "ready"]], states
+        assert states == [
+            ["away", "away", "ready"],
+            ["away", "ready", "ready"],
+            ["away", "away", "ready"],
+        ], states
         assert executor.stats().deaths == 0
     print("replicas join and leave, and training gives the same")
 
 
 def chosen(cluster: Cluster, net: nn.Module) -> None:
-    """By label and resource, two on one GPU, one of its halves after the other; an executor for all GPUs grows."""
+    """By label and resource, two on one GPU, one of its halves after the other; an executor for all
+    GPUs grows.
+    """
     options = Options(
-        gpus_per_replica=0.5, cpus_per_replica=0.25, resources={"special": 0.25}, label_selector={"zone": "c"}
+        gpus_per_replica=0.5,
+        cpus_per_replica=0.25,
+        resources={"special": 0.25},
+        label_selector={"zone": "c"},
     )
     node = cluster.add_node(num_cpus=1, num_gpus=1, resources={"special": 1}, labels={"zone": "c"})
     with Executor(options=options) as executor:
         assert nodes_of(executor) == [node.node_id] * 2
         model = DataParallel(copy.deepcopy(net), executor=executor)
         assert model(torch.ones(4, 8)).shape == (4, 2)
-        other = cluster.add_node(num_cpus=1, num_gpus=1, resources={"special": 1}, labels={"zone": "c"})
+        other = cluster.add_node(
+            num_cpus=1, num_gpus=1, resources={"special": 1}, labels={"zone": "c"}
+        )
         assert executor.grow() == 2 and executor.device_ids == [0, 1, 2, 3]
         assert sorted(nodes_of(executor)[2:]) == [other.node_id] * 2
-        assert DataParallel(net, executor=executor).device_ids == [0, 1, 2, 3] and model.device_ids == [0, 1]
+        assert DataParallel(net, executor=executor).device_ids == [
+            0,
+            1,
+            2,
+            3,
+        ] and model.device_ids == [0, 1]
     print("replicas go where Options say, two on one GPU")
 
 
 def main() -> None:
     """Everything in one cluster, for starting one takes long."""
     torch.set_num_threads(1)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "num_gpus": 0, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 0, "num_gpus": 0, "include_dashboard": False},
+    )
     for _ in range(2):
         cluster.add_node(num_cpus=1, num_gpus=1)
     ray.init(address=cluster.address, log_to_driver=False)

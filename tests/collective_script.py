@@ -1,4 +1,5 @@
-"""Run by test_cluster.py in its own process: a head without GPUs, the driver on it, two nodes with two GPUs each.
+"""Run by test_cluster.py in its own process: a head without GPUs, the driver on it, two nodes with
+two GPUs each.
 
 Its arguments say in which moments a node is lost, each in a training run of its own.
 """
@@ -30,12 +31,17 @@ def end_node(cluster: Cluster, node: Any, sign: Path) -> None:
     cluster.remove_node(node)
 
 
-def lose_a_node(cluster: Cluster, four: Executor, folder: Path, moment: str, expected: list[Any]) -> None:
-    """Train, and lose the node of the third replica when that comes to some moment, where it stands still first."""
+def lose_a_node(
+    cluster: Cluster, four: Executor, folder: Path, moment: str, expected: list[Any]
+) -> None:
+    """Train, and lose the node of the third replica when that comes to some moment, where it stands
+    still first.
+    """
     found = whole(four).replicas()[2]
     lost = next(node for node in cluster.worker_nodes if node.node_id == found.node_id)
     sign = folder / f"stop {moment} 0" if " " in moment else folder / f"stop {moment} {found.pid} 0"
-    train(four, folder, {}, 1, chunks=4)  # which a new replica needs to come to know of such moments
+    # which a new replica needs to come to know of such moments
+    train(four, folder, {}, 1, chunks=4)
     sign.touch()
     ending = threading.Thread(target=end_node, args=(cluster, lost, sign))
     ending.start()

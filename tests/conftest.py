@@ -1,4 +1,6 @@
-"""One Ray for the whole suite: a node with two GPUs that it only counts, so that cluster logic runs without any."""
+"""One Ray for the whole suite: a node with two GPUs that it only counts, so that cluster logic runs
+without any.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +16,38 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--link shared`` or ``collective`` runs the suite with another link, ``--nodes 2`` on several nodes."""
-    parser.addoption("--link", default="auto", help="the link of tests that do not choose one: Options(link=...)")
-    help = "run on so many nodes, with the driver on a head without CPUs and GPUs; 0 is one node for all"
+    """``--link shared`` or ``collective`` runs the suite with another link, ``--nodes 2`` on
+    several nodes.
+    """
+    parser.addoption(
+        "--link", default="auto", help="the link of tests that do not choose one: Options(link=...)"
+    )
+    help = (
+        "run on so many nodes, with the driver on a head without CPUs and GPUs; 0 is one "
+        "node for all"
+    )
     parser.addoption("--nodes", type=int, default=0, help=help)
-    parser.addoption("--minutes", type=float, default=10.0, help="how long the soak of test_soak.py runs")
+    parser.addoption(
+        "--minutes", type=float, default=10.0, help="how long the soak of test_soak.py runs"
+    )
     parser.addoption("--long", action="store_true", help="run the tests that are marked long, too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the chosen link the default; and one thread in each replica, as in the tests' own computations."""
+    """Make the chosen link the default; and one thread in each replica, as in the tests' own
+    computations.
+    """
     from raydp_parallel import Options
 
     global _nodes
     _nodes = config.getoption("--nodes")
     Options.__init__.__kwdefaults__.update(link=config.getoption("--link"), threads=1)
-    # A shell starts what runs in the background with SIGINT ignored, and tests of Ctrl-C would wait for ever.
+    # A shell starts what runs in the background with SIGINT ignored, and tests of Ctrl-C would wait
+    # for ever.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    config.addinivalue_line("markers", "copies: about the copies of small tensors, which --link shared does without")
+    config.addinivalue_line(
+        "markers", "copies: about the copies of small tensors, which --link shared does without"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -77,7 +93,9 @@ def _start_nodes() -> None:
     from ray.cluster_utils import Cluster
 
     global _cluster
-    _cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    _cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+    )
     for number in range(_nodes):
         _cluster.add_node(num_cpus=1, num_gpus=1 if number < 2 else 0)
 
@@ -96,6 +114,8 @@ def stop_ray() -> None:
 
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
-    """Every test starts with the same random numbers, and computes with one thread, as the replicas do."""
+    """Every test starts with the same random numbers, and computes with one thread, as the replicas
+    do.
+    """
     torch.manual_seed(0)
     torch.set_num_threads(1)

@@ -1,4 +1,5 @@
-"""Run by test_dashboard.py in its own process: a Ray with its dashboard, a Prometheus that scrapes it, a browser.
+"""Run by test_dashboard.py in its own process: a Ray with its dashboard, a Prometheus that scrapes
+it, a browser.
 
 What is found is printed, one line each. Arguments: a folder for the screenshots.
 """
@@ -29,7 +30,9 @@ from ray.util import state
 from torch import Tensor, nn
 
 import raydp_parallel
-from raydp_parallel import DataParallel, Executor, Options, command, grafana, status, telemetry
+from raydp_parallel import DataParallel, Executor, Options, command
+from raydp_parallel.cluster import registry
+from raydp_parallel.monitoring import grafana, status
 
 ROWS, STEPS = 64, 150
 
@@ -98,7 +101,9 @@ class Prometheus:
         """A query's result, with the dashboard's choices all made."""
         for name, value in (("$executor", ".*"), ("$model", ".*"), ("$__rate_interval", "10s")):
             query = query.replace(name, value)
-        with urllib.request.urlopen(self._url + urllib.parse.urlencode({"query": query}), timeout=10) as answer:
+        with urllib.request.urlopen(
+            self._url + urllib.parse.urlencode({"query": query}), timeout=10
+        ) as answer:
             found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
             return found
 
@@ -117,11 +122,19 @@ def prometheus() -> Iterator[Prometheus]:
         config = Path(folder) / "prometheus.yml"
         target = f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}"
         scrape = {"job_name": "ray", "static_configs": [{"targets": [target]}]}
-        config.write_text(json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": [scrape]}))
+        config.write_text(
+            json.dumps({"global": {"scrape_interval": "1s"}, "scrape_configs": [scrape]})
+        )
         process = subprocess.Popen(
-            ["prometheus", f"--config.file={config}", f"--storage.tsdb.path={folder}/data",
-             f"--web.listen-address=127.0.0.1:{port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            [
+                "prometheus",
+                f"--config.file={config}",
+                f"--storage.tsdb.path={folder}/data",
+                f"--web.listen-address=127.0.0.1:{port}",
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         try:
             yield Prometheus(port)
         finally:
@@ -149,9 +162,13 @@ def numbers(asked: Prometheus, training: Training) -> None:
     seconds = asked.value('sum(ray_raydp_phase_seconds_total{phase!="idle"})') or 0.0
     known = sum(r.phases.total - r.phases.idle for r in training.model.executor.stats().replicas)
     print(f"busy seconds: {seconds / known:.3f} of the statistics'")
-    within(15, lambda: asked.ask("sum(rate(ray_raydp_samples_total[10s]))") or None)  # a rate needs two scrapes
+    # a rate needs two scrapes
+    within(15, lambda: asked.ask("sum(rate(ray_raydp_samples_total[10s]))") or None)
     for title, query in panels():
-        print(f"panel {title}: {len(asked.ask(query))} series{' (GPU)' if title.startswith('GPU') else ''}")
+        print(
+            f"panel {title}: {len(asked.ask(query))} "
+            f"series{' (GPU)' if title.startswith('GPU') else ''}"
+        )
 
 
 def panels() -> list[tuple[str, str]]:
@@ -161,7 +178,9 @@ def panels() -> list[tuple[str, str]]:
 
 
 def ended(asked: Prometheus, total: float) -> None:
-    """What the last report brought, when the executor had ended: all phases, and they make up the whole time."""
+    """What the last report brought, when the executor had ended: all phases, and they make up the
+    whole time.
+    """
     query = 'sum(ray_raydp_phase_seconds_total{replica="0"})'
     found, _ = within(10, lambda: value if (value := asked.value(query) or 0.0) >= total else None)
     print(f"phases in Prometheus at the end: {found and found / total:.3f} of the wall time")
@@ -181,8 +200,11 @@ def straggler(asked: Prometheus | None, training: Training) -> None:
         training.steps(5, delay=0.03)
         stats = training.model.executor.stats()
         note("stats", stats.replicas[1].recent_ms > 2 * stats.replicas[0].recent_ms)
-        note("advice", any(advice.topic == "straggler" and advice.replica == 1 for advice in stats.advice))
-        note("status", "replica 1 on cpu" in status.render(telemetry.posts(address)))
+        note(
+            "advice",
+            any(advice.topic == "straggler" and advice.replica == 1 for advice in stats.advice),
+        )
+        note("status", "replica 1 on cpu" in status.render(registry.posts(address)))
         if asked is not None:
             note("query", [found["metric"]["replica"] for found in asked.ask(query)] == ["1"])
     print("straggler:", ", ".join(f"{who} after {seconds:.1f} s" for who, seconds in said.items()))
@@ -205,12 +227,19 @@ def look(folder: Path, url: str) -> None:
         tab.ask("POST", "/execute/sync", script=SHOW_HISTORY, args=[])
         time.sleep(0.5)  # the page scrolls smoothly
         tab.picture(folder / "actor.png")
-        print("the actor's page shows its work;", "housekeeping" if "open_line" in text else "no housekeeping")
+        print(
+            "the actor's page shows its work;",
+            "housekeeping" if "open_line" in text else "no housekeeping",
+        )
         report = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "report.html"
         command.main(["report", "--html", str(report), "--address", address])
         for mode in ("light", "dark"):
-            tab.ask("POST", "/goog/cdp/execute", cmd="Emulation.setEmulatedMedia", params={
-                "features": [{"name": "prefers-color-scheme", "value": mode}]})  # fmt: skip
+            tab.ask(
+                "POST",
+                "/goog/cdp/execute",
+                cmd="Emulation.setEmulatedMedia",
+                params={"features": [{"name": "prefers-color-scheme", "value": mode}]},
+            )
             tab.open(report.as_uri())
             tab.wait_for("Where each replica's time went")
             tab.picture(folder / f"report-{mode}.png")
@@ -218,7 +247,9 @@ def look(folder: Path, url: str) -> None:
 
 
 def said_by_all(training: Training) -> bool | None:
-    """Go on with the work, until the dashboard says of each replica what it does; None if it does not yet."""
+    """Go on with the work, until the dashboard says of each replica what it does; None if it does
+    not yet.
+    """
     training.steps(5)
     tasks = state.list_tasks(address=ray.get_runtime_context().gcs_address, limit=1000)
     working = {task.actor_id for task in tasks if WORK.fullmatch(task.name)}
@@ -230,7 +261,9 @@ def history() -> None:
     address = ray.get_runtime_context().gcs_address
     tasks = state.list_tasks(address=address, limit=1000)
     working = {task.actor_id for task in tasks if WORK.fullmatch(task.name)}
-    others = [task.name for task in tasks if not WORK.fullmatch(task.name) and "__init__" not in task.name]
+    others = [
+        task.name for task in tasks if not WORK.fullmatch(task.name) and "__init__" not in task.name
+    ]
     print(f"tasks: {len(working)} replicas say what they do, others {others}")
     print("timeline:", any(WORK.fullmatch(event["name"]) for event in ray.timeline()))
 
@@ -238,10 +271,14 @@ def history() -> None:
 def phases() -> None:
     """What Ray's tools list where each call is a task."""
     address = ray.get_runtime_context().gcs_address
-    with Executor(["cpu", "cpu"], options=Options(name="tasks", direct_line=False, metrics=False)) as executor:
+    with Executor(
+        ["cpu", "cpu"], options=Options(name="tasks", direct_line=False, metrics=False)
+    ) as executor:
         training = Training(executor)
         training.steps(3)
-        wanted = {f"{phase} chunk {chunk}/2" for phase in ("forward", "backward") for chunk in (1, 2)}
+        wanted = {
+            f"{phase} chunk {chunk}/2" for phase in ("forward", "backward") for chunk in (1, 2)
+        }
 
         def listed() -> set[str] | None:
             names = {task.name for task in state.list_tasks(address=address, limit=1000)}
@@ -250,7 +287,9 @@ def phases() -> None:
         found, _ = within(10, listed)
         print(f"phases as tasks: {found == wanted}")
         names = {"adopt", "copy in", "forward", "backward", "copy out", "wait", "reduce"}
-        spans, _ = within(10, lambda: names if names <= {event["cat"] for event in ray.timeline()} else None)
+        spans, _ = within(
+            10, lambda: names if names <= {event["cat"] for event in ray.timeline()} else None
+        )
         print(f"phases in the timeline: {spans == names}")
 
 
@@ -260,18 +299,23 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     context = ray.init(
         address="local",
-        num_cpus=1, include_dashboard=True, dashboard_port=browser.free_port(), log_to_driver=False,
+        num_cpus=1,
+        include_dashboard=True,
+        dashboard_port=browser.free_port(),
+        log_to_driver=False,
         _system_config={"metrics_report_interval_ms": 1000},
-    )  # fmt: skip
+    )
     with contextlib.ExitStack() as stack:
         asked = stack.enter_context(prometheus()) if shutil.which("prometheus") else None
         training = Training()
-        training.model.executor.seats(training.model.device_ids)
+        training.model.executor.slots(training.model.device_ids)
         start, before = time.perf_counter(), training.model.executor.stats()
         training.steps(STEPS)
         wall, after = time.perf_counter() - start, training.model.executor.stats()
         for a, b in zip(before.replicas, after.replicas, strict=True):
-            print(f"phases add up to {(b.phases.total - a.phases.total) / wall:.3f} of the wall time")
+            print(
+                f"phases add up to {(b.phases.total - a.phases.total) / wall:.3f} of the wall time"
+            )
         if asked is None:
             print("skipped: no prometheus")
         else:
@@ -288,7 +332,7 @@ def main(folder: Path) -> None:
         raydp_parallel.shutdown()
         if asked is not None:
             ended(asked, stats.replicas[0].phases.total)
-    print("entries left:", len(telemetry.posts(ray.get_runtime_context().gcs_address)))
+    print("entries left:", len(registry.posts(ray.get_runtime_context().gcs_address)))
     ray.shutdown()
 
 

@@ -1,4 +1,6 @@
-"""Run by test_faults_apart.py in its own process: says which processes it started, and waits to be killed."""
+"""Run by test_faults_apart.py in its own process: says which processes it started, and waits to be
+killed.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,16 @@
-"""A GPU that is none: tensors lie on the CPU, what CUDA would do later is done later, and everything is written down.
+"""A GPU that is none: tensors lie on the CPU, what CUDA would do later is done later, and
+everything is written down.
 
-A copy to the host that does not block takes place when somebody waits for an event behind it, with the bytes that there
-were when it was asked for. So who does not wait reads what was there before, as on a GPU. Each stream does what it was
-asked for in order, and what another stream was asked for only where it was told to wait for that. A copy from the host
-arrives at once, for the operations that come next are the CPU's; but its source has to be there, unchanged, when the
-stream comes to it, and memory that an arena got back is overwritten.
+A copy to the host that does not block takes place when somebody waits for an event behind it, with
+the bytes that there were when it was asked for. So who does not wait reads what was there before,
+as on a GPU. Each stream does what it was asked for in order, and what another stream was asked for
+only where it was told to wait for that. A copy from the host arrives at once, for the operations
+that come next are the CPU's; but its source has to be there, unchanged, when the stream comes to
+it, and memory that an arena got back is overwritten.
 
-It refuses what a GPU refuses: everything once a kernel failed an assertion, the next kernel after a call whose error
-nobody took, handles of a process that ended, arguments of other types than torch's, two threads in one pool of memory.
+It refuses what a GPU refuses: everything once a kernel failed an assertion, the next kernel after a
+call whose error nobody took, handles of a process that ended, arguments of other types than
+torch's, two threads in one pool of memory.
 """
 
 from __future__ import annotations
@@ -25,9 +28,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from raydp_parallel.devices import gpu as package
+from raydp_parallel.devices import cuda as package
 from raydp_parallel.devices import kinds
-from raydp_parallel.links import Arena
+from raydp_parallel.devices.buffers import Arena
 
 ASSERTION = "CUDA error: device-side assert triggered"
 
@@ -150,7 +153,9 @@ class FakeGpu:
         self.later("copy to the host", lambda: _copy(target, then), source.device)
         return target
 
-    def foreach_copy(self, targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
+    def foreach_copy(
+        self, targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False
+    ) -> None:
         """``torch._foreach_copy_``."""
         self.launch()
         for target, source in zip(targets, sources, strict=True):
@@ -167,7 +172,9 @@ class FakeGpu:
         return source.clone() if crosses and isinstance(args[0], torch.device) else found
 
     def read_later(self, source: Tensor, device: torch.device) -> None:
-        """A copy from the host, if the source lies there: it must be the same when the stream comes to it."""
+        """A copy from the host, if the source lies there: it must be the same when the stream comes
+        to it.
+        """
         if source.untyped_storage().resizable():  # torch's own, which stands for the device's
             return
         alive, then = weakref.ref(source), source.clone()
@@ -175,7 +182,10 @@ class FakeGpu:
         def read() -> None:
             now = alive()
             if now is None or not torch.equal(now, then):
-                self.torn.append(f"{then.nbytes} bytes of the host's were {'freed' if now is None else 'changed'}")
+                self.torn.append(
+                    f"{then.nbytes} bytes of the host's were "
+                    f"{'freed' if now is None else 'changed'}"
+                )
 
         self.current_stream(device).later(read)
 
@@ -239,7 +249,9 @@ class FakeGpu:
             found.fill_(77)
         return found
 
-    def later(self, what: str, work: Callable[[], object], device: torch.device | None = None) -> None:
+    def later(
+        self, what: str, work: Callable[[], object], device: torch.device | None = None
+    ) -> None:
         """Put some work on the stream."""
         stream = self.current_stream(device)
         self.say(what, stream)
@@ -253,7 +265,9 @@ class FakeGpu:
 
     def stream(self, device: torch.device | None = None) -> Stream:
         """Another stream."""
-        return Stream(self, f"stream {next(self._streams)}", (device.index or 0) if device is not None else 0)
+        return Stream(
+            self, f"stream {next(self._streams)}", (device.index or 0) if device is not None else 0
+        )
 
     def waits(self, stream: Stream, other: Stream, at: int) -> None:
         """A stream goes on when another one has come so far."""
@@ -331,7 +345,9 @@ class FakeGpu:
                 assert self.timed
                 assert end.timed
                 if not (self.query() and end.query()):
-                    raise RuntimeError("Both events must be completed before calculating elapsed time.")
+                    raise RuntimeError(
+                        "Both events must be completed before calculating elapsed time."
+                    )
                 return 1e3 * (end.when - self.when)
 
             def ipc_handle(self) -> bytes:
@@ -412,13 +428,20 @@ def installed(patch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         patch.setattr(torch.cuda, name, value)
     patch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: gpu.share(storage))
     patch.setattr(torch.UntypedStorage, "_new_shared_cuda", staticmethod(gpu.open))
-    patch.setattr(torch.UntypedStorage, "_share_fd_cpu_", lambda storage: gpu.refuse_to_move(storage))
+    patch.setattr(
+        torch.UntypedStorage, "_share_fd_cpu_", lambda storage: gpu.refuse_to_move(storage)
+    )
     patch.setattr(torch.UntypedStorage, "is_shared", lambda storage: gpu.is_shared(storage))
     patch.setattr(torch, "empty", gpu.empty)
     patch.setattr(torch, "ones", gpu.ones)
     patch.setattr(torch, "_foreach_copy_", gpu.foreach_copy)
     patch.setattr(Arena, "_give_back", _overwrite)
-    methods = {"copy_": gpu.copy, "is_pinned": gpu.is_pinned, "record_stream": gpu.record_stream, "to": gpu.to}
+    methods = {
+        "copy_": gpu.copy,
+        "is_pinned": gpu.is_pinned,
+        "record_stream": gpu.record_stream,
+        "to": gpu.to,
+    }
     for name, method in methods.items():
         type.__setattr__(Tensor, name, _bound(method))
     type.__setattr__(Tensor, "device", property(gpu.device_of))

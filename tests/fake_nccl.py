@@ -1,7 +1,9 @@
-"""A `ProcessGroupNCCL` that is none: gloo carries its bytes, and it waits as a kernel does, until it is aborted.
+"""A `ProcessGroupNCCL` that is none: gloo carries its bytes, and it waits as a kernel does, until
+it is aborted.
 
-What nccl does not see it does not see either: that a member died, or left. Its operations do not end then, neither well
-nor badly; when it is aborted they end at once, as if they were done, with whatever is in the tensors.
+What nccl does not see it does not see either: that a member died, or left. Its operations do not
+end then, neither well nor badly; when it is aborted they end at once, as if they were done, with
+whatever is in the tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ dist: Any = distributed
 ENDLESS = timedelta(seconds=600)
 
 stream_patience = [600.0]
-"""Seconds that this process waits where a stream would: what comes next is computed too early then."""
+"""Seconds that this process waits where a stream would: what comes next is computed too
+early then.
+"""
 
 log: list[str] = []
 """What was asked of all of them, in this process."""
@@ -71,7 +75,10 @@ class ProcessGroupNCCL:
 
     def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
         assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-        log.append(f"made {rank}/{size}, {options._timeout.total_seconds():g} s, {bool(options.group_name)}")
+        log.append(
+            f"made {rank}/{size}, {options._timeout.total_seconds():g} s, "
+            f"{bool(options.group_name)}"
+        )
         self.aborted = False
         self._rank, self._size = rank, size
         plain = dist.ProcessGroupGloo._Options()

@@ -1,4 +1,6 @@
-"""What parity tests share: the same module under our wrapper, under upstream's on CPU (the oracle), and plain."""
+"""What parity tests share: the same module under our wrapper, under upstream's on CPU (the oracle),
+and plain.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def assert_same_grads(one: nn.Module, other: nn.Module, **tolerance: float) -> N
         expected = theirs[name]
         assert (grad is None) == (expected is None), f"{name}: {grad} and {expected}"
         if grad is not None and expected is not None:
-            torch.testing.assert_close(grad, expected, **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                grad, expected, **tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 def assert_same_state(one: nn.Module, other: nn.Module, **tolerance: float) -> None:
@@ -61,7 +65,9 @@ def assert_same_state(one: nn.Module, other: nn.Module, **tolerance: float) -> N
     theirs = {name.removeprefix("module."): t for name, t in other.state_dict().items()}
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            tensor, theirs[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def raised(call: Callable[[], Any]) -> BaseException:
@@ -91,7 +97,8 @@ def limited(executor: raydp_parallel.Executor, seconds: float | None) -> Iterato
 def cycles(call: Callable[[], Any]) -> list[str]:
     """What of torch, the package and the tests only the collector would free after this call.
 
-    Names of types: another thread of this process, Ray's own, may leave its own meanwhile, which do not count.
+    Names of types: another thread of this process, Ray's own, may leave its own meanwhile, which do
+    not count.
     """
     gc.collect()
     gc.disable()
@@ -99,7 +106,11 @@ def cycles(call: Callable[[], Any]) -> list[str]:
         call()
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
-        return [type(found).__name__ for found in gc.garbage if _home(found) in ("torch", "raydp_parallel", "tests")]
+        return [
+            type(found).__name__
+            for found in gc.garbage
+            if _home(found) in ("torch", "raydp_parallel", "tests")
+        ]
     finally:
         gc.set_debug(0)
         gc.garbage.clear()

@@ -1,4 +1,6 @@
-"""What tests of pictures and tables share: the entry of an executor with two replicas, one of them slow."""
+"""What tests of pictures and tables share: the entry of an executor with two replicas, one of them
+slow.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,11 @@ import json
 import time
 from typing import Any
 
-from raydp_parallel.advice import advise
-from raydp_parallel.monitor import DriverSeconds, ExecutorStats, PhaseSeconds, ReplicaStats
-from raydp_parallel.phases import CallSpan, ChunkSpan
-from raydp_parallel.reporter import Moment, Report
-from raydp_parallel.status import Driver, entry
+from raydp_parallel.monitoring.advice import advise
+from raydp_parallel.monitoring.phases import CallSpan, ChunkSpan
+from raydp_parallel.monitoring.reporter import Report, ReportedMoment
+from raydp_parallel.monitoring.stats import DriverSeconds, ExecutorStats, PhaseSeconds, ReplicaStats
+from raydp_parallel.monitoring.status import DriverStatus, entry
 
 STEP = 0.1
 """Seconds of a step."""
@@ -20,12 +22,21 @@ def replica(index: int, work: float, **fields: Any) -> ReplicaStats:
     """A replica that has run a hundred steps."""
     phases = PhaseSeconds(0.1, 0.2, work * 40, work * 60, 0.3, 10 - 100 * work - 1.6, 0.5, 0.5)
     counted: dict[str, Any] = {
-        "calls": 100, "rows": 3200, "bytes_in": 3_000_000, "bytes_out": 1_500_000, "chunk_rows": 32,
-        "recent_ms": work * 1e3, "recent_rows": 32.0, "state_sent": 2_000_000, "state_skipped": 1_000_000,
+        "calls": 100,
+        "rows": 3200,
+        "bytes_in": 3_000_000,
+        "bytes_out": 1_500_000,
+        "chunk_rows": 32,
+        "recent_ms": work * 1e3,
+        "recent_rows": 32.0,
+        "state_sent": 2_000_000,
+        "state_skipped": 1_000_000,
         "phases": phases,
-    }  # fmt: skip
+    }
     known = ("a1b2c3d4e5f6", 4711 + index, "ready")
-    return ReplicaStats(index, "cuda:0", index, *known, "H200 <SXM>", "uuid", str(index), **{**counted, **fields})
+    return ReplicaStats(
+        index, "cuda:0", index, *known, "H200 <SXM>", "uuid", str(index), **{**counted, **fields}
+    )
 
 
 def calls(count: int = 8) -> list[CallSpan]:
@@ -35,7 +46,11 @@ def calls(count: int = 8) -> list[CallSpan]:
         start = 1000.0 + number * STEP
         for method, at in (("forward", start), ("backward", start + 0.04)):
             chunks = tuple(
-                ChunkSpan(i, at + 0.001, (at + 0.002, at + 0.003, at + 0.005, at + 0.015 * (i + 1), at + 0.032))
+                ChunkSpan(
+                    i,
+                    at + 0.001,
+                    (at + 0.002, at + 0.003, at + 0.005, at + 0.015 * (i + 1), at + 0.032),
+                )
                 for i in range(2)
             )
             found.append(CallSpan(method, number, "Net-1", at, at + 0.002, at + 0.035, chunks))
@@ -61,7 +76,9 @@ def report(*replicas: ReplicaStats, last: bool = False, **fields: Any) -> Report
     )
     object.__setattr__(stats, "advice", advise(stats))
     now = time.time()
-    history = [Moment(now - 10 + i, (320 * i, 320 * i), (0.2 * i, 0.6 * i)) for i in range(10)]
+    history = [
+        ReportedMoment(now - 10 + i, (320 * i, 320 * i), (0.2 * i, 0.6 * i)) for i in range(10)
+    ]
     usual: dict[str, Any] = {"history": history, "traced": calls()}
     usual["events"] = [(now - 3, "replica 1 died: SIGKILL")]
     return Report(stats, (), calls(), **{**usual, **fields}, last=last)
@@ -69,5 +86,7 @@ def report(*replicas: ReplicaStats, last: bool = False, **fields: Any) -> Report
 
 def posted(found: Report | None = None) -> dict[str, Any]:
     """The entry of a report, after its way through JSON."""
-    plain: dict[str, Any] = json.loads(json.dumps(entry(found or report(), Driver("host", 99, "01000000"))))
+    plain: dict[str, Any] = json.loads(
+        json.dumps(entry(found or report(), DriverStatus("host", 99, "01000000")))
+    )
     return plain

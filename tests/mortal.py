@@ -1,4 +1,6 @@
-"""Modules whose processes end at a chosen moment, and training that is compared to the bit with an undisturbed run."""
+"""Modules whose processes end at a chosen moment, and training that is compared to the bit with an
+undisturbed run.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from raydp_parallel import DataParallel, Executor
 
 
 def arm(folder: Path, *moments: str) -> None:
-    """Let processes end: ``"forward 1"`` is the next one that runs forward of chunk 1, twice named the next two."""
+    """Let processes end: ``"forward 1"`` is the next one that runs forward of chunk 1, twice named
+    the next two.
+    """
     for moment in moments:
         number = len(list(folder.glob(f"{moment} *")))
         (folder / f"{moment} {number}").touch()
@@ -39,7 +43,8 @@ def fate(folder: str, moment: str) -> None:
 
 
 class Mortal(nn.Module):
-    """Runs a module on rows whose first column says which chunk they are; its process may end on the way.
+    """Runs a module on rows whose first column says which chunk they are; its process may end on
+    the way.
 
     Args:
         body: The module.
@@ -57,7 +62,11 @@ class Mortal(nn.Module):
         out = self.body(x[:, 1:])
         fate(folder, f"late forward {chunk}")
         if out.requires_grad:
-            out.register_hook(lambda grad: fate(folder, f"{'second' if grad.requires_grad else 'backward'} {chunk}"))
+            out.register_hook(
+                lambda grad: fate(
+                    folder, f"{'second' if grad.requires_grad else 'backward'} {chunk}"
+                )
+            )
         return out
 
 
@@ -75,7 +84,9 @@ class Everything(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.seen += x.sum()
         h = checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
-        return self.outer(torch.dropout(self.norm(h).tanh(), 0.4, self.training)) * (1 + self.seen.sigmoid())
+        return self.outer(torch.dropout(self.norm(h).tanh(), 0.4, self.training)) * (
+            1 + self.seen.sigmoid()
+        )
 
 
 def rows(chunks: int, step: int, each: int = 4) -> Tensor:
@@ -89,16 +100,30 @@ def state(model: nn.Module) -> list[Tensor]:
     """Weights, buffers, gradients and the driver's generator."""
     tensors = [*model.parameters(), *model.buffers()]
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    return [*(t.detach().clone() for t in tensors), *(g.clone() for g in grads), torch.get_rng_state()]
+    return [
+        *(t.detach().clone() for t in tensors),
+        *(g.clone() for g in grads),
+        torch.get_rng_state(),
+    ]
 
 
 def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     """To the bit."""
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(
+        torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
 
 
-def step(model: DataParallel[Any], optimizer: torch.optim.Optimizer, x: Tensor, penalty: bool, twice: bool) -> Tensor:
-    """One training step; if asked for with a gradient penalty, and with two forwards before one backward."""
+def step(
+    model: DataParallel[Any],
+    optimizer: torch.optim.Optimizer,
+    x: Tensor,
+    penalty: bool,
+    twice: bool,
+) -> Tensor:
+    """One training step; if asked for with a gradient penalty, and with two forwards before one
+    backward.
+    """
     optimizer.zero_grad()
     x = x.clone().requires_grad_(penalty)
     loss = model(x).square().mean()
@@ -112,10 +137,16 @@ def step(model: DataParallel[Any], optimizer: torch.optim.Optimizer, x: Tensor, 
     return loss.detach()
 
 
-def train(executor: Executor, folder: Path, steps: int, plan: dict[int, Sequence[str]], **how: Any) -> list[Tensor]:
+def train(
+    executor: Executor, folder: Path, steps: int, plan: dict[int, Sequence[str]], **how: Any
+) -> list[Tensor]:
     """Train, arming ``plan[step]`` before each step. The losses and the final state."""
     torch.manual_seed(7)
-    chunks, penalty, twice = len(executor.device_ids), how.pop("penalty", False), how.pop("twice", False)
+    chunks, penalty, twice = (
+        len(executor.device_ids),
+        how.pop("penalty", False),
+        how.pop("twice", False),
+    )
     model = DataParallel(Mortal(Everything(**how), folder), executor=executor)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     losses = []
@@ -126,9 +157,9 @@ def train(executor: Executor, folder: Path, steps: int, plan: dict[int, Sequence
 
 
 def whole(executor: Executor) -> Executor:
-    """Once every seat is taken again."""
+    """Once every slot is taken again."""
     for _ in range(2000):
-        executor.seats(executor.device_ids)
+        executor.slots(executor.device_ids)
         if all(info.state == "ready" for info in executor.replicas()):
             return executor
         time.sleep(0.01)

@@ -1,4 +1,6 @@
-"""Run by test_faults_apart.py in its own process: hardly any room for what Ray keeps, and training all the same."""
+"""Run by test_faults_apart.py in its own process: hardly any room for what Ray keeps, and training
+all the same.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from raydp_parallel import DataParallel, Executor, Options
 def train(executor: Executor) -> list[Tensor]:
     """Weights of 25 MB, which change with each step."""
     torch.manual_seed(0)
-    model = DataParallel(nn.Sequential(nn.Linear(16, 200_000), nn.ReLU(), nn.Linear(200_000, 16)), executor=executor)
+    model = DataParallel(
+        nn.Sequential(nn.Linear(16, 200_000), nn.ReLU(), nn.Linear(200_000, 16)), executor=executor
+    )
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     for _ in range(4):
         loss = model(torch.randn(8, 16)).square().mean()
@@ -29,7 +33,12 @@ def main() -> None:
     """Train by the link that is named, and without processes, and compare."""
     torch.set_num_threads(1)
     # An object store for three updates of state: Ray has to write the fourth to a disk.
-    settings = {"num_cpus": 1, "include_dashboard": False, "log_to_driver": False, "object_store_memory": 80 << 20}
+    settings = {
+        "num_cpus": 1,
+        "include_dashboard": False,
+        "log_to_driver": False,
+        "object_store_memory": 80 << 20,
+    }
     ray.init(**settings)  # type: ignore[arg-type]
     with Executor(["cpu"] * 2, options=Options(link=sys.argv[1])) as executor:  # type: ignore[arg-type]
         found = train(executor)

@@ -1,12 +1,14 @@
 """Upstream's nn.DataParallel on CPU: what this package is compared with.
 
-``from oracle import DataParallel, data_parallel, replicate, scatter, scatter_kwargs, parallel_apply, gather`` gives
-upstream's own Python over logical devices that are all the CPU: ``DataParallel(module, [0, 1])``. Only the leaves are
-replaced: the CUDA copies behind ``torch._C``, the refusal of CPU tensors, streams, device contexts and the search for
-devices.
+``from oracle import DataParallel, data_parallel, replicate, scatter, scatter_kwargs,
+parallel_apply, gather`` gives upstream's own Python over logical devices that are all the CPU:
+``DataParallel(module, [0, 1])``. Only the leaves are
+replaced: the CUDA copies behind ``torch._C``, the refusal of CPU tensors, streams, device contexts
+and the search for devices.
 
-The sources are executed once more, as modules of their own, so importing this leaves torch as it was. It cannot show
-what CPU tensors cannot: placement, aliasing between devices, streams, one random generator per device.
+The sources are executed once more, as modules of their own, so importing this leaves torch as it
+was. It cannot show what CPU tensors cannot: placement, aliasing between devices, streams, one
+random generator per device.
 """
 
 from __future__ import annotations
@@ -31,20 +33,30 @@ _PACKAGE = "_upstream_on_cpu"
 # --- the CUDA copies, after torch/csrc/cuda/comm.cpp ---
 
 
-def _broadcast_coalesced(tensors: Sequence[torch.Tensor], devices: Sequence[int], _size: int) -> list[list[Any]]:
+def _broadcast_coalesced(
+    tensors: Sequence[torch.Tensor], devices: Sequence[int], _size: int
+) -> list[list[Any]]:
     """The tensors themselves on the first device, copies on the others."""
     return [list(tensors), *([tensor.detach().clone() for tensor in tensors] for _ in devices[1:])]
 
 
 def _scatter(
-    tensor: torch.Tensor, devices: Sequence[int], sizes: Sequence[int] | None, dim: int, _streams: Any
+    tensor: torch.Tensor,
+    devices: Sequence[int],
+    sizes: Sequence[int] | None,
+    dim: int,
+    _streams: Any,
 ) -> list[torch.Tensor]:
     """A view for the first device, copies for the others."""
     if not devices:
         raise RuntimeError("Expected at least one device to scatter to")
     if sizes is not None and len(sizes) != len(devices):
         raise RuntimeError("Expected devices and chunk_sizes to be of same length")
-    chunks = tensor.chunk(len(devices), dim) if sizes is None else tensor.split_with_sizes(list(sizes), dim)
+    chunks = (
+        tensor.chunk(len(devices), dim)
+        if sizes is None
+        else tensor.split_with_sizes(list(sizes), dim)
+    )
     return [chunk.clone() if index else chunk for index, chunk in enumerate(chunks)]
 
 
@@ -56,7 +68,9 @@ def _gather(tensors: Sequence[torch.Tensor], dim: int, _destination: int) -> tor
             raise RuntimeError("Gather input tensors must have the same number of dimensions")
         expected[dim] = tensor.size(dim)
         if list(tensor.shape) != expected:
-            raise RuntimeError(f"Input tensor at index {index} has invalid shape {list(tensor.shape)}")
+            raise RuntimeError(
+                f"Input tensor at index {index} has invalid shape {list(tensor.shape)}"
+            )
     return torch.cat([tensor.to(tensors[0].dtype) for tensor in tensors], dim)
 
 
@@ -84,7 +98,9 @@ def _device_index(device: Any, optional: bool = False, allow_cpu: bool = False) 
             raise ValueError(f"Expected a non cpu device, but got: {device}")
         return -1 if device.type == "cpu" else (device.index or 0)
     if device is None and not optional:
-        raise ValueError(f"Expected a torch.device with a specified index or an integer, but got:{device}")
+        raise ValueError(
+            f"Expected a torch.device with a specified index or an integer, but got:{device}"
+        )
     return 0 if device is None else device
 
 
@@ -115,10 +131,17 @@ _accelerator = _Instead(
 
 
 def _on_cpu(source: str) -> str:
-    """Upstream's source with its own imports led to the copies, and without its refusal of CPU tensors."""
+    """Upstream's source with its own imports led to the copies, and without its refusal of CPU
+    tensors.
+    """
     source = source.replace('.type != "cpu"', '.type != ""')
     source = source.replace("torch.nn.parallel import comm", f"{_PACKAGE} import comm")
-    source = re.sub(r"from torch\.nn\.parallel\.(\w+) import", rf"from {_PACKAGE}.\1 import", source)
+    source = re.sub(
+        r"from torch\.nn\.parallel\.(\w+) "
+        r"import",
+        rf"from {_PACKAGE}.\1 import",
+        source,
+    )
     return re.sub(r"[\w\[\]]+\.get_device\(\)", "0", source)  # where a CPU tensor says -1
 
 
@@ -127,7 +150,12 @@ def _load(name: str, **replaced: Any) -> ModuleType:
     module = ModuleType(f"{_PACKAGE}.{name}")
     module.__file__ = upstream.__file__
     sys.modules[module.__name__] = module
-    code = compile(_on_cpu(inspect.getsource(upstream)), f"{upstream.__file__} (on CPU)", "exec", dont_inherit=True)
+    code = compile(
+        _on_cpu(inspect.getsource(upstream)),
+        f"{upstream.__file__} (on CPU)",
+        "exec",
+        dont_inherit=True,
+    )
     exec(code, module.__dict__)
     vars(module).update(replaced)
     if "_get_device_index" in vars(module):
@@ -139,7 +167,9 @@ _package = ModuleType(_PACKAGE)
 _package.__path__ = []
 sys.modules[_PACKAGE] = _package
 
-_copies = _Instead(torch._C, _broadcast_coalesced=_broadcast_coalesced, _scatter=_scatter, _gather=_gather)
+_copies = _Instead(
+    torch._C, _broadcast_coalesced=_broadcast_coalesced, _scatter=_scatter, _gather=_gather
+)
 comm = _package.comm = _load("comm", torch=_Instead(torch, _C=_copies), reduce_add=_reduce_add)  # type: ignore[attr-defined]
 _functions = _load("_functions", torch=_Instead(torch, accelerator=_accelerator))
 _scatter_gather = _load("scatter_gather")
@@ -147,7 +177,8 @@ _replicate = _load("replicate")
 _parallel_apply = _load("parallel_apply", torch=_Instead(torch, accelerator=_accelerator))
 _data_parallel = _load(
     "data_parallel",
-    torch=_Instead(torch, device=lambda *_: torch.device("cpu")),  # a tensor's device has no index on CPU
+    # a tensor's device has no index on CPU
+    torch=_Instead(torch, device=lambda *_: torch.device("cpu")),
     _get_available_device_type=lambda: "cpu",
     _get_all_device_indices=lambda: list(range(DEVICES)),
 )

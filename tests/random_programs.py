@@ -1,6 +1,7 @@
 """Random training programs, each a function of its seed, to be run under two wrappers and compared.
 
-Nothing is drawn from torch's default generator but in `made`, which seeds it: the wrappers use it differently.
+Nothing is drawn from torch's default generator but in `made`, which seeds it: the wrappers use it
+differently.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ WIDTH = 4
 Wrap = Callable[[nn.Module, int], nn.Module]
 Seen = list[tuple[str, Tensor]]
 
-# A gradient that is zero but for rounding, as of a bias in front of batch norm, stays small beside this.
+# A gradient that is zero but for rounding, as of a bias in front of batch norm, stays small beside
+# this.
 _EPS = 1e-5
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -135,7 +137,9 @@ class Running(nn.Module):
 
 
 class Edits(nn.Module):
-    """Edits its weight by ``.data``: keeps it small, in place or with other memory, or lets it decay."""
+    """Edits its weight by ``.data``: keeps it small, in place or with other memory, or lets it
+    decay.
+    """
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -186,8 +190,21 @@ def normed(draw: random.Random) -> nn.Module:
 
 def block(draw: random.Random, depth: int) -> nn.Module:
     """A module that keeps the width."""
-    small = ("linear", "activation", "norm", "batch norm", "twice", "clipped", "running", "computed", "edits")
-    kind = draw.choice(small + (("sequence", "residual", "branches", "checkpoint", "checkpoint") * 2 if depth else ()))
+    small = (
+        "linear",
+        "activation",
+        "norm",
+        "batch norm",
+        "twice",
+        "clipped",
+        "running",
+        "computed",
+        "edits",
+    )
+    kind = draw.choice(
+        small
+        + (("sequence", "residual", "branches", "checkpoint", "checkpoint") * 2 if depth else ())
+    )
     found: nn.Module
     if kind == "linear":
         found = nn.Linear(WIDTH, WIDTH, bias=draw.random() < 0.7)
@@ -226,13 +243,17 @@ def block(draw: random.Random, depth: int) -> nn.Module:
 
 
 def in_any_order(net: nn.Module, model: nn.Module) -> bool:
-    """Whether calls have backwards of their own: what a checkpoint leaves in buffers depends on which runs first.
+    """Whether calls have backwards of their own: what a checkpoint leaves in buffers depends on
+    which runs first.
 
-    With one device, and here, the last call is the first to be run again. With several, upstream's order of two calls
-    changes from layer to layer: their nodes have the same numbers, because each replica has a thread of its own, which
-    counts from 0, and among equals the engine's queue has no order.
+    With one device, and here, the last call is the first to be run again. With several, upstream's
+    order of two calls changes from layer to layer: their nodes have the same numbers, because each
+    replica has a thread of its own, which counts from 0, and among equals the engine's queue has no
+    order.
     """
-    held = any(isinstance(m, Checkpointed) and any(True for _ in m.buffers()) for m in net.modules())
+    held = any(
+        isinstance(m, Checkpointed) and any(True for _ in m.buffers()) for m in net.modules()
+    )
     return held and len(model.device_ids) > 1
 
 
@@ -243,15 +264,21 @@ def made(draw: random.Random, make: Callable[[], Any]) -> Any:
 
 
 def edit(draw: random.Random, net: nn.Sequential, start: dict[str, Tensor]) -> tuple[str, bool]:
-    """Change the module between two steps. Its name, and whether the optimizer has to be made again."""
-    kind = draw.choice(("freeze", "thaw", "swap", "mode", "load", "data", "no grad", "dtype", "nothing", "nothing"))
+    """Change the module between two steps. Its name, and whether the optimizer has to be made
+    again.
+    """
+    kind = draw.choice(
+        ("freeze", "thaw", "swap", "mode", "load", "data", "no grad", "dtype", "nothing", "nothing")
+    )
     parameters, children = [*net.parameters()], [*net]
     if kind == "freeze" and len(parameters) > 2:
         draw.choice(parameters[:-2]).requires_grad_(False)
     elif kind == "thaw":
         net.requires_grad_(True)
     elif kind == "swap":
-        net[draw.randrange(len(children) - 1)] = made(draw, lambda: block(draw, 1)).to(parameters[-1].dtype)
+        net[draw.randrange(len(children) - 1)] = made(draw, lambda: block(draw, 1)).to(
+            parameters[-1].dtype
+        )
         net[0].requires_grad_(True)
         return kind, True
     elif kind == "mode":
@@ -270,10 +297,14 @@ def edit(draw: random.Random, net: nn.Sequential, start: dict[str, Tensor]) -> t
 
 
 def run(seed: int, wrap: Wrap) -> Seen:
-    """Everything that a program shows, under one of the wrappers: losses, gradients and state after each step."""
+    """Everything that a program shows, under one of the wrappers: losses, gradients and state after
+    each step.
+    """
     draw = random.Random(seed)
     devices = draw.choice((1, 2, 2, 3))
-    net: nn.Sequential = made(draw, lambda: nn.Sequential(*[block(draw, 3) for _ in range(draw.randrange(2, 5))]))
+    net: nn.Sequential = made(
+        draw, lambda: nn.Sequential(*[block(draw, 3) for _ in range(draw.randrange(2, 5))])
+    )
     net.append(made(draw, lambda: nn.Linear(WIDTH, 2))).double()
     start = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     model = wrap(net, devices)
@@ -287,13 +318,22 @@ def run(seed: int, wrap: Wrap) -> Seen:
             done.append(kind)
             if again:
                 optimizer = getattr(torch.optim, name)(net.parameters(), **OPTIMIZERS[name])
-        done.append(how := draw.choice(("plain", "plain", "twice", "penalty", "inputs", "evaluate")))
-        seen += [(f"{', '.join(done)}: {what}", tensor) for what, tensor in step(draw, how, net, model, optimizer)]
+        done.append(
+            how := draw.choice(("plain", "plain", "twice", "penalty", "inputs", "evaluate"))
+        )
+        seen += [
+            (f"{', '.join(done)}: {what}", tensor)
+            for what, tensor in step(draw, how, net, model, optimizer)
+        ]
     return seen
 
 
 def step(
-    draw: random.Random, how: str, net: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer
+    draw: random.Random,
+    how: str,
+    net: nn.Module,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
 ) -> Iterator[tuple[str, Tensor]]:
     """One training step, or a forward without gradients."""
     rows, dtype = draw.choice((6, 8, 9, 11)), next(iter(net.parameters())).dtype
@@ -307,7 +347,8 @@ def step(
     optimizer.zero_grad()
     out = model(x)
     loss = out.square().mean()
-    # A graph keeps the weight that its forward used, where upstream's first chunk finds the next one's (row B11).
+    # A graph keeps the weight that its forward used, where upstream's first chunk finds the next
+    # one's (row B11).
     decays = any(isinstance(m, Edits) and m.how == "decay" for m in net.modules())
     others = [model(x * 0.5).sin().mean()] if how == "twice" and not decays else []
     if not in_any_order(net, model):

@@ -1,4 +1,6 @@
-"""Run by test_cluster.py in its own process: replicas that see none of the driver's memory, where others may."""
+"""Run by test_cluster.py in its own process: replicas that see none of the driver's memory, where
+others may.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,20 @@ def train(model: Any, steps: int) -> list[Tensor]:
 def check(net: nn.Module, chunks: int) -> DataParallel[Any]:
     """Training over so many CPU replicas has the bits of training in this process."""
     model = DataParallel(copy.deepcopy(net), ["cpu"] * chunks, options=Options(threads=1))
-    here = DataParallel(copy.deepcopy(net), ["cpu"] * chunks, options=Options(in_process=True, threads=1))
+    here = DataParallel(
+        copy.deepcopy(net), ["cpu"] * chunks, options=Options(in_process=True, threads=1)
+    )
     assert all(torch.equal(a, b) for a, b in zip(train(model, 3), train(here, 3), strict=True))
     return model
 
 
 def a_later_node(net: nn.Module) -> None:
-    """Two replicas of one node see the weights; two more, on a node that joined, see none of them."""
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    """Two replicas of one node see the weights; two more, on a node that joined, see none
+    of them.
+    """
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False}
+    )
     ray.init(address=cluster.address, log_to_driver=False)
     first = check(net, 2)
     assert next(first.parameters()).is_shared()
@@ -67,14 +75,31 @@ def another_user(net: nn.Module) -> None:
     os.chown(folder, USER, USER)
     # He may read files as root does: this checkout may lie where only root can.
     reads = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
-    become = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", *reads, "env", f"HOME={folder}"]
+    become = [
+        "setpriv",
+        f"--reuid={USER}",
+        f"--regid={USER}",
+        "--clear-groups",
+        *reads,
+        "env",
+        f"HOME={folder}",
+    ]
     ray_command = [sys.executable, "-m", "ray.scripts.scripts"]
-    start = ["start", "--head", "--num-cpus=2", "--port=0", "--include-dashboard=false", f"--temp-dir={folder}/ray"]
+    start = [
+        "start",
+        "--head",
+        "--num-cpus=2",
+        "--port=0",
+        "--include-dashboard=false",
+        f"--temp-dir={folder}/ray",
+    ]
     # Ray gives each user a token; here both are to get in.
     env = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": folder}
     os.environ.update(RAY_AUTH_MODE="disabled", RAY_TMPDIR=folder)
     try:
-        done = subprocess.run([*become, *ray_command, *start], env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [*become, *ray_command, *start], env=env, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         address = Path(folder, "ray", "ray_current_cluster").read_text().strip()
         ray.init(address=address, log_to_driver=False)
@@ -84,7 +109,9 @@ def another_user(net: nn.Module) -> None:
         raydp_parallel.shutdown()
         ray.shutdown()
     finally:
-        subprocess.run([*become, *ray_command, "stop", "--force"], env=env, capture_output=True, check=False)
+        subprocess.run(
+            [*become, *ray_command, "stop", "--force"], env=env, capture_output=True, check=False
+        )
     print("replicas of another user are reached through Ray")
 
 

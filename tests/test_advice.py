@@ -8,21 +8,31 @@ from typing import Any
 
 import pytest
 
-from raydp_parallel.advice import SlowGpu, advise, straggler
-from raydp_parallel.monitor import DriverSeconds, ExecutorStats, PhaseSeconds, ReplicaStats
+from raydp_parallel.monitoring.advice import SlowGpu, advise, straggler
+from raydp_parallel.monitoring.stats import DriverSeconds, ExecutorStats, PhaseSeconds, ReplicaStats
 
 BUSY = PhaseSeconds(forward=30, backward=60, wait=5, idle=5)
 
 
 def replica(index: int, **fields: Any) -> ReplicaStats:
     """A replica that works most of the time."""
-    usual: dict[str, Any] = {"calls": 100, "rows": 3200, "phases": BUSY, "recent_ms": 90.0, "recent_rows": 32.0}
-    return ReplicaStats(index, "cpu", index, "a1b2c3d4e5", 4711 + index, "ready", **{**usual, **fields})
+    usual: dict[str, Any] = {
+        "calls": 100,
+        "rows": 3200,
+        "phases": BUSY,
+        "recent_ms": 90.0,
+        "recent_rows": 32.0,
+    }
+    return ReplicaStats(
+        index, "cpu", index, "a1b2c3d4e5", 4711 + index, "ready", **{**usual, **fields}
+    )
 
 
 def stats(*replicas: ReplicaStats, **fields: Any) -> ExecutorStats:
     """An executor that has run for a while."""
-    usual = ExecutorStats(replicas, "auto", 100, 100, 0, 0, 0, seconds=100.0, driver=DriverSeconds(outside=5))
+    usual = ExecutorStats(
+        replicas, "auto", 100, 100, 0, 0, 0, seconds=100.0, driver=DriverSeconds(outside=5)
+    )
     return replace(usual, **fields)
 
 
@@ -49,7 +59,9 @@ def test_a_slow_gpu_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
         watch.take(SimpleNamespace(stats=stats(*gpus)))
     (said,) = caplog.records
-    assert said.getMessage().startswith("There is an imbalance between your GPUs. replica 1 on cuda:1 (node")
+    assert said.getMessage().startswith(
+        "There is an imbalance between your GPUs. replica 1 on cuda:1 (node"
+    )
     assert "3.0 times the others' time" in said.getMessage()
 
 
@@ -109,9 +121,15 @@ def test_a_pause_after_the_last_call_is_nobodys_fault() -> None:
 
 def test_small_chunks() -> None:
     phases = PhaseSeconds(forward=0.02, backward=0.03, wait=0.2, idle=0.05)
-    (found,) = advise(stats(replica(0, phases=phases, rows=400), replica(1, phases=phases, rows=400)))
+    (found,) = advise(
+        stats(replica(0, phases=phases, rows=400), replica(1, phases=phases, rows=400))
+    )
     assert found.topic == "small chunks"
-    assert "of 4 rows" in found.text and "0.50 ms of work" in found.text and "2.00 ms on the way" in found.text
+    assert (
+        "of 4 rows" in found.text
+        and "0.50 ms of work" in found.text
+        and "2.00 ms on the way" in found.text
+    )
 
 
 def test_bound_by_copies() -> None:
@@ -128,7 +146,12 @@ def test_imports_in_the_first_call_are_no_copies() -> None:
 
 
 def test_state_that_is_sent_again_and_again_is_named() -> None:
-    found = stats(replica(0), changes=(("encoder.step", 99), ("head.seen", 2)), state_bytes=5_000_000, state_sends=100)
+    found = stats(
+        replica(0),
+        changes=(("encoder.step", 99), ("head.seen", 2)),
+        state_bytes=5_000_000,
+        state_sends=100,
+    )
     (advice,) = advise(found)
     assert "because encoder.step changed: 99 times in 100 forwards" in advice.text
 

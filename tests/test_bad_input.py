@@ -1,4 +1,6 @@
-"""Bad input gets a clear error, and the executor stays usable: each test ends with a good call on the same executor."""
+"""Bad input gets a clear error, and the executor stays usable: each test ends with a good call on
+the same executor.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ from raydp_parallel import (
 pytestmark = pytest.mark.usefixtures("cluster", "usable_afterwards")
 
 RAISE = Options(on_fault="raise")
-"""What a death does to a call that is not to be run again; what happens else, test_faults.py says."""
+"""What a death does to a call that is not to be run again; what happens else,
+test_faults.py says.
+"""
 
 TWO = ["cpu", "cpu"]
 THREE = ["cpu", "cpu", "cpu"]
@@ -48,7 +52,9 @@ THREE = ["cpu", "cpu", "cpu"]
 
 @pytest.fixture
 def usable_afterwards(cluster: None) -> Iterator[None]:
-    """After the test the shared executor runs forward and backward, and, if nobody died, with the same processes."""
+    """After the test the shared executor runs forward and backward, and, if nobody died, with the
+    same processes.
+    """
     executor = DataParallel(nn.Linear(4, 2), THREE).executor
     good_call(THREE)
     before = executor.replicas()
@@ -235,7 +241,9 @@ class Product(nn.Module):
     ],
 )
 def test_device_ids_that_name_no_device(ids: Any, kind: type[Exception], words: list[str]) -> None:
-    """Refused where they are given, by wrapper, function and executor, with what was seen and what to do (row C4)."""
+    """Refused where they are given, by wrapper, function and executor, with what was seen and what
+    to do (row C4).
+    """
     uses: list[Callable[[], Any]] = [
         lambda: DataParallel(nn.Linear(4, 2), ids),
         lambda: data_parallel(nn.Linear(4, 2), torch.ones(2, 4), ids),
@@ -289,15 +297,27 @@ def test_wrong_options(wrong: dict[str, Any]) -> None:
 
 @pytest.mark.long
 def test_more_gpus_than_are_free() -> None:
-    """Within the deadline: what was asked for, what is free, and what to do; and nothing stays behind."""
+    """Within the deadline: what was asked for, what is free, and what to do; and nothing stays
+    behind.
+    """
     good_call([0, 1])  # the process's replicas hold both GPUs now
     error = raised(lambda: Executor([0, 1], options=Options(placement_timeout=1)))
     assert isinstance(error, PlacementError) and isinstance(error, ParallelError)
-    for words in ("asked for 2 GPU and 0 CPU replicas", "after 1 s", "device_ids [0, 1]", "0 of 2 GPU", "close"):
+    for words in (
+        "asked for 2 GPU and 0 CPU replicas",
+        "after 1 s",
+        "device_ids [0, 1]",
+        "0 of 2 GPU",
+        "close",
+    ):
         assert words in str(error), error
     with Executor((), options=Options(placement_timeout=5)) as executor:
         model = DataParallel(nn.Linear(4, 2), [0, "cpu"], executor=executor)
-        with pytest.raises(PlacementError, match=r"asked for 1 GPU and 1 CPU replicas.*device_ids \[0"):
+        with pytest.raises(
+            PlacementError,
+            match=r"asked for 1 GPU and 1 CPU "
+            r"replicas.*device_ids \[0",
+        ):
             model(torch.ones(2, 4))
         assert all(info.state != "ready" for info in executor.replicas())
         good_call(["cpu"], executor)
@@ -310,8 +330,15 @@ def test_more_gpus_than_are_free() -> None:
 def test_parameters_on_two_devices() -> None:
     """Upstream's RuntimeError, naming both (row F1)."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2, device="meta"))
-    for use in (lambda: DataParallel(net, TWO)(torch.ones(2, 4)), lambda: data_parallel(net, torch.ones(2, 4), TWO)):
-        with pytest.raises(RuntimeError, match=r"on device cpu .* but found one of them on device: meta"):
+    for use in (
+        lambda: DataParallel(net, TWO)(torch.ones(2, 4)),
+        lambda: data_parallel(net, torch.ones(2, 4), TWO),
+    ):
+        with pytest.raises(
+            RuntimeError,
+            match=r"on device cpu .* but found one of them on "
+            r"device: meta",
+        ):
             use()
 
 
@@ -334,7 +361,10 @@ def test_unpicklable_module(where: str) -> None:
     model = DataParallel(net, TWO)
     model(torch.ones(2, 4))
     owner = net[1] if where == "submodule" else net
-    content = {"config": Holder({"files": [threading.Lock()]}), "buffer dict": {"key": (0, threading.Lock())}}
+    content = {
+        "config": Holder({"files": [threading.Lock()]}),
+        "buffer dict": {"key": (0, threading.Lock())},
+    }
     owner.thing = content.get(where, threading.Lock())
     error = raised(lambda: model(torch.ones(2, 4)))
     path = {
@@ -360,7 +390,10 @@ def test_unpicklable_module(where: str) -> None:
     [
         (lambda model: model(torch.ones(2, 4), threading.Lock()), ["inputs", "[1]"]),
         (lambda model: model(i for i in range(3)), ["inputs", "[0]"]),
-        (lambda model: model(torch.ones(2, 4), key={"a": [0, threading.Lock()]}), ["kwargs", "key", "a", "[1]"]),
+        (
+            lambda model: model(torch.ones(2, 4), key={"a": [0, threading.Lock()]}),
+            ["kwargs", "key", "a", "[1]"],
+        ),
         (lambda model: model(open(os.devnull, "w")), ["inputs", "[0]"]),  # noqa: SIM115
         (lambda model: model(Holder({"x": threading.Lock()})), ["inputs", "[0]", "content", "x"]),
     ],
@@ -395,7 +428,11 @@ class Adds(nn.Module):
 def test_arguments_of_different_batch_size(sizes: Any, words: list[str]) -> None:
     """No row is lost in silence: the arguments and their sizes are named (rows S6, K2, K3)."""
     model = DataParallel(Adds(), THREE)
-    x, y, named = torch.ones(sizes[0]), torch.ones(sizes[1]), {k: torch.ones(v) for k, v in sizes[2].items()}
+    x, y, named = (
+        torch.ones(sizes[0]),
+        torch.ones(sizes[1]),
+        {k: torch.ones(v) for k, v in sizes[2].items()},
+    )
     error = raised(lambda: model(x, y, **named))
     assert isinstance(error, ValueError) and not isinstance(error, ParallelError)
     assert all(word in str(error) for word in words), error
@@ -405,7 +442,11 @@ def test_arguments_of_different_batch_size(sizes: Any, words: list[str]) -> None
 def test_a_dimension_that_is_not_there() -> None:
     """IndexError, naming argument, shape and dimension (row S5)."""
     model = DataParallel(Adds(), TWO, dim=1)
-    with pytest.raises(IndexError, match=r"Dimension out of range.*inputs\[1\] has shape \(2,\).*dim 1"):
+    with pytest.raises(
+        IndexError,
+        match=r"Dimension out of range.*inputs\[1\] has shape "
+        r"\(2,\).*dim 1",
+    ):
         model(torch.ones(2, 2), torch.ones(2))
     assert model(torch.ones(2, 2), torch.ones(2, 2)).shape == (2, 2)
 
@@ -425,20 +466,28 @@ def test_arguments_that_the_module_does_not_take() -> None:
 
 @pytest.mark.parametrize("bad", [[1, 0, 0], [0, 1, 0], [0, 0, 1], [0, 1, 1], [1, 1, 1]])
 def test_raises_in_one_some_or_all_replicas(bad: list[int]) -> None:
-    """The lowest failing replica's exception, with upstream's words and the original traceback (rows A4, A5)."""
+    """The lowest failing replica's exception, with upstream's words and the original traceback
+    (rows A4, A5).
+    """
     first = bad.index(1)
-    ours, theirs = DataParallel(Raises(ValueError), THREE), oracle.DataParallel(Raises(ValueError), [0, 1, 2])
+    ours, theirs = (
+        DataParallel(Raises(ValueError), THREE),
+        oracle.DataParallel(Raises(ValueError), [0, 1, 2]),
+    )
     errors = [raised(lambda m=model: m(torch.tensor(bad))) for model in (ours, theirs)]
     for error, device in zip(errors, ("cpu", first), strict=True):
         assert type(error) is ValueError
         assert str(error).startswith(
-            f"Caught ValueError in replica {first} on device {device}.\nOriginal Traceback (most recent call last):\n"
+            f"Caught ValueError in replica {first} on device {device}.\nOriginal Traceback "
+            "(most recent call last):\n"
         )
         assert "raise self.error()" in str(error)
     assert ours(torch.zeros(3)).tolist() == [0.0] * 3
 
 
-@pytest.mark.parametrize("kind", [KeyError, ZeroDivisionError, StopIteration, AssertionError, UnicodeError, OSError])
+@pytest.mark.parametrize(
+    "kind", [KeyError, ZeroDivisionError, StopIteration, AssertionError, UnicodeError, OSError]
+)
 def test_exceptions_keep_their_type(kind: type[Exception]) -> None:
     """Built-in exceptions arrive as what they are; a KeyError's text can be read."""
     ours, theirs = DataParallel(Raises(kind), TWO), oracle.DataParallel(Raises(kind), [0, 1])
@@ -458,7 +507,9 @@ def test_exceptions_keep_their_type(kind: type[Exception]) -> None:
     ],
 )
 def test_exceptions_that_do_not_round_trip(error: Any, kind: type[Exception], name: str) -> None:
-    """Constructors of two arguments, exceptions and classes that cannot be pickled: type or at least text arrive."""
+    """Constructors of two arguments, exceptions and classes that cannot be pickled: type or at
+    least text arrive.
+    """
     model = DataParallel(Raises(error), TWO)
     found = raised(lambda: model(torch.tensor([1, 0])))
     assert type(found) is kind
@@ -470,9 +521,13 @@ def test_exceptions_that_do_not_round_trip(error: Any, kind: type[Exception], na
     assert model(torch.zeros(2)).tolist() == [0.0, 0.0]
 
 
-@pytest.mark.parametrize(("error", "kind"), [(ValueError, ValueError), (locked, Locked), (two_arguments, TwoArguments)])
+@pytest.mark.parametrize(
+    ("error", "kind"), [(ValueError, ValueError), (locked, Locked), (two_arguments, TwoArguments)]
+)
 def test_one_device_raises_the_exception_itself(error: Any, kind: type[Exception]) -> None:
-    """With one device, and from a replica called alone, exceptions are raw; the remote traceback is the cause (A6)."""
+    """With one device, and from a replica called alone, exceptions are raw; the remote traceback is
+    the cause (A6).
+    """
     for model in (DataParallel(Raises(error), ["cpu"]), replicate(Raises(error), ["cpu"])[0]):
         found = raised(lambda model=model: model(torch.tensor([1])))
         assert type(found) is kind
@@ -520,7 +575,11 @@ def test_exit_in_forward(way: str) -> None:
     error = raised(lambda: model(torch.arange(3.0)))
     assert isinstance(error, ReplicaExit) and isinstance(error, ReplicaError)
     second = [info for info in before if info.device_id == "cpu"][1]
-    assert way in str(error) and f"replica {second.index}" in str(error) and str(second.pid) in str(error)
+    assert (
+        way in str(error)
+        and f"replica {second.index}" in str(error)
+        and str(second.pid) in str(error)
+    )
     assert "Traceback" in str(error)
     assert model.executor.replicas() == before
     assert model(torch.tensor([0.0, 2.0, 3.0])).tolist() == [0.0, 2.0, 3.0]
@@ -528,13 +587,19 @@ def test_exit_in_forward(way: str) -> None:
 
 @pytest.mark.parametrize("way", ["os._exit", "segfault"])
 def test_death_in_forward(way: str) -> None:
-    """The error names the replica that died; the next call has a new one, and the others are the old ones."""
+    """The error names the replica that died; the next call has a new one, and the others are the
+    old ones.
+    """
     model = DataParallel(Exits(way), THREE, options=RAISE)
     model(torch.tensor([0.0, 2.0, 3.0]))
     before = [info for info in model.executor.replicas() if info.device_id == "cpu"]
     error = raised(lambda: model(torch.arange(3.0)))
     assert isinstance(error, ReplicaDied) and isinstance(error, ReplicaError)
-    assert f"replica {before[1].index} " in str(error) and str(before[1].pid) in str(error) and "forward" in str(error)
+    assert (
+        f"replica {before[1].index} " in str(error)
+        and str(before[1].pid) in str(error)
+        and "forward" in str(error)
+    )
     states = {info.index: info.state for info in model.executor.replicas()}
     assert [states[info.index] for info in before[:3]] == ["ready", "dead", "ready"]
     out = model(torch.tensor([0.0, 2.0, 3.0]))
@@ -563,7 +628,7 @@ def test_graphs_of_a_dead_replica() -> None:
     deadly = DataParallel(Exits("os._exit"), TWO, options=RAISE)
     out = model(torch.tensor([0.0, 2.0]))
     assert isinstance(raised(lambda: deadly(torch.arange(2.0))), ReplicaDied)
-    for _ in range(2):  # while the seat is empty, and when somebody new sits there
+    for _ in range(2):  # while the slot is empty, and when somebody new sits there
         with pytest.raises(GraphLost, match="run forward again"):
             out.sum().backward(retain_graph=True)
         assert model.module.weight.grad is None
@@ -571,7 +636,9 @@ def test_graphs_of_a_dead_replica() -> None:
 
 
 def test_killed_between_two_calls() -> None:
-    """A process that somebody else ended is noticed by the next call, and replaced for the one after it."""
+    """A process that somebody else ended is noticed by the next call, and replaced for the one
+    after it.
+    """
     model = DataParallel(nn.Linear(4, 2), TWO, options=RAISE)
     model(torch.ones(2, 4))
     second = [info for info in model.executor.replicas() if info.device_id == "cpu"][1]
@@ -593,7 +660,9 @@ class Waits(nn.Module):
 
 
 def test_no_answer_in_time(tmp_path: Path) -> None:
-    """A replica that does not answer within ``call_timeout`` counts as dead, and a new one takes its place."""
+    """A replica that does not answer within ``call_timeout`` counts as dead, and a new one takes
+    its place.
+    """
     with Executor(TWO, options=Options(on_fault="raise")) as executor:
         good_call(TWO, executor)
         model = DataParallel(Waits(), executor=executor)
@@ -642,7 +711,9 @@ def test_ctrl_c_while_replicas_run(tmp_path: Path) -> None:
         (("wide", "narrow"), RuntimeError, ["Input tensor at index 1 has invalid shape"]),
     ],
 )
-def test_outputs_of_different_structure(names: tuple[str, ...], kind: type[Exception], words: list[str]) -> None:
+def test_outputs_of_different_structure(
+    names: tuple[str, ...], kind: type[Exception], words: list[str]
+) -> None:
     """Never one replica's structure for all in silence (rows G3 to G8)."""
     error = raised(lambda: DataParallel(Returns(*names), TWO)(torch.arange(2.0)))
     assert isinstance(error, kind), repr(error)
@@ -650,7 +721,9 @@ def test_outputs_of_different_structure(names: tuple[str, ...], kind: type[Excep
     assert DataParallel(Returns("tensor", "tensor"), TWO)(torch.arange(2.0)).tolist() == [0.0, 1.0]
 
 
-@pytest.mark.parametrize(("name", "words"), [("generator", ["generator"]), ("lock", ["['locks'][0]", "lock"])])
+@pytest.mark.parametrize(
+    ("name", "words"), [("generator", ["generator"]), ("lock", ["['locks'][0]", "lock"])]
+)
 @pytest.mark.parametrize("ids", [["cpu"], TWO])
 def test_outputs_that_cannot_travel(name: str, words: list[str], ids: list[str]) -> None:
     """A TypeError that says what of the output it was (row G7)."""
@@ -721,13 +794,17 @@ def test_use_after_close() -> None:
     for use in uses:
         with pytest.raises(ExecutorClosed, match="make another, or leave `executor` out"):
             use()
-    with pytest.raises(ExecutorClosed, match="run backward before closing it, or run forward again"):
+    with pytest.raises(
+        ExecutorClosed, match="run backward before closing it, or run forward again"
+    ):
         out.sum().backward()
     assert [info.state for info in executor.replicas()] == ["closed"]
     assert executor.stats().forwards == 1
 
 
-def test_an_address_of_a_client_does_not_matter_once_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_of_a_client_does_not_matter_once_connected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A driver that joined its cluster properly is not refused for what its environment says."""
     monkeypatch.setenv("RAY_ADDRESS", "ray://127.0.0.1:10001")
     good_call(TWO)
@@ -738,7 +815,15 @@ def test_the_error_tree() -> None:
     """One root for what the package raises on its own account, and each can be pickled."""
     import pickle
 
-    for kind in (PlacementError, ClusterError, ExecutorClosed, ReplicaDied, ReplicaExit, GraphLost, TransferError):
+    for kind in (
+        PlacementError,
+        ClusterError,
+        ExecutorClosed,
+        ReplicaDied,
+        ReplicaExit,
+        GraphLost,
+        TransferError,
+    ):
         assert issubclass(kind, ParallelError) and issubclass(kind, RuntimeError)
         again = pickle.loads(pickle.dumps(kind("what")))
         assert type(again) is kind and str(again) == "what"

@@ -1,4 +1,6 @@
-"""Scatter and gather against upstream, row by row of the contract; where we differ, the test says what holds."""
+"""Scatter and gather against upstream, row by row of the contract; where we differ, the test says
+what holds.
+"""
 
 import enum
 import warnings
@@ -12,7 +14,12 @@ import pytest
 import torch
 from harness import cycles
 from torch.autograd import gradcheck, gradgradcheck
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import (
+    PackedSequence,
+    pack_padded_sequence,
+    pack_sequence,
+    pad_packed_sequence,
+)
 
 from raydp_parallel.batch import gather, register_batch_type, rows, scatter, scatter_kwargs
 
@@ -85,7 +92,12 @@ def devices(count):
 
 def numbers(*shape, **options):
     size = int(np.prod(shape))
-    return torch.arange(float(size)).reshape(shape).clone().requires_grad_(options.pop("requires_grad", False))
+    return (
+        torch.arange(float(size))
+        .reshape(shape)
+        .clone()
+        .requires_grad_(options.pop("requires_grad", False))
+    )
 
 
 def assert_same(left, right):
@@ -110,7 +122,9 @@ def assert_same(left, right):
 # --- scatter ---
 
 
-@pytest.mark.parametrize("size,count", [(5, 4), (6, 4), (3, 4), (1, 2), (8, 2), (7, 3), (4, 1), (0, 3)])
+@pytest.mark.parametrize(
+    "size,count", [(5, 4), (6, 4), (3, 4), (1, 2), (8, 2), (7, 3), (4, 1), (0, 3)]
+)
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_S1_chunk_sizes(size, count, dim):
     """A tensor is cut as torch.chunk cuts it, into a tuple, as upstream."""
@@ -146,15 +160,23 @@ def test_S3_chunks_belong_to_the_graph():
     """A chunk is made by Scatter; a Parameter's chunk is a plain tensor."""
     for x in (numbers(4, 2, requires_grad=True), torch.nn.Parameter(numbers(4, 2))):
         for chunk in scatter(x, devices(2)):
-            assert chunk.grad_fn.name() == "ScatterBackward" and type(chunk) is torch.Tensor and not chunk.is_leaf
+            assert (
+                chunk.grad_fn.name() == "ScatterBackward"
+                and type(chunk) is torch.Tensor
+                and not chunk.is_leaf
+            )
     assert not scatter(numbers(4), devices(2))[0].requires_grad
 
 
 def test_S3_subclass_and_layout_are_kept():
     """A tensor's subclass stays, and so does channels_last."""
-    assert all(type(chunk) is Marked for chunk in scatter(numbers(4, 2).as_subclass(Marked), devices(2)))
+    assert all(
+        type(chunk) is Marked for chunk in scatter(numbers(4, 2).as_subclass(Marked), devices(2))
+    )
     x = numbers(4, 3, 5, 2).contiguous(memory_format=torch.channels_last)
-    assert all(chunk.is_contiguous(memory_format=torch.channels_last) for chunk in scatter(x, devices(2)))
+    assert all(
+        chunk.is_contiguous(memory_format=torch.channels_last) for chunk in scatter(x, devices(2))
+    )
 
 
 def test_S4_scalar_tensors_go_to_every_chunk():
@@ -185,7 +207,9 @@ def test_S5_dim_out_of_range(dim):
 
 @pytest.mark.parametrize("sizes,count", [((6, 1), 2), ((5, 4), 4), ((9, 12), 4), ((2, 0), 3)])
 def test_S6_rows_are_never_lost(sizes, count):
-    """Tensors that yield different numbers of chunks raise, where upstream ends with the shortest."""
+    """Tensors that yield different numbers of chunks raise, where upstream ends with the
+    shortest.
+    """
     first, second = sizes
     if all(sizes):
         chunks = oracle.scatter((numbers(first), numbers(second)), devices(count))
@@ -204,7 +228,9 @@ def test_S6_equal_counts_of_different_sizes():
 
 def test_S6_what_is_no_tensor_is_not_counted():
     """One row on two devices is one chunk, whatever else comes along."""
-    assert_same(scatter([numbers(1), "a", [], {"k": 1}], devices(2)), [[numbers(1), "a", [], {"k": 1}]])
+    assert_same(
+        scatter([numbers(1), "a", [], {"k": 1}], devices(2)), [[numbers(1), "a", [], {"k": 1}]]
+    )
 
 
 def test_S7_sequences_become_plain():
@@ -253,13 +279,34 @@ def test_S8_namedtuple():
 
 
 def test_S8_namedtuple_without_fields():
-    """It goes to every chunk; upstream makes no chunk at all of it, and of all that is beside it."""
+    """It goes to every chunk; upstream makes no chunk at all of it, and of all that is
+    beside it.
+    """
     assert oracle.scatter((numbers(4), Nothing()), devices(2)) == []
-    assert_same(scatter((numbers(4), Nothing()), devices(2)), [(part, Nothing()) for part in numbers(4).chunk(2)])
+    assert_same(
+        scatter((numbers(4), Nothing()), devices(2)),
+        [(part, Nothing()) for part in numbers(4).chunk(2)],
+    )
 
 
 @pytest.mark.parametrize(
-    "leaf", [[], (), {}, None, "text", b"bytes", 3, 2.5, {1, 2}, np.arange(4), Color.RED, int, deque([1]), object()]
+    "leaf",
+    [
+        [],
+        (),
+        {},
+        None,
+        "text",
+        b"bytes",
+        3,
+        2.5,
+        {1, 2},
+        np.arange(4),
+        Color.RED,
+        int,
+        deque([1]),
+        object(),
+    ],
 )
 def test_S9_leaves_are_handed_on(leaf):
     """What holds no tensor is the same object in every chunk."""
@@ -281,10 +328,15 @@ def test_S9_user_dict():
 def test_S9_batch_encoding():
     """What a transformers tokenizer returns is split."""
     transformers = pytest.importorskip("transformers")
-    value = transformers.BatchEncoding({"input_ids": torch.arange(6).reshape(3, 2), "attention_mask": torch.ones(3, 2)})
+    value = transformers.BatchEncoding(
+        {"input_ids": torch.arange(6).reshape(3, 2), "attention_mask": torch.ones(3, 2)}
+    )
     chunks = scatter_kwargs((), {"batch": value}, devices(2))[1]
     assert [type(chunk["batch"]) for chunk in chunks] == [transformers.BatchEncoding] * 2
-    assert [chunk["batch"]["input_ids"].tolist() for chunk in chunks] == [[[0, 1], [2, 3]], [[4, 5]]]
+    assert [chunk["batch"]["input_ids"].tolist() for chunk in chunks] == [
+        [[0, 1], [2, 3]],
+        [[4, 5]],
+    ]
     assert_same(gather([chunk["batch"] for chunk in chunks], "cpu"), value)
 
 
@@ -346,12 +398,16 @@ LENGTHS = (3, 1, 4, 2, 5)
 
 
 def packed(lengths, enforce_sorted=False, **options):
-    return pack_sequence([numbers(size, 2, **options) + 10 * size for size in lengths], enforce_sorted=enforce_sorted)
+    return pack_sequence(
+        [numbers(size, 2, **options) + 10 * size for size in lengths], enforce_sorted=enforce_sorted
+    )
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 7])
 def test_S12_packed_sequence_is_split_by_sequence(count):
-    """Chunk i holds the sequences that a chunk of a padded batch would hold, in the caller's order."""
+    """Chunk i holds the sequences that a chunk of a padded batch would hold, in the
+    caller's order.
+    """
     value = packed(LENGTHS)
     padded, lengths = pad_packed_sequence(value, batch_first=True)
     chunks = scatter((value, padded), devices(count))
@@ -380,18 +436,27 @@ def test_S12_packed_sequence_feeds_an_lstm():
     torch.manual_seed(0)
     net = torch.nn.LSTM(2, 3).double()
     padded = torch.randn(5, 5, 2, dtype=torch.double, requires_grad=True)
-    value = pack_padded_sequence(padded, torch.tensor(LENGTHS), batch_first=True, enforce_sorted=False)
+    value = pack_padded_sequence(
+        padded, torch.tensor(LENGTHS), batch_first=True, enforce_sorted=False
+    )
     joined = gather([net(chunk)[0] for chunk in scatter(value, devices(2))], "cpu")
     whole = net(value)[0]
     left, right = (pad_packed_sequence(out, batch_first=True)[0] for out in (joined, whole))
     assert torch.allclose(left, right)
-    grads = [torch.autograd.grad(out.square().sum(), padded, retain_graph=True)[0] for out in (left, right)]
+    grads = [
+        torch.autograd.grad(out.square().sum(), padded, retain_graph=True)[0]
+        for out in (left, right)
+    ]
     assert torch.allclose(*grads) and grads[0].abs().sum() > 0
 
 
 def test_S12_packed_sequence_counts():
     """Its number of sequences has to fit the other tensors, like a size."""
-    with pytest.raises(ValueError, match=r"inputs\[0\]: size 5, 3 chunks; inputs\[1\]: size 1, 1 chunk\."):
+    with pytest.raises(
+        ValueError,
+        match=r"inputs\[0\]: size 5, 3 chunks; inputs\[1\]: size "
+        r"1, 1 chunk\.",
+    ):
         scatter((packed(LENGTHS), numbers(1)), devices(3))
 
 
@@ -411,7 +476,11 @@ def test_S13_complex(dim):
 
 def test_S14_no_device():
     """There has to be a device."""
-    for call in (lambda: scatter(numbers(2), []), lambda: scatter("a", []), lambda: scatter_kwargs((1,), {}, [])):
+    for call in (
+        lambda: scatter(numbers(2), []),
+        lambda: scatter("a", []),
+        lambda: scatter_kwargs((1,), {}, []),
+    ):
         with pytest.raises(RuntimeError, match="Expected at least one device to scatter to"):
             call()
 
@@ -452,17 +521,28 @@ def test_K1_padding_is_not_shared():
 
 
 def test_K2_a_setting_by_keyword_goes_with_one_row():
-    """One row and a keyword that is no tensor are one chunk; upstream calls a replica without its input (#31460)."""
+    """One row and a keyword that is no tensor are one chunk; upstream calls a replica without its
+    input (#31460).
+    """
     inputs, kwargs = oracle.scatter_kwargs((numbers(1),), {"flag": True}, devices(2))
     assert inputs[1] == () and kwargs[1] == {"flag": True}
-    assert_same(scatter_kwargs((numbers(1),), {"flag": True}, devices(2)), (((numbers(1),),), ({"flag": True},)))
-    assert_same(scatter_kwargs((True,), {"x": numbers(1)}, devices(2)), (((True,),), ({"x": numbers(1)},)))
+    assert_same(
+        scatter_kwargs((numbers(1),), {"flag": True}, devices(2)),
+        (((numbers(1),),), ({"flag": True},)),
+    )
+    assert_same(
+        scatter_kwargs((True,), {"x": numbers(1)}, devices(2)), (((True,),), ({"x": numbers(1)},))
+    )
 
 
 @pytest.mark.parametrize("inputs", [(numbers(2),), (numbers(2), 1)])
 def test_K3_keywords_are_counted_with_the_rest(inputs):
     """A keyword tensor of another size raises, where upstream trips or loses it."""
-    with pytest.raises(ValueError, match=r"inputs\[0\]: size 2, 2 chunks; kwargs\['mask'\]: size 1, 1 chunk\."):
+    with pytest.raises(
+        ValueError,
+        match=r"inputs\[0\]: size 2, 2 chunks; kwargs\['mask'\]: "
+        r"size 1, 1 chunk\.",
+    ):
         scatter_kwargs(inputs, {"mask": numbers(1)}, devices(2))
 
 
@@ -497,22 +577,32 @@ def test_G2_scalars_become_a_vector():
     with pytest.warns(UserWarning) as seen:
         out = gather(parts, "cpu")
     (said,) = (str(warning.message) for warning in seen)
-    assert said.startswith(SCALAR_WARNING) and "Options(scalars='mean')" in said  # backward would refuse a vector
+    # backward would refuse a vector
+    assert said.startswith(SCALAR_WARNING) and "Options(scalars='mean')" in said
     with pytest.warns(UserWarning, match=SCALAR_WARNING):
         assert_same(out, oracle.gather(parts, 0))
 
 
 @pytest.mark.parametrize(
     "scalars,weights,expected",
-    [("mean", None, 2.0), ("sum", None, 4.0), ("weighted_mean", [3, 1], 1.5), ("weighted_mean", None, 2.0)],
+    [
+        ("mean", None, 2.0),
+        ("sum", None, 4.0),
+        ("weighted_mean", [3, 1], 1.5),
+        ("weighted_mean", None, 2.0),
+    ],
 )
 @pytest.mark.parametrize("dim", [0, 1])
 def test_G2_scalars_are_reduced_when_asked(scalars, weights, expected, dim):
-    """A loss comes back as one number without a warning, gradients included, along whatever dimension."""
+    """A loss comes back as one number without a warning, gradients included, along whatever
+    dimension.
+    """
     parts = [torch.tensor(1.0, requires_grad=True), torch.tensor(3.0, requires_grad=True)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        out = gather([{"loss": part} for part in parts], "cpu", dim, scalars=scalars, weights=weights)["loss"]
+        out = gather(
+            [{"loss": part} for part in parts], "cpu", dim, scalars=scalars, weights=weights
+        )["loss"]
     assert out.dim() == 0 and out.item() == expected
     out.backward()
     assert sum(part.grad * part.detach() for part in parts).item() == pytest.approx(expected)
@@ -525,7 +615,9 @@ def test_G2_weighted_mean_is_the_mean_of_the_whole_batch():
     sizes = [rows((chunk,), None, 0) for chunk in chunks]
     out = gather([chunk.mean() for chunk in chunks], "cpu", scalars="weighted_mean", weights=sizes)
     assert out.item() == pytest.approx(x.mean().item())
-    assert gather([torch.tensor(1.0)] * 2, "cpu", scalars="weighted_mean", weights=[0, 0]).item() == 1
+    assert (
+        gather([torch.tensor(1.0)] * 2, "cpu", scalars="weighted_mean", weights=[0, 0]).item() == 1
+    )
 
 
 def test_G2_integers_have_a_fractional_mean():
@@ -547,7 +639,12 @@ def test_G2_wrong_options():
 
 
 @pytest.mark.parametrize(
-    "parts,dim", [([torch.tensor(1.0)] * 2, 1), ([torch.tensor(1.0)] * 2, -1), ([torch.tensor(1.0), torch.ones(1)], 0)]
+    "parts,dim",
+    [
+        ([torch.tensor(1.0)] * 2, 1),
+        ([torch.tensor(1.0)] * 2, -1),
+        ([torch.tensor(1.0), torch.ones(1)], 0),
+    ],
 )
 def test_G2_scalars_along_another_dimension(parts, dim):
     """0-dim tensors have no dimension 1, nor company with 1-d tensors."""
@@ -563,13 +660,17 @@ def test_G3_none():
     assert gather([{"x": None}] * 2, "cpu") == {"x": None}
 
 
-@pytest.mark.parametrize("parts", [[None, torch.ones(1)], [torch.ones(1), None], [torch.ones(1), 3], [{}, []]])
+@pytest.mark.parametrize(
+    "parts", [[None, torch.ones(1)], [torch.ones(1), None], [torch.ones(1), 3], [{}, []]]
+)
 def test_G3_replicas_have_to_agree(parts):
     """Where one replica returns another kind of value, the place and both kinds are named."""
     kinds = ["None" if part is None else f"a {type(part).__name__}" for part in parts]
     with pytest.raises(ValueError) as caught:
         gather([{"x": [part]} for part in parts], "cpu")
-    assert f"output['x'][0]: replica 0 returned {kinds[0]}, replica 1 {kinds[1]}" in str(caught.value)
+    assert (f"output['x'][0]: replica 0 returned {kinds[0]}, replica 1 {kinds[1]}") in str(
+        caught.value
+    )
 
 
 def test_G4_dicts():
@@ -610,11 +711,25 @@ def test_G4_model_output():
     """HF's ModelOutput comes back as itself, without the fields that are None."""
     outputs = pytest.importorskip("transformers.modeling_outputs")
     out = gather([outputs.SequenceClassifierOutput(logits=numbers(2, 2))] * 2, "cpu")
-    assert type(out) is outputs.SequenceClassifierOutput and out.logits.shape == (4, 2) and out.loss is None
+    assert (
+        type(out) is outputs.SequenceClassifierOutput
+        and out.logits.shape == (4, 2)
+        and out.loss is None
+    )
 
 
 @pytest.mark.parametrize(
-    "make", [list, tuple, Lists, Tuples, lambda parts: Pair(*parts), torch.return_types.max, deque, UserList]
+    "make",
+    [
+        list,
+        tuple,
+        Lists,
+        Tuples,
+        lambda parts: Pair(*parts),
+        torch.return_types.max,
+        deque,
+        UserList,
+    ],
 )
 def test_G5_sequences(make):
     """Sequences of all kinds come back as themselves, as upstream."""
@@ -625,7 +740,9 @@ def test_G5_sequences(make):
 
 
 def test_G5_what_constructors_forget():
-    """A deque keeps its bound, a list's subclass its attributes, a tuple's subclass gets around its constructor."""
+    """A deque keeps its bound, a list's subclass its attributes, a tuple's subclass gets around its
+    constructor.
+    """
 
     class Strict(tuple):
         def __new__(cls, x, y=None):
@@ -672,7 +789,9 @@ class Keyed(Bag):
 
 
 def test_G5_iterable_classes():
-    """They are made of their joined parts, as upstream; what has no tensors, or cannot be made so, is a list."""
+    """They are made of their joined parts, as upstream; what has no tensors, or cannot be made so,
+    is a list.
+    """
     parts = [Bag([numbers(2), (numbers(1), None)]), Bag([numbers(1), (numbers(1), None)])]
     left, right = gather(parts, "cpu"), oracle.gather(parts, 0)
     assert type(left) is type(right) is Bag
@@ -688,12 +807,27 @@ def test_G6_lengths_have_to_agree():
     parts = [(numbers(1), numbers(1)), (numbers(1),)]
     with pytest.raises(ValueError):
         oracle.gather(parts, 0)
-    with pytest.raises(ValueError, match="output: replicas returned different numbers of items: 2, 1"):
+    with pytest.raises(
+        ValueError, match="output: replicas returned different numbers of items: 2, 1"
+    ):
         gather(parts, "cpu")
 
 
 @pytest.mark.parametrize(
-    "leaf", [1, 2.5, True, "text", b"bytes", np.float32(1), Color.RED, range(2), int, torch.Size([2, 3]), object()]
+    "leaf",
+    [
+        1,
+        2.5,
+        True,
+        "text",
+        b"bytes",
+        np.float32(1),
+        Color.RED,
+        range(2),
+        int,
+        torch.Size([2, 3]),
+        object(),
+    ],
 )
 def test_G7_leaves_become_a_list(leaf):
     """Whatever is neither tensor nor container comes back once per chunk."""
@@ -725,24 +859,35 @@ def test_G7_dataclasses_of_two_classes():
 
 
 @pytest.mark.parametrize(
-    "shapes,dim", [([(2, 3), (2, 4)], 0), ([(2, 3), (1, 3)], 1), ([(2, 3), (2,)], 0), ([(2,), (0,), (2, 1)], 0)]
+    "shapes,dim",
+    [([(2, 3), (2, 4)], 0), ([(2, 3), (1, 3)], 1), ([(2, 3), (2,)], 0), ([(2,), (0,), (2, 1)], 0)],
 )
 def test_G8_sizes_have_to_agree(shapes, dim):
     """Sizes other than along dim have to be equal; the first tensor that differs is named."""
     parts = [torch.ones(shape) for shape in shapes]
     with pytest.raises((RuntimeError, IndexError)):
         oracle.gather(parts, 0, dim)
-    with pytest.raises(RuntimeError, match=rf"Input tensor at index {len(parts) - 1} has invalid shape"):
+    with pytest.raises(
+        RuntimeError,
+        match=rf"Input tensor at index {len(parts) - 1} has "
+        r"invalid shape",
+    ):
         gather(parts, "cpu", dim)
 
 
 def test_G8_an_empty_vector_is_no_exception():
     """torch.cat ignores a tensor of shape (0,) among others; we do not."""
-    with pytest.raises(RuntimeError, match=r"Input tensor at index 1 has invalid shape \[0\], but expected \[2, 3\]"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"Input tensor at index 1 has invalid shape "
+        r"\[0\], but expected \[2, 3\]",
+    ):
         gather([torch.ones(2, 3), torch.ones(0)], "cpu")
 
 
-@pytest.mark.parametrize("first,second", [(torch.float16, torch.float32), (torch.float32, torch.int64)])
+@pytest.mark.parametrize(
+    "first,second", [(torch.float16, torch.float32), (torch.float32, torch.int64)]
+)
 def test_G9_the_first_dtype_rules(first, second):
     """All parts are cast to the first one's dtype, and their gradients cast back."""
     parts = [torch.ones(2, dtype=first, requires_grad=True), torch.ones(1, dtype=second)]
@@ -854,7 +999,9 @@ def test_B9_unused_rows_get_zeros():
 
 
 def test_B9_no_gradient_at_all_is_none():
-    """Where no chunk got a gradient, the input gets none either; where one did, the others count as zeros."""
+    """Where no chunk got a gradient, the input gets none either; where one did, the others count as
+    zeros.
+    """
 
     class Silent(torch.autograd.Function):
         @staticmethod
@@ -938,14 +1085,19 @@ class Tagged(dict):
 
 
 def test_X_registered_type():
-    """A registered pair splits and joins, for subclasses too, until its handle is removed (#52597)."""
+    """A registered pair splits and joins, for subclasses too, until its handle is removed
+    (#52597).
+    """
     handle = register_batch_type(Graphs, scatter=split_graphs, gather=join_graphs)
 
     class Derived(Graphs):
         pass
 
     chunks = scatter([numbers(3), Graphs("abc"), Derived("abc")], devices(2))
-    assert [[part.items for part in chunk[1:]] for chunk in chunks] == [[["a", "b"]] * 2, [["c"]] * 2]
+    assert [[part.items for part in chunk[1:]] for chunk in chunks] == [
+        [["a", "b"]] * 2,
+        [["c"]] * 2,
+    ]
     assert gather([chunk[1] for chunk in chunks], "cpu").items == ["a", "b", "c"]
     handle.remove()
     handle.remove()
@@ -954,7 +1106,9 @@ def test_X_registered_type():
 
 
 def test_X_registration_in_a_with():
-    """The handle ends the registration with its block; meanwhile nobody else may register the class."""
+    """The handle ends the registration with its block; meanwhile nobody else may register the
+    class.
+    """
     with register_batch_type(Graphs, scatter=split_graphs, gather=join_graphs):
         assert len(scatter(Graphs("ab"), devices(2))[0].items) == 1
         with pytest.raises(ValueError, match="Graphs is registered already"):
@@ -987,7 +1141,11 @@ def test_X_custom_chunks_are_counted():
         scatter([numbers(1), Speaking("ab")], devices(2))
     with (
         register_batch_type(Graphs, scatter=lambda *_: [1, 2, 3], gather=join_graphs),
-        pytest.raises(ValueError, match=r"inputs\[0\] was split by its own rule into 3 chunks, expected 1 to 2"),
+        pytest.raises(
+            ValueError,
+            match=r"inputs\[0\] was split by its own rule into 3 "
+            r"chunks, expected 1 to 2",
+        ),
     ):
         scatter([Graphs("abc")], devices(2))
 

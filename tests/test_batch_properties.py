@@ -1,4 +1,6 @@
-"""What holds for any nested value: gather undoes scatter, and gradients are those of plain slicing."""
+"""What holds for any nested value: gather undoes scatter, and gradients are those of plain
+slicing.
+"""
 
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from dataclasses import dataclass
@@ -14,7 +16,11 @@ from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 from raydp_parallel.batch import gather, rows, scatter, scatter_kwargs
 
 steady = settings(
-    derandomize=True, deadline=None, max_examples=80, database=None, suppress_health_check=[HealthCheck.too_slow]
+    derandomize=True,
+    deadline=None,
+    max_examples=80,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 
 Point = namedtuple("Point", "x y")
@@ -100,16 +106,27 @@ def test_scatter_and_gather_as_upstream(batch):
 
 
 @steady
-@given(batches(own_nests), nests(st.sampled_from([None, 1, "text", torch.tensor(2.0)])), st.booleans())
+@given(
+    batches(own_nests), nests(st.sampled_from([None, 1, "text", torch.tensor(2.0)])), st.booleans()
+)
 def test_arguments_are_split_together(batch, setting, by_keyword):
     """The number of chunks is the tensors', and every chunk has its rows, whatever comes along."""
     value, dim, count, size = batch
-    args, kwargs = ((value,), {"setting": setting}) if by_keyword else ((setting,), {"value": value})
+    args, kwargs = (
+        ((value,), {"setting": setting}) if by_keyword else ((setting,), {"value": value})
+    )
     inputs, keywords = scatter_kwargs(args, kwargs, range(count), dim)
     expected = [len(chunk) for chunk in torch.arange(size).chunk(count)]
-    assert [rows(left, right, dim) for left, right in zip(inputs, keywords, strict=True)] == expected
-    assert_same([right["setting"] if by_keyword else left[0] for left, right in zip(inputs, keywords, strict=True)],
-                [setting] * len(expected))  # fmt: skip
+    assert [
+        rows(left, right, dim) for left, right in zip(inputs, keywords, strict=True)
+    ] == expected
+    assert_same(
+        [
+            right["setting"] if by_keyword else left[0]
+            for left, right in zip(inputs, keywords, strict=True)
+        ],
+        [setting] * len(expected),
+    )
 
 
 @steady
@@ -128,7 +145,9 @@ def test_chunk_counts_agree_or_raise(first, second, count):
 
 
 @steady
-@given(st.integers(1, 7), st.integers(1, 4), st.sampled_from([0, 1, -1]), st.integers(0, 99), st.data())
+@given(
+    st.integers(1, 7), st.integers(1, 4), st.sampled_from([0, 1, -1]), st.integers(0, 99), st.data()
+)
 def test_gradients_are_those_of_slicing(size, count, dim, seed, data):
     """First and second order, with any of the chunks in use."""
     torch.manual_seed(seed)
@@ -166,6 +185,8 @@ def test_weighted_mean_is_the_mean(sizes, seed):
     """Means of chunks weighted by their rows give the mean over all rows."""
     torch.manual_seed(seed)
     chunks = [torch.randn(size, dtype=torch.double) for size in sizes]
-    means = [chunk.mean() if len(chunk) else torch.zeros((), dtype=torch.double) for chunk in chunks]
+    means = [
+        chunk.mean() if len(chunk) else torch.zeros((), dtype=torch.double) for chunk in chunks
+    ]
     out = gather(means, "cpu", scalars="weighted_mean", weights=sizes)
     assert torch.allclose(out, torch.cat(chunks).mean())

@@ -24,7 +24,9 @@ def test_a_benchmark_runs_and_is_kept(name: str, tmp_path: Path) -> None:
 
 
 def test_peers_train_to_the_same_weights(tmp_path: Path) -> None:
-    """One round of the smallest net: DDP, ours, one process, a naive Ray driver. The benchmark compares checksums."""
+    """One round of the smallest net: DDP, ours, one process, a naive Ray driver. The benchmark
+    compares checksums.
+    """
     names = [name for name in training_step.PEERS if name not in SLOW_TO_START]
     report = training_step.run(Effort.SMOKE, names)
     (table,) = report.tables
@@ -35,15 +37,24 @@ def test_peers_train_to_the_same_weights(tmp_path: Path) -> None:
 def test_the_journey_passes_through_driver_and_replica() -> None:
     """Each side's own functions are among those that are entered, and none of the other side's."""
     driver, replica = journey.record()
-    assert ("data_parallel.py", "DataParallel.forward") in driver and ("replica.py", "Replica._forward") not in driver
-    assert ("replica.py", "Replica._forward") in replica and ("data_parallel.py", "DataParallel.forward") not in replica
+    assert ("data_parallel.py", "DataParallel.forward") in driver and (
+        "replica.py",
+        "Replica._forward",
+    ) not in driver
+    assert ("replica.py", "Replica._forward") in replica and (
+        "data_parallel.py",
+        "DataParallel.forward",
+    ) not in replica
     files, functions, calls, changes = journey.counts(driver)
     assert 1 < files < functions < calls and 0 < changes < calls
 
 
 def test_different_weights_are_an_error() -> None:
     """A peer that trains something else would be compared for nothing."""
-    found = {"DDP gloo": training_step.Weights(1.0, "a"), "raydp_parallel": training_step.Weights(1.1, "b")}
+    found = {
+        "DDP gloo": training_step.Weights(1.0, "a"),
+        "raydp_parallel": training_step.Weights(1.1, "b"),
+    }
     with pytest.raises(RuntimeError, match=r"different weights at the end.*1\.1"):
         training_step.check("some net", found)
 

@@ -1,4 +1,6 @@
-"""An executor's books: every second of a replica is entered once, and every byte by the way it went."""
+"""An executor's books: every second of a replica is entered once, and every byte by the way it
+went.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,20 @@ import pytest
 import torch
 from torch import nn
 
-from raydp_parallel import DataParallel, Executor, Options, books, parallel_apply, replicate, runs
-from raydp_parallel.books import Books
-from raydp_parallel.crew import Place
-from raydp_parallel.jobs import Job
-from raydp_parallel.links import Arena, InlineLink, Mail, Mappings
-from raydp_parallel.messages import Hello, Reply
-from raydp_parallel.monitor import ExecutorStats, Totals
-from raydp_parallel.runs import Told, tell
-from raydp_parallel.seats import Seat
+from raydp_parallel import DataParallel, Executor, Options, parallel_apply, replicate
+from raydp_parallel.cluster import recorder, run_notes
+from raydp_parallel.cluster.backend import DevicePlace
+from raydp_parallel.cluster.chunk_calls import ChunkCall
+from raydp_parallel.cluster.recorder import Recorder
+from raydp_parallel.cluster.replica_slots import ReplicaSlot
+from raydp_parallel.cluster.run_notes import ToldNote, tell
+from raydp_parallel.devices.buffers import Arena
+from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.monitoring.stats import ExecutorStats, Totals
+from raydp_parallel.transport.links import Attachments, InlineLink, Mappings
+from raydp_parallel.transport.messages import Reply
 
-NO_MAIL = Mail(InlineLink())
+NO_MAIL = Attachments(InlineLink())
 
 
 class Time:
@@ -43,18 +48,18 @@ class Time:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
     """The only clock of these tests."""
     found = Time()
-    monkeypatch.setattr(books, "time", found)
-    monkeypatch.setattr(runs, "time", found)
+    monkeypatch.setattr(recorder, "time", found)
+    monkeypatch.setattr(run_notes, "time", found)
     return found
 
 
-def sit(kept: Books, count: int = 2) -> list[Seat]:
+def sit(kept: Recorder, count: int = 2) -> list[ReplicaSlot]:
     """Replicas that sit down."""
-    seats = [Seat(Place("cpu", i), i) for i in range(count)]
-    for seat in seats:
-        seat.seat(None, Hello(40 + seat.index, "node", "cpu", "", "", 0, 0))
-        kept.seated(seat)
-    return seats
+    slots = [ReplicaSlot(DevicePlace("cpu", i), i) for i in range(count)]
+    for slot in slots:
+        slot.slot(None, ReplicaHello(40 + slot.index, "node", "cpu", "", "", 0, 0))
+        kept.seated(slot)
+    return slots
 
 
 def reply(stamps: tuple[float, ...]) -> Reply:
@@ -62,22 +67,28 @@ def reply(stamps: tuple[float, ...]) -> Reply:
     return Reply(None, None, (), None, stamps[-1] - stamps[0], 1, 0, (), stamps)
 
 
-def told(stamps: tuple[float, ...]) -> Told:
+def told(stamps: tuple[float, ...]) -> ToldNote:
     """What the books hear of it."""
     return tell(reply(stamps), NO_MAIL)
 
 
 def run(
-    kept: Books, clock: Time, seats: list[Seat], method: str = "forward", work: tuple[float, ...] = (0.3, 0.3)
+    kept: Recorder,
+    clock: Time,
+    slots: list[ReplicaSlot],
+    method: str = "forward",
+    work: tuple[float, ...] = (0.3, 0.3),
 ) -> None:
-    """A call: 10 ms to prepare, 1 ms there, 2 adopt, 3 in, some work, 4 out; all wait for the last, 5 ms back."""
-    call = kept.begin([Job(seat, method, lambda *_: None, 1, rows=16) for seat in seats])
+    """A call: 10 ms to prepare, 1 ms there, 2 adopt, 3 in, some work, 4 out; all wait for the last,
+    5 ms back.
+    """
+    call = kept.begin([ChunkCall(slot, method, lambda *_: None, 1, rows=16) for slot in slots])
     clock.now += 0.010
     begin = clock.now
-    for number, seat in enumerate(seats):
-        call.sends(number, seat, NO_MAIL)
+    for number, slot in enumerate(slots):
+        call.sends(number, slot, NO_MAIL)
     replies = []
-    for _, seconds in zip(seats, work, strict=True):
+    for _, seconds in zip(slots, work, strict=True):
         at = begin + 0.001
         stamps = (at, at + 0.002, at + 0.005, at + 0.005 + seconds, at + 0.009 + seconds)
         replies.append(told(stamps))
@@ -91,102 +102,120 @@ def run(
     kept.end(call)
 
 
-def taken(kept: Books, seats: list[Seat], model: int | None = None) -> ExecutorStats:
+def taken(kept: Recorder, slots: list[ReplicaSlot], model: int | None = None) -> ExecutorStats:
     """The statistics, now."""
-    return kept.stats(Totals(), seats, "auto", model)
+    return kept.stats(Totals(), slots, "auto", model)
 
 
 def test_every_second_is_entered_once(clock: Time) -> None:
-    """Phases, waiting for the slower one, reduction and idling add up to the time since the replica sat down."""
-    kept = Books("books")
-    seats = sit(kept)
+    """Phases, waiting for the slower one, reduction and idling add up to the time since the replica
+    sat down.
+    """
+    kept = Recorder("books")
+    slots = sit(kept)
     clock.now += 1.0
-    run(kept, clock, seats, work=(0.1, 0.3))
+    run(kept, clock, slots, work=(0.1, 0.3))
     clock.now += 0.5
-    run(kept, clock, seats, "backward", work=(0.2, 0.2))
-    with kept.reducing(seats):
+    run(kept, clock, slots, "backward", work=(0.2, 0.2))
+    with kept.reducing(slots):
         clock.now += 0.25
     clock.now += 2.0
-    stats = taken(kept, seats)
+    stats = taken(kept, slots)
     for replica in stats.replicas:
         assert replica.phases.total == pytest.approx(stats.seconds)
         assert replica.phases.reduce == pytest.approx(0.25)
         assert replica.phases.idle == pytest.approx(1.0 + 0.01 + 0.5 + 0.01 + 2.0)
     fast, slow = stats.replicas
     assert fast.phases.forward == pytest.approx(0.1)
-    assert fast.phases.wait - slow.phases.wait == pytest.approx(0.2), "the fast one waits for the slow one"
+    assert fast.phases.wait - slow.phases.wait == pytest.approx(0.2), (
+        "the fast one waits for the slow one"
+    )
     assert slow.phases.wait == pytest.approx(2 * 0.006)
     driver = stats.driver
     assert driver.prepare == pytest.approx(0.02)
-    assert driver.prepare + driver.verify + driver.wait + driver.reduce + driver.outside == pytest.approx(stats.seconds)
+    assert (
+        driver.prepare + driver.verify + driver.wait + driver.reduce + driver.outside
+        == pytest.approx(stats.seconds)
+    )
 
 
 def test_a_call_that_is_under_way_counts_as_waited(clock: Time) -> None:
     """So that one which hangs is seen."""
-    kept = Books("under way")
-    seats = sit(kept)
+    kept = Recorder("under way")
+    slots = sit(kept)
     clock.now += 1.0
-    call = kept.begin([Job(seats[0], "forward", lambda *_: None, 1)])
-    call.sends(0, seats[0], NO_MAIL)
+    call = kept.begin([ChunkCall(slots[0], "forward", lambda *_: None, 1)])
+    call.sends(0, slots[0], NO_MAIL)
     clock.now += 7.0
-    first, second = (replica.phases for replica in taken(kept, seats).replicas)
+    first, second = (replica.phases for replica in taken(kept, slots).replicas)
     assert (first.idle, first.wait) == (1.0, 7.0)
     assert (second.idle, second.wait) == (8.0, 0.0)
     kept.end(call)
-    assert taken(kept, seats).replicas[0].phases.idle == 8.0
+    assert taken(kept, slots).replicas[0].phases.idle == 8.0
 
 
 def test_what_a_death_leaves_is_no_work(clock: Time) -> None:
     """The time of the call counts as waited; whoever sits there next goes on from there."""
-    kept = Books("death")
-    seats = sit(kept)
-    call = kept.begin([Job(seat, "forward", lambda *_: None, 1) for seat in seats])
-    for number, seat in enumerate(seats):
-        call.sends(number, seat, NO_MAIL)
+    kept = Recorder("death")
+    slots = sit(kept)
+    call = kept.begin([ChunkCall(slot, "forward", lambda *_: None, 1) for slot in slots])
+    for number, slot in enumerate(slots):
+        call.sends(number, slot, NO_MAIL)
     clock.now += 3.0
     call.heard([None, None])
     kept.end(call)
-    kept.seated(seats[0])
-    phases = taken(kept, seats).replicas[0].phases
+    kept.seated(slots[0])
+    phases = taken(kept, slots).replicas[0].phases
     assert (phases.wait, phases.work, phases.total) == (3.0, 0.0, 3.0)
     assert "took the place" in kept.events[-1][1]
 
 
 def test_work_that_is_heard_of_late_was_no_waiting(clock: Time) -> None:
-    """Two threads' calls on one replica: the one that it did last, and quickly, is heard of first."""
-    kept = Books("late")
-    (seat, _) = sit(kept)
-    long, short = (kept.begin([Job(seat, "forward", lambda *_: None, model)]) for model in (1, 2))
-    long.sends(0, seat, NO_MAIL)
-    short.sends(0, seat, NO_MAIL)
+    """Two threads' calls on one replica: the one that it did last, and quickly, is heard of
+    first.
+    """
+    kept = Recorder("late")
+    (slot, _) = sit(kept)
+    long, short = (
+        kept.begin([ChunkCall(slot, "forward", lambda *_: None, model)]) for model in (1, 2)
+    )
+    long.sends(0, slot, NO_MAIL)
+    short.sends(0, slot, NO_MAIL)
     clock.now += 4.0
     short.heard([told((103.0, 103.0, 103.0, 104.0, 104.0))])
-    assert taken(kept, [seat]).replicas[0].phases.wait == pytest.approx(3.0)
+    assert taken(kept, [slot]).replicas[0].phases.wait == pytest.approx(3.0)
     long.heard([told((100.0, 100.0, 100.0, 103.0, 103.0))])
-    phases = taken(kept, [seat]).replicas[0].phases
+    phases = taken(kept, [slot]).replicas[0].phases
     assert (phases.forward, phases.wait, phases.total) == pytest.approx((4.0, 0.0, 4.0))
 
 
 def test_what_runs_again_counts_once(clock: Time) -> None:
-    """A replica died before its backward: the other one makes the graph again, and runs both chunks."""
-    kept = Books("again")
-    seats = sit(kept)
-    jobs = [Job(seat, "backward", lambda *_: None, 1) for seat in seats]
+    """A replica died before its backward: the other one makes the graph again, and runs both
+    chunks.
+    """
+    kept = Recorder("again")
+    slots = sit(kept)
+    jobs = [ChunkCall(slot, "backward", lambda *_: None, 1) for slot in slots]
     call = kept.begin(jobs)
-    for number, seat in enumerate(seats):
-        call.sends(number, seat, NO_MAIL)
+    for number, slot in enumerate(slots):
+        call.sends(number, slot, NO_MAIL)
     clock.now += 1.0
     call.heard([told((100.0, 100.1, 100.2, 100.7, 100.8)), None])
     clock.now += 0.5
-    names = [call.sends(1, seats[0], NO_MAIL, "forward").name, call.sends(1, seats[0], NO_MAIL).name]
+    names = [
+        call.sends(1, slots[0], NO_MAIL, "forward").name,
+        call.sends(1, slots[0], NO_MAIL).name,
+    ]
     clock.now += 2.0
-    call.heard([told((101.6, 101.7, 101.8, 102.3, 102.4)), told((102.4, 102.5, 102.6, 103.1, 103.2))])
+    call.heard(
+        [told((101.6, 101.7, 101.8, 102.3, 102.4)), told((102.4, 102.5, 102.6, 103.1, 103.2))]
+    )
     kept.end(call)
     assert names == ["forward again chunk 2/2", "backward chunk 2/2"]
-    account = kept.account(seats[0], 1)
+    account = kept.account(slots[0], 1)
     assert (account.forwards, account.backwards) == (0, 2)
     assert account.busy == {"forward": 0.0, "backward": pytest.approx(1.6)}
-    stats = taken(kept, seats)
+    stats = taken(kept, slots)
     assert stats.replicas[0].phases.forward == pytest.approx(0.5)
     assert stats.replicas[0].phases.backward == pytest.approx(1.0)
     assert all(found.phases.total == pytest.approx(stats.seconds) for found in stats.replicas)
@@ -198,81 +227,96 @@ def test_what_runs_again_counts_once(clock: Time) -> None:
 
 def test_of_one_model_alone(clock: Time) -> None:
     """A wrapper's statistics are those of its module."""
-    kept = Books("models")
-    seats = sit(kept, 1)
+    kept = Recorder("models")
+    slots = sit(kept, 1)
     kept.models.update({1: "Net-1", 2: "Other-2"})
-    run(kept, clock, seats, work=(0.1,))
-    call = kept.begin([Job(seats[0], "forward", lambda *_: None, 2, rows=4)])
-    call.sends(0, seats[0], NO_MAIL)
+    run(kept, clock, slots, work=(0.1,))
+    call = kept.begin([ChunkCall(slots[0], "forward", lambda *_: None, 2, rows=4)])
+    call.sends(0, slots[0], NO_MAIL)
     clock.now += 1.0
-    call.heard([told((clock.now - 0.9, clock.now - 0.8, clock.now - 0.7, clock.now - 0.2, clock.now))])
-    one, other = (taken(kept, seats, model).replicas[0] for model in (1, 2))
+    call.heard(
+        [told((clock.now - 0.9, clock.now - 0.8, clock.now - 0.7, clock.now - 0.2, clock.now))]
+    )
+    one, other = (taken(kept, slots, model).replicas[0] for model in (1, 2))
     assert (one.rows, one.calls, one.phases.forward) == (16, 1, pytest.approx(0.1))
     assert (other.rows, other.calls, other.forward_seconds) == (4, 1, pytest.approx(0.9))
-    assert taken(kept, seats, 2).models == ("Other-2",)
-    assert taken(kept, seats).replicas[0].phases.forward == pytest.approx(0.6)
+    assert taken(kept, slots, 2).models == ("Other-2",)
+    assert taken(kept, slots).replicas[0].phases.forward == pytest.approx(0.6)
 
 
-def deliver(kept: Books, job: Job, mail: Mail, answer: Reply, back: Mail) -> None:
+def deliver(
+    kept: Recorder, job: ChunkCall, attachments: Attachments, answer: Reply, back: Attachments
+) -> None:
     """A call of one chunk."""
     call = kept.begin([job])
-    call.sends(0, job.seat, mail)
+    call.sends(0, job.slot, attachments)
     call.heard([tell(answer, back)])
     kept.end(call)
 
 
 def test_bytes_by_the_way_they_went(clock: Time) -> None:
     """Inside the message, beside it, or through shared memory, on both sides of it."""
-    kept = Books("bytes")
-    (seat,) = sit(kept, 1)
-    job = Job(seat, "forward", lambda *_: None, 1)
+    kept = Recorder("bytes")
+    (slot,) = sit(kept, 1)
+    job = ChunkCall(slot, "forward", lambda *_: None, 1)
     arena = Arena()
     lent = arena.take(1000)
-    mail = Mail(InlineLink(), [lent, np.zeros(50, dtype=np.uint8)])
-    mail.size = 1060
+    attachments = Attachments(InlineLink(), [lent, np.zeros(50, dtype=np.uint8)])
+    attachments.size = 1060
     shown = Mappings().find(lent.descriptor)
-    deliver(kept, job, mail, reply((0.0,) * 5)._replace(size=1000), Mail(InlineLink(), [shown]))
-    traffic = kept.account(seat, 1).traffic
-    assert traffic == {("shared", "in"): 1000, ("beside", "in"): 50, ("inline", "in"): 10, ("shared", "out"): 1000}
-    assert (seat.tally.bytes_in, seat.tally.bytes_out) == (1060, 1000)
+    deliver(
+        kept,
+        job,
+        attachments,
+        reply((0.0,) * 5)._replace(size=1000),
+        Attachments(InlineLink(), [shown]),
+    )
+    traffic = kept.account(slot, 1).traffic
+    assert traffic == {
+        ("shared", "in"): 1000,
+        ("beside", "in"): 50,
+        ("inline", "in"): 10,
+        ("shared", "out"): 1000,
+    }
+    assert (slot.tally.bytes_in, slot.tally.bytes_out) == (1060, 1000)
 
 
 def test_state_that_need_not_be_sent_is_counted(clock: Time) -> None:
-    kept = Books("state")
-    (seat,) = sit(kept, 1)
+    kept = Recorder("state")
+    (slot,) = sit(kept, 1)
     for sent in (100, 0, 0, 40):
-        kept.state(seat, 1, sent, 100)
-    found = taken(kept, [seat]).replicas[0]
+        kept.state(slot, 1, sent, 100)
+    found = taken(kept, [slot]).replicas[0]
     assert (found.state_sent, found.state_skipped) == (140, 260)
 
 
 def test_names_of_tasks(clock: Time) -> None:
     """Without the call's number, for Ray keeps every name it has seen."""
-    kept = Books("names")
-    seats = sit(kept)
-    jobs = [Job(seat, "forward", lambda *_: None, 1) for seat in seats]
+    kept = Recorder("names")
+    slots = sit(kept)
+    jobs = [ChunkCall(slot, "forward", lambda *_: None, 1) for slot in slots]
     for run in (kept.begin(jobs), kept.begin(jobs)):
-        names = [run.sends(i, seat, NO_MAIL).name for i, seat in enumerate(seats)]
+        names = [run.sends(i, slot, NO_MAIL).name for i, slot in enumerate(slots)]
         assert names == ["forward chunk 1/2", "forward chunk 2/2"]
-    again = kept.begin(jobs).sends(0, seats[0], NO_MAIL, "forward")
+    again = kept.begin(jobs).sends(0, slots[0], NO_MAIL, "forward")
     assert again.name == "forward again chunk 1/2"
 
 
 def test_executors_of_one_name_are_told_apart() -> None:
-    assert [Books("twins").name, Books("twins").name] == ["twins", "twins/2"]
+    assert [Recorder("twins").name, Recorder("twins").name] == ["twins", "twins/2"]
 
 
 def test_reports_while_calls_run(clock: Time) -> None:
     """A model that runs for the first time while a report was made broke the reporter's thread."""
-    kept = Books("busy")
-    (seat,) = sit(kept, 1)
+    kept = Recorder("busy")
+    (slot,) = sit(kept, 1)
     done = threading.Event()
     failed: list[BaseException] = []
 
     def report() -> None:
         try:
             while not done.is_set():
-                kept.report(taken(kept, [seat]), [], False)
+                kept.report(taken(kept, [slot]), [], False)
         except BaseException as error:
             failed.append(error)
 
@@ -280,7 +324,7 @@ def test_reports_while_calls_run(clock: Time) -> None:
     thread.start()
     for model in range(600):
         kept.models[model] = f"Net-{model}"
-        kept.state(seat, model, 1, 1)
+        kept.state(slot, model, 1, 1)
         kept.changed(f"attribute {model}")
         kept.event("something")
     done.set()
@@ -296,14 +340,16 @@ def step_with_verbs(net: nn.Module, executor: Executor) -> None:
 
 
 def test_steps_with_the_verbs_open_one_account_for_each_replica() -> None:
-    """Each step has another watch on the module; its number, its name in metrics, was another one too."""
+    """Each step has another watch on the module; its number, its name in metrics, was another one
+    too.
+    """
     net = nn.Linear(2, 2)
     with Executor(options=Options(in_process=True), device_ids=["cpu", "cpu"]) as executor:
         for _ in range(30):
             step_with_verbs(net, executor)
-        assert len(executor.stats().models) == 1 and len(executor.books.accounts) == 2
-        assert len(executor.books.accounts.same) <= 1
-        assert [account.forwards for account in executor.books.accounts.values()] == [30, 30]
+        assert len(executor.stats().models) == 1 and len(executor.recorder.accounts) == 2
+        assert len(executor.recorder.accounts.same) <= 1
+        assert [account.forwards for account in executor.recorder.accounts.values()] == [30, 30]
         assert [replica.calls for replica in executor.stats(net).replicas] in ([30, 30], [0, 0])
 
 
@@ -315,13 +361,13 @@ def test_modules_that_are_gone_leave_one_account(monkeypatch: pytest.MonkeyPatch
         gc.collect()
         stats = executor.stats()
         assert [replica.calls for replica in stats.replicas] == [60, 60]
-        assert len(executor.books.accounts) < 2 * 30
-        ended = executor.books.report(stats, (), False)
+        assert len(executor.recorder.accounts) < 2 * 30
+        ended = executor.recorder.report(stats, (), False)
         assert sum(account.forwards for _, _, account in ended.accounts) <= 60
-        assert len(executor.books.accounts) == 2 and executor.books.models == {}
-        assert sum(account.forwards for account in executor.books.accounts.values()) == 120
+        assert len(executor.recorder.accounts) == 2 and executor.recorder.models == {}
+        assert sum(account.forwards for account in executor.recorder.accounts.values()) == 120
         assert sum(replica.phases.forward for replica in executor.stats().replicas) > 0
-        assert executor.books.report(stats, (), False).accounts == []
+        assert executor.recorder.report(stats, (), False).accounts == []
 
 
 def test_notes_hold_nothing_of_the_users() -> None:
@@ -336,10 +382,10 @@ def test_notes_hold_nothing_of_the_users() -> None:
             gone += [weakref.ref(x), weakref.ref(out)]
             del x, out
         gc.collect()
-        assert len(executor.books._notes) > 10, "nothing was entered yet"
+        assert len(executor.recorder._notes) > 10, "nothing was entered yet"
         assert [ref() for ref in gone] == [None] * 6
         assert executor.stats().replicas[0].rows == 6
-        assert not executor.books._notes
+        assert not executor.recorder._notes
 
 
 def test_notes_are_entered_before_they_are_many() -> None:
@@ -349,6 +395,6 @@ def test_notes_are_entered_before_they_are_many() -> None:
         most = 0
         for _ in range(100):
             model(torch.ones(4, 2)).sum().backward()
-            most = max(most, len(executor.books._notes))
+            most = max(most, len(executor.recorder._notes))
         assert 10 < most < 80
         assert executor.stats().replicas[1].calls == 100

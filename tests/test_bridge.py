@@ -1,4 +1,6 @@
-"""The autograd seam: one trip per pass, graphs that live as long as torch's, any order, no cycles."""
+"""The autograd seam: one trip per pass, graphs that live as long as torch's, any order, no
+cycles.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def both(module: nn.Module, executor: Executor) -> tuple[nn.Module, nn.Module, D
 
 
 def assert_grads(ours: nn.Module, plain: nn.Module) -> None:
-    """The same gradients; where the plain module has none, zeros, or none on a single device (row B3)."""
+    """The same gradients; where the plain module has none, zeros, or none on a single device (row
+    B3).
+    """
     for name, parameter in plain.named_parameters():
         grad = ours.get_parameter(name).grad
         expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -76,7 +80,9 @@ def assert_grads(ours: nn.Module, plain: nn.Module) -> None:
 
 
 def test_B8_one_trip_per_pass(executor: Executor) -> None:
-    """Both outputs in one pass are one trip; a pass for each, without retain_graph, is two, and frees everything."""
+    """Both outputs in one pass are one trip; a pass for each, without retain_graph, is two, and
+    frees everything.
+    """
     plain, ours, model = both(TwoHeads().double(), executor)
     a, b = model(rows())
     (a.sum() + 2 * b.sum()).backward()
@@ -151,7 +157,9 @@ def test_an_output_that_nobody_uses_costs_nothing(executor: Executor) -> None:
 
 
 def test_what_is_joined_has_one_node(executor: Executor) -> None:
-    """Chunks of a tensor that is gathered are differentiated together; outputs that share nothing are not."""
+    """Chunks of a tensor that is gathered are differentiated together; outputs that share nothing
+    are not.
+    """
     _, _, model = both(TwoHeads().double(), executor)
     a, b = model(rows())
     nodes = [{node for node, _ in joined.grad_fn.next_functions} for joined in (a, b)]
@@ -185,7 +193,9 @@ def test_what_is_not_joined_is_differentiated_apart(executor: Executor, way: str
     with rules:
         if way == "by hand":
             replicas = model.replicate(ours, model.device_ids)
-            outputs = model.parallel_apply(replicas, *model.scatter((rows(),), {}, model.device_ids))
+            outputs = model.parallel_apply(
+                replicas, *model.scatter((rows(),), {}, model.device_ids)
+            )
         else:
             outputs = model(rows())
     for output in outputs if isinstance(outputs, list) else [outputs]:
@@ -332,7 +342,9 @@ def test_B12_a_dropped_output_frees_the_remote_graph(executor: Executor) -> None
     assert cycles(dropped) == []
 
 
-@pytest.mark.parametrize("loss", (lambda net: net(rows()).sum(), gradient_penalty), ids=("first order", "second order"))
+@pytest.mark.parametrize(
+    "loss", (lambda net: net(rows()).sum(), gradient_penalty), ids=("first order", "second order")
+)
 def test_B12_a_step_makes_no_cycles(executor: Executor, loss: Callable[[Any], Tensor]) -> None:
     """Forward and backward, of first and second order, leave nothing for the collector."""
     plain, _, model = both(critic(), executor)
@@ -394,5 +406,9 @@ def test_backward_after_close_says_what_happened(create_graph: bool, executor: E
     model = DataParallel(critic(), executor=executor)
     loss = model(rows()).sum()
     executor.close()
-    with pytest.raises(ExecutorClosed, match=r"backward: the executor was closed, by close\(\) or shutdown\(\)"):
+    with pytest.raises(
+        ExecutorClosed,
+        match=r"backward: the executor was closed, by "
+        r"close\(\) or shutdown\(\)",
+    ):
         loss.backward(create_graph=create_graph)

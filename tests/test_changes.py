@@ -1,6 +1,8 @@
-"""Every edit of the master copy between two forwards is seen by the replicas; nothing changed, nothing is sent.
+"""Every edit of the master copy between two forwards is seen by the replicas; nothing changed,
+nothing is sent.
 
-And the way back: what forward writes in place on chunk 0 reaches the master once, everything else is undone.
+And the way back: what forward writes in place on chunk 0 reaches the master once, everything else
+is undone.
 """
 
 from __future__ import annotations
@@ -98,7 +100,9 @@ def scaled_by(x: Tensor, factors: dict[str, float]) -> Tensor:
     return x * factors["all"]
 
 
-def closure(scale: list[float], offset: float) -> tuple[Callable[[Tensor], Tensor], Callable[[float], None]]:
+def closure(
+    scale: list[float], offset: float
+) -> tuple[Callable[[Tensor], Tensor], Callable[[float], None]]:
     """A function over closed-over variables, and what rebinds one of them."""
 
     def apply(x: Tensor) -> Tensor:
@@ -153,13 +157,38 @@ class Net(nn.Module):
         x = self.function(self.partial(self.second(self.mode(self.first(x)))))
         for block in self.blocks:
             x = block(x)
-        for factor in (*self.extra, *self.named.values(), self.kept, self.unkept, self.plain, *self.tensors["c"]):
+        for factor in (
+            *self.extra,
+            *self.named.values(),
+            self.kept,
+            self.unkept,
+            self.plain,
+            *self.tensors["c"],
+        ):
             x = x * factor
         x = x if self.absent is None else x + self.absent
         x = x * self.config.inner.scale * self.config.inner.table["a"][-1] + self.config.shift
-        x = x * self.slotted.scale * (1 + len(self.slotted.items)) * self.half_slotted.scale * self.sealed.scale
-        x = x * self.list[0] * self.list[1][-1] * self.dict["a"]["b"] * next(iter(self.ordered.values()))
-        x = x * len(self.set) * sum(self.deque) * torch.from_numpy(self.array.copy()) * self.objects[1][0]
+        x = (
+            x
+            * self.slotted.scale
+            * (1 + len(self.slotted.items))
+            * self.half_slotted.scale
+            * self.sealed.scale
+        )
+        x = (
+            x
+            * self.list[0]
+            * self.list[1][-1]
+            * self.dict["a"]["b"]
+            * next(iter(self.ordered.values()))
+        )
+        x = (
+            x
+            * len(self.set)
+            * sum(self.deque)
+            * torch.from_numpy(self.array.copy())
+            * self.objects[1][0]
+        )
         x = x * self.bytes[0] * self.random.getstate()[1][-1] * self.gate * len(self.text)
         x = x if self.tail is None else self.tail(x)
         return self.scale_last(x)
@@ -375,7 +404,9 @@ EDITS: dict[str, Callable[[Net], Any]] = {
     "unkept buffer replaced": assign("unkept", torch.full((4,), 2.0)),
     "plain tensor replaced": assign("plain", torch.full((4,), 2.0)),
     "plain tensor in place": lambda net: net.plain.mul_(2),
-    "tensor in containers replaced": lambda net: net.tensors["c"].__setitem__(0, torch.full((4,), 2.0)),
+    "tensor in containers replaced": lambda net: net.tensors["c"].__setitem__(
+        0, torch.full((4,), 2.0)
+    ),
     "tensor in a config replaced": assign("config.shift", torch.full((4,), 2.0)),
     "plain to parameter": plain_to_parameter,
     "parameter to plain": parameter_to_plain,
@@ -405,8 +436,12 @@ EDITS: dict[str, Callable[[Net], Any]] = {
     "parametrized": parametrized,
     "pruned": pruned,
     "parameter list appended": lambda net: net.extra.append(nn.Parameter(torch.full((4,), 2.0))),
-    "parameter list item": lambda net: net.extra.__setitem__(0, nn.Parameter(torch.full((4,), 2.0))),
-    "parameter dict item": lambda net: net.named.__setitem__("z", nn.Parameter(torch.full((4,), 2.0))),
+    "parameter list item": lambda net: net.extra.__setitem__(
+        0, nn.Parameter(torch.full((4,), 2.0))
+    ),
+    "parameter dict item": lambda net: net.named.__setitem__(
+        "z", nn.Parameter(torch.full((4,), 2.0))
+    ),
     "attribute of a parameter": gain_given,
     "tensor attribute of a parameter": gain_of_parameter_in_an_object,
     "number": assign("gate", 3.0),
@@ -462,7 +497,9 @@ def assert_runs_as(model: DataParallel[Any], net: nn.Module) -> Tensor:
     assert torch.equal(ours, plain)
     assert ours.requires_grad == plain.requires_grad
     if plain.requires_grad:
-        both = zip(net.parameters(), grads_of(ours.sum(), net), grads_of(plain.sum(), net), strict=True)
+        both = zip(
+            net.parameters(), grads_of(ours.sum(), net), grads_of(plain.sum(), net), strict=True
+        )
         for parameter, one, other in both:
             if other is None:  # an unused parameter has zeros, as upstream's (row B3)
                 assert one is None or (parameter.requires_grad and not one.any())
@@ -485,7 +522,9 @@ def test_an_edit_between_two_forwards_is_seen(name: str) -> None:
     EDITS[name](net)
     after = assert_runs_as(model, net)
     if not name.startswith(NO_EFFECT_ON_OUTPUT):
-        assert not torch.equal(before, after), "the edit does not show in the output: it proves nothing"
+        assert not torch.equal(before, after), (
+            "the edit does not show in the output: it proves nothing"
+        )
     assert torch.equal(assert_runs_as(model, net), after)
 
 
@@ -549,7 +588,8 @@ def test_views_made_or_broken_through_data_are_seen(edit: Callable[[Any], None])
     torch.testing.assert_close(ours(x)[:2], plain(x[:2]))
     for net in (ours.module, plain):
         with torch.no_grad():
-            net.part.data = net.whole.data[2:4]  # deepcopy keeps no views apart from those pickle keeps
+            # deepcopy keeps no views apart from those pickle keeps
+            net.part.data = net.whole.data[2:4]
     torch.testing.assert_close(ours(x)[:2], plain(x[:2]))
     edit(ours.module)
     edit(plain)
@@ -668,7 +708,9 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated", "ignore:.*torch.jit.*is deprecated")
+@pytest.mark.filterwarnings(
+    "ignore:.*weight_norm.* is deprecated", "ignore:.*torch.jit.*is deprecated"
+)
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("name", MODULES)
 def test_nothing_changed_nothing_is_sent(name: str, grad: bool, sent: Any) -> None:
@@ -706,7 +748,12 @@ def test_a_flag_costs_no_contents(sent: Any) -> None:
     model = DataParallel(net, CPUS)
     model(torch.ones(4, 64))
     before = sent(model)
-    for change in (net.eval, lambda: net[0].requires_grad_(False), net.train, lambda: net[0].requires_grad_(True)):
+    for change in (
+        net.eval,
+        lambda: net[0].requires_grad_(False),
+        net.train,
+        lambda: net[0].requires_grad_(True),
+    ):
         change()
         model(torch.ones(4, 64))
     assert sent(model)[0] > before[0]
@@ -769,11 +816,33 @@ class Messy(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         found = [
-            *(self.rebound, self.number, len(self.list), len(self.dict), len(self.set), len(self.deque), self.array[0]),
+            *(
+                self.rebound,
+                self.number,
+                len(self.list),
+                len(self.dict),
+                len(self.set),
+                len(self.deque),
+                self.array[0],
+            ),
             *(self.counter["a"], len(self.default["a"]), next(self.iterator), self.slotted.scale),
-            *(len(self.slotted.items), self.config.inner.scale, self.function(0.0), self.tensors[0]),
-            *(len([*self.children()]), len([*self.parameters()]), len(self.tail._forward_hooks), self.training),
-            *(getattr(self.weight, "tag", 0), type(self.tail) is nn.Identity, self.weight.requires_grad),
+            *(
+                len(self.slotted.items),
+                self.config.inner.scale,
+                self.function(0.0),
+                self.tensors[0],
+            ),
+            *(
+                len([*self.children()]),
+                len([*self.parameters()]),
+                len(self.tail._forward_hooks),
+                self.training,
+            ),
+            *(
+                getattr(self.weight, "tag", 0),
+                type(self.tail) is nn.Identity,
+                self.weight.requires_grad,
+            ),
             *(hasattr(self, "new"), "rebind" in vars(self), self.random.random()),
         ]
         self.rebound = self.rebound + 1
@@ -802,7 +871,9 @@ class Messy(nn.Module):
 
 
 def test_traces_of_a_forward_are_undone() -> None:
-    """R6, R12: rebinding, appending and all other edits inside a replica are gone in the next forward."""
+    """R6, R12: rebinding, appending and all other edits inside a replica are gone in the next
+    forward.
+    """
     model = DataParallel(Messy(), CPUS)
     x = torch.ones(4, 4)
     first = [t.tolist() for t in model(x)]
@@ -953,9 +1024,13 @@ WAYS: dict[str, Callable[[Any, Tensor], Any]] = {
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("way", WAYS)
 def test_writes_of_chunk_0_reach_the_master_once(way: str, grad: bool) -> None:
-    """R6: in-place changes of chunk 0 persist, those of others and rebinding are lost, forward after forward."""
+    """R6: in-place changes of chunk 0 persist, those of others and rebinding are lost, forward
+    after forward.
+    """
     ours, theirs, plain = trio(Writer(way), 3)
-    kept = [(name, t, t.data_ptr()) for name, t in (*ours.named_parameters(), *ours.named_buffers())]
+    kept = [
+        (name, t, t.data_ptr()) for name, t in (*ours.named_parameters(), *ours.named_buffers())
+    ]
     with torch.set_grad_enabled(grad):
         for i in range(4):
             x = torch.randn(6, 4) + i
@@ -968,7 +1043,9 @@ def test_writes_of_chunk_0_reach_the_master_once(way: str, grad: bool) -> None:
     assert ours.module.unkept.equal(plain.unkept)
     assert ours.module.plain.equal(plain.plain)
     for name, tensor, pointer in kept:
-        found = ours.get_parameter(name) if isinstance(tensor, nn.Parameter) else ours.get_buffer(name)
+        found = (
+            ours.get_parameter(name) if isinstance(tensor, nn.Parameter) else ours.get_buffer(name)
+        )
         assert found is tensor
         if way != "data rebound" or grad:
             assert found.data_ptr() == pointer
@@ -977,12 +1054,20 @@ def test_writes_of_chunk_0_reach_the_master_once(way: str, grad: bool) -> None:
 NOT_UPSTREAM = ("plain", "plain data")
 """What threads share with the master: all replicas write to it, in any order."""
 
-NOT_UPSTREAM_WITH_GRAD = ("detached", "no_grad", "inference mode", "foreach", "written and restored")
+NOT_UPSTREAM_WITH_GRAD = (
+    "detached",
+    "no_grad",
+    "inference mode",
+    "foreach",
+    "written and restored",
+)
 """What torch refuses in upstream's replica 0, whose parameters are views."""
 
 
 def by_the_contract(net: Any, x: Tensor) -> Tensor:
-    """Three chunks from one state; in-place changes of the first stay, under no_grad its new ``.data`` too."""
+    """Three chunks from one state; in-place changes of the first stay, under no_grad its new
+    ``.data`` too.
+    """
     others = [copy.deepcopy(net)(chunk) for chunk in x.chunk(3)[1:]]
     buffers, data = dict(net._buffers), net.weight.data
     first = net(x.chunk(3)[0])
@@ -1032,7 +1117,9 @@ def test_writes_move_versions_as_they_did_in_the_replica() -> None:
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_running_stats_move_no_version_and_come_back(replicas: int, momentum: float | None) -> None:
-    """R7: batch norm's kernels write running stats without telling; chunk 0's reach the master, at each forward."""
+    """R7: batch norm's kernels write running stats without telling; chunk 0's reach the master, at
+    each forward.
+    """
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=momentum))
     ours, theirs, plain = trio(net, replicas)
     for _ in range(3):
@@ -1049,7 +1136,13 @@ def test_running_stats_move_no_version_and_come_back(replicas: int, momentum: fl
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 @pytest.mark.parametrize(
-    "norm", [nn.utils.spectral_norm, parametrizations.spectral_norm, nn.utils.weight_norm, parametrizations.weight_norm]
+    "norm",
+    [
+        nn.utils.spectral_norm,
+        parametrizations.spectral_norm,
+        nn.utils.weight_norm,
+        parametrizations.weight_norm,
+    ],
 )
 def test_normalised_layers_train_as_upstream_s(norm: Callable[[nn.Module], nn.Module]) -> None:
     """R20: old and new spectral_norm and weight_norm, power iteration in place, over some steps."""
@@ -1076,7 +1169,9 @@ def rebuilt(net: nn.Module, norm: Callable[[nn.Module], nn.Module]) -> tuple[Any
     """Two wrapped copies of a net that is made of scratch."""
     import oracle
 
-    copies = [nn.Sequential(norm(nn.Linear(4, 8)), nn.ReLU(), norm(nn.Linear(8, 2))) for _ in range(2)]
+    copies = [
+        nn.Sequential(norm(nn.Linear(4, 8)), nn.ReLU(), norm(nn.Linear(8, 2))) for _ in range(2)
+    ]
     for module in copies:
         module.load_state_dict(net.state_dict())
     return DataParallel(copies[0], CPUS), oracle.DataParallel(copies[1], [0, 1])
@@ -1118,7 +1213,9 @@ class Saving(nn.Module):
 
 
 def test_forwards_with_weights_of_different_times() -> None:
-    """An optimizer step between two forwards whose backwards come later: each graph saw its own weights."""
+    """An optimizer step between two forwards whose backwards come later: each graph saw its own
+    weights.
+    """
     net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 1, bias=False))
     model = DataParallel(net, CPUS)
     x = torch.randn(4, 3, requires_grad=True)
@@ -1157,7 +1254,9 @@ def scripted() -> nn.Module:
 
 
 def traced() -> nn.Module:
-    return torch.jit.trace(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.ones(2, 3))
+    return torch.jit.trace(
+        nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.ones(2, 3)
+    )
 
 
 class AroundScript(nn.Module):
@@ -1178,12 +1277,16 @@ REFUSING: dict[str, Callable[[], nn.Module]] = {
     "scripted": scripted,
     "traced": traced,
     "below python": AroundScript,
-    "graph": lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))),
+    "graph": lambda: torch.fx.symbolic_trace(
+        nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    ),
     "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(3, 3)),
     "weight_norm of a convolution": lambda: nn.Sequential(
         nn.Unflatten(1, (1, 3)), parametrizations.weight_norm(nn.Conv1d(1, 2, 2)), nn.Flatten()
     ),
-    "two parametrizations": lambda: parametrizations.spectral_norm(parametrizations.weight_norm(nn.Linear(3, 2))),
+    "two parametrizations": lambda: parametrizations.spectral_norm(
+        parametrizations.weight_norm(nn.Linear(3, 2))
+    ),
     "parametrized lstm": lambda: Recurrent(),
     "lambda": lambda: Lambda(lambda x: x * 2),
 }
@@ -1216,7 +1319,9 @@ class Recurrent(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
 @pytest.mark.parametrize("name", REFUSING)
 def test_modules_that_refuse_pickling_train(name: str) -> None:
-    """R14, R20, R21: they run and train as the plain module does, edits between the steps included."""
+    """R14, R20, R21: they run and train as the plain module does, edits between the steps
+    included.
+    """
     net = REFUSING[name]()
     model = DataParallel(net, CPUS)
     net.eval()
@@ -1224,7 +1329,9 @@ def test_modules_that_refuse_pickling_train(name: str) -> None:
         x = torch.randn(6, 3)
         ours, plain = model(x), net(x)
         torch.testing.assert_close(ours, plain)
-        for one, other in zip(grads_of(ours.square().sum(), net), grads_of(plain.square().sum(), net), strict=True):
+        for one, other in zip(
+            grads_of(ours.square().sum(), net), grads_of(plain.square().sum(), net), strict=True
+        ):
             torch.testing.assert_close(one, other)
         with torch.no_grad():
             for p in net.parameters():
@@ -1365,7 +1472,9 @@ class ScriptedState(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
 def test_a_script_s_attributes_are_seen_and_undone() -> None:
-    """Plain attributes of a script: edits arrive, and what forward does to them is gone in the next."""
+    """Plain attributes of a script: edits arrive, and what forward does to them is gone in the
+    next.
+    """
     net = torch.jit.script(ScriptedState())
     model = DataParallel(net, CPUS)
     x = torch.ones(4, 3)
@@ -1379,7 +1488,9 @@ def test_a_script_s_attributes_are_seen_and_undone() -> None:
 
 
 def test_parameters_written_in_inference_mode() -> None:
-    """Inference mode moves no versions; what chunk 0 wrote comes back all the same, and the rest is undone."""
+    """Inference mode moves no versions; what chunk 0 wrote comes back all the same, and the rest is
+    undone.
+    """
     ours, _, plain = trio(Writer("inference mode"), 3)
     for _ in range(3):
         x = torch.randn(6, 4)

@@ -1,4 +1,6 @@
-"""The check: its rows on CPU replicas, its comparisons with upstream on the oracle, and rows that end badly."""
+"""The check: its rows on CPU replicas, its comparisons with upstream on the oracle, and rows that
+end badly.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from raydp_parallel import command
 from raydp_parallel.check import copies, ddp, memory, rows, runner, sharing, speed, table, training
 from raydp_parallel.check.here import Here, machine
 from raydp_parallel.check.loads import LOADS, PERCEPTRON
-from raydp_parallel.check.table import Status
+from raydp_parallel.check.table import RowStatus
 
 SMALL = "tied transformer, batch 16"
 BY_NAME = {row.name: row for row in rows.ROWS}
@@ -67,7 +69,9 @@ def like_gpus(here: Here) -> Iterator[LikeGpus]:
     found.close()
 
 
-@pytest.mark.parametrize(("code", "said"), [(7, "ended, with status 7"), (-9, "was ended by signal 9")])
+@pytest.mark.parametrize(
+    ("code", "said"), [(7, "ended, with status 7"), (-9, "was ended by signal 9")]
+)
 def test_an_ending_is_told(code: int, said: str) -> None:
     """How a child ended."""
     assert runner._ending(code).endswith(said)
@@ -78,11 +82,13 @@ def test_names_are_unique() -> None:
     assert len(BY_NAME) == len(rows.ROWS)
 
 
-@pytest.mark.parametrize("name", [row.name for row in rows.ROWS if row.group not in APART and not row.gpus])
+@pytest.mark.parametrize(
+    "name", [row.name for row in rows.ROWS if row.group not in APART and not row.gpus]
+)
 def test_a_row_on_cpu_replicas(here: Here, name: str) -> None:
     """Every row that needs no GPU is as it should be, and says something."""
     line = runner.try_row(BY_NAME[name], here)
-    assert line.status is Status.PASSED, line
+    assert line.status is RowStatus.PASSED, line
     assert line.text
     json.dumps(line.numbers)
 
@@ -91,7 +97,7 @@ def test_a_row_on_cpu_replicas(here: Here, name: str) -> None:
 def test_a_row_for_gpus_is_not_checked_without(here: Here, name: str) -> None:
     """And says why."""
     line = runner.try_row(BY_NAME[name], here)
-    assert (line.status, line.text) == (Status.NOT_CHECKED, "no GPU")
+    assert (line.status, line.text) == (RowStatus.NOT_CHECKED, "no GPU")
 
 
 def test_rows_say_what_they_were_held_against(like_gpus: LikeGpus) -> None:
@@ -104,7 +110,7 @@ def test_rows_say_what_they_were_held_against(like_gpus: LikeGpus) -> None:
 def test_training_rows_compare_with_upstream(like_gpus: LikeGpus, name: str) -> None:
     """With the oracle where a GPU would have upstream itself: the same bits."""
     line = runner.try_row(BY_NAME[name], like_gpus)
-    assert line.status is Status.PASSED, line
+    assert line.status is RowStatus.PASSED, line
     theirs = {key: gap for key, gap in line.numbers.items() if key.startswith("nn.DataParallel")}
     assert theirs
     assert max(theirs.values()) <= 1e-15, theirs
@@ -119,9 +125,11 @@ def test_a_wrong_result_is_a_failure(like_gpus: LikeGpus, monkeypatch: pytest.Mo
         return original(net, ids, **more)
 
     monkeypatch.setattr(like_gpus, "ours", broken)
-    assert runner.try_row(BY_NAME["perceptron, SGD"], like_gpus).status is Status.FAILED
-    monkeypatch.setattr(like_gpus, "ours", lambda net, ids, **_: net.requires_grad_(False) and nn.Identity())
-    assert runner.try_row(BY_NAME["perceptron, SGD"], like_gpus).status is Status.FAILED
+    assert runner.try_row(BY_NAME["perceptron, SGD"], like_gpus).status is RowStatus.FAILED
+    monkeypatch.setattr(
+        like_gpus, "ours", lambda net, ids, **_: net.requires_grad_(False) and nn.Identity()
+    )
+    assert runner.try_row(BY_NAME["perceptron, SGD"], like_gpus).status is RowStatus.FAILED
 
 
 def test_nan_is_different() -> None:
@@ -133,16 +141,20 @@ def test_nan_is_different() -> None:
 def gpu_memory(monkeypatch: pytest.MonkeyPatch, free: int = 1 << 30) -> None:
     """What torch would say of a GPU's memory."""
     answers = {
-        "memory_allocated": lambda _device: 0, "max_memory_allocated": lambda _device: 1 << 20,
+        "memory_allocated": lambda _device: 0,
+        "max_memory_allocated": lambda _device: 1 << 20,
         "empty_cache": lambda: None,
-        "reset_peak_memory_stats": lambda _device: None, "mem_get_info": lambda _device: (free, 2 * free),
-    }  # fmt: skip
+        "reset_peak_memory_stats": lambda _device: None,
+        "mem_get_info": lambda _device: (free, 2 * free),
+    }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, answer)
 
 
 def test_rows_about_a_gpus_memory(like_gpus: LikeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peaks side by side; and a replica that asks for more than there is raises what torch raises."""
+    """Peaks side by side; and a replica that asks for more than there is raises what torch
+    raises.
+    """
     gpu_memory(monkeypatch)
     monkeypatch.setattr(memory, "_TOLD", 0.0)
     found = memory.on_the_gpu(like_gpus)
@@ -151,21 +163,28 @@ def test_rows_about_a_gpus_memory(like_gpus: LikeGpus, monkeypatch: pytest.Monke
     assert memory.does_not_grow(like_gpus).good
     gpu_memory(monkeypatch, 1 << 60)
     line = runner.try_row(BY_NAME["out of memory in one replica"], like_gpus)
-    assert line.status is Status.FAILED
+    assert line.status is RowStatus.FAILED
     assert "Error" in line.text  # a CPU raises a RuntimeError
     monkeypatch.setattr(torch, "OutOfMemoryError", RuntimeError)
     line = runner.try_row(BY_NAME["out of memory in one replica"], like_gpus)
-    assert line.status is Status.PASSED, line
+    assert line.status is RowStatus.PASSED, line
     gpu_memory(monkeypatch, 8)
     line = runner.try_row(BY_NAME["out of memory in one replica"], like_gpus)
-    assert (line.status, line.text) == (Status.FAILED, "no torch.OutOfMemoryError was raised")
+    assert (line.status, line.text) == (RowStatus.FAILED, "no torch.OutOfMemoryError was raised")
 
 
 def test_rows_about_speed(like_gpus: LikeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everybody's time; and a ratio that is held against what was asked."""
     monkeypatch.setattr(ddp, "step_seconds", lambda *_: 0.001)
     found = speed.steps(SMALL, like_gpus)
-    assert [*found.numbers] == ["plain", "ours 1", "ours 2", "nn.DataParallel 1", "nn.DataParallel 2", "DDP 2"]
+    assert [*found.numbers] == [
+        "plain",
+        "ours 1",
+        "ours 2",
+        "nn.DataParallel 1",
+        "nn.DataParallel 2",
+        "DDP 2",
+    ]
     assert speed.overlap(like_gpus).numbers["work"] > 0
     monkeypatch.setattr(speed, "ROUNDS", 3)
     monkeypatch.setattr(speed, "FLOOR", 0.0)
@@ -177,12 +196,21 @@ def test_rows_about_speed(like_gpus: LikeGpus, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_gpu_for_two(like_gpus: LikeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The node of the tests counts two GPUs, which this process takes for one; its replicas are on CPUs."""
+    """The node of the tests counts two GPUs, which this process takes for one; its replicas are on
+    CPUs.
+    """
     raydp_parallel.shutdown()  # who holds those GPUs for other tests
     found = sharing.halves(like_gpus)
     assert found.good, found
-    monkeypatch.setattr(sharing, "DataParallel", lambda *_, **__: (_ for _ in ()).throw(sharing.PlacementError("one")))
-    assert runner.try_row(BY_NAME["two replicas on one GPU"], like_gpus).status is Status.NOT_CHECKED
+    monkeypatch.setattr(
+        sharing,
+        "DataParallel",
+        lambda *_, **__: (_ for _ in ()).throw(sharing.PlacementError("one")),
+    )
+    assert (
+        runner.try_row(BY_NAME["two replicas on one GPU"], like_gpus).status
+        is RowStatus.NOT_CHECKED
+    )
 
 
 @pytest.mark.long
@@ -211,8 +239,12 @@ def test_large_nets_are_what_they_are_called() -> None:
 
 
 @pytest.mark.long
-def test_rows_end_as_they_may(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    """Raising, dying, hanging, spoiling the device: each fails alone, the others go on, and the status is 1."""
+def test_rows_end_as_they_may(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """Raising, dying, hanging, spoiling the device: each fails alone, the others go on, and the
+    status is 1.
+    """
     monkeypatch.setattr(runner, "TABLE", check_rows.__name__)
     monkeypatch.setattr(runner, "PATIENCE", 1.0)
     out = tmp_path / "check.json"
@@ -243,7 +275,11 @@ def test_rows_end_as_they_may(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_what_the_table_was_taken_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """With a GPU: its name, its driver."""
-    gpu = type("Properties", (), {"name": "G", "total_memory": 5, "multi_processor_count": 3, "major": 9, "minor": 0})
+    gpu = type(
+        "Properties",
+        (),
+        {"name": "G", "total_memory": 5, "multi_processor_count": 3, "major": 9, "minor": 0},
+    )
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 580.1\n", encoding="utf-8")
     tool.chmod(0o755)
@@ -252,7 +288,9 @@ def test_what_the_table_was_taken_on(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: gpu)
     found = machine()
     assert found["driver"] == "580.1"
-    assert found["gpus"] == [{"name": "G", "memory": 5, "processors": 3, "uuid": "", "capability": "9.0"}]
+    assert found["gpus"] == [
+        {"name": "G", "memory": 5, "processors": 3, "uuid": "", "capability": "9.0"}
+    ]
     assert Here().one == [0]
     assert Here().several == [0, 0]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
@@ -261,7 +299,13 @@ def test_what_the_table_was_taken_on(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 def test_a_table_is_aligned() -> None:
     """Groups are named once."""
-    lines = [table.Line("g", "long name", Status.PASSED, "x"), table.Line("g", "b", Status.NOT_CHECKED, "y")]
+    lines = [
+        table.TableLine("g", "long name", RowStatus.PASSED, "x"),
+        table.TableLine("g", "b", RowStatus.NOT_CHECKED, "y"),
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert table.as_text(lines).splitlines() == ["g  long name  ok           x", "   b          not checked  y"]
+        assert table.as_text(lines).splitlines() == [
+            "g  long name  ok           x",
+            "   b          not checked  y",
+        ]

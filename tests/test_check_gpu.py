@@ -1,4 +1,6 @@
-"""What the check does on GPUs only, without any: which devices it asks for what, and that it notices what is wrong."""
+"""What the check does on GPUs only, without any: which devices it asks for what, and that it
+notices what is wrong.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,24 @@ import torch
 from fake_gpu import ASSERTION, UUID, installed
 from torch import Tensor, nn
 
-from raydp_parallel import devices, outgoing
-from raydp_parallel.check import behaviour, copies, ddp, faults, here, loads, memory, program, runner, speed
+from raydp_parallel import devices
+from raydp_parallel.calls.executor import Executor
+from raydp_parallel.check import (
+    behaviour,
+    copies,
+    ddp,
+    faults,
+    here,
+    loads,
+    memory,
+    program,
+    runner,
+    speed,
+)
 from raydp_parallel.check.here import Here, driver, machine, processor
-from raydp_parallel.check.table import Line, Row, Status
-from raydp_parallel.executor import Executor
+from raydp_parallel.check.table import Row, RowStatus, TableLine
 from raydp_parallel.options import Options
+from raydp_parallel.replica import gradient_stream
 
 
 class Stub(Here):
@@ -109,10 +123,10 @@ def test_autocast_that_does_not_arrive_is_noticed() -> None:
 
     row = Row("behaviour", "autocast", lambda here: behaviour.autocast(torch.bfloat16, here))
     line = runner.try_row(row, Stub(Deaf))
-    assert line.status is Status.FAILED
+    assert line.status is RowStatus.FAILED
     assert "autocast did not reach the replicas" in line.text
     line = runner.try_row(row, Stub(Overflows))
-    assert line.status is Status.FAILED
+    assert line.status is RowStatus.FAILED
     assert line.text == "the scale is 32.0, expected 1024.0"
 
 
@@ -123,11 +137,17 @@ def test_peaks_are_held_against_the_plain_modules(
     monkeypatch: pytest.MonkeyPatch, quick: bool, peak: int, good: bool
 ) -> None:
     """Of the large net; of a small one they are told."""
-    answers: dict[str, Any] = {"memory_allocated": 0, "max_memory_allocated": 1000, "empty_cache": None}
+    answers: dict[str, Any] = {
+        "memory_allocated": 0,
+        "max_memory_allocated": 1000,
+        "empty_cache": None,
+    }
     for name, answer in {**answers, "reset_peak_memory_stats": None}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     load = loads.Load(
-        lambda: nn.Linear(4, 2), lambda: (torch.ones(4, 4), torch.ones(4, 2)), lambda net, x, _y: net(x).sum()
+        lambda: nn.Linear(4, 2),
+        lambda: (torch.ones(4, 4), torch.ones(4, 2)),
+        lambda net, x, _y: net(x).sum(),
     )
     for name in (loads.RESNET, loads.PERCEPTRON):
         monkeypatch.setitem(memory.LOADS, name, load)
@@ -142,9 +162,11 @@ def test_peaks_are_held_against_the_plain_modules(
     assert found.numbers["master"] == 2 * 4 * (4 * 2 + 2)
 
 
-def test_gradients_that_leave_early_are_held_against_the_plain_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_leave_early_are_held_against_the_plain_modules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On a fake GPU; a copy that is not made again, after more was added, is noticed."""
-    monkeypatch.setattr(outgoing, "TOGETHER", 1 << 20)
+    monkeypatch.setattr(gradient_stream, "TOGETHER", 1 << 20)
     devices.streams._beside.cache_clear()
     options = Options(in_process=True, link="object_store")
     executor = Executor((), options=options)
@@ -154,13 +176,13 @@ def test_gradients_that_leave_early_are_held_against_the_plain_modules(monkeypat
         found = copies.through_the_host(machine)
         assert found.good, found
         assert "stream waits on stream 1" in gpu.log
-        begun = outgoing.Early._spec
+        begun = gradient_stream.GradientStream._spec
 
         def once(early: Any, row: int, grad: Tensor, *more: Any) -> Any:
             kept = early._begun.get(row)
             return kept.spec if kept is not None else begun(early, row, grad, *more)
 
-        monkeypatch.setattr(outgoing.Early, "_spec", once)
+        monkeypatch.setattr(gradient_stream.GradientStream, "_spec", once)
         assert not copies.through_the_host(machine).good
     executor.close()
     devices.streams._beside.cache_clear()
@@ -169,7 +191,9 @@ def test_gradients_that_leave_early_are_held_against_the_plain_modules(monkeypat
 def executor_that(**answers: Any) -> Any:
     """An executor whose statistics and replicas are these."""
     stats = {"link": "shared and CUDA IPC", "deaths": 0, **answers}
-    return SimpleNamespace(stats=lambda: SimpleNamespace(**stats), replicas=lambda: stats.get("replicas", ()))
+    return SimpleNamespace(
+        stats=lambda: SimpleNamespace(**stats), replicas=lambda: stats.get("replicas", ())
+    )
 
 
 LINKS = {
@@ -182,11 +206,16 @@ LINKS = {
 
 
 @pytest.mark.parametrize("case", [*LINKS])
-def test_a_gpu_that_is_shared_without_cuda_ipc_has_failed(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_a_gpu_that_is_shared_without_cuda_ipc_has_failed(
+    monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
     """And replicas that are not where they should be; not what the allocator's settings exclude."""
     uuids, link, good = LINKS[case]
     machine: Any = Stub(lambda _net: lambda _x: None)
-    replicas = [SimpleNamespace(index=i, gpu="G", device="cuda:0", gpu_uuid=uuid) for i, uuid in enumerate(uuids)]
+    replicas = [
+        SimpleNamespace(index=i, gpu="G", device="cuda:0", gpu_uuid=uuid)
+        for i, uuid in enumerate(uuids)
+    ]
     machine.executor = lambda: executor_that(link=link, replicas=replicas)
     assert copies.links(machine).good  # of CPUs nothing is asked
     with installed(monkeypatch) as gpu:
@@ -199,7 +228,8 @@ def test_a_gpu_that_is_shared_without_cuda_ipc_has_failed(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("raised", "deaths", "good"), [(ASSERTION, 1, True), ("its line was cut", 1, False), (ASSERTION, 6, False)]
+    ("raised", "deaths", "good"),
+    [(ASSERTION, 1, True), ("its line was cut", 1, False), (ASSERTION, 6, False)],
 )
 def test_the_text_of_an_assertion_and_one_death(raised: str, deaths: int, good: bool) -> None:
     """More than that is a failure, also where the next call is right."""
@@ -209,7 +239,9 @@ def test_the_text_of_an_assertion_and_one_death(raised: str, deaths: int, good: 
         def forward(self, x: Tensor) -> Tensor:
             if x.min() < 0:
                 died[0] += deaths
-                raise RuntimeError(f"Caught RuntimeError in replica 0\n{raised}\nCompile with TORCH_USE_CUDA_DSA")
+                raise RuntimeError(
+                    f"Caught RuntimeError in replica 0\n{raised}\nCompile with TORCH_USE_CUDA_DSA"
+                )
             return x
 
     machine: Any = Stub(lambda _net: Fails())
@@ -221,15 +253,15 @@ def test_the_text_of_an_assertion_and_one_death(raised: str, deaths: int, good: 
 def test_registered_memory_is_tried(monkeypatch: pytest.MonkeyPatch, refuses: bool) -> None:
     """A refusal is told, and is no failure; that the next kernel fails of it is one."""
     with installed(monkeypatch) as gpu:
-        monkeypatch.setattr(devices.gpu, "_registry", devices.gpu._Registry())
+        monkeypatch.setattr(devices.cuda, "_registry", devices.cuda._Registry())
         gpu.refuses = refuses
         found = copies.registered(Stub(lambda net: net))
         assert (found.good, found.numbers["registered"]) == (True, not refuses)
-        monkeypatch.setattr(devices.gpu, "_registry", devices.gpu._Registry())
-        monkeypatch.setattr(devices.gpu, "_take_error", lambda _device: None)
+        monkeypatch.setattr(devices.cuda, "_registry", devices.cuda._Registry())
+        monkeypatch.setattr(devices.cuda, "_take_error", lambda _device: None)
         row = Row("copies", "registered memory", copies.registered)
         line = runner.try_row(row, Stub(lambda net: net))
-        assert line.status is (Status.FAILED if refuses else Status.PASSED), line
+        assert line.status is (RowStatus.FAILED if refuses else RowStatus.PASSED), line
 
 
 def test_what_is_lost_after_an_evaluation_is_noticed() -> None:
@@ -240,7 +272,9 @@ def test_what_is_lost_after_an_evaluation_is_noticed() -> None:
     assert copies.evaluation_first(machine).good
     assert not copies.evaluation_first(machine).good
     assert copies.two_devices(Stub(lambda net: net)).good
-    late = copies.two_devices(Stub(lambda _net: lambda x, named: (x, {"twice": 0 * named["y"]}, None)))
+    late = copies.two_devices(
+        Stub(lambda _net: lambda x, named: (x, {"twice": 0 * named["y"]}, None))
+    )
     assert (late.good, late.text) == (False, "WRONG inputs")
 
 
@@ -250,7 +284,10 @@ def test_settings_that_do_not_arrive_are_noticed() -> None:
     gathers = behaviour.settings(Stub(lambda net: lambda x: (x, [[each] for each in net(x)[1]])))
     assert gathers.good, gathers
     assert not behaviour.settings(Stub(lambda _net: lambda x: (x, (["none"], [""])))).good
-    assert (torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")) == before
+    assert (
+        torch.are_deterministic_algorithms_enabled(),
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    ) == before
     assert behaviour.on_cpus(Stub(lambda net: net)).good
 
 
@@ -258,11 +295,15 @@ def test_settings_that_do_not_arrive_are_noticed() -> None:
 
 
 @pytest.mark.parametrize(("gpus", "backend"), [(0, "gloo"), (1, "gloo"), (2, "nccl")])
-def test_ddp_never_has_two_ranks_of_nccl_on_one_gpu(monkeypatch: pytest.MonkeyPatch, gpus: int, backend: str) -> None:
+def test_ddp_never_has_two_ranks_of_nccl_on_one_gpu(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, backend: str
+) -> None:
     """With one GPU its two workers talk over gloo."""
     asked: list[Any] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    monkeypatch.setattr(ddp.dist, "init_process_group", lambda name, **more: asked.append((name, more["rank"])))
+    monkeypatch.setattr(
+        ddp.dist, "init_process_group", lambda name, **more: asked.append((name, more["rank"]))
+    )
     monkeypatch.setattr(ddp.dist, "destroy_process_group", lambda: asked.append("end"))
     monkeypatch.setattr(ddp, "_measure", lambda *_: 0.5)
     ours, theirs = multiprocessing.Pipe()
@@ -294,7 +335,9 @@ def test_a_worker_of_ddp_uses_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: log.append(("current", device)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append(("waited", device)))
     load = loads.Load(
-        lambda: net, lambda: (_Part(log, torch.ones(4, 2)), _Part(log, torch.ones(4))), lambda net, x, y: net(x).mean()
+        lambda: net,
+        lambda: (_Part(log, torch.ones(4, 2)), _Part(log, torch.ones(4))),
+        lambda net, x, y: net(x).mean(),
     )
     monkeypatch.setitem(ddp.LOADS, "small", load)
     assert ddp._measure("small", 3, 4, 2, 2) > 0
@@ -321,7 +364,9 @@ class Unreadable:
         raise OSError("the disk is full")
 
 
-def test_a_driver_that_does_not_answer_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_driver_that_does_not_answer_is_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """NVIDIA's tool may be missing, fail, or hang."""
     monkeypatch.setenv("PATH", str(tmp_path))
     assert driver() == ""
@@ -350,7 +395,7 @@ def test_a_gpu_that_torch_cannot_use_is_told_of() -> None:
 
 def lines(*_: Any) -> Any:
     """A table of one row."""
-    yield Line("g", "a row", Status.PASSED, "fine")
+    yield TableLine("g", "a row", RowStatus.PASSED, "fine")
 
 
 def test_a_file_that_cannot_be_written_is_told_at_once(
@@ -396,8 +441,12 @@ class _End:
 
 
 @pytest.mark.parametrize("how", ["all rows", "spoiled", "interrupted"])
-def test_a_child_tries_its_rows_until_the_device_is_spoiled(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """Then it says that the others are for another process; whatever comes, it ends its replicas."""
+def test_a_child_tries_its_rows_until_the_device_is_spoiled(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Then it says that the others are for another process; whatever comes, it ends its
+    replicas.
+    """
     log: list[str] = []
 
     def row(_here: Here) -> Any:
@@ -417,8 +466,15 @@ def test_a_child_tries_its_rows_until_the_device_is_spoiled(monkeypatch: pytest.
     end: Any = _End()
     runner._work(end, "a_table_of_two", ["one", "two"], True)
     assert log == ["closed", "shut down"]
-    expected = {"all rows": ["one", "two"], "spoiled": ["one", runner.Word.ELSEWHERE], "interrupted": []}[how]
-    assert [getattr(said, "name", said) if not isinstance(said, runner.Word) else said for said in end.said] == [
+    expected = {
+        "all rows": ["one", "two"],
+        "spoiled": ["one", runner.Word.ELSEWHERE],
+        "interrupted": [],
+    }[how]
+    assert [
+        getattr(said, "name", said) if not isinstance(said, runner.Word) else said
+        for said in end.said
+    ] == [
         runner.Word.STARTED,
         *expected,
     ]

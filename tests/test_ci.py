@@ -1,4 +1,6 @@
-"""The check of a commit, run on suites of a few tests: what is run again, and what makes it fail."""
+"""The check of a commit, run on suites of a few tests: what is run again, and what makes it
+fail.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def check(root: Path, tests: str, *arguments: str) -> subprocess.CompletedProces
     path = os.pathsep.join([str(root / "tools"), os.environ["PATH"]])
     env = {**os.environ, "PATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
     command = [str(root / ".ci" / "run"), *arguments]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=240, check=False
+    )
 
 
 def test_what_passes_when_it_is_run_again_is_named(tmp_path: Path) -> None:
@@ -104,7 +108,9 @@ def test_a_suite_that_passes_is_run_once(tmp_path: Path) -> None:
     ids=["fails twice", "all skipped", "no test", "not collected", "no report"],
 )
 def test_what_fails_the_check(tests: str, why: str, tmp_path: Path) -> None:
-    """A failure that comes again, a suite without a test that ran, and one that did not end properly."""
+    """A failure that comes again, a suite without a test that ran, and one that did not end
+    properly.
+    """
     done = check(tmp_path, tests)
     assert done.returncode == 1 and why in done.stdout + done.stderr, done.stdout + done.stderr
     assert "AGAIN" not in done.stdout

@@ -47,7 +47,9 @@ ONES = torch.ones(4, 2)
 
 
 def test_C11_a_method_that_was_set_before_wrapping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library's class patched at the top of a script: replicas import the class, and get the patch."""
+    """A library's class patched at the top of a script: replicas import the class, and get the
+    patch.
+    """
     monkeypatch.setattr(Scaled, "forward", tripled)
     assert torch.equal(DataParallel(Calls(), ["cpu", "cpu"])(ONES), ONES * 3)
 

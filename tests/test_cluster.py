@@ -1,4 +1,6 @@
-"""Several nodes: the driver on a head without GPUs, replicas on nodes that share neither memory nor sockets with it."""
+"""Several nodes: the driver on a head without GPUs, replicas on nodes that share neither memory nor
+sockets with it.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +21,27 @@ def run(script: str, *arguments: str) -> str:
     """What a script prints that has a cluster of its own."""
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     env["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent)])
-    # A folder of its own: Ray writes there which cluster others are to join. A short one: it has sockets in it.
+    # A folder of its own: Ray writes there which cluster others are to join. A short one: it has
+    # sockets in it.
     with tempfile.TemporaryDirectory(prefix="rp", dir="/tmp", ignore_cleanup_errors=True) as folder:
         env["RAY_TMPDIR"] = folder
         command = [sys.executable, str(HERE / script), *arguments]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=600, check=False
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def test_several_nodes() -> None:
-    """Two and three nodes, code that only the driver has, who holds what, nodes that come, go, die and drain."""
+    """Two and three nodes, code that only the driver has, who holds what, nodes that come, go, die
+    and drain.
+    """
     printed = run("cluster_script.py")
     for line in (
         "two nodes train as one process does, a package that only the driver has",
-        "PlacementError asked for 3 GPU and 0 CPU replicas (each GPU replica with 1 GPU); after 1 s",
+        "PlacementError asked for 3 GPU and 0 CPU replicas (each GPU replica with 1 GPU); "
+        "after 1 s",
         "0 of 1 GPU, 1 of 1 CPU; node ",
         "1 by executor 'first' of this program",
         "cpu replicas are spread over the nodes that have CPUs",
@@ -47,11 +55,16 @@ def test_several_nodes() -> None:
 
 @pytest.mark.parametrize(
     "moments",
-    [["relay", "midway 2"], pytest.param(["forward 2", "backward 2", "summed"], marks=pytest.mark.soak)],
+    [
+        ["relay", "midway 2"],
+        pytest.param(["forward 2", "backward 2", "summed"], marks=pytest.mark.soak),
+    ],
     ids=", ".join,
 )
 def test_replicas_of_several_nodes_among_themselves(moments: list[str]) -> None:
-    """With two nodes of two replicas each: the same bits, no more bytes through the driver, a lost root and nodes."""
+    """With two nodes of two replicas each: the same bits, no more bytes through the driver, a lost
+    root and nodes.
+    """
     printed = run("collective_script.py", *moments)
     for line in (
         "two nodes train as one process does, and exchange gradients and weights",
@@ -64,11 +77,16 @@ def test_replicas_of_several_nodes_among_themselves(moments: list[str]) -> None:
 
 def test_a_node_that_joins_later() -> None:
     """Its replicas see none of the memory that those of the first node see."""
-    assert "replicas of a later node are sent what the others see" in run("reach_script.py", "later")
+    assert ("replicas of a later node are sent what the others see") in run(
+        "reach_script.py", "later"
+    )
 
 
-@pytest.mark.soak  # beside another running Ray, as the suite's, Ray drops that user's actors before they start
-@pytest.mark.skipif(os.getuid() != 0 or shutil.which("setpriv") is None, reason="only root may become somebody else")
+# beside another running Ray, as the suite's, Ray drops that user's actors before they start
+@pytest.mark.soak
+@pytest.mark.skipif(
+    os.getuid() != 0 or shutil.which("setpriv") is None, reason="only root may become somebody else"
+)
 def test_replicas_of_another_user() -> None:
     """They refuse the line, and their memory cannot be read: calls go through Ray."""
     assert "replicas of another user are reached through Ray" in run("reach_script.py", "user")

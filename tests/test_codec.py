@@ -1,4 +1,6 @@
-"""Nested values to messages and back: every kind of tensor, what travels of it, and what an error says."""
+"""Nested values to messages and back: every kind of tensor, what travels of it, and what an error
+says.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +15,36 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raydp_parallel import TransferError, codec
-from raydp_parallel.links import InlineLink, Mail, ObjectStoreLink
-from raydp_parallel.messages import Parcel
+from raydp_parallel import TransferError
+from raydp_parallel.transport import codec
+from raydp_parallel.transport.links import Attachments, InlineLink, ObjectStoreLink
+from raydp_parallel.transport.messages import Parcel
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True, params=[True, False], ids=["short way", "long way"])
 def short(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether what is small and plain goes the short way; all else goes the long one at any rate."""
+    """Whether what is small and plain goes the short way; all else goes the long one at any
+    rate.
+    """
     if not request.param:
         monkeypatch.setattr(InlineLink, "inline", 0)
         monkeypatch.setattr(codec.parcels, "read_small", lambda parcel: None)
     return bool(request.param)
 
 
-def send(value: Any, requires_grad: bool = False) -> tuple[Parcel, Mail]:
+def send(value: Any, requires_grad: bool = False) -> tuple[Parcel, Attachments]:
     """Encode, as a message that has crossed."""
-    mail = Mail(InlineLink())
-    parcel, _ = codec.encode(value, mail, "", requires_grad)
-    return pickle.loads(pickle.dumps(parcel)), mail
+    attachments = Attachments(InlineLink())
+    parcel, _ = codec.encode(value, attachments, "", requires_grad)
+    return pickle.loads(pickle.dumps(parcel)), attachments
 
 
 def cross(value: Any, requires_grad: bool = False) -> Any:
     """A value as it arrives."""
-    parcel, mail = send(value, requires_grad)
-    return codec.decode(parcel, Mail(mail.link, mail.beside), CPU)[0]
+    parcel, attachments = send(value, requires_grad)
+    return codec.decode(parcel, Attachments(attachments.link, attachments.beside), CPU)[0]
 
 
 def numbers(*shape: int) -> Tensor:
@@ -71,7 +76,16 @@ class Slotted:
 # --- dense tensors ---
 
 INTEGERS = ("uint8", "int8", "int16", "int32", "int64", "bool", "uint16", "uint32", "uint64")
-FLOATS = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2")
+FLOATS = (
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+    "float8_e4m3fn",
+    "float8_e5m2",
+)
 
 
 @pytest.mark.parametrize("value", [(), (3,), (0, 2), (2, 3), (70,)], ids=str)
@@ -81,33 +95,47 @@ def test_both_ways_say_the_same(
 ) -> None:
     """The same specs, offsets, bytes and size, so that either end may go either way."""
     tensors = tuple(torch.randn(value, requires_grad=k == 1) for k in range(count))
-    parcel, mail = send(tensors, True)
+    parcel, attachments = send(tensors, True)
     monkeypatch.setattr(InlineLink, "inline", 0 if short else 1 << 30)
     other, mail_of_other = send(tensors, True)
-    assert parcel[:2] == other[:2] and mail.size == mail_of_other.size
+    assert parcel[:2] == other[:2] and attachments.size == mail_of_other.size
     assert parcel.packet[: len(other.packet)] == other.packet[: len(parcel.packet)]
     for tensor, found in zip(tensors, codec.decode(other, mail_of_other, CPU)[0], strict=True):
         assert torch.equal(tensor, found) and tensor.requires_grad == found.requires_grad
 
 
 def test_large_ones_go_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Together they are more than the link takes into a message; of what was begun nothing is left."""
+    """Together they are more than the link takes into a message; of what was begun nothing
+    is left.
+    """
     monkeypatch.setattr(InlineLink, "inline", 100)
-    tensors, mail = (numbers(8), numbers(8)), Mail(InlineLink())
-    assert codec.tensors.write_small(tensors, mail, False) is None and mail.size == 0
-    assert codec.tensors.write_small(tensors[:1], mail, False) is not None and mail.size == 64
+    tensors, attachments = (numbers(8), numbers(8)), Attachments(InlineLink())
+    assert (
+        codec.tensor_bytes.write_small(tensors, attachments, False) is None
+        and attachments.size == 0
+    )
+    assert (
+        codec.tensor_bytes.write_small(tensors[:1], attachments, False) is not None
+        and attachments.size == 64
+    )
 
 
 def test_many_go_the_long_way() -> None:
-    """Else a large model's small gradients would be copied for nothing before the first large one."""
-    assert codec.tensors.write_small((numbers(1),) * 17, Mail(InlineLink()), False) is None
+    """Else a large model's small gradients would be copied for nothing before the first
+    large one.
+    """
+    assert (
+        codec.tensor_bytes.write_small((numbers(1),) * 17, Attachments(InlineLink()), False) is None
+    )
 
 
 def test_some_rows() -> None:
     """Of a parcel any tensors can be taken, in any order."""
-    parcel, mail = send((numbers(2), numbers(3), numbers(4)))
+    parcel, attachments = send((numbers(2), numbers(3), numbers(4)))
     for rows in ([0, 1, 2], [2, 0], [1], []):
-        assert [len(t) for t in codec.unpack(parcel, mail, CPU, rows)] == [row + 2 for row in rows]
+        assert [len(t) for t in codec.unpack(parcel, attachments, CPU, rows)] == [
+            row + 2 for row in rows
+        ]
 
 
 def test_zeros_without_memory() -> None:
@@ -160,20 +188,24 @@ def test_every_stride(kind: str) -> None:
     assert torch.equal(tensor, LAYOUTS[kind]())
 
 
-@pytest.mark.parametrize("kind", ("contiguous", "transposed", "channels_last", "channels_last_3d", "permuted"))
+@pytest.mark.parametrize(
+    "kind", ("contiguous", "transposed", "channels_last", "channels_last_3d", "permuted")
+)
 def test_the_order_of_strides_is_kept(kind: str) -> None:
     """Dense tensors keep their strides, so kernels choose the same way."""
     tensor = LAYOUTS[kind]()
     assert cross(tensor).stride() == tensor.stride()
 
 
-@pytest.mark.parametrize("kind", ("columns", "every other", "expanded", "slice of a batch", "diagonal"))
+@pytest.mark.parametrize(
+    "kind", ("columns", "every other", "expanded", "slice of a batch", "diagonal")
+)
 def test_only_the_bytes_that_show_travel(kind: str) -> None:
     """A slice of a big storage weighs what the slice weighs; pickle would send all of it."""
     tensor = LAYOUTS[kind]()
-    parcel, mail = send({"x": tensor})
-    assert mail.size <= tensor.numel() * tensor.element_size() + 64
-    assert len(pickle.dumps(parcel)) < mail.size + 600
+    parcel, attachments = send({"x": tensor})
+    assert attachments.size <= tensor.numel() * tensor.element_size() + 64
+    assert len(pickle.dumps(parcel)) < attachments.size + 600
 
 
 def test_conjugate_and_negative_views() -> None:
@@ -188,7 +220,12 @@ def test_conjugate_and_negative_views() -> None:
 
 def test_packets_are_aligned() -> None:
     """Each tensor starts where any dtype may, whatever stands before it."""
-    values = [torch.ones(3, dtype=torch.bool), numbers(5).double(), torch.ones(1, dtype=torch.int8), numbers(3)]
+    values = [
+        torch.ones(3, dtype=torch.bool),
+        numbers(5).double(),
+        torch.ones(1, dtype=torch.int8),
+        numbers(3),
+    ]
     parcel, _ = send(values)
     assert all(spec.offset % 64 == 0 for spec in parcel.specs)
     assert all(torch.equal(a, b) for a, b in zip(cross(values), values, strict=True))
@@ -274,7 +311,9 @@ def test_meta() -> None:
 
 
 def test_parameters_arrive_as_tensors() -> None:
-    """A value's Parameter is a plain tensor on the other side, as a chunk of it is under upstream (row S3)."""
+    """A value's Parameter is a plain tensor on the other side, as a chunk of it is under upstream
+    (row S3).
+    """
     found = cross({"p": nn.Parameter(torch.ones(3))})["p"]
     assert type(found) is Tensor
     assert not found.requires_grad
@@ -303,14 +342,16 @@ def test_attributes_of_a_subclass_arrive() -> None:
 def test_the_same_tensor_twice_is_one_tensor() -> None:
     """It travels once, and stands in both places."""
     tensor = torch.ones(1000)
-    parcel, mail = send({"a": tensor, "b": [tensor, Own(tensor)]})
+    parcel, attachments = send({"a": tensor, "b": [tensor, Own(tensor)]})
     assert len(parcel.specs) == 1
-    assert mail.size < 2 * tensor.nbytes
+    assert attachments.size < 2 * tensor.nbytes
     found = cross({"a": tensor, "b": [tensor, Own(tensor)]})
     assert found["a"] is found["b"][0] is found["b"][1].tensor is found["b"][1].nested["deep"][1][0]
 
 
-@pytest.mark.parametrize("row", ((0, 0), (0, 1, 0), (None, 0, None, 0), (None,), (), (0,), (0, None, 1)))
+@pytest.mark.parametrize(
+    "row", ((0, 0), (0, 1, 0), (None, 0, None, 0), (None,), (), (0,), (0, None, 1))
+)
 def test_rows_of_tensors(row: tuple[int | None, ...]) -> None:
     """Tuples of tensors and Nones, repeated or not, as gradients are."""
     tensors = [torch.ones(3), torch.zeros(2, 2)]
@@ -327,8 +368,8 @@ def test_rows_of_tensors(row: tuple[int | None, ...]) -> None:
 def test_views_of_one_storage_arrive_apart() -> None:
     """Two windows of one storage are two tensors; neither drags the storage along."""
     whole = numbers(10_000).float()
-    _, mail = send([whole[:10], whole[5:20]])
-    assert mail.size < 300
+    _, attachments = send([whole[:10], whole[5:20]])
+    assert attachments.size < 300
     first, second = cross([whole[:10], whole[5:20]])
     first.zero_()
     assert torch.equal(second, whole[5:20])
@@ -348,8 +389,8 @@ def test_tensors_inside_users_objects() -> None:
 def test_a_module_is_a_value_too() -> None:
     """Its parameters' bytes lie beside the skeleton."""
     module = nn.Sequential(nn.Linear(100, 100), nn.BatchNorm1d(100))
-    parcel, mail = send([module])
-    assert mail.size >= sum(t.nbytes for t in module.state_dict().values())
+    parcel, attachments = send([module])
+    assert attachments.size >= sum(t.nbytes for t in module.state_dict().values())
     assert len(parcel.skeleton) < 10_000
     for name, tensor in cross([module])[0].state_dict().items():
         assert torch.equal(tensor, module.state_dict()[name])
@@ -364,9 +405,15 @@ class Point(NamedTuple):
 
 def test_values_around_tensors_come_back_as_they_were() -> None:
     """Containers, namedtuples, plain values, None, functions by value."""
-    value = {"p": Point(1, [None, "s", 2.5, {3}]), 4: (b"b", 1 + 2j, range(3)), "f": lambda v: v + 1}
+    value = {
+        "p": Point(1, [None, "s", 2.5, {3}]),
+        4: (b"b", 1 + 2j, range(3)),
+        "f": lambda v: v + 1,
+    }
     found = cross(value)
-    assert {k: v for k, v in found.items() if k != "f"} == {k: v for k, v in value.items() if k != "f"}
+    assert {k: v for k, v in found.items() if k != "f"} == {
+        k: v for k, v in value.items() if k != "f"
+    }
     assert type(found["p"]) is Point
     assert found["f"](2) == 3
     assert cross(None) is None
@@ -393,8 +440,8 @@ def test_requires_grad_of_sparse_tensors() -> None:
 def test_encode_returns_the_tensors_in_the_order_of_the_specs() -> None:
     """The caller pairs gradients with them."""
     a, b = torch.ones(1), torch.zeros(2)
-    mail = Mail(InlineLink())
-    parcel, tensors = codec.encode({"x": [a, b, a]}, mail, "")
+    attachments = Attachments(InlineLink())
+    parcel, tensors = codec.encode({"x": [a, b, a]}, attachments, "")
     assert tensors[0] is a
     assert tensors[1] is b
     assert [spec.shape for spec in parcel.specs] == [(1,), (2,)]
@@ -408,25 +455,25 @@ def test_load_puts_others_in_the_tensors_places() -> None:
 
 def test_a_value_without_tensors_has_no_packet() -> None:
     """Nothing is sent, and nothing is opened."""
-    parcel, mail = send({"a": 1})
-    assert (parcel.specs, parcel.packet, mail.size) == ((), b"", 0)
-    assert codec.decode(parcel, Mail(ObjectStoreLink()), CPU) == ({"a": 1}, [])
+    parcel, attachments = send({"a": 1})
+    assert (parcel.specs, parcel.packet, attachments.size) == ((), b"", 0)
+    assert codec.decode(parcel, Attachments(ObjectStoreLink()), CPU) == ({"a": 1}, [])
 
 
 def test_every_decoding_has_memory_of_its_own() -> None:
     """One packet serves several receivers, and what one writes the next does not see."""
-    parcel, mail = send([torch.ones(3)])
-    first = codec.decode(parcel, mail, CPU)[1][0]
+    parcel, attachments = send([torch.ones(3)])
+    first = codec.decode(parcel, attachments, CPU)[1][0]
     first.zero_()
-    assert codec.decode(parcel, mail, CPU)[1][0].tolist() == [1, 1, 1]
+    assert codec.decode(parcel, attachments, CPU)[1][0].tolist() == [1, 1, 1]
 
 
 def test_the_sender_may_write_on_at_once() -> None:
     """What was encoded is what the value was then."""
     tensor = torch.ones(3)
-    parcel, mail = send([tensor])
+    parcel, attachments = send([tensor])
     tensor.zero_()
-    assert codec.decode(parcel, mail, CPU)[0][0].tolist() == [1, 1, 1]
+    assert codec.decode(parcel, attachments, CPU)[0][0].tolist() == [1, 1, 1]
 
 
 # --- what cannot be sent ---
@@ -452,7 +499,7 @@ class Holder(nn.Module):
 def refused(value: Any, root: str) -> TransferError:
     """The error for a value."""
     with pytest.raises(TransferError) as caught:
-        codec.encode(value, Mail(InlineLink()), root)
+        codec.encode(value, Attachments(InlineLink()), root)
     return caught.value
 
 
@@ -482,7 +529,9 @@ def test_an_error_names_the_path(path: str) -> None:
 
 def test_an_error_names_generators_and_modules_attributes() -> None:
     """A generator among the arguments; a lock deep inside a module."""
-    assert str(refused(ARGUMENTS(((i for i in range(3)),), {}), "")).startswith("inputs[0] is a builtins.generator")
+    assert str(refused(ARGUMENTS(((i for i in range(3)),), {}), "")).startswith(
+        "inputs[0] is a builtins.generator"
+    )
     assert str(refused(Holder(2), "module")).startswith("module.child.child.lock is a _thread.lock")
 
 
@@ -524,6 +573,6 @@ class Asked(metaclass=Asks):
 
 def test_a_class_whose_metaclass_asks_goes_by_its_name() -> None:
     """It is no object that delegates."""
-    mail = Mail(InlineLink())
-    parcel, _ = codec.encode({"kind": Asked}, mail, "inputs")
-    assert codec.decode(parcel, mail, torch.device("cpu"))[0]["kind"] is Asked
+    attachments = Attachments(InlineLink())
+    parcel, _ = codec.encode({"kind": Asked}, attachments, "inputs")
+    assert codec.decode(parcel, attachments, torch.device("cpu"))[0]["kind"] is Asked

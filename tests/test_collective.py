@@ -1,4 +1,6 @@
-"""Replicas among themselves: sums of gradients and weights that are passed on, with the driver's bits, whoever dies."""
+"""Replicas among themselves: sums of gradients and weights that are passed on, with the driver's
+bits, whoever dies.
+"""
 
 from __future__ import annotations
 
@@ -23,27 +25,31 @@ from mortal import arm, armed, fate, rows, same, state, whole
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from raydp_parallel import DataParallel, Executor, Options, codec, collective
-from raydp_parallel import groups as driver
-from raydp_parallel.collective import Group, Groups, Reducer
-from raydp_parallel.collective.backends import _GlooWork
-from raydp_parallel.crew import Place
-from raydp_parallel.exchange import Join, Kind, Reduce, Sum
-from raydp_parallel.links import Arena, InlineLink, Link, Mail, SharedLink
-from raydp_parallel.messages import Hello
-from raydp_parallel.seats import Seat
+from raydp_parallel import DataParallel, Executor, Options
+from raydp_parallel.calls import replica_groups as driver
+from raydp_parallel.cluster.backend import DevicePlace
+from raydp_parallel.cluster.replica_slots import ReplicaSlot
+from raydp_parallel.devices.buffers import Arena
+from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.transport import codec, collective
+from raydp_parallel.transport.collective import Group, Groups, Reducer
+from raydp_parallel.transport.collective.backends import _GlooWork
+from raydp_parallel.transport.group_messages import GroupKind, JoinGroup, Reduce, SumOutcome
+from raydp_parallel.transport.links import Attachments, InlineLink, Link, SharedLink
 
 # --- one group in one process, a thread for each member ---
 
 
-def together(size: int, work: Callable[[int, Group], Any], kind: Kind = Kind.GLOO) -> list[Any]:
+def together(
+    size: int, work: Callable[[int, Group], Any], kind: GroupKind = GroupKind.GLOO
+) -> list[Any]:
     """What each member of a new group makes of it, or what it raised."""
     host = Groups()
     store = host.host(10.0)
 
     def member(rank: int) -> Any:
         groups = host if rank == 0 else Groups()
-        assert groups.join(Join("test", rank, size, store, 10.0, kind)) == ""
+        assert groups.join(JoinGroup("test", rank, size, store, 10.0, kind)) == ""
         group = groups.find("test")
         assert group is not None
         try:
@@ -68,7 +74,11 @@ def test_a_store_listens_at_one_address() -> None:
 
 @pytest.mark.parametrize(
     ("encrypts", "link", "wanted"),
-    [("0", "auto", [False, True]), ("1", "auto", [False, False]), ("1", "collective", [True, True])],
+    [
+        ("0", "auto", [False, True]),
+        ("1", "auto", [False, False]),
+        ("1", "collective", [True, True]),
+    ],
 )
 def test_where_ray_encrypts_there_are_no_groups_of_several_nodes(
     encrypts: str, link: str, wanted: list[bool], monkeypatch: pytest.MonkeyPatch
@@ -76,27 +86,29 @@ def test_where_ray_encrypts_there_are_no_groups_of_several_nodes(
     """Their sockets are as plain to read as lines; who asks for groups gets them."""
     monkeypatch.setenv("RAY_USE_TLS", encrypts)
     options = Options(link=link)  # type: ignore[arg-type]
-    groups = driver.Groups(SimpleNamespace(options=options))  # type: ignore[arg-type]
+    groups = driver.ReplicaGroups(SimpleNamespace(options=options))  # type: ignore[arg-type]
 
-    def seats(*nodes: str) -> list[Any]:
+    def slots(*nodes: str) -> list[Any]:
         found: list[Any] = []
         for number, node in enumerate(nodes):
-            found.append(Seat(Place("gpu", number), number))
-            found[-1].seat(None, Hello(1, node, "cuda:0", "a GPU", f"gpu {number}", 0, 0))
+            found.append(ReplicaSlot(DevicePlace("gpu", number), number))
+            found[-1].slot(None, ReplicaHello(1, node, "cuda:0", "a GPU", f"gpu {number}", 0, 0))
         return found
 
-    asked = [groups.wanted(seats(*nodes), 1 << 20, None) for nodes in (("a", "a"), ("a", "b"))]
+    asked = [groups.wanted(slots(*nodes), 1 << 20, None) for nodes in (("a", "a"), ("a", "b"))]
     assert asked == wanted
 
 
-def word(root: int, order: Sequence[int], leaves: int, overlap: bool = True, patience: float = 10.0) -> Reduce:
+def word(
+    root: int, order: Sequence[int], leaves: int, overlap: bool = True, patience: float = 10.0
+) -> Reduce:
     """What the driver would ask for."""
     return Reduce("test", root, tuple(order), tuple(range(leaves)), 1, patience, overlap)
 
 
-def back(link: Link | None = None) -> Mail:
+def back(link: Link | None = None) -> Attachments:
     """What the root's sums travel by."""
-    return Mail(link or InlineLink())
+    return Attachments(link or InlineLink())
 
 
 def net() -> nn.Module:
@@ -109,20 +121,24 @@ def net() -> nn.Module:
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("shared", [False, True], ids=["inline", "shared"])
 def test_sums_have_the_order_of_the_chunks(size: int, shared: bool) -> None:
-    """To the bit, whoever is the root; every root's sum lies as its parameter does, on its way to the driver too."""
+    """To the bit, whoever is the root; every root's sum lies as its parameter does, on its way to
+    the driver too.
+    """
     leaves = [*net().parameters()]
     grads = [[torch.randn_like(leaf) * 10.0**k for leaf in leaves] for k in range(size)]
     before = copy.deepcopy(grads)
     order = [*reversed(range(size))]
 
     def work(rank: int, group: Group) -> Any:
-        mail = back(SharedLink(Arena()) if shared else None)
-        reducer = Reducer(group, word(1, order, len(leaves)), leaves, mail)
-        assert reducer.finish(grads[rank]) is Sum.DONE
+        attachments = back(SharedLink(Arena()) if shared else None)
+        reducer = Reducer(group, word(1, order, len(leaves)), leaves, attachments)
+        assert reducer.finish(grads[rank]) is SumOutcome.DONE
         assert [*reducer.marks] == [1] * len(leaves)
-        assert all(torch.equal(now, then) for now, then in zip(grads[rank], before[rank], strict=True))
+        assert all(
+            torch.equal(now, then) for now, then in zip(grads[rank], before[rank], strict=True)
+        )
         parcel = reducer.parcel()
-        return None if parcel is None else codec.decode(parcel, mail, torch.device("cpu"))[0]
+        return None if parcel is None else codec.decode(parcel, attachments, torch.device("cpu"))[0]
 
     found = together(size, work)
     assert found[0] is None
@@ -141,7 +157,7 @@ def test_what_a_member_lacks_is_zero_and_what_is_odd_is_left_out() -> None:
 
     def work(rank: int, group: Group) -> Any:
         reducer = Reducer(group, word(0, (0, 1), 4), leaves, back())
-        assert reducer.finish(odd if rank else [one] * 4) is Sum.DONE
+        assert reducer.finish(odd if rank else [one] * 4) is SumOutcome.DONE
         return reducer.marks, reducer.sums()
 
     (marks, sums), (others, _) = together(2, work)
@@ -160,7 +176,7 @@ def test_buckets_begin_in_one_order_whatever_order_backward_has() -> None:
         with reducer.watching():
             for k in shuffled:
                 (leaves[k] * (k + 1)).sum().backward()
-        assert reducer.finish([leaf.grad for leaf in leaves]) is Sum.DONE
+        assert reducer.finish([leaf.grad for leaf in leaves]) is SumOutcome.DONE
         return shuffled, reducer.sums()
 
     found = together(size, work)
@@ -169,13 +185,18 @@ def test_buckets_begin_in_one_order_whatever_order_backward_has() -> None:
 
 
 def test_a_sum_that_is_ready_early_waits_for_its_turn() -> None:
-    """Small buckets overtake large ones on the way, here and there differently; parts are gathered in one order."""
+    """Small buckets overtake large ones on the way, here and there differently; parts are gathered
+    in one order.
+    """
     size = 4
 
     def work(rank: int, group: Group) -> Any:
         found = []
         for step in range(30):
-            leaves = [torch.full((n,), 1.0, requires_grad=True) for n in (300, 700, 300_000, 290_000, 270_000)]
+            leaves = [
+                torch.full((n,), 1.0, requires_grad=True)
+                for n in (300, 700, 300_000, 290_000, 270_000)
+            ]
             reducer = Reducer(group, word(step % size, range(size), len(leaves)), leaves, back())
             with reducer.watching():
                 sum((leaf * step).sum() for leaf in leaves).backward()
@@ -184,7 +205,7 @@ def test_a_sum_that_is_ready_early_waits_for_its_turn() -> None:
         return [*found]
 
     for found in together(size, work):
-        assert set(found) == {Sum.DONE, True}
+        assert set(found) == {SumOutcome.DONE, True}
 
 
 @pytest.mark.parametrize("failed", [False, True])
@@ -208,11 +229,15 @@ def test_what_is_done_just_after_its_time_was_up_is_done(failed: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "again", [lambda leaf: leaf.sum().backward(), lambda leaf: leaf.grad.mul_(2)], ids=["more", "in place"]
+    "again",
+    [lambda leaf: leaf.sum().backward(), lambda leaf: leaf.grad.mul_(2)],
+    ids=["more", "in place"],
 )
-def test_a_gradient_that_changes_after_its_sum_has_begun_is_told(again: Callable[[Tensor], object]) -> None:
-    """It grows, as with a reentrant checkpoint, whose backward runs inside of backward; or is written to, and it was
-    being read where it lies."""
+def test_a_gradient_that_changes_after_its_sum_has_begun_is_told(
+    again: Callable[[Tensor], object],
+) -> None:
+    """It grows, as with a reentrant checkpoint, whose backward runs inside of backward; or is
+    written to, and it was being read where it lies."""
 
     def work(rank: int, group: Group) -> Any:
         leaf = torch.ones(400_000, requires_grad=True)
@@ -223,7 +248,7 @@ def test_a_gradient_that_changes_after_its_sum_has_begun_is_told(again: Callable
                 again(leaf)
         return reducer.finish([leaf.grad])
 
-    assert together(2, work) == [Sum.DONE, Sum.SPOILED]
+    assert together(2, work) == [SumOutcome.DONE, SumOutcome.SPOILED]
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -235,11 +260,13 @@ def test_who_leaves_is_noticed_at_once(size: int) -> None:
         if rank == size - 1:
             time.sleep(0.2)
             group.leave()
-            return Sum.FAILED
-        return Reducer(group, word(0, range(size), 1, patience=60.0), [leaf], back()).finish([leaf.detach()])
+            return SumOutcome.FAILED
+        return Reducer(group, word(0, range(size), 1, patience=60.0), [leaf], back()).finish(
+            [leaf.detach()]
+        )
 
     began = time.monotonic()
-    assert together(size, work) == [Sum.FAILED] * size
+    assert together(size, work) == [SumOutcome.FAILED] * size
     assert time.monotonic() - began < 30
 
 
@@ -251,13 +278,15 @@ def test_who_is_silent_is_not_waited_for_forever() -> None:
         leaf = torch.ones(400_000, requires_grad=True)
         if rank:
             done.wait(30)
-            return Sum.FAILED
+            return SumOutcome.FAILED
         try:
-            return Reducer(group, word(0, (0, 1), 1, patience=0.3), [leaf], back()).finish([leaf.detach()])
+            return Reducer(group, word(0, (0, 1), 1, patience=0.3), [leaf], back()).finish(
+                [leaf.detach()]
+            )
         finally:
             done.set()
 
-    assert together(2, work) == [Sum.FAILED] * 2
+    assert together(2, work) == [SumOutcome.FAILED] * 2
 
 
 # --- replicas ---
@@ -275,14 +304,18 @@ def three(cluster: None) -> Iterator[Executor]:
 @pytest.fixture(scope="module")
 def here() -> Iterator[Executor]:
     """Three that share nothing, in this process: what is right."""
-    with Executor(["cpu"] * 3, options=Options(in_process=True, threads=1, link="inline")) as executor:
+    with Executor(
+        ["cpu"] * 3, options=Options(in_process=True, threads=1, link="inline")
+    ) as executor:
         yield executor
 
 
 def among(executor: Executor) -> int:
     """Bytes that replicas have exchanged."""
-    executor.books.enter()
-    return sum(account.traffic["collective", "among"] for account in executor.books.accounts.values())
+    executor.recorder.enter()
+    return sum(
+        account.traffic["collective", "among"] for account in executor.recorder.accounts.values()
+    )
 
 
 def through(executor: Executor) -> int:
@@ -291,7 +324,9 @@ def through(executor: Executor) -> int:
 
 
 class Wide(nn.Module):
-    """Several buckets; a process may end or stop at chosen moments, also while its gradients are being summed."""
+    """Several buckets; a process may end or stop at chosen moments, also while its gradients are
+    being summed.
+    """
 
     def __init__(self, folder: Path, width: int = 700) -> None:
         super().__init__()
@@ -322,7 +357,9 @@ def meet(folder: str, moment: str) -> None:
 
 
 def watch(folder: str) -> None:
-    """Let this replica end, by its process id, before weights are passed on, and before and after its last sums."""
+    """Let this replica end, by its process id, before weights are passed on, and before and after
+    its last sums.
+    """
     if collective.pass_on.__name__ == "pass_on" and running_in_replica():
         passed, finished, own = collective.pass_on, Reducer.finish, os.getpid()
 
@@ -352,7 +389,9 @@ def train(
     chunks: int = 3,
     limits: Mapping[int, float] = MappingProxyType({}),
 ) -> list[Tensor]:
-    """Train, arming ``plan[step]`` before each step, whose calls may take ``limits[step]`` seconds."""
+    """Train, arming ``plan[step]`` before each step, whose calls may take ``limits[step]``
+    seconds.
+    """
     torch.manual_seed(3)
     model = DataParallel(Wide(folder), executor=executor)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
@@ -377,7 +416,8 @@ def test_training_has_the_same_bits_and_the_driver_carries_one_replica(
     assert same(train(three, tmp_path, {}, 4), expected)
     size = 4 * sum(p.numel() for p in Wide(tmp_path).parameters())
     moved = through(three) - before
-    assert 8 * size <= moved <= 8 * size * 1.02 + 4 * 3 * 20_000  # one way each, in each step; batch norm's means
+    # one way each, in each step; batch norm's means
+    assert 8 * size <= moved <= 8 * size * 1.02 + 4 * 3 * 20_000
     assert among(three) - exchanged >= 4 * 3 * size
     assert [left for _, left in three.flush()] == [0, 0, 0]  # nobody keeps gradients
 
@@ -387,9 +427,21 @@ def test_training_has_the_same_bits_and_the_driver_carries_one_replica(
 def test_deaths_in_every_phase_leave_the_same_bits(
     three: Executor, here: Executor, victim: int, tmp_path: Path
 ) -> None:
-    """In forward, while weights are passed on, in backward before, while and after it sums; of the root and another."""
-    # Between two of them a calm step: weights are passed on to those only that hold what the others hold.
-    moments = ["", f"forward {victim}", f"backward {victim}", f"midway {victim}", "", "relay", "sum", "summed"]
+    """In forward, while weights are passed on, in backward before, while and after it sums; of the
+    root and another.
+    """
+    # Between two of them a calm step: weights are passed on to those only that hold what the others
+    # hold.
+    moments = [
+        "",
+        f"forward {victim}",
+        f"backward {victim}",
+        f"midway {victim}",
+        "",
+        "relay",
+        "sum",
+        "summed",
+    ]
     expected = train(here, tmp_path, {}, len(moments))
     whole(three)
     deaths = three.stats().deaths
@@ -412,8 +464,12 @@ def test_deaths_in_every_phase_leave_the_same_bits(
 
 
 @pytest.mark.long
-def test_one_that_stands_still_is_ended_and_no_other(here: Executor, cluster: None, tmp_path: Path) -> None:
-    """Others that wait for it in a sum give up in time to answer, and are not taken for silent too."""
+def test_one_that_stands_still_is_ended_and_no_other(
+    here: Executor, cluster: None, tmp_path: Path
+) -> None:
+    """Others that wait for it in a sum give up in time to answer, and are not taken for
+    silent too.
+    """
     expected = train(here, tmp_path, {}, 3)
     with Executor(["cpu"] * 3, options=Options(link="collective")) as executor:
         assert same(train(executor, tmp_path, {1: ["stop midway 1"]}, 3, limits={1: 5.0}), expected)
@@ -425,11 +481,13 @@ def test_one_that_stands_still_is_ended_and_no_other(here: Executor, cluster: No
 def test_weights_and_sums_that_do_not_arrive_go_through_the_driver(
     three: Executor, here: Executor, who: int, tmp_path: Path
 ) -> None:
-    """One of them has left the group without a word: it is sent the weights, all answer with their own gradients."""
+    """One of them has left the group without a word: it is sent the weights, all answer with their
+    own gradients.
+    """
     expected = train(here, tmp_path, {}, 3)
     train(whole(three), tmp_path, {}, 1)  # there is a group
-    (group,) = (known for known in three.groups._known.values() if len(known.seats) == 3)
-    ray.get(group.seats[who].door.actor.leave.remote([group.name]))
+    (group,) = (known for known in three.groups._known.values() if len(known.slots) == 3)
+    ray.get(group.slots[who].client.actor.leave.remote([group.name]))
     deaths, reruns = three.stats().deaths, three.stats().replays
     assert same(train(three, tmp_path, {}, 3), expected)
     assert (three.stats().deaths, three.stats().replays) == (deaths, reruns)
@@ -437,7 +495,11 @@ def test_weights_and_sums_that_do_not_arrive_go_through_the_driver(
 
 
 def test_where_no_group_can_be_made_the_driver_does_all(
-    three: Executor, here: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    three: Executor,
+    here: Executor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The first time that is a warning; it is not tried again with each call."""
     expected, tries = train(here, tmp_path, {}, 3), []
@@ -448,7 +510,9 @@ def test_where_no_group_can_be_made_the_driver_does_all(
     exchanged = among(three)
     assert same(train(three, tmp_path, {}, 3), expected)
     assert len(tries) == 1 and among(three) == exchanged
-    assert [r.levelname for r in caplog.records if "no route to host" in r.getMessage()] == ["WARNING"]
+    assert [r.levelname for r in caplog.records if "no route to host" in r.getMessage()] == [
+        "WARNING"
+    ]
     three.groups._not_before = 0.0
 
 
@@ -493,7 +557,11 @@ class Odd(nn.Module):
         chunk, x = int(x[0, 0]), x[:, 1:]
         h = self.first(x)
         h = self.sometimes(h) if chunk == 1 else h
-        h = h + self.words((x[:, 0].abs() * 2).long().clamp(max=4)) if chunk else h + self.words.weight.sum(0)
+        h = (
+            h + self.words((x[:, 0].abs() * 2).long().clamp(max=4))
+            if chunk
+            else h + self.words.weight.sum(0)
+        )
         h = (h * self.fine).float() + (h * self.imaginary).abs()
         if x.requires_grad and chunk == 2:
             h = checkpoint(self.first, x, use_reentrant=False) + h
@@ -529,8 +597,12 @@ def odd_steps(executor: Executor) -> list[Tensor | None]:
     return found
 
 
-def test_what_does_not_fit_into_a_sum_is_right_all_the_same(three: Executor, here: Executor) -> None:
-    """Unused parameters, sparse, double and complex ones, ties, few chunks, retained graphs, a part of the leaves."""
+def test_what_does_not_fit_into_a_sum_is_right_all_the_same(
+    three: Executor, here: Executor
+) -> None:
+    """Unused parameters, sparse, double and complex ones, ties, few chunks, retained graphs, a part
+    of the leaves.
+    """
     expected = odd_steps(here)
     found = odd_steps(whole(three))
     for i, (one, other) in enumerate(zip(found, expected, strict=True)):
@@ -543,7 +615,9 @@ def test_second_order(three: Executor, here: Executor) -> None:
 
     def grads(executor: Executor) -> list[Tensor]:
         torch.manual_seed(5)
-        model = DataParallel(nn.Sequential(nn.Linear(7, 20), nn.Tanh(), nn.Linear(20, 1)), executor=executor)
+        model = DataParallel(
+            nn.Sequential(nn.Linear(7, 20), nn.Tanh(), nn.Linear(20, 1)), executor=executor
+        )
         x = rows(3, 1).requires_grad_()
         (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         slope.square().sum().backward()
@@ -597,7 +671,9 @@ class Failing(nn.Module):
         raise ValueError("no gradient today")
 
 
-def test_a_failure_in_one_chunk_is_raised_and_leaves_nobody_waiting(three: Executor, here: Executor) -> None:
+def test_a_failure_in_one_chunk_is_raised_and_leaves_nobody_waiting(
+    three: Executor, here: Executor
+) -> None:
     """In the midst of the sum; and the next step is as if nothing had been."""
     torch.manual_seed(5)
     module = Failing()

@@ -1,4 +1,6 @@
-"""torch.compile around a wrapper, around a step that calls it, and around a model that contains it."""
+"""torch.compile around a wrapper, around a step that calls it, and around a model that
+contains it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from raydp_parallel import DataParallel
 
 inductor = pytest.param(
     "inductor",
-    marks=[pytest.mark.long, pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")],
+    marks=[
+        pytest.mark.long,
+        pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler"),
+    ],
 )
 
 
@@ -73,7 +78,10 @@ def container(_: nn.Module, around: nn.Module, compiled: Compile, x: Tensor) -> 
 @pytest.mark.parametrize("backend", ("eager", "aot_eager", inductor))
 def test_a_graph_break_with_the_same_results(how: Callable[..., Tensor], backend: str) -> None:
     """Losses and gradients are those of the wrapper as it is, in the second step too."""
-    net, last = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)), nn.Linear(2, 2)
+    net, last = (
+        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)),
+        nn.Linear(2, 2),
+    )
     found: list[list[Tensor]] = []
     for compiled in (False, True):
         block = copy.deepcopy(net)
@@ -81,8 +89,12 @@ def test_a_graph_break_with_the_same_results(how: Callable[..., Tensor], backend
         model(torch.ones(4, 3))
         around = Around(model)
         around.last.load_state_dict(last.state_dict())
-        compile: Compile = (lambda f: torch.compile(f, backend=backend)) if compiled else lambda f: f
-        losses = [how(model, around, compile, torch.linspace(-1, 1, 18).view(6, 3) + i) for i in range(2)]
+        compile: Compile = (
+            (lambda f: torch.compile(f, backend=backend)) if compiled else lambda f: f
+        )
+        losses = [
+            how(model, around, compile, torch.linspace(-1, 1, 18).view(6, 3) + i) for i in range(2)
+        ]
         found.append([*losses, *[p.grad for p in around.parameters() if p.grad is not None]])
     torch.testing.assert_close(found[0], found[1])
 

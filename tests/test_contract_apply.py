@@ -1,4 +1,6 @@
-"""The contract's section 1.5: parallel_apply, exceptions, the caller's state, randomness (rows A1 to A11)."""
+"""The contract's section 1.5: parallel_apply, exceptions, the caller's state, randomness (rows A1
+to A11).
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ def test_A2_tuples_and_lists_are_positional_and_all_else_is_one_argument(one: An
 
 
 def test_A3_devices_may_be_left_out() -> None:
-    """Replicas know theirs; plain modules go to the cluster's devices, different modules side by side."""
+    """Replicas know theirs; plain modules go to the cluster's devices, different modules side by
+    side.
+    """
     nets = [nn.Linear(3, 2), nn.Linear(3, 4)]
     x = torch.randn(2, 3)
     for devices in (None, CPUS, [0, 1]):
@@ -106,13 +110,20 @@ def test_A3_devices_may_be_left_out() -> None:
 
 def test_A3_without_devices_plain_modules_go_to_the_gpus_in_turn() -> None:
     """A deviation: upstream runs all of them on the current device, which a cluster has not got."""
-    pids = [out.item() for out in parallel_apply([Find(lambda: [os.getpid()])] * 3, [torch.ones(1, 1)] * 3)]
+    pids = [
+        out.item()
+        for out in parallel_apply([Find(lambda: [os.getpid()])] * 3, [torch.ones(1, 1)] * 3)
+    ]
     assert pids[0] == pids[2] != pids[1]
-    assert pids[:2] == [row[0].item() for row in DataParallel(Find(lambda: [os.getpid()]), [0, 1])(torch.ones(2, 1))]
+    assert pids[:2] == [
+        row[0].item() for row in DataParallel(Find(lambda: [os.getpid()]), [0, 1])(torch.ones(2, 1))
+    ]
 
 
 def test_A3_no_tensor_is_needed() -> None:
-    """The branch of upstream's that looks for a tensor input is unreachable; modules without one run."""
+    """The branch of upstream's that looks for a tensor input is unreachable; modules without one
+    run.
+    """
     assert parallel_apply(replicate(Shape(), CPUS), [(), ()]) == ["((), [])"] * 2
 
 
@@ -211,14 +222,18 @@ def without_frames(text: str) -> list[str]:
 @pytest.mark.parametrize("name", ERRORS)
 @pytest.mark.parametrize("rows", [(0, 1), (1,)])
 def test_A4_exceptions_are_upstream_s_word_for_word(name: str, rows: tuple[int, ...]) -> None:
-    """Type, text, repr of a KeyError, what becomes of odd constructors; only the frames between differ."""
+    """Type, text, repr of a KeyError, what becomes of odd constructors; only the frames between
+    differ.
+    """
     net = Raises(ERRORS[name], rows)
     x = torch.tensor([[0.0], [1.0]])
     ours = raised(lambda: DataParallel(net, [0, 1])(x))
     theirs = raised(lambda: oracle.DataParallel(net, [0, 1])(x))
     assert type(ours) is type(theirs)
     assert without_frames(str(ours)) == without_frames(str(theirs))
-    assert without_frames(repr(ours).replace("\\n", "\n")) == without_frames(repr(theirs).replace("\\n", "\n"))
+    assert without_frames(repr(ours).replace("\\n", "\n")) == without_frames(
+        repr(theirs).replace("\\n", "\n")
+    )
     assert f"in replica {rows[0]} on device {rows[0]}.\n" in str(ours)
     assert "in forward\n    raise self.make()" in str(ours)
     assert getattr(ours, "code", None) == getattr(theirs, "code", None)
@@ -229,7 +244,9 @@ def test_A4_a_class_that_only_the_replica_knows() -> None:
     """It cannot be named in the caller: the name is in the text."""
     error = raised(lambda: DataParallel(Raises(local), CPUS)(torch.tensor([[0.0], [1.0]])))
     assert "Caught " in str(error)
-    assert "Local in replica 0 on device cpu.\nOriginal Traceback (most recent call last):" in str(error)
+    assert (
+        "Local in replica 0 on device cpu.\nOriginal Traceback (most recent call last):"
+    ) in str(error)
     assert str(error).rstrip().endswith("Local: text")
 
 
@@ -260,7 +277,9 @@ class Marks(nn.Module):
 
 
 @pytest.mark.parametrize("rows", [(0, 1, 2), (1, 2), (2,), (0,)])
-def test_A5_the_lowest_replica_wins_and_the_others_ran(rows: tuple[int, ...], tmp_path: Any) -> None:
+def test_A5_the_lowest_replica_wins_and_the_others_ran(
+    rows: tuple[int, ...], tmp_path: Any
+) -> None:
     """Whoever is done first; what the others did stays done."""
     model = DataParallel(Marks(str(tmp_path), rows), ["cpu"] * 3)
     error = raised(lambda: model(torch.arange(3.0).view(3, 1)))
@@ -269,19 +288,26 @@ def test_A5_the_lowest_replica_wins_and_the_others_ran(rows: tuple[int, ...], tm
 
 
 def test_A6_a_single_replica_of_several_devices_is_wrapped_and_a_single_device_is_not() -> None:
-    """Two devices and one chunk: replica 0. One device: the exception as it is, with its arguments."""
+    """Two devices and one chunk: replica 0. One device: the exception as it is, with its
+    arguments.
+    """
     x = torch.tensor([[0.0]])
     ours = raised(lambda: DataParallel(Raises(ERRORS["two args"]), [0, 1])(x))
     theirs = raised(lambda: oracle.DataParallel(Raises(ERRORS["two args"]), [0, 1])(x))
     assert without_frames(str(ours)) == without_frames(str(theirs))
-    for model in (DataParallel(Raises(ERRORS["two args"]), [0]), oracle.DataParallel(Raises(ERRORS["two args"]), [0])):
+    for model in (
+        DataParallel(Raises(ERRORS["two args"]), [0]),
+        oracle.DataParallel(Raises(ERRORS["two args"]), [0]),
+    ):
         error = raised(lambda model=model: model(x))
         assert type(error) is ValueError
         assert error.args == ("a", 2)
     assert raised(lambda: DataParallel(Raises(ERRORS["attributed"]), [0])(x)).code == 5
 
 
-@pytest.mark.parametrize("name", ["ValueError", "KeyError", "two arguments", "not picklable", "OSError"])
+@pytest.mark.parametrize(
+    "name", ["ValueError", "KeyError", "two arguments", "not picklable", "OSError"]
+)
 def test_A6_a_single_device_raises_the_exception_as_it_is(name: str) -> None:
     """Type and text are the module's own, wherever the exception survives the way."""
     plain = ERRORS[name]()
@@ -291,8 +317,12 @@ def test_A6_a_single_device_raises_the_exception_as_it_is(name: str) -> None:
     assert "raise self.make()" in str(error.__cause__)
 
 
-@pytest.mark.parametrize("make", [SystemExit, lambda: SystemExit(3), KeyboardInterrupt, GeneratorExit])
-def test_A7_a_module_that_ends_its_process_gets_a_named_error(make: Callable[[], BaseException]) -> None:
+@pytest.mark.parametrize(
+    "make", [SystemExit, lambda: SystemExit(3), KeyboardInterrupt, GeneratorExit]
+)
+def test_A7_a_module_that_ends_its_process_gets_a_named_error(
+    make: Callable[[], BaseException],
+) -> None:
     """SystemExit and KeyboardInterrupt in one chunk: which replica, how, and the replicas go on."""
     model = DataParallel(Raises(make, (1,)), CPUS)
     pids = [replica.pid for replica in model.executor.replicas()]
@@ -343,7 +373,9 @@ class Casts(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_A8_autocast_travels_with_its_dtype(dtype: torch.dtype) -> None:
-    """Upstream drops the dtype of CUDA and all of the CPU's; backward gives gradients in the master's dtype."""
+    """Upstream drops the dtype of CUDA and all of the CPU's; backward gives gradients in the
+    master's dtype.
+    """
     net = Casts()
     model = DataParallel(net, CPUS)
     x = torch.randn(4, 3)
@@ -363,8 +395,16 @@ def test_A8_autocast_travels_with_its_dtype(dtype: torch.dtype) -> None:
 
 
 def test_A8_cuda_s_autocast_travels_too() -> None:
-    """Its dtype, for a module that looks (a replica without CUDA cannot turn it on); and the CPU's stays off."""
-    look = lambda: [torch.get_autocast_dtype("cuda") == torch.bfloat16, torch.is_autocast_enabled("cpu")]  # noqa: E731
+    """Its dtype, for a module that looks (a replica without CUDA cannot turn it on); and the CPU's
+    stays off.
+    """
+
+    def look() -> list[bool]:
+        return [
+            torch.get_autocast_dtype("cuda") == torch.bfloat16,
+            torch.is_autocast_enabled("cpu"),
+        ]
+
     dtype = torch.get_autocast_dtype("cuda")
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", torch.bfloat16)
@@ -381,7 +421,10 @@ def test_A8_cuda_s_autocast_travels_too() -> None:
 def test_A8_autocast_s_cache_flag_travels() -> None:
     """cache_enabled=False is False inside."""
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-        assert found(lambda: [torch.is_autocast_cache_enabled(), torch.is_autocast_enabled("cpu")]) == [[0.0, 1.0]] * 2
+        assert (
+            found(lambda: [torch.is_autocast_cache_enabled(), torch.is_autocast_enabled("cpu")])
+            == [[0.0, 1.0]] * 2
+        )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert found(lambda: [torch.is_autocast_cache_enabled()]) == [[1.0]] * 2
 
@@ -437,8 +480,15 @@ def test_A8_default_dtype_travels() -> None:
 def flags() -> list[float]:
     """Process-wide settings, as numbers."""
     values = [
-        *(torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
-        *(torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.backends.cudnn.enabled),
+        *(
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        *(
+            torch.backends.cudnn.benchmark,
+            torch.backends.cudnn.deterministic,
+            torch.backends.cudnn.enabled,
+        ),
         *(torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32),
         torch.backends.cuda.flash_sdp_enabled(),
         *(torch.backends.cuda.mem_efficient_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()),
@@ -541,14 +591,18 @@ def test_A8_anomaly_mode_holds_in_backward() -> None:
     with warnings.catch_warnings(), torch.autograd.detect_anomaly():
         warnings.simplefilter("ignore")
         out = model(torch.ones(4, 3))
-        with pytest.raises(RuntimeError, match="Function 'BadBackward' returned nan values in its 0th output"):
+        with pytest.raises(
+            RuntimeError, match="Function 'BadBackward' returned nan values in its 0th output"
+        ):
             out.sum().backward()
         model(torch.ones(4, 3))
     assert not torch.is_anomaly_enabled()
 
 
 def test_A8_what_upstream_does_not_propagate_is_not_propagated() -> None:
-    """saved_tensors_hooks and the default device stay with the caller, and do no harm to the wrapper."""
+    """saved_tensors_hooks and the default device stay with the caller, and do no harm to the
+    wrapper.
+    """
     calls = []
     model = DataParallel(nn.Sequential(nn.Linear(3, 3), nn.Sigmoid()), CPUS)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: calls.append(1) or t, lambda t: t):
@@ -689,7 +743,13 @@ class Random(nn.Module):
         shape = len(x), 4
         python = torch.tensor([[random.random() for _ in range(4)] for _ in range(len(x))])
         numpy = torch.from_numpy(np.random.rand(*shape))
-        return torch.rand(shape), torch.randn(shape), nn.functional.dropout(torch.ones(shape)), python, numpy
+        return (
+            torch.rand(shape),
+            torch.randn(shape),
+            nn.functional.dropout(torch.ones(shape)),
+            python,
+            numpy,
+        )
 
 
 def assert_equal(one: Any, other: Any) -> None:
@@ -698,7 +758,9 @@ def assert_equal(one: Any, other: Any) -> None:
 
 
 def test_A10_manual_seed_makes_everything_repeatable() -> None:
-    """The same seed gives the same bits, another seed others; the second call differs from the first."""
+    """The same seed gives the same bits, another seed others; the second call differs from the
+    first.
+    """
     model = DataParallel(Random(), CPUS)
     x = torch.ones(6, 1)
     runs = []
@@ -720,7 +782,9 @@ def test_A10_chunks_draw_different_numbers() -> None:
 
 
 def test_A10_numbers_do_not_depend_on_who_runs_the_chunks() -> None:
-    """CPU replicas, counted GPUs, one replica for all chunks, and replicas in this very process: the same bits."""
+    """CPU replicas, counted GPUs, one replica for all chunks, and replicas in this very process:
+    the same bits.
+    """
     x = torch.ones(6, 1)
     results = []
     wrappers = [
@@ -739,7 +803,9 @@ def test_A10_numbers_do_not_depend_on_who_runs_the_chunks() -> None:
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_A10_a_forward_draws_one_number_from_the_caller_s_generator(replicas: int) -> None:
-    """As a DataLoader does: what follows in the caller is the same whatever the replicas draw, and however many."""
+    """As a DataLoader does: what follows in the caller is the same whatever the replicas draw, and
+    however many.
+    """
     torch.manual_seed(3)
     torch.empty((), dtype=torch.int64).random_()
     expected = torch.rand(3)
@@ -799,7 +865,14 @@ def test_A10_a_checkpoint_around_the_wrapper_sees_the_same_masks(reentrant: bool
         out = checkpoint(model, x, use_reentrant=reentrant) if wrapped else model(x)
         torch.rand(5)
         out.square().sum().backward()
-        results.append([out.detach(), x.grad.clone(), *(p.grad.clone() for p in net.parameters()), torch.rand(3)])
+        results.append(
+            [
+                out.detach(),
+                x.grad.clone(),
+                *(p.grad.clone() for p in net.parameters()),
+                torch.rand(3),
+            ]
+        )
     assert_equal(*results)
 
 
@@ -840,14 +913,18 @@ def test_A10_a_generator_that_the_module_holds() -> None:
     assert torch.equal(first, torch.cat([expected, expected]))
     assert torch.equal(model(torch.ones(4, 1)), first)
     net.generator.manual_seed(9)
-    assert torch.equal(model(torch.ones(2, 1))[:1], torch.rand(1, 3, generator=torch.Generator().manual_seed(9)))
+    assert torch.equal(
+        model(torch.ones(2, 1))[:1], torch.rand(1, 3, generator=torch.Generator().manual_seed(9))
+    )
 
 
 # --- A11: what runs where ---
 
 
 def test_A11_modules_closures_and_hooks_run_in_the_replicas() -> None:
-    """A deviation, documented: lists of the caller are not appended to; outputs are how things come back."""
+    """A deviation, documented: lists of the caller are not appended to; outputs are how things come
+    back.
+    """
     seen: list[int] = []
     net = nn.Sequential(nn.Linear(3, 3))
     net[0].register_forward_hook(lambda _module, _args, out: seen.append(len(out)))
@@ -885,6 +962,8 @@ def test_A11_gradients_are_those_of_upstream_whatever_hooks_do_inside() -> None:
 
 def test_A11_the_executor_of_the_primitives_is_the_process_s() -> None:
     """Replicas of `replicate` and of a wrapper are the same processes."""
-    (pid,), (other,) = (r(torch.ones(1, 1)).tolist()[0] for r in replicate(Find(lambda: [os.getpid()]), CPUS))
+    (pid,), (other,) = (
+        r(torch.ones(1, 1)).tolist()[0] for r in replicate(Find(lambda: [os.getpid()]), CPUS)
+    )
     assert [[pid], [other]] == found(lambda: [os.getpid()])
     assert raydp_parallel.replicate is replicate

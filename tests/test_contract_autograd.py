@@ -1,4 +1,6 @@
-"""Section 1.7 of the contract: gradients through remote replicas are those of upstream and of the plain module."""
+"""Section 1.7 of the contract: gradients through remote replicas are those of upstream and of the
+plain module.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,13 @@ def same(found: Any, expected: Any, path: str = "") -> None:
 
 
 def parity(
-    module: nn.Module, use: Any, replicas: int = 2, *, plain: bool = True, upstream: bool = True, **kwargs: Any
+    module: nn.Module,
+    use: Any,
+    replicas: int = 2,
+    *,
+    plain: bool = True,
+    upstream: bool = True,
+    **kwargs: Any,
 ) -> Trio:
     """Do the same with each of the three models; results, gradients and state must agree.
 
@@ -197,7 +205,9 @@ def test_B1_multi_grad_hook_fires_once():
     def use(model):
         seen = []
         params = list(model.parameters())
-        torch.autograd.graph.register_multi_grad_hook(params, lambda grads: seen.append([g.clone() for g in grads]))
+        torch.autograd.graph.register_multi_grad_hook(
+            params, lambda grads: seen.append([g.clone() for g in grads])
+        )
         model(data(5, 3)).square().sum().backward()
         return seen
 
@@ -398,7 +408,9 @@ def test_B1_complex_inputs():
 
 def test_B1_channels_last_gradients_keep_their_strides():
     """Gradients of channels_last weights are laid out as the weights (row R18)."""
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).to(memory_format=torch.channels_last)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)).to(
+        memory_format=torch.channels_last
+    )
 
     def use(model):
         x = data(4, 3, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
@@ -507,7 +519,8 @@ def test_B1_autocast():
         out.float().sum().backward()
         return out.detach(), x.grad
 
-    parity(nn.Linear(3, 2), use, 1, upstream=False)  # upstream knows no CPU autocast; more chunks round otherwise
+    # upstream knows no CPU autocast; more chunks round otherwise
+    parity(nn.Linear(3, 2), use, 1, upstream=False)
 
 
 # --- B2: hooks of modules ---
@@ -600,7 +613,9 @@ def test_B2_wrapper_hooks_fire_once():
         handles = [
             model.register_forward_pre_hook(lambda _m, args: fired.update(pre=len(args[0]))),
             model.register_forward_hook(lambda _m, _a, out: fired.update(forward=len(out))),
-            model.register_full_backward_pre_hook(lambda _m, grads: fired.update(backward_pre=len(grads[0]))),
+            model.register_full_backward_pre_hook(
+                lambda _m, grads: fired.update(backward_pre=len(grads[0]))
+            ),
             model.register_full_backward_hook(lambda _m, gi, _g: (gi[0] * 2,)),
         ]
         x = leaf(5, 3)
@@ -637,10 +652,14 @@ class BySign(Branches):
 
 
 def test_B3_unused_parameters_get_zeros():
-    """As soon as any parameter gets a gradient, those that no replica used get zeros, and weight decay moves them."""
+    """As soon as any parameter gets a gradient, those that no replica used get zeros, and weight
+    decay moves them.
+    """
 
     def use(model):
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, weight_decay=0.5)
+        optimizer = torch.optim.SGD(
+            [p for p in model.parameters() if p.requires_grad], lr=0.1, weight_decay=0.5
+        )
         model(data(4, 3)).sum().backward()
         optimizer.step()
 
@@ -695,7 +714,9 @@ def test_B3_option_none_still_gives_what_one_replica_used():
 
 
 def test_B3_unused_input_gets_none():
-    """Zeros are for parameters: an input that no replica used keeps None, as in the plain module."""
+    """Zeros are for parameters: an input that no replica used keeps None, as in the plain
+    module.
+    """
 
     def use(model):
         x, y = leaf(4, 3), leaf(4, 3)
@@ -739,12 +760,16 @@ def test_B4_grad_of_unused_under_option_none(allow_unused):
         if allow_unused:
             results.append(torch.autograd.grad(out, wanted, allow_unused=True))
         else:
-            results.append(type(raised(lambda out=out, wanted=wanted: torch.autograd.grad(out, wanted))))
+            results.append(
+                type(raised(lambda out=out, wanted=wanted: torch.autograd.grad(out, wanted)))
+            )
     same(*results)
 
 
 def test_B4_allow_unused_for_strangers():
-    """A tensor that has nothing to do with the call: an error, or None if allowed, and the rest is right."""
+    """A tensor that has nothing to do with the call: an error, or None if allowed, and the rest is
+    right.
+    """
 
     def use(model):
         stranger, x = leaf(3), leaf(4, 3)
@@ -790,7 +815,9 @@ def test_B5_sparse_gradients_in_all_replicas_stay_sparse(replicas):
 
     def use(model):
         words = next(p for p in model.parameters() if p.dim() == 2)
-        model(torch.tensor([[1, 2], [2, 3], [3, 3], [5, 1], [1, 1], [4, 2]])).square().sum().backward()
+        model(
+            torch.tensor([[1, 2], [2, 3], [3, 3], [5, 1], [1, 1], [4, 2]])
+        ).square().sum().backward()
         assert words.grad.layout is torch.sparse_coo
         grad = words.grad.to_dense()
         torch.optim.SparseAdam([words], lr=0.1).step()
@@ -1020,7 +1047,9 @@ class Clipped(nn.Module):
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("order", [2, 3, 4])
 def test_B6_a_hook_made_in_forward_sees_the_sum(replicas, order):
-    """What comes from the output and from its derivatives is added up before the hook sees it, to any order."""
+    """What comes from the output and from its derivatives is added up before the hook sees it, to
+    any order.
+    """
 
     def use(model):
         x = leaf(6, 3)
@@ -1209,7 +1238,8 @@ def test_B6_subset_moves_only_what_was_asked():
     everything = bytes_out(model)
     assert small - before < 1000
     assert inputs - small < 1000
-    senders = 1 if model.executor.options.link == "collective" else 2  # replicas that sum among themselves
+    # replicas that sum among themselves
+    senders = 1 if model.executor.options.link == "collective" else 2
     assert everything - inputs > senders * 4 * 8 * 1000
 
 
@@ -1323,7 +1353,10 @@ class Shift(nn.Module):
         return x + self.weight
 
 
-@pytest.mark.xfail(strict=True, reason="a second backward raises also where the module's graph happens to save nothing")
+@pytest.mark.xfail(
+    strict=True,
+    reason="a second backward raises also where the module's graph happens to save nothing",
+)
 def test_B7_backward_twice_through_a_graph_that_saves_nothing():
     """Plain torch and upstream let such a graph be used again without ``retain_graph``."""
 
@@ -1498,7 +1531,10 @@ class Checkpointed(nn.Module):
         super().__init__()
         self.first = nn.Linear(3, 4)
         self.middle = nn.Sequential(
-            nn.Linear(4, 4), nn.BatchNorm1d(4) if norm else nn.Identity(), nn.Tanh(), nn.Dropout(drop)
+            nn.Linear(4, 4),
+            nn.BatchNorm1d(4) if norm else nn.Identity(),
+            nn.Tanh(),
+            nn.Dropout(drop),
         )
         self.last = nn.Linear(4, 2)
         self.use_reentrant = use_reentrant
@@ -1515,7 +1551,9 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_B10_checkpoint_inside(use_reentrant, replicas):
-    """Recomputed in the replica; batch norm inside sees its batch twice, and the master has both (as upstream)."""
+    """Recomputed in the replica; batch norm inside sees its batch twice, and the master has both
+    (as upstream).
+    """
 
     def use(model):
         x = leaf(6, 3)
@@ -1532,7 +1570,9 @@ def test_B10_checkpoint_inside_counts_after_backward(use_reentrant):
 
     def use(model):
         counts = []
-        tracked = next(b for name, b in model.named_buffers() if name.endswith("num_batches_tracked"))
+        tracked = next(
+            b for name, b in model.named_buffers() if name.endswith("num_batches_tracked")
+        )
         loss = model(data(6, 3)).square().sum()
         counts.append(int(tracked))
         loss.backward()
@@ -1650,7 +1690,9 @@ def test_B10_second_order_through_a_checkpoint():
 
 
 def test_B10_subset_under_a_checkpoint():
-    """`autograd.grad` works through a non-reentrant checkpoint, and is refused by a reentrant one, as ever."""
+    """`autograd.grad` works through a non-reentrant checkpoint, and is refused by a reentrant one,
+    as ever.
+    """
 
     def use(model):
         return torch.autograd.grad(model(leaf(6, 3)).square().sum(), next(model.parameters()))
@@ -1702,7 +1744,9 @@ EDITS = (_first_weight, _last_weight, _bias, _load, _step, _zeroed)
 @pytest.mark.parametrize("needs_input", [False, True])
 @pytest.mark.parametrize("edit", EDITS)
 def test_B11_in_place_change_raises_where_plain_torch_raises(edit, needs_input, another_forward):
-    """Whether a tensor was saved for backward decides; where it was not, gradients are those of the forward."""
+    """Whether a tensor was saved for backward decides; where it was not, gradients are those of the
+    forward.
+    """
     results = []
     models = trio(mlp(), 2)
     for model in (models.ours, models.plain):
@@ -1764,7 +1808,9 @@ class WritesFrozen(nn.Module):
 @pytest.mark.parametrize("second", [True, False])
 @pytest.mark.parametrize(("before", "after"), [(True, False), (False, True), (False, False)])
 def test_B11_a_frozen_parameter_that_forward_overwrites(before, after, second, devices):
-    """Backward raises where plain torch and upstream do, also if it was a second forward that overwrote it."""
+    """Backward raises where plain torch and upstream do, also if it was a second forward that
+    overwrote it.
+    """
     results = []
     for model in trio(WritesFrozen(before, after), devices):
         outs = [model(data(4, 3)) for _ in range(2 if second else 1)]
@@ -1776,7 +1822,9 @@ def test_B11_a_frozen_parameter_that_forward_overwrites(before, after, second, d
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_B11_a_change_of_structure_hides_no_change_of_a_weight(devices):
-    """Another layer comes between forward and backward, and a weight that stays is overwritten after that."""
+    """Another layer comes between forward and backward, and a weight that stays is overwritten
+    after that.
+    """
     models = trio(mlp(), devices)
     for model in (models.ours, models.plain):
         loss = model(data(4, 3)).sum()
@@ -1797,7 +1845,9 @@ def attempt(call: Any) -> BaseException | None:
 
 
 def test_B11_input_changed_in_place_after_forward():
-    """The replicas have copies of the input, so gradients are those of what forward saw; plain torch raises."""
+    """The replicas have copies of the input, so gradients are those of what forward saw; plain
+    torch raises.
+    """
     models = trio(mlp(), 2)
     for model in (models.ours, models.plain):
         _numbers.manual_seed(1)
@@ -1954,12 +2004,20 @@ def _without_grad(model):
 @pytest.mark.parametrize(
     "step",
     [
-        _plain_step, _penalty_step, _dropped_forward, _dropped_second_order, _failed_backward, _retained, _checkpointed,
+        _plain_step,
+        _penalty_step,
+        _dropped_forward,
+        _dropped_second_order,
+        _failed_backward,
+        _retained,
+        _checkpointed,
         _without_grad,
     ],
-)  # fmt: skip
+)
 def test_B12_no_reference_cycles_and_no_graphs_left(step, quiet_gc):
-    """After the references are gone the replicas hold no graph, and the collector finds no more than torch leaves."""
+    """After the references are gone the replicas hold no graph, and the collector finds no more
+    than torch leaves.
+    """
     plain = mlp()
     model = wrap(copy.deepcopy(plain))
     found = []
@@ -1973,7 +2031,8 @@ def test_B12_no_reference_cycles_and_no_graphs_left(step, quiet_gc):
         assert graphs(model) == before
         found.append(gc.collect())
     assert found[0] == found[1]
-    assert step is _checkpointed or found[0] == 0  # a reentrant checkpoint leaves a cycle of its own
+    # a reentrant checkpoint leaves a cycle of its own
+    assert step is _checkpointed or found[0] == 0
 
 
 def test_B12_output_holds_the_graph(quiet_gc):
@@ -2048,7 +2107,9 @@ def test_B12_inputs_are_not_kept_alive(quiet_gc):
 
 
 def test_B12_failed_backward_leaves_nothing_behind():
-    """A hook of the driver raises after some gradients arrived; the next backward has only its own."""
+    """A hook of the driver raises after some gradients arrived; the next backward has only
+    its own.
+    """
 
     def use(model):
         x = leaf(4, 3)
@@ -2069,7 +2130,9 @@ def test_B12_failed_backward_leaves_nothing_behind():
 
 
 def test_B12_failed_pass_leaves_no_gradients_for_the_next():
-    """One output's gradient had arrived when a hook on the other raised: it is not part of the next pass."""
+    """One output's gradient had arrived when a hook on the other raised: it is not part of the next
+    pass.
+    """
     net = Apart()
     plain = copy.deepcopy(net)
     for call, module in ((raydp_parallel.replicate(net, ["cpu"])[0], net), (plain, plain)):
@@ -2078,7 +2141,9 @@ def test_B12_failed_pass_leaves_no_gradients_for_the_next():
         one, two = out["one"], out["two"][0]
         handle = one.register_hook(_raising)
         total = one.sum() + two.square().sum()
-        assert "hook of the driver" in str(raised(lambda total=total: total.backward(retain_graph=True)))
+        assert "hook of the driver" in str(
+            raised(lambda total=total: total.backward(retain_graph=True))
+        )
         handle.remove()
         module.zero_grad()
         one.sum().backward()
@@ -2183,12 +2248,18 @@ class Everything(nn.Module):
 
 
 def test_B14_mixed_outputs():
-    """Integers, masks, detached tensors, the input, a parameter, the same tensor twice, nested, None."""
+    """Integers, masks, detached tensors, the input, a parameter, the same tensor twice, nested,
+    None.
+    """
 
     def use(model):
         x = leaf(5, 3)
         out = model(x)
-        flags = [out["y"].requires_grad, out["again"].requires_grad, out["nested"][0]["square"].requires_grad]
+        flags = [
+            out["y"].requires_grad,
+            out["again"].requires_grad,
+            out["nested"][0]["square"].requires_grad,
+        ]
         assert flags == [True] * 3
         assert not out["detached"].requires_grad
         assert out["nested"][1][0].dtype is torch.int64
@@ -2492,7 +2563,10 @@ def test_functional_data_parallel_is_differentiable():
     x, y = leaf(5, 3), leaf(5, 3)
     with torch.no_grad():
         y.copy_(x)
-    for call, inputs in ((lambda t: raydp_parallel.data_parallel(net, t, ["cpu"] * 2), x), (plain, y)):
+    for call, inputs in (
+        (lambda t: raydp_parallel.data_parallel(net, t, ["cpu"] * 2), x),
+        (plain, y),
+    ):
         out = call(inputs)
         (grad,) = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
         (grad.square().sum() + call(inputs).sum()).backward()
@@ -2548,7 +2622,9 @@ def test_parallel_apply_of_different_modules():
     outs = raydp_parallel.parallel_apply(replicas, [x[:2], x[2:]])
     sum(out.square().sum() for out in outs).backward()
     y = x.detach().clone().requires_grad_()
-    sum(net(part).square().sum() for net, part in zip(plain, (y[:2], y[2:]), strict=True)).backward()
+    sum(
+        net(part).square().sum() for net, part in zip(plain, (y[:2], y[2:]), strict=True)
+    ).backward()
     torch.testing.assert_close(x.grad, y.grad)
     for net, other in zip(nets, plain, strict=True):
         assert_same_grads(net, other)

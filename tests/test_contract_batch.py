@@ -1,4 +1,6 @@
-"""Scatter and gather through the wrapper: what replicas are given, and what comes back (rows S, K and G)."""
+"""Scatter and gather through the wrapper: what replicas are given, and what comes back (rows S, K
+and G).
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,9 @@ def rows(count: int = 6) -> Tensor:
 def test_S1_replicas_get_the_rows_that_upstream_s_get(count: int, replicas: int, dim: int) -> None:
     """Chunks of torch.chunk's sizes, in order."""
     x = rows(count) if dim == 0 else rows(count).t()
-    ours, theirs = outputs(lambda _net, x: x * x.shape[dim] + x.min(), x, replicas=replicas, dim=dim)
+    ours, theirs = outputs(
+        lambda _net, x: x * x.shape[dim] + x.min(), x, replicas=replicas, dim=dim
+    )
     same(ours, theirs)
 
 
@@ -98,9 +102,15 @@ def write(_net: Any, x: Tensor) -> Tensor:
     return x * 2
 
 
-@pytest.mark.parametrize(("replicas", "seen"), [(1, [1.0, 1.0, 1.0, 1.0]), (2, [1.0, 1.0, 0.0, 0.0])])
-def test_S2_what_forward_writes_to_its_inputs_stays_in_the_replica(replicas: int, seen: list[float]) -> None:
-    """A deviation: chunk 0 of upstream's is a view of the caller's tensor, ours is a copy; outputs are the same."""
+@pytest.mark.parametrize(
+    ("replicas", "seen"), [(1, [1.0, 1.0, 1.0, 1.0]), (2, [1.0, 1.0, 0.0, 0.0])]
+)
+def test_S2_what_forward_writes_to_its_inputs_stays_in_the_replica(
+    replicas: int, seen: list[float]
+) -> None:
+    """A deviation: chunk 0 of upstream's is a view of the caller's tensor, ours is a copy; outputs
+    are the same.
+    """
     ours, theirs, _ = trio(Apply(write), replicas)
     x, y = torch.zeros(4, 1), torch.zeros(4, 1)
     same(ours(x), theirs(y))
@@ -119,7 +129,9 @@ def test_S2_writing_to_an_input_that_requires_grad_raises(leaf: bool) -> None:
 
 
 def test_S3_replicas_get_plain_tensors_of_the_same_class_and_layout() -> None:
-    """A Parameter is none inside; a subclass stays one; channels_last stays; what requires a gradient does so."""
+    """A Parameter is none inside; a subclass stays one; channels_last stays; what requires a
+    gradient does so.
+    """
 
     def look(_net: Any, x: Tensor, parameter: Tensor, marked: Tensor) -> Tensor:
         found = [
@@ -149,7 +161,9 @@ def test_S4_scalar_tensors_reach_every_replica_and_collect_gradients() -> None:
 
 
 def test_S7_S8_replicas_get_containers_of_upstream_s_classes() -> None:
-    """Subclasses of list are lists, ordered dicts and namedtuples stay; a defaultdict stays where upstream raises."""
+    """Subclasses of list are lists, ordered dicts and namedtuples stay; a defaultdict stays where
+    upstream raises.
+    """
 
     def names(_net: Any, value: Any) -> Any:
         classes = [type(part).__name__ for part in (value, *value)]
@@ -165,7 +179,9 @@ def test_S7_S8_replicas_get_containers_of_upstream_s_classes() -> None:
 
 def test_S9_dataclasses_and_user_dicts_are_split_and_joined() -> None:
     """A deviation: upstream gives each replica all rows of them."""
-    ours, theirs, _ = trio(Apply(lambda _net, value: value["x"] if isinstance(value, UserDict) else value.x), 2)
+    ours, theirs, _ = trio(
+        Apply(lambda _net, value: value["x"] if isinstance(value, UserDict) else value.x), 2
+    )
     for value in (Sample(rows(4)), UserDict(x=rows(4))):
         same(ours(value), rows(4))
         assert len(theirs(value)) == 8
@@ -183,7 +199,9 @@ def test_S9_what_is_no_tensor_is_equal_in_every_replica(leaf: Any) -> None:
 
 
 def test_S10_objects_among_the_arguments_are_copies() -> None:
-    """A deviation: upstream's replicas share them with the caller, who sees what forward does to them."""
+    """A deviation: upstream's replicas share them with the caller, who sees what forward does to
+    them.
+    """
 
     def append(_net: Any, x: Tensor, box: dict[str, Any]) -> Tensor:
         box["new"] = 1
@@ -217,7 +235,9 @@ def test_S12_packed_sequences_train_as_in_the_plain_module(replicas: int) -> Non
     results = []
     for model in (ours, plain):
         padded = torch.linspace(-1, 1, 75).view(5, 5, 3).requires_grad_()
-        packed = pack_padded_sequence(padded, torch.tensor([3, 1, 4, 2, 5]), batch_first=True, enforce_sorted=False)
+        packed = pack_padded_sequence(
+            padded, torch.tensor([3, 1, 4, 2, 5]), batch_first=True, enforce_sorted=False
+        )
         out = model(packed)
         assert type(out) is PackedSequence
         out, lengths = pad_packed_sequence(out, batch_first=True)
@@ -238,7 +258,9 @@ def test_S13_complex_tensors_along_the_last_dimension() -> None:
 # --- K: keyword arguments ---
 
 
-def scaled(net: Any, x: Tensor | None = None, *, bias: Tensor | None = None, flag: bool = False) -> Tensor:
+def scaled(
+    net: Any, x: Tensor | None = None, *, bias: Tensor | None = None, flag: bool = False
+) -> Tensor:
     """Takes everything by keyword, too."""
     out = net.weight * (1 if x is None else x) * (-1 if flag else 1)
     return out if bias is None else out + bias
@@ -306,7 +328,11 @@ def test_G4_G5_containers_come_back_as_upstream_s() -> None:
     """Dicts and their subclasses, namedtuples, lists, torch's own tuples."""
 
     def give(_net: Any, x: Tensor) -> Any:
-        return {"b": OrderedDict(z=x, a=[x + 1, (x,)]), "a": Pair(x, {"deep": x}), "max": x.max(dim=1)}
+        return {
+            "b": OrderedDict(z=x, a=[x + 1, (x,)]),
+            "a": Pair(x, {"deep": x}),
+            "max": x.max(dim=1),
+        }
 
     ours, theirs = outputs(give, rows(5), replicas=3)
     same(ours, theirs)
@@ -326,7 +352,9 @@ def test_G4_a_model_output_comes_back_as_itself() -> None:
 
 
 def test_S6_sizes_that_differ_are_warned_of_once() -> None:
-    """Four rows and two on two devices: upstream's result, and one warning for each wrapper that names both."""
+    """Four rows and two on two devices: upstream's result, and one warning for each wrapper that
+    names both.
+    """
     ours, theirs, _ = trio(Apply(lambda _net, pair: pair[0] + pair[1]), 2)
     pair = (rows(4), rows(2))
     expected = theirs(pair)
@@ -352,7 +380,9 @@ def test_G5_a_transformers_cache_is_gathered(replicas: int) -> None:
         for mine, its in zip(one.past_key_values, other.past_key_values, strict=True):
             same(mine[:2], its[:2])
         plain = ours.module(tokens[:, :1], past_key_values=one.past_key_values)
-        same(plain.logits, theirs.module(tokens[:, :1], past_key_values=other.past_key_values).logits)
+        same(
+            plain.logits, theirs.module(tokens[:, :1], past_key_values=other.past_key_values).logits
+        )
     same(one.logits, other.logits)
 
 
@@ -362,14 +392,20 @@ def test_G7_what_is_no_tensor_comes_back_once_per_chunk() -> None:
     number, text, sample = model(rows(5))
     assert (number, text, sample.name) == ([3, 2], ["3 rows", "2 rows"], [3, 2])
     same(sample.x, rows(5))
-    assert isinstance(raised(lambda: oracle.DataParallel(Apply(lambda _net, x: 1), [0, 1])(rows())), TypeError)
+    assert isinstance(
+        raised(lambda: oracle.DataParallel(Apply(lambda _net, x: 1), [0, 1])(rows())), TypeError
+    )
     assert "map object" in oracle.DataParallel(Apply(lambda _net, x: "text"), [0, 1])(rows())
 
 
-@pytest.mark.parametrize(("first", "other"), [(torch.float16, torch.float32), (torch.float64, torch.float32)])
+@pytest.mark.parametrize(
+    ("first", "other"), [(torch.float16, torch.float32), (torch.float64, torch.float32)]
+)
 def test_G9_the_dtype_is_that_of_chunk_0(first: torch.dtype, other: torch.dtype) -> None:
     """What the others return is cast to it, and gradients are cast back."""
-    ours, theirs, _ = trio(Apply(lambda net, x: (x * net.weight).to(first if x.min() == 0 else other)), 2)
+    ours, theirs, _ = trio(
+        Apply(lambda net, x: (x * net.weight).to(first if x.min() == 0 else other)), 2
+    )
     for model in (ours, theirs):
         out = model(rows(4))
         assert out.dtype == first

@@ -94,27 +94,49 @@ class Mixed(nn.Module):
 
 
 def test_R2_replicas_have_real_parameters() -> None:
-    """A deviation, documented: upstream's replicas have none, and next(self.parameters()) raises there."""
+    """A deviation, documented: upstream's replicas have none, and next(self.parameters()) raises
+    there.
+    """
 
     def find(net: Report, x: Tensor) -> list[Any]:
         first = next(net.parameters())
         return [
-            *(isinstance(p, nn.Parameter) and p.is_leaf and p.requires_grad for p in net.parameters()),
-            *(first is net.weight, len(list(net.parameters())), len(net.state_dict()), len(list(net.named_buffers()))),
-            *(len(net.params), net.named["a"].numel(), [*net.named_parameters()][1][0] == "child.weight"),
+            *(
+                isinstance(p, nn.Parameter) and p.is_leaf and p.requires_grad
+                for p in net.parameters()
+            ),
+            *(
+                first is net.weight,
+                len(list(net.parameters())),
+                len(net.state_dict()),
+                len(list(net.named_buffers())),
+            ),
+            *(
+                len(net.params),
+                net.named["a"].numel(),
+                [*net.named_parameters()][1][0] == "child.weight",
+            ),
         ]
 
     net = Report(find)
     expected = net(torch.ones(1, 3))
     assert expected[0, :6].tolist() == [1.0] * 6
     assert DataParallel(net, CPUS)(torch.ones(2, 3)).tolist() == expected.tolist() * 2
-    assert isinstance(raised(lambda: oracle.DataParallel(net, [0, 1])(torch.ones(2, 3))), StopIteration | RuntimeError)
+    assert isinstance(
+        raised(lambda: oracle.DataParallel(net, [0, 1])(torch.ones(2, 3))),
+        StopIteration | RuntimeError,
+    )
 
 
 def test_R2_device_and_dtype_helpers_work_inside() -> None:
     """``next(self.parameters()).device``, as transformers' models ask for it."""
     assert (
-        found(lambda net, x: [next(net.parameters()).device == x.device, next(net.parameters()).dtype == x.dtype])
+        found(
+            lambda net, x: [
+                next(net.parameters()).device == x.device,
+                next(net.parameters()).dtype == x.dtype,
+            ]
+        )
         == [[1.0, 1.0]] * 2
     )
 
@@ -154,11 +176,15 @@ def test_R3_zero_grad_in_a_replica_warns_as_upstream() -> None:
         texts.append({str(w.message) for w in caught})
         assert model.module.weight.grad.tolist() == [5.0] * 3
     assert texts[0] == texts[1]
-    assert "Calling .zero_grad() from a module created with nn.DataParallel() has no effect." in texts[0].pop()
+    assert (
+        "Calling .zero_grad() from a module created with nn.DataParallel() has no effect."
+    ) in texts[0].pop()
 
 
 def test_R4_without_grad_replicas_are_as_with_it() -> None:
-    """Upstream's replica 0 has parameters under no_grad and the others none; ours have them all, and no graph."""
+    """Upstream's replica 0 has parameters under no_grad and the others none; ours have them all,
+    and no graph.
+    """
 
     def find(net: Any, x: Tensor) -> list[Any]:
         return [
@@ -174,8 +200,12 @@ def test_R4_without_grad_replicas_are_as_with_it() -> None:
     assert found(find) == [[6.0, 1.0, 1.0, 1.0]] * 2
 
 
-def replicated(verbs: Any, devices: list[Any], net: nn.Module, detach: bool) -> tuple[list[bool], Any, Any]:
-    """Which outputs have a graph without inputs' help, and the weight's and the input's gradients with it."""
+def replicated(
+    verbs: Any, devices: list[Any], net: nn.Module, detach: bool
+) -> tuple[list[bool], Any, Any]:
+    """Which outputs have a graph without inputs' help, and the weight's and the input's gradients
+    with it.
+    """
     net.zero_grad()
     x = torch.ones(2, 3, requires_grad=True)
     plain = verbs.parallel_apply(verbs.replicate(net, devices, detach), [torch.ones(2, 3)] * 2)
@@ -187,15 +217,23 @@ def replicated(verbs: Any, devices: list[Any], net: nn.Module, detach: bool) -> 
 def test_R4_replicate_without_detach_is_differentiable_as_upstream_s() -> None:
     """Gradients of both replicas add up in the module and in the input."""
     net = nn.Linear(3, 2)
-    ours, theirs = replicated(raydp_parallel, CPUS, net, False), replicated(oracle, [0, 1], net, False)
+    ours, theirs = (
+        replicated(raydp_parallel, CPUS, net, False),
+        replicated(oracle, [0, 1], net, False),
+    )
     assert ours[0] == theirs[0] == [True, True]
     torch.testing.assert_close(ours[1:], theirs[1:])
 
 
 def test_R4_replicate_with_detach_gives_no_gradients() -> None:
-    """No output leads to the module (upstream's replica 0 is the module itself); inputs get their gradients."""
+    """No output leads to the module (upstream's replica 0 is the module itself); inputs get their
+    gradients.
+    """
     net = nn.Linear(3, 2)
-    ours, theirs = replicated(raydp_parallel, CPUS, net, True), replicated(oracle, [0, 1], net, True)
+    ours, theirs = (
+        replicated(raydp_parallel, CPUS, net, True),
+        replicated(oracle, [0, 1], net, True),
+    )
     assert ours[0] == [False, False]
     assert ours[1] is None
     torch.testing.assert_close(ours[2], theirs[2])
@@ -239,7 +277,9 @@ def test_R6_in_place_changes_of_chunk_0_persist_and_rebinding_is_lost(replicas: 
 
 
 def test_R5_the_master_s_own_tensors_are_written_to() -> None:
-    """A deviation: chunk 0 works on copies; what it wrote is written into the master's tensors, wherever they show."""
+    """A deviation: chunk 0 works on copies; what it wrote is written into the master's tensors,
+    wherever they show.
+    """
     ours, theirs, _ = trio(Traced(), 2)
     for model in (ours, theirs):
         net = model.module
@@ -308,7 +348,9 @@ class RaisesLast(nn.Module):
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d, nn.InstanceNorm1d])
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_R7_running_stats_come_from_chunk_0(layer: Any, replicas: int) -> None:
-    """Each replica normalises with its chunk; the master's stats are those of a plain layer on chunk 0."""
+    """Each replica normalises with its chunk; the master's stats are those of a plain layer on
+    chunk 0.
+    """
     options = {"affine": True, "track_running_stats": True}
     ours, theirs, plain = trio(layer(3, **options), replicas)
     for _ in range(3):
@@ -343,7 +385,9 @@ def test_R8_buffers_that_require_grad_get_one() -> None:
     ours, theirs, _ = trio(Learned(), 2)
     train((ours, theirs), torch.randn(4, 3))
     for name in ("scale", "unused"):
-        torch.testing.assert_close(ours.module.get_buffer(name).grad, theirs.module.get_buffer(name).grad)
+        torch.testing.assert_close(
+            ours.module.get_buffer(name).grad, theirs.module.get_buffer(name).grad
+        )
     with torch.no_grad():
         assert not ours(torch.ones(4, 3)).requires_grad
     torch.testing.assert_close(
@@ -400,7 +444,9 @@ class Tied(nn.Module):
 
 
 def test_R10_ties_are_kept() -> None:
-    """One tensor and one module per replica; gradients of both uses add up; shared stats move twice."""
+    """One tensor and one module per replica; gradients of both uses add up; shared stats move
+    twice.
+    """
     ours, theirs, plain = trio(Tied(), 2)
     for _ in range(2):
         x = torch.randn(6, 3)
@@ -435,12 +481,21 @@ class Odd(nn.Module):
         assert self.no_child is None
         assert self.linear.bias is None
         assert self.empty.shape == (0, 3)
-        assert set(self.state_dict()) == {"linear.weight", "ints", "bools", "empty", "scalar", "halves"}
+        assert set(self.state_dict()) == {
+            "linear.weight",
+            "ints",
+            "bools",
+            "empty",
+            "scalar",
+            "halves",
+        }
         return self.linear(x) * self.unkept * self.ints * self.bools * self.scalar + self.halves
 
 
 def test_R11_none_entries_and_odd_buffers_are_kept() -> None:
-    """None parameters, buffers and children; unkept, integer, boolean, empty, 0-dim and half buffers."""
+    """None parameters, buffers and children; unkept, integer, boolean, empty, 0-dim and half
+    buffers.
+    """
     net = Odd()
     torch.testing.assert_close(DataParallel(net, CPUS)(torch.ones(4, 3)), net(torch.ones(4, 3)))
 
@@ -468,11 +523,16 @@ class Remembering(nn.Module):
         self.seen.append(len(x))
         self.number += 1
         self.linear.register_forward_hook(lambda _module, _args, out: out * 2)
-        return torch.full((len(x), 2), float(len(self.seen) * 10 + self.number)) + 0 * self.linear(x).sum()
+        return (
+            torch.full((len(x), 2), float(len(self.seen) * 10 + self.number))
+            + 0 * self.linear(x).sum()
+        )
 
 
 def test_R12_what_forward_does_to_plain_attributes_stays_in_the_replica() -> None:
-    """A deviation, documented: upstream shares lists and hooks with the master; here each forward starts clean."""
+    """A deviation, documented: upstream shares lists and hooks with the master; here each forward
+    starts clean.
+    """
     net = Remembering()
     model = DataParallel(net, CPUS)
     for _ in range(3):
@@ -510,7 +570,9 @@ class Indirect(nn.Module):
 
 
 def test_R13_lists_of_modules_bound_methods_and_an_instance_s_forward_follow_the_replica() -> None:
-    """Upstream leaves them pointing at the master; here they are the replica's own, gradients included."""
+    """Upstream leaves them pointing at the master; here they are the replica's own, gradients
+    included.
+    """
     ours, _, plain = trio(Indirect(), 2)
     x = torch.randn(4, 3)
     for _ in range(2):
@@ -571,7 +633,10 @@ class Recurrent(nn.Module):
         return self.net(x)[0]
 
 
-LAZY = {"linear": lambda: nn.LazyLinear(3), "below": lambda: nn.Sequential(nn.ReLU(), nn.LazyBatchNorm1d())}
+LAZY = {
+    "linear": lambda: nn.LazyLinear(3),
+    "below": lambda: nn.Sequential(nn.ReLU(), nn.LazyBatchNorm1d()),
+}
 
 
 @pytest.mark.parametrize("name", LAZY)
@@ -605,22 +670,32 @@ class Listed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.list = nn.ParameterList([nn.Parameter(torch.randn(3)) for _ in range(2)])
-        self.dict = nn.ParameterDict({"a": nn.Parameter(torch.randn(3)), "b": nn.ParameterList([torch.randn(3)])})
+        self.dict = nn.ParameterDict(
+            {"a": nn.Parameter(torch.randn(3)), "b": nn.ParameterList([torch.randn(3)])}
+        )
         self.mixed = nn.ParameterList([nn.Parameter(torch.randn(3)), "text", 2.0])
         self.buffers_ = nn.ModuleDict({"x": nn.Linear(3, 3)})
 
     def forward(self, x: Tensor) -> Tensor:
         for p in self.list:
             x = x * p
-        return self.buffers_["x"](x * self.dict["a"] * self.dict["b"][0] * self.mixed[0] * self.mixed[2])
+        return self.buffers_["x"](
+            x * self.dict["a"] * self.dict["b"][0] * self.mixed[0] * self.mixed[2]
+        )
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
 def test_R14_R21_script_and_graph_modules() -> None:
-    """torch.jit.script, torch.fx, and a Python module around a script; weights and gradients as the plain module's."""
+    """torch.jit.script, torch.fx, and a Python module around a script; weights and gradients as the
+    plain module's.
+    """
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     x = torch.randn(4, 3)
-    for made in (torch.jit.script(net), torch.fx.symbolic_trace(net), nn.Sequential(torch.jit.script(net), nn.Tanh())):
+    for made in (
+        torch.jit.script(net),
+        torch.fx.symbolic_trace(net),
+        nn.Sequential(torch.jit.script(net), nn.Tanh()),
+    ):
         model = DataParallel(made, CPUS)
         for _ in range(2):
             made.zero_grad()
@@ -643,7 +718,10 @@ def test_R15_python_below_a_script_is_refused_in_upstream_s_words() -> None:
     vars(script._modules)["_python_modules"]["0"] = nn.Linear(3, 3)
     words = str(raised(lambda: oracle.replicate(script, [0, 1])))
     assert words == "Cannot replicate network where python modules are children of ScriptModule"
-    for call in (lambda: replicate(script, CPUS), lambda: DataParallel(script, CPUS)(torch.ones(4, 3))):
+    for call in (
+        lambda: replicate(script, CPUS),
+        lambda: DataParallel(script, CPUS)(torch.ones(4, 3)),
+    ):
         error = raised(call)
         assert type(error) is RuntimeError
         assert str(error) == words
@@ -657,7 +735,9 @@ def test_R16_replicate_for_no_device_is_empty() -> None:
     assert replicate(nn.Linear(1, 1), []) == oracle.replicate(nn.Linear(1, 1), []) == []
 
 
-@pytest.mark.parametrize("devices", [{0, 1}, (0, 1), range(2), iter([0, 1]), ["cuda:0", torch.device("cuda", 1)]])
+@pytest.mark.parametrize(
+    "devices", [{0, 1}, (0, 1), range(2), iter([0, 1]), ["cuda:0", torch.device("cuda", 1)]]
+)
 def test_R16_devices_may_be_any_collection(devices: Any) -> None:
     """Sets, ranges, iterators; torch devices and their names."""
     net = nn.Linear(3, 2)
@@ -668,7 +748,9 @@ def test_R16_devices_may_be_any_collection(devices: Any) -> None:
 
 
 def test_R16_replicas_can_be_called_and_differentiated_alone() -> None:
-    """A replica is called as the module is: values, kwargs, gradients; it is the module as it is now."""
+    """A replica is called as the module is: values, kwargs, gradients; it is the module as it is
+    now.
+    """
     net = nn.Bilinear(3, 3, 2)
     one, other = replicate(net, CPUS)
     x, y = torch.randn(4, 3, requires_grad=True), torch.randn(4, 3)
@@ -765,7 +847,9 @@ def test_R18_a_change_of_strides_is_seen() -> None:
 @pytest.mark.parametrize("detach", [False, True])
 @pytest.mark.parametrize("again", ["deepcopy", "pickle", "torch.save"])
 def test_R19_replicas_can_be_pickled_and_copied(detach: bool, again: str) -> None:
-    """After a forward too; the copy has a module of its own. Upstream cannot deepcopy one that is not detached."""
+    """After a forward too; the copy has a module of its own. Upstream cannot deepcopy one that is
+    not detached.
+    """
     net = nn.Linear(3, 2)
     replica = replicate(net, CPUS, detach)[1]
     replica(torch.ones(2, 3))
@@ -791,9 +875,12 @@ def test_R19_replicas_can_be_pickled_and_copied(detach: bool, again: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "norm", [parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal]
+    "norm",
+    [parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal],
 )
-def test_R20_parametrized_modules_work_and_write_back(norm: Callable[[nn.Module], nn.Module]) -> None:
+def test_R20_parametrized_modules_work_and_write_back(
+    norm: Callable[[nn.Module], nn.Module],
+) -> None:
     """Values, gradients, and the power iteration's in-place update of ``_u``."""
     ours, theirs, _ = trio(nn.Sequential(norm(nn.Linear(3, 3)), nn.Tanh()), 2)
     assert "only supported through state_dict" in str(raised(lambda: pickle.dumps(ours.module)))
@@ -843,7 +930,9 @@ def test_R21_hooks_on_parameters_stay_with_the_master() -> None:
     net = nn.Linear(3, 1, bias=False)
     seen = []
     net.weight.register_hook(lambda grad: seen.append((os.getpid(), grad.clone())))
-    net.weight.register_post_accumulate_grad_hook(lambda p: seen.append((os.getpid(), p.grad.clone())))
+    net.weight.register_post_accumulate_grad_hook(
+        lambda p: seen.append((os.getpid(), p.grad.clone()))
+    )
     DataParallel(net, CPUS)(torch.ones(4, 3)).sum().backward()
     assert [pid for pid, _ in seen] == [os.getpid()] * 2
     assert all(grad.tolist() == [[4.0] * 3] for _, grad in seen)

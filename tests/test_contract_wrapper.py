@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from raydp_parallel import DataParallel, Executor, Options, data_parallel, devices
-from raydp_parallel.local import LocalCrew
-from raydp_parallel.messages import Hello
+from raydp_parallel.cluster.in_process import InProcessBackend
+from raydp_parallel.devices.specs import ReplicaHello
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -86,7 +86,9 @@ class Keywords(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
 
-    def forward(self, x: torch.Tensor, *, bias: torch.Tensor | None = None, sign: int = 1) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, *, bias: torch.Tensor | None = None, sign: int = 1
+    ) -> torch.Tensor:
         return x * self.weight * sign + (0 if bias is None else bias)
 
 
@@ -145,7 +147,9 @@ def batch(rows: int = 6) -> torch.Tensor:
 
 def calls(model: DataParallel[Any]) -> list[int]:
     """How many forwards each replica ran."""
-    return [replica.calls for replica in model.executor.stats().replicas if replica.device_id == "cpu"]
+    return [
+        replica.calls for replica in model.executor.stats().replicas if replica.device_id == "cpu"
+    ]
 
 
 def same_outputs(three: Trio, *inputs: Any, exact: bool = True, **kwargs: Any) -> torch.Tensor:
@@ -159,12 +163,24 @@ def same_outputs(three: Trio, *inputs: Any, exact: bool = True, **kwargs: Any) -
 
 
 def test_C1_signature() -> None:
-    """Upstream's four arguments, by position and by name; ours by name only; an unknown one is a TypeError."""
+    """Upstream's four arguments, by position and by name; ours by name only; an unknown one is a
+    TypeError.
+    """
     net = Net()
     model = DataParallel(net, TWO, "cpu", 1)
-    assert (model.module, model.device_ids, model.output_device, model.dim) == (net, TWO, torch.device("cpu"), 1)
+    assert (model.module, model.device_ids, model.output_device, model.dim) == (
+        net,
+        TWO,
+        torch.device("cpu"),
+        1,
+    )
     named = DataParallel(module=net, device_ids=TWO, output_device="cpu", dim=1)
-    assert (named.module, named.device_ids, named.output_device, named.dim) == (net, TWO, torch.device("cpu"), 1)
+    assert (named.module, named.device_ids, named.output_device, named.dim) == (
+        net,
+        TWO,
+        torch.device("cpu"),
+        1,
+    )
     with pytest.raises(TypeError, match="gpus"):
         DataParallel(net, TWO, gpus=2)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="positional"):
@@ -254,16 +270,19 @@ def test_C5_dim_and_device_ids_can_be_edited() -> None:
 # --- C6 ---
 
 
-def _gpu(memory: int, processors: int) -> Hello:
-    return Hello(1, "node", "cuda:0", "gpu", "uuid", memory, processors)
+def _gpu(memory: int, processors: int) -> ReplicaHello:
+    return ReplicaHello(1, "node", "cuda:0", "gpu", "uuid", memory, processors)
 
 
 def test_C6_imbalance_is_warned_once() -> None:
-    """A GPU with less than 75 % of another's memory, else of its processors, is named in upstream's words."""
+    """A GPU with less than 75 % of another's memory, else of its processors, is named in upstream's
+    words.
+    """
     cases = {
         ((0, _gpu(100, 10)), (1, _gpu(74, 10))): (1, 0),
         ((0, _gpu(100, 5)), (3, _gpu(100, 10))): (0, 3),
-        ((0, _gpu(50, 5)), (1, _gpu(100, 10))): (0, 1),  # both: memory comes first, and is the only one
+        # both: memory comes first, and is the only one
+        ((0, _gpu(50, 5)), (1, _gpu(100, 10))): (0, 1),
     }
     for found, (small, large) in cases.items():
         with pytest.warns(UserWarning) as caught:
@@ -271,7 +290,8 @@ def test_C6_imbalance_is_warned_once() -> None:
         assert len(caught) == 1
         text = " ".join(str(caught[0].message).split())
         assert text.startswith(
-            f"There is an imbalance between your GPUs. You may want to exclude GPU {small} which has"
+            f"There is an imbalance between your GPUs. You may want to exclude GPU {small} "
+            "which has"
         )
         assert f"less than 75% of the memory or cores of GPU {large}." in text
 
@@ -290,16 +310,16 @@ def test_C6_is_told_when_replicas_start(monkeypatch: pytest.MonkeyPatch) -> None
     """By whoever starts them: what the GPUs are is known from their processes."""
     hellos = [_gpu(100, 10), _gpu(50, 10)]
 
-    def start(_crew: LocalCrew, places: Any) -> dict[Any, Any]:
+    def start(_backend: InProcessBackend, places: Any) -> dict[Any, Any]:
         return {place: (None, hellos[place.number]) for place in places}
 
-    monkeypatch.setattr(LocalCrew, "start", start)
+    monkeypatch.setattr(InProcessBackend, "start", start)
     with Executor((), options=Options(in_process=True)) as executor:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            executor.seats([0])
+            executor.slots([0])
         with pytest.warns(UserWarning, match="There is an imbalance between your GPUs"):
-            executor.seats([0, 1])
+            executor.slots([0, 1])
 
 
 # --- C7, C8 ---
@@ -312,7 +332,9 @@ def test_C7_the_module_is_not_moved() -> None:
     DataParallel(net, TWO)
     DataParallel(net, ["cpu"])
     DataParallel(net, [0])
-    assert {name: (t.data_ptr(), t.device) for name, t in net.state_dict(keep_vars=True).items()} == before
+    assert {
+        name: (t.data_ptr(), t.device) for name, t in net.state_dict(keep_vars=True).items()
+    } == before
 
 
 def test_C7_a_single_gpu_of_the_driver_takes_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,12 +353,16 @@ def test_C7_a_single_gpu_of_the_driver_takes_the_module(monkeypatch: pytest.Monk
 
 
 def test_C8_constructor_does_not_check_devices() -> None:
-    """A module that is still elsewhere may be wrapped; what counts is where it is in forward (pytorch#17363)."""
+    """A module that is still elsewhere may be wrapped; what counts is where it is in forward
+    (pytorch#17363).
+    """
     net = Net().to("meta")
     net.first.to_empty(device="cpu")
     model = DataParallel(net, TWO)
     error = raised(lambda: model(batch()))
-    assert isinstance(error, RuntimeError) and "module must have its parameters and buffers on device" in str(error)
+    assert isinstance(error, RuntimeError) and (
+        "module must have its parameters and buffers on device"
+    ) in str(error)
     model.to_empty(device="cpu")
     net.load_state_dict(Net().state_dict())
     assert model(batch()).shape == (6, 3)
@@ -354,15 +380,23 @@ def test_C8_converted_after_wrapping() -> None:
 
 
 def test_C9_state_dict_has_the_prefix() -> None:
-    """Keys of state_dict and names of parameters and buffers begin with ``module.``, as upstream's."""
+    """Keys of state_dict and names of parameters and buffers begin with ``module.``, as
+    upstream's.
+    """
     ours, theirs, plain = trio(Net(), 2)
-    assert list(ours.state_dict()) == list(theirs.state_dict()) == [f"module.{k}" for k in plain.state_dict()]
+    assert (
+        list(ours.state_dict())
+        == list(theirs.state_dict())
+        == [f"module.{k}" for k in plain.state_dict()]
+    )
     for names in ("named_parameters", "named_buffers", "named_modules", "named_children"):
         assert [n for n, _ in getattr(ours, names)()] == [n for n, _ in getattr(theirs, names)()]
 
 
 def test_C9_loading() -> None:
-    """A strict load without the prefix fails; with it it works, and reaches the replicas; it can be stripped."""
+    """A strict load without the prefix fails; with it it works, and reaches the replicas; it can be
+    stripped.
+    """
     ours, theirs, plain = trio(Net(), 2)
     trained = Net()
     with pytest.raises(RuntimeError, match="Missing key"):
@@ -396,7 +430,9 @@ def test_C9_checkpoint_file_round_trip() -> None:
 def test_C10_attributes_are_not_forwarded() -> None:
     """The module's attributes are not the wrapper's, and the other way round."""
     model = DataParallel(nn.Linear(4, 2), TWO)
-    with pytest.raises(AttributeError, match="'DataParallel' object has no attribute 'in_features'"):
+    with pytest.raises(
+        AttributeError, match="'DataParallel' object has no attribute 'in_features'"
+    ):
         _ = model.in_features
     model.in_features = 7
     assert model.module.in_features == 4
@@ -476,7 +512,9 @@ EDITS = [
 
 @pytest.mark.parametrize("edit", EDITS)
 def test_C11_next_forward_sees(edit: Any) -> None:
-    """What is done to wrapper or module between two forwards is what upstream's replicas would be made of."""
+    """What is done to wrapper or module between two forwards is what upstream's replicas would be
+    made of.
+    """
     three = trio(Net(), 2)
     same_outputs(three, batch())
     for model in (three.ours, three.theirs):
@@ -520,7 +558,11 @@ def test_C12_deepcopy() -> None:
     model = DataParallel(Net(), TWO, dim=0)
     for copied in (copy.deepcopy(model), model(batch()) is not None and copy.deepcopy(model)):
         assert type(copied) is DataParallel
-        assert (copied.device_ids, copied.dim, copied.output_device) == (TWO, 0, model.output_device)
+        assert (copied.device_ids, copied.dim, copied.output_device) == (
+            TWO,
+            0,
+            model.output_device,
+        )
         assert copied.module is not model.module
         with torch.no_grad():
             copied.module.last.weight.zero_()
@@ -548,7 +590,9 @@ def test_C12_pickle(way: str) -> None:
 
 
 def test_C13_modules_with_computed_weights() -> None:
-    """Old weight_norm keeps a non-leaf tensor in its dict: two steps work; deepcopy fails as the module's own."""
+    """Old weight_norm keeps a non-leaf tensor in its dict: two steps work; deepcopy fails as the
+    module's own.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         first, second = (nn.utils.weight_norm(nn.Linear(4, 2)) for _ in range(2))
@@ -571,7 +615,10 @@ def test_C13_modules_with_computed_weights() -> None:
 def test_C14_functional_call_is_refused() -> None:
     """torch.func refuses us as it refuses upstream's class."""
     three = trio(nn.Linear(4, 2), 2)
-    errors = [raised(lambda m=m: torch.func.functional_call(m, dict(m.named_parameters()), batch())) for m in three[:1]]
+    errors = [
+        raised(lambda m=m: torch.func.functional_call(m, dict(m.named_parameters()), batch()))
+        for m in three[:1]
+    ]
     assert isinstance(errors[0], RuntimeError)
     assert "stateless API can't be used with nn.DataParallel" in str(errors[0])
 
@@ -589,7 +636,9 @@ def test_C15_script_is_refused() -> None:
     ours = raised(lambda: torch.jit.script(DataParallel(nn.Linear(4, 2), TWO)))
     theirs = raised(lambda: torch.jit.script(nn.DataParallel(nn.Linear(4, 2))))
     assert type(ours) is type(theirs)
-    assert "variable number of arguments" in str(ours) and "variable number of arguments" in str(theirs)
+    assert "variable number of arguments" in str(ours) and "variable number of arguments" in str(
+        theirs
+    )
 
 
 @pytest.mark.parametrize("ids", [TWO, ["cpu"]])
@@ -598,7 +647,9 @@ def test_C16_profiler_range(ids: list[str]) -> None:
     model = DataParallel(nn.Linear(4, 2), ids)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         model(batch())
-    ranges = [event for event in profile.events() if event.name == "raydp_parallel.DataParallel.forward"]
+    ranges = [
+        event for event in profile.events() if event.name == "raydp_parallel.DataParallel.forward"
+    ]
     assert len(ranges) == 1
 
 
@@ -624,7 +675,12 @@ def recording(base: type) -> type:
 
         def gather(self, outputs: Any, output_device: Any) -> Any:
             self.log.append(
-                ("gather", type(outputs), [len(out) for out in outputs], output_device == self.output_device)
+                (
+                    "gather",
+                    type(outputs),
+                    [len(out) for out in outputs],
+                    output_device == self.output_device,
+                )
             )
             return super().gather(outputs, output_device)
 
@@ -633,7 +689,9 @@ def recording(base: type) -> type:
 
 @pytest.mark.parametrize(("count", "rows"), [(1, 4), (2, 1), (2, 5), (3, 2)])
 def test_C17_override_points(count: int, rows: int) -> None:
-    """The four methods are called on self, in order, with upstream's arguments; with one device only scatter is."""
+    """The four methods are called on self, in order, with upstream's arguments; with one device
+    only scatter is.
+    """
     net, x = Keywords(), torch.randn(rows, 2)
     logs = []
     for base, ids in ((DataParallel, ["cpu"] * count), (oracle.DataParallel, list(range(count)))):
@@ -679,7 +737,9 @@ def test_C17_instance_patches_count() -> None:
 @pytest.mark.parametrize("ids", [["cpu"], TWO])
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
 def test_F1_tensors_on_two_devices(ids: list[str], kind: str) -> None:
-    """Each forward checks parameters and buffers, in upstream's words; put right, the model runs."""
+    """Each forward checks parameters and buffers, in upstream's words; put right, the model
+    runs.
+    """
     net = Net()
     model = DataParallel(net, ids)
     model(batch())
@@ -689,7 +749,8 @@ def test_F1_tensors_on_two_devices(ids: list[str], kind: str) -> None:
         net.norm.running_var = net.norm.running_var.to("meta")
     with pytest.raises(
         RuntimeError,
-        match=r"module must have its parameters and buffers on device cpu \(device_ids\[0\]\) but found one of them on "
+        match=r"module must have its parameters and buffers on device cpu "
+        r"\(device_ids\[0\]\) but found one of them on "
         "device: meta",
     ):
         model(batch())
@@ -715,12 +776,16 @@ def test_F1_a_moved_tensor_that_keeps_its_identity() -> None:
 
 def test_F2_inputs_may_lie_on_the_cpu() -> None:
     """Inputs of GPU ids are CPU tensors here, nested and by name."""
-    three = Trio(DataParallel(Keywords(), [0, 1]), oracle.DataParallel(Keywords(), [0, 1]), Keywords())
+    three = Trio(
+        DataParallel(Keywords(), [0, 1]), oracle.DataParallel(Keywords(), [0, 1]), Keywords()
+    )
     x = torch.randn(4, 2)
     same_outputs(three, x, bias=x)
 
 
-@pytest.mark.parametrize(("rows", "ran"), [(1, [1, 0, 0]), (2, [1, 1, 0]), (4, [1, 1, 0]), (5, [1, 1, 1])])
+@pytest.mark.parametrize(
+    ("rows", "ran"), [(1, [1, 0, 0]), (2, [1, 1, 0]), (4, [1, 1, 0]), (5, [1, 1, 1])]
+)
 def test_F3_as_many_replicas_as_chunks(rows: int, ran: list[int]) -> None:
     """The number of chunks is torch.chunk's, and further replicas stay idle."""
     three = trio(nn.Linear(4, 2), 3)
@@ -777,7 +842,9 @@ def test_F5_one_device_splits_nothing() -> None:
     ours, theirs = three.ours(value)["value"], three.theirs(value)["value"]
     assert ours.keys() == theirs.keys() == value.keys()
     assert (ours["a"][1], ours["c"][1]) == ("b", None) and type(ours["c"]) is tuple
-    torch.testing.assert_close((ours["a"][0], ours["c"][0]), (theirs["a"][0], theirs["c"][0]), rtol=0, atol=0)
+    torch.testing.assert_close(
+        (ours["a"][0], ours["c"][0]), (theirs["a"][0], theirs["c"][0]), rtol=0, atol=0
+    )
 
 
 def test_F5_one_device_gradients_are_the_plain_modules() -> None:
@@ -890,11 +957,20 @@ def test_F8_functional_form(count: int, rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "inputs", [torch.arange(4.0), [torch.arange(4.0), torch.ones(4)], {"a": torch.arange(4.0)}, (torch.arange(4.0),)]
+    "inputs",
+    [
+        torch.arange(4.0),
+        [torch.arange(4.0), torch.ones(4)],
+        {"a": torch.arange(4.0)},
+        (torch.arange(4.0),),
+    ],
 )
 def test_F8_what_counts_as_one_argument(inputs: Any) -> None:
     """A tensor, list or dict is one argument; a tuple is all of them."""
-    ours, theirs = data_parallel(First(), inputs, TWO), oracle.data_parallel(First(), inputs, [0, 1])
+    ours, theirs = (
+        data_parallel(First(), inputs, TWO),
+        oracle.data_parallel(First(), inputs, [0, 1]),
+    )
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
@@ -909,7 +985,10 @@ def test_F8_keyword_arguments_dim_and_defaults() -> None:
     """``module_kwargs`` is split too, ``dim`` goes for both ends, and all GPUs are the default."""
     x, bias = torch.randn(3, 2), torch.randn(3, 2)
     for kwargs in ({"module_kwargs": {"bias": bias, "sign": -1}}, {}):
-        ours, theirs = data_parallel(Keywords(), x, **kwargs), oracle.data_parallel(Keywords(), x, **kwargs)
+        ours, theirs = (
+            data_parallel(Keywords(), x, **kwargs),
+            oracle.data_parallel(Keywords(), x, **kwargs),
+        )
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     wide = torch.randn(2, 5)
     assert torch.equal(data_parallel(nn.Identity(), wide, TWO, None, 1), wide)
@@ -917,7 +996,9 @@ def test_F8_keyword_arguments_dim_and_defaults() -> None:
 
 
 def test_F8_no_grad_and_single_device() -> None:
-    """Under no_grad nothing is recorded; one device gives the raw output and no gradient to unused parameters."""
+    """Under no_grad nothing is recorded; one device gives the raw output and no gradient to unused
+    parameters.
+    """
     with torch.no_grad():
         assert not data_parallel(Net().eval(), batch(), TWO).requires_grad
     assert data_parallel(Scalar(), torch.ones(4, 4), ["cpu"]).dim() == 0
@@ -987,5 +1068,8 @@ def test_wrapped_ordered_dict_module_keeps_order() -> None:
     net = nn.Sequential(OrderedDict([("b", nn.Linear(4, 4)), ("a", nn.Linear(4, 2))]))
     assert [n for n, _ in DataParallel(net, TWO).named_children()] == ["module"]
     assert list(DataParallel(net, TWO).state_dict()) == [
-        "module.b.weight", "module.b.bias", "module.a.weight", "module.a.bias"
-    ]  # fmt: skip
+        "module.b.weight",
+        "module.b.bias",
+        "module.a.weight",
+        "module.a.bias",
+    ]

@@ -1,4 +1,6 @@
-"""A training run seen in a real Ray dashboard, by a real Prometheus, and in a browser; see dashboard_script.py."""
+"""A training run seen in a real Ray dashboard, by a real Prometheus, and in a browser; see
+dashboard_script.py.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,12 @@ import pytest
 
 pytestmark = pytest.mark.long
 HERE = Path(__file__).parent
-needs_prometheus = pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
-needs_browser = pytest.mark.skipif(bool(browser.missing()), reason=f"not installed: {browser.missing()}")
+needs_prometheus = pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="prometheus is not installed"
+)
+needs_browser = pytest.mark.skipif(
+    bool(browser.missing()), reason=f"not installed: {browser.missing()}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +37,23 @@ def seen(pictures: Path) -> str:
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     env["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent)])
     command = [sys.executable, str(HERE / "dashboard_script.py"), str(pictures)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 def test_phases_add_up_to_the_wall_time(seen: str) -> None:
     """For each replica, between two looks at its statistics."""
-    shares = [float(share) for share in re.findall(r"phases add up to ([\d.]+) of the wall time", seen)]
+    shares = [
+        float(share)
+        for share in re.findall(
+            r"phases add up to ([\d.]+) of the wall "
+            r"time",
+            seen,
+        )
+    ]
     assert len(shares) == 2
     assert all(abs(share - 1) < 0.05 for share in shares), seen
 
@@ -72,13 +87,17 @@ def test_a_straggler_is_named_by_all_who_are_asked(seen: str) -> None:
 
 
 def test_tasks_and_timeline_read_well(seen: str) -> None:
-    """Within ten seconds tasks say what each replica does, and how fast; housekeeping is not among them."""
+    """Within ten seconds tasks say what each replica does, and how fast; housekeeping is not among
+    them.
+    """
     assert "tasks: 2 replicas say what they do, others []" in seen
     assert "timeline: True" in seen
 
 
 def test_each_phase_is_a_task_where_that_is_asked(seen: str) -> None:
-    """Named by phase and chunk; the timeline has what is inside of them, and what the driver does."""
+    """Named by phase and chunk; the timeline has what is inside of them, and what the
+    driver does.
+    """
     assert "phases as tasks: True" in seen
     assert "phases in the timeline: True" in seen
 
@@ -87,7 +106,10 @@ def test_each_phase_is_a_task_where_that_is_asked(seen: str) -> None:
 def test_the_dashboard_shows_devices_names_and_phases(seen: str, pictures: Path) -> None:
     assert "the Actors page shows both replicas by name and device" in seen
     assert "the actor's page shows its work; no housekeeping" in seen
-    assert all((pictures / f"{name}.png").stat().st_size > 5000 for name in ("actors", "actor", "report-light"))
+    assert all(
+        (pictures / f"{name}.png").stat().st_size > 5000
+        for name in ("actors", "actor", "report-light")
+    )
 
 
 def test_nothing_is_left_behind(seen: str) -> None:

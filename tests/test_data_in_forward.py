@@ -1,7 +1,8 @@
-"""`self.x.data = ...` in forward is kept where upstream's replica 0 holds the master's own tensor, and lost elsewhere.
+"""`self.x.data = ...` in forward is kept where upstream's replica 0 holds the master's own tensor,
+and lost elsewhere.
 
-That is all of it with one device, where upstream runs the master itself. With several it is every buffer that needs no
-gradient, and under no_grad every parameter.
+That is all of it with one device, where upstream runs the master itself. With several it is every
+buffer that needs no gradient, and under no_grad every parameter.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def train(model: Any, steps: int = 5) -> list[Tensor]:
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_F5_R6_a_max_norm_layer_trains_to_upstreams_weights(devices: int) -> None:
-    """Five steps: with one device the short filters are the master's, with two they last as long as the forward."""
+    """Five steps: with one device the short filters are the master's, with two they last as long as
+    the forward.
+    """
     ours, theirs, plain = trio(eegnet(), devices)
     torch.testing.assert_close(train(ours), train(theirs))
     assert_same_state(ours, theirs)
@@ -105,7 +108,9 @@ WAYS: dict[str, Callable[[Any, Tensor], Any]] = {
     "frozen": lambda net, x: setattr(net.frozen, "data", net.frozen * 0.5),
     "buffer with gradient": lambda net, x: setattr(net.slope, "data", net.slope.data * 0.5),
     "transposed": lambda net, x: setattr(net.matrix, "data", net.matrix.data.t()),
-    "part": lambda net, x: setattr(net.matrix, "data", net.matrix.data[:, 1:] if net.matrix.numel() > 4 else x[:2, :2]),
+    "part": lambda net, x: setattr(
+        net.matrix, "data", net.matrix.data[:, 1:] if net.matrix.numel() > 4 else x[:2, :2]
+    ),
     "grows": lambda net, x: setattr(net.empty, "data", torch.cat([net.empty.data, x[0]])),
     "shrinks": lambda net, x: setattr(net.empty, "data", torch.zeros(0)),
     "dtype": lambda net, x: setattr(net.mean, "data", net.mean.data.double() + 1),
@@ -120,8 +125,12 @@ WAYS: dict[str, Callable[[Any, Tensor], Any]] = {
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("how", WAYS)
-def test_F5_R6_replaced_data_stays_where_upstream_keeps_it(how: str, devices: int, grad: bool) -> None:
-    """Outputs, state, shapes and gradients after each of three forwards, and of one more with other modes."""
+def test_F5_R6_replaced_data_stays_where_upstream_keeps_it(
+    how: str, devices: int, grad: bool
+) -> None:
+    """Outputs, state, shapes and gradients after each of three forwards, and of one more with other
+    modes.
+    """
     ours, theirs, _ = trio(Replaces(how), devices)
     for number in range(4):
         with torch.set_grad_enabled(grad != (number == 3)):
@@ -143,7 +152,11 @@ def test_F5_the_master_gets_other_memory_as_upstream() -> None:
     net.register_buffer("tied", net.mean.view(3, 1))
     old = net.mean.data
     DataParallel(net, ["cpu"])(torch.ones(4, 3))
-    assert (old.tolist(), net.tied.flatten().tolist(), net.mean.tolist()) == ([0.0] * 3, [0.0] * 3, [1.0] * 3)
+    assert (old.tolist(), net.tied.flatten().tolist(), net.mean.tolist()) == (
+        [0.0] * 3,
+        [0.0] * 3,
+        [1.0] * 3,
+    )
     old.fill_(7)
     assert net.mean.tolist() == [1.0] * 3
 

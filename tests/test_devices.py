@@ -19,18 +19,23 @@ import ray
 import torch
 from fake_gpu import installed
 
-from raydp_parallel import codec, devices
+from raydp_parallel import devices
 from raydp_parallel.devices import cores
-from raydp_parallel.links import Piece
-from raydp_parallel.messages import Hello
+from raydp_parallel.devices.ranges import MemoryRange
+from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.transport import codec
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="indices name GPUs where there are some")
-@pytest.mark.parametrize("target", (0, 3, "cuda", "cuda:1", torch.device("cuda", 1), "cpu", torch.device("cpu")))
+@pytest.mark.parametrize(
+    "target", (0, 3, "cuda", "cuda:1", torch.device("cuda", 1), "cpu", torch.device("cpu"))
+)
 def test_G10_without_cuda_every_target_is_the_cpu(target: int | str | torch.device) -> None:
-    """Ids are logical: where the driver has no GPU, its master copy and the outputs are on its CPU."""
+    """Ids are logical: where the driver has no GPU, its master copy and the outputs are on
+    its CPU.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert devices.output_place(target) == CPU
@@ -49,7 +54,7 @@ def test_a_piece_is_a_tensors_memory() -> None:
     assert (found.address, found.size, found.owner) == (tensor.data_ptr(), 20, tensor)
 
 
-def source(tensor: torch.Tensor) -> Piece:
+def source(tensor: torch.Tensor) -> MemoryRange:
     """A packet's bytes."""
     return devices.piece(tensor)
 
@@ -80,8 +85,10 @@ def test_windows_are_read_without_a_copy() -> None:
 
 def test_uploading_nothing() -> None:
     """No bytes are an empty tensor."""
-    assert devices.upload(Piece(0, 0, None), CPU).shape == (0,)
-    assert devices.windows(Piece(0, 0, None), [codec.spec_of(torch.empty(0))], [torch.float32], CPU)[0].shape == (0,)
+    assert devices.upload(MemoryRange(0, 0, None), CPU).shape == (0,)
+    assert devices.windows(
+        MemoryRange(0, 0, None), [codec.spec_of(torch.empty(0))], [torch.float32], CPU
+    )[0].shape == (0,)
 
 
 def draw() -> tuple[float, float, float]:
@@ -102,7 +109,9 @@ def generators() -> object:
 @pytest.mark.usefixtures("generators")
 @pytest.mark.parametrize("call_seed", (0, 1, 2**63 - 1, 12345))
 def test_A10_seeds_are_a_function_of_call_and_chunk(call_seed: int) -> None:
-    """The same call and chunk give the same numbers, whatever was drawn before; other chunks give others."""
+    """The same call and chunk give the same numbers, whatever was drawn before; other chunks give
+    others.
+    """
     found = []
     for chunk in (0, 1, 2, 0, 1):
         devices.seed(CPU, call_seed, chunk)
@@ -137,18 +146,24 @@ def test_A10_a_gpus_generator_is_seeded_too(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(seeds) == 2
 
 
-def gpu(memory: int, processors: int) -> Hello:
+def gpu(memory: int, processors: int) -> ReplicaHello:
     """A GPU of some size."""
-    return Hello(*(1, "node", "cuda:0", "G", "uuid"), memory=memory, processors=processors)
+    return ReplicaHello(*(1, "node", "cuda:0", "G", "uuid"), memory=memory, processors=processors)
 
 
-@pytest.mark.parametrize(("small", "large"), (((70, 10), (100, 10)), ((100, 7), (100, 10)), ((10, 1), (100, 100))))
+@pytest.mark.parametrize(
+    ("small", "large"), (((70, 10), (100, 10)), ((100, 7), (100, 10)), ((10, 1), (100, 100)))
+)
 def test_C6_unlike_gpus_are_told_once(small: tuple[int, int], large: tuple[int, int]) -> None:
-    """Less than three quarters of another's memory or processors, upstream's text, one warning however many differ."""
+    """Less than three quarters of another's memory or processors, upstream's text, one warning
+    however many differ.
+    """
     with pytest.warns(UserWarning) as seen:
         devices.check_balance([(4, gpu(*large)), (7, gpu(*small)), (5, gpu(*large))])
     (warning,) = seen
-    assert "There is an imbalance between your GPUs. You may want to exclude GPU 7 which" in str(warning.message)
+    assert ("There is an imbalance between your GPUs. You may want to exclude GPU 7 which") in str(
+        warning.message
+    )
     assert "less than 75% of the memory or cores of GPU" in str(warning.message)
 
 
@@ -236,15 +251,21 @@ print(json.dumps([seen, *kept]))
 @pytest.fixture(scope="module")
 def apart() -> list[Any]:
     """What a process of its own found out."""
-    done = subprocess.run([sys.executable, "-c", APART], capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", APART], capture_output=True, text=True, timeout=240
+    )
     assert not done.returncode, done.stderr
     found: list[Any] = json.loads(done.stdout)
     return found
 
 
-@pytest.mark.skipif(cores._openmp() is None, reason="torch computes with another library than GCC's")
+@pytest.mark.skipif(
+    cores._openmp() is None, reason="torch computes with another library than GCC's"
+)
 def test_a_thread_that_waits_for_replicas_leaves_them_the_cores(apart: list[Any]) -> None:
-    """Its helpers end, and come back with its next operation; not inside of one, and those of other threads stay."""
+    """Its helpers end, and come back with its next operation; not inside of one, and those of other
+    threads stay.
+    """
     assert apart[0] == [1, 0, 0, 1, 0, 3, 2, 0, 1, 0]
 
 
@@ -255,8 +276,12 @@ def test_who_says_how_threads_wait_is_heard(name: str, monkeypatch: pytest.Monke
     assert cores._find_pause() is cores._nothing
 
 
-@pytest.mark.parametrize("names", [("GOMP_parallel", "kmp_set_blocktime", "omp_pause_resource"), ("GOMP_parallel",)])
-def test_threads_of_other_libraries_are_left_alone(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "names", [("GOMP_parallel", "kmp_set_blocktime", "omp_pause_resource"), ("GOMP_parallel",)]
+)
+def test_threads_of_other_libraries_are_left_alone(
+    names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Intel's has GCC's names, too; an old one of GCC's cannot end its threads."""
     library = SimpleNamespace(**dict.fromkeys(names))
     monkeypatch.setattr(cores.ctypes, "CDLL", lambda *_args, **_kwargs: library)
@@ -265,7 +290,9 @@ def test_threads_of_other_libraries_are_left_alone(names: tuple[str, ...], monke
 
 
 def test_memory_that_a_replicas_thread_frees_is_kept(apart: list[Any]) -> None:
-    """Also of tensors larger than the heaps that threads usually have: nothing is asked of the kernel again."""
+    """Also of tensors larger than the heaps that threads usually have: nothing is asked of the
+    kernel again.
+    """
     assert [name for name, *_ in apart[1:]] == ["one", "two"]
     assert all(faults < 100 for _, *each in apart[1:] for faults in each), apart[1:]
 
@@ -273,24 +300,29 @@ def test_memory_that_a_replicas_thread_frees_is_kept(apart: list[Any]) -> None:
 UNDER_ANOTHER_ALLOCATOR = """
 import queue
 from raydp_parallel import devices
-from raydp_parallel.devices import settings
+from raydp_parallel.devices import process
 done = queue.SimpleQueue()
 devices.keep_freed_memory()
 for number in range(3):
     devices.start_thread(lambda: done.put(1), "work")
-print(settings._allocator() is None, settings._in_main_heap(), *[done.get() for _ in range(3)])
+print(process._allocator() is None, process._in_main_heap(), *[done.get() for _ in range(3)])
 """
 
 
 def test_nothing_is_read_or_set_of_an_allocator_that_is_not_libcs() -> None:
-    """What lies before a piece of its memory means something else, or is not mapped. Ray brings such a library."""
+    """What lies before a piece of its memory means something else, or is not mapped. Ray brings
+    such a library.
+    """
     other = Path(ray.__file__).parent / "core" / "libjemalloc.so"
     ours = "False" if platform.libc_ver()[0] == "glibc" else "True"
     for preloaded, none in (("", ours), (str(other), "True")):
         done = subprocess.run(
             [sys.executable, "-c", UNDER_ANOTHER_ALLOCATOR],
-            capture_output=True, text=True, timeout=240, env={**os.environ, "LD_PRELOAD": preloaded},
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=240,
+            env={**os.environ, "LD_PRELOAD": preloaded},
+        )
         assert done.stdout.split() == [none, "True", "1", "1", "1"], done.stderr
 
 
@@ -303,7 +335,11 @@ def test_nothing_is_read_or_set_of_an_allocator_that_is_not_libcs() -> None:
         ("0::/a/b\n", {"a/cpu.max": "400000 100000", "a/b/cpu.max": "max 100000"}, 4),
         ("0::/a/b\n", {"a/cpu.max": "400000 100000", "a/b/cpu.max": "300000 100000"}, 3),
         ("0::/hosts/path\n", {"cpu.max": "700000 100000"}, 7),
-        ("12:cpu,cpuacct:/docker/x\n0::/\n", {"cpu,cpuacct/docker/x/cpu.cfs_quota_us": "250000"}, 2),
+        (
+            "12:cpu,cpuacct:/docker/x\n0::/\n",
+            {"cpu,cpuacct/docker/x/cpu.cfs_quota_us": "250000"},
+            2,
+        ),
         ("12:cpu,cpuacct:/docker/x\n", {"cpu/cpu.cfs_quota_us": "250000"}, 2),
         ("12:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1"}, 64),
         ("7:memory:/m\n", {"memory/m/cpu.cfs_quota_us": "100000"}, 64),
@@ -312,9 +348,15 @@ def test_nothing_is_read_or_set_of_an_allocator_that_is_not_libcs() -> None:
     ],
 )
 def test_cores_are_those_that_a_process_may_use(
-    groups: str, files: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    groups: str,
+    files: dict[str, str],
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By affinity, and by the quota of each control group above it; both versions, and with the host's paths."""
+    """By affinity, and by the quota of each control group above it; both versions, and with the
+    host's paths.
+    """
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(64)))
     (tmp_path / "own").write_text(groups)
     for name, text in files.items():

@@ -17,12 +17,14 @@ from typing import Any
 import pytest
 import ray
 
-from raydp_parallel import Options, actor, cluster, dial, line
-from raydp_parallel.cluster import Pending, RayCrew, RemoteDoor
-from raydp_parallel.crew import Death
-from raydp_parallel.groups import Groups
-from raydp_parallel.links import link_for
-from raydp_parallel.messages import Hello
+from raydp_parallel import Options, cluster
+from raydp_parallel.calls.replica_groups import ReplicaGroups
+from raydp_parallel.cluster import Pending, RayBackend, ReplicaClient
+from raydp_parallel.cluster.backend import Death
+from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.replica import actor
+from raydp_parallel.transport import direct_connection, handshake
+from raydp_parallel.transport.links import link_for
 
 HERE = "127.0.0.1"
 
@@ -31,7 +33,7 @@ class Station:
     """A thread that serves a line as another machine would."""
 
     def __init__(self, host: str | None = HERE) -> None:
-        found = dial.listen(host)
+        found = handshake.listen(host)
         assert found is not None
         self.address, self.listener = found
         self.hung_up = threading.Event()
@@ -41,7 +43,7 @@ class Station:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
-        line.serve(self.listener, self._answer, self.met.append)
+        direct_connection.serve(self.listener, self._answer, self.met.append)
         self.hung_up.set()
 
     def _answer(self, number: int, buffers: list[Any]) -> Sequence[Any]:
@@ -65,13 +67,13 @@ def station(request: pytest.FixtureRequest) -> Iterator[Station]:
     found = Station(request.param)
     yield found
     if not (found.heard or found.met or found.called):
-        line.Line(found.address, list).close()
+        direct_connection.Connection(found.address, list).close()
     assert found.hung_up.wait(10)
 
 
 def test_a_line(station: Station) -> None:
     """There and back; to another machine without a process to follow or memory to share."""
-    caller = line.Line(station.address, list)
+    caller = direct_connection.Connection(station.address, list)
     caller.send(7, [b"one", bytes(100_000)])
     assert [len(part) for part in caller.receive(7, 10)] == [0, 3, 100_000]
     assert station.met == [os.getpid() if caller.near else 0] and station.heard == [7]
@@ -81,7 +83,7 @@ def test_a_line(station: Station) -> None:
 def prove(connection: socket.socket, secret: str) -> bytes:
     """What shows a listener that its caller knows the secret."""
     number = connection.recv(16, socket.MSG_WAITALL)
-    return b"\0" * 16 + dial._code(secret.encode(), b"caller", number, b"\0" * 16)
+    return b"\0" * 16 + handshake._code(secret.encode(), b"caller", number, b"\0" * 16)
 
 
 def test_a_proof_that_comes_in_pieces(station: Station) -> None:
@@ -113,11 +115,13 @@ def received(connection: socket.socket) -> bytes:
         return b""
 
 
-def test_strangers_who_say_nothing_are_not_waited_for(station: Station, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_who_say_nothing_are_not_waited_for(
+    station: Station, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The right one is heard at once, however many wait; the first of too many are hung up on."""
-    monkeypatch.setattr(dial, "_CALLERS", 3)
+    monkeypatch.setattr(handshake, "_CALLERS", 3)
     strangers = [station.connect() for _ in range(5)]
-    caller = line.Line(station.address, list)
+    caller = direct_connection.Connection(station.address, list)
     caller.send(1, [])
     assert caller.receive(1, 10) == [b""]
     for stranger in strangers:
@@ -129,13 +133,13 @@ def test_strangers_who_say_nothing_are_not_waited_for(station: Station, monkeypa
 @pytest.mark.parametrize("host", [HERE, None], ids=["far", "near"])
 def test_who_listens_has_to_know_the_secret_too(host: str | None) -> None:
     """Whoever got the port, or the name, of a replica that died is told nothing."""
-    found = dial.listen(host)
+    found = handshake.listen(host)
     assert found is not None
     address, listener = found
     listener._secret = b"another"
     threading.Thread(target=listener.accept, daemon=True).start()
     with pytest.raises(OSError):
-        line.Line(address, list)
+        direct_connection.Connection(address, list)
     listener._until = 0.0
 
     def says_yes() -> None:
@@ -145,32 +149,36 @@ def test_who_listens_has_to_know_the_secret_too(host: str | None) -> None:
     with socket.create_server((HERE, 0)) as impostor:
         threading.Thread(target=says_yes, daemon=True).start()
         with pytest.raises(ConnectionError, match="does not know the secret"):
-            line.Line(f"{HERE} {impostor.getsockname()[1]} secret", list)
+            direct_connection.Connection(f"{HERE} {impostor.getsockname()[1]} secret", list)
 
 
 @pytest.mark.parametrize("host", [HERE, None], ids=["far", "near"])
 def test_nobody_is_waited_for_for_ever(host: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver that does not come leaves no socket, no name and no thread; strangers do not keep it open."""
-    monkeypatch.setattr(dial, "_OPEN", 0.05)
-    found = dial.listen(host)
+    """A driver that does not come leaves no socket, no name and no thread; strangers do not keep it
+    open.
+    """
+    monkeypatch.setattr(handshake, "_OPEN", 0.05)
+    found = handshake.listen(host)
     assert found is not None
     served: list[object] = []
-    thread = threading.Thread(target=lambda: served.append(line.serve(found[1], lambda number, buffers: [])))
+    thread = threading.Thread(
+        target=lambda: served.append(direct_connection.serve(found[1], lambda number, buffers: []))
+    )
     thread.start()
     thread.join(10)
     assert served == [None]
     with pytest.raises(ConnectionRefusedError):
-        line.Line(found[0], list)
+        direct_connection.Connection(found[0], list)
 
 
 def test_a_line_is_kept_alive() -> None:
     """A firewall forgets a connection that is silent for long."""
-    found = dial.listen(HERE)
+    found = handshake.listen(HERE)
     assert found is not None
     ends: list[Any] = []
     thread = threading.Thread(target=lambda: ends.append(found[1].accept()))
     thread.start()
-    ends.append(dial.call(found[0]))
+    ends.append(handshake.call(found[0]))
     thread.join(10)
     for end in ends:
         with end.connection as connection:
@@ -180,17 +188,18 @@ def test_a_line_is_kept_alive() -> None:
 
 def test_a_node_whose_address_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container with forwarded ports: nobody can be called there, which is no error."""
-    door = actor.Door("cpu", link_for("auto"))
-    monkeypatch.setattr(door, "_address", lambda: "192.0.2.1")
-    assert dial.listen("192.0.2.1") is None and door.open_line({}, False) is None
+    client = actor.ReplicaServer("cpu", link_for("auto"))
+    monkeypatch.setattr(client, "_address", lambda: "192.0.2.1")
+    assert handshake.listen("192.0.2.1") is None and client.open_line({}, False) is None
 
 
 OTHER_NAMESPACE = """
 import os, sys
-from raydp_parallel import dial, line
-address, listener = dial.listen()
+from raydp_parallel.transport import direct_connection, handshake
+address, listener = handshake.listen()
 print(os.getpid(), address, flush=True)
-line.serve(listener, lambda number, buffers: buffers, lambda process: print(process, flush=True))
+direct_connection.serve(
+    listener, lambda number, buffers: buffers, lambda process: print(process, flush=True))
 """
 
 
@@ -200,7 +209,9 @@ def apart(code: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-may_unshare = pytest.mark.skipif(os.getuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
+may_unshare = pytest.mark.skipif(
+    os.getuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare"
+)
 
 
 @may_unshare
@@ -209,19 +220,20 @@ def test_a_replica_in_a_namespace_of_its_own_is_not_watched() -> None:
     with apart(OTHER_NAMESPACE) as process:
         assert process.stdout is not None
         number, *address = process.stdout.readline().split()
-        door = RemoteDoor(None)
-        door.line = line.Line(" ".join(address), list)
-        assert number == "1" and door.line.process(1) is None
-        door.watch(1)
-        assert door._process is None
-        door.close()
+        client = ReplicaClient(None)
+        client.line = direct_connection.Connection(" ".join(address), list)
+        assert number == "1" and client.line.process(1) is None
+        client.watch(1)
+        assert client._process is None
+        client.close()
 
 
 @may_unshare
 def test_a_driver_in_a_namespace_of_its_own_watches_nobody(station: Station) -> None:
     """The replica's number is somebody else's there, or nobody's."""
     caller = (
-        "import sys, os; from raydp_parallel import line; found = line.Line(sys.argv[1], list);"
+        "import sys, os; from raydp_parallel.transport.direct_connection import Connection; "
+        "found = Connection(sys.argv[1], list);"
         "print([found.process(int(number)) for number in sys.argv[2:]]); found.close()"
     )
     with apart(caller, station.address, str(os.getpid()), "1", "0") as process:
@@ -231,21 +243,27 @@ def test_a_driver_in_a_namespace_of_its_own_watches_nobody(station: Station) -> 
 
 def test_a_replica_is_watched_by_a_descriptor(station: Station) -> None:
     """Where its line shows that the number is its own; to another machine no line does."""
-    door = RemoteDoor(None)
-    door.line = line.Line(station.address, list)
-    assert door.line.process(os.getppid()) is None
-    door.watch(os.getpid())
-    assert (door._process is not None) is door.near
-    if door._process is not None:
-        text = Path(f"/proc/self/fdinfo/{door._process}").read_text()
+    client = ReplicaClient(None)
+    client.line = direct_connection.Connection(station.address, list)
+    assert client.line.process(os.getppid()) is None
+    client.watch(os.getpid())
+    assert (client._process is not None) is client.near
+    if client._process is not None:
+        text = Path(f"/proc/self/fdinfo/{client._process}").read_text()
         assert f"Pid:\t{os.getpid()}" in text
-    door.close()
+    client.close()
 
 
-@pytest.mark.parametrize("said", [b"", b"x", b"0" * 48, b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n" * 2])
-def test_strangers_are_hung_up_on(station: Station, said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who does not know the secret gets a number that is of no use, and is not in the way of who does."""
-    monkeypatch.setattr(dial, "_GREETING", 0.05)
+@pytest.mark.parametrize(
+    "said", [b"", b"x", b"0" * 48, b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n" * 2]
+)
+def test_strangers_are_hung_up_on(
+    station: Station, said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who does not know the secret gets a number that is of no use, and is not in the way of who
+    does.
+    """
+    monkeypatch.setattr(handshake, "_GREETING", 0.05)
     with station.connect() as stranger:
         stranger.sendall(said)
         heard, more = b"", b"?"
@@ -257,7 +275,7 @@ def test_strangers_are_hung_up_on(station: Station, said: bytes, monkeypatch: py
             heard += more
         assert len(heard) == 16
     monkeypatch.undo()
-    caller = line.Line(station.address, list)
+    caller = direct_connection.Connection(station.address, list)
     caller.send(1, [])
     assert caller.receive(1, 10) == [b""]
     caller.close()
@@ -265,9 +283,9 @@ def test_strangers_are_hung_up_on(station: Station, said: bytes, monkeypatch: py
 
 def test_one_caller_only(station: Station) -> None:
     """Nobody listens any more once the right one has come."""
-    caller = line.Line(station.address, list)
+    caller = direct_connection.Connection(station.address, list)
     with pytest.raises(OSError):  # refused, or hung up on, if the listener had not closed yet
-        line.Line(station.address, list)
+        direct_connection.Connection(station.address, list)
     caller.close()
 
 
@@ -275,7 +293,7 @@ def test_a_wrong_secret_is_an_error_for_the_caller(station: Station) -> None:
     """As if nobody were there."""
     where, _, secret = station.address.rpartition(" ")
     with pytest.raises(OSError):
-        line.Line(f"{where} {secret[::-1]}", list)
+        direct_connection.Connection(f"{where} {secret[::-1]}", list)
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no such addresses")
@@ -285,46 +303,54 @@ def test_addresses_of_either_kind() -> None:
         station = Station("::1")
     except OSError:
         pytest.skip("this machine has no such network")
-    caller = line.Line(station.address, list)
+    caller = direct_connection.Connection(station.address, list)
     caller.send(1, [b"x"])
     assert caller.receive(1, 10) == [b"", b"x"]
     caller.close()
 
 
-@pytest.mark.parametrize(("value", "wanted"), [("1", False), ("true", False), ("0", True), (None, True)])
-def test_where_ray_encrypts_there_are_none(value: str | None, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("value", "wanted"), [("1", False), ("true", False), ("0", True), (None, True)]
+)
+def test_where_ray_encrypts_there_are_none(
+    value: str | None, wanted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is said on them could be read by all."""
     monkeypatch.delenv("RAY_USE_TLS", raising=False)
     if value is not None:
         monkeypatch.setenv("RAY_USE_TLS", value)
-    assert dial.far_lines() is wanted
+    assert handshake.far_lines() is wanted
     asked: list[bool] = []
 
     def listen(_held: dict[int, int], near: bool) -> None:
         asked.append(near)
 
-    door = RemoteDoor(SimpleNamespace(open_line=SimpleNamespace(remote=listen)))
+    client = ReplicaClient(SimpleNamespace(open_line=SimpleNamespace(remote=listen)))
     monkeypatch.setattr(ray, "get", lambda found, timeout=None: found)
-    door.call_directly(near=False)
-    assert asked == [False] * wanted and door.line is None
+    client.call_directly(near=False)
+    assert asked == [False] * wanted and client.line is None
 
 
 class Mute:
     """A replica that takes calls and answers none, and what Ray knows of it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, dies_after: int) -> None:
-        found = dial.listen(HERE)
+        found = handshake.listen(HERE)
         assert found is not None
         address, listener = found
         self.silent, self.asked, self.dies_after = threading.Event(), 0, dies_after
-        threading.Thread(target=line.serve, args=(listener, self._answer), daemon=True).start()
+        threading.Thread(
+            target=direct_connection.serve, args=(listener, self._answer), daemon=True
+        ).start()
         monkeypatch.setattr(ray, "get", self._get)
         monkeypatch.setattr(ray, "is_initialized", lambda: True)
         monkeypatch.setattr(ray, "wait", lambda refs, num_returns, timeout: (refs, []))
         monkeypatch.setattr(cluster.answers, "TURN", 0.01)
         opened = SimpleNamespace(remote=lambda *_arguments: (address, {}))
-        self.door = RemoteDoor(SimpleNamespace(open_line=opened, hello=SimpleNamespace(remote=self._hello)))
-        self.door.call_directly(near=False)
+        self.client = ReplicaClient(
+            SimpleNamespace(open_line=opened, hello=SimpleNamespace(remote=self._hello))
+        )
+        self.client.call_directly(near=False)
 
     def _answer(self, number: int, buffers: list[Any]) -> Sequence[Any]:
         self.silent.wait(10)
@@ -343,10 +369,14 @@ class Mute:
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "among others"])
-def test_ray_is_asked_after_who_is_long_silent(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
-    """No socket tells of a node that lost its power, or of a process whose child keeps the socket open."""
+def test_ray_is_asked_after_who_is_long_silent(
+    monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    """No socket tells of a node that lost its power, or of a process whose child keeps the socket
+    open.
+    """
     mute = Mute(monkeypatch, dies_after=3)
-    call = mute.door.submit("forward", b"", [])
+    call = mute.client.submit("forward", b"", [])
     assert isinstance(call, Pending)
     mute.silent.clear()
     mute.dies_after = 1
@@ -360,11 +390,11 @@ def test_ray_is_asked_after_who_is_long_silent(monkeypatch: pytest.MonkeyPatch, 
 def test_who_is_slow_is_waited_for(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
     """Ray says that it is there, however often it is asked."""
     mute = Mute(monkeypatch, dies_after=99)
-    call = mute.door.submit("forward", b"", [])
+    call = mute.client.submit("forward", b"", [])
     assert isinstance(call, Pending)
     assert not isinstance(_result(call, together), Death)
     assert mute.asked >= 2
-    mute.door.close()
+    mute.client.close()
 
 
 def _result(call: Pending, together: bool) -> Any:
@@ -375,7 +405,7 @@ def _result(call: Pending, together: bool) -> Any:
 
 def nobody() -> str:
     """An address where somebody was."""
-    found = dial.listen(HERE)
+    found = handshake.listen(HERE)
     assert found is not None
     address, listener = found
     listener.close()
@@ -386,30 +416,49 @@ def test_who_cannot_be_called_again_is_called_through_ray(monkeypatch: pytest.Mo
     """After Ctrl-C in the midst of a frame, for one: it is not dead."""
     mute = Mute(monkeypatch, dies_after=99)
     ref = ray.ObjectRef.from_random()
-    mute.door.actor.open_line = SimpleNamespace(remote=lambda *_arguments: (nobody(), {}))
-    mute.door.actor.forward = SimpleNamespace(remote=lambda *_arguments: ref)
-    assert mute.door.line is not None
-    mute.door.line._sends = False
-    call = mute.door.submit("forward", b"", [])
+    mute.client.actor.open_line = SimpleNamespace(remote=lambda *_arguments: (nobody(), {}))
+    mute.client.actor.forward = SimpleNamespace(remote=lambda *_arguments: ref)
+    assert mute.client.line is not None
+    mute.client.line._sends = False
+    call = mute.client.submit("forward", b"", [])
     assert isinstance(call, Pending) and call.through_ray
-    assert mute.door.line is None
+    assert mute.client.line is None
     mute.silent.set()
 
 
-def test_a_node_that_cannot_be_called_is_tried_once_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_cannot_be_called_is_tried_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A firewall that drops what comes would cost seconds for each of its replicas."""
     tried: list[str] = []
-    crew = SimpleNamespace(_options=Options(), _mute={"forgotten": time.monotonic() - 1}, _arena=None)
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
-    nodes = (("dropped", False), ("dropped", False), ("refused", True), ("refused", True), ("forgotten", False))
+    backend = SimpleNamespace(
+        _options=Options(), _mute={"forgotten": time.monotonic() - 1}, _arena=None
+    )
+    monkeypatch.setattr(
+        ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here")
+    )
+    nodes = (
+        ("dropped", False),
+        ("dropped", False),
+        ("refused", True),
+        ("refused", True),
+        ("forgotten", False),
+    )
     for node, answers in nodes:
-        call = SimpleNamespace(line=None, call_directly=lambda _near, timeout, n=node, a=answers: tried.append(n) or a)
-        RayCrew._meet(crew, call, Hello(1, node, "gpu", "", "", 0, 0))  # type: ignore[arg-type]
+        call = SimpleNamespace(
+            line=None, call_directly=lambda _near, timeout, n=node, a=answers: tried.append(n) or a
+        )
+        RayBackend._meet(backend, call, ReplicaHello(1, node, "gpu", "", "", 0, 0))  # type: ignore[arg-type]
     assert tried == ["dropped", "refused", "refused", "forgotten"]
-    assert {node for node, until in crew._mute.items() if until > time.monotonic()} == {"dropped", "forgotten"}
+    assert {node for node, until in backend._mute.items() if until > time.monotonic()} == {
+        "dropped",
+        "forgotten",
+    }
 
 
-@pytest.mark.parametrize(("error", "again"), [(TimeoutError(), False), (ConnectionRefusedError(), True)])
+@pytest.mark.parametrize(
+    ("error", "again"), [(TimeoutError(), False), (ConnectionRefusedError(), True)]
+)
 def test_who_does_not_answer_is_told_from_who_refuses(
     error: OSError, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -418,16 +467,18 @@ def test_who_does_not_answer_is_told_from_who_refuses(
     def fails(_address: str) -> None:
         raise error
 
-    monkeypatch.setattr(dial, "call", fails)
+    monkeypatch.setattr(handshake, "call", fails)
     monkeypatch.setattr(ray, "get", lambda found, timeout=None: found)
-    door = RemoteDoor(SimpleNamespace(open_line=SimpleNamespace(remote=lambda *_arguments: ("here 1 x", {}))))
-    assert door.call_directly(near=False) is again and door.line is None
+    client = ReplicaClient(
+        SimpleNamespace(open_line=SimpleNamespace(remote=lambda *_arguments: ("here 1 x", {})))
+    )
+    assert client.call_directly(near=False) is again and client.line is None
 
 
 def test_after_the_cluster_was_left_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray would start another."""
     mute = Mute(monkeypatch, dies_after=99)
-    call = mute.door.submit("forward", b"", [])
+    call = mute.client.submit("forward", b"", [])
     assert isinstance(call, Pending)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     assert isinstance(call.result(30), Death) and mute.asked == 0
@@ -436,5 +487,8 @@ def test_after_the_cluster_was_left_nothing_is_asked(monkeypatch: pytest.MonkeyP
 
 def test_new_weights_go_first_to_who_is_on_this_machine() -> None:
     """Others have lines, too."""
-    seats = [SimpleNamespace(door=SimpleNamespace(near=near), hello=None, index=i) for i, near in enumerate((0, 1, 1))]
-    assert Groups.near(None, seats) is seats[1]  # type: ignore[arg-type]
+    slots = [
+        SimpleNamespace(client=SimpleNamespace(near=near), hello=None, index=i)
+        for i, near in enumerate((0, 1, 1))
+    ]
+    assert ReplicaGroups.near(None, slots) is slots[1]  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""What the documents say is so: every row of the contract names tests that exist, and every link leads somewhere."""
+"""What the documents say is so: every row of the contract names tests that exist, and every link
+leads somewhere.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from test_house import FILES, room_of, rooms_used
+from test_house import FILES, LAYER_OF
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -36,7 +38,9 @@ class Entry(NamedTuple):
 
 def entry(line: str) -> Entry:
     """The entry of a line."""
-    row, _, status, tests = line.strip("| ").rsplit(" | ", 3) if line.count(" | ") == 3 else ("", "", "", "")
+    row, _, status, tests = (
+        line.strip("| ").rsplit(" | ", 3) if line.count(" | ") == 3 else ("", "", "", "")
+    )
     assert row, f"not four cells: {line}"
     named = {}
     for part in tests.split("; "):
@@ -52,7 +56,11 @@ ENTRIES = [entry(line) for line in CONTRACT.splitlines() if re.match(r"\| [A-Z]\
 def names_in(file: str) -> set[str]:
     """The names of a file's tests."""
     tree = ast.parse((ROOT / "tests" / file).read_text())
-    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
+    return {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
 
 
 def test_every_row_has_one_entry() -> None:
@@ -85,7 +93,11 @@ def test_a_test_that_names_a_row_is_in_its_entry(file: str) -> None:
 def test_deviations_have_reasons() -> None:
     """Every row that deviates is in the heading of a reason, and no other is."""
     reasons = CONTRACT.split("## Deviations and their reasons")[1]
-    headed = [row for heading in re.findall(r"\*\*[^*]+\*\*", reasons) for row in re.findall(r"\b[A-Z]\d+\b", heading)]
+    headed = [
+        row
+        for heading in re.findall(r"\*\*[^*]+\*\*", reasons)
+        for row in re.findall(r"\b[A-Z]\d+\b", heading)
+    ]
     assert sorted(headed) == sorted(found.row for found in ENTRIES if found.status == "deviation")
 
 
@@ -112,17 +124,31 @@ def test_links_lead_somewhere(document: Path) -> None:
 def test_documents_name_files_that_exist(document: Path) -> None:
     """Paths in code marks, such as `tests/oracle.py`; those of the package without its name."""
     for name in re.findall(r"`([\w./]+\.(?:py|md|txt|toml))`", document.read_text()):
-        assert any((folder / name).exists() for folder in (ROOT, document.parent, ROOT / "raydp_parallel")), name
+        assert any(
+            (folder / name).exists() for folder in (ROOT, document.parent, ROOT / "raydp_parallel")
+        ), name
 
 
-def test_the_architecture_has_every_room_on_its_floor() -> None:
-    """Rooms import from lower floors only."""
+PACKAGES = sorted({Path(file).parts[0] for file in FILES if len(Path(file).parts) > 1})
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_readme_of_a_package_names_its_files(package: str) -> None:
+    """And no others, in at most 60 lines."""
+    text = (ROOT / "raydp_parallel" / package / "README.md").read_text()
+    assert len(text.splitlines()) <= 60
+    files = {
+        str(Path(file).relative_to(package)) for file in FILES if Path(file).parts[0] == package
+    }
+    named = set(re.findall(r"^\| `([\w/]+\.py)` \|", text, re.MULTILINE))
+    assert named == {file for file in files if not file.endswith("__init__.py")}
+
+
+def test_the_architecture_names_every_package() -> None:
+    """In the table of layers, the lowest last."""
     text = (ROOT / "docs" / "architecture.md").read_text()
-    floor_of = {}
-    for floor, rooms in re.findall(r"^\| (\d+) \| ([^|]+) \|", text, re.MULTILINE):
-        floor_of.update({room: int(floor) for room in re.findall(r"`(\w+)/?`", rooms)})
-    assert set(floor_of) == {room_of(file) for file in FILES} - {"__init__"}
-    for file in FILES:
-        room = room_of(file)
-        for other in rooms_used(file) - {room} if room in floor_of else ():
-            assert floor_of[other] < floor_of[room], f"{room} imports {other}"
+    named = re.findall(r"^\| \d \| `(\w+)/`", text, re.MULTILINE)
+    assert sorted(named) == [name for name in PACKAGES if name != "check"]
+    assert [LAYER_OF[name] for name in named] == sorted(
+        [LAYER_OF[name] for name in named], reverse=True
+    )

@@ -1,4 +1,6 @@
-"""Each example runs as its reader would run it, in a process of its own or in a cell, and does what it says."""
+"""Each example runs as its reader would run it, in a process of its own or in a cell, and does what
+it says.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ LOSSES = re.compile(r"(?:loss|distance) ([\d.]+) -> ([\d.]+)")
 
 
 def run(*arguments: str, **environment: str) -> str:
-    """What a Python process prints on both streams, line by line; it must succeed. It joins the suite's cluster."""
+    """What a Python process prints on both streams, line by line; it must succeed. It joins the
+    suite's cluster.
+    """
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     cluster = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
@@ -55,17 +59,35 @@ def cell(name: str, devices: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 def rows(line: str, text: str) -> Counter[int]:
     """How often each number of rows occurs in the tutorial's lines of one kind."""
-    sizes = re.findall(line + r": input size torch\.Size\(\[(\d+), 5\]\) output.size torch\.Size\(\[(\d+), 2\]\)", text)
+    sizes = re.findall(
+        line + r": input size torch\.Size\(\[(\d+), 5\]\) output.size "
+        r"torch\.Size\(\[(\d+), 2\]\)",
+        text,
+    )
     assert all(went_in == came_out for went_in, came_out in sizes)
     return Counter(int(size) for size, _ in sizes)
 
 
 def test_quickstart_trains_and_shows_what_each_replica_did() -> None:
     printed = example("quickstart", "cpu,cpu")
-    assert [int(step) for step in re.findall(r"\] step +(\d+)/100  loss", printed)] == list(range(10, 101, 10))
+    assert [
+        int(step)
+        for step in re.findall(
+            r"\] step +(\d+)/100  "
+            r"loss",
+            printed,
+        )
+    ] == list(range(10, 101, 10))
     table = printed.split("What each replica did:\n")[1].split("\n\n")[0]
     assert len(re.findall(r"^.*\bcpu\b.*\b100\b.*\b12800\b.*$", table, re.MULTILINE)) == 2, table
-    final, first = map(float, re.search(r"Final loss ([\d.]+), at the start ([\d.]+)", printed).groups())
+    final, first = map(
+        float,
+        re.search(
+            r"Final loss ([\d.]+), at the start "
+            r"([\d.]+)",
+            printed,
+        ).groups(),
+    )
     assert final < first / 2
 
 
@@ -92,16 +114,25 @@ def test_training_examples_get_better(name: str, capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("devices", ["cpu,cpu", "none"])
-def test_primitives_compose_to_the_plain_module(devices: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = example("primitives", devices) if devices == "none" else cell("primitives", devices, capsys)
+def test_primitives_compose_to_the_plain_module(
+    devices: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = (
+        example("primitives", devices) if devices == "none" else cell("primitives", devices, capsys)
+    )
     assert "output (10, 4), 4 gradients; equal to the plain module: True" in found
 
 
 def test_readme_examples_run_on_two_cpu_replicas() -> None:
     """The two Python blocks of the README, one after the other."""
-    loop, executor = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    loop, executor = re.findall(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     wrap = "DataParallel(net)"
     assert loop.count(wrap) == 1
     loop = loop.replace(wrap, 'DataParallel(net, ["cpu", "cpu"])')
-    printed = run("-c", f"{loop}\nprint([replica.rows for replica in model.executor.stats().replicas])\n{executor}")
+    printed = run(
+        "-c",
+        f"{loop}\nprint([replica.rows for replica in model.executor.stats().replicas])\n{executor}",
+    )
     assert "[300, 300]" in printed

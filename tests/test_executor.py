@@ -1,4 +1,6 @@
-"""The executor: one actor per device for all wrappers, what they may be, and how long what they hold lives."""
+"""The executor: one actor per device for all wrappers, what they may be, and how long what they
+hold lives.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,12 @@ from raydp_parallel import (
     cluster,
     data_parallel,
     devices,
-    loaded,
     replicate,
 )
+from raydp_parallel.calls.executor import shared
 from raydp_parallel.devices import cores
-from raydp_parallel.executor import shared
-from raydp_parallel.messages import Hello
+from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.state import module_sources
 
 TWO = ["cpu", "cpu"]
 THREE = ["cpu", "cpu", "cpu"]
@@ -148,7 +150,9 @@ def test_executors_do_not_share_replicas(own: Executor) -> None:
 
 @on_cluster
 def test_an_executor_without_devices_starts_nothing() -> None:
-    """With ``()`` replicas start with the first forward; a wrapper's devices are the cluster's then."""
+    """With ``()`` replicas start with the first forward; a wrapper's devices are the cluster's
+    then.
+    """
     with Executor(()) as executor:
         assert executor.replicas() == ()
         assert executor.stats().forwards == 0
@@ -161,7 +165,9 @@ def test_an_executor_without_devices_starts_nothing() -> None:
 
 @on_cluster
 def test_close_ends_the_processes() -> None:
-    """After the with block replicas are closed and refused, their processes end, and others go on."""
+    """After the with block replicas are closed and refused, their processes end, and others
+    go on.
+    """
     other = DataParallel(linear(), TWO)
     other(batch())
     with Executor(["cpu"]) as executor:
@@ -170,7 +176,11 @@ def test_close_ends_the_processes() -> None:
         (info,) = executor.replicas()
     assert [i.state for i in executor.replicas()] == ["closed"]
     executor.close()
-    for use in (lambda: model(batch()), executor.flush, lambda: DataParallel(linear(), executor=executor)(batch())):
+    for use in (
+        lambda: model(batch()),
+        executor.flush,
+        lambda: DataParallel(linear(), executor=executor)(batch()),
+    ):
         with pytest.raises(ExecutorClosed, match="closed"):
             use()
     assert _ended(info.pid)
@@ -181,10 +191,10 @@ def test_close_ends_the_processes() -> None:
 def test_ray_does_not_take_the_end_for_an_accident() -> None:
     """Of one it would tell the user, in red, with advice about memory."""
     with Executor(["cpu", "cpu"]) as executor:
-        doors = [seat.door for seat in executor._roster.seats.values()]
-    for door in doors:
+        clients = [slot.client for slot in executor._replica_set.slots.values()]
+    for client in clients:
         with pytest.raises(ray.exceptions.ActorDiedError, match=r"was killed by `ray\.kill`"):
-            ray.get(door.actor.hello.remote(), timeout=30)
+            ray.get(client.actor.hello.remote(), timeout=30)
 
 
 @on_cluster
@@ -220,7 +230,9 @@ def test_backward_after_close_says_so() -> None:
 
 @on_cluster
 def test_stats_count(own: Executor) -> None:
-    """Forwards, trips back, rows and bytes, of all and of each replica; frozen, as a dict, and as a table."""
+    """Forwards, trips back, rows and bytes, of all and of each replica; frozen, as a dict, and as a
+    table.
+    """
     before = own.stats()
     model = DataParallel(linear(), executor=own)
     for _ in range(2):
@@ -249,7 +261,9 @@ def test_stats_count(own: Executor) -> None:
 
 @on_cluster
 def test_an_executor_in_a_pickle_or_a_copy(own: Executor) -> None:
-    """A copy of a wrapper keeps the executor; out of a pickle comes the process's, for replicas do not travel."""
+    """A copy of a wrapper keeps the executor; out of a pickle comes the process's, for replicas do
+    not travel.
+    """
     model = DataParallel(linear(), executor=own)
     out = model(batch())
     copied = copy.deepcopy(model)
@@ -270,7 +284,9 @@ def test_in_process_replicas() -> None:
 
 @on_cluster
 def test_one_actor_per_device_for_all_wrappers() -> None:
-    """Any number of wrappers of any module uses the same processes, the n-th "cpu" always the same."""
+    """Any number of wrappers of any module uses the same processes, the n-th "cpu" always
+    the same.
+    """
     pids = DataParallel(Pids(), THREE)(batch(3)).tolist()
     assert len(set(pids)) == 3
     assert DataParallel(Pids(), THREE)(batch(3)).tolist() == pids
@@ -281,14 +297,21 @@ def test_one_actor_per_device_for_all_wrappers() -> None:
 
 @on_cluster
 def test_wrappers_options_do_not_start_more_replicas() -> None:
-    """How gradients and scalars come out is the wrapper's matter; what concerns processes makes another executor."""
+    """How gradients and scalars come out is the wrapper's matter; what concerns processes makes
+    another executor.
+    """
     plain = DataParallel(linear(), TWO).executor
-    assert DataParallel(linear(), TWO, options=Options(unused_grads="none", scalars="mean")).executor is plain
+    assert (
+        DataParallel(linear(), TWO, options=Options(unused_grads="none", scalars="mean")).executor
+        is plain
+    )
     assert DataParallel(linear(), TWO, options=Options(threads=2)).executor is not plain
 
 
 @on_cluster
-def test_only_who_waits_for_replicas_of_this_node_ends_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_who_waits_for_replicas_of_this_node_ends_helpers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """In its calls, and never outside of them."""
     rests: list[int] = []
     monkeypatch.setattr(devices, "rest", lambda: rests.append(threading.get_ident()))
@@ -296,11 +319,15 @@ def test_only_who_waits_for_replicas_of_this_node_ends_helpers(monkeypatch: pyte
         model = DataParallel(linear(), executor=executor)
         assert rests == []
         model(batch()).sum().backward()
-        crew, here = executor._roster.crew, ray.get_runtime_context().get_node_id()
-        near = here in [seat.hello.node for seat in executor._roster.seats.values() if seat.hello is not None]
+        backend, here = executor._replica_set.backend, ray.get_runtime_context().get_node_id()
+        near = here in [
+            slot.hello.node
+            for slot in executor._replica_set.slots.values()
+            if slot.hello is not None
+        ]
         assert set(rests) == ({threading.get_ident()} if near else set())
     rests.clear()
-    crew.rest()
+    backend.rest()
     DataParallel(linear(), TWO, options=Options(in_process=True))(batch())
     assert rests == []
 
@@ -314,11 +341,15 @@ class Threads(nn.Module):
 
 @on_cluster
 def test_replicas_share_the_cores_that_there_are(pytestconfig: pytest.Config) -> None:
-    """Not those that Ray was told of, which are four on one node, if those are more; in forward and in backward."""
+    """Not those that Ray was told of, which are four on one node, if those are more; in forward and
+    in backward.
+    """
     told = 4 if not pytestconfig.getoption("--nodes") else 1
     each = max(1, min(told, len(os.sched_getaffinity(0))) // 2)
     with Executor(TWO, options=Options(threads=None)) as executor:
-        assert {seat.hello.cores for seat in executor._roster.seats.values() if seat.hello} == {cores.cores()}
+        assert {
+            slot.hello.cores for slot in executor._replica_set.slots.values() if slot.hello
+        } == {cores.cores()}
         assert DataParallel(Threads(), executor=executor)(batch()).tolist() == [each] * 6
 
 
@@ -336,23 +367,32 @@ def test_replicas_share_the_cores_that_there_are(pytestconfig: pytest.Config) ->
 def test_threads_are_a_function_of_the_call(
     nodes: int, machines: int, told: int, found: list[int], expected: list[int]
 ) -> None:
-    """Of how many chunks it has, and of what was there at first: who runs a chunk again computes the same bits."""
-    crew = object.__new__(cluster.RayCrew)
-    crew._options, crew._nodes, crew._machines = Options(threads=None), nodes, machines
-    crew._told_cores, crew._cores = told, None
-    crew._count_cores(
-        [Hello(1, "n", "cuda:0", "", "", 0, 0), *(Hello(1, "n", "cpu", "", "", 0, 0, "", n) for n in found)]
+    """Of how many chunks it has, and of what was there at first: who runs a chunk again computes
+    the same bits.
+    """
+    backend = object.__new__(cluster.RayBackend)
+    backend._options, backend._nodes, backend._machines = Options(threads=None), nodes, machines
+    backend._told_cores, backend._cores = told, None
+    backend._count_cores(
+        [
+            ReplicaHello(1, "n", "cuda:0", "", "", 0, 0),
+            *(ReplicaHello(1, "n", "cpu", "", "", 0, 0, "", n) for n in found),
+        ]
     )
-    assert [crew.threads(chunks) for chunks in (1, 2, 3)] == expected
-    crew._count_cores([Hello(2, "later", "cpu", "", "", 0, 0, "", 1)])
-    assert [crew.threads(chunks) for chunks in (1, 2, 3)] == (expected if found != [0] else [1, 1, 1])
-    crew._options = Options(threads=5)
-    assert crew.threads(2) == 5
+    assert [backend.threads(chunks) for chunks in (1, 2, 3)] == expected
+    backend._count_cores([ReplicaHello(2, "later", "cpu", "", "", 0, 0, "", 1)])
+    assert [backend.threads(chunks) for chunks in (1, 2, 3)] == (
+        expected if found != [0] else [1, 1, 1]
+    )
+    backend._options = Options(threads=5)
+    assert backend.threads(2) == 5
 
 
 @on_cluster
 def test_gan_pair() -> None:
-    """Two wrapped nets that train against each other, with a gradient penalty, as under upstream."""
+    """Two wrapped nets that train against each other, with a gradient penalty, as under
+    upstream.
+    """
 
     def nets() -> tuple[nn.Module, nn.Module]:
         torch.manual_seed(5)
@@ -379,7 +419,9 @@ def test_gan_pair() -> None:
         return make, judge
 
     for ours, theirs in zip(
-        train(lambda net: DataParallel(net, TWO)), train(lambda net: oracle.DataParallel(net, [0, 1])), strict=True
+        train(lambda net: DataParallel(net, TWO)),
+        train(lambda net: oracle.DataParallel(net, [0, 1])),
+        strict=True,
     ):
         assert_same_state(ours, theirs, rtol=1e-6, atol=1e-7)
 
@@ -401,7 +443,9 @@ def test_wrapped_block_inside_a_bigger_model() -> None:
 
 @on_cluster
 def test_a_wrapper_inside_a_wrapped_module_runs_in_place() -> None:
-    """In a replica the inner wrapper calls its module there, and the results are the plain module's."""
+    """In a replica the inner wrapper calls its module there, and the results are the plain
+    module's.
+    """
     for outer, inner in DataParallel(InnerPids(), TWO)(batch(4)).tolist():
         assert outer == inner != os.getpid()
     net = Nested(THREE)
@@ -436,7 +480,9 @@ def test_rewrapping_sends_nothing() -> None:
 
 @on_cluster
 def test_replicas_of_one_module_in_several_threads() -> None:
-    """Each thread's forward is of the module as it is, also when all of them find it changed at once."""
+    """Each thread's forward is of the module as it is, also when all of them find it changed at
+    once.
+    """
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     draw = torch.Generator().manual_seed(0)
     inputs = [torch.randn(3, 4, generator=draw) for _ in TWO]
@@ -449,7 +495,9 @@ def test_replicas_of_one_module_in_several_threads() -> None:
             def work(i: int, replica: Any, outputs: list[Any] = outputs) -> None:
                 outputs[i] = replica(inputs[i])
 
-            threads = [threading.Thread(target=work, args=each) for each in enumerate(replicate(net, TWO))]
+            threads = [
+                threading.Thread(target=work, args=each) for each in enumerate(replicate(net, TWO))
+            ]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -468,7 +516,9 @@ def test_replicas_of_one_module_in_several_threads() -> None:
 
 
 def holdings(executor: Executor) -> list[tuple[int, int]]:
-    """How many models and graphs the first two CPU replicas hold, whoever came before them in the executor."""
+    """How many models and graphs the first two CPU replicas hold, whoever came before them in the
+    executor.
+    """
     ready = [replica for replica in executor.replicas() if replica.state == "ready"]
     found = zip(ready, executor.flush(), strict=True)
     return [held for replica, held in found if replica.device_id == "cpu"][:2]
@@ -476,7 +526,9 @@ def holdings(executor: Executor) -> list[tuple[int, int]]:
 
 @on_cluster
 def test_dropping_a_wrapper_frees_its_replicas() -> None:
-    """With the last wrapper of a module its copies go, without the garbage collector; the actors stay."""
+    """With the last wrapper of a module its copies go, without the garbage collector; the actors
+    stay.
+    """
     executor = DataParallel(linear(), TWO).executor
     pids = DataParallel(Pids(), TWO)(batch(2)).tolist()
     gc.collect()
@@ -500,7 +552,9 @@ def test_dropping_a_wrapper_frees_its_replicas() -> None:
 
 @on_cluster
 def test_dropping_an_output_frees_its_graph() -> None:
-    """A graph lives as long as something that leads to it, or until a backward that does not retain it."""
+    """A graph lives as long as something that leads to it, or until a backward that does not retain
+    it.
+    """
     model = DataParallel(linear(), TWO)
     executor = model.executor
     model(batch()).sum().backward()
@@ -559,7 +613,9 @@ def test_a_graph_outlives_its_wrapper() -> None:
     ],
 )
 def test_device_ids_of_every_kind(ids: Any, expected: list[Any]) -> None:
-    """Fake GPUs, CPUs, mixed and repeated: each entry runs a chunk, the same entry the same process."""
+    """Fake GPUs, CPUs, mixed and repeated: each entry runs a chunk, the same entry the same
+    process.
+    """
     net = linear()
     model, plain = DataParallel(net, ids), copy.deepcopy(net)
     assert model.device_ids == expected
@@ -592,12 +648,16 @@ class Environment(nn.Module):
 
     def forward(self, x: torch.Tensor) -> list[str | None]:
         """Which GPUs CUDA would see, and what the driver's program has set."""
-        return [os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG")]
+        return [
+            os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG")
+        ]
 
 
 @on_cluster
 def test_a_replica_sees_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its GPU alone, none on a CPU; and the driver's variables, though the cluster was there before they were set."""
+    """Its GPU alone, none on a CPU; and the driver's variables, though the cluster was there before
+    they were set.
+    """
     seen = [replica(torch.ones(1))[0] for replica in replicate(Environment(), [0, 1, "cpu"])]
     assert seen == ["0", "1", ""]
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
@@ -620,14 +680,20 @@ def script(code: str, running: str | None = None, **environment: str) -> dict[st
     """
     temporary = tempfile.mkdtemp(prefix="rp", dir="/tmp")  # short: Ray's sockets have long names
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    settings = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")}
+    settings = {
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("RAY_ADDRESS", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
+    }
     if running is not None:
         Path(temporary, "ray").mkdir()
         Path(temporary, "ray", "ray_current_cluster").write_text(running)
     try:
         done = subprocess.run(
             [sys.executable, "-c", f"{_PREAMBLE}\n{code}\nprint('FOUND', json.dumps(found))"],
-            env=settings | {"PYTHONPATH": path, "RAY_TMPDIR": temporary, "CUDA_VISIBLE_DEVICES": ""} | environment,
+            env=settings
+            | {"PYTHONPATH": path, "RAY_TMPDIR": temporary, "CUDA_VISIBLE_DEVICES": ""}
+            | environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -711,7 +777,9 @@ found["still not"] = ray.is_initialized()
 
 
 def test_C2_no_gpu_runs_in_place(no_gpu: dict[str, Any]) -> None:
-    """Without GPU and device_ids the module runs as it is; no cluster is started to find that out."""
+    """Without GPU and device_ids the module runs as it is; no cluster is started to find
+    that out.
+    """
     assert not no_gpu["not yet"] and not no_gpu["still not"]
     assert no_gpu["ids"] == [] and no_gpu["same"]
     assert no_gpu["executor"] == [[], 0]
@@ -721,12 +789,16 @@ def test_C2_in_place_has_no_other_attributes(no_gpu: dict[str, Any]) -> None:
     """Only ``module`` and ``device_ids`` exist, as upstream."""
     assert no_gpu["attributes"] == []
     kind, text = no_gpu["error"]
-    assert kind == "AttributeError" and text.startswith("'DataParallel' object has no attribute 'output_device'")
+    assert kind == "AttributeError" and text.startswith(
+        "'DataParallel' object has no attribute 'output_device'"
+    )
     assert no_gpu["state"] == ["module.weight", "module.bias"]
 
 
 def test_in_place_is_said_and_asked_for(no_gpu: dict[str, Any]) -> None:
-    """Whoever asks for replicas, or for what they did, hears why there are none; it is logged once."""
+    """Whoever asks for replicas, or for what they did, hears why there are none; it is
+    logged once.
+    """
     for text in (*no_gpu["why"], no_gpu["stats"][0]):
         assert "the module runs in place" in text and "device_ids=['cpu', 'cpu']" in text
     assert no_gpu["stats"][1:] == [0, "<table>"]
@@ -735,7 +807,9 @@ def test_in_place_is_said_and_asked_for(no_gpu: dict[str, Any]) -> None:
 
 
 def test_C2_in_place_takes_and_gives_anything(no_gpu: dict[str, Any]) -> None:
-    """No scatter, gather or pickle: the very objects go in and come out, and what forward writes stays."""
+    """No scatter, gather or pickle: the very objects go in and come out, and what forward writes
+    stays.
+    """
     assert no_gpu["identity"] and no_gpu["in place"]
 
 
@@ -759,7 +833,9 @@ def test_ray_client_is_refused(no_gpu: dict[str, Any]) -> None:
 
 @pytest.mark.long
 def test_an_exception_of_a_module_is_not_printed_besides() -> None:
-    """It is raised; what Ray shows of replicas' output, prints for one, does not say it a second time."""
+    """It is raised; what Ray shows of replicas' output, prints for one, does not say it a second
+    time.
+    """
     found = script(
         """
 class Raises(nn.Module):
@@ -773,12 +849,16 @@ found["printed"] = "what the program printed"
     )
     assert found["error"][0] == "KeyError" and "odd value" in found["error"][1]
     assert "a print of forward" in found["printed"]
-    assert "odd value" not in found["printed"] and "KeyError" not in found["printed"], found["printed"]
+    assert "odd value" not in found["printed"] and "KeyError" not in found["printed"], found[
+        "printed"
+    ]
 
 
 @pytest.mark.long
 def test_a_local_ray_starts_and_a_lost_one_is_replaced() -> None:
-    """CPU replicas start a local cluster; after ray.shutdown() the next use starts another; shutdown() ends it."""
+    """CPU replicas start a local cluster; after ray.shutdown() the next use starts another;
+    shutdown() ends it.
+    """
     found = script(
         """
 expected = net(x)
@@ -824,7 +904,9 @@ def test_shutdown_leaves_a_cluster_that_is_its_users() -> None:
 @on_cluster
 @pytest.mark.parametrize("how", ["RAY_ADDRESS", "running"])
 def test_ray_address_is_joined(how: str) -> None:
-    """A driver joins the cluster that RAY_ADDRESS names or that runs here, sees its GPUs, and leaves it running."""
+    """A driver joins the cluster that RAY_ADDRESS names or that runs here, sees its GPUs, and
+    leaves it running.
+    """
     address = ray.get_runtime_context().gcs_address
     found = script(
         """
@@ -844,14 +926,22 @@ raydp_parallel.shutdown()
 def test_replicas_with_another_version_are_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of this package, for messages would be misread; of torch and NumPy it is said, for results may differ."""
-    own, torchs, numpys = loaded.versions()
-    monkeypatch.setattr(loaded, "versions", lambda: ((own[0], "9.9 (abcd)"), torchs, numpys))
+    """Of this package, for messages would be misread; of torch and NumPy it is said, for results
+    may differ.
+    """
+    own, torchs, numpys = module_sources.versions()
+    monkeypatch.setattr(
+        module_sources, "versions", lambda: ((own[0], "9.9 (abcd)"), torchs, numpys)
+    )
     with pytest.raises(
-        PlacementError, match=r"has raydp_parallel 0.*, the driver has raydp_parallel 9.9 \(abcd\): inst"
+        PlacementError,
+        match=r"has raydp_parallel 0.*, the driver has raydp_parallel 9.9 "
+        r"\(abcd\): inst",
     ):
         Executor(["cpu"])
-    monkeypatch.setattr(loaded, "versions", lambda: (own, ("torch", "1.0"), numpys))
+    monkeypatch.setattr(module_sources, "versions", lambda: (own, ("torch", "1.0"), numpys))
     with Executor(["cpu"]) as executor:
-        assert torch.equal(DataParallel(nn.Identity(), executor=executor)(torch.ones(2)), torch.ones(2))
+        assert torch.equal(
+            DataParallel(nn.Identity(), executor=executor)(torch.ones(2)), torch.ones(2)
+        )
     assert f"has torch {torchs[1]}, the driver has torch 1.0: results may differ" in caplog.text

@@ -1,4 +1,6 @@
-"""Faults: whatever dies, and whenever, training goes on, and ends with the bits that it would have had."""
+"""Faults: whatever dies, and whenever, training goes on, and ends with the bits that it would have
+had.
+"""
 
 from __future__ import annotations
 
@@ -102,11 +104,15 @@ def undisturbed(chunks: int, folder: Path, steps: int, **how: Any) -> list[Tenso
         return train(executor, folder, steps, {}, **how)
 
 
-@pytest.mark.parametrize(("chunks", "how"), [(2, {"twice": True}), (3, {"checkpointed": True})], ids=str)
+@pytest.mark.parametrize(
+    ("chunks", "how"), [(2, {"twice": True}), (3, {"checkpointed": True})], ids=str
+)
 def test_training_ends_with_the_same_bits(
     chunks: int, how: dict[str, Any], two: Executor, three: Executor, tmp_path: Path
 ) -> None:
-    """Deaths in forward and backward, of chunk 0 and of others, in a replay: losses, state and generator are equal."""
+    """Deaths in forward and backward, of chunk 0 and of others, in a replay: losses, state and
+    generator are equal.
+    """
     expected = undisturbed(chunks, tmp_path, 5, **how)
     executor = whole(two if chunks == 2 else three)
     count = Count(executor)
@@ -117,7 +123,9 @@ def test_training_ends_with_the_same_bits(
 
 
 def test_a_gradient_penalty_ends_with_the_same_bits(two: Executor, tmp_path: Path) -> None:
-    """Graphs of graphs are made again, too: deaths in the first derivative, in the second, and between."""
+    """Graphs of graphs are made again, too: deaths in the first derivative, in the second, and
+    between.
+    """
     plan = {0: ["second 1"], 1: ["forward 0", "backward 1"], 2: ["second 0"]}
     expected = undisturbed(2, tmp_path, 4, penalty=True, twice=True)
     found = train(whole(two), tmp_path, 4, plan, penalty=True, twice=True)
@@ -142,8 +150,12 @@ def test_the_death_of_all_between_forward_and_backward(two: Executor, tmp_path: 
     assert same(backward(whole(two), True), expected)
 
 
-def test_a_call_does_not_wait_for_the_new_process(two: Executor, caplog: pytest.LogCaptureFixture) -> None:
-    """A survivor does the work at once; who died, of what, and what was done is one line; the counters tell, too."""
+def test_a_call_does_not_wait_for_the_new_process(
+    two: Executor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A survivor does the work at once; who died, of what, and what was done is one line; the
+    counters tell, too.
+    """
     model = DataParallel(nn.Linear(4, 2), executor=whole(two))
     x = torch.ones(4, 4)
     expected = model(x)
@@ -161,10 +173,19 @@ def test_a_call_does_not_wait_for_the_new_process(two: Executor, caplog: pytest.
     )
     assert after.lost_ms > before.lost_ms
     (line,) = [r.getMessage() for r in caplog.records if "died" in r.getMessage()]
-    for part in ("replica 1 for device cpu", f"pid {lost.pid}", lost.node_id[:8], "in forward", "run again"):
+    for part in (
+        "replica 1 for device cpu",
+        f"pid {lost.pid}",
+        lost.node_id[:8],
+        "in forward",
+        "run again",
+    ):
         assert part in line
     assert "deaths" in str(after)
-    assert [r.calls for r in after.replicas] == [before.replicas[0].calls + 2, before.replicas[1].calls]
+    assert [r.calls for r in after.replicas] == [
+        before.replicas[0].calls + 2,
+        before.replicas[1].calls,
+    ]
     model(x)
     assert two.stats().replicas[1].calls == before.replicas[1].calls + 1
 
@@ -174,7 +195,7 @@ def test_a_replica_that_somebody_killed_through_ray(two: Executor) -> None:
     model = DataParallel(nn.Linear(4, 2), executor=whole(two))
     expected = model(torch.ones(4, 4))
     pid = two.replicas()[0].pid
-    ray.kill(two.seats(TWO)[0].door.actor)
+    ray.kill(two.slots(TWO)[0].client.actor)
     assert ended(pid)
     assert torch.equal(model(torch.ones(4, 4)), expected)
 
@@ -185,7 +206,9 @@ def test_every_way_of_calling_survives(options: dict[str, Any], tmp_path: Path) 
     """As Ray tasks, and by each link."""
     expected = undisturbed(2, tmp_path, 2)
     with Executor(TWO, options=Options(**options)) as executor:
-        assert same(train(executor, tmp_path, 2, {0: ["late forward 1"], 1: ["backward 0"]}), expected)
+        assert same(
+            train(executor, tmp_path, 2, {0: ["late forward 1"], 1: ["backward 0"]}), expected
+        )
 
 
 # --- exactly once ---
@@ -209,7 +232,9 @@ class Noisy(nn.Module):
 
 
 def test_effects_take_place_once(two: Executor, tmp_path: Path) -> None:
-    """Of a forward that ran twice: one write-back, one warning, one gradient, its rows counted once."""
+    """Of a forward that ran twice: one write-back, one warning, one gradient, its rows counted
+    once.
+    """
     model = DataParallel(Noisy(tmp_path), executor=whole(two))
     before = sum(r.rows for r in two.stats().replicas)
     arm(tmp_path, "backward 0", "backward 1")
@@ -277,7 +302,9 @@ def test_one_device_that_rebinds_attributes() -> None:
                     kill(executor, 0)
                 out.sum().backward()
             module = model.module
-            found.append([module.weight.grad.item(), module.times, module.last.item(), out.tolist()])
+            found.append(
+                [module.weight.grad.item(), module.times, module.last.item(), out.tolist()]
+            )
     assert found[0] == found[1] and found[0][1] == 4
 
 
@@ -297,7 +324,9 @@ def change(how: str, model: Any, x: Tensor) -> None:
             x.zero_()
 
 
-@pytest.mark.parametrize("how", ["parameter 'weight'", "behind its version", "attribute", "arguments"])
+@pytest.mark.parametrize(
+    "how", ["parameter 'weight'", "behind its version", "attribute", "arguments"]
+)
 def test_a_graph_of_another_state_is_not_made(how: str, two: Executor) -> None:
     """A named error; no gradient is left, and what the graph needs not is not minded."""
     model = DataParallel(nn.Linear(4, 2), executor=whole(two))
@@ -329,7 +358,11 @@ class Poison(nn.Module):
 @pytest.mark.long
 def test_a_chunk_that_ends_whoever_runs_it(two: Executor) -> None:
     """Is given up after a few, with an error that says so; the next call works."""
-    with pytest.raises(ReplicaDied, match=r"^6 replicas died of chunk 1 in forward.* .*ends its process"):
+    with pytest.raises(
+        ReplicaDied,
+        match=r"^6 replicas died of chunk 1 in forward.* .*ends "
+        r"its process",
+    ):
         DataParallel(Poison(), executor=whole(two))(torch.arange(2.0))
     assert DataParallel(Poison(), executor=two)(torch.tensor([0.0, 2.0])).tolist() == [0.0, 2.0]
 
@@ -370,7 +403,9 @@ class Stops(nn.Module):
 @pytest.mark.long
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_replica_that_hangs(times: int, tmp_path: Path) -> None:
-    """It counts as dead and is ended; its chunk runs once more; if that hangs too, the call raises."""
+    """It counts as dead and is ended; its chunk runs once more; if that hangs too, the call
+    raises.
+    """
     with Executor(TWO) as executor:
         model = DataParallel(Stops(tmp_path), executor=executor)
         model(torch.tensor([0.0, 2.0]))
@@ -406,7 +441,9 @@ class Spoils(nn.Module):
 
 
 def test_a_replica_whose_device_is_spoiled_is_replaced(two: Executor) -> None:
-    """Its error is raised; its process ends with the next call, which is as right as ever, and another one comes."""
+    """Its error is raised; its process ends with the next call, which is as right as ever, and
+    another one comes.
+    """
     model = DataParallel(Spoils(), TWO, executor=two)
     x = torch.ones(4, 2)
     assert torch.equal(model(x), x)
@@ -452,7 +489,9 @@ def test_out_of_memory_is_an_exception(two: Executor) -> None:
 
 
 def press_when(happens: Callable[[], bool]) -> threading.Thread:
-    """Press Ctrl-C as soon as something is so; never in another test, should this one fail before."""
+    """Press Ctrl-C as soon as something is so; never in another test, should this one fail
+    before.
+    """
     late = time.monotonic() + 60
 
     def press() -> None:
@@ -468,7 +507,9 @@ def press_when(happens: Callable[[], bool]) -> threading.Thread:
 
 
 def test_ctrl_c_while_everybody_is_dead(two: Executor) -> None:
-    """A call that waits for a new replica is left at once; the next call waits in its turn, and is right."""
+    """A call that waits for a new replica is left at once; the next call waits in its turn, and is
+    right.
+    """
     model = DataParallel(nn.Linear(4, 2), executor=whole(two))
     x = torch.ones(4, 4)
     expected = model(x)
@@ -509,7 +550,9 @@ class Slow(nn.Module):
 
 @pytest.mark.parametrize("phase", ["replay", "backward"])
 def test_ctrl_c_in_a_replay_and_in_backward(phase: str, two: Executor, tmp_path: Path) -> None:
-    """It comes through at once, what is answered later goes to nobody, and no graph is left behind."""
+    """It comes through at once, what is answered later goes to nobody, and no graph is left
+    behind.
+    """
     model = DataParallel(Slow(tmp_path), executor=whole(two))
     x = torch.tensor([2.0, 1.0])
     if phase == "replay":
@@ -524,7 +567,8 @@ def test_ctrl_c_in_a_replay_and_in_backward(phase: str, two: Executor, tmp_path:
         waited = time.monotonic() - begun
         thread.join()
     finally:
-        (tmp_path / "go on").touch()  # whatever came of it: other tests have the same replicas, and would wait for ever
+        # whatever came of it: other tests have the same replicas, and would wait for ever
+        (tmp_path / "go on").touch()
     assert waited < 30
     model.zero_grad()
     model(x).sum().backward()
@@ -534,23 +578,23 @@ def test_ctrl_c_in_a_replay_and_in_backward(phase: str, two: Executor, tmp_path:
 
 def test_ctrl_c_while_replicas_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was started so far is ended, and the next start works."""
-    doors: list[Any] = []
-    wait = cluster.RayCrew._await
+    clients: list[Any] = []
+    wait = cluster.RayBackend._await
 
     def interrupted(self: Any, refs: list[Any], *others: Any) -> list[Any]:
-        doors.extend(refs)
-        monkeypatch.setattr(cluster.RayCrew, "_await", wait)
+        clients.extend(refs)
+        monkeypatch.setattr(cluster.RayBackend, "_await", wait)
         os.kill(os.getpid(), signal.SIGINT)
         return wait(self, refs, *others)
 
-    monkeypatch.setattr(cluster.RayCrew, "_await", interrupted)
+    monkeypatch.setattr(cluster.RayBackend, "_await", interrupted)
     with Executor(()) as executor:
         model = DataParallel(nn.Linear(4, 2), TWO, executor=executor)
         begun = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             model(torch.ones(4, 4))
         assert time.monotonic() - begun < 30
-        for hello in doors:
+        for hello in clients:
             with pytest.raises(ray.exceptions.RayActorError):
                 ray.get(hello)
         assert model(torch.ones(4, 4)).shape == (4, 2)
@@ -566,7 +610,7 @@ def test_close_while_a_replica_starts(two: Executor) -> None:
     begun = time.monotonic()
     executor.close()
     assert time.monotonic() - begun < 30
-    respawner: Any = executor._roster._respawner
+    respawner: Any = executor._replica_set._respawner
     assert not respawner._working
 
 
@@ -581,7 +625,10 @@ def test_replicas_that_are_held_and_threads(two: Executor) -> None:
     expected = held[1](x)
     kill(two, 1)
     results: list[Sequence[Tensor]] = []
-    threads = [threading.Thread(target=lambda: results.append(parallel_apply(held, [x, x]))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: results.append(parallel_apply(held, [x, x])))
+        for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,4 +1,6 @@
-"""Faults that need a Ray of their own: no room for the object store, no shared memory, a driver that is killed."""
+"""Faults that need a Ray of their own: no room for the object store, no shared memory, a driver
+that is killed.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,25 @@ def may_mount() -> bool:
     return subprocess.run(test, capture_output=True, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("narrow", [pytest.param("object store", marks=pytest.mark.soak), "/dev/shm"])
+@pytest.mark.parametrize(
+    "narrow", [pytest.param("object store", marks=pytest.mark.soak), "/dev/shm"]
+)
 def test_hardly_any_room(narrow: str) -> None:
-    """Ray's store is full, or there is no shared memory to speak of: training is slower, and right."""
-    command = [sys.executable, str(HERE / "narrow_script.py"), "object_store" if narrow == "object store" else "auto"]
+    """Ray's store is full, or there is no shared memory to speak of: training is slower,
+    and right.
+    """
+    command = [
+        sys.executable,
+        str(HERE / "narrow_script.py"),
+        "object_store" if narrow == "object store" else "auto",
+    ]
     if narrow == "/dev/shm":
         if not may_mount():
             pytest.skip("may not mount a small /dev/shm here")
         command = ["unshare", "-m", "sh", "-c", SMALL_SHM + " ".join(command)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=240, check=False
+    )
     assert "the same weights" in done.stdout, done.stdout + done.stderr
 
 
@@ -52,7 +64,9 @@ def gone(pid: int) -> bool:
 
 
 def test_a_driver_that_is_killed_leaves_nothing() -> None:
-    """Its replicas end, on an idle machine in two seconds, and with them all memory, which has no name but theirs."""
+    """Its replicas end, on an idle machine in two seconds, and with them all memory, which has no
+    name but theirs.
+    """
     command = [sys.executable, str(HERE / "driver_script.py")]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
@@ -68,8 +82,10 @@ def test_a_driver_that_is_killed_leaves_nothing() -> None:
 def test_a_cluster_that_is_left_during_a_call(tmp_path: Path) -> None:
     """A clear error, and the next use starts a new one."""
     command = [sys.executable, str(HERE / "left_script.py"), str(tmp_path)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
-    assert "ClusterError the Ray cluster was left while replicas ran; the next use starts anew" in done.stdout, (
-        done.stdout + done.stderr
+    done = subprocess.run(
+        command, env=environment(), capture_output=True, text=True, timeout=240, check=False
     )
+    assert (
+        "ClusterError the Ray cluster was left while replicas ran; the next use starts anew"
+    ) in done.stdout, done.stdout + done.stderr
     assert "the next use works: [6.0]" in done.stdout, done.stdout + done.stderr

@@ -1,4 +1,6 @@
-"""Processes that are forked from a driver, or from a replica: they leave alone what is their parent's."""
+"""Processes that are forked from a driver, or from a replica: they leave alone what is their
+parent's.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,27 @@ import torch
 from torch import Tensor, nn
 
 import raydp_parallel
-from raydp_parallel import DataParallel, Executor, ForkedProcess, Options, data_parallel, parallel_apply, replicate
-from raydp_parallel import executor as executors
-from raydp_parallel.links import exposed
+from raydp_parallel import (
+    DataParallel,
+    Executor,
+    ForkedProcess,
+    Options,
+    data_parallel,
+    parallel_apply,
+    replicate,
+)
+from raydp_parallel.calls import executor as executors
+from raydp_parallel.transport.links import exposed
 
 on_cluster = pytest.mark.usefixtures("cluster")
 
 
-def in_child(work: Callable[[], Any], limit: int = 60, parent: Callable[[], Any] = lambda: None) -> Any:
-    """What a function returns, or raises, in a forked process, which hangs for no longer than the limit."""
+def in_child(
+    work: Callable[[], Any], limit: int = 60, parent: Callable[[], Any] = lambda: None
+) -> Any:
+    """What a function returns, or raises, in a forked process, which hangs for no longer than the
+    limit.
+    """
     reads, writes = os.pipe()
     child = os.fork()
     if not child:
@@ -98,7 +112,9 @@ def test_a_child_cannot_use_its_parent_s_replicas(model: DataParallel[Any]) -> N
 
 
 @pytest.mark.parametrize("how", ["close", "shutdown", "sys.exit", "collect"])
-def test_the_end_of_a_child_ends_nothing_of_the_parent_s(model: DataParallel[Any], how: str) -> None:
+def test_the_end_of_a_child_ends_nothing_of_the_parent_s(
+    model: DataParallel[Any], how: str
+) -> None:
     """Neither what it closes, nor what its interpreter does at exit, nor what it drops."""
     executor = model.executor
 
@@ -110,15 +126,18 @@ def test_the_end_of_a_child_ends_nothing_of_the_parent_s(model: DataParallel[Any
         elif how == "shutdown":
             raydp_parallel.shutdown()
         elif how == "sys.exit":
-            for hook in (raydp_parallel.reporter._close_all, raydp_parallel.respawn._stop_all):
+            for hook in (
+                raydp_parallel.monitoring.reporter._close_all,
+                raydp_parallel.cluster.respawn._stop_all,
+            ):
                 hook()
         else:
-            for seat in executor._roster.seats.values():
-                line, door = seat.door.line, seat.door
-                assert line._socket.fileno() == -1 and door._process is None
-                door.end()
+            for slot in executor._replica_set.slots.values():
+                line, client = slot.client.line, slot.client
+                assert line._socket.fileno() == -1 and client._process is None
+                client.end()
                 line.close()
-                door.close()
+                client.close()
 
     x = torch.ones(4, 300)
     expected, pids = model(x), [info.pid for info in executor.replicas()]
@@ -132,10 +151,20 @@ def test_the_end_of_a_child_ends_nothing_of_the_parent_s(model: DataParallel[Any
 def test_locks_that_a_thread_held_at_the_fork(model: DataParallel[Any]) -> None:
     """The child has not got that thread, which will never let go of them."""
     executor, x = model.executor, torch.ones(4, 300)
-    roster = executor._roster
-    (seat, _) = roster.seats.values()
-    held = [roster.lock, roster.books._lock, executors._shared_lock, seat.door.line._state, seat.door.line._ending]
-    held += [roster.crew._arena._taking, seat.door._ledger._lock, seat.door._mappings._mapping]
+    replica_set = executor._replica_set
+    (slot, _) = replica_set.slots.values()
+    held = [
+        replica_set.lock,
+        replica_set.recorder._lock,
+        executors._shared_lock,
+        slot.client.line._state,
+        slot.client.line._ending,
+    ]
+    held += [
+        replica_set.backend._arena._taking,
+        slot.client._ledger._lock,
+        slot.client._mappings._mapping,
+    ]
     if executor._reporter is not None:
         held.append(executor._reporter._telling)
     ready, over = threading.Event(), threading.Event()
@@ -151,7 +180,11 @@ def test_locks_that_a_thread_held_at_the_fork(model: DataParallel[Any]) -> None:
     thread.start()
     ready.wait(60)
     try:
-        for use in (lambda: model(x), lambda: DataParallel(nn.Linear(300, 2), ["cpu", "cpu"])(x), executor.stats):
+        for use in (
+            lambda: model(x),
+            lambda: DataParallel(nn.Linear(300, 2), ["cpu", "cpu"])(x),
+            executor.stats,
+        ):
             refused(use)
         assert in_child(executor.close) is None
         assert in_child(raydp_parallel.shutdown) is None
@@ -182,7 +215,9 @@ def test_a_child_may_use_the_module_itself(model: DataParallel[Any]) -> None:
 
 
 def test_outputs_of_before_the_fork_are_the_child_s_own(cluster: None) -> None:
-    """They lie in memory of the replicas: what the child writes stays there, and what they write next does, too."""
+    """They lie in memory of the replicas: what the child writes stays there, and what they write
+    next does, too.
+    """
     with Executor(["cpu"]) as executor:
         model = DataParallel(nn.Flatten(0, -1), executor=executor)
         kept = [model(torch.full((1 << 20,), 3.0))]
@@ -207,7 +242,9 @@ def test_outputs_of_before_the_fork_are_the_child_s_own(cluster: None) -> None:
 
 
 class Numbers(torch.utils.data.Dataset[Tensor]):
-    """Rows that workers make; the first of each worker waits until the other has begun, so that there are two."""
+    """Rows that workers make; the first of each worker waits until the other has begun, so that
+    there are two.
+    """
 
     def __len__(self) -> int:
         return 32
@@ -218,7 +255,9 @@ class Numbers(torch.utils.data.Dataset[Tensor]):
 
 def test_workers_that_leave_the_model_alone(model: DataParallel[Any]) -> None:
     """A data loader forks, and so do pools: training goes on between what they bring."""
-    loader = torch.utils.data.DataLoader(Numbers(), 4, num_workers=2, multiprocessing_context="fork")
+    loader = torch.utils.data.DataLoader(
+        Numbers(), 4, num_workers=2, multiprocessing_context="fork"
+    )
     for batch in loader:
         model(batch).sum().backward()
     with multiprocessing.get_context("fork").Pool(2) as pool:
@@ -253,10 +292,18 @@ print("parent", model(torch.ones(4, 3)).shape[0], flush=True)
 def test_a_child_of_a_process_that_has_no_replicas_yet() -> None:
     """As of a server that loads its program before it forks workers: each starts its own."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    done = subprocess.run([sys.executable, "-c", OWN], capture_output=True, text=True, timeout=300, env=environment)
-    assert [line for line in done.stdout.splitlines() if line.split()[0] in ("child", "status", "parent")] == [
-        "child True", "status 0", "parent 4",
-    ], done.stderr  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", OWN], capture_output=True, text=True, timeout=300, env=environment
+    )
+    assert [
+        line
+        for line in done.stdout.splitlines()
+        if line.split()[0] in ("child", "status", "parent")
+    ] == [
+        "child True",
+        "status 0",
+        "parent 4",
+    ], done.stderr
 
 
 class Forks(nn.Module):
@@ -275,15 +322,21 @@ class Forks(nn.Module):
             if self.how == "raise":
                 raise ValueError("in the child")
             return x - 1
-        (self.folder / str(child)).write_text(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+        (self.folder / str(child)).write_text(
+            str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        )
         return x + 1
 
 
 @on_cluster
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize(("how", "status"), [("exit", "3"), ("raise", "1"), ("return", "0")])
-def test_a_child_of_a_replica_answers_nothing(how: str, status: str, direct: bool, tmp_path: Path) -> None:
-    """It ends where its process would have answered; the replica waits for it, and answers what is right."""
+def test_a_child_of_a_replica_answers_nothing(
+    how: str, status: str, direct: bool, tmp_path: Path
+) -> None:
+    """It ends where its process would have answered; the replica waits for it, and answers what is
+    right.
+    """
     with Executor(["cpu"], options=Options(direct_line=direct)) as executor:
         model = DataParallel(Forks(how, tmp_path), executor=executor)
         for _ in range(2):

@@ -1,6 +1,8 @@
-"""Fuzz: random calls leave the executor usable, and leak nothing; random programs compute what upstream computes.
+"""Fuzz: random calls leave the executor usable, and leak nothing; random programs compute what
+upstream computes.
 
-A program is its seed: `pytest "tests/test_fuzz.py::test_random_programs[17]"` runs one, `--long` all of them.
+A program is its seed: `pytest "tests/test_fuzz.py::test_random_programs[17]"` runs one, `--long`
+all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +26,15 @@ from raydp_parallel import DataParallel, Executor, ReplicaError
 pytestmark = pytest.mark.usefixtures("cluster")
 
 TWO = ["cpu", "cpu"]
-KINDS = (ValueError, KeyError, IndexError, StopIteration, RuntimeError, torch.OutOfMemoryError, SystemExit)
+KINDS = (
+    ValueError,
+    KeyError,
+    IndexError,
+    StopIteration,
+    RuntimeError,
+    torch.OutOfMemoryError,
+    SystemExit,
+)
 
 
 class Strange(nn.Module):
@@ -62,7 +72,13 @@ class Strange(nn.Module):
                 and value.dim()
             ):
                 return value
-            inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+            inner = (
+                value.values()
+                if isinstance(value, dict)
+                else value
+                if isinstance(value, (list, tuple))
+                else ()
+            )
             found = self._tensor(*inner)
             if found.numel() > 1:
                 return found
@@ -71,11 +87,26 @@ class Strange(nn.Module):
 
 def value(draw: random.Random, rows: int, depth: int) -> Any:
     """Something that somebody may pass to a module."""
-    kind = draw.choice(["tensor"] * 6 + ["leaf"] * 3 + ["list", "tuple", "dict"] * (2 if depth else 0))
+    kind = draw.choice(
+        ["tensor"] * 6 + ["leaf"] * 3 + ["list", "tuple", "dict"] * (2 if depth else 0)
+    )
     if kind == "tensor":
         return tensor(draw, rows)
     if kind == "leaf":
-        return draw.choice([None, 3, 2.5, "text", b"bytes", float("nan"), {1, 2}, torch.float64, range(3), ValueError])
+        return draw.choice(
+            [
+                None,
+                3,
+                2.5,
+                "text",
+                b"bytes",
+                float("nan"),
+                {1, 2},
+                torch.float64,
+                range(3),
+                ValueError,
+            ]
+        )
     parts = [value(draw, rows, depth - 1) for _ in range(draw.randrange(4))]
     if kind == "dict":
         return dict(zip(("a", 2, "c", None), parts, strict=False))
@@ -86,7 +117,9 @@ def tensor(draw: random.Random, rows: int) -> Tensor:
     """Of any shape and kind; now and then of a size that does not fit the others."""
     rows = draw.choice([rows] * 12 + [0, 1, rows + 1])
     shape = (rows, *(draw.randrange(4) for _ in range(draw.randrange(3))))
-    made = torch.ones(shape, dtype=draw.choice([torch.float32] * 6 + [torch.int64, torch.bool, torch.complex64]))
+    made = torch.ones(
+        shape, dtype=draw.choice([torch.float32] * 6 + [torch.int64, torch.bool, torch.complex64])
+    )
     how = draw.randrange(12)
     if how == 0:
         return made.to_sparse() if made.dtype is torch.float32 else made
@@ -99,7 +132,11 @@ def tensor(draw: random.Random, rows: int) -> Tensor:
 
 def call(draw: random.Random, model: Any, rows: int) -> str:
     """One call, right or wrong; says what came of it."""
-    whats = ["echo"] * 3 + ["weighted"] * 4 + ["scalar", "lost", "raise", "raise in backward", "unsendable"]
+    whats = (
+        ["echo"] * 3
+        + ["weighted"] * 4
+        + ["scalar", "lost", "raise", "raise in backward", "unsendable"]
+    )
     args = [value(draw, rows, 2) for _ in range(draw.randrange(3))]
     kwargs = {name: value(draw, rows, 2) for name in ("one", "two")[: draw.randrange(3)]}
     wrong = draw.randrange(30)
@@ -109,7 +146,9 @@ def call(draw: random.Random, model: Any, rows: int) -> str:
         kwargs["number"] = "no number"
     try:
         with torch.set_grad_enabled(draw.random() < 0.8):
-            out = model(draw.choice(whats), *args, **{"number": draw.randrange(len(KINDS)), **kwargs})
+            out = model(
+                draw.choice(whats), *args, **{"number": draw.randrange(len(KINDS)), **kwargs}
+            )
         found = [t for t in flat(out) if t.requires_grad and t.numel()]
         if found and draw.random() < 0.7:
             torch.autograd.backward([t.sum() for t in found], retain_graph=draw.random() < 0.2)
@@ -151,10 +190,15 @@ def test_random_calls(calls: int) -> None:
     """The same processes answer to the end; graphs, files and threads are as before."""
     with Executor(TWO) as executor:
         fuzz(executor, 0, 200)
-        pids, opened, threads = [info.pid for info in executor.replicas()], files(), threading.active_count()
+        pids, opened, threads = (
+            [info.pid for info in executor.replicas()],
+            files(),
+            threading.active_count(),
+        )
         results = fuzz(executor, 1, calls)
         assert [info.pid for info in executor.replicas()] == pids
-        # Threads and files of Ray's and of earlier tests come and go; what a kind of call left would be far more.
+        # Threads and files of Ray's and of earlier tests come and go; what a kind of call left
+        # would be far more.
         assert files() <= opened + calls // 40
         assert threading.active_count() <= threads + calls // 40, threading.enumerate()
         assert executor.stats().deaths == 0
@@ -165,14 +209,22 @@ def test_random_calls(calls: int) -> None:
 SHORT, ALL = 50, 300
 
 
-@pytest.mark.parametrize("seed", [*range(SHORT), *[pytest.param(n, marks=pytest.mark.long) for n in range(SHORT, ALL)]])
+@pytest.mark.parametrize(
+    "seed", [*range(SHORT), *[pytest.param(n, marks=pytest.mark.long) for n in range(SHORT, ALL)]]
+)
 @pytest.mark.filterwarnings("ignore")
 def test_random_programs(seed: int) -> None:
     """Losses, gradients and state are those under upstream's wrapper, after each of three steps."""
     found = random_programs.run(seed, lambda net, devices: DataParallel(net, ["cpu"] * devices))
-    expected = random_programs.run(seed, lambda net, devices: oracle.DataParallel(net, list(range(devices))))
+    expected = random_programs.run(
+        seed, lambda net, devices: oracle.DataParallel(net, list(range(devices)))
+    )
     for (what, one), (_, other) in zip(found, expected, strict=False):
-        close = {"rtol": 1e-3, "atol": 1e-4} if one.dtype is torch.float32 else {"rtol": 1e-7, "atol": 1e-9}
+        close = (
+            {"rtol": 1e-3, "atol": 1e-4}
+            if one.dtype is torch.float32
+            else {"rtol": 1e-7, "atol": 1e-9}
+        )
         told = functools.partial("program {}, {}: {}".format, seed, what)
         torch.testing.assert_close(one, other, **close, equal_nan=True, msg=told)
     assert [what for what, _ in found] == [what for what, _ in expected], f"program {seed}"

@@ -1,4 +1,6 @@
-"""What the package does on a GPU, on a fake one: the order of copies, events and waits, and the results."""
+"""What the package does on a GPU, on a fake one: the order of copies, events and waits, and the
+results.
+"""
 
 from __future__ import annotations
 
@@ -21,30 +23,32 @@ from fake_gpu import UUID, FakeGpu, installed
 from torch import Tensor, nn
 
 import raydp_parallel
-from raydp_parallel import actor, cluster, codec, crew, devices, executor, local
-from raydp_parallel.actor import Door, give_back, take_back
-from raydp_parallel.batch import functions
+from raydp_parallel import cluster, devices
+from raydp_parallel.batch import autograd_functions
+from raydp_parallel.calls import executor
 from raydp_parallel.check import training
-from raydp_parallel.cluster import RayCrew
-from raydp_parallel.devices import contents, gpu, ipc
-from raydp_parallel.links import (
-    Arena,
-    Descriptor,
+from raydp_parallel.cluster import RayBackend, backend, in_process
+from raydp_parallel.devices import comparison, cuda
+from raydp_parallel.devices.buffers import Arena, Descriptor, LeaseTable
+from raydp_parallel.devices.ranges import MemoryRange
+from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.options import Options
+from raydp_parallel.replica import actor
+from raydp_parallel.replica.actor import ReplicaServer, give_back, take_back
+from raydp_parallel.replica.replica import Replica
+from raydp_parallel.state import block_layout
+from raydp_parallel.state.tracker import ModuleTracker
+from raydp_parallel.transport import codec, cuda_ipc
+from raydp_parallel.transport.links import (
+    Attachments,
     InlineLink,
-    Ledger,
-    Mail,
     Mappings,
     ObjectStoreLink,
-    Piece,
     link_for,
     shared_link,
 )
-from raydp_parallel.messages import BackwardRequest, Hello, Reply
-from raydp_parallel.options import Options
-from raydp_parallel.replica import Replica
-from raydp_parallel.snapshot import blocks
-from raydp_parallel.snapshot.master import Master
-from raydp_parallel.wire import pack, unpack
+from raydp_parallel.transport.message_bytes import pack, unpack
+from raydp_parallel.transport.messages import BackwardRequest, Reply
 
 CPU = torch.device("cpu")
 IN_PROCESS = Options(in_process=True)
@@ -53,7 +57,7 @@ IN_PROCESS = Options(in_process=True)
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """A GPU, and no replicas that have never seen one."""
-    monkeypatch.setattr(gpu, "_registry", gpu._Registry())
+    monkeypatch.setattr(cuda, "_registry", cuda._Registry())
     executor.shared(IN_PROCESS).close()
     with installed(monkeypatch) as found:
         yield found
@@ -69,7 +73,9 @@ def host(size: int) -> Tensor:
 
 
 def test_a_gpus_bytes_are_copied_where_they_are_wanted(fake: FakeGpu) -> None:
-    """Into pinned memory at once, into other memory by a pinned buffer; there only after the wait."""
+    """Into pinned memory at once, into other memory by a pinned buffer; there only after
+    the wait.
+    """
     source, pinned, plain = torch.arange(6, dtype=torch.float32).view(2, 3), host(24), host(24)
     fake.pinned[pinned.data_ptr()] = 24
     piece = devices.piece(source)
@@ -86,13 +92,15 @@ def test_a_gpus_bytes_are_copied_where_they_are_wanted(fake: FakeGpu) -> None:
     assert fake.log == ["copy to the host", "pinned buffer", "copy to the host", "record", "wait"]
 
 
-@pytest.mark.parametrize("make", [InlineLink, ObjectStoreLink, lambda: shared_link(Arena(), False, True)])
+@pytest.mark.parametrize(
+    "make", [InlineLink, ObjectStoreLink, lambda: shared_link(Arena(), False, True)]
+)
 def test_every_link_takes_a_gpus_bytes(fake: FakeGpu, make: Any) -> None:
     """With the machine's own among them, in one message with one wait."""
     link, tensors = make(), [torch.arange(5.0), torch.empty(0), torch.arange(3, dtype=torch.int16)]
     pieces = [devices.piece(t) for t in tensors]
     near = torch.tensor([1, 2, 3], dtype=torch.uint8)
-    packet = link.send([*pieces, Piece(near.data_ptr(), 3, near)], [0, 64, 64, 128], 192)
+    packet = link.send([*pieces, MemoryRange(near.data_ptr(), 3, near)], [0, 64, 64, 128], 192)
     found = link.open(packet)
     data = ctypes.string_at(found.address, found.size)
     assert np.frombuffer(data[:20], np.float32).tolist() == [0, 1, 2, 3, 4]
@@ -101,27 +109,27 @@ def test_every_link_takes_a_gpus_bytes(fake: FakeGpu, make: Any) -> None:
     assert fake.log.count("wait") == 1
 
 
-COPIES = [lambda source: gpu.upload(source, CPU), lambda source: gpu.load(host(64), source)]
+COPIES = [lambda source: cuda.upload(source, CPU), lambda source: cuda.load(host(64), source)]
 
 
 @pytest.mark.parametrize("begin", COPIES, ids=["upload", "load"])
 def test_what_a_copy_reads_is_kept_until_it_has_run(fake: FakeGpu, begin: Any) -> None:
     """The host does not wait for an upload, so its source must not be given back before."""
-    gpu.lent.let_go()
-    before, owner = len(gpu.lent), Arena().take(64)
+    cuda.lent.let_go()
+    before, owner = len(cuda.lent), Arena().take(64)
     alive = weakref.ref(owner)
     fake.later("some work", lambda: None)  # which the copy is queued behind
-    begin(Piece(owner.array.ctypes.data, 64, owner))
+    begin(MemoryRange(owner.array.ctypes.data, 64, owner))
     del owner
     gc.collect()
     devices.let_go()
     assert alive() is not None
-    assert len(gpu.lent) == before + 1
+    assert len(cuda.lent) == before + 1
     devices.finish(CPU)
     devices.let_go()
     gc.collect()
     assert alive() is None
-    assert len(gpu.lent) == before
+    assert len(cuda.lent) == before
 
 
 def test_reading_a_gpus_bytes_on_a_cpu(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +156,9 @@ def test_segments_are_pinned_where_a_gpu_copies(fake: FakeGpu) -> None:
     assert devices.pinner(None)(address, 64) is None  # type: ignore[misc]  # CUDA has not begun here
 
 
-def test_a_drivers_memory_is_pinned_once_it_uses_cuda(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drivers_memory_is_pinned_once_it_uses_cuda(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not before: it would be started for that."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     unpin = devices.pinner(None)(4096, 64)  # type: ignore[misc]
@@ -161,14 +171,25 @@ def test_a_drivers_memory_is_pinned_once_it_uses_cuda(fake: FakeGpu, monkeypatch
 
 
 def test_bytes_are_compared_where_they_are(fake: FakeGpu) -> None:
-    """Small ones together, large ones alone, others of other sizes; one small answer, asked for later."""
+    """Small ones together, large ones alone, others of other sizes; one small answer, asked for
+    later.
+    """
     torch.manual_seed(1)
-    large = torch.randint(0, 255, (contents._LARGE + 5,), dtype=torch.uint8)
+    large = torch.randint(0, 255, (comparison._LARGE + 5,), dtype=torch.uint8)
     nan = torch.tensor([float("nan"), 1.0])
-    cases: list[tuple[Tensor, Tensor, bool]] = [(nan, nan.clone(), True), (torch.zeros(3), -torch.zeros(3), False)]
+    cases: list[tuple[Tensor, Tensor, bool]] = [
+        (nan, nan.clone(), True),
+        (torch.zeros(3), -torch.zeros(3), False),
+    ]
     cases += [(torch.zeros(5), torch.zeros(6), False), (torch.zeros(0), torch.zeros(0), True)]
-    cases += [(large, large.clone(), True), (large, large.flip(0), False), (torch.ones(3), torch.ones(3), True)]
-    answers = devices.compare([(devices.piece(one), devices.piece(other)) for one, other, _ in cases])
+    cases += [
+        (large, large.clone(), True),
+        (large, large.flip(0), False),
+        (torch.ones(3), torch.ones(3), True),
+    ]
+    answers = devices.compare(
+        [(devices.piece(one), devices.piece(other)) for one, other, _ in cases]
+    )
     assert "wait" not in fake.log
     assert answers() == [same for _, _, same in cases]
     assert fake.log.count("wait") == 1
@@ -193,17 +214,24 @@ EDITS = {
     "moved": lambda t: t.copy_(t.roll(1)),
     "zeros": lambda t: t.zero_(),
     "doubled": lambda t: t.mul_(2),
-    "plus and minus": lambda t: t.view(torch.int32)[:3].add_(torch.tensor([1, -2, 1], dtype=torch.int32)),
+    "plus and minus": lambda t: t.view(torch.int32)[:3].add_(
+        torch.tensor([1, -2, 1], dtype=torch.int32)
+    ),
 }
 
 
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize("edit", [*EDITS])
-@pytest.mark.parametrize("size", [8, 1001, contents._LARGE // 4 + 3])
+@pytest.mark.parametrize("size", [8, 1001, comparison._LARGE // 4 + 3])
 def test_fingerprints_tell_every_edit(edit: str, size: int) -> None:
     """Of that run alone, wherever it stands among others."""
     torch.manual_seed(2)
-    tensors = {7: torch.randn(3), 1: torch.randn(size), 5: torch.randn(11).to(torch.int8), 2: torch.randn(0)}
+    tensors = {
+        7: torch.randn(3),
+        1: torch.randn(size),
+        5: torch.randn(11).to(torch.int8),
+        2: torch.randn(0),
+    }
 
     def now() -> Any:
         return devices.prints({key: devices.piece(t) for key, t in tensors.items()})
@@ -242,14 +270,19 @@ def wrapped(net: nn.Module, chunks: int = 2) -> Any:
     return raydp_parallel.DataParallel(net, ["cpu"] * chunks, options=IN_PROCESS)
 
 
-@pytest.mark.parametrize("name", ["perceptron, SGD", "residual net with batch norm", "tied transformer, loss inside"])
+@pytest.mark.parametrize(
+    "name", ["perceptron, SGD", "residual net with batch norm", "tied transformer, loss inside"]
+)
 def test_training_is_right_though_copies_take_place_later(fake: FakeGpu, name: str) -> None:
     """Who read before the wait would find something else."""
     case = training.CASES[name]
     torch.manual_seed(0)
     net = case.make().double()
     plain = training.train(copy.deepcopy(net), case, 4, CPU)
-    assert training.difference(training.train(wrapped(net, 1), case, 4, CPU), plain) <= training.TOLERANCE
+    assert (
+        training.difference(training.train(wrapped(net, 1), case, 4, CPU), plain)
+        <= training.TOLERANCE
+    )
     assert fake.log.count("wait") < fake.log.count("copy to the host")
 
 
@@ -257,13 +290,15 @@ MIXED = {"driver on the CPU": frozenset({"cpu"}), "replicas on CPUs": frozenset(
 
 
 @pytest.mark.parametrize("where", [*MIXED])
-@pytest.mark.parametrize("name", ["perceptron, gradient penalty", "residual net with batch norm", "bidirectional LSTM"])
+@pytest.mark.parametrize(
+    "name", ["perceptron, gradient penalty", "residual net with batch norm", "bidirectional LSTM"]
+)
 def test_training_is_right_where_one_side_has_a_gpu(
     fake: FakeGpu, monkeypatch: pytest.MonkeyPatch, name: str, where: str
 ) -> None:
     """A master copy on the CPU for replicas on GPUs, and the other way round."""
     outside, inside = MIXED[where], frozenset({"cpu"}) - MIXED[where]
-    isolated = local._isolated
+    isolated = in_process._isolated
 
     @contextlib.contextmanager
     def replicas() -> Iterator[None]:
@@ -272,12 +307,15 @@ def test_training_is_right_where_one_side_has_a_gpu(
             yield
 
     monkeypatch.setattr(devices.kinds, "HOST", outside)
-    monkeypatch.setattr(local, "_isolated", replicas)
+    monkeypatch.setattr(in_process, "_isolated", replicas)
     case = training.CASES[name]
     torch.manual_seed(0)
     net = case.make().double()
     plain = training.train(copy.deepcopy(net), case, 4, CPU)
-    assert training.difference(training.train(wrapped(net, 1), case, 4, CPU), plain) <= training.TOLERANCE
+    assert (
+        training.difference(training.train(wrapped(net, 1), case, 4, CPU), plain)
+        <= training.TOLERANCE
+    )
     assert "copy to the host" in fake.log
 
 
@@ -314,12 +352,15 @@ def test_what_chunk_0_writes_comes_back_once() -> None:
 
 @pytest.mark.usefixtures("fake")
 def test_buffers_of_a_large_net_come_right() -> None:
-    """Where all of the state is too much to be held twice, only what is compared after each forward is."""
+    """Where all of the state is too much to be held twice, only what is compared after each forward
+    is.
+    """
     net = nn.Sequential(nn.Linear(1200, 1000), nn.BatchNorm1d(1000), nn.Linear(1000, 2)).double()
     assert sum(t.nbytes for t in net.state_dict().values()) > devices.memory.SMALL
     plain, x = copy.deepcopy(net), torch.randn(6, 1200).double()
     model = wrapped(net, 1)
-    outs = [model(x * scale).sum() for scale in (1, 2, 3)]  # whose graphs keep what they saw: blocks get other memory
+    # whose graphs keep what they saw: blocks get other memory
+    outs = [model(x * scale).sum() for scale in (1, 2, 3)]
     theirs = [plain(x * scale).sum() for scale in (1, 2, 3)]
     for ours, expected in zip(outs, theirs, strict=True):
         ours.backward()
@@ -345,12 +386,14 @@ def test_an_edit_without_a_version_is_found_on_the_device() -> None:
 
 @pytest.mark.usefixtures("fake")
 def test_training_takes_no_fingerprints(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step changes all weights. They are taken of what was sent once contents are looked at."""
+    """Each step changes all weights. They are taken of what was sent once contents are
+    looked at.
+    """
     net = nn.Sequential(nn.Linear(2000, 600), nn.Linear(600, 2))
     model, x = wrapped(net), torch.randn(4, 2000)
     taken: list[int] = []
-    of = contents._print
-    monkeypatch.setattr(contents, "_print", lambda group: taken.append(len(group)) or of(group))
+    of = comparison._print
+    monkeypatch.setattr(comparison, "_print", lambda group: taken.append(len(group)) or of(group))
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     for _ in range(3):
         model(x).sum().backward()
@@ -382,17 +425,21 @@ class Flat(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Says whether it still is one."""
         first, *others = self.lstm.parameters()
-        assert {p.untyped_storage().data_ptr() for p in others} == {first.untyped_storage().data_ptr()}
+        assert {p.untyped_storage().data_ptr() for p in others} == {
+            first.untyped_storage().data_ptr()
+        }
         out: Tensor = self.lstm(x)[0]
         return out
 
 
-def test_the_weights_of_a_recurrent_net_stay_one_run(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_weights_of_a_recurrent_net_stay_one_run(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Which cuDNN would copy in each call otherwise; on a CPU each is sent by itself."""
     net, plain, x = Flat(), Flat(), torch.randn(4, 7, 6)
     plain.load_state_dict(net.state_dict())
     tensors = dict(enumerate(net.parameters()))
-    assert [*blocks.lay_out(tensors).members.values()] == [tuple(range(16))]
+    assert [*block_layout.lay_out(tensors).members.values()] == [tuple(range(16))]
     model = wrapped(net, 1)
     for one in (model, plain):
         optimizer = torch.optim.SGD(one.parameters(), 0.1)
@@ -403,7 +450,7 @@ def test_the_weights_of_a_recurrent_net_stay_one_run(fake: FakeGpu, monkeypatch:
     for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
     monkeypatch.setattr(devices.kinds, "HOST", frozenset({"cpu"}))
-    assert len(blocks.lay_out(tensors).members) == 16
+    assert len(block_layout.lay_out(tensors).members) == 16
 
 
 def test_times_are_the_devices(fake: FakeGpu) -> None:
@@ -427,59 +474,70 @@ def test_a_gpu_says_who_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert devices.output_place("cuda") == devices.output_place(3) == torch.device("cuda", 3)
-    assert crew.device_id("cuda") == 3
+    assert backend.device_id("cuda") == 3
     assert (devices.own("gpu"), devices.own("cpu")) == ("cuda:0", "cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert (devices.own("gpu"), crew.device_id("cuda")) == ("cpu", 0)
-    assert devices.describe(CPU, 1, "node") == Hello(1, "node", "cpu", "Fake", UUID, 1000, 10)
+    assert (devices.own("gpu"), backend.device_id("cuda")) == ("cpu", 0)
+    assert devices.describe(CPU, 1, "node") == ReplicaHello(
+        1, "node", "cpu", "Fake", UUID, 1000, 10
+    )
 
 
 def test_what_users_and_the_dashboard_read_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Output devices as indices, as upstream; replicas with the GPU that Ray gave them."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    model = raydp_parallel.DataParallel(nn.Linear(3, 2), ["cpu", "cpu"], output_device=1, options=IN_PROCESS)
+    model = raydp_parallel.DataParallel(
+        nn.Linear(3, 2), ["cpu", "cpu"], output_device=1, options=IN_PROCESS
+    )
     assert model.output_device == 1
     made: Any = actor.ReplicaActor.__ray_metadata__.modified_class  # type: ignore[attr-defined]
-    # Not the module's names: if `ray.get_actor` was ever called here, the class holds what came back from the cluster.
+    # Not the module's names: if `ray.get_actor` was ever called here, the class holds what came
+    # back from the cluster.
     seen, ending = (inspect.unwrap(method).__globals__ for method in (made.__repr__, made._end))
     monkeypatch.setitem(seen, "_gpu", lambda: "MIG-5")
     monkeypatch.setitem(seen, "_node", lambda: "0123456789")
-    door = object.__new__(made)
-    door._rank, door._device = 3, torch.device("cuda", 0)
-    assert repr(door) == "Replica(3@cuda:0 = GPU MIG-5, node 01234567)"
-    door._device = CPU
-    assert repr(door) == "Replica(3@cpu, node 01234567)"
+    client = object.__new__(made)
+    client._rank, client._device = 3, torch.device("cuda", 0)
+    assert repr(client) == "Replica(3@cuda:0 = GPU MIG-5, node 01234567)"
+    client._device = CPU
+    assert repr(client) == "Replica(3@cpu, node 01234567)"
     ended: list[int] = []
     monkeypatch.setitem(ending, "os", SimpleNamespace(_exit=ended.append))
-    door._end()
+    client._end()
     assert ended == [1]
 
 
-def test_large_outputs_on_a_gpu_are_joined_there(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_outputs_on_a_gpu_are_joined_there(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And not in the memory that a CPU uses again and again."""
     parts = [torch.randn(1 << 17).requires_grad_() for _ in range(2)]
-    joined = functions.join_along(parts, 0)
+    joined = autograd_functions.join_along(parts, 0)
     assert joined.grad_fn is not None
     assert joined.grad_fn.name() == "CatBackward0"
     monkeypatch.setattr(devices.kinds, "HOST", frozenset({"cpu"}))
-    assert functions.join_along(parts, 0).grad_fn.name() == "GatherBackward"  # type: ignore[union-attr]
+    assert autograd_functions.join_along(parts, 0).grad_fn.name() == "GatherBackward"  # type: ignore[union-attr]
 
 
-def test_a_replica_whose_gpu_is_spoiled_ends_with_the_next_call(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA refuses to work in a process after an illegal access. The error is told first; other errors end nobody."""
+def test_a_replica_whose_gpu_is_spoiled_ends_with_the_next_call(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA refuses to work in a process after an illegal access. The error is told first; other
+    errors end nobody.
+    """
     ended: list[str] = []
-    monkeypatch.setattr(Door, "_end", lambda _door: ended.append("ended"))
-    door = Door("cpu", InlineLink())
+    monkeypatch.setattr(ReplicaServer, "_end", lambda _client: ended.append("ended"))
+    client = ReplicaServer("cpu", InlineLink())
 
     def call() -> Any:
-        return unpack(door.forget(b"", pack(None))[1])
+        return unpack(client.forget(b"", pack(None))[1])
 
     def broken(*_: object) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with monkeypatch.context() as patch:
-        patch.setattr(door._replica, "forget", broken)
+        patch.setattr(client._replica, "forget", broken)
         assert "illegal memory access" in call().failure.text
         assert call().failure is not None  # the device still answers: something else was wrong
         assert not ended
@@ -490,19 +548,25 @@ def test_a_replica_whose_gpu_is_spoiled_ends_with_the_next_call(fake: FakeGpu, m
     assert ended == ["ended"]
 
 
-def test_an_error_of_a_kernel_is_raised_as_the_modules(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_kernel_is_raised_as_the_modules(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The host hears of it when it waits for the device, and the driver in upstream's words."""
     ended: list[str] = []
-    monkeypatch.setattr(Door, "_end", lambda _door: ended.append("ended"))
+    monkeypatch.setattr(ReplicaServer, "_end", lambda _client: ended.append("ended"))
     model = wrapped(nn.Linear(3, 2))
 
     def assertion(*_: object) -> Any:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
     with monkeypatch.context() as patch:
-        patch.setattr(gpu.Stopwatch, "finish", assertion)
-        patch.setattr(gpu, "finish", assertion)
-        with pytest.raises(RuntimeError, match=r"(?s)Caught RuntimeError in replica 0.*device-side assert triggered"):
+        patch.setattr(cuda.Stopwatch, "finish", assertion)
+        patch.setattr(cuda, "finish", assertion)
+        with pytest.raises(
+            RuntimeError,
+            match=r"(?s)Caught RuntimeError in replica "
+            r"0.*device-side assert triggered",
+        ):
             model(torch.ones(4, 3))
     assert model(torch.ones(4, 3)).shape == (4, 2)
     assert ended == ["ended"] * 2
@@ -515,52 +579,62 @@ class Ends:
     """The driver's end and a replica's, in one process."""
 
     def __init__(self) -> None:
-        self.door = Door("cpu", link_for("auto"))
-        self.door.start_sharing(False)
-        self.arena = devices.DeviceArena(CPU)
-        self.link = devices.DeviceLink(shared_link(Arena(), True, False))
+        self.client = ReplicaServer("cpu", link_for("auto"))
+        self.client.start_sharing(False)
+        self.arena = cuda_ipc.DeviceArena(CPU)
+        self.link = cuda_ipc.DeviceLink(shared_link(Arena(), True, False))
         actor = SimpleNamespace(
-            **{name: SimpleNamespace(remote=getattr(self.door, name)) for name in ("share_device", "start_device")}
+            **{
+                name: SimpleNamespace(remote=getattr(self.client, name))
+                for name in ("share_device", "start_device")
+            }
         )
-        self.remote = cluster.RemoteDoor(actor)
+        self.remote = cluster.ReplicaClient(actor)
 
 
 @pytest.fixture
 def ends(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> Ends:
     """Both ends."""
     monkeypatch.setattr(ray, "get", lambda found, timeout=None: found)
-    monkeypatch.setattr(ipc, "_told", set())
+    monkeypatch.setattr(cuda_ipc, "_told", set())
     return Ends()
 
 
 def over(packets: list[Any], mappings: Mappings) -> list[Any]:
     """What the other process gets of packets that lie beside a message."""
-    return [mappings.find(Descriptor(*pickle.loads(pickle.dumps(tuple(p.descriptor))))) for p in packets]
+    return [
+        mappings.find(Descriptor(*pickle.loads(pickle.dumps(tuple(p.descriptor))))) for p in packets
+    ]
 
 
 def test_tensors_go_by_the_gpus_memory(fake: FakeGpu, ends: Ends) -> None:
-    """Behind the sender's event; the segment is the sender's again once the copy has run, and is opened once."""
+    """Behind the sender's event; the segment is the sender's again once the copy has run, and is
+    opened once.
+    """
     assert ends.remote.share_device(ends.arena) == ""
     ends.link.arena = ends.arena
     assert ends.link.name == "shared and CUDA IPC"
-    ledger = Ledger()
+    ledger = LeaseTable()
     for number in range(3):
         x = torch.full((200, 300), float(number))
-        mail = Mail(ends.link)
+        attachments = Attachments(ends.link)
         fake.log.clear()
-        parcel, _ = codec.encode((x, x.t()), mail, "inputs")
-        assert fake.log == ["record"] * (1 if number else 2)  # behind the copy; a new segment has to have one to share
-        assert all(isinstance(packet, devices.DeviceSlice) for packet in mail.beside)
-        for packet in mail.beside:
+        parcel, _ = codec.encode((x, x.t()), attachments, "inputs")
+        # behind the copy; a new segment has to have one to share
+        assert fake.log == ["record"] * (1 if number else 2)
+        assert all(isinstance(packet, cuda_ipc.DeviceBuffer) for packet in attachments.beside)
+        for packet in attachments.beside:
             ledger.lend(packet)
         fake.log.clear()
-        there = ends.door._mappings
-        found = codec.unpack(parcel, Mail(ends.door._link, over(mail.beside, there)), CPU)
+        there = ends.client._mappings
+        found = codec.unpack(
+            parcel, Attachments(ends.client._link, over(attachments.beside, there)), CPU
+        )
         assert fake.log[0] == "stream waits"
         assert "copy to the host" not in fake.log
         assert torch.equal(found[0], x)
         assert torch.equal(found[1], x.t())
-        del mail, packet
+        del attachments, packet
         gc.collect()
         devices.finish(CPU)
         take_back(give_back(there), ledger)
@@ -572,30 +646,45 @@ def test_tensors_go_by_the_gpus_memory(fake: FakeGpu, ends: Ends) -> None:
 def test_answers_come_by_the_gpus_memory(ends: Ends) -> None:
     """What the replica sends, and what is small or lies elsewhere goes as ever."""
     assert ends.remote.share_device(ends.arena) == ""
-    answer = Mail(ends.door._link)
+    answer = Attachments(ends.client._link)
     parcel, _ = codec.encode((torch.arange(90000.0),), answer, "output")
-    found = codec.unpack(parcel, Mail(ends.link, over(answer.beside, ends.remote._mappings)), CPU)
+    found = codec.unpack(
+        parcel, Attachments(ends.link, over(answer.beside, ends.remote._mappings)), CPU
+    )
     assert torch.equal(found[0], torch.arange(90000.0))
     ends.link.arena = ends.arena
     assert isinstance(ends.link.send([devices.piece(torch.ones(2))], [0], 8), bytes)
     near = torch.ones(90000)
     assert not isinstance(
-        ends.link.send([Piece(near.data_ptr(), near.nbytes, near)], [0], near.nbytes), ipc.DeviceSlice
+        ends.link.send([MemoryRange(near.data_ptr(), near.nbytes, near)], [0], near.nbytes),
+        cuda_ipc.DeviceBuffer,
     )
 
 
-def test_what_is_wanted_on_the_host_takes_no_detour(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the outputs and gradients of a master copy on the CPU, whose driver uses that GPU for something else."""
+def test_what_is_wanted_on_the_host_takes_no_detour(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the outputs and gradients of a master copy on the CPU, whose driver uses that GPU for
+    something else.
+    """
     assert ends.remote.share_device(ends.arena) == ""
 
-    def forward(_request: Any, _mail: Mail, back: Mail) -> Reply:
-        return Reply(codec.encode(torch.arange(90000.0), back, "output")[0], None, (), None, 0.0, 1, back.size)
+    def forward(_request: Any, _attachments: Attachments, back: Attachments) -> Reply:
+        return Reply(
+            codec.encode(torch.arange(90000.0), back, "output")[0],
+            None,
+            (),
+            None,
+            0.0,
+            1,
+            back.size,
+        )
 
-    monkeypatch.setattr(ends.door._replica, "forward", forward)
+    monkeypatch.setattr(ends.client._replica, "forward", forward)
     for by_host in (False, True):
         request = BackwardRequest(*[None] * 13, by_host=by_host)  # type: ignore[arg-type]
-        _, packet = ends.door._answer(forward, pack(request), ())
-        assert isinstance(packet, ipc.DeviceSlice) != by_host
+        _, packet = ends.client._answer(forward, pack(request), ())
+        assert isinstance(packet, cuda_ipc.DeviceBuffer) != by_host
 
 
 @pytest.mark.parametrize("where", [*MIXED])
@@ -619,7 +708,7 @@ def test_requests_say_where_their_answers_are_wanted(
 
 def test_who_cannot_open_it_gets_a_copy(fake: FakeGpu, ends: Ends) -> None:
     """Through memory of the host, which all of them share: copied once."""
-    assert not devices.shows(Piece(0, 0, None), b"")
+    assert not cuda_ipc.shows(MemoryRange(0, 0, None), b"")
     ends.link.arena = ends.arena
     x = torch.randn(30000)
     lent = ends.link.send([devices.piece(x)], [0], x.nbytes)
@@ -633,7 +722,9 @@ def test_who_cannot_open_it_gets_a_copy(fake: FakeGpu, ends: Ends) -> None:
     assert np.array_equal(sent[0].array[: x.nbytes].view(np.float32), x.numpy())
     assert len(ends.remote._ledger) == 1
     carried: list[Any] = []  # by Ray, which carries the descriptor
-    ends.remote.actor.forward = SimpleNamespace(remote=lambda _word, _header, *beside: carried.extend(beside))
+    ends.remote.actor.forward = SimpleNamespace(
+        remote=lambda _word, _header, *beside: carried.extend(beside)
+    )
     ends.remote.line = None
     ends.remote.submit("forward", b"", [lent])
     assert carried == [sent[0].descriptor]
@@ -652,7 +743,10 @@ def test_own_packets_are_compared_and_opened_in_place(ends: Ends) -> None:
     assert devices.compare([(ends.link.open(packet), devices.piece(x))])() == [True]
     assert ends.link.take(packet) is None
     assert ends.link.show(packet, 0, 10) is None
-    assert not ends.link.exposes or ends.link.expose(torch.zeros(2).untyped_storage(), lambda: 1) is None
+    assert (
+        not ends.link.exposes
+        or ends.link.expose(torch.zeros(2).untyped_storage(), lambda: 1) is None
+    )
     ends.link.withdraw()
     assert not ends.link.exposes
     small = ends.link.send([devices.piece(torch.ones(2))], [0], 8)
@@ -660,25 +754,29 @@ def test_own_packets_are_compared_and_opened_in_place(ends: Ends) -> None:
     assert ends.link.take(small) is None
     assert ends.link.show(small, 0, 8) is None
     ends.link.close()
-    devices.DeviceLink(shared_link(Arena(), True, False)).close()
+    cuda_ipc.DeviceLink(shared_link(Arena(), True, False)).close()
 
 
 def test_messages_to_other_gpus_do_not_take_this_ones_memory(ends: Ends) -> None:
     """What one replica alone gets goes by the link that it can read; what all get is sent once."""
     ours: Any = SimpleNamespace(link=ends.link, _device_link=ends.link)
     ends.link.arena = ends.arena
-    assert RayCrew.link_to(ours, ends.remote) is ends.link.near
+    assert RayBackend.link_to(ours, ends.remote) is ends.link.near
     ends.remote.shares_device = True
-    assert RayCrew.link_to(ours, ends.remote) is ends.link
+    assert RayBackend.link_to(ours, ends.remote) is ends.link
     ours.link, ours._device_link = ends.link.near, None
-    assert RayCrew.link_to(ours, ends.remote) is ours.link
+    assert RayBackend.link_to(ours, ends.remote) is ours.link
 
 
-def test_segments_that_are_no_longer_used_go(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On both sides, when many others were used since: batches of ever other sizes do not fill the GPU."""
-    monkeypatch.setattr(ipc, "_PATIENCE", 8)
-    arena, mappings = devices.DeviceArena(CPU), Mappings()
-    mappings.opener = opener = devices.Opener(CPU)
+def test_segments_that_are_no_longer_used_go(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On both sides, when many others were used since: batches of ever other sizes do not fill the
+    GPU.
+    """
+    monkeypatch.setattr(cuda_ipc, "_PATIENCE", 8)
+    arena, mappings = cuda_ipc.DeviceArena(CPU), Mappings()
+    mappings.opener = opener = cuda_ipc.Opener(CPU)
     old = weakref.ref(arena.take(5 << 20).segment)
     assert mappings.find(arena.take(5 << 20).descriptor).piece().size == 5 << 20
     gc.collect()
@@ -718,17 +816,20 @@ def test_a_failed_trial_leaves_host_copies(
     seen = iter([True, False])
     patches: dict[str, tuple[Any, str, Any]] = {
         "driver shares": (torch.UntypedStorage, "_share_cuda_", refuse),
-        "replica sees": (devices, "shows", wrong),
+        "replica sees": (cuda_ipc, "shows", wrong),
         "replica opens": (torch.UntypedStorage, "_new_shared_cuda", staticmethod(refuse)),
-        "driver sees": (devices, "shows", lambda *_: next(seen)),
+        "driver sees": (cuda_ipc, "shows", lambda *_: next(seen)),
     }
     monkeypatch.setattr(*patches[where])
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     nobody: Any = None
-    monkeypatch.setattr(ipc, "DeviceArena", lambda _device: devices.DeviceArena(CPU))
+    make = cuda_ipc.DeviceArena
+    monkeypatch.setattr(cuda_ipc, "DeviceArena", lambda _device: make(CPU))
     for _ in range(2):
-        RayCrew._meet_on_device(nobody, ends.remote, Hello(1, "n", "cuda:0", "G", UUID, 1, 1), ends.link)
+        RayBackend._meet_on_device(
+            nobody, ends.remote, ReplicaHello(1, "n", "cuda:0", "G", UUID, 1, 1), ends.link
+        )
         seen = iter([True, False])
     assert not ends.remote.shares_device
     assert ends.link.arena is None
@@ -739,25 +840,25 @@ def test_a_failed_trial_leaves_host_copies(
 
 def test_only_the_drivers_own_gpu_is_shared(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """By uuid; and only if this process uses GPUs already."""
-    hello = Hello(1, "n", "cuda:0", "G", UUID, 1, 1)
-    assert devices.gpu_in_use(UUID) is None
+    hello = ReplicaHello(1, "n", "cuda:0", "G", UUID, 1, 1)
+    assert cuda_ipc.gpu_in_use(UUID) is None
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert devices.gpu_in_use("") is None
-    assert devices.gpu_in_use("GPU-other") is None
-    assert devices.gpu_in_use(UUID) == torch.device("cuda", 0)
+    assert cuda_ipc.gpu_in_use("") is None
+    assert cuda_ipc.gpu_in_use("GPU-other") is None
+    assert cuda_ipc.gpu_in_use(UUID) == torch.device("cuda", 0)
     other: Any = None
-    RayCrew._meet_on_device(other, ends.remote, hello._replace(gpu_uuid="GPU-other"), ends.link)
+    RayBackend._meet_on_device(other, ends.remote, hello._replace(gpu_uuid="GPU-other"), ends.link)
     assert ends.link.arena is None
-    monkeypatch.setattr(devices, "gpu_in_use", lambda _uuid: CPU)
-    RayCrew._meet_on_device(other, ends.remote, hello, ends.link)
+    monkeypatch.setattr(cuda_ipc, "gpu_in_use", lambda _uuid: CPU)
+    RayBackend._meet_on_device(other, ends.remote, hello, ends.link)
     assert ends.link.arena is not None
     assert ends.remote.shares_device
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     near = shared_link(Arena(), True, False)
-    assert isinstance(devices.reaching(near), devices.DeviceLink)
+    assert isinstance(cuda_ipc.reaching(near), cuda_ipc.DeviceLink)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert devices.reaching(near) is near
+    assert cuda_ipc.reaching(near) is near
 
 
 def test_a_full_gpu_sends_another_way(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -769,10 +870,10 @@ def test_a_full_gpu_sends_another_way(ends: Ends, monkeypatch: pytest.MonkeyPatc
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(ends.arena, "take", full)
-    assert not isinstance(ends.link.send([devices.piece(x)], [0], x.nbytes), ipc.DeviceSlice)
+    assert not isinstance(ends.link.send([devices.piece(x)], [0], x.nbytes), cuda_ipc.DeviceBuffer)
     assert ends.link.arena is not None
     monkeypatch.setattr(ends.arena, "take", refuse)
-    assert not isinstance(ends.link.send([devices.piece(x)], [0], x.nbytes), ipc.DeviceSlice)
+    assert not isinstance(ends.link.send([devices.piece(x)], [0], x.nbytes), cuda_ipc.DeviceBuffer)
     assert ends.link.arena is None
 
 
@@ -781,11 +882,11 @@ def test_what_went_by_the_gpus_memory_is_compared_with_itself(ends: Ends) -> Non
     ends.link.arena = ends.arena
     ends.link.withdraw()  # as for every replica on a GPU
     net = nn.Linear(300, 200)
-    master = Master(net, ends.link)
+    tracker = ModuleTracker(net, ends.link)
 
     def sound() -> bool:
-        master.sync()
-        return master.verify()
+        tracker.sync()
+        return tracker.verify()
 
     assert sound()
     for arena in (ends.arena, None, None):

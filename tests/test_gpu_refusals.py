@@ -1,4 +1,6 @@
-"""What a GPU refuses, on a fake one: errors that stay, memory that cannot be registered, shared or opened."""
+"""What a GPU refuses, on a fake one: errors that stay, memory that cannot be registered, shared or
+opened.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +22,25 @@ from fake_gpu import ASSERTION, UUID, FakeGpu, installed
 from torch import Tensor, nn
 
 import raydp_parallel
-from raydp_parallel import cluster, devices, dial, executor, local
-from raydp_parallel.actor import METHODS, Door, unseal
-from raydp_parallel.cluster import RayCrew
+from raydp_parallel import cluster, devices
+from raydp_parallel.calls import executor
+from raydp_parallel.cluster import RayBackend, in_process
 from raydp_parallel.cluster.answers import Pending
-from raydp_parallel.crew import Death
-from raydp_parallel.devices import about, gpu, ipc
-from raydp_parallel.line import Line
-from raydp_parallel.links import Arena, Descriptor, InlineLink, Ledger, Mappings, Piece, link_for, shared_link
-from raydp_parallel.messages import Forget, Hello
+from raydp_parallel.cluster.backend import Death
+from raydp_parallel.devices import cuda, info
+from raydp_parallel.devices.buffers import Arena, Descriptor, LeaseTable
+from raydp_parallel.devices.ranges import MemoryRange
+from raydp_parallel.devices.specs import ReplicaHello
 from raydp_parallel.options import Options
-from raydp_parallel.replica import Replica
-from raydp_parallel.snapshot.master import Master
-from raydp_parallel.snapshot.mirror import Mirror
-from raydp_parallel.wire import pack
+from raydp_parallel.replica.actor import METHODS, ReplicaServer, unseal
+from raydp_parallel.replica.replica import Replica
+from raydp_parallel.state.replica_module import ReplicaModule
+from raydp_parallel.state.tracker import ModuleTracker
+from raydp_parallel.transport import cuda_ipc, handshake
+from raydp_parallel.transport.direct_connection import Connection
+from raydp_parallel.transport.links import InlineLink, Mappings, link_for, shared_link
+from raydp_parallel.transport.message_bytes import pack
+from raydp_parallel.transport.messages import Forget
 
 CPU = torch.device("cpu")
 SECOND = torch.device("cpu", 1)
@@ -43,8 +50,8 @@ IN_PROCESS = Options(in_process=True)
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """A GPU, and a process that has not used one yet."""
-    monkeypatch.setattr(gpu, "_registry", gpu._Registry())
-    monkeypatch.setattr(ipc, "_told", set())
+    monkeypatch.setattr(cuda, "_registry", cuda._Registry())
+    monkeypatch.setattr(cuda_ipc, "_told", set())
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with installed(monkeypatch) as found:
         yield found
@@ -54,26 +61,30 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 # --- errors that stay ---
 
 
-def test_the_answer_leaves_after_an_assertion_failed(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over a line, with the assertion's text, though events of uploads are asked that only raise."""
-    door = Door("cpu", InlineLink())
-    monkeypatch.setattr(Door, "_follow", lambda *_: None)
+def test_the_answer_leaves_after_an_assertion_failed(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over a line, with the assertion's text, though events of uploads are asked that only
+    raise.
+    """
+    client = ReplicaServer("cpu", InlineLink())
+    monkeypatch.setattr(ReplicaServer, "_follow", lambda *_: None)
 
     def forward(*_: Any) -> None:
         source = torch.zeros(64, dtype=torch.uint8).numpy()
-        gpu.upload(Piece(source.ctypes.data, 64, source), CPU)  # as the inputs of each call
+        cuda.upload(MemoryRange(source.ctypes.data, 64, source), CPU)  # as the inputs of each call
         fake.fail_later()
         devices.finish(CPU)
 
-    monkeypatch.setattr(door._replica, "forward", forward)
-    address, listener = dial.listen(None) or pytest.fail("no sockets here")
-    serving = threading.Thread(target=door._serve, args=(None, listener), daemon=True)
+    monkeypatch.setattr(client._replica, "forward", forward)
+    address, listener = handshake.listen(None) or pytest.fail("no sockets here")
+    serving = threading.Thread(target=client._serve, args=(None, listener), daemon=True)
     serving.start()
-    line = Line(address, lambda _buffers: None)
+    line = Connection(address, lambda _buffers: None)
     line.send(0, [b"", METHODS["forward"], pack(None)])
     reply, _ = unseal(tuple(line.receive(0, 30)[1:]), InlineLink())
     assert ASSERTION in reply.failure.text
-    assert door._spoiled
+    assert client._spoiled
     line.close()
     serving.join(30)
 
@@ -95,12 +106,16 @@ class Asserts(nn.Module):
         return out
 
 
-def test_what_is_seen_after_the_module_is_its_error_too(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In upstream's words: buffers are compared with the driver's when the assertion has failed already."""
+def test_what_is_seen_after_the_module_is_its_error_too(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In upstream's words: buffers are compared with the driver's when the assertion has failed
+    already.
+    """
     ended: list[str] = []
     _gpus.append(fake)
-    monkeypatch.setattr(Door, "_end", lambda _door: ended.append("ended"))
-    isolated = local._isolated
+    monkeypatch.setattr(ReplicaServer, "_end", lambda _client: ended.append("ended"))
+    isolated = in_process._isolated
 
     @contextlib.contextmanager
     def replica() -> Iterator[None]:
@@ -108,7 +123,7 @@ def test_what_is_seen_after_the_module_is_its_error_too(fake: FakeGpu, monkeypat
             yield
         fake.broken = ""  # which only the replica's process was
 
-    monkeypatch.setattr(local, "_isolated", replica)
+    monkeypatch.setattr(in_process, "_isolated", replica)
     model = raydp_parallel.DataParallel(Asserts(), ["cpu", "cpu"], options=IN_PROCESS)
     x = torch.rand(4, 3)
     model(x)
@@ -127,12 +142,16 @@ def visible(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str | None]:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(about, "_DRIVER", ())
+    monkeypatch.setattr(info, "_DRIVER", ())
     return lambda: os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
-def test_a_replica_sees_the_gpu_that_ray_gave(visible: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where Ray was told not to say so to CUDA, as vLLM and others do: else all would be on the first GPU."""
+def test_a_replica_sees_the_gpu_that_ray_gave(
+    visible: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where Ray was told not to say so to CUDA, as vLLM and others do: else all would be on
+    the first GPU.
+    """
     assert devices.take_given("gpu", ["2"]) == "cpu"  # of this machine, which only counts it
     assert visible() == "2"
     assert devices.take_given("cpu", []) == "cpu"
@@ -143,7 +162,10 @@ def test_a_replica_sees_the_gpu_that_ray_gave(visible: Any, monkeypatch: pytest.
     assert visible() == "MIG-7"
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert devices.take_given("gpu", ["MIG-7"]) == "cuda:0"
-    with pytest.raises(RuntimeError, match="CUDA started in this process before it could be told to see GPU 3 alone"):
+    with pytest.raises(
+        RuntimeError,
+        match="CUDA started in this process before it could be told to see GPU 3 alone",
+    ):
         devices.take_given("gpu", ["3"])
 
 
@@ -151,23 +173,30 @@ def test_a_replica_sees_the_gpu_that_ray_gave(visible: Any, monkeypatch: pytest.
 def test_cuda_that_does_not_start_is_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where there is a GPU; to compute on the CPU would be a hundred times as slow, and nobody would know why."""
+    """Where there is a GPU; to compute on the CPU would be a hundred times as slow, and nobody
+    would know why.
+    """
 
     def busy(*_: Any, **__: Any) -> Any:
         raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
 
     monkeypatch.setattr(torch, "zeros", busy)
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(about, "_DRIVER", (str(tmp_path),))
+    monkeypatch.setattr(info, "_DRIVER", (str(tmp_path),))
     assert devices.take_given("gpu", ["1"]) == "cpu"
     assert "torch is built for CPUs alone" in caplog.text
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(RuntimeError, match=r"(?s)gave this replica GPU 1, .*does not start.*busy.*EXCLUSIVE_PROCESS"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"(?s)gave this replica GPU 1, .*does not "
+        r"start.*busy.*EXCLUSIVE_PROCESS",
+    ):
         devices.take_given("gpu", ["1"])
-    monkeypatch.setattr(about, "_DRIVER", ())
+    monkeypatch.setattr(info, "_DRIVER", ())
     assert devices.take_given("gpu", ["1"]) == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(RuntimeError, match="does not start"):  # CUDA counts the GPU, and cannot use it
+    # CUDA counts the GPU, and cannot use it
+    with pytest.raises(RuntimeError, match="does not start"):
         devices.take_given("gpu", ["1"])
 
 
@@ -180,18 +209,28 @@ def test_inputs_of_two_devices_are_waited_for_on_both(fake: FakeGpu) -> None:
     assert [t.device for t in tensors] == [CPU, SECOND]
     for order in (tensors, tensors[::-1]):
         packet = InlineLink().send([devices.piece(t) for t in order], [0, 16], 32)
-        assert torch.frombuffer(bytearray(packet), dtype=torch.float32).tolist() == [*order[0], *order[1]]
+        assert torch.frombuffer(bytearray(packet), dtype=torch.float32).tolist() == [
+            *order[0],
+            *order[1],
+        ]
 
 
-def test_a_refused_registration_is_nobodys_error(fake: FakeGpu, caplog: pytest.LogCaptureFixture) -> None:
-    """CUDA keeps it for the thread's next kernel; it is taken before, said once, and not asked for again."""
+def test_a_refused_registration_is_nobodys_error(
+    fake: FakeGpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CUDA keeps it for the thread's next kernel; it is taken before, said once, and not asked for
+    again.
+    """
     fake.refuses = True
     caplog.set_level(logging.INFO, logger="raydp_parallel")
     arena = Arena(pin=devices.pinner(CPU))
     lent, other = arena.take(10), arena.take(1 << 20)
-    gpu.load(torch.zeros(4, dtype=torch.uint8), Piece(lent.array.ctypes.data, 4, lent))
+    cuda.load(torch.zeros(4, dtype=torch.uint8), MemoryRange(lent.array.ctypes.data, 4, lent))
     assert fake.asked_to_pin == 1
-    assert len([r for r in caplog.records if "cannot be pinned (CUDA error 801)" in r.getMessage()]) == 1
+    assert (
+        len([r for r in caplog.records if "cannot be pinned (CUDA error 801)" in r.getMessage()])
+        == 1
+    )
     x = torch.arange(4.0)
     piece = devices.piece(x)
     assert piece.origin is not None
@@ -208,46 +247,58 @@ def test_the_weights_of_a_gpu_are_sent_to_replicas_on_cpus(fake: FakeGpu) -> Non
     net = nn.Linear(300, 200)
     with pytest.raises(RuntimeError, match="only available on CPU"):
         net.weight.untyped_storage()._share_fd_cpu_()
-    master = Master(net, link)
-    master.sync()
+    tracker = ModuleTracker(net, link)
+    tracker.sync()
     assert link.exposes
-    assert master.update_from(0) is not None
-    assert not master._contents._exposed
+    assert tracker.update_from(0) is not None
+    assert not tracker._contents._exposed
 
 
 # --- memory of a GPU between processes ---
 
 
-def sent(link: devices.DeviceLink, x: Tensor) -> Any:
+def sent(link: cuda_ipc.DeviceLink, x: Tensor) -> Any:
     """A tensor as a packet."""
     return link.send([devices.piece(x)], [0], x.nbytes)
 
 
 def test_evaluation_first_leaves_training_its_memory(fake: FakeGpu) -> None:
-    """A segment that was made under inference mode is written to outside, too; and one that was opened is read."""
-    link = devices.DeviceLink(shared_link(Arena(), True, False), devices.DeviceArena(CPU))
-    opener = devices.Opener(CPU)
+    """A segment that was made under inference mode is written to outside, too; and one that was
+    opened is read.
+    """
+    link = cuda_ipc.DeviceLink(shared_link(Arena(), True, False), cuda_ipc.DeviceArena(CPU))
+    opener = cuda_ipc.Opener(CPU)
     x = torch.randn(30000)
     with torch.inference_mode():
         first = sent(link, x)
-        found = gpu.upload(Piece(0, x.nbytes, None, opener(first.descriptor).part(0, x.nbytes)), CPU)
+        found = cuda.upload(
+            MemoryRange(0, x.nbytes, None, opener(first.descriptor).part(0, x.nbytes)), CPU
+        )
         assert torch.equal(found.view(torch.float32), x)
         del first
     again = sent(link, x.neg())
-    assert isinstance(again, devices.DeviceSlice)
-    found = gpu.upload(Piece(0, x.nbytes, None, opener(again.descriptor).part(0, x.nbytes)), CPU)
+    assert isinstance(again, cuda_ipc.DeviceBuffer)
+    found = cuda.upload(
+        MemoryRange(0, x.nbytes, None, opener(again.descriptor).part(0, x.nbytes)), CPU
+    )
     assert torch.equal(found.view(torch.float32), x.neg())
     assert len(fake.shares) == len(fake.opened) == 1
     assert link.name == "shared and CUDA IPC"
 
 
-def test_only_cudas_own_errors_end_the_sharing(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another one is a mistake, to be seen; and if the GPU works no more, that is what is raised."""
-    arena = devices.DeviceArena(CPU)
-    link, x = devices.DeviceLink(shared_link(Arena(), True, False), arena), torch.randn(30000)
+def test_only_cudas_own_errors_end_the_sharing(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one is a mistake, to be seen; and if the GPU works no more, that is what is
+    raised.
+    """
+    arena = cuda_ipc.DeviceArena(CPU)
+    link, x = cuda_ipc.DeviceLink(shared_link(Arena(), True, False), arena), torch.randn(30000)
 
     def mistake(*_: object) -> Any:
-        raise RuntimeError("Inplace update to inference tensor outside InferenceMode is not allowed")
+        raise RuntimeError(
+            "Inplace update to inference tensor outside InferenceMode is not allowed"
+        )
 
     with monkeypatch.context() as patch:
         patch.setattr(arena, "take", mistake)
@@ -260,17 +311,19 @@ def test_only_cudas_own_errors_end_the_sharing(fake: FakeGpu, monkeypatch: pytes
     assert link.arena is arena
 
 
-def test_one_pool_is_used_by_one_thread_at_a_time(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_pool_is_used_by_one_thread_at_a_time(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Torch refuses the second."""
-    arena, inside, go_on = devices.DeviceArena(CPU), threading.Event(), threading.Event()
-    make, found = ipc._DeviceSegment, []
+    arena, inside, go_on = cuda_ipc.DeviceArena(CPU), threading.Event(), threading.Event()
+    make, found = cuda_ipc._DeviceSegment, []
 
     def slowly(length: int, device: torch.device) -> Any:
         inside.set()
         assert go_on.wait(30)
         return make(length, device)
 
-    monkeypatch.setattr(ipc, "_DeviceSegment", slowly)
+    monkeypatch.setattr(cuda_ipc, "_DeviceSegment", slowly)
     threads = [threading.Thread(target=lambda: found.append(arena.take(1 << 20))) for _ in range(2)]
     threads[0].start()
     assert inside.wait(30)
@@ -282,44 +335,61 @@ def test_one_pool_is_used_by_one_thread_at_a_time(fake: FakeGpu, monkeypatch: py
     assert len(found) == 2
 
 
-def test_a_replica_gets_the_memory_of_its_own_gpu_alone(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver sees all GPUs of its machine, and uses those on which something of its own lies."""
+def test_a_replica_gets_the_memory_of_its_own_gpu_alone(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver sees all GPUs of its machine, and uses those on which something of its own
+    lies.
+    """
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(ipc, "DeviceArena", lambda device: SimpleNamespace(device=device))
-    monkeypatch.setattr(devices, "DeviceArena", lambda device: SimpleNamespace(device=device))
+    monkeypatch.setattr(cuda_ipc, "DeviceArena", lambda device: SimpleNamespace(device=device))
     fake.used = {1, 2}
     tried: list[tuple[int, Any]] = []
-    link: Any = devices.DeviceLink(InlineLink())
+    link: Any = cuda_ipc.DeviceLink(InlineLink())
     nobody: Any = None
     for number, uuid in enumerate((UUID, f"{UUID}-1", f"{UUID}-2", f"{UUID}-1")):
-        door: Any = SimpleNamespace(share_device=lambda arena, n=number: tried.append((n, arena.device)) or "")
-        RayCrew._meet_on_device(nobody, door, Hello(1, "n", "cuda:0", "G", uuid, 1, 1), link)
+        client: Any = SimpleNamespace(
+            share_device=lambda arena, n=number: tried.append((n, arena.device)) or ""
+        )
+        RayBackend._meet_on_device(
+            nobody, client, ReplicaHello(1, "n", "cuda:0", "G", uuid, 1, 1), link
+        )
     one = torch.device("cuda", 1)
     assert tried == [(1, one), (3, one)]
 
 
-@pytest.mark.parametrize("whose", ["the driver's variable", "the driver's segments", "the replica's segments"])
-def test_memory_that_grows_is_not_even_tried(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch, whose: str) -> None:
+@pytest.mark.parametrize(
+    "whose", ["the driver's variable", "the driver's segments", "the replica's segments"]
+)
+def test_memory_that_grows_is_not_even_tried(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
     """Opening it is known to hang."""
     asked: list[str] = []
-    door = Door("cpu", link_for("auto"))
+    client = ReplicaServer("cpu", link_for("auto"))
 
     def share_device(*given: Any) -> Any:
         asked.append("replica")
         fake.expandable = whose == "the replica's segments"
-        return door.share_device(*given)
+        return client.share_device(*given)
 
     actor = SimpleNamespace(share_device=SimpleNamespace(remote=share_device))
-    monkeypatch.setattr(cluster.session, "get", lambda found, timeout=None: found)
+    monkeypatch.setattr(cluster.ray_api, "get", lambda found, timeout=None: found)
     if whose == "the driver's variable":
-        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64, expandable_segments: True")
+        monkeypatch.setenv(
+            "PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64, expandable_segments: True"
+        )
     fake.expandable = whose == "the driver's segments"
-    assert "expandable segments" in cluster.RemoteDoor(actor).share_device(devices.DeviceArena(CPU))
+    assert "expandable segments" in cluster.ReplicaClient(actor).share_device(
+        cuda_ipc.DeviceArena(CPU)
+    )
     assert asked == (["replica"] if whose.startswith("the replica") else [])
     assert not fake.opened
 
 
-def test_a_replica_that_hangs_over_it_is_not_waited_for(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_that_hangs_over_it_is_not_waited_for(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """This process goes on without; the trial runs beside its calls, so that these do."""
     limits: list[Any] = []
 
@@ -327,17 +397,17 @@ def test_a_replica_that_hangs_over_it_is_not_waited_for(fake: FakeGpu, monkeypat
         limits.append(timeout)
         raise TimeoutError
 
-    monkeypatch.setattr(cluster.session, "get", late)
+    monkeypatch.setattr(cluster.ray_api, "get", late)
     actor = SimpleNamespace(share_device=SimpleNamespace(remote=lambda *_: None))
-    door = cluster.RemoteDoor(actor)
-    assert "did not say within 10 s" in door.share_device(devices.DeviceArena(CPU))
+    client = cluster.ReplicaClient(actor)
+    assert "did not say within 10 s" in client.share_device(cuda_ipc.DeviceArena(CPU))
     assert limits == [10.0]
-    assert not door.shares_device
+    assert not client.shares_device
 
 
 def test_what_a_dead_replica_was_lent_is_lent_again(fake: FakeGpu) -> None:
     """It only read there. Of the machine's memory, which it may still write to, nothing is."""
-    arena, host, ledger = devices.DeviceArena(CPU), Arena(), Ledger()
+    arena, host, ledger = cuda_ipc.DeviceArena(CPU), Arena(), LeaseTable()
     for lent in (arena.take(5 << 20), host.take(5 << 20)):
         ledger.lend(lent)
     del lent
@@ -346,7 +416,9 @@ def test_what_a_dead_replica_was_lent_is_lent_again(fake: FakeGpu) -> None:
 
 
 @pytest.mark.parametrize("knows", [True, False])
-def test_free_segments_are_there_for_others(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch, knows: bool) -> None:
+def test_free_segments_are_there_for_others(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch, knows: bool
+) -> None:
     """When no memory is left elsewhere; in older versions of torch a pool keeps what it has."""
 
     def pool(**more: bool) -> str:
@@ -355,16 +427,18 @@ def test_free_segments_are_there_for_others(fake: FakeGpu, monkeypatch: pytest.M
         return f"a pool {more}"
 
     monkeypatch.setattr(torch.cuda, "MemPool", pool)
-    devices.DeviceArena(CPU).take(100)
+    cuda_ipc.DeviceArena(CPU).take(100)
     assert fake.pools == ["a pool {'use_on_oom': True}" if knows else "a pool {}"]
 
 
-def test_a_model_that_goes_leaves_its_memory_to_others(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_goes_leaves_its_memory_to_others(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Torch keeps what is freed, and another process on that GPU cannot ask it for any."""
     given: list[str] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given.append("given"))
     replica = Replica(CPU)
-    replica._models[3] = Mirror(CPU)
+    replica._models[3] = ReplicaModule(CPU)
     replica.forget(Forget((1,), ()))
     assert not given
     replica.forget(Forget((), (3, 4)))
@@ -373,16 +447,16 @@ def test_a_model_that_goes_leaves_its_memory_to_others(fake: FakeGpu, monkeypatc
 
 def test_the_files_of_an_ended_process_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Torch's counters of who uses a GPU's memory; nobody else's."""
-    monkeypatch.setattr(ipc, "_COUNTERS", str(tmp_path))
+    monkeypatch.setattr(cuda_ipc, "_COUNTERS", str(tmp_path))
     for name in ("torch_12_7_0", "torch_12_7_1", "torch_123_7_0", "other"):
         (tmp_path / name).touch()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         (tmp_path / f"torch_{process.pid}_1_0").touch()
-        door = cluster.RemoteDoor(None)
-        door.line = SimpleNamespace(process=os.pidfd_open)  # type: ignore[assignment]  # which shows what it is
-        door.watch(process.pid)
-        door.end()
-    devices.clear_after(12)
+        client = cluster.ReplicaClient(None)
+        client.line = SimpleNamespace(process=os.pidfd_open)  # type: ignore[assignment]  # which shows what it is
+        client.watch(process.pid)
+        client.end()
+    cuda_ipc.clear_after(12)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "torch_123_7_0"]
 
 
@@ -414,18 +488,20 @@ def test_a_gpu_that_a_module_names_is_the_replicas_own() -> None:
 
 def answered(mappings: Mappings, descriptor: Descriptor) -> Any:
     """What comes of an answer that brings a GPU's memory."""
-    door: Any = cluster.RemoteDoor(None)
-    door._mappings = mappings
-    door.line = SimpleNamespace(near=True, receive=lambda *_: [b"", b"header", descriptor])
-    return Pending(door, 0, None).result(None)
+    client: Any = cluster.ReplicaClient(None)
+    client._mappings = mappings
+    client.line = SimpleNamespace(near=True, receive=lambda *_: [b"", b"header", descriptor])
+    return Pending(client, 0, None).result(None)
 
 
 def test_a_replica_that_dies_behind_its_answer_is_dead(fake: FakeGpu) -> None:
-    """Its memory cannot be opened any more: the chunk runs again, and no error of CUDA's is raised."""
+    """Its memory cannot be opened any more: the chunk runs again, and no error of CUDA's is
+    raised.
+    """
     mappings = Mappings()
-    mappings.opener = devices.Opener(CPU)
+    mappings.opener = cuda_ipc.Opener(CPU)
     fake.gone = True
-    found = answered(mappings, devices.DeviceArena(CPU).take(5 << 20).descriptor)
+    found = answered(mappings, cuda_ipc.DeviceArena(CPU).take(5 << 20).descriptor)
     assert isinstance(found, Death)
     assert "invalid resource handle" in found.cause
     fake.gone, fake.broken = False, ASSERTION

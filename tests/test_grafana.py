@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from looking import report
 
-from raydp_parallel import command, grafana
-from raydp_parallel.measures import LABELS, MEASURES, readings
+from raydp_parallel import command
+from raydp_parallel.monitoring import grafana
+from raydp_parallel.monitoring.metrics import LABELS, MEASURES, readings
 
 DASHBOARD = grafana.dashboard()
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
@@ -21,7 +22,9 @@ def test_panels_do_not_overlap() -> None:
     for panel in DASHBOARD["panels"]:
         place = panel["gridPos"]
         assert place["x"] + place["w"] <= 24
-        cells = {(place["x"] + i, place["y"] + j) for i in range(place["w"]) for j in range(place["h"])}
+        cells = {
+            (place["x"] + i, place["y"] + j) for i in range(place["w"]) for j in range(place["h"])
+        }
         assert not cells & taken, panel["title"]
         taken |= cells
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])

@@ -1,4 +1,6 @@
-"""What replicas hold of a cluster: placement groups whose names are never used twice, and are asked for again."""
+"""What replicas hold of a cluster: placement groups whose names are never used twice, and are asked
+for again.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ import torch
 from ray.util.placement_group import placement_group_table
 from torch import nn
 
-from raydp_parallel import DataParallel, Executor, Options, PlacementError, naming
-from raydp_parallel.cluster import session
-from raydp_parallel.crew import Place
+from raydp_parallel import DataParallel, Executor, Options, PlacementError
+from raydp_parallel.cluster import actor_names, ray_api
+from raydp_parallel.cluster.backend import DevicePlace
 
 pytestmark = pytest.mark.usefixtures("cluster")
 X = torch.ones(4, 2)
@@ -27,9 +29,11 @@ def held() -> list[str]:
 
 
 def refusing(times: float) -> tuple[Callable[..., Any], list[str]]:
-    """Ray's `placement_group`, which refuses the second group of each executor so many times, and the names asked."""
+    """Ray's `placement_group`, which refuses the second group of each executor so many times, and
+    the names asked.
+    """
     names: list[str] = []
-    real = session.placement_group
+    real = ray_api.placement_group
 
     def asked(*arguments: Any, name: str, **keywords: Any) -> Any:
         names.append(name)
@@ -41,11 +45,18 @@ def refusing(times: float) -> tuple[Callable[..., Any], list[str]]:
 
 
 def test_cpu_replicas_that_book_cpus() -> None:
-    """Each has a group of its own; another executor of the same name has others, at the same time and later."""
+    """Each has a group of its own; another executor of the same name has others, at the same time
+    and later.
+    """
     options = Options(cpus_per_replica=1, name="twin")
-    with Executor(["cpu", "cpu"], options=options) as one, Executor(["cpu"], options=options) as other:
+    with (
+        Executor(["cpu", "cpu"], options=options) as one,
+        Executor(["cpu"], options=options) as other,
+    ):
         names = held()
-        assert len({*names}) == len(names) == 3 and all(name.startswith("raydp:twin") for name in names)
+        assert len({*names}) == len(names) == 3 and all(
+            name.startswith("raydp:twin") for name in names
+        )
         for executor, ids in ((one, ["cpu"] * 2), (other, ["cpu"])):
             assert torch.equal(DataParallel(nn.Identity(), ids, executor=executor)(X), X)
     with Executor(["cpu"], options=options):
@@ -53,20 +64,26 @@ def test_cpu_replicas_that_book_cpus() -> None:
         assert again not in names
 
 
-def test_a_group_that_ray_cannot_make_now_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was made before is let go of, and no name comes twice: Ray may know of it all the same."""
+def test_a_group_that_ray_cannot_make_now_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was made before is let go of, and no name comes twice: Ray may know of it all
+    the same.
+    """
     asked, names = refusing(times=1)
-    monkeypatch.setattr(session, "placement_group", asked)
+    monkeypatch.setattr(ray_api, "placement_group", asked)
     with Executor(["cpu", "cpu"], options=Options(cpus_per_replica=0.5)) as executor:
         assert len(executor.replicas()) == len(held()) == 2
     assert len(names) == len({*names}) == 4
     assert held() == []
 
 
-def test_a_group_that_ray_never_makes_is_an_error_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_ray_never_makes_is_an_error_that_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """At the deadline, in Ray's words; nothing stays behind."""
     asked, names = refusing(times=float("inf"))
-    monkeypatch.setattr(session, "placement_group", asked)
+    monkeypatch.setattr(ray_api, "placement_group", asked)
     with pytest.raises(PlacementError, match="cannot be made now"):
         Executor(["cpu", "cpu"], options=Options(cpus_per_replica=0.5, placement_timeout=1))
     assert len(names) == len({*names}) > 2
@@ -74,10 +91,18 @@ def test_a_group_that_ray_never_makes_is_an_error_that_says_why(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    "words", ["The name x (namespace=y) is already taken.", "Actor with name 'x' already exists in the namespace y"]
+    "words",
+    [
+        "The name x (namespace=y) is already taken.",
+        "Actor with name 'x' already exists in the namespace y",
+    ],
 )
-def test_a_replica_s_name_that_another_program_has(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
-    """Seen before it is asked for, or got by the other at the same moment: a number behind it tells them apart."""
+def test_a_replica_s_name_that_another_program_has(
+    monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    """Seen before it is asked for, or got by the other at the same moment: a number behind it tells
+    them apart.
+    """
     asked: list[str] = []
 
     def options(name: str) -> Any:
@@ -87,6 +112,9 @@ def test_a_replica_s_name_that_another_program_has(monkeypatch: pytest.MonkeyPat
     def refuse() -> None:
         raise ValueError(words)
 
-    monkeypatch.setattr(naming, "ReplicaActor", SimpleNamespace(options=options))
-    assert naming.Names("train", {}).start(Place("cpu", 0), "auto", {}) == "raydp:train:0@cpu~2"
+    monkeypatch.setattr(actor_names, "ReplicaActor", SimpleNamespace(options=options))
+    assert (
+        actor_names.ActorNames("train", {}).start(DevicePlace("cpu", 0), "auto", {})
+        == "raydp:train:0@cpu~2"
+    )
     assert asked == ["raydp:train:0@cpu", "raydp:train:0@cpu~2"]

@@ -1,4 +1,4 @@
-"""The house: who may import whom, and that every public thing says what it is."""
+"""The house: what may import what, and that every public thing says what it is."""
 
 from __future__ import annotations
 
@@ -19,36 +19,28 @@ import raydp_parallel
 
 PACKAGE = Path(raydp_parallel.__file__).parent
 
-FLOORS: tuple[tuple[str, ...], ...] = (
-    ("forks",),
-    (
-        *("context", "dial", "errors", "exchange", "grafana", "links", "monitor", "options", "origins", "phases"),
-        *("progress", "pulse"),
-    ),
-    ("advice", "frames", "messages"),
-    ("accounts", "crew", "devices", "engine", "line", "loaded", "outcome", "wire"),
-    ("batch", "codec", "reporter", "respawn", "seats", "sources"),
-    ("collective", "jobs", "measures", "outgoing", "reduction", "snapshot", "status", "summaries", "trace"),
-    ("page", "replay", "replica", "runs"),
-    ("actor", "books"),
-    ("local", "naming"),
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("devices",),
+    ("transport",),
+    ("batch", "monitoring", "state"),
+    ("replica",),
     ("cluster",),
-    ("roster", "telemetry"),
-    ("dispatch", "groups"),
-    ("executor",),
-    ("pool", "post"),
-    ("bridge",),
-    ("calling",),
-    ("primitives",),
+    ("calls",),
+    ("functional",),
     ("data_parallel",),
     ("check",),
     ("command",),
     ("__main__",),
 )
-"""The rooms, from the ground up. A folder is one room. A room imports only from lower floors."""
+"""The packages and the files of the root, from the ground up. Each imports from lower
+layers only.
+"""
 
-FLOOR_OF = {room: number for number, floor in enumerate(FLOORS) for room in floor}
-FILES_WITH_RAY = {"actor.py", "cluster/session.py", "telemetry.py"}
+LEAVES = {"errors", "options", "progress"}
+"""Files of the root that import nothing of this package, and that all may import."""
+
+LAYER_OF = {unit: number for number, layer in enumerate(LAYERS) for unit in layer}
+FILES_WITH_RAY = {"replica/actor.py", "cluster/ray_api.py", "cluster/registry.py"}
 FILES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py"))
 
 
@@ -58,8 +50,8 @@ def parsed(file: str) -> ast.Module:
     return ast.parse((PACKAGE / file).read_text())
 
 
-def room_of(file: str) -> str:
-    """The room that a file belongs to."""
+def unit_of(file: str) -> str:
+    """The package, or the file of the root, that a file belongs to."""
     return Path(file).parts[0].removesuffix(".py")
 
 
@@ -73,43 +65,64 @@ def imported(file: str) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def rooms_used(file: str) -> set[str]:
-    """The rooms of this package that a file imports from."""
+def units_used(file: str) -> set[str]:
+    """What a file imports of this package."""
     names = (name.split(".") for name in imported(file))
     return {parts[1] for parts in names if parts[0] == "raydp_parallel" and len(parts) > 1}
 
 
-def test_every_room_has_a_floor() -> None:
-    """And every floor's rooms exist."""
-    assert {room_of(file) for file in FILES} - {"__init__"} == set(FLOOR_OF)
+def test_every_unit_has_a_layer() -> None:
+    """And every layer's units exist."""
+    assert {unit_of(file) for file in FILES} - {"__init__"} == set(LAYER_OF) | LEAVES
 
 
 @pytest.mark.parametrize("file", [file for file in FILES if file != "__init__.py"])
-def test_a_room_imports_from_lower_floors(file: str) -> None:
-    """Or from its own folder; hence there are no cycles."""
-    room = room_of(file)
-    for other in rooms_used(file) - {room}:
-        assert FLOOR_OF[other] < FLOOR_OF[room], f"{file} (floor {FLOOR_OF[room]}) imports {other} ({FLOOR_OF[other]})"
-    assert room not in rooms_used(file) or (PACKAGE / room).is_dir()
+def test_imports_go_down(file: str) -> None:
+    """To lower layers, or within the package."""
+    unit = unit_of(file)
+    for other in units_used(file) - {unit} - LEAVES:
+        assert unit not in LEAVES and LAYER_OF[other] < LAYER_OF[unit], f"{file} imports {other}"
+    assert unit not in units_used(file) or (PACKAGE / unit).is_dir()
 
 
-def test_files_of_a_folder_do_not_import_each_other_in_circles() -> None:
-    """Inside a room there is an order, too."""
+def test_files_do_not_import_each_other_in_circles() -> None:
+    """Inside a package there is an order, too, among its files and folders."""
     for folder in {Path(file).parent for file in FILES} - {Path()}:
-        names = {Path(file).stem for file in FILES if Path(file).parent == folder}
-        left = {name: _inner(folder, name) & names - {name} for name in names}
+        files = [file for file in FILES if folder in Path(file).parents]
+        left: dict[str, set[str]] = {}
+        for file in files:
+            name = Path(file).relative_to(folder).parts[0].removesuffix(".py")
+            left.setdefault(name, set()).update(_inner(folder, file) - {name})
+        names = set(left) - {"__init__"}
+        left = {name: needs & names for name, needs in left.items() if name in names}
         while free := {name for name, needs in left.items() if not needs & left.keys()}:
             left = {name: needs for name, needs in left.items() if name not in free}
         assert not left, f"{folder}: {left}"
 
 
-def _inner(folder: Path, name: str) -> set[str]:
-    prefix = f"raydp_parallel.{folder}."
-    return {
-        found.removeprefix(prefix).split(".")[0]
-        for found in imported(f"{folder}/{name}.py")
-        if found.startswith(prefix)
-    }
+def _inner(folder: Path, file: str) -> set[str]:
+    prefix = ".".join(["raydp_parallel", *folder.parts, ""])
+    found = imported(file)
+    return {name.removeprefix(prefix).split(".")[0] for name in found if name.startswith(prefix)}
+
+
+def test_a_class_name_occurs_once() -> None:
+    """So that it says which one is meant."""
+    found: dict[str, list[str]] = {}
+    for file in FILES:
+        for node in parsed(file).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(file)
+    assert not {name: files for name, files in found.items() if len(files) > 1}
+
+
+def test_a_file_name_occurs_once() -> None:
+    """But for those that Python asks for; a check may have the name of what it checks."""
+    found: dict[str, list[str]] = {}
+    for file in FILES:
+        if Path(file).name not in ("__init__.py", "__main__.py") and unit_of(file) != "check":
+            found.setdefault(Path(file).name, []).append(file)
+    assert not {name: files for name, files in found.items() if len(files) > 1}
 
 
 def test_ray_is_imported_in_few_files() -> None:
@@ -121,8 +134,15 @@ def test_ray_is_imported_in_few_files() -> None:
 @pytest.mark.parametrize("file", FILES)
 def test_imports_stand_at_the_top(file: str) -> None:
     """None inside functions."""
-    functions = (n for n in ast.walk(parsed(file)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
-    inner = [n.lineno for f in functions for n in ast.walk(f) if isinstance(n, (ast.Import, ast.ImportFrom))]
+    functions = (
+        n for n in ast.walk(parsed(file)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
+    )
+    inner = [
+        n.lineno
+        for f in functions
+        for n in ast.walk(f)
+        if isinstance(n, (ast.Import, ast.ImportFrom))
+    ]
     assert not inner, f"{file}: lines {inner}"
 
 
@@ -133,21 +153,31 @@ def _public(body: list[ast.stmt]) -> Iterator[Any]:
 
 @functools.cache
 def _documented_methods() -> set[str]:
-    classes = (node for file in FILES for node in ast.walk(parsed(file)) if isinstance(node, ast.ClassDef))
-    return {node.name for found in classes for node in _public(found.body) if ast.get_docstring(node)}
+    classes = (
+        node for file in FILES for node in ast.walk(parsed(file)) if isinstance(node, ast.ClassDef)
+    )
+    return {
+        node.name for found in classes for node in _public(found.body) if ast.get_docstring(node)
+    }
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_every_public_thing_has_a_docstring(file: str) -> None:
-    """Files, functions, classes, and methods but those that another class documents, such as a link's."""
+    """Files, functions, classes, and methods but those that another class documents, such as a
+    link's.
+    """
     tree = parsed(file)
-    assert ast.get_docstring(tree) or file == "snapshot/__init__.py"
+    assert ast.get_docstring(tree)
     known = _documented_methods()
     for node in _public(tree.body):
         overload = any(isinstance(d, ast.Name) and d.id == "overload" for d in node.decorator_list)
         assert ast.get_docstring(node) or overload, f"{file}: {node.name}"
         for method in _public(node.body) if isinstance(node, ast.ClassDef) else ():
-            overrides = method.name in known or method.name in ("persistent_id", "persistent_load", "reducer_override")
+            overrides = method.name in known or method.name in (
+                "persistent_id",
+                "persistent_load",
+                "reducer_override",
+            )
             assert ast.get_docstring(method) or overrides, f"{file}: {node.name}.{method.name}"
 
 
@@ -157,9 +187,15 @@ def test_every_field_that_crosses_the_wall_is_documented(file: str) -> None:
     for node in ast.walk(parsed(file)):
         if not isinstance(node, ast.ClassDef) or not _is_record(node) or node.name.startswith("_"):
             continue
-        fields = [n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
+        fields = [
+            n.target.id
+            for n in node.body
+            if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+        ]
         doc = ast.get_docstring(node) or ""
-        missing = [name for name in fields if not re.search(rf"^ +{name}(, \w+)*: ", doc, re.MULTILINE)]
+        missing = [
+            name for name in fields if not re.search(rf"^ +{name}(, \w+)*: ", doc, re.MULTILINE)
+        ]
         assert not missing, f"{file}: {node.name}: {missing}"
 
 
@@ -181,7 +217,11 @@ def examples() -> list[tuple[str, str]]:
     found = []
     for file in FILES:
         for node in ast.walk(parsed(file)):
-            doc = ast.get_docstring(node) if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module)) else None
+            doc = (
+                ast.get_docstring(node)
+                if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module))
+                else None
+            )
             for block in re.findall(r"::\n\n((?:    .*\n|\n)+)", f"{doc}\n"):
                 found.append((f"{file}: {getattr(node, 'name', '')}", textwrap.dedent(block)))
     return found

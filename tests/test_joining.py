@@ -1,4 +1,6 @@
-"""Which cluster is joined, by what Ray has noted down for this machine; Ray itself is not started."""
+"""Which cluster is joined, by what Ray has noted down for this machine; Ray itself is not
+started.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 
-from raydp_parallel.cluster import joining, session
+from raydp_parallel.cluster import joining, ray_api
 
 
 @pytest.fixture
@@ -22,15 +24,17 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(joining, "_started_here", False)
-    monkeypatch.setattr(session, "joined_address", lambda: "10.0.0.1:6379")
+    monkeypatch.setattr(ray_api, "joined_address", lambda: "10.0.0.1:6379")
     return asked
 
 
-def test_a_cluster_that_answers_is_joined(monkeypatch: pytest.MonkeyPatch, started: list[Any]) -> None:
+def test_a_cluster_that_answers_is_joined(
+    monkeypatch: pytest.MonkeyPatch, started: list[Any]
+) -> None:
     """By Ray's own rules, which need no address for that."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        monkeypatch.setattr(session, "noted_address", lambda: address)
+        monkeypatch.setattr(ray_api, "noted_address", lambda: address)
         assert joining.connect(start=False)
     assert started == [None] and not joining._started_here
 
@@ -38,10 +42,12 @@ def test_a_cluster_that_answers_is_joined(monkeypatch: pytest.MonkeyPatch, start
 def test_a_cluster_that_was_killed_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, started: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its address stays behind, and Ray tries it for minutes; here another cluster is started, and that is said."""
+    """Its address stays behind, and Ray tries it for minutes; here another cluster is started, and
+    that is said.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-    monkeypatch.setattr(session, "noted_address", lambda: address)
+    monkeypatch.setattr(ray_api, "noted_address", lambda: address)
     with caplog.at_level(logging.WARNING, "raydp_parallel"):
         assert not joining.connect(start=False)
         assert joining.connect()
@@ -50,45 +56,61 @@ def test_a_cluster_that_was_killed_is_not_waited_for(
 
 
 @pytest.mark.parametrize("noted", [None, "", "auto"])
-def test_other_notes(monkeypatch: pytest.MonkeyPatch, started: list[Any], noted: str | None) -> None:
+def test_other_notes(
+    monkeypatch: pytest.MonkeyPatch, started: list[Any], noted: str | None
+) -> None:
     """None is none; what is no address is Ray's to understand."""
-    monkeypatch.setattr(session, "noted_address", lambda: noted)
+    monkeypatch.setattr(ray_api, "noted_address", lambda: noted)
     assert joining.connect()
     assert started == [None if noted else "local"]
 
 
-def test_an_address_of_the_user_s_is_ray_s(monkeypatch: pytest.MonkeyPatch, started: list[Any]) -> None:
+def test_an_address_of_the_user_s_is_ray_s(
+    monkeypatch: pytest.MonkeyPatch, started: list[Any]
+) -> None:
     """Whatever was noted down."""
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    monkeypatch.setattr(session, "noted_address", lambda: pytest.fail("is not asked"))
+    monkeypatch.setattr(ray_api, "noted_address", lambda: pytest.fail("is not asked"))
     assert joining.connect(start=False)
     assert started == [None]
 
 
-@pytest.mark.parametrize("owner, level", [(None, logging.INFO), (0, logging.INFO), (1, logging.WARNING)])
+@pytest.mark.parametrize(
+    "owner, level", [(None, logging.INFO), (0, logging.INFO), (1, logging.WARNING)]
+)
 def test_which_cluster_was_joined_is_said(
-    monkeypatch: pytest.MonkeyPatch, started: list[Any], caplog: pytest.LogCaptureFixture, tmp_path: Path,
-    owner: int | None, level: int,
-) -> None:  # fmt: skip
+    monkeypatch: pytest.MonkeyPatch,
+    started: list[Any],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    owner: int | None,
+    level: int,
+) -> None:
     """With the reason, and how to have another; a stranger's is worth a warning."""
     note = tmp_path / "ray_current_cluster"
     if owner is not None:
         note.write_text("auto")
         monkeypatch.setattr(os, "getuid", lambda: note.stat().st_uid + owner)
-    monkeypatch.setattr(session, "noted_address", lambda: "auto")
-    monkeypatch.setattr(session, "note", lambda: str(note))
+    monkeypatch.setattr(ray_api, "noted_address", lambda: "auto")
+    monkeypatch.setattr(ray_api, "note", lambda: str(note))
     with caplog.at_level(logging.INFO, "raydp_parallel"):
         assert joining.connect()
     (said,) = caplog.records
-    assert said.levelno == level and "10.0.0.1:6379" in said.getMessage() and str(note) in said.getMessage()
-    assert "RAY_ADDRESS=local" in said.getMessage() and ("another user" in said.getMessage()) == bool(owner)
+    assert (
+        said.levelno == level
+        and "10.0.0.1:6379" in said.getMessage()
+        and str(note) in said.getMessage()
+    )
+    assert "RAY_ADDRESS=local" in said.getMessage() and (
+        "another user" in said.getMessage()
+    ) == bool(owner)
 
 
 def test_a_cluster_that_is_started_or_named_is_said(
     monkeypatch: pytest.MonkeyPatch, started: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each in its own words."""
-    monkeypatch.setattr(session, "noted_address", lambda: None)
+    monkeypatch.setattr(ray_api, "noted_address", lambda: None)
     with caplog.at_level(logging.INFO, "raydp_parallel"):
         assert joining.connect()
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")

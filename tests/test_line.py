@@ -20,31 +20,37 @@ import ray
 import torch
 from torch import Tensor, nn
 
-from raydp_parallel import DataParallel, Executor, Options, dial, line
-from raydp_parallel.actor import METHODS, Door
-from raydp_parallel.cluster import Pending, RayCrew, RemoteDoor, door
-from raydp_parallel.crew import Death
-from raydp_parallel.links import Arena, Delivered, Deliveries, Descriptor, InlineLink, Mappings, by_size
-from raydp_parallel.messages import Forget
-from raydp_parallel.wire import pack
+from raydp_parallel import DataParallel, Executor, Options
+from raydp_parallel.cluster import Pending, RayBackend, ReplicaClient, client
+from raydp_parallel.cluster.backend import Death
+from raydp_parallel.devices.buffers import Arena, Descriptor
+from raydp_parallel.replica.actor import METHODS, ReplicaServer
+from raydp_parallel.transport import direct_connection, handshake
+from raydp_parallel.transport.links import Delivered, Deliveries, InlineLink, Mappings, by_size
+from raydp_parallel.transport.message_bytes import pack
+from raydp_parallel.transport.messages import Forget
 
 
 class Station:
     """A thread that serves a line, and the lines that call it."""
 
-    def __init__(self, answer: Callable[[int, list[Any]], Sequence[Any]], host: str | None = None) -> None:
-        found = dial.listen(host)
+    def __init__(
+        self, answer: Callable[[int, list[Any]], Sequence[Any]], host: str | None = None
+    ) -> None:
+        found = handshake.listen(host)
         assert found is not None
         self.address, listener = found
-        self.thread = threading.Thread(target=line.serve, args=(listener, answer), daemon=True)
+        self.thread = threading.Thread(
+            target=direct_connection.serve, args=(listener, answer), daemon=True
+        )
         self.thread.start()
 
 
 @pytest.fixture(params=[None, "127.0.0.1"], ids=["near", "far"])
-def echo(request: pytest.FixtureRequest) -> Iterator[line.Line]:
+def echo(request: pytest.FixtureRequest) -> Iterator[direct_connection.Connection]:
     """A line to somebody who says everything back, on this machine and as if on another."""
     station = Station(lambda number, buffers: [bytes([number]), *buffers], request.param)
-    caller = line.Line(station.address, list)
+    caller = direct_connection.Connection(station.address, list)
     yield caller
     caller.close()
     station.thread.join(10)
@@ -52,7 +58,7 @@ def echo(request: pytest.FixtureRequest) -> Iterator[line.Line]:
 
 
 @pytest.mark.parametrize("size", [0, 1, 65_536, 65_537, 3_000_001])
-def test_buffers_of_every_size_arrive(echo: line.Line, size: int) -> None:
+def test_buffers_of_every_size_arrive(echo: direct_connection.Connection, size: int) -> None:
     """Small ones as bytes, large ones as arrays of their own."""
     sent = np.arange(size, dtype=np.uint8)
     echo.send(1, [b"header", sent])
@@ -66,7 +72,7 @@ def test_shared_memory_travels_as_a_descriptor() -> None:
     lent = Arena().take(1 << 20)
     lent.array[:] = 3
     station = Station(lambda number, buffers: [repr(buffers[0]).encode()])
-    caller = line.Line(station.address, list)
+    caller = direct_connection.Connection(station.address, list)
     caller.send(2, [lent])
     (text,) = caller.receive(2, 10)
     assert eval(text, {"Descriptor": Descriptor}) == lent.descriptor
@@ -75,7 +81,7 @@ def test_shared_memory_travels_as_a_descriptor() -> None:
     caller.close()
 
 
-def test_answers_nobody_waits_for_are_dropped(echo: line.Line) -> None:
+def test_answers_nobody_waits_for_are_dropped(echo: direct_connection.Connection) -> None:
     """An answer that comes late is never taken for a newer one."""
     echo.send(1, [b"old"])
     echo.give_up(1)
@@ -83,7 +89,7 @@ def test_answers_nobody_waits_for_are_dropped(echo: line.Line) -> None:
     assert [bytes(part) for part in echo.receive(2, 10)] == [b"\x02", b"new"]
 
 
-def test_answers_may_be_taken_in_any_order(echo: line.Line) -> None:
+def test_answers_may_be_taken_in_any_order(echo: direct_connection.Connection) -> None:
     """Each call gets its own."""
     for number in (1, 2, 3):
         echo.send(number, [bytes([number]) * 3])
@@ -91,7 +97,7 @@ def test_answers_may_be_taken_in_any_order(echo: line.Line) -> None:
         assert bytes(echo.receive(number, 10)[1]) == bytes([number]) * 3
 
 
-def test_who_looks_waits_for_nothing(echo: line.Line) -> None:
+def test_who_looks_waits_for_nothing(echo: direct_connection.Connection) -> None:
     """Several lines are watched together; which answers are there is asked of each."""
     assert echo.look([1]) == set()
     echo.send(1, [b"one"])
@@ -102,18 +108,23 @@ def test_who_looks_waits_for_nothing(echo: line.Line) -> None:
     assert bytes(echo.receive(2, None)[1]) == b"two" and bytes(echo.receive(1, None)[1]) == b"one"
     echo.close()
     assert echo.file() == -1 and echo.look([3]) == {3}
-    with pytest.raises(line.LineCut):
+    with pytest.raises(direct_connection.LineCut):
         echo.receive(3, None)
 
 
 def test_the_word_of_many_leases_is_an_array() -> None:
-    """More than some thousand end at a time where a long list of outputs is dropped; both ends read it as any other."""
+    """More than some thousand end at a time where a long list of outputs is dropped; both ends read
+    it as any other.
+    """
     arena = Arena()
-    remote: Any = RemoteDoor(SimpleNamespace())
-    near = Door("cpu", InlineLink())
+    remote: Any = ReplicaClient(SimpleNamespace())
+    near = ReplicaServer("cpu", InlineLink())
     for ledger, read in (
         (remote._ledger, lambda word: remote.opened([word, b"header"])),
-        (near._ledger, lambda word: near._answer_line(None, 0, [word, METHODS["forget"], pack(None)])),
+        (
+            near._ledger,
+            lambda word: near._answer_line(None, 0, [word, METHODS["forget"], pack(None)]),
+        ),
     ):
         slices = [arena.take(16) for _ in range(2)]
         for one in slices:
@@ -132,9 +143,9 @@ def test_the_end_of_the_other_side_is_seen() -> None:
         raise OSError
 
     station = Station(hang_up)
-    caller = line.Line(station.address, list)
+    caller = direct_connection.Connection(station.address, list)
     caller.send(1, [b""])
-    with pytest.raises(line.LineCut):
+    with pytest.raises(direct_connection.LineCut):
         caller.receive(1, 10)
     caller.close()
     caller.close()
@@ -149,22 +160,26 @@ def test_a_frame_that_stands_still() -> None:
         return []
 
     station = Station(hang)
-    caller = line.Line(station.address, list)
+    caller = direct_connection.Connection(station.address, list)
     caller.limit(0.2)
     caller.send(1, [b"small"])
-    caller.send(2, [np.zeros(8_000_000, dtype=np.uint8)])  # more than the socket takes, and nobody reads
+    # more than the socket takes, and nobody reads
+    caller.send(2, [np.zeros(8_000_000, dtype=np.uint8)])
     with pytest.raises(TimeoutError):
         caller.receive(2, 0.1)
     held.set()
     caller.close()
 
 
-def test_only_one_caller_is_let_in(echo: line.Line) -> None:
+def test_only_one_caller_is_let_in(echo: direct_connection.Connection) -> None:
     """The second finds nobody listening."""
     echo.send(1, [])
     echo.receive(1, 10)
     name = echo._socket.getpeername()
-    with socket.socket(echo._socket.family, socket.SOCK_STREAM) as second, pytest.raises(ConnectionRefusedError):
+    with (
+        socket.socket(echo._socket.family, socket.SOCK_STREAM) as second,
+        pytest.raises(ConnectionRefusedError),
+    ):
         second.connect(name)
 
 
@@ -179,7 +194,9 @@ class Doubled(nn.Module):
         return x * self.weight
 
 
-@pytest.mark.parametrize("options", [{}, {"direct_line": False}, {"link": "inline"}, {"link": "object_store"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"direct_line": False}, {"link": "inline"}, {"link": "object_store"}]
+)
 def test_every_way_gives_the_same(cluster: None, options: dict[str, Any]) -> None:
     """Over the line with shared memory, as Ray tasks, and by each link, small and large."""
     with Executor(["cpu", "cpu"], options=Options(**options)) as executor:
@@ -218,10 +235,12 @@ class Parting(nn.Module):
 def test_a_death_is_known_while_others_work(
     cluster: None, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They may be waiting for the one that died, and can be told. The first in the order of calls is such a one."""
+    """They may be waiting for the one that died, and can be told. The first in the order of calls
+    is such a one.
+    """
     with Executor(["cpu", "cpu"], options=Options(direct_line=direct)) as executor:
-        crew = executor._roster.crew
-        collect = crew.collect
+        backend = executor._replica_set.backend
+        collect = backend.collect
 
         def listening(pending: Any, heard: Any = None) -> Any:
             def also(number: int, answer: Any) -> None:
@@ -232,9 +251,12 @@ def test_a_death_is_known_while_others_work(
 
             return collect(pending, also)
 
-        monkeypatch.setattr(crew, "collect", listening)
+        monkeypatch.setattr(backend, "collect", listening)
         (tmp_path / "fatal").touch()
-        assert DataParallel(Parting(tmp_path), executor=executor)(torch.arange(2.0)).tolist() == [1, 2]
+        assert DataParallel(Parting(tmp_path), executor=executor)(torch.arange(2.0)).tolist() == [
+            1,
+            2,
+        ]
         assert executor.stats().deaths == 1
 
 
@@ -276,17 +298,19 @@ def test_a_full_object_store_is_nobody_s_death() -> None:
         forward=SimpleNamespace(remote=full),
         backward=SimpleNamespace(remote=lambda *_arguments: ray.ObjectRef.from_random()),
     )
-    door = RemoteDoor(actor)
+    client = ReplicaClient(actor)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray, "get", lambda found, timeout=None: found)
         with pytest.raises(ray.exceptions.ObjectStoreFullError):
-            door.submit("forward", b"", [])
-        assert isinstance(door.submit("backward", b"", []), Pending)
+            client.submit("forward", b"", [])
+        assert isinstance(client.submit("backward", b"", []), Pending)
 
 
 @pytest.mark.parametrize("left", [False, True])
 def test_the_cause_of_a_death_is_not_asked_of_a_cluster_that_was_left(left: bool) -> None:
-    """Who leaves while a thread is inside of Ray finds his process ended; else Ray says what it knows."""
+    """Who leaves while a thread is inside of Ray finds his process ended; else Ray says what it
+    knows.
+    """
     asked: list[float] = []
 
     def wait(refs: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
@@ -296,38 +320,42 @@ def test_the_cause_of_a_death_is_not_asked_of_a_cluster_that_was_left(left: bool
     def dead(_ref: Any, timeout: float) -> None:
         raise ray.exceptions.RayActorError(error_msg="The actor is dead because it was killed.")
 
-    door = RemoteDoor(SimpleNamespace(hello=SimpleNamespace(remote=ray.ObjectRef.from_random)))
+    client = ReplicaClient(SimpleNamespace(hello=SimpleNamespace(remote=ray.ObjectRef.from_random)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray, "wait", wait)
         patch.setattr(ray, "get", dead)
-        found = door.last_words(60.0, lambda: not left or len(asked) < 2)
+        found = client.last_words(60.0, lambda: not left or len(asked) < 2)
     assert found == (None if left else "it was killed")
     assert asked == [0] * (2 if left else 3)
 
 
 def test_a_call_waits_for_those_in_front_of_it() -> None:
-    """Also of other threads: each has its own ``call_timeout``, and who has to wait is no replica that hangs."""
-    actor = SimpleNamespace(forward=SimpleNamespace(remote=lambda *_arguments: ray.ObjectRef.from_random()))
-    door = RemoteDoor(actor)
+    """Also of other threads: each has its own ``call_timeout``, and who has to wait is no replica
+    that hangs.
+    """
+    actor = SimpleNamespace(
+        forward=SimpleNamespace(remote=lambda *_arguments: ray.ObjectRef.from_random())
+    )
+    client = ReplicaClient(actor)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray, "get", lambda found, timeout=None: (b"", b"header"))
         patch.setattr(ray, "wait", lambda refs, num_returns, timeout: ([], refs))
-        calls: list[Any] = [door.submit("forward", b"", []) for _ in range(3)]
+        calls: list[Any] = [client.submit("forward", b"", []) for _ in range(3)]
         assert [call.turn for call in calls] == [1, 2, 3]
         calls[0].result(None)
         calls[1].give_up()
-        later: Any = door.submit("forward", b"", [])
+        later: Any = client.submit("forward", b"", [])
         assert later.turn == 2
         for call in (calls[2], later):
             call.result(None)
-    assert not door.unanswered
+    assert not client.unanswered
 
 
 def test_calls_are_ray_tasks_where_that_is_asked(cluster: None) -> None:
     """Without a direct line each phase is a task of the actor."""
     with Executor(["cpu"], options=Options(direct_line=False)) as executor:
-        (seat,) = executor.seats(["cpu"])
-        assert seat.door.line is None
+        (slot,) = executor.slots(["cpu"])
+        assert slot.client.line is None
         DataParallel(Doubled(2), executor=executor)(torch.ones(2, 2))
 
 
@@ -345,11 +373,13 @@ class Threads(nn.Module):
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_one_thread_of_a_replica_computes(cluster: None, direct: bool) -> None:
-    """Whatever else is asked of it: OpenMP gives every thread that computes helpers of its own, which stay."""
+    """Whatever else is asked of it: OpenMP gives every thread that computes helpers of its own,
+    which stay.
+    """
     options = Options(direct_line=direct, threads=9)
     with Executor(["cpu"], options=options) as executor:
         model = DataParallel(Threads(), executor=executor)
-        (seat,) = executor.seats(["cpu"])
+        (slot,) = executor.slots(["cpu"])
         counted = []
         for _ in range(4):
             out, threads = model(torch.ones(1, 1 << 18))
@@ -357,10 +387,10 @@ def test_one_thread_of_a_replica_computes(cluster: None, direct: bool) -> None:
             counted.append(int(threads))
             executor.show_work(0, "work")
             executor.flush()
-            ray.get([seat.door.actor.hello.remote(), seat.door.actor.versions.remote()])
-            crew = executor._roster.crew
-            crew.note(seat.door, "a line")
-            ray.get(seat.door.actor.work.remote())
+            ray.get([slot.client.actor.hello.remote(), slot.client.actor.versions.remote()])
+            backend = executor._replica_set.backend
+            backend.note(slot.client, "a line")
+            ray.get(slot.client.actor.work.remote())
         assert max(counted) - counted[0] < 8, counted
 
 
@@ -380,11 +410,13 @@ def test_what_ray_brings_beside_a_line() -> None:
     assert deliveries.take(Delivered(3), 60) == "weights 3"
 
 
-def test_what_lies_in_the_object_store_comes_over_a_line(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_lies_in_the_object_store_comes_over_a_line(
+    cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Once for all replicas, and the calls stay where they were: no one of them is a task."""
-    monkeypatch.setattr(door, "SHARE_LIMIT", 1 << 16)
+    monkeypatch.setattr(client, "SHARE_LIMIT", 1 << 16)
     monkeypatch.setattr(by_size, "SHARE_LIMIT", 1 << 16)
-    monkeypatch.setattr(door, "shows", lambda *_: False)  # as on two machines
+    monkeypatch.setattr(client, "shows", lambda *_: False)  # as on two machines
     plain = Doubled(100_000)
     with Executor(["cpu", "cpu"]) as executor:
         model = DataParallel(copy.deepcopy(plain), executor=executor)
@@ -396,21 +428,21 @@ def test_what_lies_in_the_object_store_comes_over_a_line(cluster: None, monkeypa
                 net(x).square().mean().backward()
                 optimizer.step()
             torch.testing.assert_close(model.module.weight, plain.weight)
-        doors = [seat.door for seat in executor.seats(["cpu", "cpu"])]
-        assert all(found.line is not None and found._deliveries >= 3 for found in doors)
+        clients = [slot.client for slot in executor.slots(["cpu", "cpu"])]
+        assert all(found.line is not None and found._deliveries >= 3 for found in clients)
 
 
 def test_calls_that_an_earlier_line_brought_are_not_done() -> None:
     """They come after those of the way that was chosen since, and the driver has given them up."""
-    near = Door("cpu", InlineLink())
+    near = ReplicaServer("cpu", InlineLink())
     earlier, near._caller = near._caller, object()
     message = [b"", METHODS["forget"], pack(Forget((), ()))]
     assert near._answer_line(near._caller, 0, message)
-    with pytest.raises(line.LineCut):
+    with pytest.raises(direct_connection.LineCut):
         near._answer_line(earlier, 0, message)
     current = near._caller
     assert near.forget(b"", message[2])
-    with pytest.raises(line.LineCut):
+    with pytest.raises(direct_connection.LineCut):
         near._answer_line(current, 0, message)
 
 
@@ -419,16 +451,16 @@ def test_a_task_that_was_given_up_lends_nothing_for_ever(cluster: None) -> None:
     size = 1 << 18
     with Executor(["cpu"], options=Options(direct_line=False)) as executor:
         model = DataParallel(Doubled(size), executor=executor)
-        crew = executor._roster.crew
-        (seat,) = executor.seats(["cpu"])
+        backend = executor._replica_set.backend
+        (slot,) = executor.slots(["cpu"])
         model(torch.ones(1, size))
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(crew, "collect", _ctrl_c)
+            patch.setattr(backend, "collect", _ctrl_c)
             model(torch.ones(1, size))
-        (given_up,) = seat.door._given_up
+        (given_up,) = slot.client._given_up
         ray.wait([given_up])
         assert torch.equal(model(torch.ones(1, size)), torch.ones(1, size))
-        assert not seat.door._given_up and not seat.door._mappings._times
+        assert not slot.client._given_up and not slot.client._mappings._times
 
 
 def _ctrl_c(*_arguments: Any) -> Any:
@@ -438,8 +470,12 @@ def _ctrl_c(*_arguments: Any) -> Any:
 def test_an_answer_is_taken_up_while_others_are_to_come() -> None:
     """Without listeners each answer is waited for when it is asked for, and not before."""
     waited: list[Any] = []
-    crew: Any = SimpleNamespace(_options=Options(), _result=lambda call, _seconds: waited.append(call) or call)
-    calls: list[Any] = [SimpleNamespace(turn=1, through_ray=False, held_back=False) for _ in range(2)]
-    answers = iter(RayCrew.collect(crew, calls))
+    backend: Any = SimpleNamespace(
+        _options=Options(), _result=lambda call, _seconds: waited.append(call) or call
+    )
+    calls: list[Any] = [
+        SimpleNamespace(turn=1, through_ray=False, held_back=False) for _ in range(2)
+    ]
+    answers = iter(RayBackend.collect(backend, calls))
     assert not waited and next(answers) is calls[0] and waited == calls[:1]
     assert [*answers] == calls[1:] and waited == calls

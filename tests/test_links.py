@@ -19,20 +19,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raydp_parallel.links import (
-    Arena,
+from raydp_parallel.devices import buffers
+from raydp_parallel.devices.buffers import Arena
+from raydp_parallel.devices.ranges import MemoryRange, aligned
+from raydp_parallel.transport.links import (
+    Attachments,
     BySize,
     InlineLink,
     Link,
-    Mail,
     Mappings,
     ObjectStoreLink,
-    Piece,
     SharedLink,
-    aligned,
     link_for,
-    segments,
-    windows,
+    mapped,
 )
 
 LIMIT = 256
@@ -79,10 +78,10 @@ def link(request: pytest.FixtureRequest) -> Link:
     return LINKS[request.param]()
 
 
-def piece(data: bytearray) -> Piece:
+def piece(data: bytearray) -> MemoryRange:
     """The memory of a bytearray."""
     view = (ctypes.c_char * len(data)).from_buffer(data) if data else None
-    return Piece(ctypes.addressof(view) if view is not None else 0, len(data), view)
+    return MemoryRange(ctypes.addressof(view) if view is not None else 0, len(data), view)
 
 
 def pattern(size: int, start: int = 1) -> bytearray:
@@ -101,18 +100,20 @@ SIZES = (0, 1, 3, 63, 64, 65, 255, LIMIT, LIMIT + 1, 1001, 65537)
 
 @pytest.mark.parametrize("size", SIZES[1:])
 def test_room_is_a_packet_that_is_filled_later(link: Link, size: int) -> None:
-    """Where a link has any: what was written counts, up to where it was filled, also if it is lent out twice."""
+    """Where a link has any: what was written counts, up to where it was filled, also if it is lent
+    out twice.
+    """
     for end in (size, size // 2 + 1):
-        mail = Mail(link)
-        room = mail.room(size)
+        attachments = Attachments(link)
+        room = attachments.room(size)
         if room is None:
             return
         assert room.size == size
         data = pattern(size, end)
         ctypes.memmove(room.address, bytes(data), size)
-        packet = mail.filled(room, end)
-        assert mail.size == end
-        assert seen(link, mail.find(packet)) == bytes(data[:end])
+        packet = attachments.filled(room, end)
+        assert attachments.size == end
+        assert seen(link, attachments.find(packet)) == bytes(data[:end])
 
 
 def test_which_links_have_room() -> None:
@@ -163,7 +164,10 @@ def test_a_packet_never_aliases_its_source(link: Link, size: int) -> None:
 
 def test_packets_do_not_share_memory(link: Link) -> None:
     """A later, even a larger, packet leaves an earlier one as it was."""
-    sent = [(data := pattern(size, start), link.send([piece(data)], [0], size)) for start, size in enumerate(SIZES[1:])]
+    sent = [
+        (data := pattern(size, start), link.send([piece(data)], [0], size))
+        for start, size in enumerate(SIZES[1:])
+    ]
     for data, packet in [*sent, *reversed(sent)]:
         assert seen(link, packet) == bytes(data)
 
@@ -174,7 +178,11 @@ def test_a_packet_opens_twice(link: Link, size: int) -> None:
     data = pattern(size)
     packet = link.send([piece(data)], [0], size)
     first, second = link.open(packet), link.open(packet)
-    assert ctypes.string_at(first.address, size) == ctypes.string_at(second.address, size) == bytes(data)
+    assert (
+        ctypes.string_at(first.address, size)
+        == ctypes.string_at(second.address, size)
+        == bytes(data)
+    )
     del first
     gc.collect()
     assert ctypes.string_at(second.address, size) == bytes(data)
@@ -205,13 +213,15 @@ def test_a_link_has_a_name(link: Link) -> None:
 
 @pytest.mark.parametrize("sizes", ((1, 40, 7), (LIMIT + 1, 1000), (3, LIMIT + 1, 5, 2000)))
 def test_mail_carries_several_packets(link: Link, sizes: tuple[int, ...]) -> None:
-    """The message holds bytes or numbers; the receiver opens each with its own mail, from what lies beside."""
-    mail = Mail(link)
+    """The message holds bytes or numbers; the receiver opens each with its own mail, from what lies
+    beside.
+    """
+    attachments = Attachments(link)
     data = [pattern(size, i) for i, size in enumerate(sizes)]
-    message = [mail.send([piece(d)], [0], len(d)) for d in data]
-    assert mail.size == sum(sizes)
+    message = [attachments.send([piece(d)], [0], len(d)) for d in data]
+    assert attachments.size == sum(sizes)
     assert all(isinstance(packet, (bytes, int)) for packet in message)
-    arrived = Mail(link, list(mail.beside))
+    arrived = Attachments(link, list(attachments.beside))
     for placed, d in zip(pickle.loads(pickle.dumps(message)), data, strict=True):
         opened = arrived.open(placed)
         assert ctypes.string_at(opened.address, opened.size) == bytes(d)
@@ -222,19 +232,19 @@ def test_mail_places_a_packet_that_was_made_before(link: Link) -> None:
     data = pattern(LIMIT + 1)
     packet = link.send([piece(data)], [0], len(data))
     for others in (0, 2):
-        mail = Mail(link)
+        attachments = Attachments(link)
         for _ in range(others):
-            mail.send([piece(pattern(LIMIT + 9))], [0], LIMIT + 9)
-        placed = mail.place(packet)
-        opened = Mail(link, mail.beside).open(placed)
+            attachments.send([piece(pattern(LIMIT + 9))], [0], LIMIT + 9)
+        placed = attachments.place(packet)
+        opened = Attachments(link, attachments.beside).open(placed)
         assert ctypes.string_at(opened.address, opened.size) == bytes(data)
 
 
 def test_inline_packets_are_bytes() -> None:
     """They lie in the message itself, never beside it."""
-    mail = Mail(InlineLink())
-    mail.send([piece(pattern(100_000))], [0], 100_000)
-    assert mail.beside == []
+    attachments = Attachments(InlineLink())
+    attachments.send([piece(pattern(100_000))], [0], 100_000)
+    assert attachments.beside == []
 
 
 def test_by_size_goes_inline_up_to_its_limit() -> None:
@@ -284,7 +294,9 @@ def test_aligned_rounds_up_to_64() -> None:
 
 
 def test_a_slice_is_read_where_it_lies() -> None:
-    """Another mapping of the same memory, by its descriptor, shows the bytes, also those written later."""
+    """Another mapping of the same memory, by its descriptor, shows the bytes, also those written
+    later.
+    """
     lent = Arena().take(100_000)
     lent.array[:] = 7
     mapped = Mappings().find(lent.descriptor).piece()
@@ -322,7 +334,7 @@ class Watched:
 
 def test_threads_map_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was not used for long is taken out while another thread puts in what it needs."""
-    monkeypatch.setattr(windows, "_PATIENCE", 2)
+    monkeypatch.setattr(mapped, "_PATIENCE", 2)
     arena, mappings, lock = Arena(), Mappings(), Watched()
     lent = [arena.take(100_000) for _ in range(3)]
     first, second, third = [mappings.find(one.descriptor) for one in lent]
@@ -385,7 +397,9 @@ def test_a_segment_is_gone_with_its_arena() -> None:
         assert not os.path.exists(file) or os.stat(file).st_ino != inode
 
 
-@pytest.mark.parametrize("link", [InlineLink(), ObjectStoreLink(), SharedLink(Arena())], ids=lambda link: link.name)
+@pytest.mark.parametrize(
+    "link", [InlineLink(), ObjectStoreLink(), SharedLink(Arena())], ids=lambda link: link.name
+)
 @pytest.mark.parametrize("size", [0, 1, 1000])
 def test_what_a_line_brings_as_bytes_can_be_opened(link: Link, size: int) -> None:
     """Small packets arrive so, whatever link made them."""
@@ -401,7 +415,7 @@ def test_memory_is_had_where_the_kernel_has_no_huge_pages(monkeypatch: pytest.Mo
         def madvise(self, *_: Any) -> None:
             raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr(segments.mmap, "mmap", Plain)
+    monkeypatch.setattr(buffers.mmap, "mmap", Plain)
     lent = Arena(shared=False).take(1 << 20)
     lent.array[:] = 1
     assert lent.array.nbytes == 1 << 20
@@ -409,5 +423,7 @@ def test_memory_is_had_where_the_kernel_has_no_huge_pages(monkeypatch: pytest.Mo
 
 def test_an_unknown_name_is_refused() -> None:
     """It is not taken for "auto"."""
-    with pytest.raises(ValueError, match="link 'inlined': expected one of auto, shared, inline, object_store"):
+    with pytest.raises(
+        ValueError, match="link 'inlined': expected one of auto, shared, inline, object_store"
+    ):
         link_for("inlined")

@@ -1,4 +1,6 @@
-"""Replicas in the driver's own process: the same doors without walls, and nothing of the driver's is disturbed."""
+"""Replicas in the driver's own process: the same clients without walls, and nothing of the driver's
+is disturbed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ import torch
 from harness import assert_same_grads, assert_same_state, raised
 from torch import Tensor, nn
 
-from raydp_parallel import DataParallel, Executor, Options, replica, shutdown
+from raydp_parallel import DataParallel, Executor, Options, shutdown
+from raydp_parallel.replica import replica
 
 HERE = Options(in_process=True)
 
@@ -158,7 +161,9 @@ def test_a_wrapper_inside_a_replica_runs_in_place() -> None:
     torch.testing.assert_close(out, expected)
     out.sum().backward()
     ours = {name: p.grad for name, p in net.named_parameters()}
-    for name, grad in zip(ours, torch.autograd.grad(expected.sum(), [*net.parameters()]), strict=True):
+    for name, grad in zip(
+        ours, torch.autograd.grad(expected.sum(), [*net.parameters()]), strict=True
+    ):
         torch.testing.assert_close(ours[name], grad)
     assert model.executor.stats().forwards == 1
     assert not replica.running
@@ -196,7 +201,9 @@ def test_replicas_say_that_they_are_here() -> None:
     """This process, as many as were asked for; closing ends them."""
     with Executor(["cpu"] * 3, options=HERE) as executor:
         replicas = executor.replicas()
-        assert [(r.index, r.pid, r.state) for r in replicas] == [(i, os.getpid(), "ready") for i in range(3)]
+        assert [(r.index, r.pid, r.state) for r in replicas] == [
+            (i, os.getpid(), "ready") for i in range(3)
+        ]
         model = DataParallel(nn.Linear(2, 2), executor=executor)
         model(torch.ones(3, 2))
     assert {r.state for r in executor.replicas()} == {"closed"}

@@ -1,4 +1,6 @@
-"""Metrics as they are told: each sum exact, whatever becomes of the replica that a number belongs to."""
+"""Metrics as they are told: each sum exact, whatever becomes of the replica that a number belongs
+to.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ from typing import Any
 
 from looking import replica, report
 
-from raydp_parallel.accounts import Account
-from raydp_parallel.measures import FAULTS, INFO, MEMORY, SAMPLES, Kind, News
+from raydp_parallel.monitoring.accounts import Account
+from raydp_parallel.monitoring.metrics import FAULTS, INFO, MEMORY, SAMPLES, MetricKind, News
 
 
 class Heard:
@@ -24,15 +26,23 @@ class Heard:
         found = report(who, last=last)._replace(accounts=[(0, "Net-1", Account(rows=rows))])
         for measure, labels, value in self._news.of(found):
             key = measure.name, tuple(sorted(labels.items()))
-            self.values[key] = value + (self.values.get(key, 0.0) if measure.kind is Kind.COUNTER else 0.0)
+            self.values[key] = value + (
+                self.values.get(key, 0.0) if measure.kind is MetricKind.COUNTER else 0.0
+            )
 
     def series(self, name: str, **labels: str) -> list[float]:
         """The values of a metric with some labels."""
-        return [v for (n, own), v in self.values.items() if n == name and labels.items() <= dict(own).items()]
+        return [
+            v
+            for (n, own), v in self.values.items()
+            if n == name and labels.items() <= dict(own).items()
+        ]
 
 
 def test_a_replica_that_comes_back_elsewhere_counts_on() -> None:
-    """On another GPU: its rows are not counted twice, and what it did stays with the GPU that it did it on."""
+    """On another GPU: its rows are not counted twice, and what it did stays with the GPU that it
+    did it on.
+    """
     heard, who = Heard(), replica(0, 0.02)
     heard.hear(who=who, rows=100)
     heard.hear(who=replace(who, gpu_uuid="other", deaths=1, respawns=1), rows=130)

@@ -8,7 +8,15 @@ import re
 
 import pytest
 
-from raydp_parallel.monitor import Advice, ExecutorStats, PhaseSeconds, ReplicaInfo, ReplicaStats, Tally, Totals
+from raydp_parallel.monitoring.stats import (
+    Advice,
+    ExecutorStats,
+    PhaseSeconds,
+    ReplicaInfo,
+    ReplicaStats,
+    Tally,
+    Totals,
+)
 
 
 def info(index: int = 0, device_id: int | str = "cpu", device: str = "cpu") -> ReplicaInfo:
@@ -18,7 +26,14 @@ def info(index: int = 0, device_id: int | str = "cpu", device: str = "cpu") -> R
 
 def stats() -> ExecutorStats:
     """An executor with two replicas that did something."""
-    first = Tally(calls=3, rows=48, forward_seconds=0.25, backward_seconds=0.5, bytes_in=3_000_000, bytes_out=1_500_000)
+    first = Tally(
+        calls=3,
+        rows=48,
+        forward_seconds=0.25,
+        backward_seconds=0.5,
+        bytes_in=3_000_000,
+        bytes_out=1_500_000,
+    )
     phases = PhaseSeconds(adopt=0.03, copy_in=0.01, forward=0.2, backward=0.4, copy_out=0.02)
     rows = (first.stats(info(), phases=phases), Tally().stats(info(1, 1, "cpu")))
     return Totals(forwards=3, backwards=2, state_bytes=2_500_000, state_sends=1).stats(rows, "auto")
@@ -57,7 +72,17 @@ def test_printed_they_are_a_table() -> None:
     head, first, second, last = str(stats()).splitlines()
     assert len(head) == len(first) == len(second)
     assert head.split()[:5] == ["replica", "device", "node", "pid", "state"]
-    assert first.split()[:9] == ["0", "cpu", "a1b2c3d4", "4711", "ready", "3", "48", "0.200", "0.400"]
+    assert first.split()[:9] == [
+        "0",
+        "cpu",
+        "a1b2c3d4",
+        "4711",
+        "ready",
+        "3",
+        "48",
+        "0.200",
+        "0.400",
+    ]
     assert first.split()[9:] == ["0.060", "0.000", "0.000", "3.0", "1.5"]
     assert second.split()[1:3] == ["1", "(cpu)"]
     assert last == "link auto, 2.5 MB of state sent"
@@ -67,7 +92,9 @@ def test_in_a_notebook_they_are_a_table() -> None:
     """With the same cells, the summary and the advice, none of which is taken for markup."""
     advice = Advice("state", "state is sent again because <b>x</b> changed", {})
     page = dataclasses.replace(stats(), advice=(advice,))._repr_html_()
-    cells = [cell for line in str(stats()).splitlines()[:-1] for cell in re.split(r" {2,}", line.strip())]
+    cells = [
+        cell for line in str(stats()).splitlines()[:-1] for cell in re.split(r" {2,}", line.strip())
+    ]
     assert re.findall(r"<t[hd]>(.*?)</t[hd]>", page) == cells
     assert "<p>link auto, 2.5 MB of state sent</p>" in page
     assert "because &lt;b&gt;x&lt;/b&gt; changed" in page and "<b>" not in page

@@ -1,4 +1,6 @@
-"""Groups of nccl's, on a fake one: what is asked of it, in which order, on which streams, and who is told to leave."""
+"""Groups of nccl's, on a fake one: what is asked of it, in which order, on which streams, and who
+is told to leave.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,14 @@ from mortal import arm, armed, rows, same, state, whole
 from test_collective import Wide, among, back, together, word
 
 from raydp_parallel import DataParallel, Executor, Options
-from raydp_parallel.collective import Group, Groups, Reducer, pass_on
-from raydp_parallel.collective.backends import Nccl
-from raydp_parallel.devices import DeviceArena, DeviceLink, Lane, Makers
-from raydp_parallel.devices.gpu import on_device, on_host
-from raydp_parallel.exchange import Join, Kind, Leg, Relay, Sum
-from raydp_parallel.links import Mail, ObjectStoreLink
-from raydp_parallel.messages import Blob
+from raydp_parallel.devices import Lane, Makers
+from raydp_parallel.devices.cuda import on_device, on_host
+from raydp_parallel.transport.collective import Group, Groups, Reducer, pass_on
+from raydp_parallel.transport.collective.backends import Nccl
+from raydp_parallel.transport.cuda_ipc import DeviceArena, DeviceLink
+from raydp_parallel.transport.group_messages import GroupKind, JoinGroup, Leg, Relay, SumOutcome
+from raydp_parallel.transport.links import Attachments, ObjectStoreLink
+from raydp_parallel.transport.messages import Blob
 
 CPU = torch.device("cpu")
 
@@ -39,7 +42,9 @@ def nccl() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_sums_of_nccl_have_the_order_of_the_chunks(nccl: list[str], size: int) -> None:
-    """To the bit; one sum is put behind the other, also if one member begins early and another at the end."""
+    """To the bit; one sum is put behind the other, also if one member begins early and another at
+    the end.
+    """
     grads = [[torch.randn(n) * 10.0**k for n in (300_000, 500, 290_000)] for k in range(size)]
 
     def work(rank: int, group: Group) -> Any:
@@ -49,16 +54,18 @@ def test_sums_of_nccl_have_the_order_of_the_chunks(nccl: list[str], size: int) -
             with reducer.watching():
                 for leaf, grad in zip(leaves, grads[rank], strict=True):
                     (leaf * grad).sum().backward()
-        assert reducer.finish(grads[rank]) is Sum.DONE
+        assert reducer.finish(grads[rank]) is SumOutcome.DONE
         return reducer.sums()
 
-    found = together(size, work, Kind.NCCL)
+    found = together(size, work, GroupKind.NCCL)
     for k, total in enumerate(found[0]):
         expected = grads[0][k].clone()
         for rank in range(1, size):
             expected += grads[rank][k]
         assert torch.equal(total, expected)
-    assert sorted(line for line in nccl if "made" in line) == [f"made {k}/{size}, 10 s, True" for k in range(size)]
+    assert sorted(line for line in nccl if "made" in line) == [
+        f"made {k}/{size}, 10 s, True" for k in range(size)
+    ]
     assert nccl.count("connected cpu") == size
     # The probe and each of two buckets.
     assert nccl.count("broadcast") == (6 if size == 2 else 0)
@@ -72,15 +79,17 @@ def test_a_member_that_waits_in_a_kernel_is_told_to_leave(nccl: list[str]) -> No
     def work(rank: int, group: Group) -> Any:
         if rank:
             told.wait(30)
-            return Sum.FAILED
+            return SumOutcome.FAILED
         leaf = torch.ones(400_000, requires_grad=True)
         threading.Thread(target=lambda: (time.sleep(0.3), left.append(group.leave()))).start()
-        outcome = Reducer(group, word(1, (0, 1), 1, patience=600.0), [leaf], back()).finish([leaf.detach()])
+        outcome = Reducer(group, word(1, (0, 1), 1, patience=600.0), [leaf], back()).finish(
+            [leaf.detach()]
+        )
         told.wait(30)
         return outcome
 
     began = time.monotonic()
-    assert together(2, work, Kind.NCCL) == [Sum.FAILED] * 2
+    assert together(2, work, GroupKind.NCCL) == [SumOutcome.FAILED] * 2
     assert time.monotonic() - began < 30 and left and "abort" in nccl
 
 
@@ -91,25 +100,29 @@ def test_a_member_that_waits_is_patient_only_so_long(nccl: list[str]) -> None:
     def work(rank: int, group: Group) -> Any:
         if rank:
             done.wait(30)
-            return Sum.FAILED
+            return SumOutcome.FAILED
         leaf = torch.ones(400_000, requires_grad=True)
         try:
-            return Reducer(group, word(1, (0, 1), 1, patience=0.3), [leaf], back()).finish([leaf.detach()])
+            return Reducer(group, word(1, (0, 1), 1, patience=0.3), [leaf], back()).finish(
+                [leaf.detach()]
+            )
         finally:
             done.set()
 
     fake_nccl.stream_patience.append(0.1)
     try:
-        assert together(2, work, Kind.NCCL) == [Sum.FAILED] * 2
+        assert together(2, work, GroupKind.NCCL) == [SumOutcome.FAILED] * 2
     finally:
         fake_nccl.stream_patience.pop()
 
 
-@pytest.mark.parametrize("kind", [Kind.GLOO, Kind.NCCL])
-def test_a_group_whose_members_do_not_all_come_is_given_up(nccl: list[str], kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [GroupKind.GLOO, GroupKind.NCCL])
+def test_a_group_whose_members_do_not_all_come_is_given_up(
+    nccl: list[str], kind: GroupKind
+) -> None:
     """When it is told to leave, at once; one that is no more it does not join."""
     groups = Groups()
-    join = Join("alone", 0, 2, groups.host(10.0), 600.0, kind)
+    join = JoinGroup("alone", 0, 2, groups.host(10.0), 600.0, kind)
     telling = threading.Timer(0.3, groups.leave, ["alone"])
     telling.start()
     began = time.monotonic()
@@ -121,10 +134,14 @@ def test_a_group_whose_members_do_not_all_come_is_given_up(nccl: list[str], kind
 def test_without_nccl_there_is_no_such_group() -> None:
     """As in a torch that was built without."""
     groups = Groups()
-    assert "AttributeError" in groups.join(Join("none", 0, 1, groups.host(10.0), 10.0, Kind.NCCL))
+    assert "AttributeError" in groups.join(
+        JoinGroup("none", 0, 1, groups.host(10.0), 10.0, GroupKind.NCCL)
+    )
 
 
-def test_a_group_that_cannot_be_aborted_is_let_go(nccl: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_group_that_cannot_be_aborted_is_let_go(
+    nccl: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     """That is for the log."""
     caplog.set_level(logging.INFO, "raydp_parallel")
     ended = threading.Event()
@@ -135,7 +152,7 @@ def test_a_group_that_cannot_be_aborted_is_let_go(nccl: list[str], caplog: pytes
 
     original, fake_nccl.ProcessGroupNCCL.abort = fake_nccl.ProcessGroupNCCL.abort, refuse  # type: ignore[method-assign]
     try:
-        together(1, lambda _rank, group: group.leave(), Kind.NCCL)
+        together(1, lambda _rank, group: group.leave(), GroupKind.NCCL)
         assert ended.wait(30)
     finally:
         fake_nccl.ProcessGroupNCCL.abort = original  # type: ignore[method-assign]
@@ -149,9 +166,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 
 
 def test_sums_lie_on_a_stream_of_their_own(nccl: list[str], gpu: FakeGpu) -> None:
-    """Which begins behind the gradients, uses their memory with the allocator's knowledge, and is waited for once."""
+    """Which begins behind the gradients, uses their memory with the allocator's knowledge, and is
+    waited for once.
+    """
     groups = Groups(device=CPU)
-    assert groups.join(Join("one", 0, 1, groups.host(10.0), 10.0, Kind.NCCL)) == ""
+    assert groups.join(JoinGroup("one", 0, 1, groups.host(10.0), 10.0, GroupKind.NCCL)) == ""
     group = groups.find("one")
     assert group is not None and isinstance(group._backend, Nccl)
     tensor = torch.ones(8)
@@ -181,15 +200,16 @@ def test_contents_that_came_over_the_gpu_are_passed_on_by_the_host(gpu: FakeGpu)
 
     def member(rank: int) -> bytes:
         groups = (host, Groups())[rank]
-        assert groups.join(Join("test", rank, 2, store, 10.0, Kind.GLOO)) == ""
-        mail = Mail(DeviceLink(ObjectStoreLink(), arena), [] if rank else [packet])
+        assert groups.join(JoinGroup("test", rank, 2, store, 10.0, GroupKind.GLOO)) == ""
+        attachments = Attachments(DeviceLink(ObjectStoreLink(), arena), [] if rank else [packet])
         blob = Blob((7, 8), (0, 1024) if rank else (0, 1000), sizes, None if rank else 0)
-        found = pass_on(relay._replace(source=not rank), Update((blob,)), mail, groups)  # type: ignore[arg-type]
+        found = pass_on(relay._replace(source=not rank), Update((blob,)), attachments, groups)  # type: ignore[arg-type]
         assert found is not None
-        whole = on_host(mail.open(found[0].blobs[0].packet))
+        whole = on_host(attachments.open(found[0].blobs[0].packet))
         groups.leave("test")
         return b"".join(
-            ctypes.string_at(whole.address + at, size) for at, size in zip(blob.offsets, sizes, strict=True)
+            ctypes.string_at(whole.address + at, size)
+            for at, size in zip(blob.offsets, sizes, strict=True)
         )
 
     with ThreadPoolExecutor(2) as pool:
@@ -232,18 +252,22 @@ class OnGpus(Wide):
 @pytest.fixture(scope="module")
 def three(cluster: None) -> Iterator[Executor]:
     """Three replicas that the driver takes for three GPUs of one node."""
-    with Executor(["cpu"] * 3, options=Options(link="collective", max_restarts_per_hour=100)) as executor:
+    with Executor(
+        ["cpu"] * 3, options=Options(link="collective", max_restarts_per_hour=100)
+    ) as executor:
         yield executor
 
 
 def pose(executor: Executor, uuids: Sequence[str]) -> None:
     """Let the driver take replicas for ones on these GPUs."""
-    for seat, uuid in zip(executor._roster.seats.values(), uuids, strict=True):
-        assert seat.hello is not None
-        seat.hello = fake_nccl.uuid_of(seat.hello, uuid)
+    for slot, uuid in zip(executor._replica_set.slots.values(), uuids, strict=True):
+        assert slot.hello is not None
+        slot.hello = fake_nccl.uuid_of(slot.hello, uuid)
 
 
-def train(executor: Executor, folder: Path, plan: dict[int, Sequence[str]], pretend: bool = True) -> list[torch.Tensor]:
+def train(
+    executor: Executor, folder: Path, plan: dict[int, Sequence[str]], pretend: bool = True
+) -> list[torch.Tensor]:
     """Train, arming ``plan[step]`` before each step, on replicas that are all there."""
     torch.manual_seed(3)
     model = DataParallel(OnGpus(folder), executor=executor)
@@ -264,48 +288,57 @@ def train(executor: Executor, folder: Path, plan: dict[int, Sequence[str]], pret
 
 @pytest.mark.long
 def test_a_death_in_the_midst_of_a_sum_of_nccl(three: Executor, tmp_path: Path) -> None:
-    """Two wait in kernels that would never end; the driver tells them, and the step has the same bits."""
+    """Two wait in kernels that would never end; the driver tells them, and the step has the same
+    bits.
+    """
     expected = train(whole(three), tmp_path, {}, False)
     exchanged = among(three)
     began = time.monotonic()
     three.groups._wait = 600.0  # so that only who is told leaves
     assert same(train(three, tmp_path, {}), expected)
     assert among(three) > exchanged, "two GPUs of one node sum among themselves"
-    assert Kind.NCCL in {known.kind for known in three.groups._known.values()}  # besides, gloo passes weights on
+    # besides, gloo passes weights on
+    assert GroupKind.NCCL in {known.kind for known in three.groups._known.values()}
     assert same(train(three, tmp_path, {1: ["midway 2"], 2: ["midway 0"]}), expected)
     assert not armed(tmp_path) and time.monotonic() - began < 200
 
 
-def test_two_replicas_on_one_gpu_are_in_no_group_of_nccl(three: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor some of which one is on a CPU. Where a group of nccl's cannot be made, no other is tried."""
+def test_two_replicas_on_one_gpu_are_in_no_group_of_nccl(
+    three: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor some of which one is on a CPU. Where a group of nccl's cannot be made, no other
+    is tried.
+    """
     kind_of = three.groups.kind
-    seats = [*whole(three)._roster.seats.values()]
+    slots = [*whole(three)._replica_set.slots.values()]
     pose(three, ["", "", ""])
-    assert kind_of(seats) is Kind.GLOO
+    assert kind_of(slots) is GroupKind.GLOO
     pose(three, ["a", "b", "b"])
-    assert kind_of(seats) is Kind.GLOO
-    assert kind_of(seats[:2]) is Kind.NCCL
+    assert kind_of(slots) is GroupKind.GLOO
+    assert kind_of(slots[:2]) is GroupKind.NCCL
     pose(three, ["a", "b", ""])
-    assert kind_of(seats) is Kind.GLOO
+    assert kind_of(slots) is GroupKind.GLOO
     pose(three, ["a", "b", "c"])
-    assert kind_of(seats) is Kind.NCCL
+    assert kind_of(slots) is GroupKind.NCCL
     size = 1 << 20
     with monkeypatch.context() as patch:  # by default no sum goes by what nobody has seen on a GPU
-        patch.setattr(three._roster, "options", Options())
-        assert kind_of(seats) is Kind.GLOO
-        assert not three.groups.wanted(seats, size, None)
+        patch.setattr(three._replica_set, "options", Options())
+        assert kind_of(slots) is GroupKind.GLOO
+        assert not three.groups.wanted(slots, size, None)
     with monkeypatch.context() as patch:
         patch.setattr(three.groups, "_gather", lambda *_: "no GPU like that")
         patch.setattr(three.groups, "_not_before", 0.0)
         patch.setattr(three.groups, "_no_nccl", False)
         patch.setattr(three.groups, "_pause", 10.0)
-        assert three.groups.find(seats[:2], size, Kind.NCCL) is None
-        assert kind_of(seats) is Kind.GLOO
-    assert kind_of(seats) is Kind.NCCL
+        assert three.groups.find(slots[:2], size, GroupKind.NCCL) is None
+        assert kind_of(slots) is GroupKind.GLOO
+    assert kind_of(slots) is GroupKind.NCCL
 
 
 def test_who_hangs_is_ended_and_the_others_are_told(three: Executor, tmp_path: Path) -> None:
-    """Stopped, and killed from outside, as by the system: before that nobody knows, after it all do."""
+    """Stopped, and killed from outside, as by the system: before that nobody knows, after it all
+    do.
+    """
     expected = train(whole(three), tmp_path, {}, False)
     three.groups._wait = 600.0
     deaths = three.stats().deaths
@@ -314,7 +347,7 @@ def test_who_hangs_is_ended_and_the_others_are_told(three: Executor, tmp_path: P
     def end() -> None:
         while (tmp_path / "stop midway 1 0").exists():
             time.sleep(0.01)
-        [*three._roster.seats.values()][1].door.end()
+        [*three._replica_set.slots.values()][1].client.end()
 
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(end)

@@ -1,4 +1,6 @@
-"""A notebook: a kernel with cells, classes that live in it, and its stop button, which signals all its group."""
+"""A notebook: a kernel with cells, classes that live in it, and its stop button, which signals all
+its group.
+"""
 
 from __future__ import annotations
 
@@ -115,7 +117,9 @@ def notebook(cluster: None, tmp_path: Path) -> Iterator[Notebook]:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_the_stop_button(notebook: Notebook, tmp_path: Path, where: str) -> None:
-    """The cell ends with KeyboardInterrupt while replicas wait, the same ones answer later, and gradients are whole."""
+    """The cell ends with KeyboardInterrupt while replicas wait, the same ones answer later, and
+    gradients are whole.
+    """
     train = "model.zero_grad(); model(x).sum().backward(); print(model.module.weight.grad.item())"
     pids = "print([info.pid for info in model.executor.replicas()])"
     assert notebook.run(train) == "12.0"
@@ -135,7 +139,8 @@ def test_the_stop_button(notebook: Notebook, tmp_path: Path, where: str) -> None
 def test_progress_is_drawn_over(notebook: Notebook) -> None:
     """On one line."""
     printed = notebook.run(
-        "from raydp_parallel import Progress\nwith Progress(20) as bar:\n    for _ in range(20):\n        bar.advance()"
+        "from raydp_parallel import Progress\nwith Progress(20) as bar:\n    for _ in "
+        "range(20):\n        bar.advance()"
     )
     assert printed.endswith("step 20/20")
     assert printed.count("\r") >= 10

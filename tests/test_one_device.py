@@ -17,13 +17,15 @@ import torch
 from torch import Tensor, nn
 
 import raydp_parallel
-from raydp_parallel.snapshot import image, mirror
+from raydp_parallel.state import python_state, replica_module
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
 
 class Remembers(nn.Module):
-    """Rebinds a number, a buffer and an attribute with a graph, and appends to a list, in each forward."""
+    """Rebinds a number, a buffer and an attribute with a graph, and appends to a list, in each
+    forward.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +55,9 @@ def run(wrapper: Any) -> Any:
 
 
 def test_F5_what_forward_rebinds_stays() -> None:
-    """Counters, lists, dicts, buffers and losses kept as attributes are the master's afterwards, gradients included."""
+    """Counters, lists, dicts, buffers and losses kept as attributes are the master's afterwards,
+    gradients included.
+    """
     net = Remembers()
     theirs = run(oracle.DataParallel(copy.deepcopy(net), [0]))
     ours = run(raydp_parallel.DataParallel(net, ["cpu"]))
@@ -91,8 +95,10 @@ class Counter(nn.Module):
 
 @contextlib.contextmanager
 def counted_calls() -> Iterator[list[int]]:
-    """How many functions of image and mirror, which look for changes, are called while the block runs."""
-    files = {image.__file__, mirror.__file__}
+    """How many functions of image and mirror, which look for changes, are called while the block
+    runs.
+    """
+    files = {python_state.__file__, replica_module.__file__}
     counts = [0]
 
     def count(frame: FrameType, event: str, _: object) -> None:
@@ -106,9 +112,16 @@ def counted_calls() -> Iterator[list[int]]:
 
 
 def calls_of_a_forward(modules: int, counting: int) -> int:
-    """How many functions look for changes in a forward, driver and replica together; some modules count their calls."""
+    """How many functions look for changes in a forward, driver and replica together; some modules
+    count their calls.
+    """
     net = nn.Sequential(*(Counter() for _ in range(modules)))
-    with raydp_parallel.Executor(["cpu"], options=raydp_parallel.Options(in_process=True)) as executor, torch.no_grad():
+    with (
+        raydp_parallel.Executor(
+            ["cpu"], options=raydp_parallel.Options(in_process=True)
+        ) as executor,
+        torch.no_grad(),
+    ):
         model = raydp_parallel.DataParallel(net, executor=executor)
         for layer in list(net)[:counting]:
             layer.counts = True
@@ -121,19 +134,25 @@ def calls_of_a_forward(modules: int, counting: int) -> int:
 
 
 def test_F5_modules_cost_nothing_where_nothing_is_rebound() -> None:
-    """As many functions are called for 80 modules as for 20: what compares them runs in C, once over all."""
+    """As many functions are called for 80 modules as for 20: what compares them runs in C, once
+    over all.
+    """
     assert calls_of_a_forward(80, 0) == calls_of_a_forward(20, 0) < 100
 
 
 def test_F5_looking_for_what_was_rebound_is_linear() -> None:
-    """Whether one module rebinds something or all do: four times the modules take four times the calls."""
+    """Whether one module rebinds something or all do: four times the modules take four times the
+    calls.
+    """
     assert calls_of_a_forward(80, 1) < 5 * calls_of_a_forward(20, 1)
     assert calls_of_a_forward(80, 80) < 5 * calls_of_a_forward(20, 20)
 
 
 @contextlib.contextmanager
 def counted_package_calls() -> Iterator[collections.Counter[str]]:
-    """How often each function of the package is called while the block runs, driver and replica together."""
+    """How often each function of the package is called while the block runs, driver and replica
+    together.
+    """
     package = os.path.dirname(raydp_parallel.__file__)
     counts: collections.Counter[str] = collections.Counter()
 
@@ -150,12 +169,17 @@ def counted_package_calls() -> Iterator[collections.Counter[str]]:
 
 
 def calls_with_norms(norms: int, train: bool, link: str) -> int:
-    """The calls of the package's functions in a forward, or a step, of a net of so many batch norms."""
+    """The calls of the package's functions in a forward, or a step, of a net of so many batch
+    norms.
+    """
     net = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(norms)))
     options = raydp_parallel.Options(in_process=True, link=link)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     x = torch.randn(4, 3, requires_grad=train)
-    with raydp_parallel.Executor(["cpu"], options=options) as executor, torch.set_grad_enabled(train):
+    with (
+        raydp_parallel.Executor(["cpu"], options=options) as executor,
+        torch.set_grad_enabled(train),
+    ):
         model = raydp_parallel.DataParallel(net, executor=executor)
 
         def step() -> None:
@@ -173,6 +197,8 @@ def calls_with_norms(norms: int, train: bool, link: str) -> int:
 
 @pytest.mark.parametrize("link", ["inline", "auto"])
 def test_a_buffer_more_costs_a_forward_few_calls(link: str) -> None:
-    """Three buffers for each norm come back and are sent again: each by itself would take dozens of calls."""
+    """Three buffers for each norm come back and are sent again: each by itself would take dozens of
+    calls.
+    """
     more = calls_with_norms(60, False, link) - calls_with_norms(20, False, link)
     assert more < 10 * 3 * 40

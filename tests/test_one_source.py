@@ -1,4 +1,6 @@
-"""One module name, two files: replicas compute with the driver's source, and never with another in silence."""
+"""One module name, two files: replicas compute with the driver's source, and never with another in
+silence.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ import pytest
 import ray
 import torch
 
-from raydp_parallel import DataParallel, Executor, SourceMismatch, loaded
-from raydp_parallel.origins import Origins, Source
+from raydp_parallel import DataParallel, Executor, SourceMismatch
+from raydp_parallel.state import module_sources
+from raydp_parallel.transport.module_origins import ModuleSource, Origins
 
 ONES = torch.ones(4, 2)
 
@@ -46,7 +49,9 @@ for net in (Net(), inner.net.Net()):
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """Writes modules into folders of their own and imports them; all that is forgotten afterwards."""
+    """Writes modules into folders of their own and imports them; all that is forgotten
+    afterwards.
+    """
     before = {*sys.modules}
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a file may change twice within a second
@@ -74,7 +79,9 @@ def computed(model: Any) -> float:
 
 @pytest.mark.usefixtures("cluster")
 def test_a_script_in_a_folder_and_a_namesake_where_it_is_started(tmp_path: Path) -> None:
-    """`python exp/train.py`: Ray gives its workers the working folder first, Python gives a script its own."""
+    """`python exp/train.py`: Ray gives its workers the working folder first, Python gives a script
+    its own.
+    """
     for folder, factor in ((tmp_path, 2.0), (tmp_path / "exp", 3.0)):
         (folder / "inner").mkdir(parents=True)
         (folder / "nets_of_two.py").write_text(NET.format(factor=factor))
@@ -98,7 +105,9 @@ def test_a_script_in_a_folder_and_a_namesake_where_it_is_started(tmp_path: Path)
 
 @pytest.mark.usefixtures("cluster")
 def test_a_name_that_the_replica_has_loaded_from_another_file(modules: Callable[..., Any]) -> None:
-    """The driver drops a module and imports a namesake: both models go on, each with its own source."""
+    """The driver drops a module and imports a namesake: both models go on, each with its own
+    source.
+    """
     first = DataParallel(modules("one", twofold=NET.format(factor=2.0)).Net(), ["cpu", "cpu"])
     assert computed(first) == 2.0
     second = DataParallel(modules("two", twofold=NET.format(factor=5.0)).Net(), ["cpu", "cpu"])
@@ -113,16 +122,25 @@ def test_a_helper_that_differs(modules: Callable[..., Any]) -> None:
     net = NET.format(factor="FACTOR").replace("FACTOR = FACTOR", "from its_helper import FACTOR")
     helper = "FACTOR = {factor}\n"
     found = modules("one", its_helper=helper.format(factor=2.0), with_helper=net)
-    assert computed(DataParallel(importlib.import_module("with_helper").Net(), ["cpu", "cpu"])) == 2.0
+    assert (
+        computed(DataParallel(importlib.import_module("with_helper").Net(), ["cpu", "cpu"])) == 2.0
+    )
     assert found.FACTOR == 2.0
     modules("two", its_helper=helper.format(factor=7.0), with_helper=net)
-    assert computed(DataParallel(importlib.import_module("with_helper").Net(), ["cpu", "cpu"])) == 7.0
+    assert (
+        computed(DataParallel(importlib.import_module("with_helper").Net(), ["cpu", "cpu"])) == 7.0
+    )
 
 
 @pytest.mark.usefixtures("cluster")
 def test_a_module_that_is_reloaded(modules: Callable[..., Any], tmp_path: Path) -> None:
-    """Old objects keep the old code, new ones have the new; also where functions are changed in place."""
-    module = modules("one", reloaded=NET.format(factor="2.0 * x.sum() / x.sum()").replace("FACTOR =", "FACTOR = 1 #"))
+    """Old objects keep the old code, new ones have the new; also where functions are changed in
+    place.
+    """
+    module = modules(
+        "one",
+        reloaded=NET.format(factor="2.0 * x.sum() / x.sum()").replace("FACTOR =", "FACTOR = 1 #"),
+    )
     path = tmp_path / "one" / "reloaded.py"
     path.write_text(NET.format(factor=3.0))
     importlib.reload(module)
@@ -137,7 +155,9 @@ def test_a_module_that_is_reloaded(modules: Callable[..., Any], tmp_path: Path) 
 
 @pytest.mark.usefixtures("cluster")
 def test_functions_that_are_changed_in_place(modules: Callable[..., Any], tmp_path: Path) -> None:
-    """IPython's autoreload loads a module again, and gives the old class's functions the new code."""
+    """IPython's autoreload loads a module again, and gives the old class's functions the
+    new code.
+    """
     module = modules("one", autoreloaded=NET.format(factor=3.0))
     net = module.Net()
     kind = module.Net
@@ -152,8 +172,12 @@ def test_functions_that_are_changed_in_place(modules: Callable[..., Any], tmp_pa
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_file_that_changes_before_a_successor_starts(modules: Callable[..., Any], tmp_path: Path) -> None:
-    """While training runs, the next experiment is being written: a new replica imports what the driver runs."""
+def test_a_file_that_changes_before_a_successor_starts(
+    modules: Callable[..., Any], tmp_path: Path
+) -> None:
+    """While training runs, the next experiment is being written: a new replica imports what the
+    driver runs.
+    """
     module = modules("one", edited=NET.format(factor=2.0))
     with Executor(["cpu", "cpu"]) as executor:
         model = DataParallel(module.Net(), executor=executor)
@@ -170,15 +194,25 @@ def test_a_file_that_changes_before_a_successor_starts(modules: Callable[..., An
 def test_a_file_that_changes_before_it_is_first_sent(
     modules: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was imported travels as what it is, which is said; what imports the changed file by name is refused."""
+    """What was imported travels as what it is, which is said; what imports the changed file by name
+    is refused.
+    """
     module = modules("one", changed_early=NET.format(factor=2.0))
-    text = "import changed_early\n" + NET.format(factor=1.0).replace("x * FACTOR", "changed_early.Net()(x)")
+    text = "import changed_early\n" + NET.format(factor=1.0).replace(
+        "x * FACTOR", "changed_early.Net()(x)"
+    )
     uses = modules("one", uses_it=text)
-    (tmp_path / "one" / "changed_early.py").write_text(NET.format(factor=9.0).replace("x * FACTOR", "x - FACTOR"))
+    (tmp_path / "one" / "changed_early.py").write_text(
+        NET.format(factor=9.0).replace("x * FACTOR", "x - FACTOR")
+    )
     with caplog.at_level(logging.WARNING, "raydp_parallel"):
         assert computed(DataParallel(module.Net(), ["cpu", "cpu"])) == 2.0
     assert "changed_early.py was changed after it was imported" in caplog.text
-    with pytest.raises(SourceMismatch, match=r"'changed_early' of a replica is not the driver's.*importlib.reload"):
+    with pytest.raises(
+        SourceMismatch,
+        match=r"'changed_early' of a replica is not the "
+        r"driver's.*importlib.reload",
+    ):
         DataParallel(uses.Net(), ["cpu", "cpu"])(ONES)
     importlib.reload(module)
     assert computed(DataParallel(uses.Net(), ["cpu", "cpu"])) == -8.0
@@ -194,38 +228,56 @@ def test_an_installed_package_that_differs_is_refused(
     assert computed(DataParallel(module.Net(), ["cpu", "cpu"])) == 2.0
     file.write_text(NET.format(factor=3.0))
     importlib.reload(module)
-    with pytest.raises(SourceMismatch, match="install the same version of it on every node") as caught:
+    with pytest.raises(
+        SourceMismatch, match="install the same version of it on every node"
+    ) as caught:
         DataParallel(module.Net(), ["cpu", "cpu"])(ONES)
     assert str(file) in str(caught.value)
 
 
 def test_the_order_of_a_replicas_search(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The driver's; what only the replica has installed stands where the driver's packages would, the rest behind."""
+    """The driver's; what only the replica has installed stands where the driver's packages would,
+    the rest behind.
+    """
     python, sites = "/opt/a/lib/python3.11", "/opt/a/lib/python3.11/site-packages"
     theirs = Origins("other", ("/exp", python, "/between", sites, "/last"), (python, sites), {})
-    same = loaded._in_order(["/cwd", python, sites, "/exp"], theirs)
+    same = module_sources._in_order(["/cwd", python, sites, "/exp"], theirs)
     assert same == ["/exp", python, "/between", sites, "/last", "/cwd"]
-    other = loaded._in_order(["/cwd", "/b/site-packages", "/exp"], theirs)
+    other = module_sources._in_order(["/cwd", "/b/site-packages", "/exp"], theirs)
     assert other == ["/exp", "/b/site-packages", "/between", "/last", python, sites, "/cwd"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", "relative", *sys.path])
-    assert loaded.origins([]).paths[:2] == (str(tmp_path), str(tmp_path / "relative"))
+    assert module_sources.origins([]).paths[:2] == (str(tmp_path), str(tmp_path / "relative"))
 
 
 def test_what_is_told_of_modules(modules: Callable[..., Any], tmp_path: Path) -> None:
-    """Users' own, by file and text; not the script, and of installed ones those that define a class of the model."""
+    """Users' own, by file and text; not the script, and of installed ones those that define a class
+    of the model.
+    """
     module = modules("one", told_of=NET.format(factor=2.0))
-    found = loaded.origins([torch.nn.Linear, module.Net]).sources
-    assert found["told_of"] == Source(str(tmp_path / "one" / "told_of.py"), found["told_of"].digest)
-    assert loaded.texts("told_of") == {found["told_of"].file: NET.format(factor=2.0).encode()}
-    assert not {"__main__", "torch.nn.modules.linear", "raydp_parallel", "numpy", "json", "pytest"} & found.keys()
-    loaded.follow(loaded.origins([]))  # in the driver's own process nothing is changed
-    assert loaded._GUARD not in sys.meta_path
+    found = module_sources.origins([torch.nn.Linear, module.Net]).sources
+    assert found["told_of"] == ModuleSource(
+        str(tmp_path / "one" / "told_of.py"), found["told_of"].digest
+    )
+    assert module_sources.texts("told_of") == {
+        found["told_of"].file: NET.format(factor=2.0).encode()
+    }
+    assert (
+        not {"__main__", "torch.nn.modules.linear", "raydp_parallel", "numpy", "json", "pytest"}
+        & found.keys()
+    )
+    # in the driver's own process nothing is changed
+    module_sources.follow(module_sources.origins([]))
+    assert module_sources._GUARD not in sys.meta_path
 
 
 @pytest.mark.usefixtures("cluster")
-def test_replicas_that_take_no_part_are_not_waited_for(modules: Callable[..., Any], tmp_path: Path) -> None:
-    """Of three one stands still, then dies, while the others are sent modules; its successor is sent them too."""
+def test_replicas_that_take_no_part_are_not_waited_for(
+    modules: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Of three one stands still, then dies, while the others are sent modules; its successor is
+    sent them too.
+    """
     module = modules("one", for_two=NET.format(factor=2.0))
     with Executor(["cpu"] * 3) as executor:
         model = DataParallel(module.Net(), ["cpu", "cpu"], executor=executor)

@@ -61,7 +61,11 @@ BAD: tuple[dict[str, Any], ...] = (
     {"name": "red\x1b[31m"},
     {"name": "two\nlines"},
     {"name": "\u202egnp.exe"},
-    *({name: value} for name in ("placement_timeout", "call_timeout") for value in (math.inf, math.nan, 1e7)),
+    *(
+        {name: value}
+        for name in ("placement_timeout", "call_timeout")
+        for value in (math.inf, math.nan, 1e7)
+    ),
     {"max_restarts_per_hour": math.nan},
     {"max_restarts_per_hour": math.inf},
     {"resources": {"disk": 0}},
@@ -121,8 +125,15 @@ def test_dicts_are_copied_and_frozen() -> None:
     mine["disk"] = 2
     assert options.resources == {"disk": 1} and options.resources["disk"] == 1
     assert options == Options(resources={"disk": 1}, label_selector={"zone": "in(a, b)"})
-    assert len({options, dataclasses.replace(options), pickle.loads(pickle.dumps(options)), Options()}) == 2
-    for change in (lambda d: d.update(x=1), lambda d: d.pop("disk"), lambda d: d.__setitem__("x", 1)):
+    assert (
+        len({options, dataclasses.replace(options), pickle.loads(pickle.dumps(options)), Options()})
+        == 2
+    )
+    for change in (
+        lambda d: d.update(x=1),
+        lambda d: d.pop("disk"),
+        lambda d: d.__setitem__("x", 1),
+    ):
         with pytest.raises(TypeError, match="frozen"):
             change(options.resources)
 

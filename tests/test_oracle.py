@@ -21,7 +21,9 @@ def _close(left, right):
 
 @pytest.mark.parametrize("rows", [7, 2, 1])
 def test_agrees_with_the_plain_module(rows):
-    """Outputs, input gradients and parameter gradients are those of one module on the whole batch."""
+    """Outputs, input gradients and parameter gradients are those of one module on the whole
+    batch.
+    """
     net, x = _net(), torch.randn(rows, 3, requires_grad=True)
     plain, y = copy.deepcopy(net), x.detach().clone().requires_grad_()
     with warnings.catch_warnings():
@@ -35,7 +37,10 @@ def test_agrees_with_the_plain_module(rows):
 
 def test_second_order():
     """Gradients of gradients agree with the plain module's."""
-    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(), torch.randn(5, 3).double()
+    net, x = (
+        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(),
+        torch.randn(5, 3).double(),
+    )
 
     def penalty(call):
         inputs = x.clone().requires_grad_()
@@ -127,6 +132,16 @@ def test_torch_is_left_alone():
     with pytest.raises((AssertionError, RuntimeError), match=r"CPU|cpu"):
         upstream.Gather.apply("cpu", 0, torch.ones(1))
     assert nn.DataParallel is not oracle.DataParallel
-    for name in ("_functions", "comm", "data_parallel", "parallel_apply", "replicate", "scatter_gather"):
+    for name in (
+        "_functions",
+        "comm",
+        "data_parallel",
+        "parallel_apply",
+        "replicate",
+        "scatter_gather",
+    ):
         assert sys.modules[f"torch.nn.parallel.{name}"].__dict__.get("torch", torch) is torch
-    assert torch._C is sys.modules["torch._C"] and torch.accelerator.device_index is not oracle._no_context
+    assert (
+        torch._C is sys.modules["torch._C"]
+        and torch.accelerator.device_index is not oracle._no_context
+    )

@@ -11,8 +11,9 @@ import torch
 from harness import raised
 from torch._utils import ExceptionWrapper
 
-from raydp_parallel import ReplicaExit, outcome
-from raydp_parallel.messages import Failure
+from raydp_parallel import ReplicaExit
+from raydp_parallel.replica import exceptions
+from raydp_parallel.transport.messages import Failure
 
 WHERE = "in replica 1 on device 1"
 
@@ -47,7 +48,7 @@ def take_down(error: BaseException, where: str | None = WHERE) -> Failure:
     try:
         raise error
     except BaseException as caught:
-        return pickle.loads(pickle.dumps(outcome.failure(caught, where)))  # type: ignore[no-any-return]
+        return pickle.loads(pickle.dumps(exceptions.failure(caught, where)))  # type: ignore[no-any-return]
 
 
 def upstream(error: BaseException) -> BaseException:
@@ -81,7 +82,7 @@ ERRORS: dict[str, BaseException] = {
 @pytest.mark.parametrize("name", [*ERRORS])
 def test_A4_the_same_type_with_upstreams_text(name: str) -> None:
     """Type, first line and shape of the text are upstream's, whatever the constructor takes."""
-    found = raised(lambda: outcome.reraise(take_down(ERRORS[name]), "replica 1"))
+    found = raised(lambda: exceptions.reraise(take_down(ERRORS[name]), "replica 1"))
     expected = upstream(ERRORS[name])
     assert type(found) is type(expected)
     ours, theirs = str(found).splitlines(), str(expected).splitlines()
@@ -92,14 +93,16 @@ def test_A4_the_same_type_with_upstreams_text(name: str) -> None:
 
 def test_A4_key_errors_read_as_they_are() -> None:
     """Not as the repr of a text with line breaks in it."""
-    found = raised(lambda: outcome.reraise(take_down(KeyError("k")), ""))
+    found = raised(lambda: exceptions.reraise(take_down(KeyError("k")), ""))
     assert "\\n" not in str(found)
-    assert str(found).startswith(f"Caught KeyError {WHERE}.\nOriginal Traceback (most recent call last):\n")
+    assert str(found).startswith(
+        f"Caught KeyError {WHERE}.\nOriginal Traceback (most recent call last):\n"
+    )
 
 
 def test_A4_the_message_attribute_is_kept() -> None:
     """As upstream, a class with one gets it by keyword."""
-    found: Any = raised(lambda: outcome.reraise(take_down(WithMessage("well", 3)), ""))
+    found: Any = raised(lambda: exceptions.reraise(take_down(WithMessage("well", 3)), ""))
     assert found.message == str(found)
 
 
@@ -107,24 +110,26 @@ def test_A4_a_cause_is_in_the_text() -> None:
     """The exception that led to it travels in the traceback."""
     error = ValueError("outer")
     error.__cause__ = KeyError("inner")
-    text = str(raised(lambda: outcome.reraise(take_down(error), "")))
+    text = str(raised(lambda: exceptions.reraise(take_down(error), "")))
     assert "KeyError: 'inner'" in text
     assert "direct cause" in text
 
 
 def test_A6_without_a_place_the_exception_itself_comes_back() -> None:
-    """A single device raises what the module raised, attributes and all; the remote traceback is its cause."""
+    """A single device raises what the module raised, attributes and all; the remote traceback is
+    its cause.
+    """
     error = WithMessage("well", 3)
-    found: Any = raised(lambda: outcome.reraise(take_down(error, None), "replica 0"))
+    found: Any = raised(lambda: exceptions.reraise(take_down(error, None), "replica 0"))
     assert (type(found), str(found), found.extra) == (WithMessage, "well", 3)
-    assert type(found.__cause__) is outcome.ReplicaTraceback
+    assert type(found.__cause__) is exceptions.ReplicaTraceback
     assert "in take_down" in str(found.__cause__)
 
 
 @pytest.mark.parametrize("name", ("two arguments", "unpicklable"))
 def test_A6_an_exception_that_pickle_refuses_keeps_type_and_text(name: str) -> None:
     """Whatever its constructor takes, and whatever it holds; never a pickling error."""
-    found = raised(lambda: outcome.reraise(take_down(ERRORS[name], None), "replica 3"))
+    found = raised(lambda: exceptions.reraise(take_down(ERRORS[name], None), "replica 3"))
     assert (type(found), str(found)) == (type(ERRORS[name]), str(ERRORS[name]))
 
 
@@ -135,7 +140,7 @@ def test_A4_a_class_that_cannot_be_sent_becomes_a_runtime_error() -> None:
     class Local(Exception):
         held = lock
 
-    found = raised(lambda: outcome.reraise(take_down(Local("why")), "replica 1"))
+    found = raised(lambda: exceptions.reraise(take_down(Local("why")), "replica 1"))
     assert type(found) is RuntimeError
     assert str(found).startswith("Caught test_outcome.")
     assert f"Local {WHERE}.\nOriginal Traceback" in str(found)
@@ -145,7 +150,7 @@ def test_A4_a_class_that_cannot_be_sent_becomes_a_runtime_error() -> None:
 @pytest.mark.parametrize("error", (SystemExit(3), KeyboardInterrupt(), GeneratorExit("x")))
 def test_A7_exits_become_a_named_error(error: BaseException) -> None:
     """The driver does not end because a replica's module asked its process to."""
-    found = raised(lambda: outcome.reraise(take_down(error), "replica 2 for device cpu"))
+    found = raised(lambda: exceptions.reraise(take_down(error), "replica 2 for device cpu"))
     assert type(found) is ReplicaExit
     assert type(error).__name__ in str(found)
     assert "replica 2 for device cpu" in str(found)
@@ -160,7 +165,7 @@ def record(category: type[Warning] = UserWarning, text: str = "look out") -> tup
     with warnings.catch_warnings(record=True) as records:
         warnings.simplefilter("always")
         warnings.warn_explicit(text, category, "model.py", 12)
-    return pickle.loads(pickle.dumps(outcome.caught(records)))  # type: ignore[no-any-return]
+    return pickle.loads(pickle.dumps(exceptions.caught(records)))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("category", (UserWarning, DeprecationWarning, OwnWarning))
@@ -168,7 +173,7 @@ def test_A9_warnings_are_raised_again(category: type[Warning]) -> None:
     """With category, text and the place in the user's file."""
     found = record(category)
     with pytest.warns(category, match="look out") as seen:
-        outcome.warn_again(found)
+        exceptions.warn_again(found)
     (warning,) = seen
     assert (warning.filename, warning.lineno) == ("model.py", 12)
     assert warning.category is category
@@ -179,14 +184,14 @@ def test_A9_the_drivers_filters_decide() -> None:
     found = record(text="filters")
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("ignore")
-        outcome.warn_again(found)
+        exceptions.warn_again(found)
         assert not seen
         warnings.simplefilter("default")
-        outcome.warn_again([*found, *found])
+        exceptions.warn_again([*found, *found])
         assert len(seen) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert type(raised(lambda: outcome.warn_again(found))) is UserWarning
+        assert type(raised(lambda: exceptions.warn_again(found))) is UserWarning
 
 
 def test_A9_a_category_that_cannot_be_sent_becomes_a_user_warning() -> None:
@@ -197,5 +202,5 @@ def test_A9_a_category_that_cannot_be_sent_becomes_a_user_warning() -> None:
         held = lock
 
     with pytest.warns(UserWarning, match="local") as seen:
-        outcome.warn_again(record(Local, "local"))
+        exceptions.warn_again(record(Local, "local"))
     assert seen[0].category is UserWarning

@@ -1,4 +1,6 @@
-"""Gradients that leave while backward runs, on a fake GPU: what waits for what, and that the last word counts."""
+"""Gradients that leave while backward runs, on a fake GPU: what waits for what, and that the last
+word counts.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import raydp_parallel
-from raydp_parallel import bridge, codec, devices, outgoing
+from raydp_parallel import devices
+from raydp_parallel.calls import autograd
 from raydp_parallel.check import training
-from raydp_parallel.links import Arena, InlineLink, Mail, ObjectStoreLink, shared_link
+from raydp_parallel.devices.buffers import Arena
 from raydp_parallel.options import Options
+from raydp_parallel.replica import gradient_stream
+from raydp_parallel.transport import codec, cuda_ipc
+from raydp_parallel.transport.links import Attachments, InlineLink, ObjectStoreLink, shared_link
 
 CPU = torch.device("cpu")
 
@@ -26,8 +32,8 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     """A GPU, for which every gradient is large."""
-    monkeypatch.setattr(outgoing, "LARGE", 1)
-    monkeypatch.setattr(outgoing, "TOGETHER", 1)
+    monkeypatch.setattr(gradient_stream, "LARGE", 1)
+    monkeypatch.setattr(gradient_stream, "TOGETHER", 1)
     devices.streams._beside.cache_clear()
     with installed(monkeypatch) as found:
         yield found
@@ -45,8 +51,8 @@ class Backward:
 
     def __init__(self, fake: FakeGpu, loss: Tensor, *leaves: Tensor, pinned: bool = True) -> None:
         pin = devices.pinner(CPU) if pinned else None
-        self.mail = Mail(shared_link(Arena(pin=pin), exposes=False, always=True))
-        early = outgoing.begin(leaves, self.mail, CPU)
+        self.attachments = Attachments(shared_link(Arena(pin=pin), exposes=False, always=True))
+        early = gradient_stream.begin(leaves, self.attachments, CPU)
         assert early is not None
         fake.log.clear()
         with early.watching():
@@ -54,15 +60,15 @@ class Backward:
         self.log = [*fake.log]
         """What was asked of the device until backward had ended."""
         self.found = [leaf.grad for leaf in leaves]
-        self.parcel = early.parcel(self.found, self.mail)
+        self.parcel = early.parcel(self.found, self.attachments)
 
     def check(self) -> None:
         """What the driver reads is what the leaves have."""
         assert self.parcel is not None
-        packet = self.mail.find(self.parcel.packet)
+        packet = self.attachments.find(self.parcel.packet)
         most = sum(grad.numel() * grad.itemsize for grad in self.found if grad is not None) + 640
         assert packet.descriptor.size == len(packet.array) <= most
-        found = codec.decode(self.parcel, self.mail, CPU)[0]
+        found = codec.decode(self.parcel, self.attachments, CPU)[0]
         assert len(found) == len(self.found)
         for ours, theirs in zip(found, self.found, strict=True):
             assert (ours is None) == (theirs is None)
@@ -84,7 +90,9 @@ def told(fake: FakeGpu, tensor: Tensor, what: str) -> Tensor:
 def test_a_copy_begins_while_backward_runs(fake: FakeGpu) -> None:
     """Behind an event on the stream that computed; the answer waits once, for the last copy."""
     first, last = leaf(4, 4), leaf(4, 4)
-    run = Backward(fake, (told(fake, torch.randn(2, 4) @ first, "on with backward") @ last).sum(), first, last)
+    run = Backward(
+        fake, (told(fake, torch.randn(2, 4) @ first, "on with backward") @ last).sum(), first, last
+    )
     begins = ["record", "stream waits on stream 1", "copy to the host on stream 1"]
     assert run.log == [*begins, "on with backward", *begins]
     assert fake.log[len(run.log) :][:4] == [
@@ -98,8 +106,8 @@ def test_a_copy_begins_while_backward_runs(fake: FakeGpu) -> None:
 
 def test_small_ones_go_together_at_the_end(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """And large ones when enough is there, so that the host is not kept busy with copies."""
-    monkeypatch.setattr(outgoing, "LARGE", 100)
-    monkeypatch.setattr(outgoing, "TOGETHER", 2000)
+    monkeypatch.setattr(gradient_stream, "LARGE", 100)
+    monkeypatch.setattr(gradient_stream, "TOGETHER", 2000)
     large, small = [leaf(16, 16) for _ in range(5)], [leaf(16) for _ in range(5)]
     x = torch.randn(3, 16)
     for weight, bias in zip(large, small, strict=True):
@@ -161,7 +169,7 @@ def test_a_gradient_that_a_hook_changes_is_right_in_the_end(
     fake: FakeGpu, monkeypatch: pytest.MonkeyPatch, change: Callable[..., None], together: int
 ) -> None:
     """Whatever the hook of another does to it, before or after its copy began."""
-    monkeypatch.setattr(outgoing, "TOGETHER", together)
+    monkeypatch.setattr(gradient_stream, "TOGETHER", together)
     weight, other = leaf(4, 4), leaf(4, 4)
     weight.register_post_accumulate_grad_hook(lambda w: change(w, other))
     run = Backward(fake, (torch.randn(2, 4) @ weight @ other).sum(), weight, other)
@@ -180,7 +188,9 @@ def test_what_has_no_gradient_takes_no_room(fake: FakeGpu) -> None:
 
 
 def test_a_sparse_gradient_goes_along(fake: FakeGpu) -> None:
-    """At the end, as its indices and values; one that is larger than its leaf is sent anew with all the others."""
+    """At the end, as its indices and values; one that is larger than its leaf is sent anew with all
+    the others.
+    """
     for rows, fits in ((3, True), (500, False)):
         table, weight = leaf(20, 4), leaf(4, 4)
         looked_up = nn.functional.embedding(torch.arange(rows) % 20, table, sparse=True)
@@ -206,7 +216,9 @@ def test_a_backward_that_fails_waits_for_what_it_began(fake: FakeGpu) -> None:
     assert last.grad is not None
 
 
-def test_want_of_memory_for_copies_is_no_failure(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_want_of_memory_for_copies_is_no_failure(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Backward goes on, and the gradients are sent as ever."""
 
     def full(*_: object) -> Any:
@@ -242,25 +254,27 @@ def test_gradients_are_kept_until_they_were_copied(fake: FakeGpu) -> None:
 
 
 def test_where_gradients_do_not_leave_early(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU; by links that make a packet at once; on the driver's own GPU; and where it does not pay."""
+    """On a CPU; by links that make a packet at once; on the driver's own GPU; and where it does not
+    pay.
+    """
     leaves, shared = [leaf(4, 4)], shared_link(Arena(), False, True)
 
     def early(link: Any, *more: Tensor) -> bool:
-        return outgoing.begin([*leaves, *more], Mail(link), CPU) is not None
+        return gradient_stream.begin([*leaves, *more], Attachments(link), CPU) is not None
 
     assert early(shared)
     assert early(ObjectStoreLink())
-    assert early(devices.DeviceLink(shared))
-    assert not early(devices.DeviceLink(shared, devices.DeviceArena(CPU)))
+    assert early(cuda_ipc.DeviceLink(shared))
+    assert not early(cuda_ipc.DeviceLink(shared, cuda_ipc.DeviceArena(CPU)))
     assert not early(ObjectStoreLink(id, id))
     assert not early(InlineLink())
     assert early(shared, torch.zeros(3, 3).to_sparse().requires_grad_())
     assert early(shared_link(Arena(), False, False), leaf(1 << 16))
     assert not early(shared_link(Arena(), False, False))
-    monkeypatch.setattr(outgoing, "TOGETHER", 65)
+    monkeypatch.setattr(gradient_stream, "TOGETHER", 65)
     assert not early(shared)
     monkeypatch.setattr(devices.kinds, "HOST", frozenset({"cpu"}))
-    monkeypatch.setattr(outgoing, "TOGETHER", 1)
+    monkeypatch.setattr(gradient_stream, "TOGETHER", 1)
     assert not early(shared)
 
 
@@ -294,7 +308,9 @@ def test_training_is_right_with_gradients_that_leave_early(fake: FakeGpu, name: 
 
 
 def test_backward_goes_on_behind_the_streams_that_made_its_gradients(fake: FakeGpu) -> None:
-    """Torch's engine runs Fork's node, which is the CPU's, on the caller's stream, and waits for no other."""
+    """Torch's engine runs Fork's node, which is the CPU's, on the caller's stream, and waits for no
+    other.
+    """
     side = fake.stream()
     with fake.on(side):
         here = devices.track(torch.ones(3))
@@ -314,13 +330,19 @@ def test_backward_goes_on_behind_the_streams_that_made_its_gradients(fake: FakeG
     assert len(fake.recorded) == 1
 
 
-def test_a_whole_backward_on_a_stream_of_the_users(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs of one stream, differentiated on another: the trip follows, and what it brings is handed over."""
+def test_a_whole_backward_on_a_stream_of_the_users(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs of one stream, differentiated on another: the trip follows, and what it brings is
+    handed over.
+    """
     options = Options(in_process=True, link="object_store")
     net = nn.Linear(4, 3)
     model = raydp_parallel.DataParallel(net, ["cpu"], options=options)
     followed: list[Stream] = []
-    monkeypatch.setattr(bridge.devices, "follow", lambda tracks: followed.extend(stream for _, stream in tracks))
+    monkeypatch.setattr(
+        autograd.devices, "follow", lambda tracks: followed.extend(stream for _, stream in tracks)
+    )
     side = fake.stream()
     out = model(torch.ones(2, 4))
     fake.log.clear()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raydp_parallel.phases import BACKWARD, FORWARD, Clock, Laps
+from raydp_parallel.monitoring.phases import BACKWARD, FORWARD, Clock, Laps
 
 
 def test_phases_follow_each_other_without_a_gap() -> None:
@@ -53,15 +53,21 @@ def test_spans_open_and_close_in_order() -> None:
     for number in range(3):
         laps.begin(number)
     laps.end()
-    expected = [f"{name} {what}" for name in ("adopt", "copy in", "forward") for what in ("begins", "ends")]
+    expected = [
+        f"{name} {what}" for name in ("adopt", "copy in", "forward") for what in ("begins", "ends")
+    ]
     assert seen == expected
 
 
 @given(
     st.floats(-1e6, 1e6).filter(lambda x: abs(x) > 1),
-    st.lists(st.tuples(st.floats(0.001, 0.1), st.floats(0.001, 0.1), st.floats(0.001, 0.1)), min_size=1),
+    st.lists(
+        st.tuples(st.floats(0.001, 0.1), st.floats(0.001, 0.1), st.floats(0.001, 0.1)), min_size=1
+    ),
 )
-def test_another_machines_clock_is_bounded_by_every_call(difference: float, calls: list[tuple[float, ...]]) -> None:
+def test_another_machines_clock_is_bounded_by_every_call(
+    difference: float, calls: list[tuple[float, ...]]
+) -> None:
     """The estimate is off by no more than half of the shortest way there and back."""
     clock, now = Clock(), 100.0
     for there, work, back in calls:
@@ -74,7 +80,9 @@ def test_another_machines_clock_is_bounded_by_every_call(difference: float, call
 
 
 def test_processes_of_one_machine_have_one_clock() -> None:
-    """As long as none at all is possible, there is no difference, however lopsided the ways were."""
+    """As long as none at all is possible, there is no difference, however lopsided the ways
+    were.
+    """
     clock = Clock()
     assert clock.offset == 0.0
     clock.heard(1.0, (1.0001, 1.5), 3.0)

@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 
 from raydp_parallel.cluster import nodes
+from raydp_parallel.cluster.backend import DevicePlace, places
 from raydp_parallel.cluster.holders import _held
 from raydp_parallel.cluster.nodes import booked, for_cpus, homes, plan, suits
-from raydp_parallel.cluster.session import Holder, Node
-from raydp_parallel.crew import Place, places
+from raydp_parallel.cluster.ray_api import Holder, Node
 from raydp_parallel.options import Options
 
 
-def node(name: str, gpus: float = 0, free: float | None = None, cpus: float = 4, **labels: str) -> Node:
+def node(
+    name: str, gpus: float = 0, free: float | None = None, cpus: float = 4, **labels: str
+) -> Node:
     """A node with so many GPUs, of which some are free, by default all."""
     total = {"GPU": gpus, "CPU": cpus, "disk": 2.0}
     return Node(name, "10.0.0.1", total, {**total, "GPU": gpus if free is None else free}, labels)
@@ -70,14 +72,20 @@ def test_what_is_booked() -> None:
 
 
 def test_cpu_replicas_go_round() -> None:
-    """The driver's node first; a head that was started without CPUs is left alone, unless there is nothing else."""
+    """The driver's node first; a head that was started without CPUs is left alone, unless there is
+    nothing else.
+    """
     machines = [node("a"), node("b"), node("c")]
     assert placed(machines, ["cpu"] * 4, cpus_per_replica=1) == ["a", "b", "c", "a"]
     head = node("head", cpus=0)
     assert [n.id for n in for_cpus([head, *machines], Options())] == ["a", "b", "c"]
     assert [n.id for n in for_cpus([head], Options())] == ["head"]
     assert for_cpus(machines, Options(label_selector={"zone": "a"})) == []
-    assert placed([node("a", 1), node("b", 1)], ["cpu", 1, "cpu"], cpus_per_replica=1) == ["a", "b", "b"]
+    assert placed([node("a", 1), node("b", 1)], ["cpu", 1, "cpu"], cpus_per_replica=1) == [
+        "a",
+        "b",
+        "b",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -107,12 +115,18 @@ def test_who_holds_gpus_in_words() -> None:
     holders = [Holder("a" * 10, 1.0, "", "raydp:x:0", "this program")] * 2
     holders += [Holder("a" * 10, 1.0, "actor 'y'", "", "a job that ended")]
     assert _held(machines, holders) == (
-        "GPUs are held of node aaaaaaaa (10.0.0.1): 2 by executor 'x' of this program, 1 by actor 'y' of a job that "
-        "ended, 1 by tasks, or about to be free; of node cccccccc (10.0.0.1): 0.5 by tasks, or about to be free. "
+        "GPUs are held of node aaaaaaaa (10.0.0.1): 2 by executor 'x' of this program, 1 by "
+        "actor 'y' of a job that "
+        "ended, 1 by tasks, or about to be free; of node cccccccc (10.0.0.1): 0.5 by tasks, "
+        "or about to be free. "
     )
     assert _held([node("a", 1)], []) == ""
 
 
 def test_places_are_what_holds_go_by() -> None:
     """The n-th ``"cpu"`` is always the same one."""
-    assert places(["cpu", 3, "cpu"]) == [Place("cpu", 0), Place("gpu", 3), Place("cpu", 1)]
+    assert places(["cpu", 3, "cpu"]) == [
+        DevicePlace("cpu", 0),
+        DevicePlace("gpu", 3),
+        DevicePlace("cpu", 1),
+    ]

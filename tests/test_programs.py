@@ -1,4 +1,5 @@
-"""Programs that were written for nn.DataParallel: the patterns of well-known libraries, small, on us and on upstream.
+"""Programs that were written for nn.DataParallel: the patterns of well-known libraries, small, on
+us and on upstream.
 
 Each is written once over a base class or a wrapping function, and must do the same under both.
 """
@@ -102,7 +103,9 @@ def graph_parallel(base: Any) -> Any:
     """After torch_geometric.nn.DataParallel: `scatter` and `forward` take a list of graphs."""
 
     class GraphParallel(base):  # type: ignore[misc]
-        def __init__(self, module: nn.Module, device_ids: Any = None, output_device: Any = None) -> None:
+        def __init__(
+            self, module: nn.Module, device_ids: Any = None, output_device: Any = None
+        ) -> None:
             super().__init__(module, device_ids, output_device)
             self.src_device = torch.device("cpu")
 
@@ -118,7 +121,9 @@ def graph_parallel(base: Any) -> Any:
             parts = min(len(device_ids), len(graphs))
             ends = torch.tensor([len(nodes) for nodes in graphs]).cumsum(0)
             part = (parts * (ends - 1) // ends[-1]).tolist()
-            groups = [[g for g, p in zip(graphs, part, strict=True) if p == i] for i in range(parts)]
+            groups = [
+                [g for g, p in zip(graphs, part, strict=True) if p == i] for i in range(parts)
+            ]
             return [Graphs.of(group) for group in groups if group]
 
     return GraphParallel
@@ -126,7 +131,9 @@ def graph_parallel(base: Any) -> Any:
 
 @pytest.mark.parametrize("sizes", [[5, 1, 1, 2, 3], [1, 1], [7]])
 def test_pyg_lists_split_by_size(sizes: list[int]) -> None:
-    """Each replica is given one object of the user's class, tensors inside; gradients reach the nodes."""
+    """Each replica is given one object of the user's class, tensors inside; gradients reach the
+    nodes.
+    """
     results = []
     for base, ids in BASES.values():
         torch.manual_seed(2)
@@ -160,13 +167,17 @@ def ungathered(base: Any) -> Any:
 
 
 def parallel_criterion(base: Any, apply: Callable[..., list[Any]]) -> Any:
-    """After encoding.parallel.DataParallelCriterion: the inputs are scattered already, the targets are not."""
+    """After encoding.parallel.DataParallelCriterion: the inputs are scattered already, the targets
+    are not.
+    """
 
     class Criterion(base):  # type: ignore[misc]
         def forward(self, inputs: Any, *targets: Any, **kwargs: Any) -> Any:
             targets, kwargs = self.scatter(targets, kwargs, self.device_ids)
             replicas = self.replicate(self.module, self.device_ids[: len(inputs)])
-            losses = apply(replicas, [(i, *t) for i, t in zip(inputs, targets, strict=True)], kwargs)
+            losses = apply(
+                replicas, [(i, *t) for i, t in zip(inputs, targets, strict=True)], kwargs
+            )
             return sum(losses) / len(losses)
 
     return Criterion
@@ -208,7 +219,10 @@ def test_encoding_parallel_loss(how: str) -> None:
         if how == "parallel_apply":
             apply = raydp_parallel.parallel_apply if name == "ours" else oracle.parallel_apply
         torch.manual_seed(2)
-        model, criterion = ungathered(base)(net(), ids), parallel_criterion(base, apply)(WeightedLoss(), ids)
+        model, criterion = (
+            ungathered(base)(net(), ids),
+            parallel_criterion(base, apply)(WeightedLoss(), ids),
+        )
         x, y = data(8)
         outputs = model(x)
         loss = criterion(outputs, y)
@@ -275,7 +289,9 @@ def test_getattr_passthrough_survives_pickle() -> None:
 
 
 def test_getattr_passthrough_before_module_is_set() -> None:
-    """An instance without __init__ says AttributeError, as upstream's would, and not RecursionError."""
+    """An instance without __init__ says AttributeError, as upstream's would, and not
+    RecursionError.
+    """
     bare = OurPassthrough.__new__(OurPassthrough)
     with pytest.raises(AttributeError):
         _ = bare.module
@@ -285,10 +301,14 @@ def test_getattr_passthrough_before_module_is_set() -> None:
 
 
 def test_isinstance_and_unwrapping() -> None:
-    """accelerate's loop, ultralytics' de_parallel, timm's and MONAI's questions all find the live master."""
+    """accelerate's loop, ultralytics' de_parallel, timm's and MONAI's questions all find the live
+    master.
+    """
     module = net()
     model: Any = DataParallel(module, TWO)
-    assert isinstance(model, torch.nn.DataParallel) and isinstance(model, torch.nn.parallel.DataParallel)
+    assert isinstance(model, torch.nn.DataParallel) and isinstance(
+        model, torch.nn.parallel.DataParallel
+    )
     unwrapped = model
     while isinstance(unwrapped, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         unwrapped = unwrapped.module
@@ -305,14 +325,18 @@ def test_timm_keyword_ids() -> None:
 
 
 def test_transformers_n_gpu_loop() -> None:
-    """Expanded scalars in, one loss per replica out, ``loss.mean()`` or a sum over tokens: gradients are upstream's."""
+    """Expanded scalars in, one loss per replica out, ``loss.mean()`` or a sum over tokens:
+    gradients are upstream's.
+    """
     results = []
     for wrap, n_gpu in zip(WRAPS, (2, 2), strict=True):
         model = wrap(LossModel(net()))
         x, y = data(6)
         items = torch.tensor(6).unsqueeze(0).expand(n_gpu, -1)
         with pytest.warns(UserWarning, match="all input tensors were scalars"):
-            outputs = model(input=x, labels=y, num_items_in_batch=items.reshape(n_gpu), return_dict=True)
+            outputs = model(
+                input=x, labels=y, num_items_in_batch=items.reshape(n_gpu), return_dict=True
+            )
         loss = outputs["loss"].sum()
         (loss + outputs["loss"].mean() * 0.5).backward()
         results.append((model, outputs))
@@ -335,7 +359,11 @@ class LossModel(nn.Module):
         self.model = module
 
     def forward(
-        self, input: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor, return_dict: bool = False
+        self,
+        input: torch.Tensor,
+        labels: torch.Tensor,
+        num_items_in_batch: torch.Tensor,
+        return_dict: bool = False,
     ) -> Any:
         logits = self.model(input)
         loss = nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch[0]
@@ -387,7 +415,9 @@ class MeanLoss(nn.Module):
 
 
 def test_imagenet_wraps_features() -> None:
-    """``model.features = DataParallel(model.features)``; the rest stays in the driver; names are checkpoints' names."""
+    """``model.features = DataParallel(model.features)``; the rest stays in the driver; names are
+    checkpoints' names.
+    """
     models = []
     for wrap in WRAPS:
         model = net()
@@ -466,7 +496,9 @@ class Resettable(Net):
 
 
 def test_fastai_wraps_each_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrap, patch ``reset`` onto upstream's class, fit, unwrap, three times; then the module is itself again."""
+    """Wrap, patch ``reset`` onto upstream's class, fit, unwrap, three times; then the module is
+    itself again.
+    """
 
     def reset(self: Any) -> None:
         if hasattr(self.module, "reset"):
@@ -496,7 +528,9 @@ def de_parallel(model: Any) -> Any:
 
 @pytest.mark.parametrize("unwrap", [True, False])
 def test_ema_of_a_copy(unwrap: bool) -> None:
-    """``deepcopy(de_parallel(model))`` or ``deepcopy(model)``, updated after each step, used to predict."""
+    """``deepcopy(de_parallel(model))`` or ``deepcopy(model)``, updated after each step, used to
+    predict.
+    """
     averages = []
     for wrap in WRAPS:
         model = wrap(net())
@@ -521,14 +555,18 @@ def test_ema_of_a_copy(unwrap: bool) -> None:
 
 
 def meta_parallel(base: Any, scatter_kwargs: Any) -> Any:
-    """After torchmeta's DataParallel: `scatter` takes ``params`` out, and gives all of them to each replica."""
+    """After torchmeta's DataParallel: `scatter` takes ``params`` out, and gives all of them to each
+    replica.
+    """
 
     class MetaParallel(base):  # type: ignore[misc]
         def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
             kwargs = dict(kwargs)
             params = kwargs.pop("params", None)
             inputs, kwargs = scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
-            kwargs = tuple(dict(params=params, **(kwargs[i] if kwargs else {})) for i in range(len(inputs)))
+            kwargs = tuple(
+                dict(params=params, **(kwargs[i] if kwargs else {})) for i in range(len(inputs))
+            )
             return inputs, kwargs
 
     return MetaParallel
@@ -546,7 +584,9 @@ class Functional(nn.Module):
 
 
 def test_torchmeta_parameters_as_an_argument() -> None:
-    """Adapted weights that hang on the master's: gradients flow through the argument, second order included."""
+    """Adapted weights that hang on the master's: gradients flow through the argument, second order
+    included.
+    """
     results = []
     for name, (base, ids) in BASES.items():
         scatter_kwargs = raydp_parallel.scatter_kwargs if name == "ours" else oracle.scatter_kwargs
@@ -572,6 +612,16 @@ def test_wrapping_by_keywords() -> None:
 
 
 def test_names_for_import() -> None:
-    """Upstream's functions are there under their names, to be imported instead of torch.nn.parallel's."""
-    for name in ("DataParallel", "data_parallel", "replicate", "scatter", "scatter_kwargs", "parallel_apply", "gather"):
+    """Upstream's functions are there under their names, to be imported instead of
+    torch.nn.parallel's.
+    """
+    for name in (
+        "DataParallel",
+        "data_parallel",
+        "replicate",
+        "scatter",
+        "scatter_kwargs",
+        "parallel_apply",
+        "gather",
+    ):
         assert callable(getattr(raydp_parallel, name)) and name in raydp_parallel.__all__

@@ -1,4 +1,6 @@
-"""Progress for people: drawn over where that works, a few lines elsewhere, nothing about short waits."""
+"""Progress for people: drawn over where that works, a few lines elsewhere, nothing about short
+waits.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def test_a_short_wait_is_not_worth_a_word(caplog: pytest.LogCaptureFixture) -> N
     assert not stream.getvalue() and not caplog.text
 
 
-def test_a_long_wait_says_what_for(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_wait_says_what_for(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a terminal each second, in the log now and then, and the line is gone at the end."""
     caplog.set_level(logging.INFO, "raydp_parallel")
     times = iter([0.0, 3.0, 4.0, 14.0])

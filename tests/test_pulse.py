@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from raydp_parallel import dial, line, pulse
+from raydp_parallel.transport import direct_connection, handshake, process_end
 
 HOLDER = """
 import os, sys, time
@@ -34,11 +34,11 @@ line.serve(found[1], answer)
 
 
 @contextmanager
-def holder() -> Iterator[tuple[line.Line, subprocess.Popen[str], int]]:
+def holder() -> Iterator[tuple[direct_connection.Connection, subprocess.Popen[str], int]]:
     """A line to a process with a child, which keeps the process's side of the line open."""
     process = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    caller = line.Line(process.stdout.readline().strip(), list)
+    caller = direct_connection.Connection(process.stdout.readline().strip(), list)
     caller.send(1, [b"first"])
     child = int(process.stdout.readline())
     try:
@@ -57,12 +57,14 @@ def waiting() -> list[threading.Thread]:
 
 
 def test_a_death_cuts_the_line_though_its_socket_is_open() -> None:
-    """A child of the replica's keeps the socket open; without the pulse nobody would ever hear of the death."""
+    """A child of the replica's keeps the socket open; without the pulse nobody would ever hear of
+    the death.
+    """
     with holder() as (caller, process, _):
         assert bytes(caller.receive(1, 10)[0]) == b"first"
         caller.send(2, [b"never answered"])
         process.kill()
-        with pytest.raises(line.LineCut):
+        with pytest.raises(direct_connection.LineCut):
             caller.receive(2, 60)
 
 
@@ -77,17 +79,19 @@ def test_what_was_sent_before_the_death_is_read() -> None:
         new.join(60)
         assert not new.is_alive()
         assert bytes(caller.receive(1, 10)[0]) == b"first"
-        with pytest.raises(line.LineCut):
+        with pytest.raises(direct_connection.LineCut):
             caller.receive(2, 60)
 
 
-def served(answer: Callable[[int, list[Any]], Sequence[Any]]) -> tuple[line.Line, threading.Thread]:
+def served(
+    answer: Callable[[int, list[Any]], Sequence[Any]],
+) -> tuple[direct_connection.Connection, threading.Thread]:
     """A line to a thread of this process."""
-    found = dial.listen()
+    found = handshake.listen()
     assert found is not None
-    thread = threading.Thread(target=line.serve, args=(found[1], answer), daemon=True)
+    thread = threading.Thread(target=direct_connection.serve, args=(found[1], answer), daemon=True)
     thread.start()
-    return line.Line(found[0], list), thread
+    return direct_connection.Connection(found[0], list), thread
 
 
 def test_hanging_up_ends_who_waits() -> None:
@@ -102,9 +106,11 @@ def test_hanging_up_ends_who_waits() -> None:
 
 
 def test_without_such_a_lock_the_socket_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are no robust locks the line works, and its end is seen when the socket closes."""
+    """Where there are no robust locks the line works, and its end is seen when the socket
+    closes.
+    """
     monkeypatch.delattr(os, "memfd_create")
-    assert pulse.make() is None
+    assert process_end.make() is None
     before = set(waiting())
 
     def answer(number: int, buffers: list[Any]) -> Sequence[Any]:
@@ -117,7 +123,7 @@ def test_without_such_a_lock_the_socket_tells(monkeypatch: pytest.MonkeyPatch) -
     caller.send(1, [b"first"])
     assert bytes(caller.receive(1, 10)[0]) == b"first"
     caller.send(2, [b""])
-    with pytest.raises(line.LineCut):
+    with pytest.raises(direct_connection.LineCut):
         caller.receive(2, 10)
     caller.close()
     thread.join(10)
@@ -126,18 +132,23 @@ def test_without_such_a_lock_the_socket_tells(monkeypatch: pytest.MonkeyPatch) -
 def test_who_answers_the_call_with_silence_is_no_line() -> None:
     """A process that was stopped before it greeted is not waited for without end."""
     address = f"\0raydp-parallel-silent-{os.getpid()}"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dial, "_GREETING", 0.05)
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(handshake, "_GREETING", 0.05)
         silent.bind(address)
         silent.listen(1)
         with pytest.raises(OSError, match="timed out"):
-            line.Line(f"{address[1:]} secret", list)
+            direct_connection.Connection(f"{address[1:]} secret", list)
 
 
 def test_a_lock_that_does_not_get_through(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other side has no file left for it: there is a line, and its socket tells."""
     receive = socket.recv_fds
-    monkeypatch.setattr(socket, "recv_fds", lambda *arguments: (receive(*arguments)[0], [], 0, None))
+    monkeypatch.setattr(
+        socket, "recv_fds", lambda *arguments: (receive(*arguments)[0], [], 0, None)
+    )
     before = set(waiting())
     caller, thread = served(lambda number, buffers: buffers)
     assert set(waiting()) == before
@@ -150,16 +161,24 @@ def test_a_lock_that_does_not_get_through(monkeypatch: pytest.MonkeyPatch) -> No
 def test_who_hangs_up_at_once_is_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a process that cannot map the lock does."""
 
-    def full(_file: int) -> pulse.Pulse:
+    def full(_file: int) -> process_end.Pulse:
         raise OSError("no memory")
 
-    found = dial.listen()
+    found = handshake.listen()
     assert found is not None
-    thread = threading.Thread(target=line.serve, args=(found[1], lambda number, buffers: buffers), daemon=True)
-    make = pulse.Pulse
+    thread = threading.Thread(
+        target=direct_connection.serve,
+        args=(found[1], lambda number, buffers: buffers),
+        daemon=True,
+    )
+    make = process_end.Pulse
     mine = threading.current_thread()
-    monkeypatch.setattr(pulse, "Pulse", lambda file: make(file) if threading.current_thread() is mine else full(file))
+    monkeypatch.setattr(
+        process_end,
+        "Pulse",
+        lambda file: make(file) if threading.current_thread() is mine else full(file),
+    )
     thread.start()
-    with pytest.raises(line.LineCut):
-        line.Line(found[0], list)
+    with pytest.raises(direct_connection.LineCut):
+        direct_connection.Connection(found[0], list)
     thread.join(10)

@@ -1,4 +1,6 @@
-"""Replicas that cannot be called directly, or whose memory cannot be shared: calls go through Ray, and are right."""
+"""Replicas that cannot be called directly, or whose memory cannot be shared: calls go through Ray,
+and are right.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ import torch
 from mortal import Mortal, arm, armed, rows
 from torch import Tensor, nn
 
-from raydp_parallel import DataParallel, Executor, Options, PlacementError, actor, cluster, line, links
+from raydp_parallel import DataParallel, Executor, Options, PlacementError, cluster
+from raydp_parallel.replica import actor
+from raydp_parallel.transport import direct_connection, links
 
 pytestmark = pytest.mark.usefixtures("cluster")
 TWO = ["cpu", "cpu"]
@@ -24,13 +28,19 @@ class Wide(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(6, 6000), nn.BatchNorm1d(6000), nn.Linear(6000, 3)
+        self.first, self.norm, self.last = (
+            nn.Linear(6, 6000),
+            nn.BatchNorm1d(6000),
+            nn.Linear(6000, 3),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(torch.dropout(self.norm(self.first(x)), 0.3, self.training))
 
 
-def train(executor: Executor, folder: Path, before: dict[int, Callable[[], object]] | None = None) -> list[Tensor]:
+def train(
+    executor: Executor, folder: Path, before: dict[int, Callable[[], object]] | None = None
+) -> list[Tensor]:
     """Three steps, with an edit that moves no version; losses and the final state."""
     torch.manual_seed(5)
     model = DataParallel(Mortal(Wide(), folder), executor=executor)
@@ -55,27 +65,29 @@ def expected(chunks: int, folder: Path) -> list[Tensor]:
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:
     """To the bit."""
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(
+        torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, error: OSError, which: Collection[int]) -> list[str]:
     """Let the lines with these numbers fail; the addresses that were called."""
     called: list[str] = []
 
-    def open_line(address: str, *arguments: Any) -> line.Line:
+    def open_line(address: str, *arguments: Any) -> direct_connection.Connection:
         called.append(address)
         if len(called) - 1 in which:
             raise error
-        return line.Line(address, *arguments)
+        return direct_connection.Connection(address, *arguments)
 
-    monkeypatch.setattr(cluster.door, "Line", open_line)
+    monkeypatch.setattr(cluster.client, "Line", open_line)
     return called
 
 
 @pytest.mark.parametrize(
     ("error", "which", "tried"),
     [
-        (line.LineCut("the other end hung up at once"), [1], 2),
+        (direct_connection.LineCut("the other end hung up at once"), [1], 2),
         (TimeoutError("no greeting"), [0], 1),
     ],
     ids=["one is refused", "a greeting is late"],
@@ -98,9 +110,13 @@ def test_replicas_of_this_node_without_a_line(
 
 
 def test_successors_without_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """All die in a forward that was made for replicas that see the weights; who takes over sees none of them."""
+    """All die in a forward that was made for replicas that see the weights; who takes over sees
+    none of them.
+    """
     with Executor(TWO) as executor:
-        called = refuse(monkeypatch, line.LineCut("the other end hung up at once"), range(9))
+        called = refuse(
+            monkeypatch, direct_connection.LineCut("the other end hung up at once"), range(9)
+        )
 
         def die() -> None:
             arm(tmp_path, "forward 0", "forward 1")
@@ -109,7 +125,9 @@ def test_successors_without_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         assert armed(tmp_path) == [] and called and executor.stats().deaths == 2
 
 
-def test_memory_that_a_filter_of_system_calls_refuses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_memory_that_a_filter_of_system_calls_refuses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """As in a container: what is sent is copied; a replica whose filter refuses says so."""
 
     def refused(*_: object) -> int:
@@ -117,7 +135,7 @@ def test_memory_that_a_filter_of_system_calls_refuses(monkeypatch: pytest.Monkey
 
     probe, shown = actor.sample(links.Arena())
     monkeypatch.setattr(os, "memfd_create", refused)
-    assert actor.Door("cpu", links.link_for("auto")).share(probe.descriptor, shown) is None
+    assert actor.ReplicaServer("cpu", links.link_for("auto")).share(probe.descriptor, shown) is None
     with Executor(TWO) as executor:
         assert same(train(executor, tmp_path), expected(2, tmp_path))
     with pytest.raises(PlacementError, match="link='shared'"):

@@ -1,4 +1,6 @@
-"""Row B10: what a checkpoint inside the module finds when it runs again in backward is what upstream's finds."""
+"""Row B10: what a checkpoint inside the module finds when it runs again in backward is what
+upstream's finds.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +47,16 @@ def spectral_norm() -> nn.Module:
 
 
 def remade() -> nn.Module:
-    """Beside a parametrized layer, for which the replica makes its module anew where a tensor is to be another."""
+    """Beside a parametrized layer, for which the replica makes its module anew where a tensor is to
+    be another.
+    """
     return nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)), Drifting())
 
 
 class Checkpointed(nn.Module):
-    """Runs its block again in backward; by a method of its own too, so that no module's call tells of it."""
+    """Runs its block again in backward; by a method of its own too, so that no module's call tells
+    of it.
+    """
 
     def __init__(self, block: nn.Module, reentrant: bool, bare: bool = False) -> None:
         super().__init__()
@@ -96,7 +102,9 @@ def compare(net: nn.Module, devices: int, use: Callable[[nn.Module], Any]) -> No
 def test_B10_forwards_before_backwards(
     make: Callable[[], nn.Module], devices: int, reentrant: bool, order: tuple[int, ...]
 ) -> None:
-    """Chunk 0 finds the master's buffers of today, another chunk those that its own forward left."""
+    """Chunk 0 finds the master's buffers of today, another chunk those that its own forward
+    left.
+    """
     compare(Checkpointed(make(), reentrant), devices, lambda model: steps(model, order))
 
 
@@ -110,8 +118,12 @@ def test_B10_two_forwards_and_one_backward(make: Callable[[], nn.Module], reentr
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("devices", [1, 2])
 def test_B10_a_function_runs_again(devices: int, reentrant: bool) -> None:
-    """What runs again need not be a module: a method finds the same buffers, and what it writes is kept."""
-    compare(Checkpointed(Drifting(), reentrant, bare=True), devices, lambda model: steps(model, (1, 0)))
+    """What runs again need not be a module: a method finds the same buffers, and what it writes is
+    kept.
+    """
+    compare(
+        Checkpointed(Drifting(), reentrant, bare=True), devices, lambda model: steps(model, (1, 0))
+    )
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

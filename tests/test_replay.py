@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from raydp_parallel import codec, context, replay
+from raydp_parallel.calls import replay
+from raydp_parallel.devices import ambient_state
 from raydp_parallel.errors import StateChanged
-from raydp_parallel.links import INLINE_LIMIT, InlineLink, Mail
-from raydp_parallel.messages import ForwardRequest, Parcel, StateUpdate
+from raydp_parallel.transport import codec
+from raydp_parallel.transport.links import INLINE_LIMIT, Attachments, InlineLink
+from raydp_parallel.transport.messages import ForwardRequest, Parcel, StateUpdate
 
 SMALL, LARGE = 4, INLINE_LIMIT // 4 + 1
 """Floats whose bytes a recipe may keep, and floats whose bytes it may not."""
@@ -20,14 +22,28 @@ SMALL, LARGE = 4, INLINE_LIMIT // 4 + 1
 
 def parcel_of(tensor: Tensor) -> Parcel:
     """A parcel whose bytes lie in the message, however many."""
-    return codec.encode((tensor,), Mail(InlineLink()), "inputs")[0]
+    return codec.encode((tensor,), Attachments(InlineLink()), "inputs")[0]
 
 
 def request_of(inputs: Parcel, update: StateUpdate | None = None) -> ForwardRequest:
     """A forward's message."""
     return ForwardRequest(
-        1, update, 5, 0, None, inputs, context.capture(), 1, 1, True, (), False, False, (), None
-    )  # fmt: skip
+        1,
+        update,
+        5,
+        0,
+        None,
+        inputs,
+        ambient_state.capture(),
+        1,
+        1,
+        True,
+        (),
+        False,
+        False,
+        (),
+        None,
+    )
 
 
 @pytest.mark.parametrize(("size", "held"), [(SMALL, True), (LARGE, False)])
@@ -51,19 +67,23 @@ def test_a_recipe_holds_nothing_of_an_update() -> None:
     anything: Any = nowhere
     parcel = parcel_of(tensor)
     kept = replay.keep(parcel, [tensor], "arguments")
-    recipe = replay.forward(request_of(parcel, update), kept, anything, anything, (anything, anything))
+    recipe = replay.forward(
+        request_of(parcel, update), kept, anything, anything, (anything, anything)
+    )
     assert sys.getrefcount(update) == nobody
     del recipe
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_what_is_kept_is_sent_again_as_it_was(size: int) -> None:
-    """Not if somebody wrote to it since: a different graph in silence would be worse than an error."""
+    """Not if somebody wrote to it since: a different graph in silence would be worse than
+    an error.
+    """
     tensor = torch.arange(float(size))
     kept = replay.keep(parcel_of(tensor), [tensor], "arguments")
-    mail = Mail(InlineLink())
-    (found,) = codec.decode(kept.again(mail), mail, torch.device("cpu"))[0]
+    attachments = Attachments(InlineLink())
+    (found,) = codec.decode(kept.again(attachments), attachments, torch.device("cpu"))[0]
     assert torch.equal(found, tensor)
     tensor.add_(1)
     with pytest.raises(StateChanged, match="arguments were written to since the forward"):
-        kept.again(mail)
+        kept.again(attachments)

@@ -1,4 +1,4 @@
-"""One replica, spoken to directly: no door, no executor, no Ray."""
+"""One replica, spoken to directly: no client, no executor, no Ray."""
 
 from __future__ import annotations
 
@@ -13,10 +13,20 @@ from harness import raised
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from raydp_parallel import GraphLost, ReplicaExit, codec, context, engine, outcome, replica
-from raydp_parallel.links import InlineLink, Mail
-from raydp_parallel.messages import Arguments, BackwardRequest, Forget, ForwardRequest, Produced, Reply
-from raydp_parallel.snapshot.master import Master
+from raydp_parallel import GraphLost, ReplicaExit
+from raydp_parallel.devices import ambient_state
+from raydp_parallel.replica import autograd_engine, exceptions, replica
+from raydp_parallel.state.tracker import ModuleTracker
+from raydp_parallel.transport import codec
+from raydp_parallel.transport.links import Attachments, InlineLink
+from raydp_parallel.transport.messages import (
+    Arguments,
+    BackwardRequest,
+    Forget,
+    ForwardRequest,
+    Produced,
+    Reply,
+)
 
 CPU = torch.device("cpu")
 _keys = itertools.count(1)
@@ -33,7 +43,7 @@ class Driver:
     """The least that a driver does: one master copy, one replica."""
 
     def __init__(self, module: nn.Module, far: replica.Replica | None = None) -> None:
-        self.master = Master(module, InlineLink())
+        self.tracker = ModuleTracker(module, InlineLink())
         self.replica = far or replica.Replica(CPU)
         self.held = 0
 
@@ -41,23 +51,23 @@ class Driver:
         self, *args: Any, graph: bool = True, forget: Forget | None = None, **changes: Any
     ) -> tuple[Any, Reply]:
         """Run one chunk; returns its output and the reply."""
-        self.master.sync()
-        mail = Mail(InlineLink())
-        update = self.master.update_from(self.held)
-        parcel, _ = codec.encode(Arguments(args, {}), mail, "", requires_grad=graph)
+        self.tracker.sync()
+        attachments = Attachments(InlineLink())
+        update = self.tracker.update_from(self.held)
+        parcel, _ = codec.encode(Arguments(args, {}), attachments, "", requires_grad=graph)
         request = FORWARD._replace(
-            model=self.master.id,
-            update=update.placed(mail) if update is not None else None,
+            model=self.tracker.id,
+            update=update.placed(attachments) if update is not None else None,
             graph=next(_keys) if graph else None,
             inputs=parcel,
-            context=context.capture(),
+            context=ambient_state.capture(),
             forget=forget,
         )._replace(**changes)
         self.key = request.graph or 0
-        back = Mail(InlineLink())
-        reply = self.replica.forward(request, mail, back)
+        back = Attachments(InlineLink())
+        reply = self.replica.forward(request, attachments, back)
         self.held = reply.revision
-        self.master.verify()
+        self.tracker.verify()
         if reply.value is None:
             return None, reply
         value = codec.decode(reply.value, back, CPU)[0]
@@ -65,25 +75,29 @@ class Driver:
 
     def backward(self, *grads: Tensor, **changes: Any) -> tuple[Any, Reply]:
         """Differentiate the last forward's graph."""
-        mail, back = Mail(InlineLink()), Mail(InlineLink())
-        parcel, _ = codec.encode(tuple(grads), mail, "")
-        leaves = self.replica._graphs[self.key].leaves[self.key] if self.key in self.replica._graphs else ()
+        attachments, back = Attachments(InlineLink()), Attachments(InlineLink())
+        parcel, _ = codec.encode(tuple(grads), attachments, "")
+        leaves = (
+            self.replica._graphs[self.key].leaves[self.key]
+            if self.key in self.replica._graphs
+            else ()
+        )
         request = BACKWARD._replace(
-            model=self.master.id,
+            model=self.tracker.id,
             graph=self.key,
             outputs=((self.key, tuple(range(len(grads)))),),
             grads=parcel,
             needed=(True,) * len(leaves),
-            context=context.capture(),
+            context=ambient_state.capture(),
         )._replace(**changes)
-        reply = self.replica.backward(request, mail, back)
+        reply = self.replica.backward(request, attachments, back)
         return (None if reply.value is None else codec.decode(reply.value, back, CPU)[0]), reply
 
 
 def failed(reply: Reply) -> BaseException:
     """What a reply's failure is raised as."""
     assert reply.failure is not None
-    return raised(lambda: outcome.reraise(reply.failure, "replica 0"))  # type: ignore[arg-type]
+    return raised(lambda: exceptions.reraise(reply.failure, "replica 0"))  # type: ignore[arg-type]
 
 
 class Square(nn.Module):
@@ -112,7 +126,9 @@ def written_number(reply: Reply) -> float:
 
 
 def test_forward_gives_the_output_and_what_was_written() -> None:
-    """The buffer's new contents come back; the replica's next forward starts from the master's again."""
+    """The buffer's new contents come back; the replica's next forward starts from the master's
+    again.
+    """
     driver = Driver(Square())
     (first, _), reply = driver.forward(X)
     assert torch.equal(first, torch.tensor([4.0, 36.0]))
@@ -120,7 +136,7 @@ def test_forward_gives_the_output_and_what_was_written() -> None:
     assert written_number(reply) == 1
     _, reply = driver.forward(X)
     assert written_number(reply) == 1
-    assert reply.revision == driver.master.revision
+    assert reply.revision == driver.tracker.revision
     assert reply.seconds > 0
 
 
@@ -209,7 +225,9 @@ def test_a_graph_that_was_let_go_is_told_so() -> None:
 
 
 def test_a_derived_graph_can_be_differentiated() -> None:
-    """Second order: by the incoming gradients, and, with what its graph's own outputs received, by the old leaves."""
+    """Second order: by the incoming gradients, and, with what its graph's own outputs received, by
+    the old leaves.
+    """
     module = Square()
     driver = Driver(module)
     x = X.clone().requires_grad_()
@@ -221,10 +239,14 @@ def test_a_derived_graph_can_be_differentiated() -> None:
     assert all(t.requires_grad for t in first)
     assert driver.replica.holdings() == (1, 2)
     outputs = (key, (1,))
-    (by_incoming,), reply = driver.backward(torch.ones(2), graph=key, outputs=(outputs,), needed=(True,), keep=True)
+    (by_incoming,), reply = driver.backward(
+        torch.ones(2), graph=key, outputs=(outputs,), needed=(True,), keep=True
+    )
     assert reply.failure is None
     both = outputs, (driver.key, (0,))
-    second, reply = driver.backward(torch.ones(2), torch.ones(2), outputs=both, needed=(True, True), keep=True)
+    second, reply = driver.backward(
+        torch.ones(2), torch.ones(2), outputs=both, needed=(True, True), keep=True
+    )
     assert reply.failure is None
     y, _ = module(x)
     (g,) = torch.autograd.grad(y, x, incoming, create_graph=True)
@@ -239,7 +261,7 @@ def test_what_is_forgotten_rides_on_a_call() -> None:
     one.forward(X)
     other.forward(X)
     assert far.holdings() == (2, 2)
-    other.forward(X, forget=Forget((one.key, other.key), (one.master.id,)))
+    other.forward(X, forget=Forget((one.key, other.key), (one.tracker.id,)))
     assert far.holdings() == (1, 1)
     far.forget(Forget((404,), (404,)))
     far.forget(None)
@@ -269,7 +291,7 @@ def test_A7_a_replica_outlives_whatever_its_module_raises(error: BaseException) 
     assert value is None
     assert reply.written is not None
     assert [w.text for w in reply.warnings] == ["before the end"]
-    assert reply.revision == driver.master.revision
+    assert reply.revision == driver.tracker.revision
     expected = type(error) if isinstance(error, Exception) else ReplicaExit
     assert type(failed(reply)) is expected
     _, reply = driver.forward(X)
@@ -295,9 +317,9 @@ def test_a_state_that_cannot_be_adopted_is_forgotten() -> None:
     """Half adopted is worse than absent: the revision says that everything has to be sent again."""
     driver = Driver(Square())
     driver.forward(X)
-    driver.master.module.weight = nn.Parameter(torch.ones(2))
-    driver.master.sync()
-    update = driver.master.update_from(driver.held)
+    driver.tracker.module.weight = nn.Parameter(torch.ones(2))
+    driver.tracker.sync()
+    update = driver.tracker.update_from(driver.held)
     assert update is not None
     broken = update.message._replace(structure=b"not a pickle")
     _, reply = driver.forward(X, update=broken)
@@ -328,7 +350,9 @@ def test_a_module_runs_in_the_callers_context() -> None:
 def test_A10_random_numbers_follow_seed_and_chunk() -> None:
     """The same on any replica, however often it ran before."""
     driver, other = Driver(Looks()), Driver(Looks())
-    numbers = [driver.forward(X, seed=s, chunk=c)[0][2] for s, c in ((1, 0), (1, 1), (2, 0), (1, 0))]
+    numbers = [
+        driver.forward(X, seed=s, chunk=c)[0][2] for s, c in ((1, 0), (1, 1), (2, 0), (1, 0))
+    ]
     assert torch.equal(numbers[0], numbers[3])
     assert not torch.equal(numbers[0], numbers[1])
     assert not torch.equal(numbers[0], numbers[2])
@@ -369,7 +393,9 @@ class Checkpointed(nn.Module):
 
 
 def test_B10_what_a_checkpoint_writes_in_backward_is_reported() -> None:
-    """Batch norm's statistics move twice, in forward and in backward, as they do in a plain module."""
+    """Batch norm's statistics move twice, in forward and in backward, as they do in a plain
+    module.
+    """
     driver = Driver(Checkpointed())
     x = torch.randn(4, 2, requires_grad=True)
     _, reply = driver.forward(x)
@@ -384,7 +410,7 @@ def test_B11_a_version_that_moved_in_the_driver_is_found_in_backward() -> None:
     """Torch's own check fires for what the driver did to its copy since the forward."""
     driver = Driver(Square())
     driver.forward(X.clone().requires_grad_())
-    slot = driver.master._contents.slots[0]
+    slot = driver.tracker._contents.slots[0]
     _, reply = driver.backward(torch.ones(2), bumped=(slot,))
     assert "modified by an inplace operation" in str(failed(reply))
 
@@ -392,6 +418,6 @@ def test_B11_a_version_that_moved_in_the_driver_is_found_in_backward() -> None:
 def test_the_leaves_that_outputs_depend_on() -> None:
     """What the driver asks of leaves that it computed itself."""
     a, b, c = (torch.ones(2, requires_grad=True) for _ in range(3))
-    assert engine.reachable([a * b, c.detach()]) >= {id(a), id(b)}
-    assert id(c) not in engine.reachable([a * b, c.detach()])
-    assert id(c) in engine.reachable([c])
+    assert autograd_engine.reachable([a * b, c.detach()]) >= {id(a), id(b)}
+    assert id(c) not in autograd_engine.reachable([a * b, c.detach()])
+    assert id(c) in autograd_engine.reachable([c])

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from looking import report
 
-from raydp_parallel import reporter
-from raydp_parallel.reporter import Moment, Report, Reporter
+from raydp_parallel.monitoring import reporter
+from raydp_parallel.monitoring.reporter import Report, ReportedMoment, Reporter
 
 
 class Listener:
@@ -39,7 +39,7 @@ class Broken:
         raise OSError("disk full")
 
 
-def look(history: Sequence[Moment], last: bool) -> Report:
+def look(history: Sequence[ReportedMoment], last: bool) -> Report:
     """A report with the history it was given."""
     return report(history=history, last=last)
 
@@ -64,7 +64,7 @@ def test_it_tells_again_and_again_and_a_last_time() -> None:
 def test_it_ends_with_whom_it_reports_on() -> None:
     asked: list[Any] = []
 
-    def gone(history: Sequence[Moment], last: bool) -> None:
+    def gone(history: Sequence[ReportedMoment], last: bool) -> None:
         asked.append(last)
 
     told = Reporter(gone, [])
@@ -77,7 +77,7 @@ def test_who_is_gone_without_a_word_is_reported_on_a_last_time() -> None:
     """So that an executor that was dropped and never closed leaves no entry."""
     listener = Listener()
 
-    def soon_gone(history: Sequence[Moment], last: bool) -> Report | None:
+    def soon_gone(history: Sequence[ReportedMoment], last: bool) -> Report | None:
         return look(history, last) if len(listener.heard) < 2 else None
 
     told = Reporter(soon_gone, [listener])
@@ -86,7 +86,9 @@ def test_who_is_gone_without_a_word_is_reported_on_a_last_time() -> None:
     assert [found.last for found in listener.heard] == [False, False, True]
 
 
-def test_a_sink_that_fails_is_left_out_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sink_that_fails_is_left_out_and_the_others_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     listener = Listener()
     told = Reporter(look, [Broken(), listener])
     assert listener.twice.wait(10)
@@ -97,7 +99,7 @@ def test_a_sink_that_fails_is_left_out_and_the_others_go_on(caplog: pytest.LogCa
 STUCK = """
 import threading
 from looking import report
-from raydp_parallel.reporter import Reporter
+from raydp_parallel.monitoring.reporter import Reporter
 
 class Stuck:
     def take(self, report):
@@ -110,10 +112,19 @@ told = Reporter(lambda history, last: report(history=history, last=last), [Stuck
 
 
 def test_a_program_ends_though_its_last_report_does_not_get_through() -> None:
-    """Where the cluster's head is gone, Ray waits for it for a minute, and then ends the process with status 1."""
+    """Where the cluster's head is gone, Ray waits for it for a minute, and then ends the process
+    with status 1.
+    """
     here = Path(__file__).parent
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parent)])}
     done = subprocess.run(
-        [sys.executable, "-c", STUCK], env=env, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-c", STUCK],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
-    assert done.returncode == 0 and done.stdout.split("\n").count("the last one") == 1, done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.split("\n").count("the last one") == 1, (
+        done.stdout + done.stderr
+    )

@@ -1,4 +1,6 @@
-"""What happens around the start of a new replica, with replicas in this process: who waits, who leaves, who counts."""
+"""What happens around the start of a new replica, with replicas in this process: who waits, who
+leaves, who counts.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,26 @@ import torch
 from harness import raised
 from torch import nn
 
-from raydp_parallel import ClusterError, DataParallel, Executor, ExecutorClosed, Options, ReplicaDied, roster
-from raydp_parallel.crew import Death, Place, Task
+from raydp_parallel import (
+    ClusterError,
+    DataParallel,
+    Executor,
+    ExecutorClosed,
+    Options,
+    ReplicaDied,
+)
+from raydp_parallel.cluster import replica_set
+from raydp_parallel.cluster.backend import Death, DevicePlace, TaskLabel
+from raydp_parallel.cluster.in_process import Answered, InProcessBackend
+from raydp_parallel.devices.ranges import Attachment
+from raydp_parallel.devices.specs import ReplicaHello
 from raydp_parallel.errors import PlacementError
-from raydp_parallel.links import Packet
-from raydp_parallel.local import Answered, LocalCrew
-from raydp_parallel.messages import Hello
 
 PLACES = ["cpu", "cpu"]
 X = torch.ones(4, 4)
 
 
-class MortalCrew(LocalCrew):
+class MortalCrew(InProcessBackend):
     """Replicas that can die, and starts that can be held."""
 
     def __init__(self, options: Options) -> None:
@@ -37,8 +47,8 @@ class MortalCrew(LocalCrew):
         return not self.left
 
     def start(
-        self, places: Sequence[Place], cancelled: Callable[[], bool] | None = None
-    ) -> dict[Place, tuple[Any, Hello]]:
+        self, places: Sequence[DevicePlace], cancelled: Callable[[], bool] | None = None
+    ) -> dict[DevicePlace, tuple[Any, ReplicaHello]]:
         while self.holds:
             self.held.set()
             time.sleep(0.005)
@@ -47,91 +57,104 @@ class MortalCrew(LocalCrew):
         return super().start(places)
 
     def submit(
-        self, door: Any, method: str, header: bytes, beside: Sequence[Packet], task: Task | None = None
+        self,
+        client: Any,
+        method: str,
+        header: bytes,
+        beside: Sequence[Attachment],
+        task: TaskLabel | None = None,
     ) -> Answered:
-        return Answered(Death("killed")) if door in self.dead else super().submit(door, method, header, beside, task)
+        return (
+            Answered(Death("killed"))
+            if client in self.dead
+            else super().submit(client, method, header, beside, task)
+        )
 
-    def stop(self, doors: Sequence[Any]) -> None:
-        self.stopped += doors
+    def stop(self, clients: Sequence[Any]) -> None:
+        self.stopped += clients
 
 
 def make(**options: Any) -> tuple[Executor, MortalCrew, Any]:
-    """An executor, its crew and a model."""
+    """An executor, its backend and a model."""
     executor = Executor(PLACES, options=Options(in_process=True, **options))
-    crew: Any = executor._roster.crew
-    return executor, crew, DataParallel(nn.Linear(4, 2), executor=executor)
+    backend: Any = executor._replica_set.backend
+    return executor, backend, DataParallel(nn.Linear(4, 2), executor=executor)
 
 
-def doors(executor: Executor) -> list[Any]:
+def clients(executor: Executor) -> list[Any]:
     """What calls to its replicas go through."""
-    return [seat.door for seat in executor._roster.seats.values()]
+    return [slot.client for slot in executor._replica_set.slots.values()]
 
 
 @pytest.fixture(autouse=True)
 def mortal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Crews of this file."""
-    monkeypatch.setattr(roster, "LocalCrew", MortalCrew)
+    monkeypatch.setattr(replica_set, "InProcessBackend", MortalCrew)
     yield
 
 
 def test_close_does_not_wait_for_a_call_that_waits_for_a_replica() -> None:
-    """All are dead, the next is on its way, and a thread holds the lock meanwhile: it hears of the end at once."""
-    executor, crew, model = make()
+    """All are dead, the next is on its way, and a thread holds the lock meanwhile: it hears of the
+    end at once.
+    """
+    executor, backend, model = make()
     model(X)
-    crew.dead, crew.holds = doors(executor), True
+    backend.dead, backend.holds = clients(executor), True
     errors: list[BaseException] = []
     thread = threading.Thread(target=lambda: errors.append(raised(lambda: model(X))), daemon=True)
     thread.start()
-    assert crew.held.wait(10)
+    assert backend.held.wait(10)
     begun = time.monotonic()
     executor.close()
     assert time.monotonic() - begun < 5
     thread.join(10)
     assert [type(error) for error in errors] == [ExecutorClosed]
-    respawner: Any = executor._roster._respawner
+    respawner: Any = executor._replica_set._respawner
     assert not respawner._working
 
 
 def test_ctrl_c_while_it_closes_leaves_no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second `close` does nothing, so the first has to do it all."""
     for what in ("_stop_reports", "_roster._respawner.stop"):
-        executor, crew, model = make()
+        executor, backend, model = make()
         model(X)
 
         def interrupted() -> None:
             raise KeyboardInterrupt
 
-        owner: Any = executor if what == "_stop_reports" else executor._roster._respawner
+        owner: Any = executor if what == "_stop_reports" else executor._replica_set._respawner
         with monkeypatch.context() as patch:
             patch.setattr(owner, what.rpartition(".")[2], interrupted)
             with pytest.raises(KeyboardInterrupt):
                 executor.close()
-        assert crew.stopped == doors(executor)
+        assert backend.stopped == clients(executor)
         assert [info.state for info in executor.replicas()] == ["closed", "closed"]
 
 
 def test_a_start_is_left_with_its_cluster() -> None:
-    """It asks nothing more: asked after its end, Ray would start another cluster, that nobody wants."""
-    executor, crew, model = make()
+    """It asks nothing more: asked after its end, Ray would start another cluster, that nobody
+    wants.
+    """
+    executor, backend, model = make()
     model(X)
-    crew.dead, crew.holds = doors(executor)[1:], True
+    backend.dead, backend.holds = clients(executor)[1:], True
     model(X)
-    assert crew.held.wait(10)
-    respawner: Any = executor._roster._respawner
+    assert backend.held.wait(10)
+    respawner: Any = executor._replica_set._respawner
     (thread,) = respawner._working.values()
-    crew.left = True
+    backend.left = True
     thread.join(10)
     assert not thread.is_alive()
     assert [type(error) for error in respawner._problems.values()] == [ClusterError]
-    assert model(X).shape == (4, 2)  # with a crew of the next cluster
+    assert model(X).shape == (4, 2)  # with a backend of the next cluster
     executor.close()
 
 
 def test_a_replica_that_is_replaced_by_the_next_call_counts_too() -> None:
     """As those that are replaced behind the scenes."""
-    executor, crew, model = make(on_fault="raise")
+    executor, backend, model = make(on_fault="raise")
     model(X)
-    crew.dead = doors(executor)[1:]
+    backend.dead = clients(executor)[1:]
     with pytest.raises(ReplicaDied):
         model(X)
     model(X)
@@ -141,17 +164,19 @@ def test_a_replica_that_is_replaced_by_the_next_call_counts_too() -> None:
 
 
 def test_a_name_that_is_in_use_again_is_not_forgotten() -> None:
-    """Who gives up a call tells again what it had told; of a model that was sent anew since, nothing."""
+    """Who gives up a call tells again what it had told; of a model that was sent anew since,
+    nothing.
+    """
     executor, _, model = make()
     model(X)
-    seat = executor.seats(PLACES)[0]
-    (name,) = seat.held
-    seat.drop_model(name)
-    told = seat.forget()
+    slot = executor.slots(PLACES)[0]
+    (name,) = slot.held
+    slot.drop_model(name)
+    told = slot.forget()
     model(X)
-    assert told is not None and seat.held[name]
-    seat.forget_again(told)
-    again = seat.forget()
+    assert told is not None and slot.held[name]
+    slot.forget_again(told)
+    again = slot.forget()
     assert again is not None and again.models == ()
     assert model(X).shape == (4, 2)
     executor.close()

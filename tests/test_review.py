@@ -19,20 +19,20 @@ def test_a_send_that_was_interrupted_begins_anew(monkeypatch: pytest.MonkeyPatch
     """Ctrl-C while the weights were packed left replicas with memory that nobody had filled."""
     net = nn.Linear(3, 2)
     model, x = DataParallel(net, TWO), torch.ones(4, 3)
-    from raydp_parallel.snapshot.contents import Contents
+    from raydp_parallel.state.block_contents import BlockContents
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Contents, "_pack", interrupt)
+        patch.setattr(BlockContents, "_pack", interrupt)
         with pytest.raises(KeyboardInterrupt):
             model(x)
     torch.testing.assert_close(model(x), net(x))
     with torch.no_grad():
         net.weight.add_(1)
     with monkeypatch.context() as patch:
-        patch.setattr(Contents, "_pack", interrupt)
+        patch.setattr(BlockContents, "_pack", interrupt)
         with pytest.raises(KeyboardInterrupt):
             model(x)
     torch.testing.assert_close(model(x), net(x))
@@ -101,7 +101,9 @@ def test_a_parameter_that_is_an_input_too() -> None:
     torch.testing.assert_close(ours, net.scale.grad)
 
 
-@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch's older interface only")
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="torch's older interface only"
+)
 def test_the_newer_settings_of_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once they are set, torch refuses to tell by the older ones; every forward raised."""
     model, x = DataParallel(nn.Linear(2, 2), TWO), torch.ones(2, 2)
@@ -117,7 +119,9 @@ def test_the_newer_settings_of_precision(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("options", [{"link": "inline"}, {}])
 def test_two_chunks_with_much_to_say_on_one_replica(options: dict[str, Any]) -> None:
-    """The replica wrote its first answer while the driver wrote the second question; neither read."""
+    """The replica wrote its first answer while the driver wrote the second question;
+    neither read.
+    """
     with Executor(["cpu"], options=Options(**options)) as executor:
         first, second = (replicate(nn.Identity(), ["cpu"], executor=executor)[0] for _ in range(2))
         from raydp_parallel import parallel_apply
@@ -146,7 +150,9 @@ class HasMode(nn.Module):
 
 
 def test_attributes_that_are_more_than_a_number() -> None:
-    """They travelled as plain numbers do, by a pickle that a script's own classes do not survive."""
+    """They travelled as plain numbers do, by a pickle that a script's own classes do not
+    survive.
+    """
     scope: dict[str, Any] = {"__name__": "nowhere", "enum": enum}
     exec("class Own(enum.IntEnum):\n    ONE = 1\n    THREE = 3\n", scope)
     model, x = DataParallel(HasMode(), TWO), torch.ones(4)
@@ -156,12 +162,14 @@ def test_attributes_that_are_more_than_a_number() -> None:
 
 
 def test_a_replica_that_is_held_recovers() -> None:
-    """Who held a replica of a process that died was told that the next call starts one, and it did not."""
+    """Who held a replica of a process that died was told that the next call starts one, and it did
+    not.
+    """
     with Executor(["cpu"], options=Options(on_fault="raise")) as executor:
         (replica,) = replicate(nn.Linear(2, 2), ["cpu"], executor=executor)
         x = torch.ones(1, 2)
         replica(x)
-        executor.seats(["cpu"])[0].door.actor.__ray_terminate__.remote()
+        executor.slots(["cpu"])[0].client.actor.__ray_terminate__.remote()
         with pytest.raises(ReplicaDied):
             while True:
                 replica(x)
@@ -180,7 +188,9 @@ def test_a_failed_call_does_not_keep_the_model() -> None:
 
 
 def test_capture_belongs_to_its_wrapper() -> None:
-    """A second wrapper inside the block was asked for the first one's submodules; in place nothing was captured."""
+    """A second wrapper inside the block was asked for the first one's submodules; in place nothing
+    was captured.
+    """
     a = DataParallel(nn.Sequential(nn.Linear(2, 3), nn.ReLU()), TWO)
     b = DataParallel(nn.Identity(), TWO)
     with a.capture("0") as captured:

@@ -1,4 +1,6 @@
-"""What a user sees of replicas that really run: names, statistics, traces, ranges, entries, and that little is left."""
+"""What a user sees of replicas that really run: names, statistics, traces, ranges, entries, and
+that little is left.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import raydp_parallel
-from raydp_parallel import DataParallel, Executor, Options, command, telemetry
+from raydp_parallel import DataParallel, Executor, Options, command
+from raydp_parallel.cluster import registry
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -56,7 +59,7 @@ def test_replicas_have_names_and_a_second_process_has_a_number() -> None:
         while not executor.stats().respawns and time.monotonic() < patience:
             train(model, 1)  # the first ones may come before the death
         assert ray.get_actor("raydp:named:0@cpu~2")
-        assert "took the place" in executor.books.events[-1][1]
+        assert "took the place" in executor.recorder.events[-1][1]
 
 
 def test_executors_of_one_name_share_a_cluster() -> None:
@@ -76,7 +79,11 @@ def test_phases_add_up_with_real_replicas() -> None:
         train(model, 2)
         outside, before, inside = time.perf_counter(), executor.stats(), time.perf_counter()
         train(model, 30)
-        least, after, most = time.perf_counter() - inside, executor.stats(), time.perf_counter() - outside
+        least, after, most = (
+            time.perf_counter() - inside,
+            executor.stats(),
+            time.perf_counter() - outside,
+        )
         for one, other in zip(before.replicas, after.replicas, strict=True):
             assert 0.95 * least <= other.phases.total - one.phases.total <= 1.05 * most
             assert other.phases.forward > one.phases.forward
@@ -114,7 +121,10 @@ def test_a_trace_has_the_driver_and_all_replicas_on_one_clock(tmp_path: Path) ->
         train(DataParallel(nn.Linear(4, 2), executor=executor), 4)
     (file,) = tmp_path.iterdir()
     events = [event for event in json.loads(file.read_text()) if event["ph"] == "X"]
-    calls = {name: [e for e in events if name in e["name"]] for name in ("forward #3", "backward #3", "reduce #3")}
+    calls = {
+        name: [e for e in events if name in e["name"]]
+        for name in ("forward #3", "backward #3", "reduce #3")
+    }
     assert len(calls["reduce #3"]) == 1
     (wait,) = [event for event in calls["forward #3"] if event["name"].endswith("wait")]
     chunks = [event for event in calls["forward #3"] if "chunk" in event["name"]]
@@ -130,11 +140,16 @@ def test_torch_profiler_shows_the_replicas_work_as_ranges() -> None:
         with torch.profiler.profile() as profile:
             train(model, 1)
         names = {event.key for event in profile.key_averages()}
-        ranges = {f"raydp_parallel.{name}" for name in ("forward: replicas", "backward: replicas", "reduce")}
+        ranges = {
+            f"raydp_parallel.{name}"
+            for name in ("forward: replicas", "backward: replicas", "reduce")
+        }
         assert ranges <= names
 
 
-def test_an_entry_while_it_runs_and_none_afterwards(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_an_entry_while_it_runs_and_none_afterwards(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Read from another process's side, through the command; the reporter's thread ends too."""
     address = ray.get_runtime_context().gcs_address
     with Executor(["cpu", "cpu"], options=Options(name="posted")) as executor:
@@ -149,14 +164,14 @@ def test_an_entry_while_it_runs_and_none_afterwards(capsys: pytest.CaptureFixtur
         thread: threading.Thread = executor._reporter._thread
     thread.join(10)
     assert not thread.is_alive()
-    assert not [entry for entry in telemetry.posts(address) if entry["stats"]["name"] == "posted"]
+    assert not [entry for entry in registry.posts(address) if entry["stats"]["name"] == "posted"]
 
 
 def test_the_entry_of_a_dead_driver_is_removed() -> None:
     """By whoever looks next; a job that Ray does not know counts as dead."""
-    store: Any = telemetry._store(ray.get_runtime_context().gcs_address)
+    store: Any = registry._store(ray.get_runtime_context().gcs_address)
     store.internal_kv_put(b"ffff0000:1:gone", b"{}", True, b"raydp_parallel")
-    assert not [e for e in telemetry.posts(ray.get_runtime_context().gcs_address) if not e]
+    assert not [e for e in registry.posts(ray.get_runtime_context().gcs_address) if not e]
     assert b"ffff0000:1:gone" not in store.internal_kv_keys(b"", b"raydp_parallel")
 
 
@@ -185,17 +200,25 @@ def test_counts_are_exact_when_several_threads_run_calls() -> None:
         stats = executor.stats()
         assert [replica.rows for replica in stats.replicas] == [180, 180]
         assert [replica.calls for replica in stats.replicas] == [60, 60]
-        counted = executor.books.accounts.items()
+        counted = executor.recorder.accounts.items()
         for replica in stats.replicas:
             own = [account.traffic for (index, _), account in counted if index == replica.index]
-            assert sum(size for ways in own for (_, way), size in ways.items() if way == "in") == replica.bytes_in
-            assert sum(size for ways in own for (_, way), size in ways.items() if way == "out") == replica.bytes_out
-        assert not executor.books.under_way
+            assert (
+                sum(size for ways in own for (_, way), size in ways.items() if way == "in")
+                == replica.bytes_in
+            )
+            assert (
+                sum(size for ways in own for (_, way), size in ways.items() if way == "out")
+                == replica.bytes_out
+            )
+        assert not executor.recorder.under_way
         assert all(r.phases.total == pytest.approx(stats.seconds, rel=0.05) for r in stats.replicas)
 
 
 def test_what_runs_again_after_a_death_counts_once() -> None:
-    """Rows, calls and time; between a forward and its backward, so that the graph is made again too."""
+    """Rows, calls and time; between a forward and its backward, so that the graph is made again
+    too.
+    """
     with Executor(["cpu", "cpu"]) as executor:
         model = DataParallel(nn.Linear(4, 2), executor=executor)
         train(model, 3)
@@ -206,7 +229,7 @@ def test_what_runs_again_after_a_death_counts_once() -> None:
         assert (stats.forwards, stats.backwards) == (4, 4)
         assert sum(replica.rows for replica in stats.replicas) == 24
         assert sum(replica.calls for replica in stats.replicas) == 8
-        counted = executor.books.accounts.values()
+        counted = executor.recorder.accounts.values()
         assert sum(account.forwards for account in counted) == 8
         assert sum(account.backwards for account in counted) == 8
         assert (stats.deaths, stats.replays, stats.replicas[0].replays) == (1, 1, 1)
@@ -216,12 +239,14 @@ def test_what_runs_again_after_a_death_counts_once() -> None:
         assert executor.stats().replays == 1
         executor.grow(60.0)
         assert executor.stats().respawns == 1  # a note of the death comes before
-        (died,) = [text for _, text in executor.books.events if "died in backward" in text]
+        (died,) = [text for _, text in executor.recorder.events if "died in backward" in text]
         assert "replica 1" in died
 
 
 def test_exceptions_do_not_stand_in_the_replicas_log() -> None:
-    """They are raised in the driver. Their texts may hold data, and every user of the machine may read Ray's logs."""
+    """They are raised in the driver. Their texts may hold data, and every user of the machine may
+    read Ray's logs.
+    """
 
     class Fails(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Memory that is used where it lies: windows, leases and exposed storages alone, then weights and values end to end."""
+"""Memory that is used where it lies: windows, leases and exposed storages alone, then weights and
+values end to end.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,10 @@ from harness import assert_same_grads, assert_same_state
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, Options, PlacementError, cluster, devices
-from raydp_parallel.devices import gpu
-from raydp_parallel.links import Arena, Found, Ledger, Mappings, exposed
-from raydp_parallel.links.windows import Private
+from raydp_parallel.devices import cuda
+from raydp_parallel.devices.buffers import Arena, LeaseTable
+from raydp_parallel.transport.links import ForeignMemory, Mappings, exposed
+from raydp_parallel.transport.links.mapped import Private
 
 on_cluster = pytest.mark.usefixtures("cluster")
 TWO = ["cpu", "cpu"]
@@ -91,14 +94,14 @@ def test_a_window_outlives_its_owner_s_file() -> None:
 def test_a_file_that_is_another_now_is_refused() -> None:
     """Its number may have been given to another one since."""
     source = lent(b"x" * 70000)
-    found = Found(source.descriptor._replace(inode=source.descriptor.inode + 1), Mappings())
+    found = ForeignMemory(source.descriptor._replace(inode=source.descriptor.inode + 1), Mappings())
     with pytest.raises(OSError, match="not the memory that was meant"):
         found.piece()
 
 
 def test_a_lease_ends_when_nobody_uses_it_and_says_how_often_it_came() -> None:
     """A window, and a tensor over it, are uses."""
-    mappings, ledger = Mappings(), Ledger()
+    mappings, ledger = Mappings(), LeaseTable()
     source = lent(b"x" * 70000)
     for _ in range(2):
         ledger.lend(source)
@@ -117,7 +120,7 @@ def test_a_lease_ends_when_nobody_uses_it_and_says_how_often_it_came() -> None:
 
 def test_a_ledger_counts_how_often_a_slice_is_on_its_way() -> None:
     """The word that it is no longer used may cross with the next sending."""
-    ledger, source = Ledger(), lent(b"x")
+    ledger, source = LeaseTable(), lent(b"x")
     ledger.lend(source)
     ledger.lend(source)
     ledger.returned(source.descriptor.lease, 1)
@@ -129,7 +132,7 @@ def test_a_ledger_counts_how_often_a_slice_is_on_its_way() -> None:
 
 def test_a_ledger_settles_by_what_the_other_side_holds() -> None:
     """After a line broke: what did not arrive is not lent."""
-    ledger, held, lost = Ledger(), lent(b"x"), lent(b"y")
+    ledger, held, lost = LeaseTable(), lent(b"x"), lent(b"y")
     for source in (held, held, lost):
         ledger.lend(source)
     ledger.settle({held.descriptor.lease: 1, 999: 4})
@@ -178,12 +181,14 @@ class Runtime:
 
 
 @pytest.mark.parametrize("answer", [0, 1])
-def test_memory_that_a_gpu_copies_from_is_pinned_once(answer: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_a_gpu_copies_from_is_pinned_once(
+    answer: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As long as it is mapped; if the runtime refuses, it is used unpinned."""
     runtime, taken = Runtime(answer), []
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(gpu, "_registry", gpu._Registry())
-    monkeypatch.setattr(gpu, "_take_error", taken.append)
+    monkeypatch.setattr(cuda, "_registry", cuda._Registry())
+    monkeypatch.setattr(cuda, "_take_error", taken.append)
     assert devices.pinner(torch.device("cpu")) is None
     mappings = Mappings(devices.pinner(torch.device("cuda", 0)))
     source = lent(b"abc" * 50000)
@@ -220,7 +225,9 @@ def test_a_storage_moves_with_its_tensors() -> None:
 
 
 def test_a_storage_that_moved_cannot_be_resized() -> None:
-    """By torch's own error. Without that the process would end: torch takes it for memory of its allocator's."""
+    """By torch's own error. Without that the process would end: torch takes it for memory of its
+    allocator's.
+    """
     tensor = torch.arange(1000.0)
     assert known(tensor) is not None
     for work in (lambda: tensor.resize_(2000), lambda: tensor.untyped_storage().resize_(0)):
@@ -314,7 +321,7 @@ def test_without_room_nothing_is_exposed_and_that_is_said_once(
 @on_cluster
 def test_what_ray_has_promised_itself_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its object store takes up pages one by one, in the memory that storages are moved to."""
-    (node,) = [node for node in cluster.session.nodes() if node.id == cluster.session.here()]
+    (node,) = [node for node in cluster.ray_api.nodes() if node.id == cluster.ray_api.here()]
     promised = int(node.free["object_store_memory"])
     assert promised > 1 << 26
     left = {"bytes": promised + (1 << 26)}
@@ -387,7 +394,10 @@ def test_weights_are_seen_where_they_lie(pair: Any) -> None:
     """However they change in place, nothing large is sent, and nothing runs twice."""
     model, plain = pair
     same(model, plain)
-    assert all(t.is_shared() for t in (model.module.first.weight, model.module.second.weight, model.module.scale))
+    assert all(
+        t.is_shared()
+        for t in (model.module.first.weight, model.module.second.weight, model.module.scale)
+    )
     assert not model.module.first.bias.is_shared()
     reruns = model.executor.stats().reruns
 
@@ -431,13 +441,17 @@ OFTEN = 9
 
 @on_cluster
 def test_small_weights_that_change_again_and_again_are_seen_where_they_lie() -> None:
-    """Then they are not sent any more, and a replica that is new sees them too. What replicas write to stays."""
+    """Then they are not sent any more, and a replica that is new sees them too. What replicas write
+    to stays.
+    """
     model, plain = DataParallel(Small(), TWO), Small()
     plain.load_state_dict(model.module.state_dict())
     x = torch.randn(6, 4)
 
     def step() -> None:
-        expected = torch.cat([copy.deepcopy(plain)(x[3:]).detach(), plain(x[:3]).detach()]).roll(3, 0)
+        expected = torch.cat([copy.deepcopy(plain)(x[3:]).detach(), plain(x[:3]).detach()]).roll(
+            3, 0
+        )
         torch.testing.assert_close(model(x), expected)
         assert_same_state(model, plain)
         nudge(model.module, plain)
@@ -507,7 +521,9 @@ def rebind(net: Any) -> None:
 
 
 def test_a_weight_that_is_replaced_with_each_step_is_copied(pair: Any) -> None:
-    """Moving memory costs more than a copy; once it stays, it is shared again. Memory that comes back is known."""
+    """Moving memory costs more than a copy; once it stays, it is shared again. Memory that comes
+    back is known.
+    """
     model, plain = pair
     same(model, plain)
     for step in range(4):
@@ -540,7 +556,9 @@ def exchange(net: Any) -> None:
 
 def cut(net: Any) -> None:
     """Parameters that are views of one storage."""
-    flat = torch.cat([net.first.weight.detach().reshape(-1), net.second.weight.detach().reshape(-1)])
+    flat = torch.cat(
+        [net.first.weight.detach().reshape(-1), net.second.weight.detach().reshape(-1)]
+    )
     net.first.weight = nn.Parameter(flat[: BIG * BIG].view(BIG, BIG))
     net.second.weight = nn.Parameter(flat[BIG * BIG :].view(BIG, BIG))
 
@@ -658,7 +676,9 @@ class Writes(nn.Module):
 @on_cluster
 @pytest.mark.parametrize("how", ["buffer", "data", "no_grad"])
 def test_what_chunk_0_writes_reaches_the_master_and_the_rest_stays_private(how: str) -> None:
-    """Three forwards, compared with the plain module on chunk 0 alone; no replica keeps what it wrote."""
+    """Three forwards, compared with the plain module on chunk 0 alone; no replica keeps what it
+    wrote.
+    """
     model, plain = DataParallel(Writes(how), TWO), Writes(how)
     for step in range(3):
         x = data(step)
@@ -711,7 +731,9 @@ class Marks(nn.Module):
 
 @on_cluster
 def test_a_module_may_write_to_its_input_and_keep_it() -> None:
-    """The driver's tensor stays as it was, and what is kept is not overwritten by what comes later."""
+    """The driver's tensor stays as it was, and what is kept is not overwritten by what
+    comes later.
+    """
     with Executor(TWO) as executor:
         model = DataParallel(Marks(), executor=executor)
         for step in range(5):
@@ -719,7 +741,10 @@ def test_a_module_may_write_to_its_input_and_keep_it() -> None:
             with torch.no_grad():
                 out = model(x)
             assert x.eq(step).all()
-            assert out.tolist() == [[number for k in range(step + 1) for number in (float(k), -1.0)]] * 2
+            assert (
+                out.tolist()
+                == [[number for k in range(step + 1) for number in (float(k), -1.0)]] * 2
+            )
 
 
 @on_cluster
@@ -737,7 +762,9 @@ def test_graphs_keep_their_inputs() -> None:
 
 @on_cluster
 def test_outputs_and_gradients_are_the_user_s() -> None:
-    """They may be written to and kept, more of them than are left where they lie; then all is given back."""
+    """They may be written to and kept, more of them than are left where they lie; then all is given
+    back.
+    """
     with Executor(TWO) as executor:
         model = DataParallel(nn.Identity(), ["cpu"], executor=executor)
         outs = []
@@ -751,7 +778,7 @@ def test_outputs_and_gradients_are_the_user_s() -> None:
         outs.clear()
         model(torch.zeros(1, MANY))
         executor.flush()
-        assert all(len(seat.door._ledger) <= 1 for seat in executor.seats(TWO))
+        assert all(len(slot.client._ledger) <= 1 for slot in executor.slots(TWO))
 
 
 def test_gradients_are_kept_across_steps(pair: Any) -> None:
@@ -761,7 +788,9 @@ def test_gradients_are_kept_across_steps(pair: Any) -> None:
         for net, row in zip(pair, kept, strict=True):
             net.zero_grad(set_to_none=True)
             net(data(step)).square().sum().backward()
-            row.append(next(p for name, p in net.named_parameters() if name.endswith("first.weight")).grad)
+            row.append(
+                next(p for name, p in net.named_parameters() if name.endswith("first.weight")).grad
+            )
     for one, other in zip(*kept, strict=True):
         torch.testing.assert_close(one, other)
     assert not torch.equal(kept[0][0], kept[0][1])
@@ -827,7 +856,7 @@ def test_replicas_that_cannot_share_get_copies_and_that_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As in a container of its own; with ``link="shared"`` it is an error."""
-    monkeypatch.setattr(cluster.door, "shows", lambda *_: False)
+    monkeypatch.setattr(cluster.client, "shows", lambda *_: False)
     plain = Net()
     with caplog.at_level(logging.WARNING, logger="raydp_parallel"), Executor(TWO) as executor:
         model = DataParallel(copy.deepcopy(plain), executor=executor)
@@ -843,7 +872,9 @@ def test_replicas_that_cannot_share_get_copies_and_that_is_said_once(
 
 @on_cluster
 def test_memory_is_shared_where_each_call_is_a_task() -> None:
-    """Its descriptors travel in the calls, and the word which of them are used no more; nothing is lent for ever."""
+    """Its descriptors travel in the calls, and the word which of them are used no more; nothing is
+    lent for ever.
+    """
     plain = Net()
     with Executor(TWO, options=Options(link="shared", direct_line=False)) as executor:
         model = DataParallel(copy.deepcopy(plain), executor=executor)
@@ -852,8 +883,8 @@ def test_memory_is_shared_where_each_call_is_a_task() -> None:
         assert model.module.first.weight.is_shared()
         gc.collect()
         same(model, plain)
-        assert all(seat.door.line is None and seat.door.shares for seat in executor.seats(TWO))
-        assert max(len(seat.door._ledger) for seat in executor.seats(TWO)) <= 2
+        assert all(slot.client.line is None and slot.client.shares for slot in executor.slots(TWO))
+        assert max(len(slot.client._ledger) for slot in executor.slots(TWO)) <= 2
 
 
 @on_cluster

@@ -1,4 +1,6 @@
-"""What of a module travels: blocks, images, contents, and a master copy whose mirrors follow it whatever is edited."""
+"""What of a module travels: blocks, images, contents, and a master copy whose mirrors follow it
+whatever is edited.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from raydp_parallel import codec, devices
-from raydp_parallel.links import InlineLink, Link, Mail, ObjectStoreLink
-from raydp_parallel.messages import Blob, WriteBack
-from raydp_parallel.snapshot import blocks, structure
-from raydp_parallel.snapshot.image import Image
-from raydp_parallel.snapshot.master import Master
-from raydp_parallel.snapshot.mirror import Mirror
+from raydp_parallel import devices
+from raydp_parallel.state import block_layout, structure
+from raydp_parallel.state.python_state import PythonState
+from raydp_parallel.state.replica_module import ReplicaModule
+from raydp_parallel.state.tracker import ModuleTracker
+from raydp_parallel.transport import codec
+from raydp_parallel.transport.links import Attachments, InlineLink, Link, ObjectStoreLink
+from raydp_parallel.transport.messages import Blob, WriteBack
 
 CPU = torch.device("cpu")
 
@@ -42,16 +45,20 @@ def numbered(*tensors: Tensor) -> dict[int, Tensor]:
 
 def rebuilt(tensors: dict[int, Tensor]) -> dict[int, Tensor]:
     """The tensors as a replica builds them, from the blocks' bytes."""
-    layout = blocks.lay_out(tensors)
+    layout = block_layout.lay_out(tensors)
     storages = {}
     for block, members in layout.members.items():
-        found = blocks.read([tensors[slot] for slot in members])
+        found = block_layout.read([tensors[slot] for slot in members])
         assert found.size == layout.sizes[block]
         data = devices.copied(found)
         storages[block] = (
-            torch.frombuffer(bytearray(data.owner), dtype=torch.uint8) if data.size else torch.empty(0).byte()
+            torch.frombuffer(bytearray(data.owner), dtype=torch.uint8)
+            if data.size
+            else torch.empty(0).byte()
         )
-    return {slot: blocks.build(spec, storages[spec.block]) for slot, spec in layout.specs.items()}
+    return {
+        slot: block_layout.build(spec, storages[spec.block]) for slot, spec in layout.specs.items()
+    }
 
 
 WHOLE = torch.arange(24.0)
@@ -62,7 +69,10 @@ GROUPS: dict[str, tuple[tuple[Tensor, ...], list[set[int]]]] = {
     "overlapping windows": ((WHOLE[:5], WHOLE[3:9]), [{0, 1}]),
     "disjoint windows": ((WHOLE[:5], WHOLE[5:9], WHOLE[20:]), [{0}, {1}, {2}]),
     "a chain of overlaps": ((WHOLE[:5], WHOLE[4:9], WHOLE[8:12], WHOLE[15:16]), [{0, 1, 2}, {3}]),
-    "one inside another, then apart": ((WHOLE[:10], WHOLE[2:3], WHOLE[8:12], WHOLE[12:14]), [{0, 1, 2}, {3}]),
+    "one inside another, then apart": (
+        (WHOLE[:10], WHOLE[2:3], WHOLE[8:12], WHOLE[12:14]),
+        [{0, 1, 2}, {3}],
+    ),
     "the same window twice": ((WHOLE[2:4], WHOLE[2:4]), [{0, 1}]),
     "another shape": ((WHOLE, WHOLE.view(4, 6), WHOLE.view(4, 6).t()), [{0, 1, 2}]),
     "another dtype": ((WHOLE[:2], WHOLE.view(torch.uint8)[3:9]), [{0, 1}]),
@@ -82,7 +92,7 @@ GROUPS: dict[str, tuple[tuple[Tensor, ...], list[set[int]]]] = {
 def test_tensors_that_overlap_share_a_block(name: str) -> None:
     """And no others do; each comes out as it went in."""
     tensors, groups = GROUPS[name]
-    layout = blocks.lay_out(numbered(*tensors))
+    layout = block_layout.lay_out(numbered(*tensors))
     assert sorted(map(set, layout.members.values()), key=min) == groups
     assert all(block == min(members) for block, members in layout.members.items())
     for slot, tensor in rebuilt(numbered(*tensors)).items():
@@ -91,7 +101,8 @@ def test_tensors_that_overlap_share_a_block(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ("a view", "overlapping windows", "a chain of overlaps", "another shape", "another dtype")
+    "name",
+    ("a view", "overlapping windows", "a chain of overlaps", "another shape", "another dtype"),
 )
 def test_shared_memory_is_shared_in_a_replica(name: str) -> None:
     """What is written through one of them shows in the others, as it does in the driver."""
@@ -112,23 +123,25 @@ def test_shared_memory_is_shared_in_a_replica(name: str) -> None:
 def test_disjoint_windows_do_not_drag_their_storage_along() -> None:
     """Three small windows of a large storage weigh what they show."""
     large = torch.zeros(100_000)
-    layout = blocks.lay_out(numbered(large[:10], large[50_000:50_010], large[-5:]))
+    layout = block_layout.lay_out(numbered(large[:10], large[50_000:50_010], large[-5:]))
     assert sum(layout.sizes.values()) == 25 * 4
 
 
 def test_loose_slices_travel_compact() -> None:
     """A column of a wide matrix weighs what it shows, not what it spans."""
     tensor = torch.arange(1000.0).view(10, 100)[:, :2]
-    assert blocks.is_loose(tensor)
-    assert blocks.lay_out(numbered(tensor)).sizes == {0: tensor.nbytes}
-    assert not blocks.is_loose(torch.ones(4, 4).t())
-    assert not blocks.is_loose(torch.empty(0))
+    assert block_layout.is_loose(tensor)
+    assert block_layout.lay_out(numbered(tensor)).sizes == {0: tensor.nbytes}
+    assert not block_layout.is_loose(torch.ones(4, 4).t())
+    assert not block_layout.is_loose(torch.empty(0))
 
 
 def test_parameters_and_flags_are_rebuilt() -> None:
     """A Parameter is one again, with its ``requires_grad``."""
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-    there = rebuilt(numbered(nn.Parameter(torch.ones(2)), frozen, torch.ones(2, requires_grad=True)))
+    there = rebuilt(
+        numbered(nn.Parameter(torch.ones(2)), frozen, torch.ones(2, requires_grad=True))
+    )
     assert [type(t) for t in there.values()] == [nn.Parameter, nn.Parameter, Tensor]
     assert [t.requires_grad for t in there.values()] == [True, False, True]
 
@@ -136,25 +149,35 @@ def test_parameters_and_flags_are_rebuilt() -> None:
 def test_equal_compares_bytes() -> None:
     """NaN equals itself, 0.0 is not -0.0, sizes differ."""
     nan, zero = torch.tensor([float("nan")]), torch.tensor([0.0])
-    assert devices.compare([(blocks.read([nan]), blocks.read([nan.clone()]))])() == [True]
-    assert devices.compare([(blocks.read([zero]), blocks.read([-zero]))])() == [False]
-    assert devices.compare([(blocks.read([zero]), blocks.read([torch.zeros(2)]))])() == [False]
-    assert devices.compare([(blocks.read([torch.empty(0)]), blocks.read([torch.empty(0)]))])() == [True]
+    assert devices.compare([(block_layout.read([nan]), block_layout.read([nan.clone()]))])() == [
+        True
+    ]
+    assert devices.compare([(block_layout.read([zero]), block_layout.read([-zero]))])() == [False]
+    assert devices.compare(
+        [(block_layout.read([zero]), block_layout.read([torch.zeros(2)]))]
+    )() == [False]
+    assert devices.compare(
+        [(block_layout.read([torch.empty(0)]), block_layout.read([torch.empty(0)]))]
+    )() == [True]
 
 
 def test_a_copy_of_a_block_is_its_own() -> None:
     """What was copied stays, whatever becomes of the source."""
     tensor = torch.ones(3)
-    kept = devices.copied(blocks.read([tensor]))
+    kept = devices.copied(block_layout.read([tensor]))
     tensor.zero_()
-    assert devices.compare([(kept, blocks.read([torch.ones(3)]))])() == [True]
+    assert devices.compare([(kept, block_layout.read([torch.ones(3)]))])() == [True]
 
 
 def test_what_is_plain() -> None:
     """Sparse, quantized, meta and lazily conjugated tensors are not windows on a storage."""
-    assert blocks.is_plain(torch.ones(2).t())
-    special = [torch.eye(2).to_sparse(), torch.empty(2, device="meta"), torch.ones(2, dtype=torch.cfloat).conj()]
-    assert not any(map(blocks.is_plain, special))
+    assert block_layout.is_plain(torch.ones(2).t())
+    special = [
+        torch.eye(2).to_sparse(),
+        torch.empty(2, device="meta"),
+        torch.ones(2, dtype=torch.cfloat).conj(),
+    ]
+    assert not any(map(block_layout.is_plain, special))
 
 
 # --- images ---
@@ -259,7 +282,11 @@ class Net(nn.Module):
         self.counter = collections.Counter("aab")
         self.queue, self.seen = collections.deque([1, 2], maxlen=3), {1, 2}
         self.array, self.raw = np.arange(4.0), bytearray(b"ab")
-        self.generator, self.dice, self.numpy_dice = torch.Generator(), random.Random(1), np.random.default_rng(1)
+        self.generator, self.dice, self.numpy_dice = (
+            torch.Generator(),
+            random.Random(1),
+            np.random.default_rng(1),
+        )
         self.partial = functools.partial(max, [1, 2], key=None)
         self.space = types.SimpleNamespace(x=1)
         self.thing, self.empty = Thing(), Thing()
@@ -358,7 +385,9 @@ TENSORS: dict[str, Edit] = {
     "written through a view": lambda n: n.window.fill_(3),
     "tied by .data": lambda n: setattr(n.norm.running_mean, "data", n.norm.running_var.data),
     "tied parameters": lambda n: setattr(n.linear, "bias", n.norm.bias),
-    "parameter replaced": lambda n: setattr(n.linear, "weight", nn.Parameter(n.linear.weight.detach().clone())),
+    "parameter replaced": lambda n: setattr(
+        n.linear, "weight", nn.Parameter(n.linear.weight.detach().clone())
+    ),
     "parameter removed": lambda n: setattr(n.linear, "bias", None),
     "buffer replaced by an equal one": lambda n: setattr(n, "square", n.square.clone()),
     "buffer made non-persistent": lambda n: n.register_buffer("square", n.square, persistent=False),
@@ -379,7 +408,9 @@ def made_other() -> Any:
 
 
 def come_back(parameter: Tensor) -> None:
-    """Let a parameter's memory be other memory for a moment, and then, with other numbers, what it was."""
+    """Let a parameter's memory be other memory for a moment, and then, with other numbers, what it
+    was.
+    """
     before = parameter.data
     parameter.data = torch.zeros(3, 3)
     before.fill_(5)
@@ -391,40 +422,54 @@ class Far:
 
     def __init__(self, link: Link | None = None) -> None:
         self.link = link or InlineLink()
-        self.mirror = Mirror(CPU)
+        self.replica_module = ReplicaModule(CPU)
         self.updates = 0
 
-    def follow(self, master: Master, graphs_alive: bool = False) -> None:
+    def follow(self, tracker: ModuleTracker, graphs_alive: bool = False) -> None:
         """Adopt what is new."""
-        update = master.update_from(self.mirror.revision)
-        mail = Mail(self.link)
-        message = update.placed(mail) if update is not None else None
+        update = tracker.update_from(self.replica_module.revision)
+        attachments = Attachments(self.link)
+        message = update.placed(attachments) if update is not None else None
         self.updates += update is not None
         crossed = cloudpickle.loads(cloudpickle.dumps(message))
-        self.mirror.prepare(crossed, Mail(self.link, mail.beside), graphs_alive)
+        self.replica_module.prepare(
+            crossed, Attachments(self.link, attachments.beside), graphs_alive
+        )
 
 
-def step(master: Master, *fars: Far, graphs_alive: bool = False) -> int:
+def step(tracker: ModuleTracker, *fars: Far, graphs_alive: bool = False) -> int:
     """What a forward does about state; returns how many attempts it took."""
-    master.sync()
+    tracker.sync()
     for attempt in (1, 2, 3):
         for far in fars:
-            far.follow(master, graphs_alive)
-        if master.verify():
+            far.follow(tracker, graphs_alive)
+        if tracker.verify():
             return attempt
     raise AssertionError("contents never come to rest")
 
 
 def look(value: Any, seen: dict[int, str], path: str) -> Any:
-    """What there is to see of a value, as plain values; a thing met before is named by where that was."""
+    """What there is to see of a value, as plain values; a thing met before is named by where that
+    was.
+    """
     if id(value) in seen and not isinstance(value, (int, float, str, bytes, bool, type(None))):
         return "as", seen[id(value)]
     seen[id(value)] = path
     inner = functools.partial(look_at_parts, seen=seen, path=path)
     if isinstance(value, Tensor):
         plain = value.detach().to_dense()
-        grid = (plain.dtype, tuple(plain.shape), value.stride() if value.layout is torch.strided else value.layout)
-        return type(value).__name__, grid, value.requires_grad, plain.tolist(), inner(vars(value).items())
+        grid = (
+            plain.dtype,
+            tuple(plain.shape),
+            value.stride() if value.layout is torch.strided else value.layout,
+        )
+        return (
+            type(value).__name__,
+            grid,
+            value.requires_grad,
+            plain.tolist(),
+            inner(vars(value).items()),
+        )
     if isinstance(value, nn.Module):
         state = {k: v for k, v in vars(value).items() if k != "_is_replica"}
         return type(value).__name__, inner(state.items())
@@ -436,7 +481,11 @@ def look(value: Any, seen: dict[int, str], path: str) -> Any:
         )
         return type(value).__name__, inner(value.items()), inner(enumerate(rest))
     if isinstance(value, (list, tuple, collections.deque)):
-        return type(value).__name__, inner(enumerate(value)), inner(getattr(value, "__dict__", {}).items())
+        return (
+            type(value).__name__,
+            inner(enumerate(value)),
+            inner(getattr(value, "__dict__", {}).items()),
+        )
     if isinstance(value, (Slotted, Thing, types.SimpleNamespace)):
         state = getattr(value, "__dict__", None) or {
             "open": getattr(value, "open", 0),
@@ -450,7 +499,9 @@ def look_at_rest(value: Any, inner: Callable[[Any], Any]) -> Any:
     """Functions, generators, arrays and what else a module may hold."""
     if isinstance(value, types.FunctionType):
         cells = [c.cell_contents for c in value.__closure__ or ()]
-        return value.__code__.co_code, inner(enumerate([value.__defaults__, value.__kwdefaults__, *cells, vars(value)]))
+        return value.__code__.co_code, inner(
+            enumerate([value.__defaults__, value.__kwdefaults__, *cells, vars(value)])
+        )
     if isinstance(value, types.MethodType):
         return value.__name__, inner([("self", value.__self__)])
     if isinstance(value, functools.partial):
@@ -479,43 +530,45 @@ def shared_memory(net: nn.Module) -> set[tuple[str, str, int]]:
     return {
         (a, b, plain[b].data_ptr() - plain[a].data_ptr())
         for a, b in itertools.combinations(plain, 2)
-        if blocks.lay_out({0: plain[a], 1: plain[b]}).members == {0: (0, 1)}
+        if block_layout.lay_out({0: plain[a], 1: plain[b]}).members == {0: (0, 1)}
     }
 
 
 def assert_mirrors(net: nn.Module, far: Far) -> None:
     """A mirror holds exactly what the master copy is."""
-    assert look(far.mirror.module, {}, "net") == look(net, {}, "net")
-    assert shared_memory(far.mirror.module) == shared_memory(net)
+    assert look(far.replica_module.module, {}, "net") == look(net, {}, "net")
+    assert shared_memory(far.replica_module.module) == shared_memory(net)
 
 
 @pytest.mark.parametrize("edit", [*EDITS])
 def test_C11_every_edit_between_two_forwards_is_seen(edit: str) -> None:
-    """Whatever is edited, the next forward's replicas have it; those that start later too; then nothing is sent."""
+    """Whatever is edited, the next forward's replicas have it; those that start later too; then
+    nothing is sent.
+    """
     net = Net()
-    master, early = Master(net, InlineLink()), Far()
-    step(master, early)
+    tracker, early = ModuleTracker(net, InlineLink()), Far()
+    step(tracker, early)
     assert_mirrors(net, early)
     EDITS[edit](net)
-    attempts = step(master, early)
+    attempts = step(tracker, early)
     assert attempts <= 2
     late = Far()
-    step(master, early, late)
+    step(tracker, early, late)
     assert_mirrors(net, early)
     assert_mirrors(net, late)
-    revision, updates = master.revision, early.updates
-    assert step(master, early) == 1
-    assert (master.revision, early.updates) == (revision, updates)
+    revision, updates = tracker.revision, early.updates
+    assert step(tracker, early) == 1
+    assert (tracker.revision, early.updates) == (revision, updates)
 
 
 @pytest.mark.parametrize("edit", [*ATTRIBUTES])
 def test_attributes_are_seen_before_the_replicas_start(edit: str) -> None:
     """Only contents wait for `verify`; an edit of structure never costs a second run."""
     net = Net()
-    master, far = Master(net, InlineLink()), Far()
-    step(master, far)
+    tracker, far = ModuleTracker(net, InlineLink()), Far()
+    step(tracker, far)
     ATTRIBUTES[edit](net)
-    assert step(master, far) == 1
+    assert step(tracker, far) == 1
 
 
 class Levelled(nn.Module):
@@ -525,38 +578,40 @@ class Levelled(nn.Module):
 
 
 def test_C11_an_edit_of_an_importable_class_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Setting an attribute, or a method, of a class of an installed package between two forwards."""
-    master = Master(Levelled(), InlineLink())
-    step(master)
+    """Setting an attribute, or a method, of a class of an installed package between two
+    forwards.
+    """
+    tracker = ModuleTracker(Levelled(), InlineLink())
+    step(tracker)
     for name, value in (("level", 2), ("forward", lambda self, x: x * 3)):
-        revision = master.revision
+        revision = tracker.revision
         monkeypatch.setattr(Levelled, name, value)
-        step(master)
-        assert master.revision != revision
+        step(tracker)
+        assert tracker.revision != revision
 
 
 def test_nothing_changed_nothing_sent() -> None:
     """A second sync takes no revision, and a replica that is up to date gets no update."""
-    master = Master(Net(), InlineLink())
-    step(master, Far())
-    revision = master.revision
+    tracker = ModuleTracker(Net(), InlineLink())
+    step(tracker, Far())
+    revision = tracker.revision
     for _ in range(3):
-        assert step(master) == 1
-    assert master.revision == revision
-    assert master.update_from(revision) is None
+        assert step(tracker) == 1
+    assert tracker.revision == revision
+    assert tracker.update_from(revision) is None
 
 
 def test_a_simple_edit_sends_neither_structure_nor_contents() -> None:
     """Numbers, flags and modes of modules travel alone."""
     net = Net()
-    master = Master(net, InlineLink())
-    step(master)
-    held = master.revision
+    tracker = ModuleTracker(net, InlineLink())
+    step(tracker)
+    held = tracker.revision
     net.eval()
     net.number = 7
     net.linear.weight.requires_grad_(False)
-    step(master)
-    update = master.update_from(held)
+    step(tracker)
+    update = tracker.update_from(held)
     assert update is not None
     assert (update.message.structure, update.message.blobs, update.sent) == (None, (), 0)
     assert len(update.message.edits) == sum(1 for _ in net.modules()) + 1
@@ -566,14 +621,14 @@ def test_a_simple_edit_sends_neither_structure_nor_contents() -> None:
 def test_an_optimizers_step_sends_the_parameters_alone() -> None:
     """Neither structure nor the buffers that it left."""
     net = Net()
-    master = Master(net, InlineLink())
-    step(master)
-    held = master.revision
+    tracker = ModuleTracker(net, InlineLink())
+    step(tracker)
+    held = tracker.revision
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.add_(1)
-    step(master)
-    update = master.update_from(held)
+    step(tracker)
+    update = tracker.update_from(held)
     assert update is not None
     assert update.message.structure is None
     assert update.sent == sum(p.nbytes for p in net.parameters())
@@ -582,13 +637,13 @@ def test_an_optimizers_step_sends_the_parameters_alone() -> None:
 def test_a_swapped_submodule_sends_only_its_own_contents() -> None:
     """Structure travels anew, tensors that were there do not."""
     net = Net()
-    master = Master(net, InlineLink())
-    step(master)
-    held = master.revision
+    tracker = ModuleTracker(net, InlineLink())
+    step(tracker)
+    held = tracker.revision
     net.linear = nn.Linear(3, 3, bias=False)
     net.pair = ()
-    step(master)
-    update = master.update_from(held)
+    step(tracker)
+    update = tracker.update_from(held)
     assert update is not None
     assert update.message.structure is not None
     # torch's generator is asked for its state each time, which is then new
@@ -599,32 +654,38 @@ def test_a_swapped_submodule_sends_only_its_own_contents() -> None:
 
 
 @pytest.mark.parametrize("graphs_alive", (False, True))
-@pytest.mark.parametrize("edit", [e for e in EDITS if e != "memory that comes back" and e != "sparse buffer"])
+@pytest.mark.parametrize(
+    "edit", [e for e in EDITS if e != "memory that comes back" and e != "sparse buffer"]
+)
 def test_R6_what_a_forward_does_to_its_replica_is_undone(edit: str, graphs_alive: bool) -> None:
-    """Each forward starts from the driver's state, whatever the last one did to module, attributes or tensors."""
+    """Each forward starts from the driver's state, whatever the last one did to module, attributes
+    or tensors.
+    """
     net = Net()
-    master, far = Master(net, InlineLink()), Far()
-    step(master, far)
-    with far.mirror.running():
-        EDITS[edit](far.mirror.module)
-    far.follow(master, graphs_alive)
+    tracker, far = ModuleTracker(net, InlineLink()), Far()
+    step(tracker, far)
+    with far.replica_module.running():
+        EDITS[edit](far.replica_module.module)
+    far.follow(tracker, graphs_alive)
     assert_mirrors(net, far)
-    far.follow(master, graphs_alive)
+    far.follow(tracker, graphs_alive)
     assert_mirrors(net, far)
 
 
 def test_R6_tensors_that_a_graph_saved_keep_what_it_saw() -> None:
-    """With a graph alive, the next forward's buffers are new tensors, in tuples, closures and slots too."""
+    """With a graph alive, the next forward's buffers are new tensors, in tuples, closures and slots
+    too.
+    """
     net = Net()
     net.slotted.open = net.norm.running_mean
     net.function.cell.append(net.norm.running_mean)
-    master, far = Master(net, InlineLink()), Far()
-    step(master, far)
-    old = far.mirror.module.norm.running_mean
-    with far.mirror.running():
+    tracker, far = ModuleTracker(net, InlineLink()), Far()
+    step(tracker, far)
+    old = far.replica_module.module.norm.running_mean
+    with far.replica_module.running():
         old.add_(1)
-    far.follow(master, graphs_alive=True)
-    new = far.mirror.module
+    far.follow(tracker, graphs_alive=True)
+    new = far.replica_module.module
     assert old.tolist() == [1, 1, 1]
     assert new.norm.running_mean is not old
     assert new.norm.running_mean.tolist() == [0, 0, 0]
@@ -634,47 +695,49 @@ def test_R6_tensors_that_a_graph_saved_keep_what_it_saw() -> None:
 
 def test_R6_without_graphs_tensors_stay() -> None:
     """Nothing is allocated anew where nobody could have saved the old one."""
-    master, far = Master(Net(), InlineLink()), Far()
-    step(master, far)
-    before = far.mirror.module.norm.running_mean
-    with far.mirror.running():
+    tracker, far = ModuleTracker(Net(), InlineLink()), Far()
+    step(tracker, far)
+    before = far.replica_module.module.norm.running_mean
+    with far.replica_module.running():
         before.add_(1)
-    far.follow(master)
-    assert far.mirror.module.norm.running_mean is before
+    far.follow(tracker)
+    assert far.replica_module.module.norm.running_mean is before
 
 
 def test_R6_written_reports_what_changed_in_place_once() -> None:
-    """In-place changes, behind versions too; rebinding is not one; a second question has nothing to report."""
-    master, far = Master(Net(), InlineLink()), Far()
-    step(master, far)
-    module = far.mirror.module
-    with far.mirror.running():
+    """In-place changes, behind versions too; rebinding is not one; a second question has nothing to
+    report.
+    """
+    tracker, far = ModuleTracker(Net(), InlineLink()), Far()
+    step(tracker, far)
+    module = far.replica_module.module
+    with far.replica_module.running():
         module.norm.running_mean.add_(1)
         module.norm.running_var.data.mul_(3)
         module.square = torch.zeros(4, 4)
-    found = far.mirror.written(lambda _: False)
+    found = far.replica_module.written(lambda _: False)
     assert found is not None
     assert [moved for _, moved in found.slots] == [True, False]
     contents = b"".join(bytes(devices.view(piece).numpy()) for piece in found.pieces)
     rows = zip(found.blob.offsets, found.blob.sizes, strict=True)
     found_now = [struct.unpack("3f", contents[start : start + size]) for start, size in rows]
     assert found_now == [(1, 1, 1), (3, 3, 3)]
-    assert far.mirror.written(lambda _: False) is None
+    assert far.replica_module.written(lambda _: False) is None
 
 
 def test_R6_a_write_that_changes_nothing_is_not_reported() -> None:
     """The bytes decide."""
-    master, far = Master(Net(), InlineLink()), Far()
-    step(master, far)
-    with far.mirror.running():
-        far.mirror.module.norm.running_mean.add_(0)
-    assert far.mirror.written(lambda _: False) is None
+    tracker, far = ModuleTracker(Net(), InlineLink()), Far()
+    step(tracker, far)
+    with far.replica_module.running():
+        far.replica_module.module.norm.running_mean.add_(0)
+    assert far.replica_module.written(lambda _: False) is None
 
 
 # --- images alone ---
 
 
-def image_of(value: Any) -> Image:
+def image_of(value: Any) -> PythonState:
     """The image of a module that holds a value."""
     holder = nn.Module()
     holder.value = value
@@ -684,26 +747,26 @@ def image_of(value: Any) -> Image:
 def test_image_differences_are_attributes_or_unknown() -> None:
     """Changed attributes by owner and name; anything else is None."""
     net = nn.Sequential(nn.Dropout(0.5), nn.Linear(2, 2))
-    image = structure.survey(net)
-    assert not image.changed()
-    assert image.differences() == []
+    python_state = structure.survey(net)
+    assert not python_state.changed()
+    assert python_state.differences() == []
     net[0].p, net[1].training = 0.25, False
-    assert image.changed()
-    assert image.differences() == [(net[0], "p", 0.25), (net[1], "training", False)]
+    assert python_state.changed()
+    assert python_state.differences() == [(net[0], "p", 0.25), (net[1], "training", False)]
     net[0].more = 1
-    assert image.differences() is None
+    assert python_state.differences() is None
 
 
 def test_image_accepts_a_change() -> None:
     """From then on it is how things look, for `restore` too."""
     net = nn.Sequential(nn.Dropout(0.5))
-    image = structure.survey(net)
+    python_state = structure.survey(net)
     net[0].p = 0.25
-    image.accept(net[0], "p", 0.25)
-    image.settle()
-    assert not image.changed()
+    python_state.accept(net[0], "p", 0.25)
+    python_state.settle()
+    assert not python_state.changed()
     net[0].p = 0.75
-    assert image.restore()
+    assert python_state.restore()
     assert net[0].p == 0.25
 
 
@@ -733,45 +796,49 @@ def test_image_puts_plain_things_back_in_place(kind: str) -> None:
     """The things themselves, not copies of them, hold again what they held."""
     make, edit = PLAIN[kind]
     value = make()
-    image = image_of(value)
+    python_state = image_of(value)
     before = look(value, {}, "")
-    assert not image.changed()
+    assert not python_state.changed()
     edit(value)
-    assert image.changed()
-    assert image.restore()
-    assert not image.changed()
+    assert python_state.changed()
+    assert python_state.restore()
+    assert not python_state.changed()
     assert look(value, {}, "") == before
 
 
-@pytest.mark.parametrize("name", ("slot", "closure's cell", "default factory", "array", "torch generator"))
+@pytest.mark.parametrize(
+    "name", ("slot", "closure's cell", "default factory", "array", "torch generator")
+)
 def test_image_says_what_it_cannot_put_back(name: str) -> None:
     """The caller then makes its module anew."""
     net = Net()
-    image = structure.survey(net)
+    python_state = structure.survey(net)
     EDITS[name](net)
-    assert not image.restore()
+    assert not python_state.restore()
 
 
 def test_image_order_of_an_ordered_dict_that_was_moved_before() -> None:
     """Its order is its own, not that of the dict inside; at rest nothing has changed."""
     value = collections.OrderedDict(a=1, b=2)
     value.move_to_end("a")
-    image = image_of(value)
-    assert not image.changed()
+    python_state = image_of(value)
+    assert not python_state.changed()
     value.move_to_end("b")
-    assert image.changed()
+    assert python_state.changed()
 
 
 def test_image_does_not_take_attributes_names_for_globals() -> None:
-    """A function by value is what its globals are, not what its attributes' namesakes in the module are."""
+    """A function by value is what its globals are, not what its attributes' namesakes in the module
+    are.
+    """
     source = "def function(thing):\n    return thing.namesake + used\n"
     scope: dict[str, Any] = {"namesake": 1, "used": 1, "__name__": "__main__"}
     exec(source, scope)
-    image = image_of(scope["function"])
+    python_state = image_of(scope["function"])
     scope["namesake"] = 1001
-    assert not image.changed()
+    assert not python_state.changed()
     scope["used"] = 1001
-    assert image.changed()
+    assert python_state.changed()
 
 
 @pytest.mark.parametrize(
@@ -787,10 +854,10 @@ def test_image_does_not_take_attributes_names_for_globals() -> None:
 def test_C11_classes_that_travel_by_value_are_watched(edit: Edit) -> None:
     """A script's or a notebook's classes are edited between two forwards, too."""
     thing = made_class()()
-    image = image_of(thing)
-    assert not image.changed()
+    python_state = image_of(thing)
+    assert not python_state.changed()
     edit(type(thing))
-    assert image.changed()
+    assert python_state.changed()
 
 
 def test_image_replaces_a_tensor_wherever_it_stands() -> None:
@@ -799,10 +866,10 @@ def test_image_replaces_a_tensor_wherever_it_stands() -> None:
     net = nn.Module()
     net.register_buffer("buffer", tensor)
     net.value = [tensor, {"k": tensor}]
-    image = structure.survey(net)
-    assert image.replace({id(tensor): other})
+    python_state = structure.survey(net)
+    assert python_state.replace({id(tensor): other})
     assert net.buffer is net.value[0] is net.value[1]["k"] is other
-    assert not image.changed()
+    assert not python_state.changed()
     net = nn.Module()
     net.value = [(tensor,)]
     assert not structure.survey(net).replace({id(tensor): other})
@@ -858,7 +925,9 @@ def random_edit(net: Any, dice: random.Random) -> str:
         "view": lambda: net.view.add_(1),
         "unview": lambda: setattr(net, "view", net.view.clone()),
         "review": lambda: setattr(net, "view", net.base[(at := dice.randrange(3)) : at + 3]),
-        "bias": lambda: setattr(net.layers[layer()], "bias", dice.choice([None, nn.Parameter(torch.ones(2))])),
+        "bias": lambda: setattr(
+            net.layers[layer()], "bias", dice.choice([None, nn.Parameter(torch.ones(2))])
+        ),
         "dtype": lambda: net.to(dice.choice([torch.float32, torch.float64])),
         "tag": lambda: setattr(weight(), "tag", dice.random()),
     }
@@ -869,9 +938,9 @@ def random_edit(net: Any, dice: random.Random) -> str:
 
 def random_forward(far: Far, dice: random.Random) -> None:
     """What a chunk's forward may do to its replica."""
-    with far.mirror.running():
+    with far.replica_module.running():
         for _ in range(dice.randrange(3)):
-            random_edit(far.mirror.module, dice)
+            random_edit(far.replica_module.module, dice)
 
 
 class RecordingStore:
@@ -901,18 +970,20 @@ class RecordingStore:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_C11_mirrors_follow_any_sequence_of_edits(seed: int) -> None:
-    """Two mirrors that update at different moments, one that starts late, and forwards that leave traces."""
+    """Two mirrors that update at different moments, one that starts late, and forwards that leave
+    traces.
+    """
     dice = random.Random(seed)
     torch.manual_seed(seed)
     net = Small()
     link = RecordingStore().link() if seed % 2 else InlineLink()
-    master, often, seldom = Master(net, link), Far(link), Far(link)
+    tracker, often, seldom = ModuleTracker(net, link), Far(link), Far(link)
     history = []
     for number in range(40):
         for _ in range(dice.randrange(3)):
             history.append(random_edit(net, dice))
         fars = [often, seldom] if dice.random() < 0.3 else [often]
-        step(master, *fars, graphs_alive=dice.random() < 0.5)
+        step(tracker, *fars, graphs_alive=dice.random() < 0.5)
         for far in fars:
             try:
                 assert_mirrors(net, far)
@@ -921,7 +992,7 @@ def test_C11_mirrors_follow_any_sequence_of_edits(seed: int) -> None:
         if dice.random() < 0.5:
             random_forward(dice.choice(fars), dice)
     late = Far(link)
-    step(master, late)
+    step(tracker, late)
     assert_mirrors(net, late)
 
 
@@ -932,22 +1003,22 @@ def test_packets_that_are_mostly_outdated_are_let_go() -> None:
         net.register_buffer(f"b{i}", torch.zeros(112))
     store = RecordingStore()
     link = store.link()
-    master, late = Master(net, link), Far(link)
-    step(master)
+    tracker, late = ModuleTracker(net, link), Far(link)
+    step(tracker)
     assert [*store.put_bytes] == [8 * 448]
     for i in range(4):
         getattr(net, f"b{i}").add_(1)
-        step(master)
+        step(tracker)
     assert len(store.put_bytes) == 5
     assert len(store.alive) == 5
     net.b4.add_(1)
-    step(master)
+    step(tracker)
     # Three of eight still lived in the first packet, less than half of it.
     assert store.put_bytes[5:] == [448, 3 * 448]
     assert sum(len(reference.data) for reference in store.alive) == 8 * 448
-    step(master, late)
-    assert late.mirror.module.b3.tolist() == [1.0] * 112
-    assert late.mirror.module.b7.tolist() == [0.0] * 112
+    step(tracker, late)
+    assert late.replica_module.module.b3.tolist() == [1.0] * 112
+    assert late.replica_module.module.b7.tolist() == [0.0] * 112
     assert len(store.put_bytes) == 7
 
 
@@ -956,27 +1027,27 @@ def test_updates_serve_several_replicas_with_one_packet() -> None:
     store = RecordingStore()
     net = Small()
     link = store.link()
-    master = Master(net, link)
-    step(master, Far(link), Far(link), Far(link))
+    tracker = ModuleTracker(net, link)
+    step(tracker, Far(link), Far(link), Far(link))
     assert len(store.put_bytes) == 1
 
 
 def test_R6_write_back_changes_the_master_in_place() -> None:
     """Versions move where they moved in the replica; the other replicas get the new contents."""
     net = Net()
-    master, far = Master(net, InlineLink()), Far()
-    step(master, far)
-    slots = {id(t): s for s, t in master._contents.tensors.items()}
+    tracker, far = ModuleTracker(net, InlineLink()), Far()
+    step(tracker, far)
+    slots = {id(t): s for s, t in tracker._contents.tensors.items()}
     mean, var = net.norm.running_mean, net.norm.running_var
     versions = mean._version, var._version
-    parcel = codec.encode((), Mail(InlineLink()), "")[0]
+    parcel = codec.encode((), Attachments(InlineLink()), "")[0]
     at, contents = (slots[id(mean)], slots[id(var)]), struct.pack("3f52x3f", *[1.0] * 3, *[2.0] * 3)
     blob = Blob(at, (0, 64), (12, 12), contents)
     written = WriteBack(5, ((at[0], True), (at[1], False)), blob, (), parcel)
-    master.write_back(written, Mail(InlineLink()))
+    tracker.write_back(written, Attachments(InlineLink()))
     assert (mean.tolist(), var.tolist()) == ([1, 1, 1], [2, 2, 2])
     assert (mean._version, var._version) == (versions[0] + 1, versions[1])
-    assert step(master, far) == 1
+    assert step(tracker, far) == 1
     assert_mirrors(net, far)
 
 
@@ -984,13 +1055,15 @@ def test_F1_a_module_on_two_devices_is_refused() -> None:
     """With upstream's words."""
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     with pytest.raises(
-        RuntimeError, match=r"module must have its parameters and buffers on device cpu .* on device: meta"
+        RuntimeError,
+        match=r"module must have its parameters and buffers on device cpu .* "
+        r"on device: meta",
     ):
-        Master(net, InlineLink()).sync()
+        ModuleTracker(net, InlineLink()).sync()
 
 
 def test_a_watch_is_not_copied() -> None:
     """A wrapper's copy or pickle gets a watch of its own."""
-    master = Master(Net(), InlineLink())
-    assert copy.deepcopy(master) is None
-    assert pickle.loads(pickle.dumps(master)) is None
+    tracker = ModuleTracker(Net(), InlineLink())
+    assert copy.deepcopy(tracker) is None
+    assert pickle.loads(pickle.dumps(tracker)) is None

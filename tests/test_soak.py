@@ -1,4 +1,6 @@
-"""What users do to a program over hours, in minutes: threads, Ctrl-C, deaths, stops and forks, all at once."""
+"""What users do to a program over hours, in minutes: threads, Ctrl-C, deaths, stops and forks, all
+at once.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Net(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(16, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 4))
+        self.body = nn.Sequential(
+            nn.Linear(16, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 4)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(x)
@@ -74,7 +78,9 @@ class Trainer:
         net = Net(width)
         self.start = copy.deepcopy(net.state_dict())
         with Executor(["cpu", "cpu"], options=Options(in_process=True, threads=1)) as undisturbed:
-            self.expected = [*training(DataParallel(copy.deepcopy(net), executor=undisturbed), self.start)]
+            self.expected = [
+                *training(DataParallel(copy.deepcopy(net), executor=undisturbed), self.start)
+            ]
         self.model = DataParallel(net, executor=executor)
 
     def run(self, done: Callable[[bool], bool]) -> None:
@@ -92,7 +98,10 @@ class Predictor:
         net = nn.Linear(16, size).eval()
         self.model = DataParallel(net, executor=executor)
         self.inputs = [batch(100 + number) for number in range(5)]
-        with Executor(["cpu", "cpu"], options=Options(in_process=True, threads=1)) as undisturbed, torch.no_grad():
+        with (
+            Executor(["cpu", "cpu"], options=Options(in_process=True, threads=1)) as undisturbed,
+            torch.no_grad(),
+        ):
             own = DataParallel(copy.deepcopy(net), executor=undisturbed)
             self.expected = [own(x) for x in self.inputs]
 
@@ -137,7 +146,9 @@ class Soak:
             self.errors.append(f"{name}: {error!r}")
 
     def interrupted(self, name: str, work: Any, others: Sequence[threading.Thread]) -> None:
-        """The same in the main thread, where Ctrl-C arrives: what it broke off is begun anew. Then the others end."""
+        """The same in the main thread, where Ctrl-C arrives: what it broke off is begun anew. Then
+        the others end.
+        """
 
         def ctrl_c(_signal: int, _frame: FrameType | None) -> None:
             if self.armed:
@@ -242,10 +253,17 @@ def test_threads_through_everything(request: pytest.FixtureRequest) -> None:
     with Executor(["cpu", "cpu"], options=options) as executor:
         main = Trainer(executor, 300)
         large = Predictor(executor, 1 << 18)
-        others = {"training": Trainer(executor, 64), "small": Predictor(executor, 8), "large": large}
+        others = {
+            "training": Trainer(executor, 64),
+            "small": Predictor(executor, 8),
+            "large": large,
+        }
         soak = Soak(minutes * 60)
         chaos = Chaos(soak, executor, main.model)
-        threads = [threading.Thread(target=soak.work, args=one, name=one[0], daemon=True) for one in others.items()]
+        threads = [
+            threading.Thread(target=soak.work, args=one, name=one[0], daemon=True)
+            for one in others.items()
+        ]
         threads.append(threading.Thread(target=chaos.run, name="chaos", daemon=True))
         for thread in threads:
             thread.start()
@@ -259,16 +277,24 @@ def test_threads_through_everything(request: pytest.FixtureRequest) -> None:
     early, late = chaos.samples[third : 2 * third], chaos.samples[2 * third :]
     files = [middle([sample[0] for sample in part]) for part in (early, late)]
     memory = [middle([sample[1] for sample in part]) for part in (early, late)]
-    print(f"\n{minutes:g} minutes: {dict(soak.counts)}; deaths {stats.deaths}, respawns {stats.respawns}")
-    print(f"replays {stats.replays}; (models, graphs) {held}; descriptors {files}, megabytes {memory}")
-    # Ctrl-C in a finalizer is lost, and with it, now and then, the word that a graph is of no use any more.
+    print(
+        f"\n{minutes:g} minutes: {dict(soak.counts)}; deaths {stats.deaths}, respawns "
+        f"{stats.respawns}"
+    )
+    print(
+        f"replays {stats.replays}; (models, graphs) {held}; descriptors {files}, megabytes {memory}"
+    )
+    # Ctrl-C in a finalizer is lost, and with it, now and then, the word that a graph is of no use
+    # any more.
     assert all(graphs <= soak.counts["interrupted"] // 20 for _, graphs in held)
     assert files[1] <= files[0] + 10
     assert memory[1] <= 1.1 * memory[0] + 50
 
 
 def test_forks_while_it_trains() -> None:
-    """In 50 rounds each child is told that it was forked, and the weights are those of a training without."""
+    """In 50 rounds each child is told that it was forked, and the weights are those of a training
+    without.
+    """
     rounds = 50
     with Executor(["cpu", "cpu"]) as executor:
         trainer = Trainer(executor, 300)

@@ -1,4 +1,6 @@
-"""Modules that only the driver has: what is packed, what is not, and that it can be imported where it is unpacked."""
+"""Modules that only the driver has: what is packed, what is not, and that it can be imported where
+it is unpacked.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from raydp_parallel import sources
-from raydp_parallel.messages import Failure, Package
+from raydp_parallel.state import code_shipping
+from raydp_parallel.transport.messages import Failure, Package
 
 
 def failure(text: str, name: str = "builtins.ModuleNotFoundError") -> Failure:
@@ -24,17 +26,24 @@ def failure(text: str, name: str = "builtins.ModuleNotFoundError") -> Failure:
 def test_the_name_of_what_is_missing() -> None:
     """The package of the last error; other errors name nothing."""
     text = "Traceback ...\nModuleNotFoundError: No module named 'one.two'\n"
-    assert sources.wanted(failure(text)) == "one"
+    assert code_shipping.wanted(failure(text)) == "one"
     assert (
-        sources.wanted(failure(f"{text}During handling ...\nModuleNotFoundError: No module named 'three'")) == "three"
+        code_shipping.wanted(
+            failure(f"{text}During handling ...\nModuleNotFoundError: No module named 'three'")
+        )
+        == "three"
     )
-    assert sources.wanted(failure(text, "builtins.KeyError")) is None
-    assert sources.wanted(failure("ModuleNotFoundError: no words of Python's")) is None
-    assert sources.wanted(None) is None
+    assert code_shipping.wanted(failure(text, "builtins.KeyError")) is None
+    assert code_shipping.wanted(failure("ModuleNotFoundError: no words of Python's")) is None
+    assert code_shipping.wanted(None) is None
 
 
-def test_a_package_with_all_that_lies_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data too; caches and hidden files not. Another process imports it from where it is unpacked."""
+def test_a_package_with_all_that_lies_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data too; caches and hidden files not. Another process imports it from where it is
+    unpacked.
+    """
     package = tmp_path / "there" / "mine"
     (package / "inner").mkdir(parents=True)
     (package / "__pycache__").mkdir()
@@ -47,13 +56,17 @@ def test_a_package_with_all_that_lies_in_it(tmp_path: Path, monkeypatch: pytest.
     for hidden in ("__pycache__/x.pyc", ".git/config", ".secret"):
         (package / hidden).write_text("no")
     monkeypatch.syspath_prepend(str(package.parent))
-    packed = sources.pack("mine")
+    packed = code_shipping.pack("mine")
     assert packed is not None
-    assert [name for name, _ in packed.files] == ["mine/__init__.py", "mine/inner/__init__.py", "mine/inner/word.txt"]
-    assert packed == sources.pack("mine")
+    assert [name for name, _ in packed.files] == [
+        "mine/__init__.py",
+        "mine/inner/__init__.py",
+        "mine/inner/word.txt",
+    ]
+    assert packed == code_shipping.pack("mine")
     assert imported(packed, tmp_path / "here", "import mine; print(mine.word)") == "hello"
     (package / "inner" / "word.txt").write_text("other")
-    again = sources.pack("mine")
+    again = code_shipping.pack("mine")
     assert again is not None and again.digest != packed.digest
 
 
@@ -61,13 +74,18 @@ def test_a_module_of_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Such as one beside the script."""
     (tmp_path / "beside_script.py").write_text("answer = 42\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    packed = sources.pack("beside_script")
+    packed = code_shipping.pack("beside_script")
     assert packed is not None and [name for name, _ in packed.files] == ["beside_script.py"]
-    assert imported(packed, tmp_path / "here", "import beside_script; print(beside_script.answer)") == "42"
+    assert (
+        imported(packed, tmp_path / "here", "import beside_script; print(beside_script.answer)")
+        == "42"
+    )
 
 
 def test_an_editable_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its folder is not on the path: a finder of the installer's knows it. A namespace package has several folders."""
+    """Its folder is not on the path: a finder of the installer's knows it. A namespace package has
+    several folders.
+    """
 
     class Finder:
         @staticmethod
@@ -85,7 +103,7 @@ def test_an_editable_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
     monkeypatch.syspath_prepend(str(tmp_path / "one"))
     monkeypatch.syspath_prepend(str(tmp_path / "two"))
-    edited, spaced = sources.pack("edited"), sources.pack("spaced")
+    edited, spaced = code_shipping.pack("edited"), code_shipping.pack("spaced")
     assert edited is not None and spaced is not None
     assert imported(edited, tmp_path / "here", "import edited; print(edited.where)") == "src/edited"
     both = "import spaced.a, spaced.b; print(spaced.a.where, spaced.b.where)"
@@ -96,7 +114,7 @@ def test_an_editable_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_what_does_not_travel(name: str) -> None:
     """What is installed or Python's own, and what is nowhere."""
     assert torch.__file__
-    assert sources.pack(name) is None
+    assert code_shipping.pack(name) is None
 
 
 def test_a_package_of_data_does_not_travel(
@@ -105,22 +123,24 @@ def test_a_package_of_data_does_not_travel(
     """It is said."""
     (tmp_path / "heavy").mkdir()
     (tmp_path / "heavy" / "__init__.py").write_text("")
-    monkeypatch.setattr(sources, "_MOST", 10)
+    monkeypatch.setattr(code_shipping, "_MOST", 10)
     (tmp_path / "heavy" / "data.bin").write_bytes(bytes(11))
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert sources.pack("heavy") is None
+    assert code_shipping.pack("heavy") is None
     assert "heavy is not sent" in caplog.text
 
 
 def test_two_processes_unpack_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is slower uses what is there, and leaves nothing of its own; the path grows by one entry only."""
+    """Who is slower uses what is there, and leaves nothing of its own; the path grows by one entry
+    only.
+    """
     monkeypatch.setattr(sys, "path", [*sys.path])
     package = Package("twin", "d1", (("twin.py", b"x = 1\n"),))
     place = tmp_path / "twin-d1"
     exists = Path.exists
     monkeypatch.setattr(Path, "exists", lambda self: False if self == place else exists(self))
     for _ in range(2):
-        sources.unpack(package, tmp_path)
+        code_shipping.unpack(package, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["twin-d1"]
     assert sys.path.count(str(place)) == 1
 
@@ -129,15 +149,19 @@ def imported(package: Package, folder: Path, code: str) -> str:
     """What a fresh process prints that has the package from `sources.unpack` alone."""
     folder.mkdir(exist_ok=True)
     before = [*sys.path]
-    sources.unpack(package, folder)
+    code_shipping.unpack(package, folder)
     added = [entry for entry in sys.path if entry not in before]
     sys.path[:] = before
     run = f"import sys; sys.path[:] = [*sys.path[1:], *{added!r}]; {code}"
-    done = subprocess.run([sys.executable, "-I", "-c", run], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", run], capture_output=True, text=True, check=True
+    )
     return done.stdout.strip()
 
 
-def test_links_to_files_elsewhere_are_not_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_to_files_elsewhere_are_not_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A package that points at a key in the home folder does not send it."""
     (tmp_path / "linked").mkdir()
     (tmp_path / "secret").write_text("secret")
@@ -146,27 +170,35 @@ def test_links_to_files_elsewhere_are_not_packed(tmp_path: Path, monkeypatch: py
     (tmp_path / "linked" / "key.txt").symlink_to(tmp_path / "secret")
     (tmp_path / "linked" / "same.txt").symlink_to(tmp_path / "linked" / "data.txt")
     monkeypatch.syspath_prepend(str(tmp_path))
-    packed = sources.pack("linked")
+    packed = code_shipping.pack("linked")
     assert packed is not None
-    assert [name for name, _ in packed.files] == ["linked/__init__.py", "linked/data.txt", "linked/same.txt"]
+    assert [name for name, _ in packed.files] == [
+        "linked/__init__.py",
+        "linked/data.txt",
+        "linked/same.txt",
+    ]
 
 
-def test_the_folder_of_what_was_sent_is_ours_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever can write there runs code as this user: one of others, or open to them, or a link, is not used."""
-    monkeypatch.setattr(sources.tempfile, "tempdir", str(tmp_path))
-    folder = sources.place("session_1")
+def test_the_folder_of_what_was_sent_is_ours_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever can write there runs code as this user: one of others, or open to them, or a link, is
+    not used.
+    """
+    monkeypatch.setattr(code_shipping.tempfile, "tempdir", str(tmp_path))
+    folder = code_shipping.place("session_1")
     base = folder.parent
-    assert folder == sources.place("session_1")
+    assert folder == code_shipping.place("session_1")
     assert base.parent == tmp_path and base.stat().st_mode & 0o777 == 0o700
     for mode in (0o777, 0o770, 0o702):
         base.chmod(mode)
-        assert sources.place("session_1").parent == tmp_path != base
+        assert code_shipping.place("session_1").parent == tmp_path != base
     base.chmod(0o700)
-    monkeypatch.setattr(sources.os, "geteuid", lambda: 12345)
+    monkeypatch.setattr(code_shipping.os, "geteuid", lambda: 12345)
     (tmp_path / "raydp_parallel-12345").mkdir(mode=0o700)
-    assert sources.place("session_1").parent == tmp_path
+    assert code_shipping.place("session_1").parent == tmp_path
     monkeypatch.undo()
-    monkeypatch.setattr(sources.tempfile, "tempdir", str(tmp_path / "other"))
+    monkeypatch.setattr(code_shipping.tempfile, "tempdir", str(tmp_path / "other"))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / base.name).symlink_to(base)
-    assert sources.place("session_1").parent == tmp_path / "other"
+    assert code_shipping.place("session_1").parent == tmp_path / "other"

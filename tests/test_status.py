@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from looking import posted, replica, report
 
-from raydp_parallel import command, page, status
+from raydp_parallel import command
+from raydp_parallel.monitoring import html_report, status
 
 
 def test_one_line_per_replica_and_the_straggler_marked() -> None:
@@ -66,7 +67,9 @@ def test_how_often_has_to_be_a_time(seconds: str, capsys: pytest.CaptureFixture[
 
 
 def test_control_characters_do_not_reach_the_terminal() -> None:
-    """Of names, classes and events, which may be another user's: a title, a colour, a line of its own."""
+    """Of names, classes and events, which may be another user's: a title, a colour, a line of its
+    own.
+    """
     found = posted()
     evil = "\x1b]0;owned\x07\x1b[31m\n\u202e"
     found["stats"]["name"] = found["host"] = found["stats"]["models"][0] = f"x{evil}"
@@ -78,12 +81,14 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     assert status.table([["a", evil], ["b", ""]])[0].isprintable()
 
 
-@pytest.mark.parametrize("entry", [{}, {"job": "07", "stats": None}, {**posted(), "stats": {"name": "old"}}, [], None])
+@pytest.mark.parametrize(
+    "entry", [{}, {"job": "07", "stats": None}, {**posted(), "stats": {"name": "old"}}, [], None]
+)
 def test_one_entry_that_cannot_be_read(entry: Any) -> None:
     """Of another version, or somebody's: the others are shown, as text and as a page."""
     text = status.render([entry, posted()])
     assert "an entry that this version cannot read" in text
     assert "replica 1 on cuda:1" in text
-    shown = page.report([entry, posted()])
+    shown = html_report.report([entry, posted()])
     assert "an entry that this version cannot read" in shown
     assert "replica 1 on cuda:1" in shown

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from raydp_parallel import DataParallel, Options, ReplicaError, TransferError, codec
-from raydp_parallel.links import InlineLink, Mail
+from raydp_parallel import DataParallel, Options, ReplicaError, TransferError
+from raydp_parallel.transport import codec
+from raydp_parallel.transport.links import Attachments, InlineLink
 
 ONES = torch.ones(4, 2)
 
@@ -58,7 +59,9 @@ class Bar(nn.Module):
 
 
 class Proxy:
-    """Asks another object for all that it has not; without one it asks itself for that, for ever."""
+    """Asks another object for all that it has not; without one it asks itself for that, for
+    ever.
+    """
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -96,7 +99,9 @@ class Uses(nn.Module):
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("name", ["stdout", "stderr", "__stdout__", "__stderr__"])
 def test_a_replica_has_its_own_streams(name: str) -> None:
-    """Also that of before somebody put another in its place; and the forward after it sends nothing again."""
+    """Also that of before somebody put another in its place; and the forward after it sends nothing
+    again.
+    """
     model = DataParallel(Holds(getattr(sys, name)), ["cpu", "cpu"])
     out, own = model(ONES)
     assert torch.equal(out, ONES * 2)
@@ -108,7 +113,9 @@ def test_a_replica_has_its_own_streams(name: str) -> None:
 
 @pytest.mark.usefixtures("cluster")
 def test_handlers_and_bars() -> None:
-    """A handler writes to the replica's own stream; a bar counts, and is put back before the next forward."""
+    """A handler writes to the replica's own stream; a bar counts, and is put back before the next
+    forward.
+    """
     assert DataParallel(Logs(), ["cpu", "cpu"])(ONES)[1] == ["True [seen]"] * 2
     model = DataParallel(Bar(), ["cpu", "cpu"])
     assert model(ONES)[1] == [2, 2]
@@ -137,7 +144,11 @@ def test_S11_an_open_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text")
     model = DataParallel(Holds(None), ["cpu", "cpu"], options=Options(in_process=True))
     with (tmp_path / "file").open() as file:
-        with pytest.raises(TransferError, match=r"inputs\[1\]\[0\]\['log'\] is a _io.TextIOWrapper"):
+        with pytest.raises(
+            TransferError,
+            match=r"inputs\[1\]\[0\]\['log'\] is a "
+            r"_io.TextIOWrapper",
+        ):
             model(ONES, [{"log": file}])
         model.module.held = [file]
         with pytest.raises(TransferError, match=r"module.held\[0\] is a _io.TextIOWrapper"):
@@ -146,8 +157,8 @@ def test_S11_an_open_file_is_refused(tmp_path: Path) -> None:
 
 def test_streams_as_arguments() -> None:
     """They are the process's own, wherever they are."""
-    parcel, _ = codec.encode((sys.stdout, sys.__stderr__), Mail(InlineLink()), "inputs")
-    value, _ = codec.decode(parcel, Mail(InlineLink()), torch.device("cpu"))
+    parcel, _ = codec.encode((sys.stdout, sys.__stderr__), Attachments(InlineLink()), "inputs")
+    value, _ = codec.decode(parcel, Attachments(InlineLink()), torch.device("cpu"))
     assert value == (sys.stdout, sys.stderr)
 
 
@@ -171,7 +182,11 @@ class Stops(nn.Module):
 def test_a_debugger_in_a_replica(how: str) -> None:
     """There is no terminal: the error says how to have one, and the next call works."""
     model = DataParallel(Stops(how), ["cpu", "cpu"])
-    with pytest.raises(ReplicaError, match=r"Options\(in_process=True\) runs the module in this process"):
+    with pytest.raises(
+        ReplicaError,
+        match=r"Options\(in_process=True\) runs the module in "
+        r"this process",
+    ):
         model(ONES)
     model.module = nn.Identity()
     assert torch.equal(model(ONES), ONES)

@@ -1,4 +1,6 @@
-"""What the dashboard says of replicas with direct lines: short tasks, whose few names tell how fast each works."""
+"""What the dashboard says of replicas with direct lines: short tasks, whose few names tell how fast
+each works.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,15 @@ from typing import Any
 
 from looking import report
 
-from raydp_parallel.monitor import PhaseSeconds, ReplicaStats
-from raydp_parallel.summaries import Summaries, Summary, summarize
+from raydp_parallel.monitoring.stats import PhaseSeconds, ReplicaStats
+from raydp_parallel.monitoring.summaries import Summaries, Summary, summarize
 
 
 def at(rows: int, index: int = 0, **phases: float) -> ReplicaStats:
     """A replica that has come so far."""
-    return ReplicaStats(index, "cpu", "cpu", "node", 1, "ready", rows=rows, phases=PhaseSeconds(**phases))
+    return ReplicaStats(
+        index, "cpu", "cpu", "node", 1, "ready", rows=rows, phases=PhaseSeconds(**phases)
+    )
 
 
 class Watched:
@@ -22,7 +26,9 @@ class Watched:
     def __init__(self) -> None:
         self.now = 100.0
         self.tasks: list[tuple[int, str]] = []
-        self.summaries = Summaries(lambda index, name: self.tasks.append((index, name)), lambda: self.now)
+        self.summaries = Summaries(
+            lambda index, name: self.tasks.append((index, name)), lambda: self.now
+        )
 
     def see(self, *replicas: ReplicaStats, after: float = 3.0, **fields: Any) -> None:
         """Some time later replicas have come so far."""
@@ -39,7 +45,9 @@ def test_numbers_are_round() -> None:
     assert summarize(after, replace(after, rows=1501), 3.0).name == (
         "work 1 samples/s, forward 0 %, backward 0 %, idle 0 %"
     )
-    assert summarize(at(0), at(0, backward=3.1), 3.0).name.startswith("work no samples, forward 0 %, backward 100 %")
+    assert summarize(at(0), at(0, backward=3.1), 3.0).name.startswith(
+        "work no samples, forward 0 %, backward 100 %"
+    )
 
 
 def test_each_replica_that_worked_has_a_task_now_and_then() -> None:
@@ -66,7 +74,9 @@ def test_names_are_few() -> None:
         share = 3.0 * (step % 100) / 100
         phases = done.phases
         rows = done.rows + 3 * 2 ** (step % 17)
-        done = at(rows, forward=phases.forward + share + 1e-6, backward=phases.backward + 3.0 - share)
+        done = at(
+            rows, forward=phases.forward + share + 1e-6, backward=phases.backward + 3.0 - share
+        )
         watched.see(done)
     assert len(watched.tasks) == 2000
     assert len({name for _, name in watched.tasks}) == 32

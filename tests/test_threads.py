@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, Options
-from raydp_parallel.actor import Door, give_back
-from raydp_parallel.links import Arena, Link, Mail, Mappings, Piece, shared_link
-from raydp_parallel.wire import pack
+from raydp_parallel.devices.buffers import Arena
+from raydp_parallel.devices.ranges import MemoryRange
+from raydp_parallel.replica.actor import ReplicaServer, give_back
+from raydp_parallel.transport.links import Attachments, Link, Mappings, shared_link
+from raydp_parallel.transport.message_bytes import pack
 
 LARGE = 1 << 20
 """Bytes that lie in shared memory and not in the message."""
@@ -55,24 +57,26 @@ def together(*works: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("method", ["forward", "backward"])
 def test_an_answer_that_ray_carries_outlives_the_next_call(method: str) -> None:
-    """It is read when the call of another thread may already be answered, and lent until word comes that it was."""
+    """It is read when the call of another thread may already be answered, and lent until word comes
+    that it was.
+    """
     link: Link = shared_link(Arena(), exposes=False, always=False)
-    door = Door("cpu", link)
+    client = ReplicaServer("cpu", link)
 
-    def work(number: int, _mail: Mail, back: Mail) -> int:
+    def work(number: int, _attachments: Attachments, back: Attachments) -> int:
         filled = np.full(LARGE, number, dtype=np.uint8)
-        back.send([Piece(filled.ctypes.data, LARGE, filled)], [0], LARGE)
+        back.send([MemoryRange(filled.ctypes.data, LARGE, filled)], [0], LARGE)
         return number
 
-    door._replica = SimpleNamespace(forward=work, backward=work)  # type: ignore[assignment]
-    answers = [getattr(door, method)(b"", pack(number)) for number in range(3)]
+    client._replica = SimpleNamespace(forward=work, backward=work)  # type: ignore[assignment]
+    answers = [getattr(client, method)(b"", pack(number)) for number in range(3)]
     mappings = Mappings()
     for number, (_, _, descriptor) in enumerate(answers):
         piece = mappings.find(descriptor).piece()
         assert ctypes.string_at(piece.address, piece.size) == bytes([number]) * LARGE
-    assert len(door._ledger) == 3
-    getattr(door, method)(give_back(mappings), pack(0))
-    assert len(door._ledger) == 3 - 2 + 1  # the last one is in use
+    assert len(client._ledger) == 3
+    getattr(client, method)(give_back(mappings), pack(0))
+    assert len(client._ledger) == 3 - 2 + 1  # the last one is in use
 
 
 class Scaled(nn.Module):

@@ -1,4 +1,6 @@
-"""Twenty steps of training real architectures: losses, gradients, weights and buffers are upstream's, step by step."""
+"""Twenty steps of training real architectures: losses, gradients, weights and buffers are
+upstream's, step by step.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class Run(NamedTuple):
 
 def ours(module: nn.Module, replicas: int) -> nn.Module:
     """Under our wrapper."""
-    return raydp_parallel.DataParallel(copy.deepcopy(module), ["cpu"] * replicas, options=ONE_THREAD)
+    return raydp_parallel.DataParallel(
+        copy.deepcopy(module), ["cpu"] * replicas, options=ONE_THREAD
+    )
 
 
 def theirs(module: nn.Module, replicas: int) -> nn.Module:
@@ -125,7 +129,9 @@ def close(found: Run, expected: Run, tolerance: float) -> None:
             assert (grad - other[name]).norm() <= tolerance * scale, f"step {step}: {name}"
     for name, tensor in found.state.items():
         expected_one = expected.state[name]
-        assert (tensor - expected_one).double().norm() <= tolerance * expected_one.double().norm(), name
+        assert (
+            tensor - expected_one
+        ).double().norm() <= tolerance * expected_one.double().norm(), name
 
 
 # --- a perceptron ---
@@ -133,13 +139,17 @@ def close(found: Run, expected: Run, tolerance: float) -> None:
 
 def perceptron() -> nn.Module:
     """Three layers."""
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.0), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.0), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)
+    )
 
 
 def rows(step: int) -> tuple[Tensor, Tensor]:
     """Batches of different sizes: 30, 30, 10, as the end of an epoch."""
     generator, count = numbers(step), (30, 30, 10)[step % 3]
-    return torch.randn(count, 8, generator=generator), torch.randint(3, (count,), generator=generator)
+    return torch.randn(count, 8, generator=generator), torch.randint(
+        3, (count,), generator=generator
+    )
 
 
 def classify(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -150,7 +160,9 @@ def classify(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 @pytest.mark.parametrize("optimizer", [sgd, adam])
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 def test_perceptron(replicas, optimizer):
-    """Bit-identical with upstream on 1 to 4 replicas, and with the plain module but for rounding."""
+    """Bit-identical with upstream on 1 to 4 replicas, and with the plain module but for
+    rounding.
+    """
     net = perceptron()
     found, expected = ours(net, replicas), theirs(net, replicas)
     run = train(found, rows, classify, optimizer(found))
@@ -205,7 +217,9 @@ class Residual(nn.Module):
         self.bn2 = nn.BatchNorm2d(width)
         self.shortcut = nn.Sequential()
         if stride != 1 or width_in != width:
-            self.shortcut = nn.Sequential(nn.Conv2d(width_in, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(width_in, width, 1, stride, bias=False), nn.BatchNorm2d(width)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.bn1(self.conv1(x)).relu_()
@@ -219,7 +233,9 @@ class ResNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 8, 3, 1, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)
+        )
         self.blocks = nn.Sequential(Residual(8, 8, 1), Residual(8, 12, 2), Residual(12, 12, 1))
         self.head = nn.Linear(12, 4)
 
@@ -230,7 +246,9 @@ class ResNet(nn.Module):
 def images(step: int) -> tuple[Tensor, Tensor]:
     """Small images."""
     generator = numbers(step)
-    return torch.randn(11, 3, 8, 8, generator=generator), torch.randint(4, (11,), generator=generator)
+    return torch.randn(11, 3, 8, 8, generator=generator), torch.randint(
+        4, (11,), generator=generator
+    )
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -267,7 +285,9 @@ class Tagger(nn.Module):
 def sentences(step: int) -> tuple[Tensor, Tensor]:
     """Word ids, and a tag for each word."""
     generator = numbers(step)
-    return torch.randint(20, (9, 7), generator=generator), torch.randint(4, (63,), generator=generator)
+    return torch.randint(20, (9, 7), generator=generator), torch.randint(
+        4, (63,), generator=generator
+    )
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
@@ -275,7 +295,10 @@ def test_bidirectional_lstm(replicas):
     """Recurrent weights are the same tensors in the replica's flat list and in its parameters."""
     net = Tagger()
     found, expected = ours(net, replicas), theirs(net, replicas)
-    identical(train(found, sentences, classify, adam(found)), train(expected, sentences, classify, adam(expected)))
+    identical(
+        train(found, sentences, classify, adam(found)),
+        train(expected, sentences, classify, adam(expected)),
+    )
 
 
 # --- a transformer with tied embeddings ---
@@ -285,9 +308,18 @@ def gpt2() -> nn.Module:
     """GPT-2's architecture, tiny, with random weights and no dropout."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
-        vocab_size=48, n_positions=16, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-        use_cache=False, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
+        vocab_size=48,
+        n_positions=16,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -336,7 +368,12 @@ def generator_net() -> nn.Module:
 def critic_net() -> nn.Module:
     """Samples to scores."""
     return nn.Sequential(
-        nn.Linear(6, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 12), nn.Softplus(), nn.Linear(12, 1)
+        nn.Linear(6, 12),
+        nn.LayerNorm(12),
+        nn.Tanh(),
+        nn.Linear(12, 12),
+        nn.Softplus(),
+        nn.Linear(12, 1),
     )
 
 
@@ -352,7 +389,9 @@ def train_gan(generate: nn.Module, critic: nn.Module) -> tuple[Run, Run]:
             by_critic.zero_grad()
             with torch.no_grad():
                 fake = generate(torch.randn(10, 4, generator=random))
-            value = critic(fake).mean() - critic(real).mean() + 10 * penalty(critic, real, fake, random)
+            value = (
+                critic(fake).mean() - critic(real).mean() + 10 * penalty(critic, real, fake, random)
+            )
             value.backward()
             by_critic.step()
         critic_run.losses.append(value.detach())

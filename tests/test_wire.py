@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from raydp_parallel import codec, context
-from raydp_parallel.exchange import Host
-from raydp_parallel.links import InlineLink, Mail
-from raydp_parallel.messages import (
+from raydp_parallel.devices import ambient_state
+from raydp_parallel.devices.specs import TensorSpec
+from raydp_parallel.transport import codec
+from raydp_parallel.transport.group_messages import HostStore
+from raydp_parallel.transport.links import Attachments, InlineLink
+from raydp_parallel.transport.message_bytes import pack, unpack
+from raydp_parallel.transport.messages import (
     BackwardRequest,
     Blob,
     Failure,
@@ -20,17 +23,15 @@ from raydp_parallel.messages import (
     Parcel,
     Reply,
     StateUpdate,
-    TensorSpec,
     WriteBack,
 )
-from raydp_parallel.wire import pack, unpack
 
 BLOB = Blob((0,), (0,), (8,), b"12345678")
 
 
 def parcel(value: Any) -> Parcel:
     """A value's."""
-    return codec.encode(value, Mail(InlineLink()), "value", requires_grad=True)[0]
+    return codec.encode(value, Attachments(InlineLink()), "value", requires_grad=True)[0]
 
 
 SPARSE = torch.eye(3).to_sparse()
@@ -39,13 +40,29 @@ PARCELS = [
     parcel({"mask": SPARSE, "rest": [1, "two"]}),
     parcel(()),
 ]
-UPDATE = StateUpdate(1, 7, (3, 4), edits=((0, "training", True),), blobs=(Blob((1,), (0,), (8,), b"8bytes--"),))
+UPDATE = StateUpdate(
+    1, 7, (3, 4), edits=((0, "training", True),), blobs=(Blob((1,), (0,), (8,), b"8bytes--"),)
+)
 
 
 def forward(inputs: Parcel, **changes: Any) -> ForwardRequest:
     """A forward's message."""
     plain = ForwardRequest(
-        1, None, 5, 0, "in replica 0", inputs, context.capture(), 1 << 62, 1, True, (), False, False, (), None
+        1,
+        None,
+        5,
+        0,
+        "in replica 0",
+        inputs,
+        ambient_state.capture(),
+        1 << 62,
+        1,
+        True,
+        (),
+        False,
+        False,
+        (),
+        None,
     )
     return plain._replace(**changes)
 
@@ -53,11 +70,25 @@ def forward(inputs: Parcel, **changes: Any) -> ForwardRequest:
 def backward(grads: Parcel) -> BackwardRequest:
     """A backward's."""
     return BackwardRequest(
-        1, 5, ((5, (0,)),), grads, (True, False), True, False, None, (), True, 1, context.capture(), Forget((1, 2), ())
+        1,
+        5,
+        ((5, (0,)),),
+        grads,
+        (True, False),
+        True,
+        False,
+        None,
+        (),
+        True,
+        1,
+        ambient_state.capture(),
+        Forget((1, 2), ()),
     )
 
 
-def reply(value: Parcel | None, written: WriteBack | None = None, failure: Failure | None = None) -> Reply:
+def reply(
+    value: Parcel | None, written: WriteBack | None = None, failure: Failure | None = None
+) -> Reply:
     """An answer."""
     return Reply(value, written, (), failure, 0.25, 3, 64, (), (1.0, 2.0, 3.0, 4.0, 5.0))
 
@@ -71,7 +102,7 @@ MESSAGES = [
     reply(None, None, Failure(None, "KeyError", "text", None, None, False)),
     None,
     Forget((1,), (2,)),
-    Host(1.0),
+    HostStore(1.0),
     (1, 2),
 ]
 
@@ -90,7 +121,9 @@ def test_a_message_comes_back_as_it_was(message: Any) -> None:
 
 
 def test_specs_have_no_names_on_the_way() -> None:
-    """Which is what it is for: a hundred tensors are a hundred specs, and each name is asked for in Python."""
+    """Which is what it is for: a hundred tensors are a hundred specs, and each name is asked for in
+    Python.
+    """
     many = parcel(tuple(torch.zeros(2) for _ in range(100)))
     plain, named = pack(reply(many)), pickle.dumps(reply(many), protocol=pickle.HIGHEST_PROTOCOL)
     assert b"TensorSpec" not in plain

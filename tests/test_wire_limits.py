@@ -1,4 +1,6 @@
-"""What a line does where something breaks off: aborted calls, timeouts, want of memory, and many threads."""
+"""What a line does where something breaks off: aborted calls, timeouts, want of memory, and many
+threads.
+"""
 
 from __future__ import annotations
 
@@ -16,38 +18,28 @@ import pytest
 import torch
 from test_threads import Scaled, together
 
-from raydp_parallel import (
-    DataParallel,
-    Executor,
-    Options,
-    TransferError,
-    dial,
-    frames,
-    line,
-    parallel_apply,
-    pulse,
-    replicate,
-)
-from raydp_parallel.actor import METHODS, Door, unseal
-from raydp_parallel.cluster import RemoteDoor
-from raydp_parallel.frames import LineCut, StoodStill, read_frame, write_frame
-from raydp_parallel.links import InlineLink
-from raydp_parallel.messages import Forget
-from raydp_parallel.wire import pack
+from raydp_parallel import DataParallel, Executor, Options, TransferError, parallel_apply, replicate
+from raydp_parallel.cluster import ReplicaClient
+from raydp_parallel.replica.actor import METHODS, ReplicaServer, unseal
+from raydp_parallel.transport import direct_connection, frames, handshake, process_end
+from raydp_parallel.transport.frames import LineCut, StoodStill, read_frame, write_frame
+from raydp_parallel.transport.links import InlineLink
+from raydp_parallel.transport.message_bytes import pack
+from raydp_parallel.transport.messages import Forget
 
 LARGE = 8_000_000
 """Bytes that no socket takes in before somebody reads."""
 
 
 @contextmanager
-def ends() -> Iterator[tuple[line.Line, socket.socket]]:
+def ends() -> Iterator[tuple[direct_connection.Connection, socket.socket]]:
     """The driver's end of a line, and the other one's bare socket."""
-    found = dial.listen("127.0.0.1")
+    found = handshake.listen("127.0.0.1")
     assert found is not None
-    calls: list[dial.Call] = []
+    calls: list[handshake.CallAddress] = []
     thread = threading.Thread(target=lambda: calls.append(found[1].accept()))
     thread.start()
-    caller = line.Line(found[0], list)
+    caller = direct_connection.Connection(found[0], list)
     thread.join(60)
     with calls[0].connection as other:
         yield caller, other
@@ -55,13 +47,13 @@ def ends() -> Iterator[tuple[line.Line, socket.socket]]:
 
 
 @contextmanager
-def served(answer: Any) -> Iterator[line.Line]:
+def served(answer: Any) -> Iterator[direct_connection.Connection]:
     """A line to a thread that answers."""
-    found = dial.listen()
+    found = handshake.listen()
     assert found is not None
-    thread = threading.Thread(target=line.serve, args=(found[1], answer), daemon=True)
+    thread = threading.Thread(target=direct_connection.serve, args=(found[1], answer), daemon=True)
     thread.start()
-    caller = line.Line(found[0], list)
+    caller = direct_connection.Connection(found[0], list)
     yield caller
     caller.close()
     thread.join(60)
@@ -69,7 +61,9 @@ def served(answer: Any) -> Iterator[line.Line]:
 
 
 def test_a_call_that_was_sent_in_part_is_not_completed_by_the_next() -> None:
-    """The other end stands still for longer than a frame may, and would go on when another call is sent."""
+    """The other end stands still for longer than a frame may, and would go on when another call is
+    sent.
+    """
     with ends() as (caller, other):
         caller.limit(0.1)
         caller.send(1, [np.full(LARGE, 1, dtype=np.uint8)])
@@ -114,7 +108,9 @@ def test_what_came_before_a_send_failed_is_read() -> None:
 
 
 def test_an_answer_that_was_given_up_is_owed() -> None:
-    """Until it is read; meanwhile nothing large is sent, which would not be read, and nothing overtakes that."""
+    """Until it is read; meanwhile nothing large is sent, which would not be read, and nothing
+    overtakes that.
+    """
     with ends() as (caller, other):
         caller.send(1, [b"one"])
         caller.give_up(1)
@@ -142,7 +138,7 @@ def test_an_answer_that_was_given_up_is_owed() -> None:
 def test_small_calls_are_owed_together() -> None:
     """Many of them fill a socket, too."""
     with ends() as (caller, _):
-        for number in range(line._ROOM // 1024):
+        for number in range(direct_connection._ROOM // 1024):
             caller.send(number, [bytes(1024)])
             assert not caller.holds_back
         caller.send(99, [bytes(1024)])
@@ -150,7 +146,9 @@ def test_small_calls_are_owed_together() -> None:
 
 
 def test_limits_hold_where_another_thread_reads() -> None:
-    """Whoever waits for nothing in particular keeps nothing from the others; frames of others prolong nothing."""
+    """Whoever waits for nothing in particular keeps nothing from the others; frames of others
+    prolong nothing.
+    """
     over = threading.Event()
     with ends() as (caller, other):
         for number in (1, 2, 3):
@@ -240,11 +238,13 @@ def test_sending_to_a_dead_process_raises_no_signal(near: bool) -> None:
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
     try:
-        found = dial.listen(None if near else "127.0.0.1")
+        found = handshake.listen(None if near else "127.0.0.1")
         assert found is not None
-        thread = threading.Thread(target=line.serve, args=(found[1], lambda *_: 1 / 0), daemon=True)
+        thread = threading.Thread(
+            target=direct_connection.serve, args=(found[1], lambda *_: 1 / 0), daemon=True
+        )
         thread.start()
-        caller = line.Line(found[0], list)
+        caller = direct_connection.Connection(found[0], list)
         caller.close()
         caller.send(1, [b"one"])
         one, other = socket.socketpair()
@@ -304,15 +304,18 @@ def test_what_there_is_no_memory_for_is_read_and_dropped(monkeypatch: pytest.Mon
 
 def test_want_of_memory_for_a_message_is_that_call_s_failure() -> None:
     """In a replica and in the driver: it is raised, and is no death."""
-    door = Door("cpu", InlineLink())
+    client = ReplicaServer("cpu", InlineLink())
     for parts in ([pack(None), MemoryError("no room")], [MemoryError("no room")]):
-        _, *answer = door._answer_line(None, 0, [b"", METHODS["forward"], *parts])
+        _, *answer = client._answer_line(None, 0, [b"", METHODS["forward"], *parts])
         reply, _ = unseal(tuple(answer), InlineLink())
         assert reply.failure is not None and "no room" in reply.failure.text
     # The word which memory is no longer used may be lost: it goes on being lent.
     ended = [MemoryError("no room"), METHODS["forget"], pack(Forget((), ()))]
-    assert unseal(tuple(door._answer_line(door._turns._next, ended)[1:]), InlineLink())[0] == (0, 0)
-    remote = RemoteDoor(SimpleNamespace())
+    assert unseal(tuple(client._answer_line(client._turns._next, ended)[1:]), InlineLink())[0] == (
+        0,
+        0,
+    )
+    remote = ReplicaClient(SimpleNamespace())
     with pytest.raises(MemoryError, match="no room"):
         remote.opened([b"", b"header", MemoryError("no room")])
     assert remote._take_note([MemoryError("no room"), b"header"]) == [b"header"]
@@ -320,10 +323,12 @@ def test_want_of_memory_for_a_message_is_that_call_s_failure() -> None:
 
 @pytest.mark.usefixtures("cluster")
 def test_a_driver_without_memory_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error is raised, the replicas live, and the same call works when there is memory again."""
+    """The error is raised, the replicas live, and the same call works when there is memory
+    again.
+    """
     size = 1 << 18
     with Executor(["cpu", "cpu"], options=Options(link="inline")) as executor:
-        executor.books.shown = False  # what Ray carries needs no memory of the line's
+        executor.recorder.shown = False  # what Ray carries needs no memory of the line's
         model = DataParallel(Scaled(size), executor=executor)
         expected = model(torch.ones(2, size))
         pids = [info.pid for info in executor.replicas()]
@@ -342,19 +347,23 @@ def test_a_driver_without_memory_for_an_answer(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("how", ["ctrl-c", "transfer error"])
-def test_the_same_call_again_after_one_that_was_aborted(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer of the first is still on its way, larger than the socket, when the second is sent, as large."""
+def test_the_same_call_again_after_one_that_was_aborted(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer of the first is still on its way, larger than the socket, when the second is sent,
+    as large.
+    """
     size = 1 << 22
     with Executor(["cpu", "cpu"], options=Options(link="inline")) as executor:
         net = Scaled(size)
         model = DataParallel(net, executor=executor)
         x = torch.rand(2, size)
         model(x)
-        crew = executor._roster.crew
+        backend = executor._replica_set.backend
         for _ in range(3):
             if how == "ctrl-c":
                 with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                    patch.setattr(crew, "collect", _ctrl_c)
+                    patch.setattr(backend, "collect", _ctrl_c)
                     model(x)
             else:
                 replicas = replicate(net, ["cpu", "cpu"], executor=executor)
@@ -368,18 +377,20 @@ def _ctrl_c(*_arguments: Any) -> Any:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("refused", ["pthread_mutexattr_setrobust", "pthread_mutex_init", "pthread_mutexattr_init"])
+@pytest.mark.parametrize(
+    "refused", ["pthread_mutexattr_setrobust", "pthread_mutex_init", "pthread_mutexattr_init"]
+)
 def test_a_system_that_refuses_such_a_lock(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is none then, and the socket tells."""
-    monkeypatch.setattr(pulse.ctypes, "CDLL", _refusing(refused))
-    assert pulse.make() is None
+    monkeypatch.setattr(process_end.ctypes, "CDLL", _refusing(refused))
+    assert process_end.make() is None
 
 
 def test_a_lock_that_cannot_be_taken_is_no_pulse(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other end is told that there is none, and cuts nothing."""
     before = {*threading.enumerate()}
     with monkeypatch.context() as patch:
-        patch.setattr(pulse.ctypes, "CDLL", _refusing("pthread_mutex_lock"))
+        patch.setattr(process_end.ctypes, "CDLL", _refusing("pthread_mutex_lock"))
         with served(lambda number, buffers: buffers) as caller:
             new = {*threading.enumerate()} - before
             assert "raydp-pulse" not in {thread.name for thread in new}
@@ -389,9 +400,11 @@ def test_a_lock_that_cannot_be_taken_is_no_pulse(monkeypatch: pytest.MonkeyPatch
 
 def _refusing(refused: str) -> Any:
     """The C library, one of whose functions fails."""
-    library = pulse.ctypes.CDLL(None)
+    library = process_end.ctypes.CDLL(None)
     attributes = [f"mutexattr_{what}" for what in ("init", "setpshared", "setrobust", "destroy")]
-    names = [f"pthread_{name}" for name in (*attributes, "mutex_init", "mutex_lock", "mutex_unlock")]
+    names = [
+        f"pthread_{name}" for name in (*attributes, "mutex_init", "mutex_lock", "mutex_unlock")
+    ]
     found = SimpleNamespace(**{name: getattr(library, name) for name in names})
     setattr(found, refused, lambda *_: 22)
     return lambda _name: found

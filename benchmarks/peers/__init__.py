@@ -1,4 +1,6 @@
-"""Ways to train the same net: each makes steps when told, times itself, and says at the end what its weights are."""
+"""Ways to train the same net: each makes steps when told, times itself, and says at the end what
+its weights are.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,15 @@ PEERS: dict[str, Callable[[int], Peer]] = {
     "Ray Train": ray_train.ray_train,
     "naive Ray": naive_ray.NaiveRay,
 }
-"""By name: what starts it, given the number of workers. The first is what the others are compared with."""
+"""By name: what starts it, given the number of workers. The first is what the others are compared
+with.
+"""
 
 _NEEDS = {"Accelerate": ("accelerate",), "Ray Train": ("pandas", "pyarrow")}
 
 
 def missing(name: str) -> list[str]:
     """The packages that a peer needs and that are not installed."""
-    return [package for package in _NEEDS.get(name, ()) if importlib.util.find_spec(package) is None]
+    return [
+        package for package in _NEEDS.get(name, ()) if importlib.util.find_spec(package) is None
+    ]

@@ -1,8 +1,9 @@
 """What every peer does, and the worker's side of those that run in processes of their own.
 
-A worker waits at a connection for the name of a case, then for numbers of steps; it makes them without a word, and
-answers how many seconds they took inside it. So a step of a peer is measured without what it costs to tell its workers,
-and with whatever runs ahead from one step to the next: that favours the peers, whose workers need no driver.
+A worker waits at a connection for the name of a case, then for numbers of steps; it makes them
+without a word, and answers how many seconds they took inside it. So a step of a peer is measured
+without what it costs to tell its workers, and with whatever runs ahead from one step to the next:
+that favours the peers, whose workers need no driver.
 """
 
 from __future__ import annotations
@@ -84,8 +85,12 @@ def repeat(step: Callable[[], None], count: int) -> float:
     return time.perf_counter() - start
 
 
-def serve(connection: Connection, begin: Callable[[str], tuple[nn.Module, Callable[[], None]]]) -> None:
-    """A worker's life: cases by name, a number of steps for each that comes, the weights after the last."""
+def serve(
+    connection: Connection, begin: Callable[[str], tuple[nn.Module, Callable[[], None]]]
+) -> None:
+    """A worker's life: cases by name, a number of steps for each that comes, the weights after the
+    last.
+    """
     while case := connection.recv():
         net, step = begin(case)
         connection.send("ready")
@@ -121,7 +126,9 @@ class Workers:
     def finish(self) -> Weights:
         """End the case; returns the first worker's weights, which all have."""
         found = self._ask(0)
-        assert all(other == found[0] for other in found), f"workers ended with different weights: {found}"
+        assert all(other == found[0] for other in found), (
+            f"workers ended with different weights: {found}"
+        )
         return found[0]  # type: ignore[no-any-return]
 
     def close(self) -> None:

@@ -36,7 +36,9 @@ def fan_out(actors: Sequence[Any]) -> None:
 def there_and_back(actors: Sequence[Any], array: np.ndarray) -> np.ndarray:
     """A chunk of an array to each, and back into one."""
     chunks = np.array_split(array, len(actors))
-    return np.concatenate(ray.get([a.identity.remote(chunk) for a, chunk in zip(actors, chunks, strict=True)]))
+    return np.concatenate(
+        ray.get([a.identity.remote(chunk) for a, chunk in zip(actors, chunks, strict=True)])
+    )
 
 
 def end(actors: Sequence[Any]) -> None:

@@ -41,7 +41,9 @@ class Here:
 
 def ours(workers: int) -> Peer:
     """Replicas on CPUs, the loop here."""
-    return Here(lambda net: raydp_parallel.DataParallel(net, ["cpu"] * workers), raydp_parallel.shutdown)
+    return Here(
+        lambda net: raydp_parallel.DataParallel(net, ["cpu"] * workers), raydp_parallel.shutdown
+    )
 
 
 def plain(workers: int) -> Peer:

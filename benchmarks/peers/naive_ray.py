@@ -1,4 +1,6 @@
-"""The driver that one writes first: weights into the object store each step, gradients back as lists of tensors."""
+"""The driver that one writes first: weights into the object store each step, gradients back as
+lists of tensors.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +49,17 @@ class NaiveRay:
     """
 
     def __init__(self, workers: int) -> None:
-        self._workers: list[Any] = [Worker.remote(replicas_threads(workers)) for _ in range(workers)]
+        self._workers: list[Any] = [
+            Worker.remote(replicas_threads(workers)) for _ in range(workers)
+        ]
 
     def begin(self, case: str) -> None:
         """Make the net, here and there."""
         self._net = CASES[case].make()
         self._optimizer = optimizer_of(self._net)
-        self._chunks = [*zip(*(part.chunk(len(self._workers)) for part in CASES[case].batch()), strict=True)]
+        self._chunks = [
+            *zip(*(part.chunk(len(self._workers)) for part in CASES[case].batch()), strict=True)
+        ]
         ray.get([worker.begin.remote(case) for worker in self._workers])
 
     def steps(self, count: int) -> float:
@@ -62,7 +68,10 @@ class NaiveRay:
 
     def _step(self) -> None:
         new = ray.put([p.detach() for p in self._net.parameters()])
-        calls = [w.gradients.remote(new, x, y) for w, (x, y) in zip(self._workers, self._chunks, strict=True)]
+        calls = [
+            w.gradients.remote(new, x, y)
+            for w, (x, y) in zip(self._workers, self._chunks, strict=True)
+        ]
         shares = ray.get(calls)
         for parameter, *grads in zip(self._net.parameters(), *shares, strict=True):
             parameter.grad = sum(grads[1:], start=grads[0]) / len(grads)

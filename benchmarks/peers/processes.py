@@ -36,7 +36,9 @@ def start(entry: Entry, workers: int) -> Peer:
     port, connections, processes = free_port(), [], []
     for rank in range(workers):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_enter, args=(entry, rank, workers, port, theirs), daemon=True)
+        process = context.Process(
+            target=_enter, args=(entry, rank, workers, port, theirs), daemon=True
+        )
         process.start()
         theirs.close()
         connections.append(ours)
@@ -57,7 +59,13 @@ def free_port() -> int:
 
 
 def _enter(entry: Entry, rank: int, workers: int, port: int, connection: Connection) -> None:
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers, "MASTER_PORT": port}
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": workers,
+        "LOCAL_WORLD_SIZE": workers,
+        "MASTER_PORT": port,
+    }
     threads = replicas_threads(workers)
     os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
     os.environ["OMP_NUM_THREADS"] = str(threads)  # as the launchers set it

@@ -51,7 +51,9 @@ def _loop(config: dict[str, Any]) -> None:
 
     def begin(case: str) -> tuple[nn.Module, Callable[[], None]]:
         net = CASES[case].make()
-        return net, stepper(case, prepare_model(net), (place.get_world_rank(), place.get_world_size()))
+        return net, stepper(
+            case, prepare_model(net), (place.get_world_rank(), place.get_world_size())
+        )
 
     with Client(config["address"], "AF_UNIX") as connection:
         serve(connection, begin)

@@ -1,4 +1,6 @@
-"""DDP's processes that train a perceptron, a step when told, for what `faults` measures of a death."""
+"""DDP's processes that train a perceptron, a step when told, for what `faults` measures of
+a death.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def checksum(model: nn.Module) -> float:
     return float(sum(p.detach().double().abs().sum() for p in model.parameters()))
 
 
-def ddp_worker(rank: int, world: int, threads: int, width: int, rows: int, file: str, pipe: Any) -> None:
+def ddp_worker(
+    rank: int, world: int, threads: int, width: int, rows: int, file: str, pipe: Any
+) -> None:
     """One process of DDP: a step for each word that comes, the checksum at the end."""
     torch.set_num_threads(threads)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)

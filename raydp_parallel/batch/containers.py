@@ -14,7 +14,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 
-class Kind(Enum):
+class ContainerKind(Enum):
     """How a value is treated."""
 
     TENSOR = "tensor"
@@ -27,19 +27,20 @@ class Kind(Enum):
     LEAF = "leaf"
 
 
-def kind_of(value: object) -> Kind:
+def kind_of(value: object) -> ContainerKind:
     """The kind of a value; the order matters, since HF's ModelOutput is a dict and a dataclass."""
     if isinstance(value, torch.Tensor):
-        return Kind.TENSOR
-    if isinstance(value, PackedSequence):  # a namedtuple too, but its fields do not split one by one (pytorch#31422)
-        return Kind.PACKED
+        return ContainerKind.TENSOR
+    # a namedtuple too, but its fields do not split one by one (pytorch#31422)
+    if isinstance(value, PackedSequence):
+        return ContainerKind.PACKED
     if isinstance(value, (dict, UserDict)):
-        return Kind.MAPPING
+        return ContainerKind.MAPPING
     if isinstance(value, (list, tuple)):
-        return Kind.SEQUENCE
+        return ContainerKind.SEQUENCE
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return Kind.FIELDS
-    return Kind.NONE if value is None else Kind.LEAF
+        return ContainerKind.FIELDS
+    return ContainerKind.NONE if value is None else ContainerKind.LEAF
 
 
 def is_namedtuple(value: object) -> TypeGuard[Any]:
@@ -48,11 +49,16 @@ def is_namedtuple(value: object) -> TypeGuard[Any]:
 
 
 def iterates_over_tensors(value: object) -> bool:
-    """Whether a value's class says what it consists of, as transformers' caches do, and tensors are among that.
+    """Whether a value's class says what it consists of, as transformers' caches do, and tensors are
+    among that.
 
     What can be iterated over only once, such as a generator, is left alone.
     """
-    if isinstance(value, type) or not hasattr(type(value), "__iter__") or hasattr(type(value), "__next__"):
+    if (
+        isinstance(value, type)
+        or not hasattr(type(value), "__iter__")
+        or hasattr(type(value), "__next__")
+    ):
         return False
     if isinstance(value, (str, bytes, bytearray, range)):
         return False
@@ -64,31 +70,33 @@ def iterates_over_tensors(value: object) -> bool:
 
 def _has_tensor(value: object) -> bool:
     kind = kind_of(value)
-    return kind is Kind.TENSOR or any(map(_has_tensor, contents(value, kind).values()))
+    return kind is ContainerKind.TENSOR or any(map(_has_tensor, contents(value, kind).values()))
 
 
-def contents(value: Any, kind: Kind) -> dict[Any, Any]:
-    """What a container holds, by key, by position or by field name; nothing for what is no container."""
-    if kind is Kind.MAPPING:
+def contents(value: Any, kind: ContainerKind) -> dict[Any, Any]:
+    """What a container holds, by key, by position or by field name; nothing for what is no
+    container.
+    """
+    if kind is ContainerKind.MAPPING:
         return {key: value[key] for key in value}
-    if kind in (Kind.SEQUENCE, Kind.ITERABLE):
+    if kind in (ContainerKind.SEQUENCE, ContainerKind.ITERABLE):
         return dict(enumerate(value))
-    if kind is Kind.FIELDS:
+    if kind is ContainerKind.FIELDS:
         names = (field.name for field in dataclasses.fields(value))
         return {name: getattr(value, name) for name in names if hasattr(value, name)}
     return {}
 
 
-def step(kind: Kind, key: Any) -> str:
+def step(kind: ContainerKind, key: Any) -> str:
     """How the path to a part reads: ``[0]``, ``['mask']`` or ``.mask``."""
-    return f".{key}" if kind is Kind.FIELDS else f"[{key!r}]"
+    return f".{key}" if kind is ContainerKind.FIELDS else f"[{key!r}]"
 
 
 def mapping_like(like: Any, items: Sequence[tuple[Any, Any]]) -> Any:
     """A mapping of the same class with other items.
 
-    Upstream calls the class with the items. Where that fails or yields another mapping (defaultdict, Counter, a
-    constructor of the user's own), a copy is emptied and filled.
+    Upstream calls the class with the items. Where that fails or yields another mapping
+    (defaultdict, Counter, a constructor of the user's own), a copy is emptied and filled.
     """
     if isinstance(like, UserDict):
         return _user_dict_like(like, items)
@@ -154,12 +162,12 @@ def fields_like(like: Any, parts: Iterable[tuple[str, Any]]) -> Any:
     return made
 
 
-def container_like(like: Any, kind: Kind, parts: dict[Any, Any]) -> Any:
+def container_like(like: Any, kind: ContainerKind, parts: dict[Any, Any]) -> Any:
     """A container like another with other contents."""
-    if kind is Kind.MAPPING:
+    if kind is ContainerKind.MAPPING:
         return mapping_like(like, list(parts.items()))
-    if kind is Kind.FIELDS:
+    if kind is ContainerKind.FIELDS:
         return fields_like(like, parts.items())
-    if kind is Kind.ITERABLE:
+    if kind is ContainerKind.ITERABLE:
         return type(like)([*parts.values()])
     return sequence_like(like, list(parts.values()))

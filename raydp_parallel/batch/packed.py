@@ -1,7 +1,9 @@
-"""PackedSequence, split and joined by sequence; upstream cuts its rows and its batch sizes alike (pytorch#31422).
+"""PackedSequence, split and joined by sequence; upstream cuts its rows and its batch sizes alike
+(pytorch#31422).
 
-A packed sequence holds row (t, r) at ``offset[t] + r``: time step t of the sequence of rank r, ranks going from the
-longest to the shortest. ``unsorted_indices`` gives the rank of the user's i-th sequence, None where it is i.
+A packed sequence holds row (t, r) at ``offset[t] + r``: time step t of the sequence of rank r,
+ranks going from the longest to the shortest. ``unsorted_indices`` gives the rank of the user's i-th
+sequence, None where it is i.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ def _take(packed: PackedSequence, ranks: Tensor) -> PackedSequence:
     rows = (_offsets(packed).unsqueeze(1) + kept)[present]
     batch_sizes = present.sum(1)
     data = packed.data.index_select(0, rows.to(packed.data.device))
-    return _packed(data, batch_sizes[batch_sizes > 0], None if packed.sorted_indices is None else order)
+    return _packed(
+        data, batch_sizes[batch_sizes > 0], None if packed.sorted_indices is None else order
+    )
 
 
 def join_packed(parts: Sequence[PackedSequence], data: Tensor) -> PackedSequence:
@@ -41,14 +45,22 @@ def join_packed(parts: Sequence[PackedSequence], data: Tensor) -> PackedSequence
     """
     lengths, rows = _layout(parts)
     order = lengths.argsort(descending=True, stable=True)
-    sorted_already = all(part.sorted_indices is None for part in parts) and bool((lengths.diff() <= 0).all())
+    sorted_already = all(part.sorted_indices is None for part in parts) and bool(
+        (lengths.diff() <= 0).all()
+    )
     present = torch.arange(rows.shape[0], device="cpu").unsqueeze(1) < lengths[order]
     taken = rows[:, order][present]
-    return _packed(data.index_select(0, taken.to(data.device)), present.sum(1), None if sorted_already else order)
+    return _packed(
+        data.index_select(0, taken.to(data.device)),
+        present.sum(1),
+        None if sorted_already else order,
+    )
 
 
 def _layout(parts: Sequence[PackedSequence]) -> tuple[Tensor, Tensor]:
-    """The length of each sequence, and [time, sequence] the row of the joined data where that step is."""
+    """The length of each sequence, and [time, sequence] the row of the joined data where that step
+    is.
+    """
     steps = max(len(part.batch_sizes) for part in parts)
     lengths, rows, base = [], [], 0
     for part in parts:
@@ -74,4 +86,6 @@ def _offsets(packed: PackedSequence) -> Tensor:
 
 
 def _packed(data: Tensor, batch_sizes: Tensor, sorted_indices: Tensor | None) -> PackedSequence:
-    return PackedSequence(data, batch_sizes, None if sorted_indices is None else sorted_indices.to(data.device))
+    return PackedSequence(
+        data, batch_sizes, None if sorted_indices is None else sorted_indices.to(data.device)
+    )

@@ -13,15 +13,17 @@ from torch.nn import functional as F
 
 from raydp_parallel.check import nets
 from raydp_parallel.check.here import Here, exact
-from raydp_parallel.check.table import Found, Row
+from raydp_parallel.check.table import Row, RowResult
 
 STEPS = 5
 _CLOSE = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
 """How far steps may be from the plain module's, whose sums have another order, in short floats."""
 
 
-def placement(here: Here) -> Found:
-    """Chunks run where their replicas are; nested inputs are split, nested outputs gathered in order."""
+def placement(here: Here) -> RowResult:
+    """Chunks run where their replicas are; nested inputs are split, nested outputs gathered in
+    order.
+    """
     x, y = torch.arange(20.0).view(10, 2).to(here.device), torch.arange(10.0).to(here.device)
     model = here.ours(nets.Witness(), here.several)
     scaled, nested, (weights, inputs, counts) = model(x, {"y": y})
@@ -41,13 +43,21 @@ def placement(here: Here) -> Found:
     strays = [device for device in weights if device.split(":")[0] != here.device.type]
     if strays:
         wrong.append(f"weights on {strays}")
-    text = "; ".join(wrong) or f"chunks of {counts} rows, weights and inputs on {', '.join(weights)}"
-    return Found(text, {"chunks": counts, "weights": weights, "replicas": devices}, not wrong)
+    text = "; ".join(wrong) or (
+        f"chunks of {counts} rows, weights and inputs on {', '.join(weights)}"
+    )
+    return RowResult(text, {"chunks": counts, "weights": weights, "replicas": devices}, not wrong)
 
 
-def output_device(here: Here) -> Found:
-    """Outputs go to the master's device, or where they are asked for; gradients come back from there."""
-    places: list[Any] = ["cpu", *([here.device] if here.gpus else []), *([here.gpus - 1] if here.gpus > 1 else [])]
+def output_device(here: Here) -> RowResult:
+    """Outputs go to the master's device, or where they are asked for; gradients come back from
+    there.
+    """
+    places: list[Any] = [
+        "cpu",
+        *([here.device] if here.gpus else []),
+        *([here.gpus - 1] if here.gpus > 1 else []),
+    ]
     found, wrong = {}, []
     x = torch.randn(6, 8, device=here.device)
     for place in places:
@@ -60,11 +70,13 @@ def output_device(here: Here) -> Found:
         if out.device != wanted or grads != {str(here.device)}:
             wrong.append(f"asked for {wanted}: outputs on {out.device}, gradients on {grads}")
     text = "; ".join(wrong) or ", ".join(f"{place}: {device}" for place, device in found.items())
-    return Found(text, found, not wrong)
+    return RowResult(text, found, not wrong)
 
 
-def host_inputs(here: Here) -> Found:
-    """Inputs may lie on the CPU, pinned or not, and the driver's current device is left as it is."""
+def host_inputs(here: Here) -> RowResult:
+    """Inputs may lie on the CPU, pinned or not, and the driver's current device is left as
+    it is.
+    """
     plain = nets.perceptron()
     model, x = here.ours(copy.deepcopy(plain), here.several), torch.randn(6, 8)
     before = torch.cuda.current_device() if here.gpus else -1
@@ -74,25 +86,35 @@ def host_inputs(here: Here) -> Found:
     gap = max(float((out.cpu() - expected).abs().max()) for out in outputs)
     after = torch.cuda.current_device() if here.gpus else -1
     moved = "" if before == after else f"; the current device was {before} and is {after}"
-    return Found(f"largest difference {gap:.0e}{moved}", {"difference": gap}, gap < 1e-5 and not moved)
+    return RowResult(
+        f"largest difference {gap:.0e}{moved}", {"difference": gap}, gap < 1e-5 and not moved
+    )
 
 
-def autocast(dtype: torch.dtype, here: Here) -> Found:
+def autocast(dtype: torch.dtype, here: Here) -> RowResult:
     """Losses, the scaler's scale and the weights follow the plain module's."""
     torch.manual_seed(0)
     made = nets.perceptron(64).to(here.device)
     plain = _train_short(copy.deepcopy(made), dtype, here.device)
     found = {}
     for ids in (here.one, here.several):
-        losses, scale, weights = _train_short(here.ours(copy.deepcopy(made), ids), dtype, here.device)
+        losses, scale, weights = _train_short(
+            here.ours(copy.deepcopy(made), ids), dtype, here.device
+        )
         if scale != plain[1]:
-            return Found(f"the scale is {scale}, expected {plain[1]}", {}, False)
-        found[f"{len(ids)} chunk{'s' * (len(ids) > 1)}"] = max(_gap(losses, plain[0]), _gap(weights, plain[2]))
+            return RowResult(f"the scale is {scale}, expected {plain[1]}", {}, False)
+        found[f"{len(ids)} chunk{'s' * (len(ids) > 1)}"] = max(
+            _gap(losses, plain[0]), _gap(weights, plain[2])
+        )
     text = ", ".join(f"{name} {gap:.0e}" for name, gap in found.items())
-    return Found(f"{text} from plain, scale {plain[1]:g}", found, max(found.values()) <= _CLOSE[dtype])
+    return RowResult(
+        f"{text} from plain, scale {plain[1]:g}", found, max(found.values()) <= _CLOSE[dtype]
+    )
 
 
-def _train_short(net: nn.Module, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, float, Tensor]:
+def _train_short(
+    net: nn.Module, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, float, Tensor]:
     scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     losses = []
@@ -104,13 +126,20 @@ def _train_short(net: nn.Module, dtype: torch.dtype, device: torch.device) -> tu
         with torch.autocast(device.type, dtype=dtype):
             out = net(x)
             if out.dtype != dtype:
-                raise TypeError(f"the output is {out.dtype}, expected {dtype}: autocast did not reach the replicas")
+                raise TypeError(
+                    f"the output is {out.dtype}, expected {dtype}: autocast did "
+                    "not reach the replicas"
+                )
             loss = F.cross_entropy(out.float(), y)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         losses.append(loss.detach())
-    return torch.stack(losses), float(scaler.get_scale()), torch.cat([p.detach().flatten() for p in net.parameters()])
+    return (
+        torch.stack(losses),
+        float(scaler.get_scale()),
+        torch.cat([p.detach().flatten() for p in net.parameters()]),
+    )
 
 
 def _gap(one: Tensor, other: Tensor) -> float:
@@ -118,7 +147,7 @@ def _gap(one: Tensor, other: Tensor) -> float:
     return gap if gap == gap else float("inf")
 
 
-def formats(here: Here) -> Found:
+def formats(here: Here) -> RowResult:
     """What comes out of a convolution over channels_last images keeps that format."""
     net = nn.Conv2d(3, 8, 3, padding=1).to(here.device)
     net.weight.data = net.weight.data.contiguous(memory_format=torch.channels_last)
@@ -133,10 +162,10 @@ def formats(here: Here) -> Found:
     )
     gap = _gap(out.detach(), expected.detach())
     text = f"output strides {out.stride()}, plain {expected.stride()}; difference {gap:.0e}"
-    return Found(text, {"difference": gap}, same and gap < 1e-5)
+    return RowResult(text, {"difference": gap}, same and gap < 1e-5)
 
 
-def sparse(here: Here) -> Found:
+def sparse(here: Here) -> RowResult:
     """An embedding's sparse gradients stay sparse, and are the plain module's."""
     torch.manual_seed(0)
     net = nn.Embedding(20, 4, sparse=True).to(here.device)
@@ -148,30 +177,39 @@ def sparse(here: Here) -> Found:
     assert found is not None
     assert expected is not None
     gap = _gap(found.to_dense(), expected.to_dense())
-    return Found(f"layout {found.layout}, difference {gap:.0e}", {"difference": gap}, found.is_sparse and gap < 1e-6)
+    return RowResult(
+        f"layout {found.layout}, difference {gap:.0e}",
+        {"difference": gap},
+        found.is_sparse and gap < 1e-6,
+    )
 
 
-def complex_numbers(here: Here) -> Found:
+def complex_numbers(here: Here) -> RowResult:
     """Complex inputs, weights, outputs and gradients."""
     torch.manual_seed(0)
     net = nets.Complex().to(here.device)
     plain = copy.deepcopy(net)
-    x = torch.randn(8, 5, dtype=torch.complex128, generator=torch.Generator().manual_seed(2)).to(here.device)
+    x = torch.randn(8, 5, dtype=torch.complex128, generator=torch.Generator().manual_seed(2)).to(
+        here.device
+    )
     x = x.conj()
     out, expected = here.ours(net, here.several)(x), plain(x)
     out.abs().square().sum().backward()
     expected.abs().square().sum().backward()
     assert net.weight.grad is not None
     assert plain.weight.grad is not None
-    gap = max(_gap(torch.view_as_real(a), torch.view_as_real(b)) for a, b in _pairs(out, expected, net, plain))
-    return Found(f"difference {gap:.0e}", {"difference": gap}, gap < 1e-12)
+    gap = max(
+        _gap(torch.view_as_real(a), torch.view_as_real(b))
+        for a, b in _pairs(out, expected, net, plain)
+    )
+    return RowResult(f"difference {gap:.0e}", {"difference": gap}, gap < 1e-12)
 
 
 def _pairs(out: Tensor, expected: Tensor, net: Any, plain: Any) -> list[tuple[Tensor, Tensor]]:
     return [(out.detach().resolve_conj(), expected.detach()), (net.weight.grad, plain.weight.grad)]
 
 
-def silent_edits(here: Here) -> Found:
+def silent_edits(here: Here) -> RowResult:
     """Weights that are written to behind their versions (``p.data.mul_()``) reach the replicas."""
     net = nets.perceptron().to(here.device)
     model, x = here.ours(net, here.several), torch.randn(6, 8, device=here.device)
@@ -179,11 +217,15 @@ def silent_edits(here: Here) -> Found:
         model(x)
         next(net.parameters()).data.mul_(2)
         gap = _gap(model(x), net(x))
-    return Found(f"difference {gap:.0e} after an edit that moves no version", {"difference": gap}, gap < 1e-5)
+    return RowResult(
+        f"difference {gap:.0e} after an edit that moves no version", {"difference": gap}, gap < 1e-5
+    )
 
 
-def buffers(here: Here) -> Found:
-    """Batch norm's running means of chunk 0 reach the module, once per forward, in training mode only."""
+def buffers(here: Here) -> RowResult:
+    """Batch norm's running means of chunk 0 reach the module, once per forward, in training mode
+    only.
+    """
     net = nn.BatchNorm1d(8).to(here.device)
     plain = copy.deepcopy(net)
     model, x = here.ours(net, here.several), torch.randn(6, 8, device=here.device)
@@ -194,11 +236,17 @@ def buffers(here: Here) -> Found:
     assert net.running_mean is not None
     assert plain.running_mean is not None
     gap, count = _gap(net.running_mean, plain.running_mean), int(net.num_batches_tracked or 0)
-    return Found(f"difference {gap:.0e}, {count} forwards counted", {"difference": gap}, gap < 1e-5 and count == 3)
+    return RowResult(
+        f"difference {gap:.0e}, {count} forwards counted",
+        {"difference": gap},
+        gap < 1e-5 and count == 3,
+    )
 
 
-def settings(here: Here) -> Found:
-    """Precision by torch's newer interface, and what deterministic algorithms ask for, reach replicas that run."""
+def settings(here: Here) -> RowResult:
+    """Precision by torch's newer interface, and what deterministic algorithms ask for, reach
+    replicas that run.
+    """
     model, x = here.ours(nets.Products(), here.several), torch.randn(6, 8, device=here.device)
     model(x)
     newer = hasattr(torch._C, "_get_fp32_precision_getter")
@@ -220,10 +268,10 @@ def settings(here: Here) -> Found:
             del os.environ[variable]
     found = tuple(map(set, seen))
     wrong = "" if found == expected else f"; EXPECTED {expected}"
-    return Found(f"replicas compute with {found}{wrong}", {}, not wrong)
+    return RowResult(f"replicas compute with {found}{wrong}", {}, not wrong)
 
 
-def on_cpus(here: Here) -> Found:
+def on_cpus(here: Here) -> RowResult:
     """A module on the driver's GPU, with replicas on CPUs: the plain module's gradients."""
     torch.manual_seed(0)
     net = nets.perceptron(256).to(here.device)
@@ -232,8 +280,10 @@ def on_cpus(here: Here) -> Found:
         here.ours(net, ["cpu", "cpu"])(x).square().sum().backward()
         plain(x).square().sum().backward()
     pairs = [(p.grad, q.grad) for p, q in zip(net.parameters(), plain.parameters(), strict=True)]
-    gap = max(_gap(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None)
-    return Found(f"difference {gap:.0e}", {"difference": gap}, gap < 1e-5)
+    gap = max(
+        _gap(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None
+    )
+    return RowResult(f"difference {gap:.0e}", {"difference": gap}, gap < 1e-5)
 
 
 ROWS = (

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from raydp_parallel import devices
 from raydp_parallel.check import nets
 from raydp_parallel.check.here import PLAIN, Here, exact
-from raydp_parallel.check.table import Found, Row
+from raydp_parallel.check.table import Row, RowResult
 from raydp_parallel.data_parallel import DataParallel
-from raydp_parallel.links import Arena, Piece
+from raydp_parallel.devices.buffers import Arena
+from raydp_parallel.devices.ranges import MemoryRange
 from raydp_parallel.options import Options
+from raydp_parallel.transport import cuda_ipc
 
 _SIZE = 64 << 20
 _GB = 1e9
@@ -43,21 +45,30 @@ class Spit(nn.Module):
         return x.new_zeros(len(x), self.width)
 
 
-def links(here: Here) -> Found:
+def links(here: Here) -> RowResult:
     """What the executor chose, and who runs on which device."""
     here.ours(nn.Linear(8, 3), here.several)(torch.zeros(4, 8, device=here.device))
     executor = here.executor()
     replicas, link = executor.replicas(), executor.stats().link
-    who = [f"{r.index}: {r.gpu or r.device}{f' {r.gpu_uuid}' if r.gpu_uuid else ''}" for r in replicas]
+    who = [
+        f"{r.index}: {r.gpu or r.device}{f' {r.gpu_uuid}' if r.gpu_uuid else ''}" for r in replicas
+    ]
     wrong = _misplaced([r.gpu_uuid for r in replicas], len({*here.several})) if here.gpus else ""
-    if here.gpus and not wrong and _uuid(here) in [r.gpu_uuid for r in replicas] and "CUDA IPC" not in link:
+    if (
+        here.gpus
+        and not wrong
+        and _uuid(here) in [r.gpu_uuid for r in replicas]
+        and "CUDA IPC" not in link
+    ):
         # What the user asked for is no failure.
         wrong = (
             ""
-            if devices.expandable()
+            if cuda_ipc.expandable()
             else "; CUDA IPC IS OFF though a replica is on the driver's GPU: the log says why"
         )
-    return Found(f"{link}; replica {'; '.join(who)}{wrong}", {"link": link, "replicas": who}, not wrong)
+    return RowResult(
+        f"{link}; replica {'; '.join(who)}{wrong}", {"link": link, "replicas": who}, not wrong
+    )
 
 
 def _uuid(here: Here) -> str:
@@ -68,15 +79,19 @@ def _misplaced(uuids: Sequence[str], expected: int) -> str:
     """Replicas that are on no GPU, or several that are on one."""
     if not all(uuids):
         return "; A REPLICA IS ON A CPU"
-    return "" if len({*uuids}) >= expected else f"; {expected} replicas SHARE {len({*uuids})} GPU(s)"
+    return (
+        "" if len({*uuids}) >= expected else (f"; {expected} replicas SHARE {len({*uuids})} GPU(s)")
+    )
 
 
-def registered(here: Here) -> Found:
-    """Whether CUDA takes shared memory, and what becomes of the next kernel if it does not; copies are right."""
+def registered(here: Here) -> RowResult:
+    """Whether CUDA takes shared memory, and what becomes of the next kernel if it does not; copies
+    are right.
+    """
     arena = Arena(pin=devices.pinner(here.device))
     source = torch.randint(256, (1 << 20,), dtype=torch.uint8, device=here.device)
     lent = arena.take(source.nbytes)
-    room = devices.view(Piece(lent.array.ctypes.data, lent.array.nbytes, lent))
+    room = devices.view(MemoryRange(lent.array.ctypes.data, lent.array.nbytes, lent))
     taken = room.is_pinned()
     alive = bool(torch.ones(8, device=here.device).sum() == 8)
     origin = devices.piece(source).origin
@@ -85,13 +100,20 @@ def registered(here: Here) -> Found:
     origin.wait()
     origin.settle()
     same = torch.equal(room, source.cpu())
-    text = f"shared memory {'is registered' if taken else 'is REFUSED: copies go through pinned buffers'}"
-    more = "" if same and alive else f"; bytes are {'right' if same else 'WRONG'}, kernels {'run' if alive else 'FAIL'}"
-    return Found(text + more, {"registered": taken}, same and alive)
+    word = "is registered" if taken else "is REFUSED: copies go through pinned buffers"
+    text = f"shared memory {word}"
+    more = (
+        ""
+        if same and alive
+        else (f"; bytes are {'right' if same else 'WRONG'}, kernels {'run' if alive else 'FAIL'}")
+    )
+    return RowResult(text + more, {"registered": taken}, same and alive)
 
 
-def evaluation_first(here: Here) -> Found:
-    """A net that is evaluated under inference mode and trained afterwards keeps its links, and gets its gradients."""
+def evaluation_first(here: Here) -> RowResult:
+    """A net that is evaluated under inference mode and trained afterwards keeps its links, and gets
+    its gradients.
+    """
     torch.manual_seed(0)
     net = nn.Linear(256, 256).to(here.device)
     plain, x = copy.deepcopy(net), torch.randn(256, 256, device=here.device)
@@ -105,10 +127,10 @@ def evaluation_first(here: Here) -> Found:
     after, pairs = executor.stats().link, zip(_grads(net), _grads(plain), strict=True)
     gap = max(float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs)
     text = f"{after}{'' if before == after else f', WAS {before}'}; largest difference {gap:.0e}"
-    return Found(text, {"difference": gap}, before == after and gap < 1e-5)
+    return RowResult(text, {"difference": gap}, before == after and gap < 1e-5)
 
 
-def two_devices(here: Here) -> Found:
+def two_devices(here: Here) -> RowResult:
     """Inputs of two GPUs in one call, one of which is busy."""
     net = nets.Witness().to(here.device)
     first = torch.arange(1 << 20, device=here.device).float().view(-1, 2)
@@ -120,23 +142,28 @@ def two_devices(here: Here) -> Found:
     second = heavy.flatten()[: len(first)] + 1
     scaled, nested, _ = here.ours(net, here.one)(first, {"y": second})
     same = torch.equal(scaled, first) and bool((nested["twice"].to(other) == 2 * second).all())
-    return Found("both arrived" if same else "WRONG inputs", {}, same)
+    return RowResult("both arrived" if same else "WRONG inputs", {}, same)
 
 
 def own(here: Here) -> dict[str, float]:
     """Bytes per second of the device's own copies."""
     size = _SIZE // 4 if here.quick else _SIZE
-    on_host, on_device = torch.zeros(size, dtype=torch.uint8), torch.zeros(size, dtype=torch.uint8, device=here.device)
+    on_host, on_device = (
+        torch.zeros(size, dtype=torch.uint8),
+        torch.zeros(size, dtype=torch.uint8, device=here.device),
+    )
     other = torch.empty_like(on_device)
     found = {"on the device": 2 * size / here.seconds(lambda: other.copy_(on_device), 10)}
     if here.gpus:
         pinned = on_host.pin_memory()
         found["to it"] = size / here.seconds(lambda: on_device.copy_(pinned, non_blocking=True), 10)
-        found["from it"] = size / here.seconds(lambda: pinned.copy_(on_device, non_blocking=True), 10)
+        found["from it"] = size / here.seconds(
+            lambda: pinned.copy_(on_device, non_blocking=True), 10
+        )
     return found
 
 
-def bandwidth(here: Here) -> Found:
+def bandwidth(here: Here) -> RowResult:
     """Inputs, outputs and weights through a replica and, on GPUs, the device's own copies."""
     size = _SIZE // 4 if here.quick else _SIZE
     rows, rounds = 16, here.rounds(10)
@@ -156,19 +183,25 @@ def bandwidth(here: Here) -> Found:
         found = {
             "inputs": wide.nbytes / max(1e-9, here.seconds(lambda: swallow(wide), rounds) - empty),
             "outputs": wide.nbytes / max(1e-9, here.seconds(lambda: spit(narrow), rounds) - empty),
-            "changed weights": changing.weight.nbytes / max(1e-9, here.seconds(send_weights, rounds) - empty),
+            "changed weights": changing.weight.nbytes
+            / max(1e-9, here.seconds(send_weights, rounds) - empty),
         }
     plain = {f"device: {name}": rate for name, rate in own(here).items()}
     text = ", ".join(f"{name} {rate / _GB:.1f}" for name, rate in {**found, **plain}.items())
-    return Found(f"GB/s: {text}; an empty call {empty * 1e3:.2f} ms", {**found, **plain, "empty_ms": 1e3 * empty})
+    return RowResult(
+        f"GB/s: {text}; an empty call {empty * 1e3:.2f} ms",
+        {**found, **plain, "empty_ms": 1e3 * empty},
+    )
 
 
 def _grads(net: nn.Module) -> list[Tensor]:
     return [p.grad for p in net.parameters() if p.grad is not None]
 
 
-def through_the_host(here: Here) -> Found:
-    """As with a GPU that is not the driver's: large gradients leave while backward runs, and one grows on its way."""
+def through_the_host(here: Here) -> RowResult:
+    """As with a GPU that is not the driver's: large gradients leave while backward runs, and one
+    grows on its way.
+    """
     torch.manual_seed(0)
     net = nets.Twice(1024).to(here.device)
     plain, x = copy.deepcopy(net), torch.randn(16, 1024, device=here.device)
@@ -183,7 +216,7 @@ def through_the_host(here: Here) -> Found:
             gaps += [float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs]
     worst = max(gap if gap == gap else float("inf") for gap in gaps)
     text = f"{here.executor(BY_HOST).stats().link}; largest difference {worst:.0e}"
-    return Found(text, {"difference": worst}, len(gaps) == 4 * here.rounds(10) and worst < 1e-5)
+    return RowResult(text, {"difference": worst}, len(gaps) == 4 * here.rounds(10) and worst < 1e-5)
 
 
 ROWS = (

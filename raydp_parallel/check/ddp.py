@@ -1,4 +1,6 @@
-"""DistributedDataParallel beside us, in processes of its own: nccl on several GPUs, gloo on one or none."""
+"""DistributedDataParallel beside us, in processes of its own: nccl on several GPUs, gloo on one or
+none.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ _START = 120.0
 
 
 def step_seconds(load: str, gpus: int, workers: int, rounds: int, start: float = _START) -> float:
-    """Seconds for a step of so many workers, each with its share of the batch; the slowest one's median.
+    """Seconds for a step of so many workers, each with its share of the batch; the slowest one's
+    median.
 
     Args:
         load: The name of what is trained.
@@ -35,7 +38,9 @@ def step_seconds(load: str, gpus: int, workers: int, rounds: int, start: float =
         ends, processes = [], []
         for rank in range(workers):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, place, load, rank, workers, gpus, rounds))
+            process = context.Process(
+                target=_work, args=(theirs, place, load, rank, workers, gpus, rounds)
+            )
             process.start()
             theirs.close()
             ends.append(ours)
@@ -64,10 +69,12 @@ def _take(end: Connection, patience: float) -> float:
 
 def _work(
     end: Connection, place: str, name: str, rank: int, workers: int, gpus: int, rounds: int
-) -> None:  # fmt: skip
+) -> None:
     try:
         torch.set_num_threads(1)
-        dist.init_process_group("nccl" if gpus > 1 else "gloo", init_method=place, rank=rank, world_size=workers)
+        dist.init_process_group(
+            "nccl" if gpus > 1 else "gloo", init_method=place, rank=rank, world_size=workers
+        )
         end.send(_measure(name, rank, workers, gpus, rounds))
         dist.destroy_process_group()
     except Exception as error:

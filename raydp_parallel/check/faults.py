@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from raydp_parallel.check import nets
 from raydp_parallel.check.here import Here, exact
-from raydp_parallel.check.table import Found, Row
+from raydp_parallel.check.table import Row, RowResult
 
 _PATIENCE = 60.0
 """Seconds that a new process may take."""
@@ -22,7 +22,7 @@ def _grads(net: nn.Module) -> Tensor:
     return torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
 
 
-def killed(here: Here) -> Found:
+def killed(here: Here) -> RowResult:
     """The step in which a replica is killed gives the same bits; its successor takes part later."""
     torch.manual_seed(0)
     net = nets.perceptron(256).to(here.device)
@@ -43,10 +43,11 @@ def killed(here: Here) -> Found:
     back = _wait_for_successor(here, model, x, victim.pid)
     noticed, lost = after.deaths - before.deaths, after.lost_ms - before.lost_ms
     text = (
-        f"{'the same bits' if same else 'DIFFERENT gradients'} after a kill before backward, in {seconds * 1e3:.0f} ms "
+        f"{'the same bits' if same else 'DIFFERENT gradients'} after a kill before "
+        f"backward, in {seconds * 1e3:.0f} ms "
         f"({lost:.0f} ms lost); a new process {'is there' if back else 'did not come'}"
     )
-    return Found(text, {"lost_ms": lost, "deaths": noticed}, same and back and noticed == 1)
+    return RowResult(text, {"lost_ms": lost, "deaths": noticed}, same and back and noticed == 1)
 
 
 def _wait_for_successor(here: Here, model: nn.Module, x: Tensor, pid: int) -> bool:
@@ -61,7 +62,7 @@ def _wait_for_successor(here: Here, model: nn.Module, x: Tensor, pid: int) -> bo
     return False
 
 
-def out_of_memory(here: Here) -> Found:
+def out_of_memory(here: Here) -> RowResult:
     """torch.OutOfMemoryError is raised here; the process lives, and the next call is as ever."""
     free, total = torch.cuda.mem_get_info(here.device)
     model = here.ours(nets.Greedy(2 * total), here.several)
@@ -75,18 +76,20 @@ def out_of_memory(here: Here) -> Found:
     except torch.OutOfMemoryError as error:
         raised = str(error).strip().splitlines()[-1][:100]
     else:
-        return Found("no torch.OutOfMemoryError was raised", {"free": free}, False)
+        return RowResult("no torch.OutOfMemoryError was raised", {"free": free}, False)
     same = [info.pid for info in here.executor().replicas()] == pids
     fine = torch.equal(model(x), x)
     text = (
         f"raised: {raised}; the process {'lives' if same else 'was replaced'}, "
         f"the next call is {'right' if fine else 'WRONG'}"
     )
-    return Found(text, {"free": free}, same and fine)
+    return RowResult(text, {"free": free}, same and fine)
 
 
-def spoiled(here: Here) -> Found:
-    """A failed assertion in a kernel, after which a GPU works no more in a process: its text, and one other process."""
+def spoiled(here: Here) -> RowResult:
+    """A failed assertion in a kernel, after which a GPU works no more in a process: its text, and
+    one other process.
+    """
     model = here.ours(nets.Stray(), here.several)
     x = torch.ones(2 * len(here.several), 4, device=here.device)
     bad = x.clone()
@@ -98,14 +101,14 @@ def spoiled(here: Here) -> Found:
     except (RuntimeError, IndexError) as error:
         raised, told = str(error).strip().splitlines()[-1][:100], "assert" in str(error)
     else:
-        return Found("no error was raised", {}, False)
+        return RowResult("no error was raised", {}, False)
     fine = torch.equal(model(x), x)
     deaths = here.executor().stats().deaths - before
     text = (
         f"raised{'' if told else ', WITHOUT the assertion'}: {raised}; the next call is "
         f"{'right' if fine else 'WRONG'}, {deaths} processes were replaced"
     )
-    return Found(text, {"deaths": deaths}, fine and told and deaths <= 1)
+    return RowResult(text, {"deaths": deaths}, fine and told and deaths <= 1)
 
 
 ROWS = (

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from raydp_parallel.calls.executor import Executor
 from raydp_parallel.data_parallel import DataParallel
-from raydp_parallel.executor import Executor
 from raydp_parallel.options import Options
 
 PLAIN = Options(threads=1, metrics=False)
@@ -52,7 +52,9 @@ class Here:
         return [0, 0] if self.gpus else ["cpu", "cpu"]
 
     def executor(self, options: Options = PLAIN) -> Executor:
-        """The replicas that rows share. Those with other options end first: a GPU is one executor's at a time."""
+        """The replicas that rows share. Those with other options end first: a GPU is one executor's
+        at a time.
+        """
         if self._executor is not None and self._executor.options != options:
             self.close()
         if self._executor is None:
@@ -63,7 +65,9 @@ class Here:
         """A net under our wrapper."""
         return DataParallel(net.to(self.device), ids, executor=self.executor(), **more)
 
-    def upstreams(self, net: nn.Module, ids: Sequence[Any], **more: Any) -> nn.DataParallel[nn.Module]:
+    def upstreams(
+        self, net: nn.Module, ids: Sequence[Any], **more: Any
+    ) -> nn.DataParallel[nn.Module]:
         """A net under torch's own, which needs GPUs."""
         return nn.DataParallel(net.to(self.device), list(ids), **more)
 
@@ -107,10 +111,17 @@ def one_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def exact() -> Iterator[None]:
-    """Compute as repeatably as the devices can: one thread, no shortened floats, no choice of kernels by speed."""
+    """Compute as repeatably as the devices can: one thread, no shortened floats, no choice of
+    kernels by speed.
+    """
     matmul, convolve = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, convolve.allow_tf32, convolve.deterministic, convolve.benchmark
-    matmul.allow_tf32, convolve.allow_tf32, convolve.deterministic, convolve.benchmark = False, False, True, False
+    matmul.allow_tf32, convolve.allow_tf32, convolve.deterministic, convolve.benchmark = (
+        False,
+        False,
+        True,
+        False,
+    )
     try:
         with one_thread():
             yield
@@ -136,7 +147,9 @@ def machine() -> dict[str, Any]:
         "driver": driver(),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if found else None,
-        "allocator": os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")),
+        "allocator": os.environ.get(
+            "PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+        ),
         "processor": processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
@@ -165,7 +178,9 @@ def driver() -> str:
         told = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return told.stdout.strip().splitlines()[0] if told.returncode == 0 and told.stdout.strip() else ""
+    return (
+        told.stdout.strip().splitlines()[0] if told.returncode == 0 and told.stdout.strip() else ""
+    )
 
 
 def processor() -> str:

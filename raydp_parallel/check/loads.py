@@ -32,12 +32,16 @@ def _random() -> torch.Generator:
 
 def vectors(rows: int, width: int) -> tuple[Tensor, Tensor]:
     """Rows and classes."""
-    return torch.randn(rows, width, generator=_random()), torch.randint(10, (rows,), generator=_random())
+    return torch.randn(rows, width, generator=_random()), torch.randint(
+        10, (rows,), generator=_random()
+    )
 
 
 def images(rows: int, size: int, classes: int) -> tuple[Tensor, Tensor]:
     """Images and classes."""
-    return torch.randn(rows, 3, size, size, generator=_random()), torch.randint(classes, (rows,), generator=_random())
+    return torch.randn(rows, 3, size, size, generator=_random()), torch.randint(
+        classes, (rows,), generator=_random()
+    )
 
 
 def texts(rows: int, length: int, words: int) -> tuple[Tensor, Tensor]:

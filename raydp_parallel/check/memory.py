@@ -12,20 +12,24 @@ import torch
 
 from raydp_parallel.check.here import Here
 from raydp_parallel.check.loads import LOADS, PERCEPTRON, RESNET, stepper
-from raydp_parallel.check.table import Found, Row
+from raydp_parallel.check.table import Row, RowResult
 
 _MB = 1e6
 _TOLD = 1.1
 """Seconds after which a replica says anew how full its GPU is."""
 
 
-def on_the_gpu(here: Here) -> Found:
-    """One replica's peak with the driver's, beside the plain module's and what the master copy holds."""
+def on_the_gpu(here: Here) -> RowResult:
+    """One replica's peak with the driver's, beside the plain module's and what the master copy
+    holds.
+    """
     load = LOADS[PERCEPTRON if here.quick else RESNET]
     x, y = (part.to(here.device) for part in load.batch())
     torch.manual_seed(0)
     made = load.make().to(here.device)
-    master = sum(t.nbytes for t in made.state_dict().values()) + sum(p.nbytes for p in made.parameters())
+    tracker = sum(t.nbytes for t in made.state_dict().values()) + sum(
+        p.nbytes for p in made.parameters()
+    )
     plain = _peak(here, stepper(load, copy.deepcopy(made), x, y))
     model = here.ours(made, here.one)
     step = stepper(load, model, x, y)
@@ -33,18 +37,24 @@ def on_the_gpu(here: Here) -> Found:
     time.sleep(_TOLD)
     step()
     found = next(r for r in here.executor().stats().replicas if r.device_id == here.one[0])
-    limit = 1.1 * plain + master
+    limit = 1.1 * plain + tracker
     numbers = {
-        "plain_peak": plain, "driver_peak": driver, "driver_allocated": torch.cuda.memory_allocated(here.device),
-        "replica_peak": found.memory_peak, "replica_allocated": found.memory, "master": master,
-    }  # fmt: skip
+        "plain_peak": plain,
+        "driver_peak": driver,
+        "driver_allocated": torch.cuda.memory_allocated(here.device),
+        "replica_peak": found.memory_peak,
+        "replica_allocated": found.memory,
+        "master": tracker,
+    }
     text = (
-        f"peak MB: plain {plain / _MB:.0f}, driver {driver / _MB:.0f}, replica {found.memory_peak / _MB:.0f}; driver "
-        f"and replica together at most {limit / _MB:.0f} (1.1 x plain, and the master's weights, buffers and gradients)"
+        f"peak MB: plain {plain / _MB:.0f}, driver {driver / _MB:.0f}, replica "
+        f"{found.memory_peak / _MB:.0f}; driver "
+        f"and replica together at most {limit / _MB:.0f} (1.1 x plain, and the master's "
+        "weights, buffers and gradients)"
     )
     if here.quick:  # of a net with so few activations, what is on its way is the larger part
-        return Found(f"{text.partition(';')[0]}; held against a limit without --quick", numbers)
-    return Found(text, numbers, driver + found.memory_peak <= limit)
+        return RowResult(f"{text.partition(';')[0]}; held against a limit without --quick", numbers)
+    return RowResult(text, numbers, driver + found.memory_peak <= limit)
 
 
 def _peak(here: Here, step: object) -> int:
@@ -59,8 +69,10 @@ def _peak(here: Here, step: object) -> int:
     return own - before
 
 
-def does_not_grow(here: Here) -> Found:
-    """Steps leave nothing behind: neither models nor graphs in the replicas, nor memory on the GPU."""
+def does_not_grow(here: Here) -> RowResult:
+    """Steps leave nothing behind: neither models nor graphs in the replicas, nor memory on
+    the GPU.
+    """
     load = LOADS[PERCEPTRON]
     x, y = (part.to(here.device) for part in load.batch())
     step = stepper(load, here.ours(load.make(), here.several), x, y)
@@ -75,20 +87,27 @@ def does_not_grow(here: Here) -> Found:
     graphs = sum(graphs for _, graphs in held)
     text = f"{graphs} graphs left in the replicas"
     text += f"; the driver's GPU memory grew by {grown / _MB:.1f} MB" if here.gpus else ""
-    return Found(text, {"graphs": graphs, "grown": grown}, not graphs and grown <= x.nbytes)
+    return RowResult(text, {"graphs": graphs, "grown": grown}, not graphs and grown <= x.nbytes)
 
 
-def of_processes(here: Here) -> Found:
+def of_processes(here: Here) -> RowResult:
     """What the system says each process has in memory."""
     here.ours(torch.nn.Linear(8, 3), here.several)(torch.zeros(4, 8, device=here.device))
-    pids = {"driver": os.getpid(), **{f"replica {r.index}": r.pid for r in here.executor().replicas()}}
+    pids = {
+        "driver": os.getpid(),
+        **{f"replica {r.index}": r.pid for r in here.executor().replicas()},
+    }
     found = {who: resident(pid) for who, pid in pids.items()}
-    text = ", ".join(f"{who} {now / _MB:.0f} (peak {most / _MB:.0f})" for who, (now, most) in found.items())
-    return Found(f"MB: {text}", {who: list(sizes) for who, sizes in found.items()})
+    text = ", ".join(
+        f"{who} {now / _MB:.0f} (peak {most / _MB:.0f})" for who, (now, most) in found.items()
+    )
+    return RowResult(f"MB: {text}", {who: list(sizes) for who, sizes in found.items()})
 
 
 def resident(pid: int) -> tuple[int, int]:
-    """Bytes of a process that are in memory, and the most that were; zeros if it is on another machine."""
+    """Bytes of a process that are in memory, and the most that were; zeros if it is on another
+    machine.
+    """
     try:
         told = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except OSError:

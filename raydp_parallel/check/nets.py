@@ -1,4 +1,6 @@
-"""The nets of the check: small ones for parity, ResNet-50 and GPT-2 small for speed. Where torch has no such net."""
+"""The nets of the check: small ones for parity, ResNet-50 and GPT-2 small for speed. Where torch
+has no such net.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ def perceptron(width: int = 16, into: int = 8, out: int = 3) -> nn.Module:
     """Three layers."""
     return nn.Sequential(
         nn.Linear(into, width), nn.ReLU(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, out)
-    )  # fmt: skip
+    )
 
 
 class Residual(nn.Module):
@@ -80,7 +82,9 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The layer's output."""
         rows, length, width = x.shape
-        parts = self.attend(self.norm1(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        parts = (
+            self.attend(self.norm1(x)).view(rows, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        )
         mixed = F.scaled_dot_product_attention(parts[0], parts[1], parts[2], is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).reshape(rows, length, width))
         result: Tensor = x + self.narrow(F.gelu(self.widen(self.norm2(x)), approximate="tanh"))
@@ -90,7 +94,8 @@ class Layer(nn.Module):
 class Gpt(nn.Module):
     """GPT-2's architecture: learned positions, the output layer tied to the embedding, no dropout.
 
-    With targets it gives the loss of each row, as language models that are trained with DataParallel do.
+    With targets it gives the loss of each row, as language models that are trained with
+    DataParallel do.
     """
 
     def __init__(self, words: int, length: int, width: int, layers: int, heads: int) -> None:
@@ -128,7 +133,10 @@ class Bottleneck(nn.Module):
         super().__init__()
         out = 4 * width
         self.conv1, self.bn1 = nn.Conv2d(into, width, 1, bias=False), nn.BatchNorm2d(width)
-        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = (
+            nn.Conv2d(width, width, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
         self.conv3, self.bn3 = nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out)
         self.shortcut = _shortcut(into, out, stride)
 
@@ -144,14 +152,21 @@ class Bottleneck(nn.Module):
 
 def resnet50() -> nn.Module:
     """25.6 M parameters, as published, with the stride in the 3 x 3 convolution."""
-    stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+    stem = [
+        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(3, 2, 1),
+    ]
     blocks: list[nn.Module] = []
     into = 64
     for width, count, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
         for number in range(count):
             blocks.append(Bottleneck(into, width, stride if number == 0 else 1))
             into = 4 * width
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
+    return nn.Sequential(
+        *stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000)
+    )
 
 
 def generator() -> nn.Module:
@@ -162,7 +177,12 @@ def generator() -> nn.Module:
 def critic() -> nn.Module:
     """Samples to scores, smooth enough for a gradient of a gradient."""
     return nn.Sequential(
-        nn.Linear(6, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 12), nn.Softplus(), nn.Linear(12, 1)
+        nn.Linear(6, 12),
+        nn.LayerNorm(12),
+        nn.Tanh(),
+        nn.Linear(12, 12),
+        nn.Softplus(),
+        nn.Linear(12, 1),
     )
 
 
@@ -179,7 +199,8 @@ class Complex(nn.Module):
 
 
 class Twice(nn.Module):
-    """A large weight in two checkpoints, each of which adds to its gradient at another time, and one used once.
+    """A large weight in two checkpoints, each of which adds to its gradient at another time, and
+    one used once.
 
     Args:
         width: Rows and columns of each.
@@ -204,8 +225,12 @@ class Witness(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
 
-    def forward(self, x: Tensor, named: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor], tuple[str, str, int]]:
-        """The inputs scaled; the devices of its weights and inputs, and how many rows it was given."""
+    def forward(
+        self, x: Tensor, named: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor], tuple[str, str, int]]:
+        """The inputs scaled; the devices of its weights and inputs, and how many rows it
+        was given.
+        """
         seen = str(self.scale.device), str(x.device), len(x)
         return x * self.scale, {"twice": named["y"] * 2}, seen
 
@@ -218,7 +243,9 @@ class Products(nn.Module):
         self.weight = nn.Parameter(torch.ones(8, 3))
 
     def forward(self, x: Tensor) -> tuple[Tensor, tuple[str, str]]:
-        """The product; its precision by torch's newer interface, and the variable that cuBLAS reads."""
+        """The product; its precision by torch's newer interface, and the variable that cuBLAS
+        reads.
+        """
         newer = hasattr(torch._C, "_get_fp32_precision_getter")
         precision = torch.backends.cuda.matmul.fp32_precision if newer else ""
         return x @ self.weight, (precision, os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))

@@ -1,4 +1,6 @@
-"""The check as a program: what this machine's devices compute, how fast, and what was not looked at."""
+"""The check as a program: what this machine's devices compute, how fast, and what was not looked
+at.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,17 @@ from typing import Any
 
 from raydp_parallel.check import runner
 from raydp_parallel.check.here import machine
-from raydp_parallel.check.table import Line, Status, as_json, as_text, summary
+from raydp_parallel.check.table import RowStatus, TableLine, as_json, as_text, summary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the check."""
     parser.add_argument("--out", type=_file, metavar="FILE.json", help="where to keep the table")
-    parser.add_argument("--quick", action="store_true", help="measure for a short time, and leave out what takes long")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="measure for a short time, and leave out what takes long",
+    )
 
 
 def _file(text: str) -> Path:
@@ -37,24 +43,32 @@ def _devices(about: Mapping[str, Any]) -> str:
     if about["gpus"]:
         return ", ".join(gpu["name"] for gpu in about["gpus"])
     # Of a machine that has one this would be a surprise.
-    hidden = f"no GPU that torch can use (it is built for {'CUDA ' + about['cuda'] if about['cuda'] else 'CPUs alone'})"
+    hidden = (
+        "no GPU that torch can use (it is built for "
+        f"{'CUDA ' + about['cuda'] if about['cuda'] else 'CPUs alone'})"
+    )
     return hidden if about["driver"] else "no GPU"
 
 
 def run(options: argparse.Namespace) -> int:
     """Look at all rows; prints each as it comes, then the table. 1 if one failed."""
-    found: list[Line] = []
+    found: list[TableLine] = []
     about = machine()
-    _say(f"{_devices(about)}; driver {about['driver'] or 'none'}, torch {about['torch']}, Ray {about['ray']}")
+    _say(
+        f"{_devices(about)}; driver {about['driver'] or 'none'}, torch {about['torch']}, "
+        f"Ray {about['ray']}"
+    )
     for line in runner.lines(options.quick):
         found.append(line)
-        sys.stderr.write(f"  {line.status.value}: {line.group}, {line.name} ({line.seconds:.1f} s)\n")
+        sys.stderr.write(
+            f"  {line.status.value}: {line.group}, {line.name} ({line.seconds:.1f} s)\n"
+        )
         sys.stderr.flush()
         if options.out is not None:  # after each row: what is known is kept, whatever comes
             _keep(options.out, json.dumps(as_json(found, about), indent=1, default=str) + "\n")
     _say(as_text(found))
     _say(summary(found))
-    return int(any(line.status is Status.FAILED for line in found))
+    return int(any(line.status is RowStatus.FAILED for line in found))
 
 
 def _keep(path: Path, text: str) -> None:

@@ -1,6 +1,7 @@
 """Tries rows in another process, which a row may end; the next one goes on in a new process.
 
-parent ──► names of rows ──► child: that it has started,       the child ends over a row: that row has failed,
+parent ──► names of rows ──► child: that it has started, the child ends over a row: that row has
+failed,
        ◄── lines ◄────────── then a line for each row          and the others go to another child
 """
 
@@ -16,9 +17,9 @@ from enum import Enum
 from multiprocessing.connection import Connection
 from typing import Any
 
+from raydp_parallel.calls.executor import shutdown
 from raydp_parallel.check.here import Here
-from raydp_parallel.check.table import Line, NotHere, Row, Status
-from raydp_parallel.executor import shutdown
+from raydp_parallel.check.table import NotHere, Row, RowStatus, TableLine
 
 TABLE = "raydp_parallel.check.rows"
 """The module whose ``ROWS`` are tried."""
@@ -42,25 +43,31 @@ _SHOWN = 300
 """Characters of an error that are shown; the file has all of it."""
 
 
-def try_row(row: Row, here: Here) -> Line:
+def try_row(row: Row, here: Here) -> TableLine:
     """Look at a row. Whatever it raises is its failure."""
     left_out = row.left_out(here)
     if left_out:
-        return Line(row.group, row.name, Status.NOT_CHECKED, left_out)
+        return TableLine(row.group, row.name, RowStatus.NOT_CHECKED, left_out)
     begun = time.perf_counter()
     try:
         found = row.run(here)
     except NotHere as error:
-        return Line(row.group, row.name, Status.NOT_CHECKED, str(error), {}, time.perf_counter() - begun)
+        return TableLine(
+            row.group, row.name, RowStatus.NOT_CHECKED, str(error), {}, time.perf_counter() - begun
+        )
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:_SHOWN]
         numbers = {"traceback": traceback.format_exc()}
-        return Line(row.group, row.name, Status.FAILED, reason, numbers, time.perf_counter() - begun)
-    status = Status.PASSED if found.good else Status.FAILED
-    return Line(row.group, row.name, status, found.text, found.numbers, time.perf_counter() - begun)
+        return TableLine(
+            row.group, row.name, RowStatus.FAILED, reason, numbers, time.perf_counter() - begun
+        )
+    status = RowStatus.PASSED if found.good else RowStatus.FAILED
+    return TableLine(
+        row.group, row.name, status, found.text, found.numbers, time.perf_counter() - begun
+    )
 
 
-def lines(quick: bool = False) -> Iterator[Line]:
+def lines(quick: bool = False) -> Iterator[TableLine]:
     """The lines of the table, as they come.
 
     Args:
@@ -76,7 +83,7 @@ def lines(quick: bool = False) -> Iterator[Line]:
         left = left[done:]
 
 
-def _in_child(rows: Sequence[Row], quick: bool, table: str, patience: float) -> Iterator[Line]:
+def _in_child(rows: Sequence[Row], quick: bool, table: str, patience: float) -> Iterator[TableLine]:
     """The lines of one child; at least one, also if it never gets that far."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -100,16 +107,16 @@ def _in_child(rows: Sequence[Row], quick: bool, table: str, patience: float) -> 
         child.join(10)
         how = str(error) if isinstance(error, TimeoutError) else _ending(child.exitcode)
         row = rows[done]
-        yield Line(row.group, row.name, Status.FAILED, how, {}, time.monotonic() - begun)
+        yield TableLine(row.group, row.name, RowStatus.FAILED, how, {}, time.monotonic() - begun)
     finally:
         ours.close()
         _end(child)
 
 
-def _receive(connection: Connection, patience: float) -> Line | Word:
+def _receive(connection: Connection, patience: float) -> TableLine | Word:
     if not connection.poll(patience):
         raise TimeoutError(f"no answer within {patience:g} s")
-    said: Line | Word = connection.recv()
+    said: TableLine | Word = connection.recv()
     return said
 
 
@@ -134,7 +141,8 @@ def _work(connection: Connection, table: str, names: Sequence[str], quick: bool)
     try:
         for name in names:
             connection.send(try_row(rows[name], here))
-            if _spoiled(here.finish):  # what CUDA calls a sticky error: only another process has a device that works
+            # what CUDA calls a sticky error: only another process has a device that works
+            if _spoiled(here.finish):
                 connection.send(Word.ELSEWHERE)
                 return
     except KeyboardInterrupt:

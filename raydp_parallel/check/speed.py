@@ -1,4 +1,6 @@
-"""Step times beside the plain module, torch's own wrapper and DDP; and what runs at the same time as what."""
+"""Step times beside the plain module, torch's own wrapper and DDP; and what runs at the same time
+as what.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ import torch
 from raydp_parallel.check import ddp
 from raydp_parallel.check.here import Here, one_thread
 from raydp_parallel.check.loads import GPT2, LOADS, PERCEPTRON, RESNET, stepper
-from raydp_parallel.check.table import Found, Row
+from raydp_parallel.check.table import Row, RowResult
 
 ROUNDS = 20
 FLOOR = 0.97
 """Of the plain module's throughput, which one replica is to reach on a large net."""
 
 
-def steps(name: str, here: Here) -> Found:
+def steps(name: str, here: Here) -> RowResult:
     """Milliseconds of a step."""
     load = LOADS[name]
     torch.manual_seed(0)
@@ -35,13 +37,17 @@ def steps(name: str, here: Here) -> Found:
             found[f"ours {len(ids)}"] = timed(here.ours(copy.deepcopy(made), ids))
         if here.gpus:
             for ids in (here.one, here.several):
-                found[f"nn.DataParallel {len(ids)}"] = timed(here.upstreams(copy.deepcopy(made), ids))
+                found[f"nn.DataParallel {len(ids)}"] = timed(
+                    here.upstreams(copy.deepcopy(made), ids)
+                )
     workers = max(2, here.gpus)
     found[f"DDP {workers}"] = 1e3 * ddp.step_seconds(name, here.gpus, workers, rounds)
-    return Found("ms per step: " + ", ".join(f"{who} {ms:.2f}" for who, ms in found.items()), found)
+    return RowResult(
+        "ms per step: " + ", ".join(f"{who} {ms:.2f}" for who, ms in found.items()), found
+    )
 
 
-def throughput(name: str, here: Here) -> Found:
+def throughput(name: str, here: Here) -> RowResult:
     """One replica beside the plain module, turn by turn, so that a slow moment is slow for both."""
     load = LOADS[name]
     torch.manual_seed(0)
@@ -67,11 +73,13 @@ def throughput(name: str, here: Here) -> Found:
         f"{ratio:.3f} of plain's throughput, at least {FLOOR} is asked; "
         f"{numbers['ours_ms']:.1f} ms, plain {numbers['plain_ms']:.1f} ms"
     )
-    return Found(text, {**numbers, "rows_per_second": len(x) / medians["ours"]}, ratio >= FLOOR)
+    return RowResult(text, {**numbers, "rows_per_second": len(x) / medians["ours"]}, ratio >= FLOOR)
 
 
-def overlap(here: Here) -> Found:
-    """How much of the time of calls which phase takes, and how many replicas work at the same time."""
+def overlap(here: Here) -> RowResult:
+    """How much of the time of calls which phase takes, and how many replicas work at the
+    same time.
+    """
     load = LOADS[PERCEPTRON]
     x, y = (part.to(here.device) for part in load.batch())
     model = here.ours(load.make(), here.several)
@@ -89,16 +97,26 @@ def overlap(here: Here) -> Found:
         for name in ("adopt", "copy_in", "work", "copy_out", "wait", "reduce", "idle")
     }
     verify = after.driver.verify - before.driver.verify
-    parts = ", ".join(f"{name.replace('_', ' ')} {spent / wall:.0%}" for name, spent in seconds.items())
+    parts = ", ".join(
+        f"{name.replace('_', ' ')} {spent / wall:.0%}" for name, spent in seconds.items()
+    )
     busy = seconds["adopt"] + seconds["copy_in"] + seconds["work"] + seconds["copy_out"]
     text = (
-        f"{busy / wall:.2f} replicas busy on average: {parts}; beside that the driver compared for {verify / wall:.0%}"
+        f"{busy / wall:.2f} replicas busy on average: {parts}; beside that the driver "
+        f"compared for {verify / wall:.0%}"
     )
-    return Found(text, {**seconds, "wall": wall, "verify": verify, "busy": busy / wall})
+    return RowResult(text, {**seconds, "wall": wall, "verify": verify, "busy": busy / wall})
 
 
 ROWS = (
-    *(Row("speed", f"step, {name}", functools.partial(steps, name)) for name in LOADS if name not in (RESNET, GPT2)),
+    *(
+        Row("speed", f"step, {name}", functools.partial(steps, name))
+        for name in LOADS
+        if name not in (RESNET, GPT2)
+    ),
     Row("speed", "overlap", overlap),
-    *(Row("speed", f"throughput, {name}", functools.partial(throughput, name), 1, True) for name in (RESNET, GPT2)),
+    *(
+        Row("speed", f"throughput, {name}", functools.partial(throughput, name), 1, True)
+        for name in (RESNET, GPT2)
+    ),
 )

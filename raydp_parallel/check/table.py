@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from raydp_parallel.check.here import Here
 
 
-class Status(Enum):
+class RowStatus(Enum):
     """What became of a row."""
 
     PASSED = "ok"
@@ -21,7 +21,7 @@ class NotHere(Exception):
     """A row found out that this machine has not got what it takes. Its text says what."""
 
 
-class Found(NamedTuple):
+class RowResult(NamedTuple):
     """What a row found.
 
     Attributes:
@@ -48,7 +48,7 @@ class Row(NamedTuple):
 
     group: str
     name: str
-    run: Callable[[Here], Found]
+    run: Callable[[Here], RowResult]
     gpus: int = 0
     long: bool = False
 
@@ -59,7 +59,7 @@ class Row(NamedTuple):
         return "--quick" if self.long and here.quick else ""
 
 
-class Line(NamedTuple):
+class TableLine(NamedTuple):
     """A row that was tried.
 
     Attributes:
@@ -73,13 +73,13 @@ class Line(NamedTuple):
 
     group: str
     name: str
-    status: Status
+    status: RowStatus
     text: str
     numbers: Mapping[str, Any] = {}
     seconds: float = 0.0
 
 
-def as_text(lines: Sequence[Line]) -> str:
+def as_text(lines: Sequence[TableLine]) -> str:
     """The table to read."""
     cells = [(line.group, line.name, line.status.value, line.text) for line in lines]
     widths = [max(len(row[column]) for row in cells) for column in range(3)]
@@ -93,16 +93,19 @@ def as_text(lines: Sequence[Line]) -> str:
     return "\n".join(shown)
 
 
-def summary(lines: Sequence[Line]) -> str:
+def summary(lines: Sequence[TableLine]) -> str:
     """How many of each, in one sentence."""
-    counts = {status: sum(line.status is status for line in lines) for status in Status}
+    counts = {status: sum(line.status is status for line in lines) for status in RowStatus}
     return (
-        f"{counts[Status.PASSED]} rows as they should be, {counts[Status.FAILED]} failed, "
-        f"{counts[Status.NOT_CHECKED]} not checked"
+        f"{counts[RowStatus.PASSED]} rows as they should be, {counts[RowStatus.FAILED]} failed, "
+        f"{counts[RowStatus.NOT_CHECKED]} not checked"
     )
 
 
-def as_json(lines: Sequence[Line], machine: Mapping[str, Any]) -> dict[str, Any]:
+def as_json(lines: Sequence[TableLine], machine: Mapping[str, Any]) -> dict[str, Any]:
     """The table to keep, with what it was taken on."""
-    rows = [{**line._asdict(), "status": line.status.value, "numbers": dict(line.numbers)} for line in lines]
+    rows = [
+        {**line._asdict(), "status": line.status.value, "numbers": dict(line.numbers)}
+        for line in lines
+    ]
     return {"machine": dict(machine), "summary": summary(lines), "rows": rows}

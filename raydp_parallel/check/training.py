@@ -1,4 +1,5 @@
-"""Parity of training: each case step by step beside the plain module, and beside torch's own wrapper on GPUs.
+"""Parity of training: each case step by step beside the plain module, and beside torch's own
+wrapper on GPUs.
 
 In double precision, so that a difference is a mistake and no rounding that training has amplified.
 """
@@ -16,21 +17,22 @@ from torch.nn import functional as F
 
 from raydp_parallel.check import nets
 from raydp_parallel.check.here import Here, exact
-from raydp_parallel.check.table import Found, Row
+from raydp_parallel.check.table import Row, RowResult
 
 STEPS = 20
 TOLERANCE = 1e-9
 """Of the norm of what is compared. The order of sums is what may differ."""
 
 
-class Case(NamedTuple):
+class TrainingCase(NamedTuple):
     """What is trained.
 
     Attributes:
         make: Makes the net.
         batch: Makes the batch of a step, on the CPU.
         loss: The loss of a net, wrapped or not, for a batch.
-        splits: Whether the plain module computes the same from a whole batch as from its chunks; batch norm does not.
+        splits: Whether the plain module computes the same from a whole batch as from its chunks;
+            batch norm does not.
         optimizer: Makes the optimizer.
     """
 
@@ -55,19 +57,25 @@ def numbers(step: int) -> torch.Generator:
 def rows(step: int) -> tuple[Tensor, Tensor]:
     """Batches of different sizes: 30, 30, 10, as the end of an epoch."""
     generator, count = numbers(step), (30, 30, 10)[step % 3]
-    return torch.randn(count, 8, generator=generator), torch.randint(3, (count,), generator=generator)
+    return torch.randn(count, 8, generator=generator), torch.randint(
+        3, (count,), generator=generator
+    )
 
 
 def images(step: int) -> tuple[Tensor, Tensor]:
     """Small images."""
     generator = numbers(step)
-    return torch.randn(11, 3, 8, 8, generator=generator), torch.randint(4, (11,), generator=generator)
+    return torch.randn(11, 3, 8, 8, generator=generator), torch.randint(
+        4, (11,), generator=generator
+    )
 
 
 def sentences(step: int) -> tuple[Tensor, Tensor]:
     """Word ids, and a tag for each word."""
     generator = numbers(step)
-    return torch.randint(20, (9, 7), generator=generator), torch.randint(4, (63,), generator=generator)
+    return torch.randint(20, (9, 7), generator=generator), torch.randint(
+        4, (63,), generator=generator
+    )
 
 
 def texts(step: int) -> tuple[Tensor, Tensor]:
@@ -114,16 +122,20 @@ def adamw(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(net.parameters(), lr=3e-3, weight_decay=0.1, eps=1e-3)
 
 
-def train(net: nn.Module, case: Case, steps: int, device: torch.device) -> Run:
+def train(net: nn.Module, case: TrainingCase, steps: int, device: torch.device) -> Run:
     """The ordinary loop."""
     optimizer = case.optimizer(net)
     run: Run = []
     for step in range(steps):
-        batch = [t.to(device, torch.float64 if t.is_floating_point() else None) for t in case.batch(step)]
+        batch = [
+            t.to(device, torch.float64 if t.is_floating_point() else None) for t in case.batch(step)
+        ]
         optimizer.zero_grad()
         loss = case.loss(net, *batch)
         loss.backward()
-        run.append([loss.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)])
+        run.append(
+            [loss.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
+        )
         optimizer.step()
     run.append([t.clone() for t in net.state_dict().values()])
     return run
@@ -136,13 +148,16 @@ def difference(run: Run, expected: Run) -> float:
         if len(found) != len(wanted):
             raise ValueError(f"{len(found) - 1} gradients, expected {len(wanted) - 1}")
         scale = max(1e-30, max(float(t.double().norm()) for t in wanted))
-        gaps = [float((one.double() - other.double()).norm()) for one, other in zip(found, wanted, strict=True)]
+        gaps = [
+            float((one.double() - other.double()).norm())
+            for one, other in zip(found, wanted, strict=True)
+        ]
         # A NaN is no maximum of anything.
         worst = max([worst, *(gap / scale if gap == gap else float("inf") for gap in gaps)])
     return worst
 
 
-def check(case: Case, here: Here) -> Found:
+def check(case: TrainingCase, here: Here) -> RowResult:
     """Train the same net in every way there is, and compare."""
     steps = here.rounds(STEPS)
     torch.manual_seed(0)
@@ -164,18 +179,22 @@ def check(case: Case, here: Here) -> Found:
                 theirs = train(here.upstreams(copy.deepcopy(made), ids), case, steps, here.device)
                 pairs.append((f"nn.DataParallel, {name}", runs[name], theirs))
     found = {name: difference(run, expected) for name, run, expected in pairs}
-    text = "; ".join(f"{name}: {'same bits' if not gap else f'{gap:.0e}'}" for name, gap in found.items())
-    return Found(f"{steps} steps, {text}", found, max(found.values()) <= TOLERANCE)
+    text = "; ".join(
+        f"{name}: {'same bits' if not gap else f'{gap:.0e}'}" for name, gap in found.items()
+    )
+    return RowResult(f"{steps} steps, {text}", found, max(found.values()) <= TOLERANCE)
 
 
-def gan(here: Here) -> Found:
+def gan(here: Here) -> RowResult:
     """Two wrapped nets on the same replicas, one's output the other's input, and second order."""
     steps = here.rounds(STEPS)
     torch.manual_seed(0)
     made = [net.double().to(here.device) for net in (nets.generator(), nets.critic())]
 
     def pair(wrap: Callable[[nn.Module], nn.Module]) -> Run:
-        return _train_gan(*(wrap(copy.deepcopy(net)) for net in made), steps=steps, device=here.device)
+        return _train_gan(
+            *(wrap(copy.deepcopy(net)) for net in made), steps=steps, device=here.device
+        )
 
     with exact():
         plain = pair(lambda net: net)
@@ -185,15 +204,17 @@ def gan(here: Here) -> Found:
             ours = pair(lambda net: here.ours(net, here.several))
             theirs = pair(lambda net: here.upstreams(net, here.several))
             found[f"nn.DataParallel, {len(here.several)} chunks"] = difference(ours, theirs)
-    text = "; ".join(f"{name}: {'same bits' if not gap else f'{gap:.0e}'}" for name, gap in found.items())
-    return Found(f"{steps} steps, {text}", found, max(found.values()) <= TOLERANCE)
+    text = "; ".join(
+        f"{name}: {'same bits' if not gap else f'{gap:.0e}'}" for name, gap in found.items()
+    )
+    return RowResult(f"{steps} steps, {text}", found, max(found.values()) <= TOLERANCE)
 
 
 def _train_gan(*nets_: nn.Module, steps: int, device: torch.device) -> Run:
     generate, critic = nets_
     by_critic, by_generator = (
         torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.5) for net in (critic, generate)
-    )  # fmt: skip
+    )
     run: Run = []
     for step in range(steps):
         random = numbers(step)
@@ -205,7 +226,9 @@ def _train_gan(*nets_: nn.Module, steps: int, device: torch.device) -> Run:
             fake = generate(noise)
         between = (weight * real + (1 - weight) * fake).requires_grad_()
         (grad,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
-        loss = critic(fake).mean() - critic(real).mean() + 10 * (grad.norm(dim=1) - 1).square().mean()
+        loss = (
+            critic(fake).mean() - critic(real).mean() + 10 * (grad.norm(dim=1) - 1).square().mean()
+        )
         loss.backward()
         by_critic.step()
         by_generator.zero_grad()
@@ -232,28 +255,30 @@ def channels_last() -> nn.Module:
 
 
 CASES = {
-    "perceptron, SGD": Case(nets.perceptron, rows, classify),
-    "perceptron, AdamW": Case(nets.perceptron, rows, classify, optimizer=adamw),
-    "perceptron, accumulated and clipped gradients": Case(nets.perceptron, rows, accumulated),
-    "perceptron, gradient penalty": Case(
+    "perceptron, SGD": TrainingCase(nets.perceptron, rows, classify),
+    "perceptron, AdamW": TrainingCase(nets.perceptron, rows, classify, optimizer=adamw),
+    "perceptron, accumulated and clipped gradients": TrainingCase(
+        nets.perceptron, rows, accumulated
+    ),
+    "perceptron, gradient penalty": TrainingCase(
         lambda: nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 3)), rows, penalized
     ),
-    "residual net with batch norm": Case(nets.residual, images, classify, splits=False),
-    "residual net, channels_last": Case(channels_last, images, classify, splits=False),
-    "bidirectional LSTM": Case(nets.Tagger, sentences, classify),
-    "tied transformer, loss outside": Case(nets.gpt, texts, next_word),
-    "tied transformer, loss inside": Case(nets.gpt, texts, inside),
+    "residual net with batch norm": TrainingCase(nets.residual, images, classify, splits=False),
+    "residual net, channels_last": TrainingCase(channels_last, images, classify, splits=False),
+    "bidirectional LSTM": TrainingCase(nets.Tagger, sentences, classify),
+    "tied transformer, loss outside": TrainingCase(nets.gpt, texts, next_word),
+    "tied transformer, loss inside": TrainingCase(nets.gpt, texts, inside),
 }
 
 
-def beside_upstream(here: Here) -> Found:
+def beside_upstream(here: Here) -> RowResult:
     """That the rows above have been held against torch's own wrapper."""
-    return Found(f"in each row of training, with device_ids {here.one} and {here.several}")
+    return RowResult(f"in each row of training, with device_ids {here.one} and {here.several}")
 
 
-def on_several(here: Here) -> Found:
+def on_several(here: Here) -> RowResult:
     """That the rows above had a replica for each of several GPUs."""
-    return Found(f"in each row of training, on {here.gpus} GPUs")
+    return RowResult(f"in each row of training, on {here.gpus} GPUs")
 
 
 ROWS = (

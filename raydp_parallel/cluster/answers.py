@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from raydp_parallel.cluster.session import TURN, RayError, get, in_short, late
-from raydp_parallel.crew import Death
-from raydp_parallel.frames import LineCut, StoodStill
-from raydp_parallel.line import Line
+from raydp_parallel.cluster.backend import Death
+from raydp_parallel.cluster.ray_api import TURN, RayError, get, in_short, late
+from raydp_parallel.transport.direct_connection import Connection
+from raydp_parallel.transport.frames import LineCut, StoodStill
 
 _SHORT_TURN = 0.02
 """Seconds of a turn, where several threads read from one line."""
@@ -29,7 +29,7 @@ class Called(Protocol):
         unanswered: The numbers of calls whose answers are waited for.
     """
 
-    line: Line | None
+    line: Connection | None
     unanswered: set[int]
 
     def opened(self, answer: Sequence[Any]) -> Any:
@@ -46,20 +46,21 @@ class Pending:
     """A call on its way: over the line, or as a Ray task.
 
     Args:
-        door: Whose call it is.
-        number: Its number at that door.
+        client: Whose call it is.
+        number: Its number at that client.
         ref: The Ray task, None if it went over the line.
 
     Attributes:
-        turn: How many calls that door had then to answer, also those of other threads, this one included.
+        turn: How many calls that client had then to answer, also those of other threads, this one
+            included.
         through_ray: Whether it is a Ray task.
     """
 
-    def __init__(self, door: Called, number: int, ref: Any) -> None:
-        self.door = door
-        door.unanswered.add(number)
-        self.turn = len(door.unanswered)
-        self._line = door.line if ref is None else None
+    def __init__(self, client: Called, number: int, ref: Any) -> None:
+        self.client = client
+        client.unanswered.add(number)
+        self.turn = len(client.unanswered)
+        self._line = client.line if ref is None else None
         self._number = number
         self._ref = ref
         self._answer: Any = None
@@ -70,7 +71,7 @@ class Pending:
         try:
             return self._result(timeout)
         finally:
-            self.door.unanswered.discard(self._number)
+            self.client.unanswered.discard(self._number)
 
     def _result(self, timeout: float | None) -> Any:
         if self._answer is None:
@@ -80,7 +81,7 @@ class Pending:
                 return Death("its direct line was cut")
         answer, self._answer = self._answer, None
         try:
-            return self.door.opened(answer)
+            return self.client.opened(answer)
         except OSError as error:
             if error.errno in _OWN:
                 raise  # other replicas would seem to die of it, too
@@ -99,7 +100,7 @@ class Pending:
         """Whether it, or another call to that replica, waits here until somebody reads answers."""
         return self._line is not None and self._line.holds_back
 
-    def _receive_from_afar(self, line: Line, timeout: float | None) -> Any:
+    def _receive_from_afar(self, line: Connection, timeout: float | None) -> Any:
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         while True:
             left = deadline - time.monotonic()
@@ -110,30 +111,30 @@ class Pending:
             except TimeoutError:
                 if left <= TURN:
                     raise
-                self.door.look_after()
+                self.client.look_after()
 
     def give_up(self) -> None:
         """Nobody waits any more."""
-        self.door.unanswered.discard(self._number)
+        self.client.unanswered.discard(self._number)
         if self._line is not None:
             self._line.give_up(self._number)
         else:
-            self.door.give_up(self._ref)
+            self.client.give_up(self._ref)
 
 
 class Lost:
     """A call that could not be sent, because nobody is there.
 
     Args:
-        door: Whose call it was.
+        client: Whose call it was.
         error: What was seen.
     """
 
     through_ray = held_back = False
     turn = 1
 
-    def __init__(self, door: Called, error: Exception) -> None:
-        self.door = door
+    def __init__(self, client: Called, error: Exception) -> None:
+        self.client = client
         self._error = error
 
     def result(self, timeout: float | None) -> Death:
@@ -144,8 +145,11 @@ class Lost:
         """Nothing is on its way."""
 
 
-def await_each(calls: Sequence[Pending | Lost], deadlines: Sequence[float], take: Callable[[int, bool], None]) -> None:
-    """Wait for calls, and let each answer be taken as soon as it is there, whoever else is still to answer.
+def await_each(
+    calls: Sequence[Pending | Lost], deadlines: Sequence[float], take: Callable[[int, bool], None]
+) -> None:
+    """Wait for calls, and let each answer be taken as soon as it is there, whoever else is still to
+    answer.
 
     Args:
         calls: The calls.
@@ -164,15 +168,15 @@ def await_each(calls: Sequence[Pending | Lost], deadlines: Sequence[float], take
             found = come or set()
             if come is None:
                 for call in left.values():
-                    call.door.look_after()
+                    call.client.look_after()
         for number in sorted(found | late):
             del left[number]
             take(number, number in found)
 
 
-def _by_line(left: dict[int, Pending | Lost]) -> dict[Line, dict[int, int]]:
+def _by_line(left: dict[int, Pending | Lost]) -> dict[Connection, dict[int, int]]:
     """The calls that went over lines, by what each line calls them."""
-    found: dict[Line, dict[int, int]] = {}
+    found: dict[Connection, dict[int, int]] = {}
     for number, call in left.items():
         if isinstance(call, Pending) and call._line is not None:
             found.setdefault(call._line, {})[call._number] = number
@@ -180,14 +184,24 @@ def _by_line(left: dict[int, Pending | Lost]) -> dict[Line, dict[int, int]]:
 
 
 def _await_some(left: dict[int, Pending | Lost], seconds: float) -> set[int] | None:
-    """Wait a turn. Returns what Ray has brought; what came over lines is to be looked for. None if nothing came."""
-    refs = {number: call._ref for number, call in left.items() if isinstance(call, Pending) and call._ref is not None}
+    """Wait a turn. Returns what Ray has brought; what came over lines is to be looked for. None if
+    nothing came.
+    """
+    refs = {
+        number: call._ref
+        for number, call in left.items()
+        if isinstance(call, Pending) and call._ref is not None
+    }
     if refs:
         return _fetch(left, refs, min(TURN, seconds)) or None
     lines = _by_line(left)
     waiting = select.poll()
     # Another thread may have read what this one is about to wait for.
-    turn = TURN if all(line.waits_for() <= len(numbers) for line, numbers in lines.items()) else _SHORT_TURN
+    turn = (
+        TURN
+        if all(line.waits_for() <= len(numbers) for line, numbers in lines.items())
+        else _SHORT_TURN
+    )
     for line in lines:
         if line.file() >= 0:
             waiting.register(line.file(), select.POLLIN)

@@ -1,4 +1,6 @@
-"""Who holds what replicas wait for, in words, off Ray's own tables: no dashboard is needed for them."""
+"""Who holds what replicas wait for, in words, off Ray's own tables: no dashboard is needed for
+them.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from raydp_parallel.cluster.backend import DevicePlace
 from raydp_parallel.cluster.nodes import booked, suits
-from raydp_parallel.cluster.session import Holder, Node, holders, nodes
-from raydp_parallel.crew import Place
+from raydp_parallel.cluster.ray_api import Holder, Node, holders, nodes
 from raydp_parallel.errors import NoRoom
 from raydp_parallel.options import Options
 
@@ -19,10 +21,15 @@ _SHOWN = 8
 """Holders, and nodes, that an error names."""
 
 
-def no_room(places: Sequence[Place], late: Sequence[Place], options: Options) -> NoRoom:
-    """The error for replicas that found no place: what was asked, what is free and where, and who holds the rest."""
+def no_room(places: Sequence[DevicePlace], late: Sequence[DevicePlace], options: Options) -> NoRoom:
+    """The error for replicas that found no place: what was asked, what is free and where, and who
+    holds the rest.
+    """
     machines = nodes()
-    asked = f"{sum(p.kind == 'gpu' for p in places)} GPU and {sum(p.kind == 'cpu' for p in places)} CPU replicas"
+    asked = (
+        f"{sum(p.kind == 'gpu' for p in places)} GPU and "
+        f"{sum(p.kind == 'cpu' for p in places)} CPU replicas"
+    )
     each = "; ".join(
         f"each {kind.upper()} replica with {_amounts(needs)}"
         for kind in dict.fromkeys(place.kind for place in places)
@@ -31,9 +38,11 @@ def no_room(places: Sequence[Place], late: Sequence[Place], options: Options) ->
     labels = f", on nodes with {dict(options.label_selector)}" if options.label_selector else ""
     found = _found() if any(place.kind == "gpu" for place in late) else []
     return NoRoom(
-        f"asked for {asked} ({each or 'which book nothing'}{labels}); after {options.placement_timeout:g} s the "
+        f"asked for {asked} ({each or 'which book nothing'}{labels}); after "
+        f"{options.placement_timeout:g} s the "
         f"replicas for device_ids {[place.device_id for place in late]} had no place. Free now: "
-        f"{_listed([_free(node, options) for node in machines])}. {_held(machines, found)}End what holds them (an "
+        f"{_listed([_free(node, options) for node in machines])}. "
+        f"{_held(machines, found)}End what holds them (an "
         "executor of this program: close it), add nodes, or use fewer device_ids"
     )
 
@@ -57,7 +66,9 @@ def _listed(parts: Sequence[str]) -> str:
 
 def _free(node: Node, options: Options) -> str:
     names = ("GPU", "CPU", *options.resources)
-    amounts = ", ".join(f"{node.free.get(name, 0):g} of {node.total.get(name, 0):g} {name}" for name in names)
+    amounts = ", ".join(
+        f"{node.free.get(name, 0):g} of {node.total.get(name, 0):g} {name}" for name in names
+    )
     unfit = "" if suits(node, options) else " (not one of those that Options allow)"
     return f"{_place(node)}: {amounts}{unfit}"
 

@@ -6,14 +6,16 @@ import logging
 import os
 import socket
 
-from raydp_parallel.cluster import session
+from raydp_parallel.cluster import ray_api
 from raydp_parallel.errors import ClusterError, forked
 
 log = logging.getLogger("raydp_parallel")
 
 _CLIENT = (
-    "a ray:// client connection cannot run replicas: it has no object store and adds a proxy to every call. "
-    "Start the driver on a machine of the cluster (ray.init(address='auto')), or submit it as a Ray job"
+    "a ray:// client connection cannot run replicas: it has no object store and adds a "
+    "proxy to every call. "
+    "Start the driver on a machine of the cluster (ray.init(address='auto')), or submit it "
+    "as a Ray job"
 )
 _ANSWERS = 5.0
 """Seconds that a cluster has to take a call. Ray itself tries for minutes."""
@@ -22,7 +24,8 @@ _started_here = False
 
 
 def connect(start: bool = True) -> bool:
-    """Join the cluster: the one that is connected, ``RAY_ADDRESS``, one running here, else start one.
+    """Join the cluster: the one that is connected, ``RAY_ADDRESS``, one running here, else start
+    one.
 
     Args:
         start: Whether to start a local cluster if there is none.
@@ -31,18 +34,18 @@ def connect(start: bool = True) -> bool:
         Whether there is a cluster.
     """
     global _started_here
-    if session.through_client():
+    if ray_api.through_client():
         raise ClusterError(_CLIENT)
-    if session.inherited():
+    if ray_api.inherited():
         raise forked()
-    if session.connected():
+    if ray_api.connected():
         return True
     if os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
         raise ClusterError(_CLIENT)
     running = bool(os.environ.get("RAY_ADDRESS")) or _runs_here()
     if not running and not start:
         return False
-    session.join(None if running else "local")
+    ray_api.join(None if running else "local")
     _started_here = not running
     _say(running)
     return True
@@ -51,16 +54,17 @@ def connect(start: bool = True) -> bool:
 def _say(running: bool) -> None:
     """Which cluster it is, and why: another user's, which happened to be there, is rarely meant."""
     if not running:
-        log.info("a Ray cluster was started for this program at %s", session.joined_address())
+        log.info("a Ray cluster was started for this program at %s", ray_api.joined_address())
     elif os.environ.get("RAY_ADDRESS"):
-        log.info("joined the Ray cluster at %s, which RAY_ADDRESS names", session.joined_address())
+        log.info("joined the Ray cluster at %s, which RAY_ADDRESS names", ray_api.joined_address())
     else:
-        owner = _owner(session.note())
+        owner = _owner(ray_api.note())
         log.log(
             logging.INFO if owner in (os.getuid(), None) else logging.WARNING,
-            "joined the Ray cluster at %s, because %s names it%s. RAY_ADDRESS=local starts one for this program alone",
-            session.joined_address(),
-            session.note(),
+            "joined the Ray cluster at %s, because %s names it%s. RAY_ADDRESS=local starts "
+            "one for this program alone",
+            ray_api.joined_address(),
+            ray_api.note(),
             "" if owner in (os.getuid(), None) else f"; it was started by another user, {owner}",
         )
 
@@ -73,11 +77,12 @@ def _owner(file: str) -> int | None:
 
 
 def _runs_here() -> bool:
-    """Whether a cluster was started on this machine for others to join, by Ray's own rule, and still answers.
+    """Whether a cluster was started on this machine for others to join, by Ray's own rule, and
+    still answers.
 
     Not address="auto", which also finds the private cluster of somebody else's ray.init().
     """
-    address = session.noted_address()
+    address = ray_api.noted_address()
     if not address:
         return False
     host, _, port = address.rpartition(":")
@@ -85,7 +90,8 @@ def _runs_here() -> bool:
         socket.create_connection((host.strip("[]"), int(port)), _ANSWERS).close()
     except OSError as error:
         log.warning(
-            "the cluster at %s, which Ray has noted down for this machine, does not answer (%s): another is started; "
+            "the cluster at %s, which Ray has noted down for this machine, does not answer "
+            "(%s): another is started; "
             "`ray stop` clears that note",
             address,
             error,
@@ -99,6 +105,6 @@ def _runs_here() -> bool:
 def disconnect() -> None:
     """Leave a cluster that `connect` started; any other is its user's."""
     global _started_here
-    if _started_here and session.connected() and not session.inherited():
-        session.leave()
+    if _started_here and ray_api.connected() and not ray_api.inherited():
+        ray_api.leave()
     _started_here = False

@@ -1,9 +1,11 @@
-"""The nodes of the cluster, what a replica takes of them, and which node it goes to. The driver's node comes first.
+"""The nodes of the cluster, what a replica takes of them, and which node it goes to. The driver's
+node comes first.
 
 [Note: logical GPUs]
-Logical GPU k is the k-th in the order of nodes: the driver's first, the others by id. With ``gpus_per_replica=0.5``
-there are two of them for each GPU. A replica goes to the node of its number if something is free there, else to the
-first node that has room; then the replicas are numbered anew, so that ranks are in the order of nodes all the same.
+Logical GPU k is the k-th in the order of nodes: the driver's first, the others by id. With
+``gpus_per_replica=0.5`` there are two of them for each GPU. A replica goes to the node of its
+number if something is free there, else to the first node that has room; then the replicas are
+numbered anew, so that ranks are in the order of nodes all the same.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from typing import TypeVar
 import torch
 
 from raydp_parallel.cluster import joining
-from raydp_parallel.cluster.session import Node, is_private, nodes
-from raydp_parallel.crew import Place
+from raydp_parallel.cluster.backend import DevicePlace
+from raydp_parallel.cluster.ray_api import Node, is_private, nodes
 from raydp_parallel.errors import PlacementError
 from raydp_parallel.options import Options
 
@@ -28,13 +30,18 @@ _LITTLE = 1e-6
 
 def booked(kind: str, options: Options) -> dict[str, float]:
     """What Ray books for a replica."""
-    needs = {"CPU": options.cpus_per_replica, "GPU": options.gpus_per_replica if kind == "gpu" else 0.0}
+    needs = {
+        "CPU": options.cpus_per_replica,
+        "GPU": options.gpus_per_replica if kind == "gpu" else 0.0,
+    }
     return {name: amount for name, amount in {**needs, **options.resources}.items() if amount}
 
 
 def suits(node: Node, options: Options) -> bool:
     """Whether replicas may go to a node, free or not."""
-    labels = all(_matches(node.labels.get(name), wanted) for name, wanted in options.label_selector.items())
+    labels = all(
+        _matches(node.labels.get(name), wanted) for name, wanted in options.label_selector.items()
+    )
     return labels and fits(node.total, options.resources)
 
 
@@ -53,20 +60,32 @@ def fits(amounts: Mapping[str, float], needs: Mapping[str, float]) -> bool:
 def homes(machines: Sequence[Node], options: Options) -> list[str]:
     """The node of each logical GPU."""
     each = options.replicas_per_gpu
-    return [n.id for n in machines if suits(n, options) for _ in range(int(n.total.get("GPU", 0)) * each)]
+    return [
+        n.id
+        for n in machines
+        if suits(n, options)
+        for _ in range(int(n.total.get("GPU", 0)) * each)
+    ]
 
 
 def for_cpus(machines: Sequence[Node], options: Options) -> list[Node]:
-    """Nodes for CPU replicas: those with CPUs for Ray; a head is often started with none, to be left alone."""
+    """Nodes for CPU replicas: those with CPUs for Ray; a head is often started with none, to be
+    left alone.
+    """
     suitable = [node for node in machines if suits(node, options)]
     return [node for node in suitable if node.total.get("CPU", 0) > 0] or suitable
 
 
-def plan(places: Sequence[Place], machines: Sequence[Node], options: Options) -> dict[Place, str]:
+def plan(
+    places: Sequence[DevicePlace], machines: Sequence[Node], options: Options
+) -> dict[DevicePlace, str]:
     """The node of each place for which there is room now."""
     left = {node.id: dict(node.free) for node in machines if suits(node, options)}
-    gpu_homes, cpu_homes = homes(machines, options), [node.id for node in for_cpus(machines, options)]
-    found: dict[Place, str] = {}
+    gpu_homes, cpu_homes = (
+        homes(machines, options),
+        [node.id for node in for_cpus(machines, options)],
+    )
+    found: dict[DevicePlace, str] = {}
     for place in places:
         needs = booked(place.kind, options)
         at_home = gpu_homes if place.kind == "gpu" else cpu_homes
@@ -76,29 +95,46 @@ def plan(places: Sequence[Place], machines: Sequence[Node], options: Options) ->
         if room:
             node = home if home in room else room[0]
             found[place] = node
-            left[node] = {name: amount - needs.get(name, 0.0) for name, amount in left[node].items()}
+            left[node] = {
+                name: amount - needs.get(name, 0.0) for name, amount in left[node].items()
+            }
     rank = {node.id: number for number, node in enumerate(machines)}
     return in_order(found, rank.__getitem__)
 
 
-def in_order(found: Mapping[Place, T], rank: Callable[[T], int]) -> dict[Place, T]:
+def in_order(found: Mapping[DevicePlace, T], rank: Callable[[T], int]) -> dict[DevicePlace, T]:
     """The same, handed out so that GPU replicas are numbered in the order of nodes."""
     gpus = sorted(place for place in found if place.kind == "gpu")
-    return {**found, **dict(zip(gpus, sorted((found[place] for place in gpus), key=rank), strict=True))}
+    return {
+        **found,
+        **dict(zip(gpus, sorted((found[place] for place in gpus), key=rank), strict=True)),
+    }
 
 
-def at_home(places: Sequence[Place], found: Mapping[Place, str], known: Sequence[str]) -> bool:
+def at_home(
+    places: Sequence[DevicePlace], found: Mapping[DevicePlace, str], known: Sequence[str]
+) -> bool:
     """Whether every GPU replica whose number the cluster has is where that says."""
-    return all(found.get(p) == known[p.number] for p in places if p.kind == "gpu" and p.number < len(known))
+    return all(
+        found.get(p) == known[p.number] for p in places if p.kind == "gpu" and p.number < len(known)
+    )
 
 
 def all_gpus(options: Options) -> list[int]:
-    """Every GPU of the cluster. On a machine without a GPU no cluster is started just to find none."""
-    return list(range(len(homes(nodes(), options)))) if joining.connect(start=torch.cuda.is_available()) else []
+    """Every GPU of the cluster. On a machine without a GPU no cluster is started just to
+    find none.
+    """
+    return (
+        list(range(len(homes(nodes(), options))))
+        if joining.connect(start=torch.cuda.is_available())
+        else []
+    )
 
 
 def check_gpus(ids: Sequence[int], options: Options) -> None:
-    """Raise `PlacementError` for ids that a private cluster has not got. To any other nodes may be added."""
+    """Raise `PlacementError` for ids that a private cluster has not got. To any other nodes may be
+    added.
+    """
     joining.connect()
     if options.elastic or not is_private():
         return
@@ -116,5 +152,7 @@ def check_gpus(ids: Sequence[int], options: Options) -> None:
 def _by_options(options: Options) -> str:
     plain = Options()
     names = ("gpus_per_replica", "resources", "label_selector")
-    said = [f"{n}={getattr(options, n)!r}" for n in names if getattr(options, n) != getattr(plain, n)]
+    said = [
+        f"{n}={getattr(options, n)!r}" for n in names if getattr(options, n) != getattr(plain, n)
+    ]
     return f" with Options({', '.join(said)})" if said else ""

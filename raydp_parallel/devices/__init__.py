@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from raydp_parallel.devices.about import (
+from raydp_parallel.devices.comparison import Prints, compare, compare_runs, copied, prints
+from raydp_parallel.devices.cores import rest
+from raydp_parallel.devices.cuda import Stopwatch, finish, let_go, on_host, pinner, spoiled
+from raydp_parallel.devices.info import (
     MemoryLook,
     check_balance,
     describe,
@@ -10,23 +13,6 @@ from raydp_parallel.devices.about import (
     output_place,
     own,
     take_given,
-)
-from raydp_parallel.devices.contents import Prints, compare, compare_runs, copied, lies_on_a_gpu, prints
-from raydp_parallel.devices.cores import rest
-from raydp_parallel.devices.gpu import Stopwatch, finish, let_go, on_host, pinner, spoiled
-from raydp_parallel.devices.ipc import (
-    DeviceArena,
-    DeviceLink,
-    DeviceSlice,
-    Opener,
-    by_host,
-    clear_after,
-    expandable,
-    gpu_in_use,
-    reaching,
-    refused,
-    sample,
-    shows,
 )
 from raydp_parallel.devices.kinds import is_cpu
 from raydp_parallel.devices.lanes import Lane, Makers
@@ -43,42 +29,33 @@ from raydp_parallel.devices.memory import (
     upload,
     windows,
 )
+from raydp_parallel.devices.process import keep_freed_memory, seed, start_thread, use_threads
 from raydp_parallel.devices.raw import view
-from raydp_parallel.devices.settings import keep_freed_memory, seed, start_thread, use_threads
 from raydp_parallel.devices.streams import Courier, Track, courier, follow, hand_over, track
 
 __all__ = [
     "RECYCLED",
     "Courier",
-    "DeviceArena",
-    "DeviceLink",
-    "DeviceSlice",
     "Lane",
     "Makers",
     "MemoryLook",
-    "Opener",
     "Prints",
     "Stopwatch",
     "Track",
-    "by_host",
     "check_balance",
-    "clear_after",
     "compare",
     "compare_runs",
     "copied",
     "courier",
     "describe",
-    "expandable",
     "finish",
     "follow",
     "give_back_freed",
-    "gpu_in_use",
     "hand_over",
     "in_place",
     "is_cpu",
     "keep_freed_memory",
     "let_go",
-    "lies_on_a_gpu",
     "load",
     "load_all",
     "near",
@@ -88,15 +65,11 @@ __all__ = [
     "piece",
     "pinner",
     "prints",
-    "reaching",
     "reader",
     "recycled",
-    "refused",
     "rest",
-    "sample",
     "scratch",
     "seed",
-    "shows",
     "spoiled",
     "start_thread",
     "take_given",

@@ -2,11 +2,12 @@
 
 The driver's threads rest while replicas compute on the same cores.
 
-A thread of OpenMP's that has done its part of an operation looks for the next one for a while before it sleeps; GCC's
-did so for 8 ms, on a core of its own. Of a training step of 23 ms on two cores, the driver's second thread looked for
-17, and two replicas waited for that core. So where replicas are on the driver's node, a thread that calls them sends
-its helpers away first, which takes 20 us; its next operation that needs them starts others, in 30 us. Nothing else of
-the process is changed: what it computes between calls is as fast as without replicas.
+A thread of OpenMP's that has done its part of an operation looks for the next one for a while
+before it sleeps; GCC's did so for 8 ms, on a core of its own. Of a training step of 23 ms on two
+cores, the driver's second thread looked for 17, and two replicas waited for that core. So where
+replicas are on the driver's node, a thread that calls them sends its helpers away first, which
+takes 20 us; its next operation that needs them starts others, in 30 us. Nothing else of the process
+is changed: what it computes between calls is as fast as without replicas.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ _CHOSEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 def cores(mounted: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> int:
-    """How many cores this process may use: by its affinity, and by the quotas of its control groups, 1 and 2.
+    """How many cores this process may use: by its affinity, and by the quotas of its control
+    groups, 1 and 2.
 
     Args:
         mounted: Where control groups are seen.
         own: Says which groups the process is in.
     """
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    allowed = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, int(min([allowed, *_quotas(mounted, own)])))
 
 
@@ -79,7 +83,9 @@ def rest() -> None:
 
 
 def _nothing() -> None:
-    """Where torch computes with another library than GCC's, or the user has said how threads wait."""
+    """Where torch computes with another library than GCC's, or the user has said how
+    threads wait.
+    """
 
 
 def _find_pause() -> Callable[[], object]:
@@ -92,7 +98,8 @@ def _find_pause() -> Callable[[], object]:
 def _openmp() -> ctypes.CDLL | None:
     """The library that torch's operations run in parallel by, if it is GCC's."""
     try:
-        library = ctypes.CDLL(str(_TORCH), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)  # and with it what that one uses
+        # and with it what that one uses
+        library = ctypes.CDLL(str(_TORCH), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except (OSError, AttributeError):
         return None
     other = hasattr(library, "kmp_set_blocktime")  # Intel's, which goes by GCC's names, too

@@ -1,4 +1,6 @@
-"""A stream for sums among replicas, and those that made what is summed. On a CPU everything is in order anyway."""
+"""A stream for sums among replicas, and those that made what is summed. On a CPU everything is in
+order anyway.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ class Lane:
             yield
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        tensor.record_stream(self._stream)  # freed while this stream may still use it, it is nobody else's before
+        # freed while this stream may still use it, it is nobody else's before
+        tensor.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             yield
 

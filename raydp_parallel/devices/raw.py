@@ -9,30 +9,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raydp_parallel.links import Piece
+from raydp_parallel.devices.ranges import MemoryRange
 
 
-def view(source: Piece) -> Tensor:
+def view(source: MemoryRange) -> Tensor:
     """A run of the machine's memory as a tensor of bytes."""
     if not source.size:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.from_numpy(np.asarray(_Bytes(source)))
 
 
-def shaped(source: Piece, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A run of the machine's memory as a contiguous tensor; no view of another, which autograd would not let change."""
+def shaped(source: MemoryRange, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A run of the machine's memory as a contiguous tensor; no view of another, which autograd
+    would not let change.
+    """
     strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
     tensor = torch.empty(0, dtype=dtype, device="cpu")
     return tensor.set_(view(source).untyped_storage(), 0, tuple(shape), strides)
 
 
 class _Bytes:
-    """Memory as NumPy wants it. Not a ctypes array: each length of those makes a class, which only the gc can free."""
+    """Memory as NumPy wants it. Not a ctypes array: each length of those makes a class, which only
+    the gc can free.
+    """
 
-    def __init__(self, source: Piece) -> None:
+    def __init__(self, source: MemoryRange) -> None:
         self._source = source
         where = (source.address, False)
-        self.__array_interface__ = {"data": where, "shape": (source.size,), "typestr": "|u1", "version": 3}
+        self.__array_interface__ = {
+            "data": where,
+            "shape": (source.size,),
+            "typestr": "|u1",
+            "version": 3,
+        }
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """What runs beside a device's computing, and work that goes on where another stream left it.
 
 [Note: copies beside computing]
-A copy on a stream of its own begins behind an event on the stream that computed its source, and the host waits once,
-for an event behind the last of them. Until then the sources are kept: what torch's allocator gets back on the one
-stream it may hand out again before the other has read it.
+A copy on a stream of its own begins behind an event on the stream that computed its source, and the
+host waits once, for an event behind the last of them. Until then the sources are kept: what torch's
+allocator gets back on the one stream it may hand out again before the other has read it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raydp_parallel.devices.gpu import behind
+from raydp_parallel.devices.cuda import behind
 from raydp_parallel.devices.kinds import is_cpu
-from raydp_parallel.links import Origin, Piece
+from raydp_parallel.devices.ranges import DeviceRange, MemoryRange
 
 
 @functools.cache
@@ -37,9 +37,9 @@ class Courier:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = _beside(device)
-        self._under_way: list[tuple[Origin, Piece]] = []
+        self._under_way: list[tuple[DeviceRange, MemoryRange]] = []
 
-    def carry(self, pieces: Sequence[Piece], addresses: Sequence[int]) -> None:
+    def carry(self, pieces: Sequence[MemoryRange], addresses: Sequence[int]) -> None:
         """Begin to copy, behind what the current stream was asked for."""
         behind(self._device).wait(self._stream)
         with torch.cuda.stream(self._stream):
@@ -47,7 +47,8 @@ class Courier:
                 if piece.origin is None:
                     ctypes.memmove(address, piece.address, piece.size)
                     continue
-                self._under_way.append((piece.origin, piece))  # before it begins, so that it is waited for at any rate
+                # before it begins, so that it is waited for at any rate
+                self._under_way.append((piece.origin, piece))
                 piece.origin.copy_to(address)
 
     def finish(self) -> None:

@@ -1,0 +1,245 @@
+"""Scatter: one value into one value per chunk.
+
+Upstream cuts every tensor for itself and zips what comes out, so arguments of different sizes lose
+rows without a word (pytorch#7358, #31460). Here each cut is written down, and cuts that disagree
+raise before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, overload
+
+import torch
+
+from raydp_parallel.batch.autograd_functions import split_tensor
+from raydp_parallel.batch.containers import (
+    ContainerKind,
+    container_like,
+    contents,
+    is_namedtuple,
+    kind_of,
+    step,
+)
+from raydp_parallel.batch.custom_types import splitter_of
+from raydp_parallel.batch.packed import sequences, split_packed
+from raydp_parallel.devices.ambient_state import uncompiled
+
+
+class _Cut(NamedTuple):
+    """One value that was split: its path, its size (None where only its class knows) and its number
+    of chunks.
+    """
+
+    path: str
+    size: int | None
+    chunks: int
+
+    def __str__(self) -> str:
+        size = "" if self.size is None else f"size {self.size}, "
+        return f"{self.path}: {size}{self.chunks} chunk{'s' * (self.chunks != 1)}"
+
+
+class _Plan:
+    """Into how many chunks to split at most, along which dimension, and what was split so far."""
+
+    def __init__(self, chunks: int, dim: int) -> None:
+        self.chunks = chunks
+        self.dim = dim
+        self.cuts: list[_Cut] = []
+
+    def note(self, path: str, size: int | None, pieces: Sequence[Any]) -> Sequence[Any]:
+        """Write down what a value was split into, and hand it on."""
+        self.cuts.append(_Cut(path, size, len(pieces)))
+        return pieces
+
+    def agreed(self, unequal: Callable[[str], object] | None = None) -> int:
+        """The number of chunks that all cuts have in common; without any cut every device gets a
+        copy.
+
+        Args:
+            unequal: Is told of cuts of different sizes.
+
+        Raises:
+            ValueError: The cuts differ, so that rows would be lost or would not belong together.
+        """
+        counts = {cut.chunks for cut in self.cuts}
+        if len(counts) > 1:
+            raise ValueError(
+                f"arguments split into different numbers of chunks along dim {self.dim} "
+                f"over {self.chunks} devices, "
+                f"so rows would be lost: {'; '.join(map(str, self.cuts))}. Give all of them "
+                "one size along dim "
+                f"{self.dim}; what every replica needs whole may be a 0-dim tensor or "
+                "anything that is no tensor."
+            )
+        if unequal is not None and len({cut.size for cut in self.cuts} - {None}) > 1:
+            unequal("; ".join(map(str, self.cuts)))
+        return counts.pop() if counts else self.chunks
+
+
+@overload
+def scatter(
+    inputs: torch.Tensor, target_gpus: Sequence[Any], dim: int = 0
+) -> tuple[torch.Tensor, ...]: ...
+@overload
+def scatter(inputs: Any, target_gpus: Sequence[Any], dim: int = 0) -> Any: ...
+@uncompiled
+def scatter(inputs: Any, target_gpus: Sequence[Any], dim: int = 0) -> Any:
+    """Split the tensors in a nested value into chunks, views on their own device; all else goes to
+    every chunk.
+
+    Tensors are split as ``torch.chunk`` does, so there may be fewer chunks than devices; 0-dim
+    tensors go to every chunk. Containers, UserDicts and dataclasses are copied for each chunk,
+    packed sequences split by sequence.
+
+    Args:
+        inputs: The value: a tensor, or containers of tensors and other things.
+        target_gpus: The devices; only their number matters here.
+        dim: The dimension along which tensors are split.
+
+    Returns:
+        A tuple of chunks for a tensor, otherwise a list, as upstream.
+
+    Raises:
+        RuntimeError: There is no device.
+        IndexError: A tensor lacks the dimension.
+        ValueError: Tensors yield different numbers of chunks.
+    """
+    plan = _plan(target_gpus, dim)
+    pieces = _split(inputs, plan, "inputs")
+    plan.agreed()  # raises where rows would be lost
+    return tuple(pieces) if isinstance(inputs, torch.Tensor) else list(pieces)
+
+
+@uncompiled
+def scatter_kwargs(
+    inputs: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    target_gpus: Sequence[Any],
+    dim: int = 0,
+    *,
+    unequal: Callable[[str], object] | None = None,
+) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
+    """Split positional and keyword arguments together, so that both results have one entry per
+    chunk.
+
+    Args:
+        inputs: The positional arguments.
+        kwargs: The keyword arguments, or None.
+        target_gpus: The devices; only their number matters here.
+        dim: The dimension along which tensors are split.
+        unequal: Is told of arguments that have different sizes and all the same yield as many
+            chunks.
+
+    Returns:
+        Positional and keyword arguments per chunk; two empty tuples when there are no arguments at
+        all.
+
+    Raises:
+        RuntimeError: There is no device.
+        IndexError: A tensor lacks the dimension.
+        ValueError: Tensors yield different numbers of chunks.
+    """
+    if not inputs and not kwargs:
+        return (), ()
+    plan = _plan(target_gpus, dim)
+    # nearly every call
+    if not kwargs and {*map(type, inputs)} == {torch.Tensor} and splitter_of(inputs[0]) is None:
+        split = [
+            _split_tensor(tensor, plan, f"inputs[{number}]") for number, tensor in enumerate(inputs)
+        ]
+        chunks = plan.agreed(unequal)
+        return tuple(zip(*split, strict=False)), tuple([{} for _ in range(chunks)])
+    positional = _split(inputs, plan, "inputs") if inputs else [()] * plan.chunks
+    keyword = _split(kwargs, plan, "kwargs") if kwargs else [{} for _ in range(plan.chunks)]
+    chunks = plan.agreed(unequal)
+    return tuple(positional[:chunks]), tuple(keyword[:chunks])
+
+
+def rows(inputs: Any, kwargs: Any, dim: int) -> int:
+    """How many rows a chunk has: the size along ``dim`` of its first tensor that has one, or 0.
+
+    Args:
+        inputs: The chunk's positional arguments.
+        kwargs: The chunk's keyword arguments, or None.
+        dim: The dimension along which the batch was split.
+    """
+    if inputs and type(inputs[0]) is torch.Tensor and inputs[0].dim() > dim >= 0:
+        return inputs[0].size(dim)  # nearly every call
+    return next(_sizes((inputs, kwargs), dim), 0)
+
+
+def _sizes(value: Any, dim: int) -> Iterator[int]:
+    kind = kind_of(value)
+    if kind is ContainerKind.TENSOR and -value.dim() <= dim < value.dim():
+        yield value.size(dim)
+    elif kind is ContainerKind.PACKED:
+        yield sequences(value)
+    for part in contents(value, kind).values():
+        yield from _sizes(part, dim)
+
+
+def _plan(target_gpus: Sequence[Any], dim: int) -> _Plan:
+    if len(target_gpus) == 0:
+        raise RuntimeError("Expected at least one device to scatter to")
+    return _Plan(len(target_gpus), dim)
+
+
+def _split(value: Any, plan: _Plan, path: str) -> Sequence[Any]:
+    own = splitter_of(value)
+    if own is not None:
+        return _split_custom(own, plan, path)
+    kind = kind_of(value)
+    if kind is ContainerKind.TENSOR:
+        return _split_tensor(value, plan, path)
+    if kind is ContainerKind.PACKED:
+        return plan.note(path, sequences(value), split_packed(value, plan.chunks))
+    return _split_parts(value, kind, plan, path)
+
+
+def _split_custom(
+    own: Callable[[int, int], Sequence[Any]], plan: _Plan, path: str
+) -> Sequence[Any]:
+    pieces = list(own(plan.chunks, plan.dim))
+    if not 1 <= len(pieces) <= plan.chunks:
+        raise ValueError(
+            f"{path} was split by its own rule into {len(pieces)} chunks, "
+            f"expected 1 to {plan.chunks}"
+        )
+    return plan.note(path, None, pieces)
+
+
+def _split_tensor(tensor: torch.Tensor, plan: _Plan, path: str) -> Sequence[Any]:
+    dims = tensor.dim()
+    if dims == 0:
+        return [tensor] * plan.chunks
+    if not -dims <= plan.dim < dims:
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of [{-dims}, {dims - 1}], but "
+            f"got {plan.dim}): "
+            f"{path} has shape {tuple(tensor.shape)} and cannot be split along dim {plan.dim}"
+        )
+    return plan.note(path, tensor.size(plan.dim), split_tensor(tensor, plan.chunks, plan.dim))
+
+
+def _split_parts(value: Any, kind: ContainerKind, plan: _Plan, path: str) -> Sequence[Any]:
+    parts, before = contents(value, kind), len(plan.cuts)
+    split = [_split(part, plan, path + step(kind, key)) for key, part in parts.items()]
+    is_plain = isinstance(value, (dict, list, tuple))
+    if not parts or (not is_plain and len(plan.cuts) == before):
+        # nothing to split: an object without tensors is handed on as it is
+        return [value] * plan.chunks
+    # What holds a cut has the agreed number of pieces or `agreed` will raise; the rest has one per
+    # device, so that ending with the shortest drops copies, never rows.
+    return [
+        _like(value, kind, dict(zip(parts, pieces, strict=True)))
+        for pieces in zip(*split, strict=False)
+    ]
+
+
+def _like(value: Any, kind: ContainerKind, parts: dict[Any, Any]) -> Any:
+    # subclasses become plain, as upstream
+    if kind is ContainerKind.SEQUENCE and not is_namedtuple(value):
+        return tuple(parts.values()) if isinstance(value, tuple) else list(parts.values())
+    return container_like(value, kind, parts)

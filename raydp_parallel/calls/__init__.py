@@ -1,0 +1,1 @@
+"""One forward and one backward, seen from the driver."""

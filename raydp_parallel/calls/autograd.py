@@ -1,0 +1,487 @@
+"""The seam between torch's graph in the driver and the graphs in the replicas.
+
+  leaves ──► Fork ──► token ──► Join ──► output 0
+                        └─────► Join ──► output 1
+  grads  ◄── Fork ◄─────────── Join ◄── gradient
+
+In forward there is one Fork per call, and one Join per output. In backward the Joins put their
+gradients aside, and Fork, which the engine runs last, makes one trip for all of them.
+
+[Note: how long a remote graph lives]
+Exactly as long as torch would keep it. Each Join saves the token under hooks that pack it with the
+call's `GraphHandle`; when the engine or the garbage collector frees the saved tensor, the handle
+goes, and its end frees the remote graphs. The engine frees Join's saved tensor before it reaches
+Fork, so unpacking pins the handle until Fork has made its trip.
+
+[Note: higher orders]
+Under ``create_graph`` Fork's backward is itself a call, whose graphs the replicas kept. Its leaves
+are the incoming gradients. What flows on from it into the graphs that it is derived from must meet
+there what their own outputs received, in one run of the engine: a hook on a tensor inside the
+module is called once, with the sum. So a derived Fork makes a trip for the incoming gradients
+alone, if they are asked for, and passes on what it received to the Forks that it is derived from,
+which the engine runs after it because their tokens are among its inputs. Derived calls share nodes
+with the ones they came from: from then on neither lets torch free buffers in passing, and the
+handles free everything.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
+
+from raydp_parallel import devices
+from raydp_parallel.calls import gradients, replay
+from raydp_parallel.calls.executor import Executor
+from raydp_parallel.calls.group_reduction import GroupReduction, ReductionPart, plan, share
+from raydp_parallel.cluster.chunk_calls import ChunkAnswer, ChunkCall, GraphHandle, RemoteGraph
+from raydp_parallel.cluster.replica_slots import ReplicaSlot
+from raydp_parallel.devices import ambient_state
+from raydp_parallel.errors import ExecutorClosed
+from raydp_parallel.options import UnusedGrads
+from raydp_parallel.replica import exceptions
+from raydp_parallel.state.tracker import ModuleTracker
+from raydp_parallel.transport import codec
+from raydp_parallel.transport.links import Attachments
+from raydp_parallel.transport.messages import BackwardRequest
+
+
+class CallNode:
+    """What backward needs to know of one call.
+
+    Args:
+        executor: Who runs it.
+        leaves: What gradients may be asked for.
+        kinds: What each of them is, see `Leaf.kind`; ``"input"`` for inputs.
+        unused: What unused parameters get.
+        shared: Whether it shares nodes with another call.
+        parents: The calls that it is derived from.
+
+    Attributes:
+        token: What its leaves became, once they were entered into torch's graph.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        leaves: list[Tensor],
+        kinds: list[str],
+        unused: UnusedGrads,
+        shared: bool = False,
+        parents: Sequence[CallNode] = (),
+    ) -> None:
+        self.executor = executor
+        self.leaves = leaves
+        self.kinds = kinds
+        self.unused = unused
+        self.shared = shared
+        self.parents = parents
+        self.token: Tensor | None = None
+        self.parts: list[ReductionPart | None] = []
+        self._passes: dict[int, EnginePass] = {}
+
+    @property
+    def now(self) -> EnginePass:
+        """The pass of torch's engine that asks."""
+        task = torch._C._current_graph_task_id()
+        found = self._passes.get(task)
+        if found is None:
+            found = self._passes[task] = EnginePass({}, [], [])
+        return found
+
+    def end_pass(self) -> EnginePass:
+        """What the pass brought that ends here. Of one that failed on the way nothing is left for
+        another.
+        """
+        return self._passes.pop(torch._C._current_graph_task_id())
+
+
+Stash = dict[CallNode, dict[int, dict[int, Tensor]]]
+"""Gradients of outputs: by the call, its chunk and the output's number there."""
+
+
+class EnginePass(NamedTuple):
+    """What one pass of the engine brought so far.
+
+    Attributes:
+        grads: The gradients, of the call's outputs and of those of calls derived from it.
+        pinned: What keeps the remote graphs alive until the trip.
+        tracks: On a GPU, the streams that made the gradients. Fork's node is the CPU's, and does
+            not hear of them.
+    """
+
+    grads: Stash
+    pinned: list[GraphHandle]
+    tracks: list[devices.Track]
+
+    def take(self, other: EnginePass) -> None:
+        """Add what another pass brought."""
+        self.grads.update(other.grads)
+        self.pinned.extend(other.pinned)
+        self.tracks.extend(other.tracks)
+
+
+def fork(call: CallNode) -> Tensor:
+    """Enter the leaves into torch's graph."""
+    token: Tensor = Fork.apply(call, *[parent.token for parent in call.parents], *call.leaves)
+    call.token = token
+    return token
+
+
+def graft(
+    call: CallNode,
+    token: Tensor,
+    handle: GraphHandle,
+    tensors: Sequence[list[Tensor]],
+    joined: bool = False,
+) -> None:
+    """Make part of torch's graph, in each chunk's list, what requires a gradient there.
+
+    Args:
+        call: The call.
+        token: What its leaves became.
+        handle: Keeps its remote graphs.
+        tensors: The outputs of each chunk.
+        joined: Whether outputs of the same number will be, so that they are only ever
+            differentiated together.
+    """
+    columns: dict[Any, list[tuple[int, int]]] = {}
+    for chunk, row in enumerate(tensors):
+        for k, tensor in enumerate(row):
+            if tensor.requires_grad:
+                columns.setdefault(k if joined else (chunk, k), []).append((chunk, k))
+
+    def unpack(packed: tuple[GraphHandle, Tensor]) -> Tensor:
+        call.now.pinned.append(packed[0])
+        return packed[1]
+
+    with saved_tensors_hooks(lambda tensor: (handle, tensor), unpack):
+        for places in columns.values():
+            found = Join.apply(
+                call, places, token, *[tensors[i][k].requires_grad_(False) for i, k in places]
+            )
+            for (i, k), tensor in zip(places, found if len(places) > 1 else (found,), strict=True):
+                tensors[i][k] = tensor
+
+
+class Fork(Function):
+    """Leaves in, a token out. Saves no tensor, so it may run again."""
+
+    @staticmethod
+    def forward(ctx: Any, call: CallNode, *_: Tensor) -> Tensor:
+        # The call has the token, and that this node. What makes the engine run it has the call: a
+        # Join, a derived call.
+        ctx.call = weakref.ref(call)
+        ctx.set_materialize_grads(False)  # a token's gradient is none
+        return torch.zeros((), device="cpu")
+
+    @staticmethod
+    @ambient_state.uncompiled
+    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
+        call: CallNode = ctx.call()
+        if call.executor.closed:
+            raise ExecutorClosed(
+                "backward: the executor was closed, by close() or shutdown(), after the "
+                "forward, and the graphs ended "
+                "with its replicas; run backward before closing it, or run forward again "
+                "with one that is open"
+            )
+        ending = call.end_pass()
+        devices.follow(ending.tracks)
+        will_run = _needed(ctx)
+        derived = len(call.parents)
+        for parent, runs in zip(call.parents, will_run[:derived], strict=True):
+            if runs:
+                parent.now.take(ending)
+        needed = will_run[derived:]
+        if derived and not any(needed):
+            return (None, *[None] * len(will_run))
+        stash = ending.grads
+        create = torch.is_grad_enabled()
+        for one in stash:
+            one.shared |= create
+        keep = torch._C._autograd._get_current_graph_task_keep_graph() or any(
+            one.shared for one in stash
+        )
+        grads = _derive(call, stash, needed) if create else _collect(call, stash, needed, keep)
+        del ending
+        devices.hand_over(grads)
+        return (None, *[None] * derived, *grads)
+
+
+class Join(Function):
+    """A remote output, or some that are joined: their places are the chunk and its output's
+    number.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: CallNode, places: Sequence[tuple[int, int]], token: Tensor, *outputs: Tensor
+    ) -> Any:
+        ctx.call, ctx.places = call, places
+        ctx.set_materialize_grads(len(outputs) == 1)  # of several, one without a gradient has none
+        ctx.save_for_backward(token)
+        # the outputs themselves, not views of them: users may write to them in place
+        ctx.mark_dirty(*outputs)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    @staticmethod
+    @ambient_state.uncompiled
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (_,) = ctx.saved_tensors  # raises torch's own error if the graph was freed
+        now = ctx.call.now
+        for (chunk, k), grad in zip(ctx.places, grads, strict=True):
+            if grad is not None:
+                now.grads.setdefault(ctx.call, {}).setdefault(chunk, {})[k] = grad
+                track = devices.track(grad)
+                if track is not None:
+                    now.tracks.append(track)
+        return None, None, None, *[None] * len(grads)
+
+
+def _needed(ctx: Any) -> list[bool]:
+    """Which leaves this pass asks for. ``needs_input_grad`` says yes to all, also under
+    ``autograd.grad(y, x)``.
+    """
+    return [_will_run(node) for node, _ in ctx.next_functions]
+
+
+def _will_run(node: Any) -> bool:
+    if node is None:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        # a leaf whose gradient is captured: the engine will not run its node, but wants the
+        # gradient
+        return True
+
+
+def _run(
+    call: CallNode,
+    stash: Stash,
+    needed: Sequence[bool],
+    keep: bool,
+    derived: dict[int, RemoteGraph],
+    pool: GroupReduction | None = None,
+    chosen: Sequence[int] | None = None,
+) -> list[ChunkAnswer]:
+    """One trip: the backward of every chunk that has gradients, or of those ``chosen``
+    among them.
+    """
+    ambient = ambient_state.capture()
+    # What was left out of torch's graph, because no chunk reached it, gets nothing in a replica
+    # either.
+    partial = any(
+        leaf.requires_grad and not need for leaf, need in zip(call.leaves, needed, strict=True)
+    )
+    threads = call.executor.threads(len(call.parts))
+
+    def job(number: int, i: int, part: ReductionPart) -> ChunkCall:
+        given, makes = _given(stash, i), derived.get(i)
+        outputs = tuple((graph.key, tuple(k for k, _ in found)) for graph, found in given)
+        grads = _distinct([grad for _, found in given for _, grad in found])
+
+        def prepare(slot: ReplicaSlot, attachments: Attachments) -> BackwardRequest:
+            parcel, sent = codec.encode(tuple(grads), attachments, "gradients")
+            wanted = tuple(map(needed.__getitem__, part.leaves))
+            name = slot.name_of(part.tracker.id, part.slot)
+            moved = part.tracker.moved_since(part.mark, slot.held.get(name, 0))
+            key = makes.key if makes is not None else None
+            request = BackwardRequest(
+                name,
+                part.graph.key,
+                outputs,
+                parcel,
+                wanted,
+                partial,
+                keep,
+                key,
+                moved,
+                part.first,
+                threads,
+                ambient,
+                slot.forget(),
+                by_host=devices.is_cpu(call.leaves[0].device),
+            )
+            before = [(graph, graph.recipe) for graph, _ in given if graph.recipe is not None]
+            if makes is not None and len(before) == len(given):
+                kept = replay.keep(parcel, sent, "the gradients that it was given")
+                makes.recipe = replay.derived(request, kept, before, part.slot, part.tracker.id)
+            return request if pool is None else request._replace(**pool.words(number, slot))
+
+        made = makes if pool is None else pool.kept[number]
+        heard = None if pool is None else pool.heard
+        return ChunkCall(
+            part.slot,
+            "backward",
+            prepare,
+            part.tracker.id,
+            made,
+            [graph for graph, _ in given],
+            heard=heard,
+        )
+
+    jobs = [job(number, i, part) for number, (i, part) in enumerate(_parts(call, stash))]
+    return call.executor.run(jobs if chosen is None else [jobs[number] for number in chosen])
+
+
+def _parts(call: CallNode, stash: Stash) -> list[tuple[int, ReductionPart]]:
+    """The chunks that have gradients, with their numbers in the call."""
+    chunks = set[int]().union(*stash.values())
+    return [(i, part) for i, part in enumerate(call.parts) if part is not None and i in chunks]
+
+
+def _given(stash: Stash, chunk: int) -> list[tuple[RemoteGraph, list[tuple[int, Tensor]]]]:
+    """The graphs of a chunk that have gradients, with the numbers of their outputs."""
+    found = [
+        (call.parts[chunk], sorted(grads[chunk].items()))
+        for call, grads in stash.items()
+        if chunk in grads
+    ]
+    return [(part.graph, outputs) for part, outputs in found if part is not None]
+
+
+def _finish(call: CallNode, parts: Sequence[ReductionPart], answers: Sequence[ChunkAnswer]) -> None:
+    """The effects of one trip."""
+    call.executor.note_backward()
+    finish(
+        [(part.tracker if part.first else None, a) for part, a in zip(parts, answers, strict=True)]
+    )
+
+
+def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same tensors, each an object of its own: both summands of ``a + b`` receive one
+    gradient.
+    """
+    first = {id(tensor): at for at, tensor in reversed([*enumerate(tensors)])}
+    return [
+        tensor if first[id(tensor)] == at else tensor.detach() for at, tensor in enumerate(tensors)
+    ]
+
+
+def _pooled(
+    call: CallNode, stash: Stash, needed: Sequence[bool], keep: bool, pool: GroupReduction
+) -> list[ChunkAnswer]:
+    """One trip whose gradients are summed among the replicas; a second one if that went wrong."""
+    parts = [part for _, part in _parts(call, stash)]
+    try:
+        answers = _run(call, stash, needed, keep, {}, pool)
+    except BaseException:
+        pool.abandon()
+        raise
+    missing = pool.missing(answers)
+    _finish(call, parts, answers)
+    if missing:
+        fetched = _run(call, stash, needed, keep, {}, pool, missing)
+        finish([(None, answer) for answer in fetched])
+        for number, answer in zip(missing, fetched, strict=True):
+            answers[number] = answer
+    return answers
+
+
+def finish(answers: Sequence[tuple[ModuleTracker | None, ChunkAnswer]]) -> None:
+    """Take effects over, in order: state that chunk 0 changed, warnings, then the failure of the
+    lowest chunk.
+    """
+    for tracker, answer in answers:
+        written = answer.reply.written
+        if tracker is not None and written is not None:
+            tracker.write_back(written, answer.attachments)
+    for _, answer in answers:
+        exceptions.warn_again(answer.reply.warnings)
+    for _, answer in answers:
+        if answer.reply.failure is not None:
+            exceptions.reraise(answer.reply.failure, str(answer.slot))
+
+
+def _collect(
+    call: CallNode, stash: Stash, needed: Sequence[bool], keep: bool
+) -> list[Tensor | None]:
+    """First order: the sums of the chunks' gradients."""
+    numbered = _parts(call, stash)
+    parts = [part for _, part in numbered]
+    there = all(graph.on(part.slot) for i, part in numbered for graph, _ in _given(stash, i))
+    pool = plan(call.executor, parts, call.leaves, needed) if parts and there else None
+    summed: Mapping[int, int] = {}
+    if pool is None:
+        answers = _run(call, stash, needed, keep, {})
+        _finish(call, parts, answers)
+        shares = [share(part, answer) for part, answer in zip(parts, answers, strict=True)]
+    else:
+        try:
+            answers = _pooled(call, stash, needed, keep, pool)
+            shares, summed = pool.shares(answers)
+        finally:
+            pool.close()
+    device = call.leaves[0].device
+    with call.executor.recorder.reducing([answer.slot for answer in answers]):
+        sums = gradients.total(shares, device, len(call.leaves))
+        dense = {one.layout for one in sums if one is not None} <= {torch.strided}
+        whole = (
+            [True] * len(sums)
+            if dense
+            else _whole(call, shares[-len(parts) :] if parts else [], summed)
+        )
+        return gradients.settle(sums, call.leaves, call.kinds, needed, whole, call.unused)
+
+
+def _whole(
+    call: CallNode, shares: Sequence[gradients.GradientShare], summed: Mapping[int, int]
+) -> list[bool]:
+    """For each leaf whether every chunk that has it gave a gradient, here or into the replicas'
+    sum.
+    """
+    expected, given = (
+        [0] * len(call.leaves),
+        [summed.get(leaf, 0) for leaf in range(len(call.leaves))],
+    )
+    for part in call.parts:
+        for leaf in part.leaves if part is not None else ():
+            expected[leaf] += 1
+    for one in shares:
+        present = codec.load(one.parcel, range(len(one.parcel.specs)))
+        for at, row in zip(one.leaves, present, strict=True):
+            if at is not None:
+                given[at] += row is not None
+    return [a == b for a, b in zip(expected, given, strict=True)]
+
+
+def _derive(call: CallNode, stash: Stash, needed: Sequence[bool]) -> list[Tensor | None]:
+    """Higher order: the same trip, whose results can be differentiated in their turn."""
+    parts = dict(_parts(call, stash))
+    incoming = {i: [grad for _, found in _given(stash, i) for _, grad in found] for i in parts}
+    leaves = [grad for grads in incoming.values() for grad in grads]
+    derived = CallNode(call.executor, leaves, ["input"] * len(leaves), call.unused, True, [*stash])
+    graphs = {i: RemoteGraph() for i in parts}
+    handle = GraphHandle([*graphs.values()])
+    token = fork(derived)
+    answers = _run(call, stash, needed, True, graphs)
+    _finish(call, [*parts.values()], answers)
+    at = 0
+    found: list[list[Tensor]] = [[] for _ in call.parts]
+    derived.parts = [None] * len(call.parts)
+    places: list[tuple[int, int, int]] = []
+    for (i, part), answer in zip(parts.items(), answers, strict=True):
+        own = range(at, at + len(incoming[i]))
+        at = own.stop
+        derived.parts[i] = part._replace(graph=graphs[i], leaves=own, own=0)
+        assert answer.reply.value is not None
+        found[i] = codec.unpack(answer.reply.value, answer.attachments, call.leaves[0].device)
+        present = codec.load(answer.reply.value, range(len(found[i])))
+        places += [
+            (leaf, i, row)
+            for leaf, row in zip(part.leaves, present, strict=True)
+            if row is not None
+        ]
+    graft(derived, token, handle, found)
+    sums: list[Tensor | None] = [None] * len(call.leaves)
+    for leaf, i, row in places:
+        one = sums[leaf]
+        sums[leaf] = found[i][row] if one is None else one + found[i][row]
+    return gradients.settle(sums, call.leaves, call.kinds, needed, [True] * len(sums), call.unused)

@@ -1,0 +1,365 @@
+"""The executor: starts replicas, runs one call per chunk, and says what it did.
+
+All wrappers of a process share one executor, and through it one replica per device, unless they
+were given another. Chunks are logical and replicas physical: what chunk i computes depends on i
+only, never on who runs it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from raydp_parallel import cluster
+from raydp_parallel.calls.dispatcher import Dispatcher
+from raydp_parallel.calls.replica_groups import ReplicaGroups
+from raydp_parallel.cluster import registry
+from raydp_parallel.cluster.backend import Death, DeviceId, DevicePlace, device_id, places
+from raydp_parallel.cluster.chunk_calls import ChunkAnswer, ChunkCall
+from raydp_parallel.cluster.replica_set import ReplicaSet
+from raydp_parallel.cluster.replica_slots import ReplicaSlot
+from raydp_parallel.devices import forks
+from raydp_parallel.monitoring.reporter import Reporter
+from raydp_parallel.monitoring.stats import ExecutorStats, ReplicaInfo
+from raydp_parallel.options import Options
+from raydp_parallel.replica.actor import unseal
+from raydp_parallel.state import code_shipping
+from raydp_parallel.state.tracker import ModuleTracker
+from raydp_parallel.transport.links import Link
+from raydp_parallel.transport.message_bytes import pack
+
+_RECENT = 4
+"""Modules whose replicas outlive a call of the functional interface, so that the next call need not
+send them again.
+"""
+
+
+class Executor:
+    """Replicas for any number of models: one actor per device.
+
+    A wrapper without an executor of its own uses the process's; give it one to choose when actors
+    start and end::
+
+        with Executor(["cpu", "cpu"]) as executor:
+            model = DataParallel(net, executor=executor)
+
+    Args:
+        device_ids: Logical GPUs of the cluster, or ``"cpu"`` entries; None is every GPU of the
+            cluster. With ``()`` replicas start when a wrapper first needs them.
+        options: The rare knobs.
+
+    Attributes:
+        recorder: Whose time went where, and what travelled.
+        replays: Whether calls are run again when a replica dies, and keep what that takes.
+    """
+
+    def __init__(
+        self, device_ids: Sequence[Any] | None = None, *, options: Options | None = None
+    ) -> None:
+        self.options = options or Options()
+        self._every = device_ids is None
+        self.device_ids = normalize(device_ids, self.options) if device_ids != () else []
+        self._replica_set = ReplicaSet(self.options)
+        self.recorder = self._replica_set.recorder
+        self.replays = self._replica_set.replays
+        self.groups = ReplicaGroups(self._replica_set)
+        self._reporter: Reporter | None = None
+        self._trackers: weakref.WeakValueDictionary[int, ModuleTracker] = (
+            weakref.WeakValueDictionary()
+        )
+        self._recent: deque[ModuleTracker] = deque(maxlen=_RECENT)
+        if self.device_ids:
+            self.slots(self.device_ids)
+
+    def __reduce__(self) -> Any:
+        return shared, (self.options,)  # in another process there are other replicas
+
+    def __deepcopy__(self, memo: Any) -> Executor:
+        return self
+
+    def __enter__(self) -> Executor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._replica_set.closed
+
+    @property
+    def link(self) -> Link:
+        """What bytes travel by."""
+        return self._replica_set.backend.link
+
+    def replicas(self) -> tuple[ReplicaInfo, ...]:
+        """Who runs what, one entry per device."""
+        self._replica_set.check_own()
+        return tuple(slot.info() for slot in self._replica_set.slots.values())
+
+    def stats(self, model: nn.Module | None = None) -> ExecutorStats:
+        """What was done so far: for all models, or what concerns the replicas for one."""
+        self._replica_set.check_own()
+        known = self.known(model) if model is not None else None
+        only = None if model is None else known.id if known is not None else 0
+        return self.recorder.stats(
+            self._replica_set.totals,
+            [*self._replica_set.slots.values()],
+            self._replica_set.link,
+            only,
+        )
+
+    def close(self) -> None:
+        """End the replicas. Their graphs are lost; what the driver holds is not. May be called
+        twice.
+
+        In a forked process it ends nothing: the replicas are the parent's.
+        """
+        if self._replica_set.forked:
+            return
+        self._replica_set.release()
+        with self._replica_set.lock:
+            if not self._replica_set.closed:
+                self._replica_set.closed = True
+                try:
+                    self._stop_reports()
+                finally:  # Ctrl-C on the way; nobody would end them later
+                    self._replica_set.close()
+
+    def grow(self, timeout: float | None = None) -> int:
+        """Wait for replicas that are missing, between two calls: after a node was added, or before
+        a long run.
+
+        Devices of an elastic executor that had no room, those that left a node, and those that died
+        join by themselves too, once they are ready; this waits for them. An executor for every GPU
+        of the cluster (``device_ids`` left out) gets those that were added since. How many chunks a
+        wrapper makes does not change: those made from now on make more.
+
+        Args:
+            timeout: Seconds to wait for all; None is ``placement_timeout``. Fewer are no error.
+
+        Returns:
+            How many joined.
+        """
+        with self._replica_set.lock:
+            self._refresh()
+            joined = self._replica_set.grow(
+                self.options.placement_timeout if timeout is None else timeout
+            )
+            more = (
+                [k for k in cluster.all_gpus(self.options) if k not in self.device_ids]
+                if self._every
+                else []
+            )
+            if more:
+                self._fill(places(more))
+                self.device_ids = [*self.device_ids, *more]
+            return joined + len(more)
+
+    def slots(self, device_ids: Sequence[DeviceId]) -> list[ReplicaSlot]:
+        """The slots for ``device_ids``. Where a replica died, another stands in until its successor
+        is there.
+        """
+        wanted = places(device_ids)
+        with self._replica_set.lock:
+            self._refresh()
+            self._fill(wanted)
+            return [self._replica_set.slots[place] for place in wanted]
+
+    def revive(self, slots: Sequence[ReplicaSlot]) -> None:
+        """See that somebody sits on each slot, or is on the way."""
+        for slot in slots:
+            if not slot.ready:
+                with self._replica_set.lock:
+                    self._refresh()
+                    self._fill([slot.place for slot in slots])
+                return
+
+    def tracker(self, module: nn.Module, keep: bool = False) -> ModuleTracker:
+        """The watch on a module that all its wrappers share. Whoever asks for it keeps it alive.
+
+        Asked for after `replica_slots`, which notices if the cluster was left.
+
+        Args:
+            module: The module.
+            keep: Whether the executor keeps it too, for a while: for callers that hold nothing
+                between two calls.
+        """
+        with self._replica_set.lock:
+            tracker = self.known(module)
+            if tracker is None:
+                self._refresh()
+                tracker = ModuleTracker(module, self._replica_set.backend.link)
+                weakref.finalize(tracker, _drop_model, weakref.ref(self), tracker.id).atexit = False
+                self._trackers[id(module)] = tracker
+                self.recorder.accounts.meet(tracker.id, module)
+            if keep and tracker not in self._recent:
+                self._recent.append(tracker)
+            return tracker
+
+    def known(self, module: nn.Module) -> ModuleTracker | None:
+        """The watch on a module that a wrapper keeps already, and with it what the replicas
+        hold.
+        """
+        tracker = self._trackers.get(id(module))
+        return tracker if tracker is not None and tracker.module is module else None
+
+    def run(
+        self, jobs: Sequence[ChunkCall], meanwhile: Callable[[], None] | None = None
+    ) -> list[ChunkAnswer]:
+        """Run one call per chunk, and wait for all.
+
+        Args:
+            jobs: The calls.
+            meanwhile: What the driver does while the replicas work.
+
+        Raises:
+            ReplicaDied: A replica's process ended, and with ``on_fault="replay"`` others that did
+                its work, too. All other calls have ended.
+        """
+        return Dispatcher(self._replica_set, jobs).run(meanwhile)
+
+    def teach(self, answers: Sequence[ChunkAnswer]) -> bool:
+        """Send modules that replicas could not import, or found others for; whether to call them
+        again.
+        """
+        lacking: dict[str, list[Any]] = {}
+        for answer in answers:
+            name = code_shipping.wanted(answer.reply.failure)
+            if name is not None:
+                lacking.setdefault(name, []).append(answer.slot.client)
+        packages = {
+            name: package for name in lacking if (package := code_shipping.pack(name)) is not None
+        }
+        with self._replica_set.lock:
+            taught = [
+                self._replica_set.backend.teach(package, lacking[name])
+                for name, package in packages.items()
+            ]
+            return any(taught)
+
+    def threads(self, chunks: int) -> int | None:
+        """Torch's threads for each of so many chunks on CPUs."""
+        return self._replica_set.backend.threads(chunks)
+
+    def note_forward(self, reruns: int, sends: int, state_bytes: int) -> None:
+        """Count one forward call."""
+        totals = self._replica_set.totals
+        totals.forwards += 1
+        totals.reruns += reruns
+        totals.state_sends += sends
+        totals.state_bytes += state_bytes
+
+    def note_backward(self) -> None:
+        """Count one trip back."""
+        self._replica_set.totals.backwards += 1
+
+    def show_work(self, replica: int, text: str) -> None:
+        """Let Ray's dashboard say what a replica, by its number, is doing."""
+        for slot in [*self._replica_set.slots.values()]:  # another thread may be seating a replica
+            if slot.index == replica and slot.ready:
+                self._replica_set.backend.show(slot.client, text)
+
+    def flush(self) -> list[tuple[int, int]]:
+        """Tell the replicas now what the driver let go of; returns how many models and graphs each
+        still holds.
+        """
+        with self._replica_set.lock:
+            self._refresh()
+            self._replica_set.pick_up()
+            backend = self._replica_set.backend
+            calls = [
+                backend.submit(s.client, "forget", pack(s.forget()), ())
+                for s in self._replica_set.ready()
+            ]
+            answers = backend.collect(calls)
+            return [
+                unseal(left, backend.link)[0] for left in answers if not isinstance(left, Death)
+            ]
+
+    def _refresh(self) -> None:
+        """After the cluster was left, nothing of what replicas held is there any more."""
+        if self._replica_set.refresh():
+            self._trackers.clear()
+            self._recent.clear()
+            self._stop_reports()
+
+    def _fill(self, wanted: Sequence[DevicePlace]) -> None:
+        self._replica_set.fill(wanted)
+        if self._reporter is None:
+            self._reporter = registry.watch(self)
+
+    def _stop_reports(self) -> None:
+        if self._reporter is not None:
+            self._reporter.close()
+            self._reporter = None
+
+
+def normalize(device_ids: Sequence[Any] | None, options: Options) -> list[DeviceId]:
+    """``device_ids`` in their plain form, checked against the cluster."""
+    if device_ids is None:
+        return list(cluster.all_gpus(options))
+    if isinstance(device_ids, (str, int)) or not hasattr(device_ids, "__iter__"):
+        raise TypeError(f"device_ids={device_ids!r}: give a list, such as [0, 1] or ['cpu', 'cpu']")
+    ids = [device_id(entry) for entry in device_ids]
+    if not ids:
+        raise ValueError(
+            "device_ids=[] names no device: leave it out to use every GPU of the cluster, "
+            "or give ids or 'cpu' entries"
+        )
+    gpus = [entry for entry in ids if isinstance(entry, int)]
+    if gpus:
+        cluster.check_gpus(gpus, options)
+    return ids
+
+
+def _drop_model(executor: weakref.ref[Executor], model: int) -> None:
+    known = executor()
+    if known is not None:
+        known.recorder.accounts.part(model)
+        # a finalizer: another thread may be seating somebody
+        for slot in [*known._replica_set.slots.values()]:
+            slot.drop_model(model)
+
+
+_shared: dict[Options, Executor] = {}
+_shared_lock = threading.Lock()
+
+
+def _unlock() -> None:
+    global _shared_lock
+    _shared_lock = threading.Lock()
+
+
+forks.call_in_child(_unlock)
+
+
+def shared(options: Options) -> Executor:
+    """The process's executor for these options; it has no replica until one is needed."""
+    executor = _shared.get(options)
+    if executor is None or executor.closed:
+        with _shared_lock:
+            # these are wrappers' matters
+            plain = replace(options, unused_grads="zeros", scalars="vector")
+            if plain not in _shared or _shared[plain].closed:
+                _shared[plain] = Executor((), options=plain)
+            executor = _shared[options] = _shared[plain]
+    return executor
+
+
+def shutdown() -> None:
+    """End the process's replicas, and the Ray cluster if it was started for them. The next use
+    starts anew.
+    """
+    with _shared_lock:
+        for executor in _shared.values():
+            executor.close()
+        _shared.clear()
+    cluster.disconnect()

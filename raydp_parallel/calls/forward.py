@@ -1,0 +1,373 @@
+"""One forward over some chunks: what `parallel_apply` and a single remote replica have in
+common.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from raydp_parallel import batch, devices
+from raydp_parallel.calls import autograd, replay
+from raydp_parallel.calls.executor import Executor
+from raydp_parallel.calls.group_reduction import ReductionPart
+from raydp_parallel.calls.weight_relay import RelayRoute, WeightRelay, post, route, size_of
+from raydp_parallel.cluster.chunk_calls import ChunkAnswer, ChunkCall, GraphHandle, RemoteGraph
+from raydp_parallel.cluster.replica_slots import ReplicaSlot
+from raydp_parallel.devices import ambient_state
+from raydp_parallel.options import UnusedGrads
+from raydp_parallel.state.history import Mark
+from raydp_parallel.state.tracker import ModuleTracker
+from raydp_parallel.transport import codec
+from raydp_parallel.transport.group_messages import Relay
+from raydp_parallel.transport.links import Attachments
+from raydp_parallel.transport.messages import (
+    Arguments,
+    ForwardRequest,
+    Produced,
+    Reply,
+    StateUpdate,
+)
+
+log = logging.getLogger("raydp_parallel")
+
+_MOST_RERUNS = 2
+"""How often a forward is run again while somebody writes to the weights behind their versions. A
+thread that never stops doing so gets, like any race, one of the possible results."""
+
+_MUCH = 64 << 20
+"""Bytes of a model whose way to a replica is worth a line in the log."""
+
+
+class ForwardChunk(NamedTuple):
+    """One chunk's work.
+
+    Attributes:
+        slot: Who runs it.
+        tracker: The module.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        where: Names chunk and device in an exception's text; None leaves exceptions as they are.
+        rows: Rows of the batch in it, for statistics.
+        detach: Whether its module takes no gradients.
+        alone: Whether there is one device only, where upstream runs the master itself.
+    """
+
+    slot: ReplicaSlot
+    tracker: ModuleTracker
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    where: str | None
+    rows: int = 0
+    detach: bool = False
+    alone: bool = False
+
+
+class Capture:
+    """Asks for outputs of submodules, and takes them.
+
+    Args:
+        module: Whose submodules.
+        names: The submodules.
+    """
+
+    def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
+        self.module = module
+        self.names = names
+        self.parts: list[dict[str, list[Any]]] = []
+
+
+joining: ContextVar[bool] = ContextVar("raydp_parallel_joining", default=False)
+"""Whether outputs are going to be joined, and nobody else sees them."""
+
+capturing: ContextVar[Capture | None] = ContextVar("raydp_parallel_capturing", default=None)
+
+
+def run(executor: Executor, chunks: Sequence[ForwardChunk], unused: UnusedGrads) -> list[Any]:
+    """Run every chunk, and make the outputs part of torch's graph."""
+    return ForwardCall(executor, chunks, unused).run()
+
+
+class ForwardCall:
+    """One forward on its way.
+
+    While the replicas work, the driver plans the graph and verifies contents; what it needs for
+    that is collected as the chunks' messages are made, one after the other, each sent at once.
+    """
+
+    def __init__(
+        self, executor: Executor, chunks: Sequence[ForwardChunk], unused: UnusedGrads
+    ) -> None:
+        self.executor = executor
+        self.chunks = chunks
+        self.trackers = list(dict.fromkeys([chunk.tracker for chunk in chunks]))
+        self.ambient = ambient_state.capture()
+        wanted = capturing.get()
+        self.capture = (
+            wanted if wanted is not None and wanted.module is chunks[0].tracker.module else None
+        )
+        self.seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+        on_cpu = devices.is_cpu(chunks[0].tracker.device)
+        self.joins = joining.get() and self.capture is None and len(chunks) > 1 and on_cpu
+        self.call = autograd.CallNode(executor, [], [], unused)
+        self.threads = executor.threads(len(chunks))
+        self.sends: list[int] = []
+        self.verified = True
+        self.token: Tensor | None = None
+        self.graphs: list[RemoteGraph | None] = []
+
+    def run(self) -> list[Any]:
+        """The chunks' outputs."""
+        try:
+            return self._run()
+        except BaseException:
+            # The exception's traceback may keep this alive for long.
+            for graph in self.graphs:
+                if graph is not None:
+                    graph.drop()
+            raise
+
+    def _run(self) -> list[Any]:
+        answers = self._attempt()
+        while {answer.reply.failure for answer in answers} != {None} and self.executor.teach(
+            answers
+        ):
+            answers = self._attempt()
+        reruns = 0
+        while not self.verified and reruns < _MOST_RERUNS:
+            answers = self._attempt()
+            reruns += 1
+        self.executor.note_forward(reruns, len(self.sends), sum(self.sends))
+        self._leave_out_unreached(answers)
+        if self.token is None and self.call.leaves:
+            self.token = autograd.fork(self.call)
+        first = self.chunks[0].tracker
+        autograd.finish([(first if i == 0 else None, answer) for i, answer in enumerate(answers)])
+        self._note_parts()
+        return self._outputs(answers)
+
+    def _attempt(self) -> list[ChunkAnswer]:
+        self.executor.revive([chunk.slot for chunk in self.chunks])
+        self.inputs: list[list[Tensor]] = [[] for _ in self.chunks]
+        self.marks: dict[ModuleTracker, Mark] = {}
+        self.made: dict[int, tuple[ForwardRequest, replay.KeptForward]] = {}
+        self.graphs = [RemoteGraph() if self.ambient.grad else None for _ in self.chunks]
+        self.handle = GraphHandle([graph for graph in self.graphs if graph is not None])
+        self.posts: dict[ModuleTracker, WeightRelay | None] = {}
+        self.token = None
+        self.ways = {tracker: self._way(tracker) for tracker in self.trackers}
+        jobs = [
+            ChunkCall(
+                c.slot,
+                "forward",
+                functools.partial(self._request, i),
+                c.tracker.id,
+                self.graphs[i],
+                (),
+                c.rows,
+                self._listener(c.tracker) if self.ways[c.tracker] is not None else None,
+            )
+            for i, c in enumerate(self.chunks)
+        ]
+        try:
+            return self.executor.run(jobs, self._meanwhile)
+        except BaseException:
+            for post in self.posts.values():
+                if post is not None:
+                    post.abandon()
+            raise
+
+    def _way(self, tracker: ModuleTracker) -> RelayRoute | None:
+        """The way for a model's new contents from replica to replica, if there is to be one."""
+        slots = [chunk.slot for chunk in self.chunks if chunk.tracker is tracker]
+        return (
+            route(self.executor.groups, slots, size_of(tracker, tracker.module))
+            if len(slots) > 1
+            else None
+        )
+
+    def _post(self, tracker: ModuleTracker) -> WeightRelay | None:
+        chunks = {
+            number: chunk.slot
+            for number, chunk in enumerate(self.chunks)
+            if chunk.tracker is tracker
+        }
+        return post(self.executor.groups, self.ways[tracker], tracker, chunks)
+
+    def _listener(self, tracker: ModuleTracker) -> Callable[[Reply | None], None]:
+        """Who is to hear at once what became of a chunk, for replicas wait for each other."""
+
+        def heard(reply: Reply | None) -> None:
+            post = self.posts.get(tracker)
+            if post is not None:
+                post.heard(reply)
+
+        return heard
+
+    def _request(self, number: int, slot: ReplicaSlot, attachments: Attachments) -> ForwardRequest:
+        """The message for one chunk. The executor's lock is held, for other threads may send the
+        same modules.
+
+        If a replica dies, this is asked again, for another one.
+        """
+        if not self.marks:
+            for tracker in self.trackers:
+                tracker.sync()
+                self.executor.recorder.changed(tracker.why())
+            self.marks = {tracker: tracker.mark() for tracker in self.trackers}
+            self.doubts = {tracker: tracker.doubtful() for tracker in self.trackers}
+            self.posts = {tracker: self._post(tracker) for tracker in self.trackers}
+        chunk, graph = self.chunks[number], self.graphs[number]
+        value, root = (
+            (Arguments(chunk.args, chunk.kwargs), "") if chunk.kwargs else (chunk.args, "inputs")
+        )
+        grad = self.ambient.grad
+        parcel, tensors = codec.encode(value, attachments, root, requires_grad=grad)
+        self.inputs[number] = [t for t in tensors if t.requires_grad] if grad else []
+        name = slot.name_of(chunk.tracker.id, chunk.slot)
+        update, relay = self._update(number, slot, name, attachments)
+        request = ForwardRequest(
+            model=name,
+            update=update,
+            graph=graph.key if graph is not None else None,
+            chunk=number,
+            where=chunk.where,
+            inputs=parcel,
+            context=self.ambient,
+            seed=self.seed,
+            threads=self.threads,
+            write_back=number == 0,
+            capture=self.capture.names if self.capture is not None else (),
+            detach=chunk.detach,
+            alone=chunk.alone,
+            doubtful=() if chunk.detach else self.doubts[chunk.tracker],
+            forget=slot.forget(),
+            overlay=replay.overlay(chunk.tracker, self.marks[chunk.tracker], attachments),
+            relay=relay,
+            by_host=devices.is_cpu(chunk.tracker.device),
+        )
+        if graph is not None and self.executor.replays:
+            self.made[number] = request, replay.keep(parcel, tensors, "arguments")
+        return request
+
+    def _update(
+        self, number: int, slot: ReplicaSlot, name: int, attachments: Attachments
+    ) -> tuple[StateUpdate | None, Relay | None]:
+        """What a slot's replica needs of the state, entered in the books."""
+        before, tracker = len(self.sends), self.chunks[number].tracker
+        post = self.posts[tracker]
+        update, relay = (
+            post and post.update(number, slot, name, attachments, self.sends.append)
+        ) or (None, None)
+        if relay is None:
+            update = replay.update(tracker, slot, name, attachments, self.sends.append)
+        sent = sum(self.sends[before:])
+        if update is not None and update.structure is not None and sent > _MUCH:
+            log.info("sending %.0f MB of %s to %s", sent / 1e6, type(tracker.module).__name__, slot)
+        self.executor.recorder.state(slot, tracker.id, sent, tracker.size)
+        return update, relay
+
+    def _meanwhile(self) -> None:
+        self._plan()
+        # else the answers tell which leaves take part
+        if self.call.leaves and not any(self.doubts.values()):
+            self.token = autograd.fork(self.call)
+        verified = [tracker.verify() for tracker in self.trackers]
+        self.verified = all(verified)
+
+    def _plan(self) -> None:
+        """The call's leaves, each once, and which of them each chunk has, in its replica's
+        order.
+        """
+        leaves: dict[int, Tensor] = {}
+        kinds: list[str] = []
+        known: dict[ModuleTracker, list[int]] = {}
+        index: dict[int, int] = {}
+
+        def enter(tensor: Tensor, kind: str) -> int:
+            at = index.setdefault(id(tensor), len(leaves))
+            if at == len(leaves):
+                leaves[at] = tensor
+                kinds.append(kind)
+            return at
+
+        self.owned: list[list[int]] = []
+        self.own: list[int] = []
+        for chunk, inputs in zip(self.chunks, self.inputs, strict=True):
+            model = chunk.tracker if self.ambient.grad and not chunk.detach else None
+            if model is not None and model not in known:
+                known[model] = [enter(leaf.tensor, leaf.kind) for leaf in model.leaves()]
+            own = known[model] if model is not None else []
+            self.own.append(len(own))
+            self.owned.append([*own, *[enter(tensor, "input") for tensor in inputs]])
+        self.call.leaves, self.call.kinds = [*leaves.values()], kinds
+
+    def _leave_out_unreached(self, answers: Sequence[ChunkAnswer]) -> None:
+        """Torch must not walk on into the graph of a doubtful leaf that no chunk used: it may be
+        gone.
+        """
+        if not any(self.doubts.values()):
+            return
+        asked = {
+            self.owned[i][k]
+            for i, c in enumerate(self.chunks)
+            if not c.detach
+            for k in self.doubts[c.tracker]
+        }
+        reached = {
+            row[k]
+            for row, answer in zip(self.owned, answers, strict=True)
+            for k in answer.reply.reached
+        }
+        for at in asked - reached:
+            self.call.leaves[at] = self.call.leaves[at].detach()
+
+    def _note_parts(self) -> None:
+        marks = {tracker: (tracker.versions(), tracker.mark()) for tracker in self.trackers}
+        for i, (chunk, graph) in enumerate(zip(self.chunks, self.graphs, strict=True)):
+            part = None
+            if graph is not None:
+                mark, after = marks[chunk.tracker]
+                if i in self.made:
+                    before_and_after = self.marks[chunk.tracker], after
+                    graph.recipe = replay.forward(
+                        *self.made[i], chunk.tracker, chunk.slot, before_and_after
+                    )
+                part = ReductionPart(
+                    chunk.slot, graph, chunk.tracker, mark, self.owned[i], i == 0, self.own[i]
+                )
+            self.call.parts.append(part)
+
+    def _outputs(self, answers: Sequence[ChunkAnswer]) -> list[Any]:
+        unpacked = [
+            codec.unpack(a.reply.value, a.attachments, c.tracker.device) if a.reply.value else []
+            for c, a in zip(self.chunks, answers, strict=True)
+        ]
+        if self.token is not None:
+            joined = (
+                self.joins
+                and not batch.any_registered()
+                and codec.in_rows([a.reply.value for a in answers])
+            )
+            autograd.graft(self.call, self.token, self.handle, unpacked, joined)
+        else:
+            for tensor in itertools.chain.from_iterable(unpacked):
+                tensor.requires_grad_(False)
+        values = [
+            codec.load(a.reply.value, row)
+            for a, row in zip(answers, unpacked, strict=True)
+            if a.reply.value
+        ]
+        if self.capture is not None:
+            self.capture.parts = [value.captured for value in values]
+        for chunk, value in zip(self.chunks, values, strict=True):
+            if isinstance(value, Produced):
+                chunk.tracker.rebind(value.rebound)
+        return [value.output if isinstance(value, Produced) else value for value in values]

@@ -1,0 +1,208 @@
+"""Sums of the chunks' gradients, always in chunk order, so that the bits never depend on who
+finished first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from raydp_parallel import devices
+from raydp_parallel.devices.specs import TensorSpec
+from raydp_parallel.options import UnusedGrads
+from raydp_parallel.transport import codec
+from raydp_parallel.transport.links import Attachments
+from raydp_parallel.transport.messages import Parcel
+
+_SMALL = 1 << 16
+"""Bytes up to which a sum is made in new memory. For more that would come from the system, one page
+after the other.
+"""
+
+
+class GradientShare(NamedTuple):
+    """One chunk's gradients.
+
+    Attributes:
+        parcel: The parcel of a tuple: a gradient or None for each of the chunk's leaves.
+        attachments: Opens its packets.
+        leaves: Which of the call's leaves they belong to; None for those that are to be left out.
+    """
+
+    parcel: Parcel
+    attachments: Attachments
+    leaves: Sequence[int | None]
+
+
+def total(shares: Sequence[GradientShare], device: torch.device, count: int) -> list[Tensor | None]:
+    """The sum over chunks for each of ``count`` leaves, in memory of its own; None where no chunk
+    has any.
+    """
+    sums: list[Tensor | None] = [None] * count
+    found = [_rows(share) for share in shares]
+    if len(shares) > 1 and devices.is_cpu(device):
+        found[:2] = _add_small(shares[0], found[0], shares[1], found[1], sums, device)
+    for share, rows in zip(shares, found, strict=True):
+        # A parameter that is an input too stands twice in a row.
+        first = {leaf: row for leaf, row in reversed(rows) if sums[leaf] is None}
+        fresh = [*first.items()]
+        again = [(leaf, row) for leaf, row in rows if first.get(leaf) != row]
+        _take(share, fresh, sums, device)
+        _add(share, again, sums, device)
+    return sums
+
+
+def _rows(share: GradientShare) -> list[tuple[int, int]]:
+    """The leaves that a share has gradients for, each with its row in the parcel."""
+    present = codec.load(share.parcel, range(len(share.parcel.specs)))
+    return [
+        (leaf, row)
+        for leaf, row in zip(share.leaves, present, strict=True)
+        if row is not None and leaf is not None
+    ]
+
+
+def _add_small(
+    one: GradientShare,
+    rows: list[tuple[int, int]],
+    other: GradientShare,
+    others: list[tuple[int, int]],
+    sums: list[Tensor | None],
+    device: torch.device,
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Add what is small in the first two shares, all at once and without a look at each; returns
+    what is left.
+    """
+    mine, theirs = dict(rows), dict(others)
+    if len(mine) != len(rows) or len(theirs) != len(others):
+        return rows, others
+    specs, other_specs = one.parcel.specs, other.parcel.specs
+    leaves = [
+        leaf
+        for leaf, row in rows
+        if leaf in theirs and _small(specs[row], other_specs[theirs[leaf]])
+    ]
+    if leaves:
+        added = torch._foreach_add(
+            _windows(one, [mine[leaf] for leaf in leaves], device),
+            _windows(other, [theirs[leaf] for leaf in leaves], device),
+        )
+        for leaf, tensor in zip(leaves, added, strict=True):
+            sums[leaf] = tensor
+            del mine[leaf], theirs[leaf]
+    return [*mine.items()], [*theirs.items()]
+
+
+def _small(one: TensorSpec, other: TensorSpec) -> bool:
+    """Whether two gradients of a leaf are small, plain, and alike."""
+    return (
+        one.shape == other.shape
+        and one.dtype == other.dtype
+        and one.stride == other.stride
+        and one.layout == other.layout == "strided"
+        and one.cls is None
+        and other.cls is None
+        and math.prod(one.shape) * codec.DTYPES[one.dtype].itemsize <= _SMALL
+    )
+
+
+def _windows(share: GradientShare, rows: Sequence[int], device: torch.device) -> list[Tensor]:
+    """Some gradients of a share, where they lie."""
+    specs = [share.parcel.specs[row] for row in rows]
+    source = share.attachments.open(share.parcel.packet)
+    return devices.windows(source, specs, [codec.DTYPES[spec.dtype] for spec in specs], device)
+
+
+def _take(
+    share: GradientShare,
+    rows: Sequence[tuple[int, int]],
+    sums: list[Tensor | None],
+    device: torch.device,
+) -> None:
+    if rows:
+        found = codec.unpack(share.parcel, share.attachments, device, [row for _, row in rows])
+        for (leaf, _), tensor in zip(rows, found, strict=True):
+            sums[leaf] = tensor.requires_grad_(False)
+
+
+def _add(
+    share: GradientShare,
+    rows: Sequence[tuple[int, int]],
+    sums: list[Tensor | None],
+    device: torch.device,
+) -> None:
+    if not rows:
+        return
+    dense = [
+        (leaf, row)
+        for leaf, row in rows
+        if _dense(sums[leaf]) and share.parcel.specs[row].layout == "strided"
+    ]
+    # Each sum once: a GPU adds to all of them at the same time.
+    plain = [*dict(dense).items()]
+    if plain:
+        if type(share.parcel.packet) is bytes:  # little: a copy takes less than a look
+            added = codec.unpack(share.parcel, share.attachments, device, [row for _, row in plain])
+        else:
+            added = _windows(share, [row for _, row in plain], device)
+        into: list[Tensor] = [sums[leaf] for leaf, _ in plain]  # type: ignore[misc]  # `_dense` says that none is None
+        torch._foreach_add_(into, added)
+    done = {row for _, row in plain}
+    for leaf, row in rows:
+        if row not in done:
+            (other,) = codec.unpack(share.parcel, share.attachments, device, [row])
+            one = sums[leaf]
+            assert one is not None
+            sums[leaf] = (
+                one + other.requires_grad_(False)
+                if not _dense(other) or _dense(one)
+                else other + one
+            )
+
+
+def _dense(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.layout is torch.strided
+
+
+def settle(
+    sums: Sequence[Tensor | None],
+    leaves: Sequence[Tensor],
+    kinds: Sequence[str],
+    needed: Sequence[bool],
+    whole: Sequence[bool],
+    unused: UnusedGrads,
+) -> list[Tensor | None]:
+    """Give unused parameters what upstream gives them (row B3).
+
+    Args:
+        sums: The sums.
+        leaves: What they belong to.
+        kinds: What each leaf is: only parameters, and among themselves buffers, are filled up.
+        needed: Which gradients were asked for.
+        whole: Whether every chunk contributed to a leaf; a sparse sum is dense otherwise, as zeros
+            are (row B5).
+        unused: What unused parameters get.
+    """
+    filled = {
+        kind
+        for total, kind in zip(sums, kinds, strict=True)
+        if total is not None and kind in ("parameter", "buffer")
+    }
+    settled: list[Tensor | None] = []
+    for found, leaf, kind, need, complete in zip(sums, leaves, kinds, needed, whole, strict=True):
+        if found is None:
+            zeros = need and unused == "zeros" and kind in filled
+            settled.append(torch.zeros_like(leaf) if zeros else None)
+        else:
+            keeps = (
+                found.layout is torch.strided
+                or complete
+                or unused == "none"
+                or leaf.layout is not torch.strided
+            )
+            settled.append((found if keeps else found.to_dense()).to(leaf.device))
+    return settled

@@ -1,0 +1,244 @@
+"""One backward whose chunks' gradients are summed among the replicas, so that only the sum comes
+here.
+
+Nobody is left without gradients: a member keeps its own until this is over. If the sum did not come
+(its root died, the group broke), those who believed it done are asked for theirs, and the driver
+sums as it does without a group.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from raydp_parallel.calls.executor import Executor
+from raydp_parallel.calls.gradients import GradientShare
+from raydp_parallel.calls.replica_groups import GroupTicket
+from raydp_parallel.cluster.chunk_calls import ChunkAnswer, RemoteGraph
+from raydp_parallel.cluster.replica_slots import ReplicaSlot
+from raydp_parallel.devices.specs import TensorSpec
+from raydp_parallel.state.tracker import ModuleTracker
+from raydp_parallel.transport import codec, collective
+from raydp_parallel.transport.group_messages import Reduce, SumOutcome
+from raydp_parallel.transport.messages import Reply
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+"""What a backend sums as torch would."""
+
+
+class ReductionPart(NamedTuple):
+    """One chunk of a call that can be differentiated.
+
+    Attributes:
+        slot: Who it was for.
+        graph: Its graph, wherever that is.
+        tracker: The model it came from.
+        mark: The versions of the model's tensors then.
+        leaves: Which of the call's leaves its graph has, in the replica's order.
+        first: Whether it is chunk 0, whose in-place changes count.
+        own: How many of the leaves, the first ones, are the model's.
+    """
+
+    slot: ReplicaSlot
+    graph: RemoteGraph
+    tracker: ModuleTracker
+    mark: Any
+    leaves: Sequence[int]
+    first: bool
+    own: int = 0
+
+
+class GroupReduction:
+    """One reduction.
+
+    Args:
+        executor: Whose replicas.
+        ticket: Their group.
+        parts: The chunks.
+        rows: Which of each chunk's leaves are summed.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        ticket: GroupTicket,
+        parts: Sequence[ReductionPart],
+        rows: Sequence[int],
+    ) -> None:
+        self._groups = executor.groups
+        self._ticket = ticket
+        self._parts = parts
+        self._rows = rows
+        self.kept = [RemoteGraph() for _ in parts]
+        slots = [part.slot for part in parts]
+        self._root = slots.index(self._groups.near(slots))
+        self._told: dict[int, tuple[ReplicaSlot, int]] = {}
+        self._fetching = self._broken = False
+
+    def words(self, number: int, slot: ReplicaSlot) -> dict[str, Any]:
+        """What to write into the message for a chunk; nothing if somebody else than its member runs
+        it.
+        """
+        if self._fetching:
+            return (
+                {"kept": self.kept[number].key, "write_back": False}
+                if self._has_kept(number, slot)
+                else {}
+            )
+        if number in self._told or self._broken:
+            return {}
+        if slot is not self._parts[number].slot or not self._ticket.has(slot):
+            self._broken = True
+            self._groups.dissolve(self._ticket)  # those who were told already wait in vain
+            return {}
+        self._told[number] = slot, slot.incarnation
+        groups, order = self._groups, tuple(self._ticket.rank(part.slot) for part in self._parts)
+        overlap = self._parts[0].tracker.id not in groups.late
+        key = self.kept[number].key
+        name, root, rows = self._ticket.name, order[self._root], tuple(self._rows)
+        return {"reduce": Reduce(name, root, order, rows, key, groups.patience, overlap)}
+
+    def _has_kept(self, number: int, slot: ReplicaSlot) -> bool:
+        return slot.ready and self._told.get(number) == (slot, slot.incarnation)
+
+    def abandon(self) -> None:
+        """Nobody waits for the answers any more, and whether all were sent is not known."""
+        self._groups.dissolve(self._ticket)
+
+    def close(self) -> None:
+        """It is over: members need not keep anything."""
+        for graph in self.kept:
+            graph.drop()
+
+    def heard(self, reply: Reply | None) -> None:
+        """A member answered, or died. If it did not do its part, the others wait in vain, and are
+        told so.
+        """
+        reduced = reply.reduced if reply is not None else None
+        if not self._fetching and (reduced is None or reduced.outcome is SumOutcome.FAILED):
+            self._groups.dissolve(self._ticket, reduced.seconds if reduced is not None else 0.0)
+
+    def missing(self, answers: Sequence[ChunkAnswer]) -> list[int]:
+        """Take up what came. Returns the chunks that have to be asked for the gradients that they
+        keep.
+        """
+        found = [answer.reply.reduced for answer in answers]
+        if any(one is not None and one.outcome is SumOutcome.SPOILED for one in found):
+            self._groups.late.add(self._parts[0].tracker.id)
+        if self._summed(answers):
+            return []
+        self._fetching = True
+        return [
+            number
+            for number, one in enumerate(found)
+            if one is not None and one.outcome is not SumOutcome.FAILED
+        ]
+
+    def _summed(self, answers: Sequence[ChunkAnswer]) -> bool:
+        root = answers[self._root].reply.reduced
+        spoiled = any(
+            a.reply.reduced is not None and a.reply.reduced.outcome is SumOutcome.SPOILED
+            for a in answers
+        )
+        return root is not None and root.outcome is SumOutcome.DONE and not spoiled
+
+    def shares(self, answers: Sequence[ChunkAnswer]) -> tuple[list[GradientShare], Counter[int]]:
+        """What to sum here: the sum first, then what each chunk has besides.
+
+        Returns:
+            The shares, and for each of the call's leaves how many chunks' gradients are in the sum.
+        """
+        if self._fetching:
+            return [
+                share(part, answer) for part, answer in zip(self._parts, answers, strict=True)
+            ], Counter()
+        counts: Counter[int] = Counter()
+        besides = []
+        for part, answer in zip(self._parts, answers, strict=True):
+            within = self._within(part, answer)
+            counts.update(part.leaves[row] for row in within)
+            left = [None if row in within else leaf for row, leaf in enumerate(part.leaves)]
+            besides.append(share(part, answer)._replace(leaves=left))
+        first = answers[self._root]
+        assert first.reply.reduced is not None
+        own = [self._parts[self._root].leaves[row] for row in self._rows]
+        sums = GradientShare(
+            first.reply.reduced.sums,
+            first.attachments,
+            [leaf if counts[leaf] else None for leaf in own],
+        )
+        return [sums, *besides], counts
+
+    def _within(self, part: ReductionPart, answer: ChunkAnswer) -> set[int]:
+        """The rows whose gradients are in the sum. Whose replica died later gave the same ones into
+        it.
+        """
+        reduced = answer.reply.reduced
+        if reduced is not None and reduced.outcome is SumOutcome.DONE:
+            marks = zip(self._rows, reduced.marks, strict=True)
+            return {row for row, mark in marks if mark == collective.SUMMED}
+        parcel = answer.reply.value
+        assert parcel is not None
+        present = codec.load(parcel, range(len(parcel.specs)))
+        return {
+            row
+            for row in self._rows
+            if present[row] is not None and _plain(parcel.specs[present[row]])
+        }
+
+
+def plan(
+    executor: Executor,
+    parts: Sequence[ReductionPart],
+    leaves: Sequence[Tensor],
+    needed: Sequence[bool],
+) -> GroupReduction | None:
+    """How to sum the gradients of some chunks among their replicas, which have the graphs; None:
+    the driver does it.
+
+    Args:
+        executor: Whose replicas.
+        parts: The chunks.
+        leaves: The call's leaves.
+        needed: Which of them are asked for.
+    """
+    first = parts[0]
+    slots = [part.slot for part in parts]
+    # nearly no call on one machine is
+    if not executor.groups.wanted(slots, first.tracker.size, None):
+        return None
+    if any(part.tracker is not first.tracker or part.own != first.own for part in parts):
+        return None
+    chosen = {row: leaves[first.leaves[row]] for row in range(first.own)}
+    rows = [row for row, leaf in chosen.items() if needed[first.leaves[row]] and _sums(leaf)]
+    if not rows or any(
+        [*part.leaves[: first.own]] != [*first.leaves[: first.own]] for part in parts
+    ):
+        return None
+    size = sum(chosen[row].nbytes for row in rows)
+    ticket = executor.groups.find(slots, size, executor.groups.kind(slots))
+    return GroupReduction(executor, ticket, parts, rows) if ticket is not None else None
+
+
+def _sums(leaf: Tensor) -> bool:
+    return (
+        leaf.layout is torch.strided
+        and not leaf.is_nested
+        and leaf.dtype in _DTYPES
+        and leaf.numel() > 0
+    )
+
+
+def _plain(spec: TensorSpec) -> bool:
+    """Whether it is a gradient that a member would have given into the sum."""
+    return spec.layout == "strided" and spec.cls is None
+
+
+def share(part: ReductionPart, answer: ChunkAnswer) -> GradientShare:
+    """What the driver sums of a chunk that answered with its own gradients."""
+    assert answer.reply.value is not None
+    return GradientShare(answer.reply.value, answer.attachments, part.leaves)

@@ -1,0 +1,191 @@
+"""How a graph is made again after its replica died: the same forward, on another replica, as it was
+then.
+
+A recipe keeps what the call was made with: its message, the tensors of its arguments with their
+versions, and a mark of the module's state. Made again, the forward writes nothing back, and warns
+and counts nothing. If the module or the arguments have changed since, by anybody but our own
+write-backs, it is refused: a different graph in silence would be worse than an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from raydp_parallel.cluster.chunk_calls import GraphRecipe, RemoteGraph
+from raydp_parallel.cluster.replica_slots import ReplicaSlot
+from raydp_parallel.errors import StateChanged
+from raydp_parallel.state.history import Mark
+from raydp_parallel.state.tracker import ModuleTracker
+from raydp_parallel.transport import codec
+from raydp_parallel.transport.links import INLINE_LIMIT, Attachments
+from raydp_parallel.transport.messages import (
+    BackwardRequest,
+    ForwardRequest,
+    Overlay,
+    Parcel,
+    StateUpdate,
+)
+
+
+class KeptForward(NamedTuple):
+    """Tensors that a message was made with, to be sent again as they are.
+
+    Attributes:
+        parcel: The parcel; of its packet nothing that takes much memory.
+        tensors: Its tensors.
+        versions: Their versions then.
+        name: What they are, for errors.
+    """
+
+    parcel: Parcel
+    tensors: Sequence[Tensor]
+    versions: Sequence[int]
+    name: str
+
+    def again(self, attachments: Attachments) -> Parcel:
+        """The parcel for another message."""
+        if [*map(_version, self.tensors)] != [*self.versions]:
+            raise _changed(f"{self.name} were written to")
+        return codec.encode_again(self.parcel, self.tensors, attachments)
+
+
+def keep(parcel: Parcel, tensors: Sequence[Tensor], name: str) -> KeptForward:
+    """Keep what a message was made with: memory and versions, and nothing of a graph that tensors
+    belong to.
+    """
+    bare = parcel._replace(packet=None) if _takes_memory(parcel) else parcel
+    return KeptForward(bare, [t.detach() for t in tensors], [*map(_version, tensors)], name)
+
+
+def forward(
+    request: ForwardRequest,
+    inputs: KeptForward,
+    tracker: ModuleTracker,
+    home: ReplicaSlot,
+    marks: tuple[Mark, Mark],
+) -> GraphRecipe:
+    """The recipe of a forward's graph.
+
+    Args:
+        request: The message.
+        inputs: What it carried.
+        tracker: The module.
+        home: Whom the call was for.
+        marks: The module's state before the call, and after its write-back.
+    """
+    if request.update is not None or request.overlay is not None or _takes_memory(request.inputs):
+        request = request._replace(update=None, overlay=None, inputs=inputs.parcel)
+
+    def prepare(slot: ReplicaSlot, attachments: Attachments) -> ForwardRequest:
+        with tracker.before_rebinding():
+            return again(slot, attachments)
+
+    def again(slot: ReplicaSlot, attachments: Attachments) -> ForwardRequest:
+        changed = tracker.changed_since(marks[0])
+        if changed is not None:
+            raise _changed(f"{changed} was changed")
+        parcel = inputs.again(attachments)
+        # Right after the forward a replica is as the forward left it; later write-backs came from
+        # later calls.
+        then = overlay(
+            tracker, marks[0], attachments, undone=bool(tracker.overwritten_since(marks[1]))
+        )
+        tracker.sync()
+        name = slot.name_of(tracker.id, home)
+        news = update(tracker, slot, name, attachments)
+        return request._replace(
+            model=name,
+            update=news,
+            inputs=parcel,
+            write_back=False,
+            doubtful=(),
+            forget=slot.forget(),
+            overlay=then,
+            graph_only=True,
+            relay=None,
+        )
+
+    return GraphRecipe("forward", prepare)
+
+
+def derived(
+    request: BackwardRequest,
+    grads: KeptForward,
+    parents: Sequence[tuple[RemoteGraph, GraphRecipe]],
+    home: ReplicaSlot,
+    model: int,
+) -> GraphRecipe:
+    """The recipe of a graph that a backward under ``create_graph`` made.
+
+    Args:
+        request: The message.
+        grads: What it carried.
+        parents: The graphs that were differentiated, with how they were made.
+        home: Whom the call was for.
+        model: The model's id.
+    """
+    plain = request._replace(
+        grads=grads.parcel, bumped=(), write_back=False, keep=True, forget=None
+    )
+
+    def prepare(slot: ReplicaSlot, attachments: Attachments) -> BackwardRequest:
+        name = slot.name_of(model, home)
+        return plain._replace(model=name, grads=grads.again(attachments), forget=slot.forget())
+
+    return GraphRecipe("backward", prepare, parents)
+
+
+def update(
+    tracker: ModuleTracker,
+    slot: ReplicaSlot,
+    name: int,
+    attachments: Attachments,
+    note: Callable[[int], None] | None = None,
+) -> StateUpdate | None:
+    """What a slot's replica needs to hold the master copy's state, None if it does.
+
+    Args:
+        tracker: The module.
+        slot: The slot.
+        name: What the model is called there.
+        attachments: Where the contents go.
+        note: Is told how many bytes are sent, if any update is.
+    """
+    found = tracker.update_from(slot.held.get(name, 0))
+    slot.held[name] = tracker.revision
+    if found is None:
+        return None
+    if note is not None:
+        note(found.sent)
+    return found.placed(attachments)
+
+
+def overlay(
+    tracker: ModuleTracker, mark: Mark, attachments: Attachments, undone: bool = False
+) -> Overlay | None:
+    """What write-backs have changed since the mark, as it was."""
+    found = sorted(tracker.overwritten_since(mark).items())
+    if not found:
+        return None
+    parcel, _ = codec.encode(tuple(tensor for _, tensor in found), attachments, "state")
+    return Overlay(tuple(slot for slot, _ in found), parcel, undone)
+
+
+def _takes_memory(parcel: Parcel) -> bool:
+    """Whether a parcel holds many bytes, and not the word where they lie, or lay."""
+    return type(parcel.packet) is not int and len(parcel.packet) > INLINE_LIMIT
+
+
+def _changed(what: str) -> StateChanged:
+    return StateChanged(
+        "backward: the replica that held the graph died, and the graph cannot be made "
+        f"again, because {what} since "
+        "the forward; run forward again"
+    )
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

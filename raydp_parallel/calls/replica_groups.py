@@ -1,0 +1,309 @@
+"""Which replicas form a group, so that they exchange tensors among themselves. The driver's side of
+`collective`.
+
+[Note: what a group may cost]
+Time, and nothing else. Every member can answer without its group: it keeps what it gave into a sum
+until the driver has the sum, and what did not arrive is sent again. So whether there is a group,
+and whether it works, is never a question of what is right. A group ends with the first member that
+does not do its part; the next call makes another, of those who are there then.
+
+[Note: order]
+The members of a group must begin its operations in the same order. The driver sends all messages of
+a call under one lock, and each replica works through its messages in the order of their numbers. So
+of two calls the same one is first everywhere, also with calls of several threads under way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from raydp_parallel.cluster.backend import Death
+from raydp_parallel.cluster.replica_set import ReplicaSet
+from raydp_parallel.cluster.replica_slots import ReplicaSlot
+from raydp_parallel.replica.actor import unseal
+from raydp_parallel.transport import handshake
+from raydp_parallel.transport.group_messages import GroupKind, HostStore, JoinGroup
+from raydp_parallel.transport.links import Link
+from raydp_parallel.transport.message_bytes import pack
+
+log = logging.getLogger("raydp_parallel")
+
+_LEAST = 1 << 18
+"""Bytes from which a group pays, by estimate; ``link="collective"`` uses it for any number."""
+
+_JOIN = {GroupKind.GLOO: 15.0, GroupKind.NCCL: 60.0}
+"""Seconds that members may take to find each other."""
+
+_PATIENCE = 15.0
+"""Seconds that a member waits for others. A member that dies is noticed at once; this is for a
+network that fell silent. Doubles each time that it was too short."""
+
+_LONGEST = 3600.0
+"""Seconds that they wait at most."""
+
+_SHARE_OF_TIMEOUT = 0.4
+"""How much of `Options.call_timeout` members may wait for each other, so that only who hangs
+himself exceeds it.
+"""
+
+_PAUSE = 10.0
+"""Seconds after a group could not be made until the next try. Doubles."""
+
+_MOST = 8
+"""Groups that are kept; calls with fewer chunks than replicas have groups of their own."""
+
+
+class GroupTicket(NamedTuple):
+    """A group, as the driver knows it.
+
+    Attributes:
+        name: Its name.
+        kind: What its members exchange tensors by.
+        slots: Its members, by rank.
+        incarnations: Which of each slot's replicas it is.
+    """
+
+    name: str
+    kind: GroupKind
+    slots: tuple[ReplicaSlot, ...]
+    incarnations: tuple[int, ...]
+
+    def has(self, slot: ReplicaSlot) -> bool:
+        """Whether who sits there now is a member."""
+        members = zip(self.slots, self.incarnations, strict=True)
+        return slot.ready and (slot, slot.incarnation) in members
+
+    @property
+    def whole(self) -> bool:
+        """Whether all members are there."""
+        return all(map(self.has, self.slots))
+
+    def rank(self, slot: ReplicaSlot) -> int:
+        """Which member a slot is."""
+        return self.slots.index(slot)
+
+
+class ReplicaGroups:
+    """The groups of an executor's replicas.
+
+    Args:
+        replica_set: Whose replicas.
+
+    Attributes:
+        late: Models, by id, whose gradients may not be summed before their backward is over.
+    """
+
+    def __init__(self, replica_set: ReplicaSet) -> None:
+        self.late: set[int] = set()
+        self._replica_set = replica_set
+        self._known: dict[tuple[GroupKind, tuple[ReplicaSlot, ...]], GroupTicket] = {}
+        self._guard = threading.Lock()
+        self._making = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._not_before = 0.0
+        self._pause = _PAUSE
+        self._wait = _PATIENCE
+        self._told = self._no_nccl = False
+
+    @property
+    def patience(self) -> float:
+        """Seconds that members may wait for each other."""
+        return self._share(self._wait)
+
+    def _share(self, seconds: float) -> float:
+        limit = self._replica_set.options.call_timeout
+        return seconds if limit is None else min(seconds, _SHARE_OF_TIMEOUT * limit)
+
+    def kind(self, slots: Sequence[ReplicaSlot]) -> GroupKind:
+        """What these can sum by. Nccl refuses a GPU that comes twice: kernels on it would wait for
+        each other.
+
+        Only who asked for groups everywhere gets those of nccl: they were never seen on GPUs.
+        """
+        if self._replica_set.options.link != "collective":
+            return GroupKind.GLOO
+        hellos = [slot.hello for slot in slots if slot.hello is not None]
+        gpus = {hello.gpu_uuid for hello in hellos if hello.gpu_uuid and hello.device != "cpu"}
+        return GroupKind.NCCL if len(gpus) == len(slots) and not self._no_nccl else GroupKind.GLOO
+
+    def wanted(
+        self, slots: Sequence[ReplicaSlot], size: int, kind: GroupKind | None = GroupKind.GLOO
+    ) -> bool:
+        """Whether so many bytes are to go by a group of these, if there can be one.
+
+        Args:
+            slots: Who is to be in it.
+            size: The bytes.
+            kind: What it would be made of, None whatever they can.
+        """
+        options = self._replica_set.options
+        if options.in_process or options.link not in ("auto", "collective") or len(slots) < 2:
+            return False
+        if size < _LEAST and options.link != "collective":
+            return False
+        if len({*slots}) < len(slots) or not all(slot.ready for slot in slots):
+            return False
+        if options.link == "collective":
+            return True
+        nodes = {slot.hello.node for slot in slots if slot.hello is not None}
+        if len(nodes) > 1:
+            return handshake.far_lines()  # what members say to each other is as plain to read
+        return (kind or self.kind(slots)) is GroupKind.NCCL
+
+    def find(
+        self,
+        slots: Sequence[ReplicaSlot],
+        size: int,
+        kind: GroupKind = GroupKind.GLOO,
+        always: bool = False,
+    ) -> GroupTicket | None:
+        """The group of some slots, made if need be. None: they are better off, or have to do,
+        without.
+
+        Args:
+            slots: Who is to be in it.
+            size: How many bytes it is for.
+            kind: What it is made of.
+            always: Whether it is known that one is wanted.
+        """
+        if not always and not self.wanted(slots, size, kind):
+            return None
+        members = tuple(sorted(slots, key=_order))
+        known = self._known.get((kind, members))
+        if known is not None and known.whole:
+            return known
+        if time.monotonic() < self._not_before:
+            return None
+        with self._making:
+            known = self._known.get((kind, members))
+            return known if known is not None and known.whole else self._make(kind, members)
+
+    def near(self, slots: Sequence[ReplicaSlot]) -> ReplicaSlot:
+        """Who of some is cheapest to reach: one on the driver's node, else the first."""
+        return min(slots, key=lambda slot: (not getattr(slot.client, "near", False), _order(slot)))
+
+    def dissolve(self, ticket: GroupTicket, waited: float = 0.0) -> None:
+        """A group is of no use any more. Members that wait in it are told so.
+
+        Args:
+            ticket: The group.
+            waited: Seconds that members have waited for others. If nobody died, they may have been
+                too impatient.
+        """
+        with self._guard:
+            if self._known.get((ticket.kind, ticket.slots)) is not ticket:
+                return
+            del self._known[ticket.kind, ticket.slots]
+        if waited >= self._wait and ticket.whole:
+            self._wait = min(2 * self._wait, _LONGEST)
+        self._tell_to_leave(ticket)
+
+    def _tell_to_leave(self, ticket: GroupTicket) -> None:
+        """Members wait for others in it no longer. Not by a message like others, which would wait
+        its turn.
+        """
+        for slot in ticket.slots:
+            if ticket.has(slot):
+                self._replica_set.backend.leave(slot.client, [ticket.name])
+
+    def _make(self, kind: GroupKind, members: tuple[ReplicaSlot, ...]) -> GroupTicket | None:
+        name = f"{os.getpid()}-{id(self):x}-{next(self._numbers)}"
+        ticket = GroupTicket(name, kind, members, tuple(slot.incarnation for slot in members))
+        trouble = self._gather(ticket, min(_JOIN[kind], self._share(_JOIN[kind])))
+        if trouble:
+            # nobody died: there is no such thing here
+            self._no_nccl |= kind is GroupKind.NCCL and ticket.whole
+            self._not_before = time.monotonic() + self._pause
+            self._pause *= 2
+            self._tell_to_leave(ticket)
+            self._tell(members, trouble)
+            return None
+        self._pause = _PAUSE
+        with self._guard:
+            self._known[kind, members] = ticket
+            gone = self._thin_out()
+        for old in gone:
+            self._tell_to_leave(old)
+        return ticket
+
+    def _thin_out(self) -> list[GroupTicket]:
+        """Let go of groups that are not whole any more, and of the oldest if there are many."""
+        gone = [key for key, known in self._known.items() if not known.whole]
+        gone += [key for key in self._known if key not in gone][:-_MOST]
+        return [self._known.pop(key) for key in gone]
+
+    def _gather(self, ticket: GroupTicket, patience: float) -> str:
+        """Let all members join; returns what went wrong."""
+        ((store, death),) = self._ask(ticket, ticket.slots[:1], [HostStore(patience)])
+        if death:
+            return death
+        size = len(ticket.slots)
+        words = [
+            JoinGroup(ticket.name, rank, size, tuple(store), patience, ticket.kind)
+            for rank in range(size)
+        ]
+        found = self._ask(ticket, ticket.slots, words)
+        return next((death or answer for answer, death in found if death or answer), "")
+
+    def _ask(
+        self, ticket: GroupTicket, slots: Sequence[ReplicaSlot], words: Sequence[Any]
+    ) -> list[tuple[Any, str]]:
+        """What each answers, or what went wrong; after the first of that the others wait for
+        nobody.
+        """
+        backend = self._replica_set.backend
+        with self._replica_set.lock:
+            self._replica_set.check_open()
+            if not ticket.whole:
+                return [("", "a replica died")] * len(slots)
+            headers = [pack(word) for word in words]
+            calls = [
+                backend.submit(s.client, "group", header, ())
+                for s, header in zip(slots, headers, strict=True)
+            ]
+        found: dict[int, tuple[Any, str]] = {}
+
+        def heard(number: int, answer: Any) -> None:
+            found[number] = _understood(answer, backend.link)
+            said, trouble = found[number]
+            if trouble or (isinstance(said, str) and said):
+                self._tell_to_leave(ticket)
+
+        backend.collect(calls, heard)
+        return [found[number] for number in range(len(calls))]
+
+    def _tell(self, members: Sequence[ReplicaSlot], trouble: str) -> None:
+        level = logging.INFO if self._told else logging.WARNING
+        self._told = True
+        names = ", ".join(str(slot.index) for slot in members)
+        log.log(
+            level,
+            "replicas %s could not form a group (%s): gradients and weights go through the "
+            "driver, which is slower; "
+            "the next try is in %g s at the earliest",
+            names,
+            trouble,
+            self._not_before - time.monotonic(),
+        )
+
+
+def _understood(answer: Any, link: Link) -> tuple[Any, str]:
+    """What a replica answered, or what went wrong."""
+    if isinstance(answer, Death):
+        return "", answer.cause
+    said, _ = unseal(answer, link)
+    failure = getattr(said, "failure", None)
+    return said, failure.text.strip().splitlines()[-1] if failure is not None else ""
+
+
+def _order(slot: ReplicaSlot) -> tuple[str, int]:
+    """Neighbours in a group sit on the same node, where they can, for sums go from one to
+    the next.
+    """
+    return slot.hello.node if slot.hello is not None else "", slot.index

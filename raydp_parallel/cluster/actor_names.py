@@ -1,0 +1,59 @@
+"""What executors and their replicas are called in Ray's dashboard."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from raydp_parallel.cluster.backend import DevicePlace
+from raydp_parallel.devices.ambient_state import environment
+from raydp_parallel.replica.actor import ReplicaActor
+
+
+def program() -> str:
+    """What to call a program's executor: its file, without what names must not have."""
+    return (
+        re.sub(r"[^\w.-]+", "-", Path(sys.argv[0]).stem if sys.argv else "").strip("-.") or "python"
+    )
+
+
+class ActorNames:
+    """Starts replicas under names that say what they are, such as ``raydp:train:2@cuda:1``.
+
+    Args:
+        name: The executor's.
+        ranks: The numbers of replicas whose places are known already.
+
+    Attributes:
+        executor: The executor's name.
+    """
+
+    def __init__(self, name: str, ranks: Mapping[DevicePlace, int]) -> None:
+        self.executor = name
+        self._ranks = {**ranks}
+        self._used: set[str] = set()
+
+    def start(self, place: DevicePlace, link: str, options: Mapping[str, Any]) -> Any:
+        """Start a replica. Its name gets a number behind it if there is or was another of that
+        name.
+        """
+        rank = self._ranks.setdefault(place, len(self._ranks))
+        device = "cpu" if place.kind == "cpu" else f"cuda:{place.number}"
+        for number in itertools.count(1):
+            name = f"raydp:{self.executor}:{rank}@{device}" + (f"~{number}" if number > 1 else "")
+            if name in self._used:
+                continue
+            self._used.add(name)
+            try:
+                return ReplicaActor.options(name=name, **options).remote(  # type: ignore[attr-defined]
+                    place.kind, link, rank, environment()
+                )
+            # another program of this namespace has it, or got it at the same moment
+            except ValueError as error:
+                if not re.search("already (taken|exists)", str(error)):
+                    raise
+        raise AssertionError("numbers do not end")

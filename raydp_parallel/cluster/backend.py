@@ -1,0 +1,214 @@
+"""What an executor needs of whatever runs its replicas, and where replicas go. No Ray here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from enum import Enum
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from raydp_parallel.devices.ranges import Attachment
+from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.transport.links import Link
+from raydp_parallel.transport.messages import Package
+
+DeviceId = int | str
+"""A logical GPU of the cluster, or ``"cpu"``."""
+
+
+class DevicePlace(NamedTuple):
+    """A device that can hold a replica, and what an executor knows its replica by.
+
+    Attributes:
+        kind: ``"gpu"`` or ``"cpu"``.
+        number: The logical GPU, or which of the ``"cpu"`` entries.
+    """
+
+    kind: str
+    number: int
+
+    @property
+    def device_id(self) -> DeviceId:
+        """The entry of ``device_ids`` that names this place."""
+        return self.number if self.kind == "gpu" else "cpu"
+
+
+class TaskLabel(NamedTuple):
+    """How a call looks in Ray's dashboard.
+
+    Attributes:
+        method: What is called.
+        chunk: Which of the call's chunks it is, from 1.
+        chunks: How many there are.
+        again: Whether it makes a lost graph again.
+    """
+
+    method: str
+    chunk: int
+    chunks: int
+    again: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its name there, if it is a Ray task. Few: Ray labels metrics with each, and keeps
+        them.
+        """
+        return f"{self.method} {'again ' if self.again else ''}chunk {self.chunk}/{self.chunks}"
+
+
+Heard = Callable[[int, Any], None]
+"""Is told the number of a call, and its answer."""
+
+
+class Backend(Protocol):
+    """Starts replicas and carries calls to them."""
+
+    link: Link
+
+    def alive(self) -> bool:
+        """Whether what was started may still be there; False once the cluster was left."""
+
+    def threads(self, chunks: int) -> int | None:
+        """Torch's threads for each of so many chunks on CPUs, None leaves them.
+
+        A function of the call alone: what a chunk computes, to the bit, must not depend on who runs
+        it or ran before.
+        """
+
+    def start(
+        self, places: Sequence[DevicePlace], cancelled: Callable[[], bool] | None = None
+    ) -> dict[DevicePlace, tuple[Any, ReplicaHello]]:
+        """Start a replica in each place, or raise `PlacementError` within the deadline, or once it
+        is ``cancelled``.
+
+        With ``Options.elastic`` fewer may be started, one at least. What a place was given it
+        keeps, also for its next replica, until it is released.
+        """
+
+    def link_to(self, client: Any) -> Link:
+        """What a message to one replica travels by. What goes to several is sent by `link`."""
+
+    def rest(self) -> None:
+        """The calling thread is about to wait for replicas: leave them the cores that they share
+        with it.
+        """
+
+    def submit(
+        self,
+        client: Any,
+        method: str,
+        header: bytes,
+        beside: Sequence[Attachment],
+        task: TaskLabel | None = None,
+    ) -> Any:
+        """Send a call; returns what `collect` waits for, which has a ``give_up()`` for calls nobody
+        waits for.
+        """
+
+    def collect(self, pending: Sequence[Any], heard: Heard | None = None) -> Iterable[Any]:
+        """Wait for all calls. Where a replica died, its answer is the `Death`.
+
+        Args:
+            pending: The calls.
+            heard: Is told each answer as soon as it is there: others may be waiting for one that
+                died.
+
+        Returns:
+            The answers, in the order of the calls. Without ``heard`` each is waited for when it is
+            asked for.
+        """
+
+    def leave(self, client: Any, groups: Sequence[str]) -> None:
+        """Let a replica leave groups of replicas at once, also while a call of it waits for others
+        in one.
+        """
+
+    def show(self, client: Any, text: str) -> None:
+        """Let the dashboard list a text among what a replica does, where its calls are not
+        listed.
+        """
+
+    def note(self, client: Any, text: str) -> None:
+        """Enter a line into a replica's own log, which the dashboard shows on its page."""
+
+    def cause(self, client: Any, death: Death) -> str:
+        """Why a replica ended, as far as can be found out; this may take a while."""
+
+    def stop(self, clients: Sequence[Any]) -> None:
+        """End replicas, at once."""
+
+    def teach(self, package: Package, clients: Sequence[Any]) -> bool:
+        """Give modules to replicas, each before its next call; False if all of these have them
+        already.
+        """
+
+    def release(self, places: Collection[DevicePlace] | None = None) -> None:
+        """Let go of what some places hold of the cluster, by default all."""
+
+    def leaving(self) -> Collection[str]:
+        """The nodes that are known to end soon. Cheap enough to be asked with every call."""
+
+
+class Ending(Enum):
+    """How a replica came to give no answer."""
+
+    LOST = "lost"
+    """Its process is gone, or nobody can reach it. Why, `GroupBackend.cause` can say."""
+    SILENT = "silent"
+    """It did not answer in time."""
+
+
+class Death(NamedTuple):
+    """A replica did not answer.
+
+    Attributes:
+        cause: What was seen of it.
+        ending: How it ended.
+    """
+
+    cause: str
+    ending: Ending = Ending.LOST
+
+
+def places(device_ids: Sequence[DeviceId]) -> list[DevicePlace]:
+    """The places that ``device_ids`` name. The n-th ``"cpu"`` is always the same replica."""
+    found = []
+    cpus = 0
+    for device_id in device_ids:
+        if device_id == "cpu":
+            found.append(DevicePlace("cpu", cpus))
+            cpus += 1
+        else:
+            found.append(DevicePlace("gpu", int(device_id)))
+    return found
+
+
+def device_id(entry: Any) -> DeviceId:
+    """An entry of ``device_ids`` in its plain form."""
+    if isinstance(entry, bool) or not isinstance(entry, (int, str, torch.device)):
+        raise TypeError(
+            f"device_ids: {entry!r} is a {type(entry).__name__}; give ints, torch devices, "
+            "'cuda:N' or 'cpu'"
+        )
+    if isinstance(entry, int):
+        if entry < 0:
+            raise ValueError(
+                f"device_ids: {entry} is negative; logical GPUs count from 0, "
+                "CPU replicas are 'cpu'"
+            )
+        return entry
+    try:
+        device = torch.device(entry)
+    except RuntimeError as error:
+        raise ValueError(
+            f"device_ids: {entry!r} names no device; give ints, torch devices, 'cuda:N' or 'cpu'"
+        ) from error
+    if device.type == "cpu":
+        return "cpu"
+    if device.type != "cuda":
+        raise ValueError(f"device_ids: {entry!r} is neither a CUDA device nor 'cpu'")
+    if device.index is not None:
+        return device.index
+    # Torch's stubs know no device without an index.
+    return torch.cuda.current_device() if torch.cuda.is_available() else 0  # type: ignore[unreachable]

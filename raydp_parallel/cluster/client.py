@@ -1,0 +1,365 @@
+"""The driver's side of one replica: what it is sent, and by which way."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from raydp_parallel import devices
+from raydp_parallel.cluster import ray_api
+from raydp_parallel.cluster.answers import Lost, Pending
+from raydp_parallel.cluster.backend import TaskLabel
+from raydp_parallel.devices import forks
+from raydp_parallel.devices.buffers import Arena, Descriptor, LeaseTable, SharedBuffer
+from raydp_parallel.devices.ranges import Attachment
+from raydp_parallel.replica.actor import METHODS, check_read, give_back, sample, shows, take_back
+from raydp_parallel.transport import cuda_ipc, handshake
+from raydp_parallel.transport.direct_connection import Connection
+from raydp_parallel.transport.links import SHARE_LIMIT, Delivered, Exposed, ForeignMemory, Mappings
+
+log = logging.getLogger("raydp_parallel")
+
+_SILENCE = 5
+"""Turns without an answer after which Ray is asked whether a replica on another machine is still
+there.
+"""
+
+_TRIAL = 10.0
+"""Seconds that a replica may take to open a GPU's memory, where it is tried whether that works."""
+
+
+class ReplicaClient:
+    """The driver's side of an actor's client.
+
+    Args:
+        actor: The actor.
+        patience: Seconds that a frame may stand still on the line; None waits.
+
+    Attributes:
+        unanswered: The numbers of calls whose answers are waited for.
+        learned: The modules that it was sent, by name, with what names their contents.
+        lessons: How many the backend had sent to anybody when this one was given them.
+        line: Its direct line, which takes all calls; None: all are Ray tasks.
+        shares: Whether both can read the other's memory.
+    """
+
+    def __init__(self, actor: Any, patience: float | None = None) -> None:
+        self.actor = actor
+        self.unanswered: set[int] = set()
+        self.learned: dict[str, str] = {}
+        self.lessons = 0
+        self._patience = patience
+        self.line: Connection | None = None
+        self.shares = False
+        self.shares_device = False
+        self._number = 0
+        self._deliveries = 0
+        self._given_up: deque[Any] = deque()
+        self._mappings = Mappings(devices.pinner(None))
+        self._ledger = LeaseTable()
+        self._process: int | None = None
+        self._pid = 0
+        self._asked: Any = None
+        self._looks = 0
+        forks.tell_child(self)
+
+    def after_fork(self) -> None:
+        """The replica is the parent's, and so is its end."""
+        process, self._process = self._process, None
+        if process is not None:
+            self._let_go()
+
+    @property
+    def near(self) -> bool:
+        """Whether it has a line that does not leave this machine."""
+        return self.line is not None and self.line.near
+
+    def watch(self, pid: int) -> None:
+        """Hold on to the process, if its line shows that it is this one, so that `end` finds it and
+        no other.
+
+        The number is the process's own, and may be another process's for this one: each has its
+        namespace.
+        """
+        self._process = self.line.process(pid) if self.line is not None else None
+        if self._process is not None:
+            self._pid = pid
+            self._let_go = weakref.finalize(self, os.close, self._process)
+            self._let_go.atexit = False
+
+    def end(self) -> None:
+        """End the process. Ray takes 5 s for one that was stopped, and cannot reach all of them."""
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+            self._let_go()
+            cuda_ipc.clear_after(self._pid)
+
+    def last_words(self, seconds: float, asks: Callable[[], bool]) -> str | None:
+        """Why its process ended, by Ray; None if Ray does not say so in time, or says that it did
+        not.
+
+        Not inside of Ray for longer than a look: who leaves the cluster while a thread is in there
+        finds his process ended.
+
+        Args:
+            seconds: How long to wait.
+            asks: Whether Ray may still be asked.
+        """
+        said, deadline = self.actor.hello.remote(), time.monotonic() + seconds
+        while time.monotonic() < deadline and asks():
+            if not ray_api.late([said]):
+                try:
+                    ray_api.get(said)
+                except ray_api.RayError as error:
+                    return ray_api.in_short(error)
+                return None
+            time.sleep(ray_api.TURN / 10)
+        return None
+
+    def look_after(self) -> None:
+        """After a turn in which nothing came: of a replica on another machine only Ray may know
+        that it is gone.
+        """
+        if self.line is None or self.near:
+            return
+        self._looks += 1
+        asked = self._asked  # another thread may wait here, too
+        if not ray_api.connected():
+            self.line.cut()  # who asks anything of Ray now starts another cluster
+        elif asked is None and self._looks % _SILENCE == 0:
+            self._asked = self.actor.hello.remote()
+        elif asked is not None and not ray_api.late([asked]):
+            try:
+                ray_api.get(asked)
+            except ray_api.RayError:
+                self.line.cut()
+            self._asked = None
+
+    def call_directly(self, near: bool, timeout: float | None = None) -> bool:
+        """Open a direct line, if that can be had; else calls are Ray tasks.
+
+        Args:
+            near: Whether the replica is on this machine.
+            timeout: Seconds to wait for calls that still run there.
+
+        Returns:
+            Whether others of that machine are worth a try: not where nobody answers, which takes
+            seconds to find out.
+        """
+        if not near and not handshake.far_lines():
+            return True
+        opened = self.actor.open_line.remote(self._mappings.held(), near)
+        found = ray_api.get(opened, timeout=timeout)
+        if found is None:
+            return True
+        address, held = found
+        self._ledger.settle(held)
+        try:
+            self.line = Connection(address, self._take_note)
+            if self._patience is not None:
+                self.line.limit(self._patience)
+        except OSError as error:
+            where = "this node" if near else "another node"
+            log.info(
+                "no direct line to a replica on %s (%s): calls go through Ray, 1 ms each",
+                where,
+                error,
+            )
+            return not isinstance(error, TimeoutError)
+        return True
+
+    def submit(
+        self,
+        method: str,
+        header: bytes,
+        beside: Sequence[Attachment],
+        timeout: float | None = None,
+        task: TaskLabel | None = None,
+    ) -> Pending | Lost:
+        """Send a call, by this replica's way."""
+        self._looks = 0
+        try:
+            if self.line is not None and not self.line.intact:
+                self._mend(self.line, timeout)
+            if beside:  # small messages have nothing
+                beside = self._within_reach(beside)
+            self._number += 1
+            if self.line is None:
+                return self._send_task(method, header, beside, task)
+            parts = [self._lent(packet) for packet in beside]
+            word = give_back(self._mappings)
+            self.line.send(self._number, [word, METHODS[method], header, *parts])
+            return Pending(self, self._number, None)
+        except ray_api.StoreFull:
+            raise  # which is nobody's death; other replicas would seem to die of it, too
+        except (OSError, ray_api.RayError) as error:
+            return Lost(self, error)
+
+    def _send_task(
+        self, method: str, header: bytes, beside: Sequence[Attachment], task: TaskLabel | None
+    ) -> Pending:
+        """Send a call as a Ray task. Of memory that the replica can read only the descriptors
+        travel.
+        """
+        self._hear_late_answers()
+        parts = [getattr(self._lent(packet), "descriptor", packet) for packet in beside]
+        call = getattr(self.actor, method)
+        call = call.options(name=task.name) if task is not None else call
+        return Pending(self, self._number, call.remote(give_back(self._mappings), header, *parts))
+
+    def _lent(self, packet: Attachment) -> Attachment:
+        """A packet, of which note is taken if it lies in memory that is lent."""
+        if isinstance(packet, SharedBuffer):
+            self._ledger.lend(packet)
+        return packet
+
+    def _within_reach(self, beside: Sequence[Attachment]) -> Sequence[Attachment]:
+        """Packets that the replica can open."""
+        if not self.shares_device:
+            beside = [
+                packet.elsewhere() if isinstance(packet, cuda_ipc.DeviceBuffer) else packet
+                for packet in beside
+            ]
+        if self.shares:
+            return beside
+        stored = [_stored(packet) for packet in beside]
+        return stored if self.line is None else [self._brought(packet) for packet in stored]
+
+    def _brought(self, packet: Attachment) -> Attachment:
+        """A packet for the line. What lies in the object store Ray brings, by a call of its own."""
+        if not isinstance(packet, ray_api.Ref):
+            return packet
+        self._deliveries += 1
+        self.actor.deliver.remote(self._deliveries, packet)
+        return Delivered(self._deliveries)
+
+    def _mend(self, line: Connection, timeout: float | None) -> None:
+        """The line broke: open another, or call by Ray from now on."""
+        self.line = None
+        line.close()
+        self.call_directly(line.near, timeout)
+
+    def give_up(self, ref: Any) -> None:
+        """Hear this task's answer later: it tells what memory is no longer used, and lends some."""
+        self._given_up.append(ref)
+
+    def _hear_late_answers(self) -> None:
+        for _ in range(len(self._given_up)):
+            ref = self._given_up.popleft()
+            if ray_api.late([ref]):
+                self._given_up.append(ref)
+                continue
+            with contextlib.suppress(ray_api.RayError):
+                self._take_note(ray_api.get(ref))
+
+    def _take_note(self, answer: Sequence[Any]) -> list[Any]:
+        """What an answer brings, and the word what of this process's memory is no longer used
+        there.
+        """
+        if not isinstance(answer[0], MemoryError):
+            take_back(answer[0], self._ledger)
+        return [
+            self._mappings.find(part) if isinstance(part, Descriptor) else part
+            for part in answer[1:]
+        ]
+
+    def opened(self, answer: Sequence[Any]) -> Any:
+        """An answer with its packets in reach; what lies in shared memory is kept there until it is
+        garbage here.
+        """
+        check_read(*answer)
+        if len(answer) == 2 and not len(answer[0]):  # small ones, and no memory to give back
+            return answer[1]
+        parts = self._take_note(answer)
+        for part in parts:
+            if isinstance(part, ForeignMemory):
+                part.piece()  # now, while the other process is there
+        return tuple(parts) if len(parts) > 1 else parts[0]
+
+    def share(self, arena: Arena, always: bool, timeout: float | None = None) -> None:
+        """Use shared memory, if both sides can read the other's."""
+        probe, shown = sample(arena)
+        self._ledger.lend(probe)
+        found = ray_api.get(self.actor.share.remote(probe.descriptor, shown), timeout=timeout)
+        if found is not None and shows(self._mappings.find(found[0]), found[1]):
+            ray_api.get(self.actor.start_sharing.remote(always), timeout=timeout)
+            self.shares = True
+
+    def share_device(self, arena: cuda_ipc.DeviceArena) -> str:
+        """Use the memory of the GPU that both are on, if each can open the other's; returns why
+        not, else nothing.
+        """
+        if cuda_ipc.expandable():
+            return "this process's allocator uses expandable segments"
+        try:
+            probe, shown = cuda_ipc.sample(arena)
+            self._ledger.lend(probe)
+            found = ray_api.get(
+                self.actor.share_device.remote(probe.descriptor, shown), timeout=_TRIAL
+            )
+            if isinstance(found, str):
+                return found
+            self._mappings.opener = cuda_ipc.Opener(arena.device)
+            if not cuda_ipc.shows(self._mappings.find(found[0]).piece(), found[1]):
+                return "what this process saw is not what the replica wrote"
+            ray_api.get(self.actor.start_device.remote(), timeout=_TRIAL)
+        except TimeoutError:
+            return f"the replica did not say within {_TRIAL:g} s what it saw"
+        except (RuntimeError, OSError, AttributeError, TypeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        self.shares_device = True
+        return ""
+
+    def close(self) -> None:
+        """Hang up."""
+        if self.line is not None:
+            self.line.close()
+        self._ledger.end()
+
+
+def await_ends(clients: Iterable[ReplicaClient], seconds: float) -> None:
+    """Wait until processes of this machine have ended that were told to."""
+    left = {client._process for client in clients if client._process is not None}
+    waiting, deadline = select.poll(), time.monotonic() + seconds
+    for process in left:
+        waiting.register(process, select.POLLIN)
+    while left and (still := deadline - time.monotonic()) > 0:
+        for process, _ in waiting.poll(still * 1e3):
+            waiting.unregister(process)
+            left.discard(process)
+
+
+def _copyable(packet: Attachment) -> Attachment:
+    """A packet as Ray, or a line without shared memory, can carry it."""
+    if isinstance(packet, Exposed):
+        return packet.descriptor
+    return packet.array if isinstance(packet, SharedBuffer) else packet
+
+
+_put: weakref.WeakKeyDictionary[SharedBuffer, Any] = weakref.WeakKeyDictionary()
+"""What of this process's shared memory lies in the object store too, for replicas on other
+nodes.
+"""
+
+
+def _stored(packet: Attachment) -> Attachment:
+    """A packet for a replica that shares no memory. Large ones are put into the store once, for all
+    of them.
+    """
+    if isinstance(packet, Exposed):
+        return packet.copy()  # made for those that do, one of which this replica stands in for
+    if not isinstance(packet, SharedBuffer) or packet.array.nbytes <= SHARE_LIMIT:
+        return _copyable(packet)
+    if packet not in _put:
+        _put[packet] = ray_api.put(packet.array)
+    return _put[packet]

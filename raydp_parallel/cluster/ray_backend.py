@@ -1,0 +1,432 @@
+"""Replicas on a Ray cluster: starting actors, calling them, seeing their end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from raydp_parallel import devices
+from raydp_parallel.cluster import ray_api
+from raydp_parallel.cluster.actor_names import ActorNames
+from raydp_parallel.cluster.answers import Lost, Pending, await_each
+from raydp_parallel.cluster.backend import Death, DevicePlace, Ending, Heard, TaskLabel
+from raydp_parallel.cluster.client import ReplicaClient, await_ends
+from raydp_parallel.cluster.code_delivery import Teaching
+from raydp_parallel.cluster.holders import no_room
+from raydp_parallel.cluster.joining import connect
+from raydp_parallel.cluster.nodes import booked, for_cpus, homes
+from raydp_parallel.cluster.placement import Hold, Holds
+from raydp_parallel.cluster.ray_api import Node, living, nodes
+from raydp_parallel.devices.buffers import Arena
+from raydp_parallel.devices.ranges import Attachment
+from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.errors import PlacementError
+from raydp_parallel.options import Options
+from raydp_parallel.progress import Waiting
+from raydp_parallel.state import module_sources
+from raydp_parallel.transport import cuda_ipc
+from raydp_parallel.transport.links import Link, link_for, shared, shared_link
+from raydp_parallel.transport.messages import Package
+
+log = logging.getLogger("raydp_parallel")
+
+_BETWEEN_LOOKS = 1.0
+"""Seconds between two looks for nodes that are about to end; each is a call to Ray."""
+
+_AT_ONCE = 0.001
+"""Seconds to wait for an answer that is late."""
+
+_GRACE = 0.5
+"""Seconds in which Ray may end a process; it takes 50 ms."""
+
+_MUTE = 60.0
+"""Seconds in which no other replica of a node is called directly, where one could not be reached in
+time.
+"""
+
+_CAUSE_TIMEOUT = 5.0
+"""Seconds that Ray may take to say why a process ended."""
+
+
+class RayBackend:
+    """Replicas as Ray actors.
+
+    Args:
+        names: Starts actors under their names.
+        options: Deadlines, and what to book.
+    """
+
+    def __init__(self, names: ActorNames, options: Options) -> None:
+        connect()
+        self._names = names
+        self._options = options
+        self.alive = ray_api.Session().alive
+        machines = nodes()
+        computing = for_cpus(machines, options) or machines
+        self._nodes, self._machines = len(computing), len({node.address for node in computing})
+        self._arena: Arena | None = None
+        self._told = False
+        self.link = self._choose_link(machines)
+        # Told once: links are protocols, which Python takes its time to tell apart.
+        self._device_link = self.link if isinstance(self.link, cuda_ipc.DeviceLink) else None
+        self._told_cores = int(min(node.total.get("CPU", 1) for node in computing))
+        self._cores: int | None = None
+        self._holds = Holds(names.executor, options)
+        self._leaving: frozenset[str] = frozenset()
+        self._look = 0.0
+        self._mute: dict[str, float] = {}
+        self._beside: weakref.WeakSet[ReplicaClient] = weakref.WeakSet()
+        self._teaching = Teaching()
+        self._warned: set[str] = set()
+
+    def threads(self, chunks: int) -> int | None:
+        if self._options.threads:
+            return self._options.threads
+        shares = [self._told_cores // -(-chunks // self._nodes)]
+        if self._cores is not None:
+            shares.append(self._cores // -(-chunks // self._machines))
+        return max(1, min(shares))
+
+    def _count_cores(self, hellos: Iterable[ReplicaHello]) -> None:
+        """Keep what those that start first have: how a call computes must not change with who joins
+        later.
+        """
+        found = [hello.cores for hello in hellos if hello.device == "cpu" and hello.cores]
+        if self._cores is None and found:
+            self._cores = min(found)
+
+    def start(
+        self, places: Sequence[DevicePlace], cancelled: Callable[[], bool] | None = None
+    ) -> dict[DevicePlace, tuple[Any, ReplicaHello]]:
+        clients: dict[DevicePlace, ReplicaClient] = {}
+        deadline = time.monotonic() + self._options.placement_timeout
+        holds: Mapping[DevicePlace, Hold] = {}
+        try:
+            holds = self._holds.claim(places, deadline, cancelled)
+            absent = [place for place in places if place not in holds]
+            if absent:
+                _check_wanted(cancelled)
+            if absent and not (self._options.elastic and holds):
+                raise no_room(places, absent, self._options)
+            for place, client in self._create(
+                {place: holds[place] for place in places if place in holds}
+            ):
+                clients[place] = client
+            known = {place: client.actor.versions.remote() for place, client in clients.items()}
+            refs = {place: client.actor.hello.remote() for place, client in clients.items()}
+            late = self._await(list(refs.values()), holds, deadline, cancelled)
+            if late:
+                _check_wanted(cancelled)
+                late_on = {place: holds[place].node for place, ref in refs.items() if ref in late}
+                raise _not_started(late_on, self._options.placement_timeout)
+            self._compare({place: ray_api.get(ref) for place, ref in known.items()})
+            hellos = {place: ray_api.get(ref) for place, ref in refs.items()}
+            for place, hello in hellos.items():
+                self._meet(clients[place], hello)
+            self._count_cores(hellos.values())
+            for client in clients.values():
+                self._teaching.catch_up(client, self._options.placement_timeout)
+            return {place: (clients[place], hello) for place, hello in hellos.items()}
+        except ray_api.RayError as error:
+            self._undo(holds, clients)
+            text = str(error)
+            hint = (
+                (": install raydp_parallel on every node of the cluster")
+                if "'raydp_parallel'" in text
+                else ""
+            )
+            raise PlacementError(f"a replica did not start{hint}: {text}") from error
+        except BaseException:
+            self._undo(holds, clients)
+            raise
+
+    def _compare(self, found: Mapping[DevicePlace, Sequence[tuple[str, str]]]) -> None:
+        """Refuse replicas with another version of this package; another torch or NumPy is warned
+        of.
+        """
+        for place, theirs in found.items():
+            for (name, mine), (_, other) in zip(module_sources.versions(), theirs, strict=False):
+                if mine == other:
+                    continue
+                what = (
+                    f"the replica for device {place.device_id} has {name} {other}, the "
+                    f"driver has {name} {mine}"
+                )
+                if name == module_sources.versions()[0][0]:
+                    raise PlacementError(
+                        f"{what}: install the same {name} on every node of the cluster"
+                    )
+                if what not in self._warned:
+                    self._warned.add(what)
+                    log.warning("%s: results may differ by rounding", what)
+
+    def _undo(
+        self, holds: Mapping[DevicePlace, Hold], clients: Mapping[DevicePlace, ReplicaClient]
+    ) -> None:
+        self.stop(list(clients.values()))
+        self.release(holds)
+
+    def _await(
+        self,
+        refs: list[Any],
+        holds: Mapping[DevicePlace, Hold],
+        deadline: float,
+        cancelled: Callable[[], bool] | None,
+    ) -> list[Any]:
+        """Wait until all are there; returns those that are late. In short turns, between which
+        Ctrl-C is heard.
+        """
+        late = refs
+        with Waiting("replicas to start, and to import torch", len(refs)) as tell:
+            while (
+                late
+                and (left := deadline - time.monotonic()) > 0
+                and not (cancelled is not None and cancelled())
+            ):
+                turn = min(left, ray_api.TURN)
+                if cancelled is None:
+                    late = ray_api.late(refs, turn)
+                    tell(len(refs) - len(late))
+                else:
+                    # Nobody waits for what is started behind the scenes. Not inside of Ray: who
+                    # leaves the cluster while a thread is in there finds his process ended.
+                    time.sleep(turn / 4)
+                    if cancelled():
+                        break
+                    late = ray_api.late(refs)
+                if late and not living().issuperset(hold.node for hold in holds.values()):
+                    break
+        return late
+
+    def _meet(self, client: ReplicaClient, hello: ReplicaHello) -> None:
+        """Choose the way of a replica's calls, and share memory with who is on this node.
+
+        What all carry in the object store Ray carries with the call itself.
+        """
+        near = hello.node == ray_api.here()
+        direct = self._options.direct_line and self._options.link != "object_store"
+        wanted = direct and time.monotonic() >= self._mute.get(hello.node, -math.inf)
+        if wanted and not client.call_directly(near, timeout=self._options.placement_timeout):
+            self._mute[hello.node] = time.monotonic() + _MUTE
+        if near:
+            client.watch(hello.pid)
+            if hello.device == "cpu":
+                self._beside.add(client)
+        if self._arena is None:
+            return
+        if near:
+            client.share(
+                self._arena, self._options.link == "shared", self._options.placement_timeout
+            )
+        if not client.shares or hello.device != "cpu":
+            self.link.withdraw()
+        if not client.shares:
+            self._go_without(hello, near)
+        elif self._device_link is not None:
+            self._meet_on_device(client, hello, self._device_link)
+
+    def _meet_on_device(
+        self, client: ReplicaClient, hello: ReplicaHello, link: cuda_ipc.DeviceLink
+    ) -> None:
+        """Share the GPU's memory with who is on the driver's; the others get copies through the
+        machine's.
+
+        One GPU's alone: a replica that sees another one may not open it, or only by way of that
+        one.
+        """
+        device = cuda_ipc.gpu_in_use(hello.gpu_uuid)
+        if device is None or (link.arena is not None and link.arena.device != device):
+            return
+        arena = link.arena or cuda_ipc.DeviceArena(device)
+        why = client.share_device(arena)
+        if why:
+            cuda_ipc.refused(why)
+        else:
+            link.arena = arena
+
+    def _go_without(self, hello: ReplicaHello, near: bool) -> None:
+        """A replica and this process cannot read each other's memory, which is no news if it is on
+        another node.
+        """
+        what = (
+            f"the replica with pid {hello.pid} on node {hello.node[:8]} cannot share "
+            "memory with this process"
+        )
+        if self._options.link == "shared":
+            raise PlacementError(
+                f"Options(link='shared'): {what}; leave `link` out to copy bytes instead"
+            )
+        if near and not self._told:
+            self._told = True
+            log.warning("%s: bytes are copied", what)
+
+    def _choose_link(self, machines: Sequence[Node]) -> Link:
+        """The link for a cluster of these nodes."""
+        name, count = self._options.link, len(machines)
+        possible = shared.exists()
+        if name == "shared" and not (possible and count == 1):
+            raise PlacementError(
+                "Options(link='shared'): memory is shared on one machine with Linux, where nothing "
+                f"forbids it; the cluster has {count} node(s)"
+            )
+        on_gpu, here = homes(machines, self._options), ray_api.here()
+        # With GPUs elsewhere alone, nobody would use the memory.
+        if name in ("auto", "shared") and possible and (count == 1 or not on_gpu or here in on_gpu):
+            self._arena = Arena(pin=devices.pinner(None))
+            # Ray's object store lies where storages are moved to, and takes what it may use page
+            # after page.
+            promised = sum(
+                int(node.free.get("object_store_memory", 0)) for node in machines if node.id == here
+            )
+            link = cuda_ipc.reaching(
+                shared_link(self._arena, exposes=True, always=name == "shared", promised=promised)
+            )
+            if count > 1:
+                # what others get are copies, which have to be compared with the driver's memory
+                link.withdraw()
+            return link
+        return link_for(name, ray_api.put, ray_api.get)
+
+    def _create(
+        self, holds: Mapping[DevicePlace, Hold]
+    ) -> Iterator[tuple[DevicePlace, ReplicaClient]]:
+        for place, hold in holds.items():
+            needs = booked(place.kind, self._options)
+            amounts = {
+                "num_cpus": needs.pop("CPU", 0),
+                "num_gpus": needs.pop("GPU", 0),
+                "resources": needs,
+            }
+            strategy = {"scheduling_strategy": hold.strategy()}
+            actor = self._names.start(place, self._options.link, {**amounts, **strategy})
+            yield place, ReplicaClient(actor, self._options.call_timeout)
+
+    def link_to(self, client: ReplicaClient) -> Link:
+        return (
+            self._device_link.near
+            if self._device_link is not None and not client.shares_device
+            else self.link
+        )
+
+    def rest(self) -> None:
+        if self._beside:
+            devices.rest()
+
+    def submit(
+        self,
+        client: ReplicaClient,
+        method: str,
+        header: bytes,
+        beside: Sequence[Attachment],
+        task: TaskLabel | None = None,
+    ) -> Any:
+        if client.lessons != self._teaching.lessons:
+            try:
+                self._teaching.catch_up(client, self._options.call_timeout)
+            except ray_api.RayError as error:
+                return Lost(client, error)
+        return client.submit(method, header, beside, self._options.call_timeout, task)
+
+    def collect(
+        self, pending: Sequence[Pending | Lost], heard: Heard | None = None
+    ) -> Iterable[Any]:
+        start, timeout = time.monotonic(), self._options.call_timeout
+        # A replica that runs several calls, one after the other, has time for each.
+        deadlines = [
+            math.inf if timeout is None else start + timeout * call.turn for call in pending
+        ]
+        # All chunks end before anyone hears of the failure of one.
+        if heard is None and True not in [call.through_ray or call.held_back for call in pending]:
+            ends = zip(pending, deadlines, strict=True)
+            return (self._result(call, max(_AT_ONCE, end - time.monotonic())) for call, end in ends)
+        results: list[Any] = [None] * len(pending)
+
+        def take(number: int, there: bool) -> None:
+            results[number] = self._result(pending[number], math.inf if there else _AT_ONCE)
+            if heard is not None:
+                heard(number, results[number])
+
+        await_each(pending, deadlines, take)
+        return results
+
+    def _result(self, call: Pending | Lost, seconds: float) -> Any:
+        try:
+            return call.result(None if seconds == math.inf else seconds)
+        except TimeoutError:
+            return Death(
+                f"no answer within call_timeout={self._options.call_timeout} s", Ending.SILENT
+            )
+        except ray_api.RayError as error:
+            return Death(ray_api.in_short(error))
+
+    def leave(self, client: ReplicaClient, groups: Sequence[str]) -> None:
+        if self.alive():
+            with contextlib.suppress(ray_api.RayError):
+                client.actor.leave.remote(tuple(groups))
+
+    def show(self, client: ReplicaClient, text: str) -> None:
+        if client.line is not None and self.alive():
+            client.actor.work.options(name=text).remote()
+
+    def note(self, client: ReplicaClient, text: str) -> None:
+        client.actor.note.remote(text)
+
+    def cause(self, client: ReplicaClient, death: Death) -> str:
+        # Ray would start another cluster, were it asked after the end of this one.
+        if death.ending is Ending.SILENT or not self.alive():
+            return death.cause
+        return client.last_words(_CAUSE_TIMEOUT, self.alive) or death.cause
+
+    def stop(self, clients: Sequence[Any]) -> None:
+        for client in clients:
+            self._beside.discard(client)
+            client.close()
+            if self.alive():
+                ray_api.kill(client.actor)
+        # By Ray first: it tells the user of a process that is ended behind its back as of an
+        # accident.
+        if self.alive():
+            await_ends(clients, _GRACE)
+        for client in clients:
+            client.end()
+
+    def teach(self, package: Package, clients: Sequence[Any]) -> bool:
+        return self._teaching.add(package, clients)
+
+    def release(self, places: Collection[DevicePlace] | None = None) -> None:
+        if self.alive():
+            self._holds.release(places)
+
+    def leaving(self) -> frozenset[str]:
+        now = time.monotonic()
+        if now >= self._look:
+            self._look = now + _BETWEEN_LOOKS
+            self._leaving = ray_api.draining()
+        return self._leaving
+
+
+def _not_started(late: Mapping[DevicePlace, str], timeout: float) -> PlacementError:
+    """The error for replicas that have a place, each with its node, and did not start in it."""
+    which = f"the replicas for device_ids {[place.device_id for place in late]} were placed, but"
+    lost = {*late.values()} - living()
+    if lost:
+        return PlacementError(
+            f"{which} nodes ended meanwhile: {', '.join(node[:8] for node in sorted(lost))}"
+        )
+    return PlacementError(
+        f"{which} did not start within placement_timeout={timeout:g} s; the logs of their "
+        "processes, in Ray's session folder, may say why"
+    )
+
+
+def _check_wanted(cancelled: Callable[[], bool] | None) -> None:
+    """Go no further with a start that nobody waits for: perhaps the cluster is gone, and may not be
+    asked anything.
+    """
+    if cancelled is not None and cancelled():
+        raise PlacementError("nobody waits for this start any more")

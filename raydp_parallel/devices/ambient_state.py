@@ -1,0 +1,228 @@
+"""The caller's ambient torch state, captured in the driver and entered in a replica (row A8)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
+_NAMES = {dtype: str(dtype)[6:] for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+class CallContext(NamedTuple):
+    """What torch code may depend on besides its arguments.
+
+    Attributes:
+        grad: Grad mode.
+        inference: Inference mode.
+        autocast: For each device type: enabled, dtype's name.
+        autocast_cache: Whether autocast caches its casts.
+        anomaly: Anomaly mode, and whether it checks for NaN.
+        flags: Process-wide settings, see ``_FLAGS``.
+    """
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[bool, str], ...]
+    autocast_cache: bool
+    anomaly: tuple[bool, bool]
+    flags: tuple[Any, ...]
+
+
+class _Flag(NamedTuple):
+    """One process-wide setting: how to read it, and how to set it."""
+
+    read: Any
+    write: Any
+
+
+def _set_default_dtype(name: str) -> None:
+    torch.set_default_dtype(getattr(torch, name))
+
+
+_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
+"""The variable that torch asks for in each product of matrices if algorithms have to be
+deterministic.
+"""
+
+VARIABLES = (
+    _WORKSPACES,
+    "CUBLASLT_WORKSPACE_SIZE",
+    "CUDA_LAUNCH_BLOCKING",
+    "NVIDIA_TF32_OVERRIDE",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
+"""Variables of the environment that say how a process computes on a GPU. A replica has those of its
+node's, which may have been started long before: it gets the driver's."""
+
+
+def environment() -> dict[str, str]:
+    """Those that are set here, for a replica that starts."""
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
+
+
+def _deterministic() -> tuple[bool, bool, str]:
+    on = torch._C._get_deterministic_algorithms()
+    return (
+        on,
+        torch._C._get_deterministic_algorithms_warn_only(),
+        os.environ.get(_WORKSPACES, "") if on else "",
+    )
+
+
+def _set_deterministic(value: tuple[bool, bool, str]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+    if value[2]:
+        os.environ[_WORKSPACES] = value[2]
+
+
+def _older(read: Callable[[], Any], write: Callable[[Any], None]) -> _Flag:
+    """A setting of precision by torch's older interface, which refuses to tell once the newer one
+    was used.
+    """
+
+    def read_if_told() -> Any:
+        try:
+            return read()
+        except RuntimeError:
+            return None
+
+    return _Flag(read_if_told, lambda value: write(value) if value is not None else None)
+
+
+def _pair(name: str) -> list[_Flag]:
+    """A setting of one value or, in newer versions of torch, of two; none where torch does not know
+    it.
+    """
+    read: Any = getattr(torch._C, f"_get_{name}", None)
+    write: Any = getattr(torch._C, f"_set_{name}", None)
+    if read is None or write is None:
+        return []
+    return [_Flag(read, lambda value: write(*value) if isinstance(value, tuple) else write(value))]
+
+
+def _precisions() -> list[_Flag]:
+    """How many bits of a float32 products take, by torch's newer interface, which the older one
+    does not follow.
+    """
+    read: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
+    write: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
+    if read is None:
+        return []
+    operations = [
+        (backend, op) for backend in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")
+    ]
+    # What holds for all of them comes first: what a part says without a setting of its own follows
+    # it.
+    return [
+        _Flag(functools.partial(read, *which), functools.partial(write, *which))
+        for which in (("generic", "all"), *operations)
+    ]
+
+
+_FLAGS = (
+    _Flag(lambda: _NAMES[torch.get_default_dtype()], _set_default_dtype),
+    _Flag(_deterministic, _set_deterministic),
+    _older(torch._C._get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    # Read from where `torch.backends` reads, which takes ten times as long.
+    _Flag(torch._C._get_cudnn_enabled, functools.partial(setattr, torch.backends.cudnn, "enabled")),
+    _Flag(
+        torch._C._get_cudnn_benchmark, functools.partial(setattr, torch.backends.cudnn, "benchmark")
+    ),
+    _Flag(
+        torch._C._get_cudnn_deterministic,
+        functools.partial(setattr, torch.backends.cudnn, "deterministic"),
+    ),
+    _older(torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
+    _Flag(torch._C._get_flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    _Flag(torch._C._get_mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    _Flag(torch._C._get_math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    _Flag(torch._C._get_cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    *_pair("cublas_allow_fp16_reduced_precision_reduction"),
+    *_pair("cublas_allow_bf16_reduced_precision_reduction"),
+    *_pair("cublas_allow_fp16_accumulation"),
+    *_precisions(),  # last, because the older ones set these, too
+)
+
+_READS = [flag.read for flag in _FLAGS]
+
+
+def capture() -> CallContext:
+    """The caller's state, now."""
+    return CallContext(
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        tuple(
+            [
+                (torch.is_autocast_enabled(d), _NAMES[torch.get_autocast_dtype(d)])
+                for d in _AUTOCAST_DEVICES
+            ]
+        ),
+        torch.is_autocast_cache_enabled(),
+        (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        _flags(),
+    )
+
+
+def enter(context: CallContext) -> contextlib.AbstractContextManager[Any]:
+    """Run a block under the caller's state. Process-wide settings stay set, for the next call wants
+    them again.
+    """
+    if _flags() != context.flags:
+        for flag, value in zip(_FLAGS, context.flags, strict=True):
+            if flag.read() != value:
+                flag.write(value)
+    wanted, there = (
+        [on for on, _ in context.autocast],
+        [*map(torch.is_autocast_enabled, _AUTOCAST_DEVICES)],
+    )
+    if True in wanted or True in there or context.inference or context.anomaly[0]:
+        return _enter_all(context)
+    return torch.set_grad_enabled(context.grad)
+
+
+@contextlib.contextmanager
+def _enter_all(context: CallContext) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(context.inference))
+        stack.enter_context(torch.set_grad_enabled(context.grad and not context.inference))
+        for device, (enabled, dtype) in zip(_AUTOCAST_DEVICES, context.autocast, strict=True):
+            stack.enter_context(_autocast(device, enabled, dtype, context.autocast_cache))
+        if context.anomaly[0]:
+            stack.enter_context(
+                torch.autograd.set_detect_anomaly(True, check_nan=context.anomaly[1])
+            )
+        yield
+
+
+def _autocast(device: str, enabled: bool, dtype: str, cache: bool) -> Any:
+    return torch.autocast(device, enabled=enabled, dtype=getattr(torch, dtype), cache_enabled=cache)
+
+
+def _flags() -> tuple[Any, ...]:
+    return tuple([read() for read in _READS])
+
+
+def uncompiled(function: F) -> F:
+    """Make a function a graph break of `torch.compile`, and leave alone what it calls:
+    `torch.compiler.disable`.
+
+    That one imports the compiler, which takes seconds; from torch 2.7 on the same can be said
+    without it.
+    """
+    eval_frame = torch._C._dynamo.eval_frame
+    if not hasattr(eval_frame, "set_code_exec_strategy"):
+        return torch.compiler.disable(function)  # type: ignore[no-any-return]
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function

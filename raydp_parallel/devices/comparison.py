@@ -1,0 +1,263 @@
+"""Whether bytes are what they were: compared where they lie, with one small result fetched.
+
+[Note: fingerprints]
+What a CUDA master copy sent is not kept on the GPU a second time, and to fetch the weights for a
+comparison would cost more than the step. So each run of bytes has a fingerprint, made on the
+device: two sums, modulo 2 to the 64th, of its 32-bit words times random 64-bit numbers. A change of
+any words goes unseen with a chance of about 2 to the -64th, also one that only flips signs: a
+word's highest bit is far below a product's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from raydp_parallel.devices.cuda import DeviceBytes, behind
+from raydp_parallel.devices.ranges import MemoryRange
+
+_libc = ctypes.CDLL(None)
+_libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+_LARGE = 1 << 22
+"""Bytes up to which runs are looked at together, so that a model of many small tensors takes few
+kernels.
+"""
+
+_SEED = 20261
+
+
+def compare(pairs: Sequence[tuple[MemoryRange, MemoryRange]]) -> Callable[[], list[bool]]:
+    """Whether the runs of each pair hold the same bytes.
+
+    Returns:
+        What gives the answers. A GPU begins at once, and is waited for when they are asked for.
+    """
+    sizes_differ = [one.size != other.size for one, other in pairs]
+    on_gpu = [
+        i
+        for i, (one, _) in enumerate(pairs)
+        if one.origin is not None and one.size and not sizes_differ[i]
+    ]
+    found = [not differ for differ in sizes_differ]
+    for i, (one, other) in enumerate(pairs):
+        if found[i] and one.origin is None and one.size:
+            found[i] = _libc.memcmp(one.address, other.address, one.size) == 0
+    if not on_gpu:
+        return lambda: found
+    answers = _Answer(
+        torch.cat(_unlike([(_tensor(pairs[i][0]), _tensor(pairs[i][1])) for i in on_gpu]))
+    )
+
+    def result() -> list[bool]:
+        for i, unlike in zip(on_gpu, answers.fetch(), strict=True):
+            found[i] = not unlike
+        return found
+
+    return result
+
+
+def compare_runs(
+    one: Tensor, other: Tensor, offsets: Sequence[int], sizes: Sequence[int]
+) -> Callable[[], list[bool]]:
+    """Whether two tensors of bytes, on one device, hold the same in each of some runs, which begin
+    at offsets.
+
+    Returns:
+        What gives the answers. A GPU begins at once, and is waited for when they are asked for.
+    """
+    if not sizes:
+        return list
+    if one.device.type != "cpu":
+        begin, end = _edges(tuple(offsets), tuple(sizes), one.device)
+        counts = torch.nn.functional.pad(torch.ne(one, other).cumsum(0, dtype=torch.int64), (1, 0))
+        answers = _Answer(counts[end] != counts[begin])
+        return lambda: [not unlike for unlike in answers.fetch()]
+    here, there = one.data_ptr(), other.data_ptr()
+    if _libc.memcmp(here, there, one.nbytes) == 0:
+        return lambda: [True] * len(sizes)
+    rows = zip(offsets, sizes, strict=True)
+    found = [_libc.memcmp(here + start, there + start, size) == 0 for start, size in rows]
+    return lambda: found
+
+
+class _Answer:
+    """A small tensor of a GPU on its way to the host."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._bytes = DeviceBytes(tensor.to(torch.uint8))
+        self._room = torch.empty(tensor.numel(), dtype=torch.uint8, device="cpu")
+        self._bytes.copy_to(self._room.data_ptr())
+        # and not what is asked of the device until somebody wants to know
+        self._copied = behind(tensor.device)
+        self._fetched = False
+
+    def fetch(self) -> list[int]:
+        """What it holds."""
+        if not self._fetched:
+            self._copied.synchronize()
+            self._bytes.settle()
+            self._fetched = True
+        return self._room.tolist()
+
+
+def _tensor(piece: MemoryRange) -> Tensor:
+    assert piece.origin is not None
+    found: Tensor = piece.origin.tensor
+    return found
+
+
+def _unlike(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """For each pair, in order, whether it differs, in tensors on the device."""
+    found: list[Tensor] = []
+    for group in _groups([len(one) for one, _ in pairs]):
+        chosen = pairs[group.start : group.stop]
+        if len(chosen) == 1:
+            found.append(torch.ne(*chosen[0]).any().view(1))
+            continue
+        now, then = (torch.cat(row) for row in zip(*chosen, strict=True))
+        found.append(_per_run(torch.ne(now, then), [len(one) for one, _ in chosen]) != 0)
+    return found
+
+
+def _groups(sizes: Sequence[int]) -> list[range]:
+    """Neighbours that are small together."""
+    groups, start, total = [], 0, 0
+    for i, size in enumerate(sizes):
+        if i > start and total + size > _LARGE:
+            groups.append(range(start, i))
+            start, total = i, 0
+        total += size
+    return [*groups, range(start, len(sizes))] if sizes else []
+
+
+def _per_run(values: Tensor, sizes: Sequence[int]) -> Tensor:
+    """The sums of values over neighbouring runs."""
+    ends = _ends(tuple(sizes), values.device)
+    totals = values.cumsum(0, dtype=torch.int64)[ends]
+    return torch.cat([totals[:1], totals[1:] - totals[:-1]])
+
+
+@functools.lru_cache(maxsize=64)
+def _edges(
+    offsets: tuple[int, ...], sizes: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Where each run begins, and where it ends."""
+    begin = torch.tensor(offsets, device="cpu")
+    end = begin + torch.tensor(sizes, device="cpu")
+    return begin.to(device, non_blocking=True), end.to(device, non_blocking=True)
+
+
+@functools.lru_cache(maxsize=64)
+def _ends(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """The last place of each run."""
+    return (torch.tensor(sizes, device="cpu").cumsum(0) - 1).to(device, non_blocking=True)
+
+
+def copied(piece: MemoryRange) -> MemoryRange:
+    """The same bytes in memory of their own, on the same device."""
+    if piece.origin is not None:
+        twin = _tensor(piece).clone()
+        return MemoryRange(0, piece.size, twin, DeviceBytes(twin))
+    room = ctypes.create_string_buffer(
+        ctypes.string_at(piece.address, piece.size), max(1, piece.size)
+    )
+    return MemoryRange(ctypes.addressof(room), piece.size, room)
+
+
+class Prints(NamedTuple):
+    """Fingerprints of some runs of bytes on a GPU.
+
+    Attributes:
+        keys: Whose they are, one for each part of a run.
+        values: Two numbers for each, on the device.
+    """
+
+    keys: tuple[int, ...]
+    values: Tensor | None
+
+    def of(self, keys: Sequence[int]) -> Prints:
+        """Those of some runs alone, in the order in which they stand here."""
+        if not self.keys:
+            return self
+        wanted = {*keys}
+        rows = [i for i, key in enumerate(self.keys) if key in wanted]
+        if len(rows) == len(self.keys) or self.values is None:
+            return self
+        at = torch.tensor(rows, dtype=torch.int64, device="cpu").to(
+            self.values.device, non_blocking=True
+        )
+        return Prints(tuple(self.keys[row] for row in rows), self.values[at])
+
+    def joined(self, newer: Prints) -> Prints:
+        """These and newer ones, which replace those of the same runs."""
+        if self.values is None or newer.values is None:
+            return newer if self.values is None else self
+        again = {*newer.keys}
+        kept = self.of([key for key in self.keys if key not in again])
+        assert kept.values is not None
+        return Prints((*kept.keys, *newer.keys), torch.cat([kept.values, newer.values]))
+
+    def without(self, keys: Sequence[int]) -> Prints:
+        """These but those of some runs."""
+        gone = {*keys}
+        left = [key for key in self.keys if key not in gone]
+        return self.of(left) if left else Prints((), None)
+
+    def unlike(self, now: Prints) -> list[int]:
+        """Whose differ ``now``; both must be of the same runs. This waits for the device."""
+        if self.values is None or now.values is None:
+            return []
+        answers = _Answer((self.values != now.values).any(1)).fetch()
+        return [
+            *dict.fromkeys(key for key, unlike in zip(self.keys, answers, strict=True) if unlike)
+        ]
+
+
+def prints(runs: Mapping[int, MemoryRange]) -> Prints:
+    """The fingerprints of those runs that lie on a GPU."""
+    parts: list[tuple[int, Tensor]] = []
+    for key, piece in runs.items():
+        if piece.origin is not None and piece.size:
+            parts += [(key, part) for part in _tensor(piece).split(_LARGE)]
+    if not parts:
+        return Prints((), None)
+    tensors = [part for _, part in parts]
+    groups = _groups([-(-len(part) // 4) * 4 for part in tensors])
+    rows = [_print(tensors[group.start : group.stop]) for group in groups]
+    return Prints(tuple(key for key, _ in parts), torch.cat(rows))
+
+
+def _print(group: Sequence[Tensor]) -> Tensor:
+    """Two numbers for each of some runs that are small together."""
+    device = group[0].device
+    padded = [
+        run if len(run) % 4 == 0 else torch.cat([run, run.new_zeros(-len(run) % 4)])
+        for run in group
+    ]
+    # Clones where the bytes do not begin on a word, which torch would not show as words.
+    whole = torch.cat(padded) if len(padded) > 1 else padded[0].clone()
+    words = whole.view(torch.int32).to(torch.int64)
+    sizes = [len(run) // 4 for run in padded]
+    # Each run from the first factor on: its print must not depend on its neighbours.
+    sums = [
+        _per_run(words * torch.cat([f[:size] for size in sizes]), sizes) for f in _factors(device)
+    ]
+    return torch.stack(sums, 1)
+
+
+@functools.lru_cache(maxsize=16)
+def _factors(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Random numbers, the same in every process."""
+    random = torch.Generator(device="cpu").manual_seed(_SEED)
+    count = _LARGE // 4
+    low, high = -(1 << 63), (1 << 63) - 1
+    one, other = (
+        torch.randint(low, high, (count,), generator=random, device="cpu") for _ in range(2)
+    )
+    return one.to(device), other.to(device)

@@ -1,0 +1,69 @@
+"""What a forked process does with what it inherits: it leaves it to its parent.
+
+[Note: after a fork]
+The child has a copy of everything: sockets that it shares with the parent, descriptors of processes
+that it could end, locks that a thread held which the child has not got. If it called a replica,
+parent and child would read each other's answers. So whatever could reach beyond the process, or be
+locked for ever, is told right after the fork, before any code of the user's: sockets are closed,
+without a word to the other end; executors are not the child's, and each use raises `ForkedProcess`;
+threads that do not exist report nothing; locks are new. Only what has replicas is refused: an
+executor that has none yet, or has them in its own process, works in the child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Closable(Protocol):
+    """What holds a descriptor."""
+
+    def close(self) -> object:
+        """Close it."""
+
+
+class Inherited(Protocol):
+    """What a child has a copy of."""
+
+    def after_fork(self) -> None:
+        """Called in the child, where no other thread runs."""
+
+
+_closed: weakref.WeakSet[Closable] = weakref.WeakSet()
+_told: weakref.WeakSet[Inherited] = weakref.WeakSet()
+_called: list[Callable[[], object]] = []
+
+
+def close_in_child(thing: Closable) -> None:
+    """Close something in each forked child, as early as can be."""
+    _closed.add(thing)
+
+
+def tell_child(thing: Inherited) -> None:
+    """Tell something in each forked child."""
+    _told.add(thing)
+
+
+def call_in_child(work: Callable[[], object]) -> None:
+    """Call a function of a module in each forked child."""
+    _called.append(work)
+
+
+def _in_child() -> None:
+    for thing in [*_closed]:
+        with contextlib.suppress(Exception):
+            thing.close()
+    for told in [*_told]:
+        with contextlib.suppress(Exception):
+            told.after_fork()
+    for work in _called:
+        with contextlib.suppress(Exception):
+            work()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

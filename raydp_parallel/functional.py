@@ -1,0 +1,215 @@
+"""Upstream's verbs, each usable alone: `replicate`, `scatter`, `scatter_kwargs`, `parallel_apply`,
+`gather`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from raydp_parallel import batch, cluster
+from raydp_parallel.batch import gather, scatter, scatter_kwargs
+from raydp_parallel.calls import forward
+from raydp_parallel.calls.executor import Executor, shared
+from raydp_parallel.cluster.backend import DeviceId, device_id
+from raydp_parallel.cluster.replica_slots import ReplicaSlot
+from raydp_parallel.devices import ambient_state
+from raydp_parallel.options import Options, UnusedGrads
+from raydp_parallel.state.structure import refuse_unreplicable
+from raydp_parallel.state.tracker import ModuleTracker
+
+__all__ = ["RemoteReplica", "gather", "parallel_apply", "replicate", "scatter", "scatter_kwargs"]
+
+
+class RemoteReplica:
+    """A module's replica on a device of the cluster. Called like the module; gradients reach the
+    module itself.
+
+    It is the module as it is when called: what changed since `replicate` is seen.
+
+    Attributes:
+        module: The master copy.
+        device_id: Where the replica runs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: DeviceId,
+        slot: ReplicaSlot,
+        tracker: ModuleTracker,
+        executor: Executor,
+        detach: bool,
+    ) -> None:
+        self.module = module
+        self.device_id = device
+        self._slot = slot
+        self._tracker = tracker
+        self._executor = executor
+        self._detach = detach
+
+    @ambient_state.uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the replica. An exception of the module is raised as it is, as a plain call would."""
+        unused = self._executor.options.unused_grads
+        return forward.run(self._executor, [self._chunk(args, kwargs, None, 0)], unused)[0]
+
+    def _chunk(
+        self, args: Any, kwargs: dict[str, Any], where: str | None, dim: int
+    ) -> forward.ForwardChunk:
+        positional = tuple(args) if isinstance(args, (list, tuple)) else (args,)
+        rows = batch.rows(positional, kwargs, dim)
+        return forward.ForwardChunk(
+            self._slot, self._tracker, positional, kwargs, where, rows, self._detach
+        )
+
+    def __reduce__(self) -> Any:
+        return _replica_again, (self.module, self.device_id, self._detach, self._executor)
+
+    def __repr__(self) -> str:
+        return f"RemoteReplica({type(self.module).__name__} on {self._slot})"
+
+
+def _replica_again(
+    module: nn.Module, device: DeviceId, detach: bool, executor: Executor
+) -> RemoteReplica:
+    return replicate(module, [device], detach, executor=executor)[0]
+
+
+@ambient_state.uncompiled
+def replicate(
+    network: nn.Module,
+    devices: Iterable[Any],
+    detach: bool = False,
+    *,
+    executor: Executor | None = None,
+) -> list[RemoteReplica]:
+    """Replicate a module on devices of the cluster.
+
+    Args:
+        network: The module.
+        devices: Logical GPUs of the cluster, or ``"cpu"`` entries.
+        detach: Whether the replicas take no gradients for the module's parameters.
+        executor: Whose replicas; None is the process's.
+
+    Returns:
+        One callable replica per device.
+    """
+    refuse_unreplicable(network)
+    ids = [device_id(entry) for entry in devices]
+    if not ids:
+        return []
+    owner = executor or shared(Options())
+    slots = owner.slots(ids)
+    tracker = owner.tracker(network, keep=executor is None)
+    return [
+        RemoteReplica(network, device, slot, tracker, owner, detach)
+        for device, slot in zip(ids, slots, strict=True)
+    ]
+
+
+@ambient_state.uncompiled
+def parallel_apply(
+    modules: Sequence[Any],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[dict[str, Any]] | None = None,
+    devices: Sequence[Any] | None = None,
+) -> list[Any]:
+    """Apply each module to its input, all at once.
+
+    Args:
+        modules: Remote replicas; or plain modules, which run on ``devices``.
+        inputs: For each module its arguments, a tuple or list, or a single argument.
+        kwargs_tup: For each module its keyword arguments.
+        devices: For each module its device. Replicas have theirs.
+
+    Returns:
+        The outputs.
+
+    Raises:
+        AssertionError: The numbers of modules, inputs, kwargs or devices differ.
+    """
+    return apply(modules, inputs, kwargs_tup, devices)
+
+
+def apply(
+    modules: Sequence[Any],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[dict[str, Any]] | None,
+    devices: Sequence[Any] | None,
+    *,
+    dim: int = 0,
+    unused: UnusedGrads = "zeros",
+) -> list[Any]:
+    """`parallel_apply`, with what a wrapper's options say besides."""
+    kwargs = _checked(modules, inputs, kwargs_tup, devices)
+    replicas = _replicas(modules, devices)
+    chunks = [
+        replica._chunk(args, kwarg, f"in replica {i} on device {replica.device_id}", dim)
+        for i, (replica, args, kwarg) in enumerate(zip(replicas, inputs, kwargs, strict=True))
+    ]
+    return forward.run(replicas[0]._executor, chunks, unused)
+
+
+def apply_one(replica: RemoteReplica, args: Any, kwargs: dict[str, Any], dim: int = 0) -> Any:
+    """The only device's output. Upstream runs the module itself there: raw errors, no zeros,
+    rebinding stays.
+    """
+    chunk = replica._chunk(tuple(args), kwargs, None, dim)._replace(alone=True)
+    return forward.run(replica._executor, [chunk], "none")[0]
+
+
+def _checked(
+    modules: Sequence[Any],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[Any] | None,
+    devices: Sequence[Any] | None,
+) -> Sequence[dict[str, Any]]:
+    for name, others in (("inputs", inputs), ("kwargs_tup", kwargs_tup), ("devices", devices)):
+        if others is not None and len(others) != len(modules):
+            raise AssertionError(
+                f"The number of modules {len(modules)} is not equal to the number of {name} "
+                f"{len(others)}"
+            )
+    if not modules:
+        raise IndexError("parallel_apply: list of modules is empty")
+    return kwargs_tup if kwargs_tup is not None else [{} for _ in modules]
+
+
+def _replicas(modules: Sequence[Any], devices: Sequence[Any] | None) -> list[RemoteReplica]:
+    if {*map(type, modules)} == {RemoteReplica}:
+        owners = {id(module._executor) for module in modules}
+        if len(owners) > 1:
+            raise ValueError(
+                "parallel_apply: these replicas belong to different executors; apply each "
+                "executor's alone"
+            )
+        return list(modules)
+    strange = next((m for m in modules if not isinstance(m, (nn.Module, RemoteReplica))), None)
+    if strange is not None:
+        raise TypeError(
+            f"parallel_apply: {type(strange).__name__} is neither a replica nor a module"
+        )
+    owner = next((m._executor for m in modules if isinstance(m, RemoteReplica)), None) or shared(
+        Options()
+    )
+    count = len(modules)
+    ids = (
+        _default_devices(count, owner.options)
+        if devices is None
+        else [device_id(entry) for entry in devices]
+    )
+    slots = owner.slots(ids)
+    return [
+        module
+        if isinstance(module, RemoteReplica)
+        else RemoteReplica(module, device, slot, owner.tracker(module, keep=True), owner, False)
+        for module, device, slot in zip(modules, ids, slots, strict=True)
+    ]
+
+
+def _default_devices(count: int, options: Options) -> list[DeviceId]:
+    gpus = cluster.all_gpus(options)
+    return [gpus[i % len(gpus)] for i in range(count)] if gpus else ["cpu"] * count

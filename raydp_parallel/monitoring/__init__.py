@@ -1,0 +1,1 @@
+"""What was done, for people and for other programs. It is told, and asks for nothing."""

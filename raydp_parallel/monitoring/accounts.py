@@ -1,0 +1,298 @@
+"""The entries of an executor's books: what a replica did for a model, and what concerns it whatever
+it runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import weakref
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from raydp_parallel.devices.buffers import SharedBuffer
+from raydp_parallel.monitoring.phases import Clock
+from raydp_parallel.monitoring.stats import PhaseSeconds
+from raydp_parallel.transport.links import Exposed, ForeignMemory
+
+_RECENT = 20
+"""Calls of a replica that count as its recent ones."""
+
+_GONE = -1
+"""Stands for all modules that are gone."""
+
+_PATIENCE = 16
+"""Modules that are gone and keep their accounts until somebody reports on them for the last
+time.
+"""
+
+
+@dataclass
+class Account:
+    """What one replica did for one model."""
+
+    rows: int = 0
+    forwards: int = 0
+    backwards: int = 0
+    seconds: list[float] = field(default_factory=lambda: [0.0] * 6)
+    """Adopt, copy in, forward, backward, copy out, wait."""
+    busy: dict[str, float] = field(default_factory=lambda: {"forward": 0.0, "backward": 0.0})
+    """All of the replica's own phases together, by method."""
+    state_sent: int = 0
+    state_skipped: int = 0
+    chunk_rows: int = 0
+    traffic: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Bytes by link and direction."""
+
+    def add(self, other: Account) -> None:
+        """Take over what was done for another model."""
+        self.rows += other.rows
+        self.forwards += other.forwards
+        self.backwards += other.backwards
+        self.seconds = [a + b for a, b in zip(self.seconds, other.seconds, strict=True)]
+        self.busy = {method: spent + other.busy[method] for method, spent in self.busy.items()}
+        self.state_sent += other.state_sent
+        self.state_skipped += other.state_skipped
+        self.traffic.update(other.traffic)
+
+
+class Accounts(dict[tuple[int, int], Account]):
+    """The accounts, by replica and model.
+
+    A module that `replicate` is called with in each step has another number each time, and one
+    account all the same. Of modules that are gone one account is left for each replica, so that
+    there are never more than modules.
+
+    Attributes:
+        names: What metrics call the models.
+        same: For a number of a module that had one before, the first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[int, str] = {}
+        self._modules: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.same: dict[int, int] = {}
+        # Finalizers append here, from any thread and at any moment, also under the books' lock.
+        self._gone: deque[int] = deque()
+
+    def meet(self, model: int, module: Any) -> None:
+        """A module is run under a new number."""
+        found, first = self._modules.get(id(module), (None, 0))
+        if found is not None and found() is module:
+            self.same[model] = first
+            return
+        self._modules[id(module)] = weakref.ref(module), model
+        self.names[model] = f"{type(module).__name__}-{model}"
+        weakref.finalize(module, self._gone.append, model).atexit = False
+
+    def part(self, model: int) -> None:
+        """A number is not used any more; its module may be. Finalizers ask for this."""
+        self.same.pop(model, None)
+
+    def number(self, model: int) -> int:
+        """The number that a model's accounts go by: its module's first."""
+        return self.same.get(model, model)
+
+    def of(self, index: int, model: int) -> Account:
+        """What a replica did for a model."""
+        key = index, self.same.get(model, model)
+        found = self.get(key)
+        if found is None:
+            found = self[key] = Account()
+        return found
+
+    @property
+    def gone(self) -> int:
+        """How many modules are gone, and have their accounts still."""
+        return len(self._gone)
+
+    def reported(self, gone: int) -> list[tuple[int, str, Account]]:
+        """Copies for a report, with the models' names; for modules that are gone it is the last.
+
+        Args:
+            gone: How many were gone before the last notes were entered. Notes of others may be
+                still to come.
+        """
+        found = [
+            (i, self.names.get(m, ""), copy.deepcopy(account))
+            for (i, m), account in self.items()
+            if m != _GONE
+        ]
+        self._settle(gone)
+        return found
+
+    def tidy(self, gone: int) -> None:
+        """Without reports, nobody takes accounts of modules away that are gone, and here
+        they are.
+        """
+        if gone > _PATIENCE:
+            self._settle(gone)
+
+    def _settle(self, count: int) -> None:
+        gone = {self._gone.popleft() for _ in range(count)}
+        for index, model in [key for key in self if key[1] in gone]:
+            self.setdefault((index, _GONE), Account()).add(self.pop((index, model)))
+        for key, known in [*self._modules.items()] if gone else ():
+            if known[1] in gone:
+                del self._modules[key]
+        for model in gone:
+            self.names.pop(model, None)
+
+
+class Recent(NamedTuple):
+    """One of a replica's last calls.
+
+    Attributes:
+        work: Seconds of forward and backward.
+        copies: Seconds of taking up state and copying.
+        rows: Rows of its chunk.
+    """
+
+    work: float
+    copies: float
+    rows: int
+
+    def plus(self, work: float, copies: float) -> Recent:
+        """With its backward."""
+        return self._replace(work=self.work + work, copies=self.copies + copies)
+
+
+@dataclass
+class ReplicaAccount:
+    """What concerns a replica whatever it runs."""
+
+    since: float
+    free: float
+    reduce: float = 0.0
+    idle: float = 0.0
+    memory: tuple[int, int] = (0, 0)
+    owed: float = 0.0
+    """Seconds that were entered as waited, and turned out to be work on a call that was heard of
+    later.
+    """
+    clock: Clock = field(default_factory=Clock)
+    recent: deque[Recent] = field(default_factory=lambda: deque(maxlen=_RECENT))
+
+
+def enter(
+    account: Account,
+    chair: ReplicaAccount,
+    method: str,
+    laps: tuple[float, ...],
+    own: bool = True,
+    rows: int = 0,
+) -> float:
+    """Enter what a replica measured; returns how long it was busy.
+
+    Args:
+        account: What it did for the model.
+        chair: What concerns the replica.
+        method: What it did.
+        laps: When its phases began, and when the last ended.
+        own: Whether it counts as a call. What makes a lost graph again takes time, and was counted
+            where it ran first.
+        rows: Rows of the batch that it computed.
+    """
+    t0, t1, t2, t3, t4 = laps
+    seconds, work, copies = account.seconds, t3 - t2, (t2 - t0) + (t4 - t3)
+    seconds[0] += t1 - t0
+    seconds[1] += t2 - t1
+    seconds[2 if method == "forward" else 3] += work
+    seconds[4] += t4 - t3
+    if not own:
+        return t4 - t0
+    account.busy[method] += t4 - t0
+    if method == "forward":
+        account.forwards += 1
+        chair.recent.append(Recent(work, copies, rows))
+    else:
+        account.backwards += 1
+        if chair.recent:
+            chair.recent[-1] = chair.recent[-1].plus(work, copies)
+    return t4 - t0
+
+
+def phases_of(
+    chair: ReplicaAccount, found: Sequence[Account], now: float, sent: float | None
+) -> PhaseSeconds:
+    """Where a replica's time went, up to now.
+
+    Args:
+        chair: What concerns the replica.
+        found: What it did for each model.
+        now: The time.
+        sent: When the first of the calls was sent that are under way; None: there is none.
+    """
+    columns = [
+        sum(values) for values in zip(*(account.seconds for account in found), strict=True)
+    ] or [0.0] * 6
+    adopt, copy_in, forward, backward, copy_out, wait = columns
+    wait = max(0.0, wait - chair.owed)
+    # What is under way now is not known yet: until it ends its time counts as waited.
+    since = max(0.0, now - chair.free)
+    waited = max(0.0, min(since, now - sent)) if sent is not None else 0.0
+    wait, idle = wait + waited, chair.idle + since - waited
+    return PhaseSeconds(adopt, copy_in, forward, backward, copy_out, wait, chair.reduce, idle)
+
+
+def for_model(found: Sequence[Account]) -> dict[str, Any]:
+    """The counters that a replica's tally has for all models together, for one."""
+    ways = list(itertools.chain.from_iterable(account.traffic.items() for account in found))
+    return {
+        "calls": sum(account.forwards for account in found),
+        "rows": sum(account.rows for account in found),
+        "chunk_rows": found[-1].chunk_rows if found else 0,
+        "forward_seconds": sum(account.busy["forward"] for account in found),
+        "backward_seconds": sum(account.busy["backward"] for account in found),
+        "bytes_in": sum(size for (_, direction), size in ways if direction == "in"),
+        "bytes_out": sum(size for (_, direction), size in ways if direction == "out"),
+    }
+
+
+Ways = tuple[tuple[str, int], ...]
+"""Bytes of a message by the links that they went by."""
+
+
+def ways(beside: Sequence[Any], size: int) -> Ways:
+    """The ways of a message's tensors.
+
+    Args:
+        beside: Its packets.
+        size: The tensors' bytes.
+    """
+    found: list[tuple[str, int]] = []
+    for packet in beside:
+        link, part = way_of(packet)
+        part = size if part is None else min(size, part)
+        size -= part
+        found.append((link, part))
+    return (*found, ("inline", size)) if size else tuple(found)
+
+
+def travelled(account: Account, went: Ways | None, size: int, direction: str) -> None:
+    """Enter a message's bytes by the ways that they went; by default all of them in the message
+    itself.
+    """
+    for link, part in (("inline", size),) if went is None else went:
+        if part:
+            account.traffic[link, direction] += part
+
+
+def way_of(packet: Any) -> tuple[str, int | None]:
+    """The link that a packet beside a message goes by, and its bytes, None if only the message
+    knows.
+    """
+    if isinstance(packet, SharedBuffer):
+        return "shared", packet.array.nbytes
+    if isinstance(packet, ForeignMemory):
+        return "shared", packet.descriptor.size
+    if isinstance(packet, Exposed):
+        return "shared", 0  # it lies where it lay: nothing travels
+    if isinstance(packet, np.ndarray):
+        return "beside", packet.nbytes
+    return "object store", None

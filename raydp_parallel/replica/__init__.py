@@ -1,0 +1,1 @@
+"""The far side: one replica, in a process of its own."""

@@ -1,0 +1,112 @@
+"""Torch's engine, as a replica runs it for its driver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+
+from raydp_parallel.transport.messages import BackwardRequest
+
+
+def plainly(request: BackwardRequest, partial: bool) -> bool:
+    """Whether gradients are added up in their leaves, as torch does in an ordinary backward."""
+    return request.derived is None and not request.partial and not partial
+
+
+def differentiate(
+    leaves: Sequence[Tensor],
+    partial: bool,
+    outputs: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    request: BackwardRequest,
+) -> list[Tensor | None]:
+    """The gradients of the leaves that are asked for, None for the others and for what was not
+    reached.
+
+    Args:
+        leaves: What gradients may be asked for.
+        partial: Whether there are leaves besides, for which nobody will ask.
+        outputs: What is differentiated.
+        grads: Its gradients.
+        request: The driver's.
+    """
+    if request.derived is not None:
+        for grad in grads:
+            grad.requires_grad_()
+    wanted = [leaf for leaf, needed in zip(leaves, request.needed, strict=True) if needed]
+    if not wanted:
+        return [None] * len(leaves)
+    create = request.derived is not None
+    with torch.inference_mode(False), torch.set_grad_enabled(create):
+        found: Iterator[Tensor | None]
+        if not plainly(request, partial):
+            found = iter(_run_backward(outputs, grads, request.keep, create, wanted))
+        else:
+            # Reentrant checkpoints inside the module work under backward() only, and refuse
+            # autograd.grad().
+            try:
+                _run_backward(outputs, grads, request.keep)
+            except BaseException:
+                for leaf in leaves:
+                    leaf.grad = None  # what a pass that failed had added so far
+                raise
+            found = iter([_take_grad(leaf) for leaf in wanted])
+    return [next(found) if needed else None for needed in request.needed]
+
+
+def _run_backward(
+    outputs: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    keep: bool,
+    create: bool = False,
+    wanted: Sequence[Tensor] = (),
+) -> Sequence[Tensor | None]:
+    """`torch.autograd.grad` for what is wanted, else `torch.autograd.backward`.
+
+    Both check shapes by means of sympy, whose 480 modules a new replica would spend a third of a
+    second to import. Where everything matches, which the driver saw to, there is nothing to check.
+    """
+    if all(map(_matches, outputs, grads)):
+        found: Sequence[Tensor | None] = _engine_run_backward(
+            tuple(outputs),
+            tuple(grads),
+            keep,
+            create,
+            tuple(wanted),
+            allow_unreachable=True,
+            accumulate_grad=not wanted,
+        )
+        return found
+    if wanted:
+        return torch.autograd.grad(
+            outputs, wanted, grads, retain_graph=keep, create_graph=create, allow_unused=True
+        )
+    torch.autograd.backward(outputs, grads, retain_graph=keep)
+    return ()
+
+
+def _matches(output: Tensor, grad: Tensor) -> bool:
+    plain = type(output) is Tensor and type(grad) is Tensor and not output.is_nested
+    return plain and output.shape == grad.shape and output.dtype == grad.dtype
+
+
+def reachable(outputs: Sequence[Tensor]) -> set[int]:
+    """The ids of the leaves that outputs depend on."""
+    found = {id(t) for t in outputs}
+    nodes = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        found.add(id(getattr(node, "variable", None)))
+        fresh = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= fresh
+        nodes.extend(fresh)
+    return found
+
+
+def _take_grad(leaf: Tensor) -> Tensor | None:
+    grad, leaf.grad = leaf.grad, None
+    return grad

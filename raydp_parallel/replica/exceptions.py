@@ -1,0 +1,136 @@
+"""Exceptions and warnings across the process wall."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import cloudpickle
+from torch._utils import ExceptionWrapper
+
+from raydp_parallel.errors import ReplicaError, ReplicaExit
+from raydp_parallel.transport.messages import CaughtWarning, Failure
+
+NO_DEBUGGER = (
+    "a replica has no terminal for a debugger: Options(in_process=True) runs the module in "
+    "this process, where "
+    "breakpoint() works"
+)
+
+_registry: dict[Any, Any] = {}
+
+
+class ReplicaTraceback(Exception):
+    """The traceback of an exception in the process where it was raised; the cause of the one raised
+    here.
+    """
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def failure(error: BaseException, where: str | None) -> Failure:
+    """Take down the exception that is being handled."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return Failure(
+        kind=_pickled(type(error)),
+        name=f"{type(error).__module__}.{type(error).__qualname__}",
+        text=text,
+        where=where,
+        exception=_pickled_whole(error) if where is None else None,
+        exit=not isinstance(error, Exception),
+    )
+
+
+def reraise(found: Failure, replica: str) -> None:
+    """Raise what a replica took down: the same type, with upstream's words."""
+    if found.name == "bdb.BdbQuit":
+        raise ReplicaError(f"{replica}: {NO_DEBUGGER}.\n{found.text}")
+    if found.exit:
+        raise ReplicaExit(
+            f"the module ended with {found.name} in {replica}; its process goes on.\n{found.text}"
+        )
+    kind = _loaded(found.kind)
+    error = _loaded(found.exception)
+    if isinstance(error, BaseException):
+        raise error from ReplicaTraceback(found.text)
+    if kind is None:
+        where = found.where or f"in {replica}"
+        raise RuntimeError(f"Caught {found.name} {where}.\nOriginal {found.text}")
+    wrapper = ExceptionWrapper.__new__(ExceptionWrapper)
+    wrapper.exc_type = kind
+    wrapper.exc_msg = found.text
+    wrapper.where = found.where or f"in {replica}"
+    wrapper.reraise()
+
+
+def caught(records: Iterable[warnings.WarningMessage]) -> tuple[CaughtWarning, ...]:
+    """What was warned in a replica, ready to travel."""
+    return tuple(
+        CaughtWarning(
+            _pickled(r.category) or pickle.dumps(UserWarning), str(r.message), r.filename, r.lineno
+        )
+        for r in records
+    )
+
+
+def warn_again(found: Iterable[CaughtWarning]) -> None:
+    """Warn in the driver what replicas warned; the driver's filters decide, once per place
+    as ever.
+    """
+    for warning in found:
+        category = _loaded(warning.category) or UserWarning
+        warnings.warn_explicit(
+            warning.text, category, warning.filename, warning.lineno, registry=_registry
+        )
+
+
+def _pickled(value: Any) -> bytes | None:
+    try:
+        return cloudpickle.dumps(value)  # type: ignore[no-any-return]
+    except Exception:
+        return None
+
+
+def _pickled_whole(error: BaseException) -> bytes | None:
+    """The exception itself, in the first way in which it comes out of pickle as what went in."""
+    for form in (error, _Bare(error)):
+        data = _pickled(form)
+        again = _loaded(data)
+        if type(again) is type(error) and str(again) == str(error):
+            return data
+    return None
+
+
+class _Bare:
+    """Pickles an exception past its constructor, which may want other arguments, without what
+    cannot be pickled.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> Any:
+        state = {
+            name: value for name, value in vars(self._error).items() if _pickled(value) is not None
+        }
+        return _bare, (type(self._error), self._error.args, state)
+
+
+def _bare(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    vars(error).update(state)
+    return error
+
+
+def _loaded(data: bytes | None) -> Any:
+    if data is None:
+        return None
+    try:
+        return pickle.loads(data)
+    except Exception:
+        return None

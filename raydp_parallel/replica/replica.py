@@ -1,0 +1,511 @@
+"""One replica: models by id, graphs by key. Plain Python; the actor is a thin client around it.
+
+forward:  undo the last forward's traces, adopt what changed, run the chunk, keep its graph,
+          report what was written
+backward: differentiate a kept graph with respect to the leaves that are asked for
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from raydp_parallel import devices
+from raydp_parallel.devices import ambient_state
+from raydp_parallel.errors import GraphLost
+from raydp_parallel.monitoring.phases import IN_REPLICA, Laps, OpenSpan, unseen
+from raydp_parallel.replica import autograd_engine, exceptions, gradient_stream
+from raydp_parallel.state.held_tensors import Held
+from raydp_parallel.state.raw_access import RawAccess
+from raydp_parallel.state.replaced_memory import lasts
+from raydp_parallel.state.replica_module import ReplicaModule
+from raydp_parallel.state.versions import bump
+from raydp_parallel.transport import codec, collective
+from raydp_parallel.transport.group_messages import Reduced, SumOutcome
+from raydp_parallel.transport.links import Attachments, InlineLink
+from raydp_parallel.transport.messages import (
+    Arguments,
+    BackwardRequest,
+    Forget,
+    ForwardRequest,
+    Parcel,
+    Produced,
+    Reply,
+    WriteBack,
+)
+
+_NO_CAPTURES: contextlib.nullcontext[Any] = contextlib.nullcontext({})
+_UNWATCHED = contextlib.nullcontext()
+
+running = False
+"""Whether this process is running a replica's module just now. A wrapper inside that module then
+runs in place.
+"""
+
+
+class KeptGraph(NamedTuple):
+    """A graph that the driver may ask to differentiate.
+
+    Attributes:
+        outputs: The tensors that travelled to the driver.
+        leaves: What gradients may be asked for, by the graph that brought them in. Of a forward:
+            the model's leaves, then the inputs'. Of a derived graph: the gradients that came in,
+            and all of the graphs it is derived from.
+        partial: Whether there are leaves besides, which are not asked for.
+        replica_module: The model that it came from.
+        tensors: The model's tensors that it may have saved, by slot.
+        lasts: Whether the master gets other memory, too, if one of the model's tensors is given
+            some.
+        held: The tensors that its module holds, which need not be the model's module any more.
+    """
+
+    outputs: Sequence[Tensor]
+    leaves: Mapping[int, Sequence[Tensor]]
+    partial: bool
+    replica_module: ReplicaModule
+    lasts: Callable[[Tensor], bool]
+    tensors: Mapping[int, Tensor]
+    held: Held
+
+
+class Replica:
+    """What one device runs.
+
+    Args:
+        device: The device.
+
+    Attributes:
+        span: Opens a span for each phase of a call, where somebody wants to see them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.span: OpenSpan = unseen
+        self._laps = Laps(IN_REPLICA["forward"])
+        self._memory = devices.MemoryLook(device)
+        self._worked = devices.Stopwatch(device)
+        self._models: dict[int, ReplicaModule] = {}
+        self._graphs: dict[int, KeptGraph] = {}
+        self._kept: dict[int, Sequence[Tensor | None]] = {}
+        self._reduced: Reduced | None = None
+        self.groups = collective.Groups(device=device)
+
+    def forward(
+        self, request: ForwardRequest, attachments: Attachments, back: Attachments
+    ) -> Reply:
+        """Run one chunk."""
+        self.forget(request.forget)
+        devices.use_threads(self.device, request.threads)
+        self._laps = Laps(IN_REPLICA["forward"], self.span)
+        passed = 0
+        if request.relay is not None and request.update is not None:
+            self._laps.begin(0)
+            found = collective.pass_on(request.relay, request.update, attachments, self.groups)
+            if found is None:
+                return self._missed(request)
+            request, passed = request._replace(update=found[0]), found[1]
+        answer = self._answer(
+            request.where, back, lambda: self._forward(request, attachments, back), request
+        )
+        return answer._replace(passed=passed) if passed else answer
+
+    def _missed(self, request: ForwardRequest) -> Reply:
+        """Contents did not arrive that another replica was to pass on: nothing is done, and the
+        driver sends again.
+        """
+        assert request.relay is not None
+        for leg in request.relay.legs:
+            self.groups.leave(leg.group)
+        laps = self._laps.end()
+        return Reply(None, None, (), None, laps[-1] - laps[0], 0, 0, laps=laps, missed=True)
+
+    def backward(
+        self, request: BackwardRequest, attachments: Attachments, back: Attachments
+    ) -> Reply:
+        """Differentiate one chunk's graph."""
+        self.forget(request.forget)
+        devices.use_threads(self.device, request.threads)
+        self._laps = Laps(IN_REPLICA["backward"], self.span)
+        return self._answer(None, back, lambda: self._backward(request, attachments, back), request)
+
+    def forget(self, what: Forget | None) -> None:
+        """Free graphs and models that the driver no longer needs."""
+        if what is not None:
+            for key in what.graphs:
+                self._graphs.pop(key, None)
+                self._kept.pop(key, None)
+            gone = [self._models.pop(model, None) for model in what.models]
+            if any(model is not None for model in gone):
+                del gone
+                devices.give_back_freed(self.device)
+
+    def import_anew(self) -> None:
+        """Make all models anew, because modules were dropped that their classes came from."""
+        for replica_module in self._models.values():
+            replica_module.import_anew()
+
+    def holdings(self) -> tuple[int, int]:
+        """How many models and graphs are here."""
+        return len(self._models), len(self._graphs) + len(self._kept)
+
+    def _answer(
+        self,
+        where: str | None,
+        back: Attachments,
+        work: Callable[[], Parcel],
+        request: ForwardRequest | BackwardRequest,
+    ) -> Reply:
+        value, failure, self._reduced = None, None, None
+        process = os.getpid()
+        self._laps.begin(0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                value = work()
+            # A replica outlives whatever a module raises, SystemExit and KeyboardInterrupt too.
+            except BaseException as error:
+                if os.getpid() != process:
+                    raise  # of a child that the module forked
+                failure = exceptions.failure(error, where)
+            try:
+                written, revision = self._written(request, back)
+                self._show_the_present(request)
+            except BaseException as error:  # what a kernel ran into may be told here, too
+                failure = failure or exceptions.failure(error, where)
+                # nobody knows what is in it: the driver sends everything
+                self._models.pop(request.model, None)
+                written, revision = None, 0
+        try:
+            ago = self._worked.finish()
+        except RuntimeError as error:  # what a kernel ran into, the host hears of now
+            ago, failure = None, failure or exceptions.failure(error, where)
+        laps = self._laps.end()
+        if ago is not None:  # the host had asked for the copies behind the work, and went on
+            laps = (*laps[:3], min(max(laps[2], laps[4] - ago), laps[4]), laps[4])
+        reached = (
+            self._reached(request)
+            if isinstance(request, ForwardRequest) and request.doubtful
+            else ()
+        )
+        return Reply(
+            value,
+            written,
+            exceptions.caught(caught),
+            failure,
+            laps[-1] - laps[0],
+            revision,
+            back.size,
+            reached,
+            laps,
+            self._memory.now(),
+            self._reduced,
+        )
+
+    def _written(
+        self, request: ForwardRequest | BackwardRequest, back: Attachments
+    ) -> tuple[WriteBack | None, int]:
+        replica_module = self._mirror_of(request)
+        if replica_module is None:
+            return None, 0
+        if not request.write_back:
+            replica_module.pass_over()
+            return None, replica_module.revision
+        found = replica_module.written(self._lasts(request))
+        if found is None:
+            return None, replica_module.revision
+        packet = back.send(found.pieces, found.starts, found.size) if found.pieces else b""
+        parcel, _ = codec.encode(found.tensors, back, "state")
+        blob = found.blob._replace(packet=packet)
+        return WriteBack(
+            found.report, found.slots, blob, found.replaced, parcel
+        ), replica_module.revision
+
+    def _lasts(self, request: ForwardRequest | BackwardRequest) -> Callable[[Tensor], bool]:
+        """Which tensors of the model the master gives other memory, too, where the module did."""
+        if isinstance(request, ForwardRequest):
+            return functools.partial(lasts, alone=request.alone, detached=request.detach)
+        graphs = [self._graphs[key] for key, _ in request.outputs if key in self._graphs]
+        return graphs[0].lasts if graphs else functools.partial(lasts, alone=False, detached=False)
+
+    def _show_the_present(self, request: ForwardRequest | BackwardRequest) -> None:
+        """After a forward of the past, what its graph's backward finds is the driver's state of
+        today.
+        """
+        overlay = request.overlay if isinstance(request, ForwardRequest) else None
+        replica_module = self._models.get(request.model)
+        if replica_module is not None and overlay is not None and overlay.undone:
+            replica_module.prepare(None, Attachments(InlineLink()), True)
+
+    def _forward(
+        self, request: ForwardRequest, attachments: Attachments, back: Attachments
+    ) -> Parcel:
+        replica_module = self._replica_module(request, attachments)
+        self._laps.begin(1)
+        value, inputs = codec.decode(request.inputs, attachments, self.device)
+        args, kwargs = value if isinstance(value, Arguments) else (value, {})
+        own = [] if request.detach else replica_module.leaves()
+        leaves = (
+            [*own, *(t for t in inputs if t.requires_grad)] if request.graph is not None else []
+        )
+        devices.seed(self.device, request.seed, request.chunk)
+        captures: Any = (
+            capturing(replica_module.module, request.capture) if request.capture else _NO_CAPTURES
+        )
+        with (
+            ambient_state.enter(request.context),
+            replica_module.running(),
+            _InReplica(),
+            captures as captured,
+        ):
+            self._laps.begin(2)
+            value = replica_module.module(*args, **kwargs)
+            self._finish_work()
+        keep = request.graph is not None
+        rebound = replica_module.rebound() if request.alone else ()
+        value, root = (
+            (Produced(value, captured, rebound), "") if captured or rebound else (value, "output")
+        )
+        if request.graph_only:
+            parcel, outputs = Parcel(b"", (), b""), codec.tensors_in(value, root)
+        else:
+            parcel, outputs = codec.encode(value, back, root, requires_grad=keep)
+        if request.graph is not None and any(t.requires_grad for t in outputs):
+            stays = self._lasts(request)
+            self._graphs[request.graph] = KeptGraph(
+                outputs,
+                {request.graph: leaves},
+                request.detach,
+                replica_module,
+                stays,
+                replica_module.tensors(),
+                replica_module.held,
+            )
+        return parcel
+
+    def _reached(self, request: ForwardRequest) -> tuple[int, ...]:
+        if request.graph is None or request.graph not in self._graphs:
+            return ()
+        graph = self._graphs[request.graph]
+        used, leaves = autograd_engine.reachable(graph.outputs), graph.leaves[request.graph]
+        return tuple(i for i in request.doubtful if id(leaves[i]) in used)
+
+    def _replica_module(self, request: ForwardRequest, attachments: Attachments) -> ReplicaModule:
+        replica_module = self._models.get(request.model)
+        if replica_module is None:
+            replica_module = ReplicaModule(self.device)
+        try:
+            replica_module.prepare(request.update, attachments, bool(self._graphs))
+            if request.overlay is not None:
+                then = codec.unpack(request.overlay.tensors, attachments, self.device)
+                replica_module.overlay(request.overlay.slots, then, bool(self._graphs))
+        except BaseException:
+            # Half adopted is worse than absent: the driver sends everything with the next call.
+            self._models.pop(request.model, None)
+            raise
+        self._models[request.model] = replica_module
+        return replica_module
+
+    def _backward(
+        self, request: BackwardRequest, attachments: Attachments, back: Attachments
+    ) -> Parcel:
+        if request.kept is not None:
+            return codec.encode(tuple(self._kept.pop(request.kept)), back, "gradients")[0]
+        try:
+            return self._differentiate(request, attachments, back)
+        finally:
+            # Whatever goes wrong here, others do not wait for this replica's share: it leaves their
+            # group.
+            word = request.reduce
+            if word is not None and (
+                self._reduced is None or self._reduced.outcome is SumOutcome.FAILED
+            ):
+                self.groups.leave(word.group)
+
+    def _differentiate(
+        self, request: BackwardRequest, attachments: Attachments, back: Attachments
+    ) -> Parcel:
+        if any(key not in self._graphs for key, _ in request.outputs):
+            raise GraphLost(
+                "backward: the replica no longer holds the graph of this forward, because "
+                "its process was replaced "
+                "since; run forward again"
+            )
+        graphs = [self._graphs[key] for key, _ in request.outputs]
+        leaves = graphs[0].leaves[request.graph]
+        partial = any(graph.partial for graph in graphs)
+        if request.bumped:
+            saved = [self._saved(graph, slot) for graph in graphs for slot in request.bumped]
+            bump([tensor for tensor in saved if tensor is not None])
+        self._laps.begin(1)
+        grads = codec.unpack(request.grads, attachments, self.device)
+        outputs = [
+            self._graphs[key].outputs[i] for key, indices in request.outputs for i in indices
+        ]
+        group = self.groups.find(request.reduce.group) if request.reduce is not None else None
+        reducer = None
+        if group is not None and request.reduce is not None:
+            reducer = collective.Reducer(group, request.reduce, leaves, back)
+        early = None
+        if request.reduce is None and autograd_engine.plainly(request, partial):
+            early = gradient_stream.begin(leaves, back, self.device)
+        first = reducer or early
+        watching = first.watching() if first is not None else _UNWATCHED
+        with (
+            ambient_state.enter(request.context),
+            _InReplica(),
+            _Watching(graphs[0], request.write_back),
+            watching,
+        ):
+            self._laps.begin(2)
+            found = autograd_engine.differentiate(leaves, partial, outputs, grads, request)
+            self._finish_work()
+        if request.derived is not None:
+            brought: dict[int, Sequence[Tensor]] = {request.derived: grads}
+            for graph in graphs:
+                brought.update(graph.leaves)
+            kept = [grad for grad in found if grad is not None]
+            self._graphs[request.derived] = graphs[0]._replace(
+                outputs=kept, leaves=brought, partial=True
+            )
+        if request.reduce is not None:
+            found = self._reduce(request, reducer, found, back)
+        parcel = early.parcel(found, back) if early is not None else None
+        if parcel is not None:
+            return parcel
+        return codec.encode(
+            tuple(found), back, "gradients", requires_grad=request.derived is not None
+        )[0]
+
+    def _saved(self, graph: KeptGraph, slot: int) -> Tensor | None:
+        """What a graph may have saved of a slot whose version moved since.
+
+        A later forward that writes to a tensor leaves older graphs the one that they saved. Of
+        parameters that is an error all the same, as in one process; buffers are written by every
+        forward, and each graph keeps its own.
+        """
+        tensor = graph.tensors.get(slot)
+        return (
+            tensor if isinstance(tensor, nn.Parameter) else graph.replica_module.tensors().get(slot)
+        )
+
+    def _reduce(
+        self,
+        request: BackwardRequest,
+        reducer: collective.Reducer | None,
+        found: list[Tensor | None],
+        back: Attachments,
+    ) -> list[Tensor | None]:
+        """Sum gradients with those of other replicas; returns what the driver needs besides."""
+        word = request.reduce
+        assert word is not None
+        outcome = reducer.finish(found) if reducer is not None else SumOutcome.FAILED
+        if reducer is None or outcome is SumOutcome.FAILED:
+            self._reduced = Reduced(
+                SumOutcome.FAILED, b"", None, reducer.seconds if reducer is not None else 0.0, 0
+            )
+            return found
+        parcel = reducer.parcel() if outcome is SumOutcome.DONE else None
+        self._reduced = Reduced(outcome, reducer.marks, parcel, reducer.seconds, reducer.size)
+        self._kept[word.kept] = found
+        marks = dict(zip(word.leaves, reducer.marks, strict=True))
+        return [
+            grad if marks.get(i) in (None, collective.APART) else None
+            for i, grad in enumerate(found)
+        ]
+
+    def _finish_work(self) -> None:
+        """A GPU has only been asked so far: when it is done, its own mark tells."""
+        self._worked.mark()
+        self._laps.begin(3)
+
+    def _mirror_of(self, request: ForwardRequest | BackwardRequest) -> ReplicaModule | None:
+        """The model that a request is about. A graph keeps its own, also where the driver let go of
+        the model.
+        """
+        if isinstance(request, BackwardRequest):
+            for key, _ in request.outputs:
+                if key in self._graphs:
+                    return self._graphs[key].replica_module
+        return self._models.get(request.model)
+
+
+class _Watching(RawAccess):
+    """Note what is written to by what a checkpoint runs again; in most backwards nothing is.
+
+    It finds what upstream's would: that of chunk 0 the state of today, for it holds the master's
+    own buffers, that of another chunk what its forward left.
+
+    Args:
+        graph: What is differentiated.
+        first: Whether it is chunk 0's.
+    """
+
+    def __init__(self, graph: KeptGraph, first: bool) -> None:
+        self._graph, self._first = graph, first
+        self._ran = False
+
+    def __enter__(self) -> set[int]:
+        replica_module = self._graph.replica_module
+        if self._graph.held is not replica_module.held or not replica_module.held.holds(
+            self._graph.tensors
+        ):
+            self._graph.held.replace(self._found())
+        replica_module.settle()
+        self._hook = register_module_forward_pre_hook(self._before_module)
+        return super().__enter__()
+
+    def _before_module(self, _module: nn.Module, _args: Any) -> None:
+        self._ran = True
+
+    def _found(self) -> dict[int, Tensor]:
+        graph, now = self._graph, self._graph.replica_module.tensors() if self._first else {}
+        # A leaf stays the one that gradients are asked for of.
+        lasting = {slot: t for slot, t in now.items() if graph.lasts(t) and not t.requires_grad}
+        return {**graph.tensors, **lasting}
+
+    def __exit__(self, *error: object) -> None:
+        touched, replica_module = self.touched, self._graph.replica_module
+        super().__exit__(*error)
+        self._hook.remove()
+        if self._ran or replica_module.stirred(touched):
+            replica_module.note(touched)
+        replica_module.hold_own()
+
+
+class _InReplica:
+    def __enter__(self) -> None:
+        global running
+        self._before, running = running, True
+
+    def __exit__(self, *_: object) -> None:
+        global running
+        running = self._before
+
+
+@contextlib.contextmanager
+def capturing(module: nn.Module, names: Sequence[str]) -> Iterator[dict[str, list[Any]]]:
+    """Keep what some submodules give while the block runs, in lists by name."""
+    captured: dict[str, list[Any]] = {name: [] for name in names}
+    hooks = [
+        module.get_submodule(name).register_forward_hook(_keeper(captured[name])) for name in names
+    ]
+    try:
+        yield captured
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _keeper(kept: list[Any]) -> Callable[[nn.Module, Any, Any], None]:
+    def keep(_module: nn.Module, _args: Any, output: Any) -> None:
+        kept.append(output)
+
+    return keep

@@ -1,0 +1,576 @@
+"""The contents of a module's tensors: which blocks changed since when, and where their bytes lie as
+they were sent.
+
+The bytes that were sent stay in reach as long as they are current. They serve replicas that start
+later, and they are what `differing` compares with, at memory speed, to find edits that moved no
+version.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from raydp_parallel import devices
+from raydp_parallel.devices.ranges import Attachment, MemoryRange, aligned, paged
+from raydp_parallel.devices.specs import TensorSpec
+from raydp_parallel.state import block_layout
+from raydp_parallel.state.flat_layout import PLAIN, SMALL, UNNAMED, copy
+from raydp_parallel.state.shareable import Homes, Lookers
+from raydp_parallel.state.tensor_rows import Rows, Spare, Told
+from raydp_parallel.state.versions import Look, bump, geometry, look, pointers, unlike, versions
+from raydp_parallel.transport import codec, cuda_ipc
+from raydp_parallel.transport.links import Attachments, Link
+from raydp_parallel.transport.messages import Blob, SlotSpec, WriteBack
+
+CPU = torch.device("cpu")
+_device = attrgetter("device")
+
+_AT_ONCE = 64
+"""Blocks that are brought to a GPU together to be compared."""
+
+
+class _Place(NamedTuple):
+    """Where a block's bytes lie, as they were sent."""
+
+    packet: Attachment
+    packet_size: int
+    offset: int
+    size: int
+
+
+def _stragglers(places: dict[int, _Place]) -> list[int]:
+    """Blocks that alone keep a mostly outdated packet alive; they move to a packet of their own,
+    once.
+    """
+    live: dict[int, list[int]] = defaultdict(list)
+    for block, place in places.items():
+        if not isinstance(place.packet, bytes):
+            live[id(place.packet)].append(block)
+    groups = [
+        g for g in live.values() if 2 * sum(places[b].size for b in g) < places[g[0]].packet_size
+    ]
+    return [block for group in groups for block in group]
+
+
+_NOTHING = block_layout.BlockLayout({}, {}, {})
+
+
+class BlockContents:
+    """The plain tensors of one module, by slot.
+
+    Args:
+        link: What the bytes travel by.
+
+    Attributes:
+        layout: The blocks that they lie in.
+        slots: Their slots.
+        tensors: The tensors, in the order of the slots.
+        seen: What there was to see of them when it was last taken up.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.layout = _NOTHING
+        self.slots: list[int] = []
+        self.tensors: dict[int, Tensor] = {}
+        self._row: list[Tensor] = []
+        self.seen = Look([], [], [])
+        self._places: dict[int, _Place] = {}
+        self._block_at: dict[int, int] = {}
+        self._version_at: dict[int, int] = {}
+        self._flag_at: dict[int, int] = {}
+        self._stale: set[int] = set()
+        self._exposed: set[int] = set()
+        self._homes = Homes()
+        self._prints = devices.prints({})
+        self._unprinted: set[int] = set()
+        self._told: Spare[Told] = Spare()
+        self._rest: Rows | None = None
+        self._small: set[int] = set()
+        self._geometry: list[Any] = []
+        self._as_sent: tuple[list[_Place | None], Told | None] = [], None
+        self._kept: tuple[int, set[int]] = UNNAMED, set()
+
+    def news(self) -> Look | None:
+        """What there is to see now, if anything moved that is cheap to see."""
+        now = self.look()
+        return now if now != self.seen or self._stale or self._withdrawn() else None
+
+    def write_back(
+        self, written: WriteBack, attachments: Attachments
+    ) -> Callable[[], dict[int, Tensor]]:
+        """Take over, in place, what a replica wrote.
+
+        Returns:
+            What gives the contents that were there before.
+        """
+        blob, moved, replaced = written.blob, dict(written.slots), {*written.replaced}
+        source = attachments.open(blob.packet)
+        places = dict(zip(blob.blocks, zip(blob.offsets, blob.sizes, strict=True), strict=True))
+        told = self._run_of([block for block in blob.blocks if block in self._small])
+        rows = told.rows if told is not None else None
+        before: Callable[[], dict[int, Tensor]] = dict
+        news: dict[int, Tensor] = {}
+        if rows is not None:
+            rows.take(self.tensors)
+            before = rows.kept()
+            rows.flat.load(rows.flat.blocks, [places[b][0] for b in rows.flat.blocks], source)
+            news = dict(zip(rows.slots, rows.views, strict=True))
+        together = frozenset(news)
+        for block in places.keys() - {*(rows.flat.blocks if rows is not None else ())}:
+            news.update(self._shown(block, source.part(*places[block])))
+        alone = {s: self.tensors[s].detach().clone() for s in moved if s not in together}
+        chosen = [slot for slot in news if slot in moved and slot not in replaced]
+        # An edit that moves no version there moves none here; batch norm's running means are such.
+        targets = [
+            target if moved[slot] and not target.is_inference() else target.data
+            for slot, target in zip(chosen, map(self.tensors.__getitem__, chosen), strict=True)
+        ]
+        copy(targets, [news[slot] for slot in chosen])
+        self._replace(written, attachments)
+        stale = {self.layout.specs[slot].block for slot in moved}.union(
+            rows.flat.blocks if rows else ()
+        )
+        stale -= self._exposed
+        self._homes.written(stale)
+        self._stale |= stale
+        if told is not None and stale.issuperset(told.rows.flat.blocks) and not replaced:
+            told.report = written.report
+            self._told.keep(told)
+        return lambda: {**{s: t for s, t in before().items() if s in moved}, **alone}
+
+    def _run_of(self, blocks: Sequence[int]) -> Told | None:
+        """A run for some small blocks: the one of the last report, if it was of the same ones."""
+        if not blocks:
+            return None
+        told, device = self._told.take(), self._device_of(blocks[0])
+        if told is not None and told.rows.fit(tuple(blocks), self.layout, device):
+            return told
+        return Told(Rows(tuple(blocks), self.layout, device))
+
+    def _device_of(self, block: int) -> torch.device:
+        return self.tensors[self.layout.members[block][0]].device
+
+    def _shown(self, block: int, source: MemoryRange) -> dict[int, Tensor]:
+        """What the slots of a block show in bytes that were sent of it."""
+        slots = self.layout.members[block]
+        specs = [self.layout.specs[slot] for slot in slots]
+        kinds = [codec.DTYPES[spec.tensor.dtype] for spec in specs]
+        placed = [
+            spec.tensor._replace(offset=spec.offset * kind.itemsize)
+            for spec, kind in zip(specs, kinds, strict=True)
+        ]
+        found = devices.windows(source, placed, kinds, self._device_of(block))
+        return dict(zip(slots, found, strict=True))
+
+    def _replace(self, written: WriteBack, attachments: Attachments) -> None:
+        """Give tensors other memory, where those of the replica have."""
+        if not written.replaced:
+            return
+        moved, device = dict(written.slots), self.tensors[written.replaced[0]].device
+        news = codec.unpack(written.tensors, attachments, device)
+        for slot, new in zip(written.replaced, news, strict=True):
+            self.tensors[slot].data = new.clone()
+            if moved[slot]:
+                bump([self.tensors[slot]])
+
+    def _withdrawn(self) -> bool:
+        """Whether some replica cannot see what was exposed, and needs copies."""
+        return bool(self._exposed) and not self._link.exposes
+
+    def versions(self) -> list[int]:
+        """The version of every tensor, now."""
+        return versions(self._row)
+
+    def take_versions(self, now: Look, revision: int) -> tuple[int, ...] | None:
+        """Take up that versions moved, where replicas see everything and there is no other news;
+        whose did.
+
+        That is what an optimizer's step leaves, where memory is shared. None if there is more to be
+        taken up.
+        """
+        then, sees_all = self.seen, len(self._exposed) == len(self.layout.sizes)
+        if not sees_all or self._stale or not self._link.exposes or now[1:] != then[1:]:
+            return None
+        written = [
+            s
+            for s, old, new in zip(self.slots, then.versions, now.versions, strict=True)
+            if old != new
+        ]
+        self._version_at.update(dict.fromkeys(written, revision))
+        self.seen = now
+        return tuple(written)
+
+    def take(self, now: Look, revision: int) -> bool:
+        """Take up what moved. False if a tensor no longer lies as the layout says: then only
+        `adopt` helps.
+        """
+        then = self.seen
+        elsewhere: list[int] = []
+        if now.pointers != then.pointers:
+            elsewhere = unlike(then.pointers, now.pointers)
+            # `verify` looks at all of them, while the replicas work
+            slots = [self.slots[i] for i in elsewhere]
+            if not self.fits(elsewhere) or not block_layout.lie_as(
+                self.layout, self.tensors, slots
+            ):
+                return False
+        written = unlike(then.versions, now.versions)
+        self._note(now, written, revision)
+        stale, specs, exposed = self._withdraw(), self.layout.specs, self._exposed
+        moved = stale | {
+            block for i in written if (block := specs[self.slots[i]].block) not in exposed
+        }
+        for i in elsewhere:
+            block = specs[self.slots[i]].block
+            if block not in exposed or not self._in_sight(block):
+                moved.add(block)
+        if moved:
+            self.send([block for block in self.layout.sizes if block in moved], revision, stale)
+        return True
+
+    def _withdraw(self) -> set[int]:
+        """The blocks that have to be sent whatever their versions say."""
+        stale, self._stale = self._stale, set()
+        if self._withdrawn():
+            stale |= self._exposed
+            self._exposed = set()
+        return stale
+
+    def _in_sight(self, block: int) -> bool:
+        """Whether replicas still see the memory of an exposed block, which moved."""
+        place, first = self._places[block], self.tensors[self.layout.members[block][0]]
+        return (
+            place.packet.storage._cdata == first.untyped_storage()._cdata
+            and place.offset == self._start(block)
+        )
+
+    def _start(self, block: int) -> int:
+        return block_layout.start([self.tensors[slot] for slot in self.layout.members[block]])
+
+    def adopt(self, tensors: dict[int, Tensor], revision: int) -> None:
+        """Take up a new set of tensors. Blocks that lie as they did, unmoved, keep their places."""
+        stale = self._withdraw()
+        before = dict(zip(self.slots, zip(*self.seen, strict=True), strict=True))
+        layout, old = block_layout.lay_out(tensors), self.layout
+        self.layout, self.tensors = layout, dict(sorted(tensors.items()))
+        self.slots, self._row = [*self.tensors], [*self.tensors.values()]
+        self._geometry, kinds = [], layout.specs
+        self._small = {
+            b for b, n in layout.sizes.items() if n <= SMALL and kinds[b].tensor.dtype in PLAIN
+        }
+        now = self.look()
+        after = dict(zip(self.slots, zip(*now, strict=True), strict=True))
+        kept = {
+            block
+            for block, members in layout.members.items()
+            if block in self._places
+            and block not in stale
+            and old.members.get(block) == members
+            and all(
+                block_layout.alike(old.specs[s], layout.specs[s]) and before[s][:2] == after[s][:2]
+                for s in members
+            )
+        }
+        for slot in self.slots:
+            if slot in before and before[slot][0] != after[slot][0]:
+                self._version_at[slot] = revision
+        self.seen = now
+        self._places = {block: place for block, place in self._places.items() if block in kept}
+        self._block_at = {block: at for block, at in self._block_at.items() if block in kept}
+        self._exposed &= kept
+        self.send([block for block in layout.sizes if block not in kept], revision, stale)
+
+    def fits(self, rows: Iterable[int] | None = None) -> bool:
+        """Whether tensors, by default all, still have the sizes and strides that the layout
+        says.
+        """
+        seen = geometry(self._row) if rows is None else []
+        if seen and seen == self._geometry:
+            return True
+        chosen = range(len(self._row)) if rows is None else rows
+        fit = False not in [
+            _fits(self._row[i], self.layout.specs[self.slots[i]].tensor) for i in chosen
+        ]
+        self._geometry = seen if fit else []
+        return fit
+
+    def differing(self, revision: int) -> list[int]:
+        """The blocks whose contents are not what was sent up to ``revision``, though no version
+        tells.
+        """
+        return self._unlike(
+            [b for b, at in self._block_at.items() if at <= revision and b not in self._exposed]
+        )
+
+    def edited(self, besides: set[int]) -> list[int]:
+        """The blocks, ``besides`` some, that are not what was sent last, though no version
+        tells.
+        """
+        besides = besides | self._stale | self._exposed
+        return self._unlike([block for block in self._places if block not in besides])
+
+    def _unlike(self, chosen: list[int]) -> list[int]:
+        """Those of some blocks that are not what was sent. On a GPU fingerprints are compared, not
+        bytes.
+        """
+        if not chosen:
+            return []
+        self._print([block for block in chosen if block in self._unprinted])
+        together = [b for b in chosen if b in self._small] if not self._prints.keys else []
+        if len(together) > 1 and {*map(_device, self._row)} == {CPU}:
+            found = {*self._unlike_together(together)}
+            apart = [block for block in chosen if block not in self._small]
+            found.update(_unlike(apart, self._prints, self._read, self._sent))
+            return [block for block in chosen if block in found]
+        return _unlike(chosen, self._prints.of(chosen), self._read, self._sent)
+
+    def _unlike_together(self, chosen: list[int]) -> list[int]:
+        """Those of some small blocks that are not what was sent: all are read and compared
+        at once.
+        """
+        (places, told), now = self._as_sent, [*map(self._places.get, chosen)]
+        if told is None or places != now or not told.rows.fit(tuple(chosen), self.layout, CPU):
+            told = Told(Rows(tuple(chosen), self.layout, CPU))
+            for block, run in zip(chosen, told.rows.flat.runs, strict=True):
+                devices.load(run, self._sent(block))
+            self._as_sent = now, told
+        told.now.take(self.tensors)
+        return told.now.flat.compare(told.rows.flat)()
+
+    def _print(self, chosen: Sequence[int]) -> None:
+        """Make the fingerprints of blocks as they were sent by the host, now that somebody asks.
+
+        Where training changes all weights with each step nobody ever does.
+        """
+        for start in range(0, len(chosen), _AT_ONCE):
+            some = chosen[start : start + _AT_ONCE]
+            sent = {
+                b: devices.upload(self._sent(b), self.tensors[self.layout.members[b][0]].device)
+                for b in some
+            }
+            newer = devices.prints({block: devices.piece(tensor) for block, tensor in sent.items()})
+            self._prints = self._prints.joined(newer)
+        self._unprinted.difference_update(chosen)
+
+    def send(self, chosen: list[int], revision: int, written: Collection[int] = ()) -> None:
+        """Put the contents of some blocks where replicas get them, which wrote to some of them."""
+        self._exposed -= {*chosen}
+        if self._link.exposes and chosen:
+            small = {block for block in written if self.layout.sizes.get(block, 0) <= SMALL}
+            self._expose([block for block in chosen if block not in small], revision)
+            chosen = [block for block in chosen if block not in self._exposed]
+        self._pack(chosen, revision)
+        packed = {
+            block: place for block, place in self._places.items() if block not in self._exposed
+        }
+        self._pack(sorted({*_stragglers(packed)} - {*chosen}), revision)
+
+    def specs(self) -> dict[int, SlotSpec]:
+        """The specs of all slots, with today's flags."""
+        flags = zip(self.slots, self.seen.flags, strict=True)
+        specs = self.layout.specs
+        return {
+            s: specs[s]._replace(tensor=specs[s].tensor._replace(requires_grad=flag))
+            for s, flag in flags
+        }
+
+    def flags_since(self, held: int) -> tuple[tuple[int, bool], ...]:
+        """The slots whose ``requires_grad`` changed after revision ``held``."""
+        known, flags = self._flag_at, zip(self.slots, self.seen.flags, strict=True)
+        return (
+            tuple([(slot, flag) for slot, flag in flags if known.get(slot, 0) > held])
+            if known
+            else ()
+        )
+
+    def moved_since(self, held: int) -> tuple[int, ...]:
+        """The slots whose version moved after revision ``held``."""
+        return tuple(
+            [slot for slot, at in self._version_at.items() if at > held and slot in self.tensors]
+        )
+
+    def moved_from(self, slots: list[int], then: list[int], held: int) -> tuple[int, ...]:
+        """The slots whose version is not what it was ``then``, and was not when revision ``held``
+        was taken either.
+
+        Of those ``slots`` that there were then, in their order: the structure may be another now.
+        """
+        now = self.versions()
+        if slots is not self.slots:
+            before = dict(zip(slots, then, strict=True))
+            then = [
+                before.get(slot, version) for slot, version in zip(self.slots, now, strict=True)
+            ]
+        if now == then:
+            return ()
+        rows = zip(self.slots, then, now, self.seen.versions, strict=True)
+        told = {slot for slot in self.slots if self._version_at.get(slot, 0) <= held}
+        return tuple(
+            s for s, old, new, seen in rows if old != new and (new != seen or s not in told)
+        )
+
+    def kept_since(self, held: int) -> tuple[int, tuple[int, ...]]:
+        """A report, and the blocks that changed after revision ``held`` and are as it said."""
+        report, kept = self._kept
+        return report, tuple([b for b, at in self._block_at.items() if b in kept and at > held])
+
+    def blobs_since(self, held: int, attachments: Attachments) -> tuple[Blob, ...]:
+        """The contents that changed after revision ``held``."""
+        groups: dict[int, list[int]] = defaultdict(list)
+        for block in [block for block, at in self._block_at.items() if at > held]:
+            groups[id(self._places[block].packet)].append(block)
+        return (
+            tuple([self._blob(group, attachments) for group in groups.values()]) if groups else ()
+        )
+
+    def sent(self, blobs: Iterable[Blob]) -> int:
+        """The bytes of contents that travel with some blobs; what is exposed lies where it lay."""
+        sizes = (zip(blob.blocks, blob.sizes, strict=True) for blob in blobs)
+        return sum(
+            size
+            for block, size in itertools.chain.from_iterable(sizes)
+            if block not in self._exposed
+        )
+
+    def _blob(self, group: list[int], attachments: Attachments) -> Blob:
+        places = [self._places[block] for block in group]
+        offsets, sizes = tuple(p.offset for p in places), tuple(p.size for p in places)
+        return Blob(tuple(group), offsets, sizes, attachments.place(places[0].packet))
+
+    def look(self) -> Look:
+        """What there is to see now."""
+        return look(self._row)
+
+    def _note(self, now: Look, written: list[int], revision: int) -> None:
+        if now.flags != self.seen.flags:
+            flags = zip(self.slots, now.flags, self.seen.flags, strict=True)
+            self._flag_at.update({slot: revision for slot, flag, before in flags if flag != before})
+        self._version_at.update(dict.fromkeys([self.slots[i] for i in written], revision))
+        self.seen = now
+
+    def _expose(self, chosen: list[int], revision: int) -> None:
+        """Let replicas see the blocks themselves, where that can be."""
+        everybody, nobody = Lookers(self._row), Lookers(())
+        for block in chosen:
+            first = self.tensors[self.layout.members[block][0]]
+            if not devices.is_cpu(first.device):
+                # no CPU replica sees a GPU's memory, of which torch says that it is shared
+                continue
+            if len(self.layout.members[block]) == 1 and block_layout.is_loose(first):
+                continue  # it travels as a compact copy
+            storage = first.untyped_storage()
+            lookers = everybody if self._homes.settled(block, storage, revision) else nobody
+            packet = self._link.expose(
+                storage, partial(lookers.of, storage), self._homes.often(block)
+            )
+            if packet is not None:
+                self._places[block] = _Place(
+                    packet, 0, self._start(block), self.layout.sizes[block]
+                )
+                self._block_at[block] = revision
+                self._exposed.add(block)
+        if everybody.asked:  # some may have moved
+            self.seen = self.seen._replace(pointers=pointers(self._row))
+
+    def _pack(self, chosen: list[int], revision: int) -> None:
+        if not chosen:
+            return
+        pieces: list[MemoryRange] = []
+        offsets: list[int] = []
+        found: dict[int, tuple[int, int]] = {}
+        end = 0
+        for rows in self._in_runs(chosen):
+            flat = rows.flat
+            pieces.append(flat.piece())
+            offsets.append(end)
+            places = zip(flat.blocks, flat.offsets, flat.sizes, strict=True)
+            found.update((block, (end + offset, size)) for block, offset, size in places)
+            end += len(flat.bytes)
+        for block in chosen:
+            if block not in found:
+                piece = self._read(block)
+                offsets.append(paged(end, piece.size))
+                found[block] = offsets[-1], piece.size
+                pieces.append(piece)
+                end = offsets[-1] + aligned(piece.size)
+        packet = self._link.send(pieces, offsets, end)
+        self._prints = self._prints.without(chosen)
+        self._unprinted.difference_update(chosen)
+        far = not all(map(devices.is_cpu, {*map(_device, self._row)}))
+        if far and not cuda_ipc.lies_on_a_gpu(packet):  # there it is compared with itself
+            self._unprinted.update(b for b in chosen if not devices.is_cpu(self._device_of(b)))
+        self._places.update((block, _Place(packet, end, *found[block])) for block in chosen)
+        self._block_at.update(dict.fromkeys(chosen, revision))
+
+    def _in_runs(self, chosen: Sequence[int]) -> list[Rows]:
+        """The small ones of some blocks as they are now, those together that were reported so."""
+        device = self._device_of(chosen[0])
+        small = [block for block in chosen if block in self._small]
+        if {*map(_device, self._row)} != {device}:
+            small = [block for block in small if self._device_of(block) == device]
+        told, found = self._told.take(), []
+        self._kept = self._kept[0], self._kept[1].difference(chosen)
+        if told is not None and told.rows.fit(told.rows.flat.blocks, self.layout, device):
+            reported = {*told.rows.flat.blocks}
+            if reported <= {*small}:
+                found.append(self._as_told(told))
+                small = [block for block in small if block not in reported]
+            self._told.keep(told)
+        if len(small) > 1:
+            if self._rest is None or not self._rest.fit(tuple(small), self.layout, device):
+                self._rest = Rows(tuple(small), self.layout, device)
+            self._rest.take(self.tensors)
+            found.append(self._rest)
+        return found
+
+    def _as_told(self, told: Told) -> Rows:
+        """Blocks that a replica reported, as they are now; notes which are as that said."""
+        told.now.take(self.tensors)
+        if devices.is_cpu(told.now.flat.bytes.device):  # a GPU would have to be waited for
+            unlike = {*told.now.flat.compare(told.rows.flat)()}
+            self._kept = told.report, {b for b in told.rows.flat.blocks if b not in unlike}
+        return told.now
+
+    def _read(self, block: int) -> MemoryRange:
+        return block_layout.read([self.tensors[slot] for slot in self.layout.members[block]])
+
+    def _sent(self, block: int) -> MemoryRange:
+        place = self._places[block]
+        whole = self._link.open(place.packet)
+        return whole.part(place.offset, place.size)
+
+
+def _unlike(
+    chosen: list[int],
+    printed: devices.Prints,
+    read: Callable[[int], MemoryRange],
+    sent: Callable[[int], MemoryRange],
+) -> list[int]:
+    if not printed.keys:
+        same = devices.compare([(read(block), sent(block)) for block in chosen])()
+        return [block for block, alike in zip(chosen, same, strict=True) if not alike]
+    marked = {*printed.keys}
+    now = devices.prints({block: read(block) for block in dict.fromkeys(printed.keys)})
+    unlike = {*printed.unlike(now)}
+    plain = [block for block in chosen if block not in marked]
+    same = devices.compare([(read(block), sent(block)) for block in plain])()
+    unlike.update(block for block, alike in zip(plain, same, strict=True) if not alike)
+    return [block for block in chosen if block in unlike]
+
+
+def _fits(tensor: Tensor, spec: TensorSpec) -> bool:
+    return (
+        tensor.shape == spec.shape
+        and codec.DTYPE_NAMES[tensor.dtype] == spec.dtype
+        and (tensor.stride() == spec.stride or block_layout.is_loose(tensor))
+        and block_layout.is_plain(tensor)
+    )

@@ -1,0 +1,124 @@
+"""A replica's small blocks that kernels write to without telling, such as batch norm's running
+means.
+
+[Note: what was reported is there]
+After each forward they are copied into one run of bytes and compared with another. What the forward
+changed is reported, and the driver writes it to the master copy. With its next update the driver
+sends it to all replicas, and says which blocks are as which report left them. The replica that made
+the report holds them already.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from raydp_parallel import devices
+from raydp_parallel.devices.ranges import MemoryRange
+from raydp_parallel.state.flat_layout import SMALL, UNNAMED, Flat, copy
+from raydp_parallel.state.replica_memory import BlockMemory, BlockSource, CopiedMemory
+
+
+class Buffers:
+    """The blocks, in runs of bytes: the driver's, as they were reported, and as a forward left
+    them.
+
+    Args:
+        memory: The memory of all blocks of the model.
+        blocks: Those that are written to without telling.
+        device: Where they lie.
+
+    Attributes:
+        blocks: Which they are: what is large, or a window, is handled by itself.
+    """
+
+    def __init__(
+        self, memory: Mapping[int, BlockMemory], blocks: Iterable[int], device: torch.device
+    ) -> None:
+        self._memory = memory
+        chosen = {b: found for b in blocks if isinstance(found := memory[b], CopiedMemory)}
+        sizes = {
+            b: len(found.tensor) for b, found in chosen.items() if 0 < len(found.tensor) <= SMALL
+        }
+        self._driver = Flat(sizes, device)
+        self._told, self._now = self._driver.like(), self._driver.like()
+        self.blocks = frozenset(sizes)
+        self._answer: Callable[[], list[int]] = list
+        self._report = UNNAMED
+        for block, run in zip(self._driver.blocks, self._driver.runs, strict=True):
+            devices.load(run, chosen[block].driver())
+            chosen[block].lie(devices.piece(run))
+        self._told.bytes.copy_(self._driver.bytes)
+
+    def look(self) -> None:
+        """Begin to find what was written to."""
+        if self.blocks:
+            copy(self._now.runs, [self._memory[block].tensor for block in self._now.blocks])
+            self._answer = self._now.compare(self._told)
+
+    def hear(self) -> set[int]:
+        """The blocks that are not as they were reported last, or as the driver has them if they
+        never were.
+        """
+        found, self._answer = self._answer(), list
+        return {*found}
+
+    def together(self, changed: Sequence[int]) -> Sequence[int]:
+        """What is reported if some blocks changed: all of them if most did, so that the next report
+        is alike.
+        """
+        return self._now.blocks if 2 * len(changed) > len(self._now.blocks) else changed
+
+    def report(self, changed: Sequence[int]) -> int:
+        """Take some blocks for reported, as they were looked at last; returns the report's
+        number.
+        """
+        self._report = secrets.randbits(62) + 1
+        self._told.load(changed, self._places(changed), self._now.piece())
+        return self._report
+
+    def packed(
+        self, changed: Sequence[int]
+    ) -> tuple[Sequence[int], list[tuple[MemoryRange, int]], int]:
+        """Some blocks, as they were looked at last, for a packet. See `Flat.packed`."""
+        return self._now.packed(changed)
+
+    def keep(self, report: int, kept: Sequence[int]) -> set[int]:
+        """Take those blocks for the driver's that it has as ``report`` said; which they are, none
+        if it was another.
+        """
+        if report != self._report or report == UNNAMED:
+            return set()
+        found = [block for block in kept if block in self.blocks]
+        self._driver.load(found, self._places(found), self._told.piece())
+        return {*found}
+
+    def forget_report(self) -> None:
+        """What was reported last is not what is there."""
+        self._report = UNNAMED
+
+    def settle(self) -> None:
+        """All blocks are as the driver has them."""
+        self._told.bytes.copy_(self._driver.bytes)
+        self._answer, self._report = list, UNNAMED
+
+    def adopt(self, sources: Mapping[int, BlockSource]) -> None:
+        """Take over new bytes of the driver's for some blocks."""
+        packets: dict[int, list[int]] = {}
+        for block, source in sources.items():
+            packets.setdefault(id(source.packet), []).append(block)
+        for chosen in packets.values():
+            offsets = [sources[block].offset for block in chosen]
+            self._driver.load(chosen, offsets, sources[chosen[0]].whole())
+        rows = self._driver.rows([*sources])
+        copy(
+            [self._memory[block].tensor for block in sources],
+            [self._driver.runs[row] for row in rows],
+        )
+
+    def _places(self, chosen: Sequence[int]) -> Sequence[int]:
+        if tuple(chosen) == self._driver.blocks:
+            return self._driver.offsets
+        return [self._driver.offsets[row] for row in self._driver.rows(chosen)]

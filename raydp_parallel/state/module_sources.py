@@ -1,0 +1,353 @@
+"""Which source the modules of a process were made of: replicas run the driver's, and no other of
+the same name.
+
+A class travels by the name of its module, and one name may mean two files: `python exp/train.py`
+imports `exp/nets.py`, and Ray gives its workers the working folder before the script's; a file is
+edited while training runs, and the replica that takes the place of a dead one imports the new text;
+a module is reloaded in a notebook. So the driver says, with each structure, where it searches and
+what it found: the file of each module that it has loaded and a digest of the text. A replica
+searches in that order, and looks at each of these modules before it runs it, and at those that it
+has already. One that differs is never run: `SourceMismatch` names it, the driver sends its own
+files (see ``code_shipping``), and the call runs again.
+
+Compared are the modules of the user's own (not installed ones), and the installed ones that define
+a class of the model. Modules of the package itself, torch and extension modules are not: the first
+two are compared by version.
+
+Known limit: the text is read when a module is first sent, not when it was imported. A file that was
+changed in between is noticed if its functions are not those that run here; then the module's
+classes and functions are sent as what they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.machinery
+import logging
+import os
+import site
+import sys
+import sysconfig
+import time
+import types
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+from raydp_parallel.errors import SourceMismatch
+from raydp_parallel.transport.module_origins import ModuleSource, Origins
+
+log = logging.getLogger("raydp_parallel")
+
+PROCESS = uuid.uuid4().hex
+"""Names this process, for good."""
+
+_BEGUN = time.time()
+_SUFFIXES = (*importlib.machinery.SOURCE_SUFFIXES, *importlib.machinery.BYTECODE_SUFFIXES)
+_BY_VERSION = ("raydp_parallel", "torch", "ray", "numpy", "cloudpickle")
+
+
+NOWHERE = Origins("", (), (), {})
+"""Of no module."""
+
+
+class _Known(NamedTuple):
+    """What was found out about a module; a module that is loaded again has another spec."""
+
+    spec: Any
+    source: ModuleSource | None
+    data: bytes
+
+
+_known: dict[str, _Known] = {}
+
+
+def _homes() -> tuple[str, ...]:
+    """The folders of Python and of what is installed."""
+    paths = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    paths += [*site.getsitepackages(), site.getusersitepackages()]
+    return tuple({folder for path in paths if path for folder in (path, os.path.realpath(path))})
+
+
+_HOMES = _homes()
+
+
+def is_installed(path: str) -> bool:
+    """Whether a file or a folder is Python's own, or belongs to an installed package."""
+    parts = path.split(os.sep)
+    if "site-packages" in parts or "dist-packages" in parts:
+        return True
+    return any(path == home or path.startswith(home + os.sep) for home in _HOMES)
+
+
+def spec_of(name: str) -> Any:
+    """The spec by which a module was loaded, None if it is not, or has none. Nothing is loaded by
+    asking.
+    """
+    try:
+        return object.__getattribute__(sys.modules[name], "__dict__").get("__spec__")
+    except (KeyError, AttributeError):
+        return None
+
+
+@functools.cache
+def versions() -> tuple[tuple[str, str], ...]:
+    """What has to be the same in the driver and its replicas: this package with its sources, torch
+    and NumPy.
+    """
+    folder = Path(__file__).parents[1]
+    text = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        text.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    own = f"{sys.modules[folder.name].__version__} ({text.hexdigest()[:8]})"
+    return (folder.name, own), *(
+        (name, str(sys.modules[name].__version__)) for name in ("torch", "numpy")
+    )
+
+
+def specs(names: Iterable[str]) -> list[Any]:
+    """What tells, by identity, whether some modules are those of before."""
+    return [spec_of(name) for name in names]
+
+
+def texts(package: str) -> dict[str, bytes]:
+    """The texts of what is loaded of a package, by file, as they were when they were first looked
+    at.
+    """
+    names = [name for name in sys.modules if name.partition(".")[0] == package]
+    found = [known for name in names if (known := _look(name)) is not None]
+    return {
+        known.source.file: known.data for known in found if known.source is not None and known.data
+    }
+
+
+def source_of(name: str) -> ModuleSource | None:
+    """What a loaded module was made of; None if it has no file of its own."""
+    known = _look(name)
+    return known.source if known is not None else None
+
+
+def _look(name: str) -> _Known | None:
+    spec = spec_of(name)
+    if spec is None:
+        return None
+    known = _known.get(name)
+    if known is None or known.spec is not spec:
+        known = _known[name] = _read(spec)
+    return known
+
+
+def _read(spec: Any) -> _Known:
+    file = spec.origin
+    if not spec.has_location or not isinstance(file, str) or not file.endswith(_SUFFIXES):
+        return _Known(spec, None, b"")
+    try:
+        data = spec.loader.get_data(file)
+    except (OSError, AttributeError):
+        return _Known(spec, ModuleSource(file, ""), b"")
+    return _Known(spec, ModuleSource(file, hashlib.sha256(data).hexdigest()[:32]), data)
+
+
+# The driver.
+
+
+def origins(kinds: Sequence[type]) -> Origins:
+    """What replicas have to know of this process's modules.
+
+    Args:
+        kinds: The classes of a model that replicas import.
+    """
+    used = {kind.__module__ for kind in kinds}
+    sources = {}
+    for name in [*sys.modules]:
+        spec = spec_of(name)
+        file = getattr(spec, "origin", None)
+        if (
+            not isinstance(file, str)
+            or name.startswith("__")
+            or name.partition(".")[0] in _BY_VERSION
+        ):
+            continue
+        if name in used or not is_installed(file):
+            found = _checked(name)
+            if found is not None:
+                sources[name] = found
+    paths = tuple(
+        dict.fromkeys(os.path.abspath(path) for path in sys.path if isinstance(path, str))
+    )
+    return Origins(PROCESS, paths, tuple(filter(is_installed, paths)), sources)
+
+
+def _checked(name: str) -> ModuleSource | None:
+    """A module's source, if its file still has the text of what runs here; else the module travels
+    as what it is.
+    """
+    known = _known.get(name)
+    is_new = known is None or known.spec is not spec_of(name)
+    known = _look(name)
+    if known is None or not is_new:
+        return known.source if known is not None else None
+    module = sys.modules[name]
+    if name in cloudpickle.list_registry_pickle_by_value() and name in _by_value:
+        cloudpickle.unregister_pickle_by_value(module)
+        _by_value.discard(name)
+    if known.source is not None and _is_outdated(module, known):
+        log.warning(
+            "%s was changed after it was imported: what was imported is sent to replicas",
+            known.source.file,
+        )
+        known = _known[name] = _Known(known.spec, ModuleSource(known.source.file, ""), b"")
+        cloudpickle.register_pickle_by_value(module)
+        _by_value.add(name)
+    return known.source
+
+
+_by_value: set[str] = set()
+"""Modules that are not sent by name, because their files are not what was imported."""
+
+
+def _is_outdated(module: Any, known: _Known) -> bool:
+    """Whether a module has functions that its file has not, which was changed since this process
+    runs.
+    """
+    file = known.spec.origin
+    try:
+        if os.stat(file).st_mtime <= _BEGUN or not file.endswith(".py"):
+            return False
+        there = {*_codes(compile(known.data, file, "exec", dont_inherit=True))}
+    except (OSError, SyntaxError, ValueError):
+        return True
+    here = [function.__code__ for function in _functions(module)]
+    return any(code not in there for code in here if code.co_filename == file)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from _codes(constant)
+
+
+def _functions(module: Any) -> Iterator[types.FunctionType]:
+    """The functions of a module and of its classes."""
+    values = [*vars(module).values()]
+    kinds = [
+        value for value in values if isinstance(value, type) and value.__module__ == module.__name__
+    ]
+    for value in [*values, *(part for kind in kinds for part in vars(kind).values())]:
+        function = getattr(value, "__func__", value)
+        if isinstance(function, types.FunctionType) and function.__module__ == module.__name__:
+            yield function
+
+
+# The replica.
+
+_wanted: dict[str, ModuleSource] = {}
+"""What the driver has loaded, by the name of the module."""
+
+_sent: dict[str, str] = {}
+"""The folders of modules and packages that the driver sent, by name. They are searched before all
+others.
+"""
+
+
+def follow(origins: Origins) -> None:
+    """Search for modules as the driver does, and run none that differs from the driver's.
+
+    Raises:
+        SourceMismatch: One that differs is loaded already.
+    """
+    if origins.process == PROCESS:
+        return  # a replica in the driver's process
+    sys.path[:] = dict.fromkeys([*_sent.values(), *_in_order(sys.path, origins)])
+    _wanted.clear()
+    _wanted.update(origins.sources)
+    if _GUARD not in sys.meta_path:
+        sys.meta_path.insert(0, _GUARD)
+    for name in origins.sources:
+        found = source_of(name)
+        if found is not None:
+            _compare(name, found)
+
+
+def _in_order(own: Sequence[str], origins: Origins) -> list[str]:
+    """A search path with the driver's order: its folders, and where its installed packages would
+    be, those of here.
+    """
+    others = [path for path in own if path not in origins.paths]
+    installed = [path for path in others if is_installed(path)]
+    missing = {path for path in origins.installed if path not in own}
+    found: list[str] = []
+    for path in origins.paths:
+        if path in missing:
+            found += installed
+        else:
+            found.append(path)
+    return [*dict.fromkeys([*found, *installed, *sorted(missing), *others])]
+
+
+def _compare(name: str, found: ModuleSource) -> None:
+    wanted = _wanted.get(name)
+    if wanted is None or (found.digest == wanted.digest and found.digest):
+        return
+    if not wanted.digest:
+        why = (
+            f"{wanted.file} was changed after the driver had imported it, so that it is not "
+            "what the driver runs: "
+            "start the program again, or importlib.reload() the module"
+        )
+    else:
+        why = (
+            f"the driver has imported {wanted.file}, and this process would run "
+            f"{found.file}, which differs: "
+            "give one of them another name, or install the same version of it on every node"
+        )
+    raise SourceMismatch(f"module {name!r} of a replica is not the driver's: {why}")
+
+
+class _Guard:
+    """Stands before Python's own finders, and looks at what they find."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        """The spec of a module that the driver has loaded too, if it is of the same source."""
+        if name not in _wanted:
+            return None
+        for finder in [*sys.meta_path]:
+            find = getattr(finder, "find_spec", None) if finder is not _GUARD else None
+            spec = find(name, path, target) if find is not None else None
+            if spec is not None:
+                known = _read(spec)
+                if known.source is not None:
+                    _compare(name, known.source)
+                    _known[name] = known
+                return spec
+        return None
+
+
+_GUARD = _Guard()
+
+
+def prefer(name: str, folder: str) -> bool:
+    """Import a module from a folder that the driver sent, from now on.
+
+    Args:
+        name: The module, or the package.
+        folder: Where it lies.
+
+    Returns:
+        Whether it had been loaded from elsewhere. Then none of the user's modules is loaded any
+        more, for others may hold parts of it, and what was made of them has to be made again.
+    """
+    before, _sent[name] = _sent.get(name), folder
+    sys.path[:] = [folder, *(path for path in sys.path if path not in (folder, before))]
+    if not any(key.partition(".")[0] == name for key in sys.modules):
+        return False
+    own = {key for key, source in _wanted.items() if not is_installed(source.file)}
+    for key in [key for key in sys.modules if key in own or key.partition(".")[0] == name]:
+        del sys.modules[key]
+    return True

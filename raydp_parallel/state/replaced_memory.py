@@ -1,0 +1,87 @@
+"""Tensors that forward gave other memory: by `self.x.data = ...`, `set_` or `resize_`.
+
+Such a tensor shows no longer what its block holds. What it shows instead is reported, where
+upstream's replica 0 would hold the master's own tensor, so that the driver gives the master's
+tensor other memory too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from raydp_parallel import devices
+from raydp_parallel.state import block_layout
+from raydp_parallel.state.replica_memory import BlockMemory
+from raydp_parallel.transport import codec
+from raydp_parallel.transport.messages import SlotSpec
+
+
+def shows_other(tensor: Tensor, spec: SlotSpec, address: int) -> bool:
+    """Whether a tensor shows something else than its spec says, of the block at an address."""
+    kind = spec.tensor
+    if tensor.shape != kind.shape or codec.DTYPE_NAMES[tensor.dtype] != kind.dtype:
+        return True
+    if not tensor.numel():
+        return False
+    lies = tensor.storage_offset(), tensor.stride()
+    return lies != (spec.offset, kind.stride) or tensor.untyped_storage().data_ptr() != address
+
+
+def lasts(tensor: Tensor, *, alone: bool, detached: bool) -> bool:
+    """Whether upstream's replica 0 holds the master's own tensor there.
+
+    Args:
+        tensor: The replica's.
+        alone: Whether there is one device only, where upstream runs the master itself.
+        detached: Whether the module takes no gradients.
+    """
+    return alone or detached or not (isinstance(tensor, torch.nn.Parameter) or tensor.requires_grad)
+
+
+class Replaced:
+    """The slots of one replica that show other memory, and what was reported of them."""
+
+    def __init__(self) -> None:
+        self.slots: set[int] = set()
+        self._reported: dict[int, Tensor] = {}
+
+    def clear(self) -> None:
+        """All slots show what their blocks hold."""
+        self.slots = set()
+        self._reported.clear()
+
+    def news(
+        self,
+        chosen: Collection[int],
+        tensors: dict[int, Tensor],
+        specs: dict[int, SlotSpec],
+        memory: dict[int, BlockMemory],
+    ) -> list[int]:
+        """Those of some slots that show other bytes than the driver has; they count as reported
+        from now on.
+        """
+        found = [
+            slot
+            for slot in chosen
+            if self._differs(slot, tensors[slot], specs[slot], memory[specs[slot].block])
+        ]
+        self._reported.update((slot, tensors[slot].detach().clone()) for slot in found)
+        return found
+
+    def _differs(self, slot: int, tensor: Tensor, spec: SlotSpec, memory: BlockMemory) -> bool:
+        before, geometry = (
+            self._reported.get(slot),
+            (tensor.shape, tensor.stride(), codec.DTYPE_NAMES[tensor.dtype]),
+        )
+        if before is not None:
+            if geometry != (before.shape, before.stride(), codec.DTYPE_NAMES[before.dtype]):
+                return True
+            driver = block_layout.read([before])
+        else:
+            if geometry != (spec.tensor.shape, spec.tensor.stride, spec.tensor.dtype):
+                return True
+            driver = memory.driver()
+        return not devices.compare([(block_layout.read([tensor]), driver)])()[0]

@@ -1,0 +1,129 @@
+"""What is cheap to see of a row of tensors: versions, addresses, flags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# `torch.autograd.graph.increment_version` but for the way there, which takes as long in a replica
+# that just woke up.
+_increment = torch._C._increment_version
+
+_version = attrgetter("_version")
+_flag = attrgetter("requires_grad")
+
+
+_kind = attrgetter("shape", "dtype", "layout", "is_nested", "is_quantized", "is_meta")
+
+
+class Look(NamedTuple):
+    """What was to see at a moment, by row.
+
+    Attributes:
+        versions: How often each tensor was written to.
+        pointers: Where each lies.
+        flags: Whether each requires a gradient.
+    """
+
+    versions: list[int]
+    pointers: list[int]
+    flags: list[bool]
+
+
+def look(row: Sequence[Tensor]) -> Look:
+    """What there is to see now."""
+    return Look(versions(row), pointers(row), [*map(_flag, row)])
+
+
+def versions(row: Sequence[Tensor]) -> list[int]:
+    """The version of every tensor; 0 for inference tensors, which have none."""
+    try:
+        return [*map(_version, row)]
+    except RuntimeError:
+        return [0 if t.is_inference() else t._version for t in row]
+
+
+def pointers(row: Sequence[Tensor]) -> list[int]:
+    """Where every tensor lies."""
+    return [*map(Tensor.data_ptr, row)]
+
+
+def geometry(row: Sequence[Tensor]) -> list[Any]:
+    """All else that tells how tensors lie in memory: what cannot be asked of some, all are taken
+    not to have.
+    """
+    try:
+        strides = [*map(Tensor.stride, row)]
+    except RuntimeError:  # a layout without strides
+        return []
+    return [
+        *map(type, row),
+        *map(_kind, row),
+        strides,
+        [*map(Tensor.is_conj, row)],
+        [*map(Tensor.is_neg, row)],
+    ]
+
+
+def unlike(then: Sequence[Any], now: Sequence[Any]) -> list[int]:
+    """The places in a row where two of its looks differ."""
+    return [i for i, (a, b) in enumerate(zip(then, now, strict=True)) if a != b]
+
+
+class TensorRow:
+    """Tensors by slot, and what was last seen of them.
+
+    Args:
+        tensors: The tensors.
+    """
+
+    def __init__(self, tensors: Mapping[int, Tensor]) -> None:
+        self._tensors = tensors
+        self._row = [*tensors.values()]
+        self._pointers = pointers(self._row)
+        self._versions = versions(self._row)
+        self._bumped: tuple[tuple[int, ...], list[Tensor]] = (), []
+
+    def settle(self) -> None:
+        """From now on it is asked what moves after this."""
+        self._versions = versions(self._row)
+
+    def stirred(self) -> bool:
+        """Whether any version moved since `moved` was asked last."""
+        return self._versions != versions(self._row)
+
+    def moved(self) -> set[int]:
+        """The slots whose versions moved since this was asked last."""
+        then, self._versions = self._versions, versions(self._row)
+        if then == self._versions:
+            return set()
+        slots = [*self._tensors]
+        return {slots[i] for i in unlike(then, self._versions)}
+
+    def elsewhere(self) -> set[int]:
+        """The slots whose tensors do not lie where they lay at first."""
+        now = pointers(self._row)
+        if now == self._pointers:
+            return set()
+        slots = [*self._tensors]
+        return {slots[i] for i in unlike(self._pointers, now)}
+
+    def bump(self, slots: tuple[int, ...]) -> None:
+        """Move the versions of some slots: mostly of the same ones, with each step of an
+        optimizer.
+        """
+        if slots != self._bumped[0]:
+            self._bumped = slots, [self._tensors[slot] for slot in slots if slot in self._tensors]
+        bump(self._bumped[1])
+
+
+def bump(tensors: Sequence[Tensor]) -> None:
+    """Move versions, so that torch's check for in-place changes sees what the driver did to its
+    copies.
+    """
+    if tensors:
+        _increment(tensors)  # which passes over inference tensors: they have none

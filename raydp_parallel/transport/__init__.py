@@ -1,0 +1,1 @@
+"""How calls and their bytes travel between the driver and a replica."""

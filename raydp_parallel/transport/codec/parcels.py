@@ -1,0 +1,111 @@
+"""Parcels: a value's skeleton, and its tensors' bytes beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raydp_parallel import devices
+from raydp_parallel.devices.ranges import Attachment, MemoryRange
+from raydp_parallel.devices.specs import TensorSpec
+from raydp_parallel.transport.codec.tensor_bytes import read_small, rebuild, write, write_small
+from raydp_parallel.transport.codec.values import load, take_apart
+from raydp_parallel.transport.links.link import Attachments
+from raydp_parallel.transport.messages import Parcel
+
+
+def encode(
+    value: Any, attachments: Attachments, root: str, requires_grad: bool = False
+) -> tuple[Parcel, list[Tensor]]:
+    """Make a parcel of ``value``; its tensors' bytes go into ``attachments``.
+
+    Args:
+        value: Any picklable value, with tensors anywhere in it.
+        attachments: Where the bytes go.
+        root: What to call ``value`` in an error about something inside it.
+        requires_grad: Whether the other side gets tensors that require a gradient as such.
+
+    Returns:
+        The parcel, and the tensors in the order of its specs.
+    """
+    skeleton, tensors = take_apart(value, root)
+    small = write_small(tensors, attachments, requires_grad)
+    if small is not None:
+        return Parcel(skeleton, *small), tensors
+    pieces: list[MemoryRange] = []
+    offsets: list[int] = []
+    specs = []
+    end = 0
+    for tensor in tensors:
+        spec, end = write(tensor, pieces, offsets, end)
+        specs.append(
+            spec._replace(requires_grad=True) if requires_grad and tensor.requires_grad else spec
+        )
+    packet = attachments.send(pieces, offsets, end) if pieces else b""
+    return Parcel(skeleton, tuple(specs), packet), tensors
+
+
+def encode_again(parcel: Parcel, tensors: Sequence[Tensor], attachments: Attachments) -> Parcel:
+    """The same parcel for another message, given its tensors, which are as they were."""
+    pieces: list[MemoryRange] = []
+    offsets: list[int] = []
+    end = 0
+    for tensor in tensors:
+        _, end = write(tensor, pieces, offsets, end)
+    return parcel._replace(packet=attachments.send(pieces, offsets, end) if pieces else b"")
+
+
+def row(
+    value: tuple[Tensor | None, ...], specs: Sequence[TensorSpec], packet: Attachment
+) -> Parcel:
+    """The parcel of a row whose bytes lie in a packet already."""
+    return Parcel(take_apart(value, "")[0], tuple(specs), packet)
+
+
+def tensors_in(value: Any, root: str) -> list[Tensor]:
+    """The tensors that `encode` would find, in its order."""
+    return take_apart(value, root)[1]
+
+
+def decode(
+    parcel: Parcel, attachments: Attachments, device: torch.device
+) -> tuple[Any, list[Tensor]]:
+    """Rebuild a parcel's value on ``device``, in memory that is the receiver's to write to.
+
+    Returns:
+        The value, and its tensors in the order of the specs.
+    """
+    tensors = unpack(parcel, attachments, device)
+    return load(parcel, tensors), tensors
+
+
+def unpack(
+    parcel: Parcel,
+    attachments: Attachments,
+    device: torch.device,
+    rows: Sequence[int] | None = None,
+) -> list[Tensor]:
+    """The tensors of a parcel alone, without the value around them; by default all, else those of
+    some rows.
+    """
+    if rows is not None and [*rows] != [*range(len(parcel.specs))]:
+        parcel = parcel._replace(specs=tuple([parcel.specs[number] for number in rows]))
+    if not parcel.specs:
+        return []
+    here = devices.is_cpu(device)
+    if here and type(parcel.packet) is bytes and (small := read_small(parcel)) is not None:
+        return small
+    own = attachments.take(parcel.packet) if here else None
+    read = (
+        devices.in_place(own)
+        if own is not None
+        else devices.reader(attachments.open(parcel.packet), device)
+    )
+    tensors = [rebuild(spec, read, device) for spec in parcel.specs]
+    for tensor, spec in zip(tensors, parcel.specs, strict=True):
+        if spec.requires_grad:
+            tensor.requires_grad_()
+    return tensors

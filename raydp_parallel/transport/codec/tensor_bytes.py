@@ -1,0 +1,228 @@
+"""Tensors as specs and bytes. No raw tensor is ever pickled."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+
+from raydp_parallel import devices
+from raydp_parallel.devices.ranges import MemoryRange, address_of, aligned
+from raydp_parallel.devices.specs import TensorSpec
+from raydp_parallel.transport.links.link import Attachments
+from raydp_parallel.transport.messages import Parcel
+
+DTYPES = {str(d)[6:]: d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+
+DTYPE_NAMES = {d: name for name, d in DTYPES.items()}
+
+_PLAIN = (Tensor, nn.Parameter)
+
+_FEW = 16
+"""Of so many tensors it is found out soon that they are not small together."""
+
+_COMPRESSED = {
+    torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
+    torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices),
+    torch.sparse_bsr: (Tensor.crow_indices, Tensor.col_indices),
+    torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices),
+}
+
+
+def write(
+    tensor: Tensor, pieces: list[MemoryRange], offsets: list[int], end: int
+) -> tuple[TensorSpec, int]:
+    """Append a tensor's bytes to the pieces; returns its spec, and where the next one's may
+    begin.
+    """
+    if (
+        tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.is_quantized
+        or tensor.is_meta
+    ):
+        return _write_composed(tensor, pieces, offsets, end)
+    cls = None if type(tensor) in _PLAIN else type(tensor)
+    if cls is not None and hasattr(tensor, "__tensor_flatten__"):
+        return _saved(tensor), end
+    flat = compact(tensor)
+    if cls is not None:
+        flat = flat.as_subclass(Tensor)
+    spec = TensorSpec(
+        DTYPE_NAMES[flat.dtype],
+        tuple(flat.shape),
+        flat.stride(),
+        end,
+        False,
+        pack_class(cls) if cls else None,
+    )
+    if flat.numel():
+        pieces.append(devices.piece(flat))
+        offsets.append(end)
+        end += aligned(flat.nbytes)
+    return spec, end
+
+
+def write_small(
+    tensors: Sequence[Tensor], attachments: Attachments, requires_grad: bool
+) -> tuple[tuple[TensorSpec, ...], bytes] | None:
+    """Specs and bytes of a few small and plain tensors, by the shortest way there is; None if there
+    are others.
+    """
+    specs, runs, end = [], [], 0
+    if len(tensors) > _FEW:
+        return None
+    for tensor in tensors:
+        if (
+            type(tensor) not in _PLAIN
+            or tensor.layout is not torch.strided
+            or tensor.is_nested
+            or end + tensor.nbytes > attachments.link.inline
+            or not devices.is_cpu(tensor.device)
+            or tensor.is_quantized
+        ):
+            return None
+        leaf = requires_grad and tensor.requires_grad
+        if (
+            tensor.is_conj()
+            or tensor.is_neg()
+            or tensor._is_zerotensor()
+            or not tensor.is_contiguous()
+        ):
+            tensor = compact(tensor)
+        specs.append(
+            TensorSpec(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride(), end, leaf)
+        )
+        size, until = tensor.nbytes, end + aligned(tensor.nbytes)
+        runs += [ctypes.string_at(tensor.data_ptr(), size), bytes(until - end - size)]
+        end = until
+    attachments.size += end
+    return tuple(specs), runs[0] if len(tensors) == 1 else b"".join(runs)
+
+
+def read_small(parcel: Parcel) -> list[Tensor] | None:
+    """The tensors of a parcel whose bytes lie in the message, by the shortest way; None if some are
+    not plain.
+    """
+    begin, tensors = address_of(parcel.packet), []
+    for spec in parcel.specs:
+        if spec.layout != "strided" or spec.cls is not None:
+            return None
+        # The device by name, here and wherever a tensor is made: the caller may have set another
+        # default.
+        tensor = torch.empty_strided(
+            spec.shape, spec.stride, dtype=DTYPES[spec.dtype], device="cpu"
+        )
+        ctypes.memmove(tensor.data_ptr(), begin + spec.offset, tensor.nbytes)
+        tensors.append(tensor.requires_grad_() if spec.requires_grad else tensor)
+    return tensors
+
+
+def _write_composed(
+    tensor: Tensor, pieces: list[MemoryRange], offsets: list[int], end: int
+) -> tuple[TensorSpec, int]:
+    layout, parts, extra = _components(tensor)
+    if not parts:
+        return _saved(tensor), end
+    specs = []
+    for part in parts:
+        spec, end = write(part, pieces, offsets, end)
+        specs.append(spec)
+    shape = () if layout == "nested" else tuple(tensor.shape)
+    return TensorSpec(
+        DTYPE_NAMES[tensor.dtype], shape, (), end, False, None, layout, tuple(specs), extra
+    ), end
+
+
+def _components(tensor: Tensor) -> tuple[str, list[Tensor], Any]:
+    tensor = tensor.detach()
+    if tensor.is_nested and tensor.numel():
+        return "nested", list(tensor.unbind()), tensor.layout is torch.jagged
+    if tensor.layout is torch.sparse_coo:
+        return "sparse_coo", [tensor._indices(), tensor._values()], tensor.is_coalesced()
+    if tensor.layout in _COMPRESSED:
+        outer, inner = _COMPRESSED[tensor.layout]
+        return str(tensor.layout)[6:], [outer(tensor), inner(tensor), tensor.values()], None
+    return "saved", [], None
+
+
+def _saved(tensor: Tensor) -> TensorSpec:
+    """What has no plainer form (quantized tensors, wrapper subclasses) travels as torch itself
+    would save it.
+    """
+    file = io.BytesIO()
+    torch.save(tensor.detach().clone(), file)  # not the whole storage that it may be a slice of
+    return TensorSpec(DTYPE_NAMES[tensor.dtype], (), (), 0, layout="saved", extra=file.getvalue())
+
+
+def rebuild(
+    spec: TensorSpec, read: Callable[[TensorSpec, torch.dtype], Tensor], device: torch.device
+) -> Tensor:
+    """The tensor of a spec, of parts that ``read`` makes."""
+    dtype = DTYPES[spec.dtype]
+    if spec.layout == "strided":
+        tensor = read(spec, dtype)
+        return tensor if spec.cls is None else tensor.as_subclass(load_class(spec.cls))
+    if spec.layout == "saved":
+        saved: Tensor = torch.load(io.BytesIO(spec.extra), map_location=device, weights_only=False)
+        return saved
+    parts = [rebuild(part, read, device) for part in spec.parts]
+    if spec.layout == "nested":
+        return torch.nested.nested_tensor(
+            parts, layout=torch.jagged if spec.extra else torch.strided, device=parts[0].device
+        )
+    if spec.layout == "sparse_coo":
+        coalesced, place = spec.extra, parts[1].device
+        return torch.sparse_coo_tensor(
+            parts[0],
+            parts[1],
+            spec.shape,
+            is_coalesced=coalesced,
+            check_invariants=False,
+            device=place,
+        )
+    outer, inner, values = parts
+    layout = getattr(torch, spec.layout)
+    return torch.sparse_compressed_tensor(
+        outer, inner, values, spec.shape, layout=layout, device=values.device
+    )
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """A strided tensor whose bytes are one run: itself, or a copy that keeps the order of its
+    strides.
+    """
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    if tensor._is_zerotensor():  # which has no memory
+        return tensor.clone()
+    in_a_run = tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last)
+    return tensor if in_a_run else tensor.clone(memory_format=torch.preserve_format)
+
+
+def spec_of(tensor: Tensor, offset: int = 0) -> TensorSpec:
+    """The spec of a compact strided tensor."""
+    return TensorSpec(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), tensor.stride(), offset)
+
+
+def pack_class(cls: type) -> bytes:
+    """A tensor class for a spec. Messages are pickled plainly, for speed; a class may need more
+    than that.
+    """
+    data: bytes = cloudpickle.dumps(cls)
+    return data
+
+
+@functools.lru_cache(maxsize=64)
+def load_class(data: bytes) -> Any:
+    """The class of a spec."""
+    return pickle.loads(data)

@@ -1,0 +1,143 @@
+"""Values around tensors: pickled skeletons, in which a tensor's number stands for it.
+
+Tensors are found wherever pickle reaches, in a user's own objects too, and each is found once.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from raydp_parallel.errors import TransferError
+from raydp_parallel.transport.codec.pickler import Pickler
+from raydp_parallel.transport.messages import Parcel
+
+_ALONE = b""
+"""The skeleton of a value that is one tensor."""
+
+_ROW = b"*"
+"""Begins the skeleton of a tuple of tensors and Nones; a byte for each says which. No pickle begins
+so.
+"""
+
+_ROW_OF_ONE = _ROW + bytes([True])
+
+
+def take_apart(value: Any, root: str) -> tuple[bytes, list[Tensor]]:
+    """A value's skeleton and its tensors; ``root`` is what an error calls it."""
+    if type(value) is Tensor:
+        return _ALONE, [value]
+    if type(value) is tuple and len(value) == 1 and type(value[0]) is Tensor:
+        return _ROW_OF_ONE, [value[0]]
+    if type(value) is tuple and is_row(value):
+        return _ROW + bytes([part is not None for part in value]), [
+            part for part in value if part is not None
+        ]
+    file = io.BytesIO()
+    pickler = _ValuePickler(file)
+    try:
+        pickler.dump(value)
+    except Exception as error:
+        raise unsendable(value, root, error, _picklable) from error
+    return file.getvalue(), pickler.tensors
+
+
+def load(parcel: Parcel, tensors: Sequence[Any]) -> Any:
+    """The value around ``tensors``, which may have been replaced by others since they were
+    unpacked.
+    """
+    if parcel.skeleton == _ALONE:
+        return tensors[0]
+    if parcel.skeleton[:1] == _ROW:
+        rest = iter(tensors)
+        return tuple([next(rest) if present else None for present in parcel.skeleton[1:]])
+    return _ValueUnpickler(io.BytesIO(parcel.skeleton), tensors).load()
+
+
+def in_rows(parcels: Sequence[Parcel | None]) -> bool:
+    """Whether all hold a tensor, or all a row of them, with tensors and Nones in the same
+    places.
+    """
+    kinds = {parcel.skeleton if parcel is not None else None for parcel in parcels}
+    first = parcels[0]
+    return len(kinds) == 1 and first is not None and first.skeleton[:1] in (_ALONE, _ROW)
+
+
+def is_row(value: tuple[Any, ...]) -> bool:
+    """Whether a tuple holds plain tensors, each another, and Nones, and nothing else."""
+    tensors = [part for part in value if part is not None]
+    return {*map(type, tensors)} <= {Tensor} and len({*map(id, tensors)}) == len(tensors)
+
+
+class _ValuePickler(Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+        self.index: dict[int, int] = {}
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, Tensor):
+            return None
+        index = self.index.setdefault(id(value), len(self.tensors))
+        if index == len(self.tensors):
+            self.tensors.append(value)
+        return index
+
+
+class _ValueUnpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Any]) -> None:
+        super().__init__(file)
+        self.tensors = tensors
+
+    def persistent_load(self, index: int) -> Any:
+        return self.tensors[index]
+
+
+def _picklable(value: Any) -> bool:
+    try:
+        _ValuePickler(io.BytesIO()).dump(value)
+    except Exception:
+        return False
+    return True
+
+
+def unsendable(
+    value: Any, path: str, error: Exception, picklable: Callable[[Any], bool]
+) -> TransferError:
+    """The error for a value that pickle refused, with the path to the innermost part that it
+    refuses.
+    """
+    seen: set[int] = set()
+    while id(value) not in seen:
+        seen.add(id(value))
+        inner = next(((name, part) for name, part in _parts(value) if not picklable(part)), None)
+        if inner is None:
+            break
+        path, value = path + inner[0], inner[1]
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    return TransferError(
+        f"{path.lstrip('.')} is a {kind}, which cannot be sent to another process: {error}. "
+        "Leave it out, make it where it is used, or give its class a __reduce__"
+    )
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, nn.Module):
+        children = {**value._parameters, **value._buffers, **value._modules}
+        plain = {
+            k: v for k, v in vars(value).items() if k not in ("_parameters", "_buffers", "_modules")
+        }
+        return [(f".{name}", part) for name, part in {**children, **plain}.items()]
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", part) for key, part in value.items()]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return [(f".{name}", part) for name, part in zip(value._fields, value, strict=True)]
+    if isinstance(value, (list, tuple)):
+        return [(f"[{i}]", part) for i, part in enumerate(value)]
+    if isinstance(value, (Tensor, type)) or not hasattr(value, "__dict__"):
+        return []
+    return [(f".{name}", part) for name, part in vars(value).items()]

@@ -1,0 +1,231 @@
+"""Groups of replicas, as one of them sees them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raydp_parallel.transport.collective.backends import (
+    Gloo,
+    GroupBackend,
+    Left,
+    Nccl,
+    Operation,
+    dist,
+)
+from raydp_parallel.transport.collective.sums import Exchange, Pair, Summation
+from raydp_parallel.transport.group_messages import GroupKind, JoinGroup
+
+_GRACE = 2.0
+"""Seconds beyond its patience after which an attempt to make a group is left to itself."""
+
+_MEMORY = 100
+"""Groups that this process knows to have left, so that it does not join one that is no more."""
+
+
+class Group:
+    """One group that this process is a member of.
+
+    Args:
+        join: What the driver said of it.
+        backend: This process's end of it.
+    """
+
+    def __init__(self, join: JoinGroup, backend: GroupBackend) -> None:
+        self.rank, self.size = join.rank, join.size
+        self._backend = backend
+
+    def sum(
+        self,
+        tensor: Tensor,
+        root: int,
+        order: Sequence[int],
+        patience: float,
+        into: Tensor | None = None,
+    ) -> Summation:
+        """Begin to sum a tensor of each member, whose length `padded` gives, for the root.
+
+        Args:
+            tensor: The tensor; of no use afterwards, unless the group `spares` it.
+            root: Who gets the sum.
+            order: The members in the order in which their tensors are added.
+            patience: Seconds that the others may take.
+            into: In the root, where the sum is to be; ``tensor``, if the group does not spare that.
+        """
+        tensor = self._backend.near(tensor)
+        if self.spares:
+            return Pair(
+                self._backend, tensor, tensor if into is None else into, self.rank, root, patience
+            )
+        return Exchange(self._backend, tensor, order, root, patience)
+
+    @property
+    def spares(self) -> bool:
+        """Whether `sum` leaves the members' tensors as they are, if the root says where the sum is
+        to be.
+        """
+        return self.size == 2
+
+    def padded(self, length: int) -> int:
+        """The least length that `sum` can work with."""
+        return -(-length // self.size) * self.size
+
+    def probe(self, device: torch.device, patience: float) -> None:
+        """Sum a number of each member: the first operations open connections, and show whether all
+        this works.
+        """
+        mine = torch.full((self.padded(1),), self.rank + 1.0, device=device)
+        total = self.sum(mine, 0, range(self.size), patience).finish(time.monotonic() + patience)
+        expected = self.size * (self.size + 1) / 2
+        if self.rank == 0 and float(total[0]) != expected:
+            raise RuntimeError(f"the members' sum was {float(total[0])}, and not {expected}")
+
+    def broadcast(self, tensor: Tensor, root: int, patience: float) -> Operation:
+        """Begin to copy the root's tensor into those of the others."""
+        return self._backend.broadcast(tensor, root, patience)
+
+    def leave(self) -> None:
+        """Leave, from any thread. Who waits in this process for others does so no longer."""
+        self._backend.leave()
+
+
+def wait(operations: Sequence[Operation], until: float) -> None:
+    """Wait for operations; raises `RuntimeError` if one failed, or is not done by then."""
+    for operation in operations:
+        operation.finish(until)
+
+
+def _hosted(address: str, patience: float) -> Any:
+    """A new store that listens at one address. Torch by itself would listen at all that this
+    machine has.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listening = socket.create_server((address, 0), family=family)
+    port = listening.getsockname()[1]
+    return _store((address, port), patience, is_master=True, master_listen_fd=listening.detach())
+
+
+def _store(where: tuple[str, int], patience: float, **how: Any) -> Any:
+    return dist.TCPStore(*where, timeout=timedelta(seconds=patience), wait_for_workers=False, **how)
+
+
+class _Attempt:
+    """A group in the making, in a thread of its own: what it waits for may never come.
+
+    Args:
+        join: What the driver said of it.
+        address: This process's address, for the network that the others are on.
+        store: The store, if this process hosts it.
+        device: The device of this process.
+    """
+
+    def __init__(self, join: JoinGroup, address: str, store: Any, device: torch.device) -> None:
+        self.group: Group | None = None
+        self.trouble = "no answer from the others"
+        self.over = threading.Event()
+        self._guard = threading.Lock()
+        self._given_up = False
+        self._backend: GroupBackend | None = None
+        arguments = join, address, store, device
+        # A thread has torch's own default device, whatever a user made that of others.
+        threading.Thread(
+            target=self._run, args=arguments, name="raydp-joining", daemon=True
+        ).start()
+
+    def _run(self, join: JoinGroup, address: str, store: Any, device: torch.device) -> None:
+        try:
+            store = store or _store(join.store, join.patience)
+            backend: GroupBackend = (
+                Nccl(join, device, store)
+                if join.kind is GroupKind.NCCL
+                else Gloo(join, address, store)
+            )
+            with self._guard:
+                self._backend = backend
+                if self._given_up:
+                    return backend.leave()
+            backend.connect()
+            group = Group(join, backend)
+            group.probe(device, join.patience)
+            self.group = group
+        except (RuntimeError, OSError, AttributeError) as error:
+            self.trouble = f"{type(error).__name__}: {error}"
+        finally:
+            self.over.set()
+
+    def give_up(self) -> None:
+        """Wait for it no longer, and let it come to nothing."""
+        with self._guard:
+            self._given_up = True
+            if self._backend is not None:
+                self._backend.leave()
+        self.group = None
+        self.over.set()
+
+
+class Groups:
+    """The groups that this process is a member of.
+
+    Args:
+        address: This process's address, for the network that the others are on.
+        device: The device of this process.
+    """
+
+    def __init__(self, address: str = "127.0.0.1", device: torch.device | None = None) -> None:
+        self.address = address
+        self._device = device or torch.device("cpu")
+        self._host: Any = None
+        self._guard = threading.Lock()
+        self._groups: dict[str, Group] = {}
+        self._attempts: dict[str, _Attempt] = {}
+        self._gone: deque[str] = deque(maxlen=_MEMORY)
+
+    def host(self, patience: float) -> tuple[str, int]:
+        """Let members of groups find each other here; returns where."""
+        if self._host is None:
+            self._host = _hosted(self.address, patience)
+        return self.address, self._host.port
+
+    def join(self, request: JoinGroup) -> str:
+        """Become a member, as soon as all others are there; returns what went wrong, empty if
+        nothing did.
+        """
+        hosted = self._host is not None and request.store == (self.address, self._host.port)
+        with self._guard:
+            if request.group in self._gone:
+                return str(Left("it was left before this process had joined"))
+            attempt = _Attempt(request, self.address, self._host if hosted else None, self._device)
+            self._attempts[request.group] = attempt
+        over = attempt.over.wait(request.patience + _GRACE)
+        with self._guard:
+            del self._attempts[request.group]
+            group = attempt.group
+            if over and group is not None and request.group not in self._gone:
+                self._groups[request.group] = group
+                return ""
+        attempt.give_up()
+        return attempt.trouble
+
+    def find(self, name: str) -> Group | None:
+        """A group, None if this process left it."""
+        return self._groups.get(name)
+
+    def leave(self, name: str) -> None:
+        """Leave a group, if this process is in it or about to be. From any thread, also while
+        another waits in it.
+        """
+        with self._guard:
+            self._gone.append(name)
+            group, attempt = self._groups.pop(name, None), self._attempts.get(name)
+        if attempt is not None:
+            attempt.give_up()
+        if group is not None:
+            group.leave()

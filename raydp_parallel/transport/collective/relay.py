@@ -1,0 +1,141 @@
+"""Contents that one replica got from the driver, and passes on to the others.
+
+They travel in segments, in the same order everywhere: small blocks together, large ones alone and
+from where they lie. A replica that is in two legs hands a segment on before it waits for the next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from raydp_parallel import devices
+from raydp_parallel.devices.ranges import MemoryRange, aligned
+from raydp_parallel.transport.collective.group import Groups, wait
+from raydp_parallel.transport.group_messages import Leg, Relay
+from raydp_parallel.transport.links.link import Attachments
+from raydp_parallel.transport.messages import Blob, StateUpdate
+
+_SEGMENT = 4 << 20
+"""Bytes of blocks that travel together, at most; a larger block travels alone."""
+
+
+class _RelaySegment(NamedTuple):
+    """Some blocks that travel together, by number, and the bytes that they take in a buffer
+    of all.
+    """
+
+    blocks: Sequence[int]
+    start: int
+    end: int
+
+
+def offsets_of(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where blocks lie in a buffer of all of them, and its size."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += aligned(size)
+    return offsets, end
+
+
+def placed(update: StateUpdate) -> tuple[StateUpdate, tuple[int, ...]]:
+    """An update without the contents, for those to whom another replica passes them on, and the
+    sizes of its blocks.
+    """
+    blocks = tuple(block for blob in update.blobs for block in blob.blocks)
+    sizes = tuple(size for blob in update.blobs for size in blob.sizes)
+    offsets, _ = offsets_of(sizes)
+    return update._replace(blobs=(Blob(blocks, tuple(offsets), sizes, None),)), sizes
+
+
+def _segments(sizes: Sequence[int]) -> Iterator[_RelaySegment]:
+    offsets, _ = offsets_of(sizes)
+    blocks: list[int] = []
+    for i, size in enumerate(sizes):
+        if blocks and offsets[i] + size - offsets[blocks[0]] > _SEGMENT:
+            yield _RelaySegment(blocks, offsets[blocks[0]], offsets[blocks[-1]] + sizes[blocks[-1]])
+            blocks = []
+        if size:
+            blocks.append(i)
+    if blocks:
+        yield _RelaySegment(blocks, offsets[blocks[0]], offsets[blocks[-1]] + sizes[blocks[-1]])
+
+
+def pass_on(
+    relay: Relay, update: StateUpdate, attachments: Attachments, groups: Groups
+) -> tuple[StateUpdate, int] | None:
+    """Do this replica's part.
+
+    Returns:
+        The update with its contents in reach, and the bytes that were passed on; None if they did
+        not arrive.
+    """
+    until = time.monotonic() + relay.patience
+    try:
+        if relay.source:
+            return update, _give(relay, update, attachments, groups, until)
+        return _get(relay, update, attachments, groups, until)
+    except RuntimeError:
+        return None
+
+
+def _give(
+    relay: Relay, update: StateUpdate, attachments: Attachments, groups: Groups, until: float
+) -> int:
+    """Send what came from the driver."""
+    pieces = []
+    for blob in update.blobs:
+        whole = devices.on_host(attachments.open(blob.packet))
+        pieces += [
+            whole.part(offset, size) for offset, size in zip(blob.offsets, blob.sizes, strict=True)
+        ]
+    sent = [_packed(segment, pieces) for segment in _segments(relay.sizes)]
+    wait([work for tensor in sent for work in _begin(relay.legs, tensor, groups, until)], until)
+    return sum(tensor.nbytes for tensor in sent)
+
+
+def _packed(segment: _RelaySegment, pieces: Sequence[MemoryRange]) -> Tensor:
+    """The bytes of a segment: one block where it lies, several in a row."""
+    if len(segment.blocks) == 1:
+        return devices.view(pieces[segment.blocks[0]])
+    tensor = torch.empty(segment.end - segment.start, dtype=torch.uint8, device="cpu")
+    at = 0
+    for block in segment.blocks:
+        piece = pieces[block]
+        tensor[at : at + piece.size] = devices.view(piece)
+        at += aligned(piece.size)
+    return tensor
+
+
+def _get(
+    relay: Relay, update: StateUpdate, attachments: Attachments, groups: Groups, until: float
+) -> tuple[StateUpdate, int]:
+    """Receive what another replica sends, and hand it on."""
+    _, size = offsets_of(relay.sizes)
+    # Memory that was used before: with new pages from the system it would take twice as long.
+    whole = devices.recycled((size,), torch.uint8)
+    parts = [whole[segment.start : segment.end] for segment in _segments(relay.sizes)]
+    coming = [_begin(relay.legs[:1], part, groups, until) for part in parts]
+    going: list[Any] = []
+    for part, works in zip(parts, coming, strict=True):
+        wait(works, until)
+        going += _begin(relay.legs[1:], part, groups, until)
+    wait(going, until)
+    (blob,) = update.blobs
+    passed = len(relay.legs[1:]) and sum(part.nbytes for part in parts)
+    return update._replace(blobs=(blob._replace(packet=attachments.place(whole.numpy())),)), passed
+
+
+def _begin(legs: Sequence[Leg], tensor: Tensor, groups: Groups, until: float) -> list[Any]:
+    works = []
+    for leg in legs:
+        group = groups.find(leg.group)
+        if group is None:
+            raise RuntimeError(f"this process has left group {leg.group}")
+        works.append(group.broadcast(tensor, leg.root, max(0.001, until - time.monotonic())))
+    return works
