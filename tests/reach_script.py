@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster
 from torch import Tensor, nn
 
 import raydp_parallel
-from raydp_parallel import DataParallel, Options
+from raydp_parallel import DataParallel, Executor, Options
 
 USER = 12345
 """Somebody else."""
@@ -67,6 +67,41 @@ def a_later_node(net: nn.Module) -> None:
     ray.shutdown()
     cluster.shutdown()
     print("replicas of a later node are sent what the others see")
+
+
+def aborted(_net: nn.Module) -> None:
+    """Ctrl-C on lines between nodes: the answers are on their way when the same call is made again,
+    as large.
+    """
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+    )
+    cluster.add_node(num_cpus=2)
+    ray.init(address=cluster.address, log_to_driver=False)
+    x = torch.rand(2, 1 << 22)
+    with Executor(["cpu", "cpu"]) as executor:
+        model = DataParallel(nn.Flatten(), executor=executor)
+        assert torch.equal(model(x), x)
+        assert all(
+            slot.client.line and not slot.client.line.near
+            for slot in executor.slots(["cpu", "cpu"])
+        )
+        backend: Any = executor._replica_set.backend
+        for _ in range(3):
+            backend.collect = _ctrl_c
+            try:
+                model(x)
+            except KeyboardInterrupt:
+                del backend.collect
+            assert torch.equal(model(x), x)
+        assert executor.stats().deaths == 0
+    ray.shutdown()
+    cluster.shutdown()
+    print("a call that was aborted between nodes can be made again")
+
+
+def _ctrl_c(*_arguments: Any) -> Any:
+    raise KeyboardInterrupt
 
 
 def another_user(net: nn.Module) -> None:
@@ -120,7 +155,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8000), nn.Tanh(), nn.Linear(8000, 2))
-    {"later": a_later_node, "user": another_user}[sys.argv[1]](net)
+    {"later": a_later_node, "aborted": aborted, "user": another_user}[sys.argv[1]](net)
 
 
 if __name__ == "__main__":

@@ -82,6 +82,15 @@ def test_a_node_that_joins_later() -> None:
     )
 
 
+def test_the_same_call_again_after_ctrl_c() -> None:
+    """Over lines between nodes, whose sockets hold less than a message, both ways at the
+    same time.
+    """
+    assert ("a call that was aborted between nodes can be made again") in run(
+        "reach_script.py", "aborted"
+    )
+
+
 # beside another running Ray, as the suite's, Ray drops that user's actors before they start
 @pytest.mark.soak
 @pytest.mark.skipif(

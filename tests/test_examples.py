@@ -68,6 +68,7 @@ def rows(line: str, text: str) -> Counter[int]:
     return Counter(int(size) for size, _ in sizes)
 
 
+@pytest.mark.long
 def test_quickstart_trains_and_shows_what_each_replica_did() -> None:
     printed = example("quickstart", "cpu,cpu")
     assert [
@@ -91,6 +92,7 @@ def test_quickstart_trains_and_shows_what_each_replica_did() -> None:
     assert final < first / 2
 
 
+@pytest.mark.long
 def test_tutorial_splits_each_batch_among_1_2_and_3_replicas() -> None:
     printed = example("tutorial", "cpu,cpu,cpu")
     one = Counter({30: 3, 10: 1})

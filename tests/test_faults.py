@@ -105,16 +105,18 @@ def undisturbed(chunks: int, folder: Path, steps: int, **how: Any) -> list[Tenso
 
 
 @pytest.mark.parametrize(
-    ("chunks", "how"), [(2, {"twice": True}), (3, {"checkpointed": True})], ids=str
+    ("chunks", "how"),
+    [(2, {"twice": True}), pytest.param(3, {"checkpointed": True}, marks=pytest.mark.long)],
+    ids=str,
 )
 def test_training_ends_with_the_same_bits(
-    chunks: int, how: dict[str, Any], two: Executor, three: Executor, tmp_path: Path
+    chunks: int, how: dict[str, Any], request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """Deaths in forward and backward, of chunk 0 and of others, in a replay: losses, state and
     generator are equal.
     """
     expected = undisturbed(chunks, tmp_path, 5, **how)
-    executor = whole(two if chunks == 2 else three)
+    executor = whole(request.getfixturevalue("two" if chunks == 2 else "three"))
     count = Count(executor)
     found = train(executor, tmp_path, 5, PLAN, **how)
     assert armed(tmp_path) == []
@@ -264,7 +266,7 @@ class Raising(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("raises", [0, 1])
+@pytest.mark.parametrize("raises", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_an_exception_and_a_death_in_one_call(raises: int, two: Executor, tmp_path: Path) -> None:
     """The user's exception is raised, and the death is healed all the same."""
     model = DataParallel(Raising(tmp_path, raises), executor=whole(two))
@@ -293,8 +295,8 @@ class Remembers(nn.Module):
 def test_one_device_that_rebinds_attributes() -> None:
     """They come back to the module; a replay finds what the forward found, and changes nothing."""
     found = []
-    for deadly in (False, True):
-        with Executor(["cpu"]) as executor:
+    with Executor(["cpu"]) as executor:
+        for deadly in (False, True):
             model = DataParallel(Remembers(), executor=executor)
             for number in range(3):
                 out = model(torch.ones(2))
@@ -325,7 +327,13 @@ def change(how: str, model: Any, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["parameter 'weight'", "behind its version", "attribute", "arguments"]
+    "how",
+    [
+        "parameter 'weight'",
+        "behind its version",
+        pytest.param("attribute", marks=pytest.mark.long),
+        pytest.param("arguments", marks=pytest.mark.long),
+    ],
 )
 def test_a_graph_of_another_state_is_not_made(how: str, two: Executor) -> None:
     """A named error; no gradient is left, and what the graph needs not is not minded."""

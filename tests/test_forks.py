@@ -65,9 +65,9 @@ def in_child(
     return pickle.loads(said)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def model(cluster: None) -> Iterator[DataParallel[Any]]:
-    """A wrapper that has been called."""
+    """A wrapper that has been called. No test leaves a trace in it: that is what they are about."""
     with Executor(["cpu", "cpu"]) as executor:
         model = DataParallel(nn.Linear(300, 300), executor=executor)
         model(torch.ones(4, 300)).sum().backward()
@@ -328,18 +328,22 @@ class Forks(nn.Module):
         return x + 1
 
 
-@on_cluster
-@pytest.mark.parametrize("direct", [True, False])
+@pytest.fixture(scope="module", params=[True, False], ids=["line", "tasks"])
+def alone(cluster: None, request: pytest.FixtureRequest) -> Iterator[Executor]:
+    """One replica, which is called over its line or by Ray's tasks."""
+    with Executor(["cpu"], options=Options(direct_line=request.param)) as executor:
+        yield executor
+
+
 @pytest.mark.parametrize(("how", "status"), [("exit", "3"), ("raise", "1"), ("return", "0")])
 def test_a_child_of_a_replica_answers_nothing(
-    how: str, status: str, direct: bool, tmp_path: Path
+    how: str, status: str, alone: Executor, tmp_path: Path
 ) -> None:
     """It ends where its process would have answered; the replica waits for it, and answers what is
     right.
     """
-    with Executor(["cpu"], options=Options(direct_line=direct)) as executor:
-        model = DataParallel(Forks(how, tmp_path), executor=executor)
-        for _ in range(2):
-            assert model(torch.arange(3.0)).tolist() == [1, 2, 3]
-        assert [path.read_text() for path in tmp_path.iterdir()] == [status] * 2
-        assert executor.stats().deaths == 0
+    model = DataParallel(Forks(how, tmp_path), executor=alone)
+    for _ in range(2):
+        assert model(torch.arange(3.0)).tolist() == [1, 2, 3]
+    assert [path.read_text() for path in tmp_path.iterdir()] == [status] * 2
+    assert alone.stats().deaths == 0

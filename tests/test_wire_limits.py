@@ -328,7 +328,6 @@ def test_a_driver_without_memory_for_an_answer(monkeypatch: pytest.MonkeyPatch) 
     """
     size = 1 << 18
     with Executor(["cpu", "cpu"], options=Options(link="inline")) as executor:
-        executor.recorder.shown = False  # what Ray carries needs no memory of the line's
         model = DataParallel(Scaled(size), executor=executor)
         expected = model(torch.ones(2, size))
         pids = [info.pid for info in executor.replicas()]
