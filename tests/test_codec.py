@@ -7,8 +7,10 @@ from __future__ import annotations
 import collections
 import copy
 import pickle
+import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
@@ -576,3 +578,58 @@ def test_a_class_whose_metaclass_asks_goes_by_its_name() -> None:
     attachments = Attachments(InlineLink())
     parcel, _ = codec.encode({"kind": Asked}, attachments, "inputs")
     assert codec.decode(parcel, attachments, torch.device("cpu"))[0]["kind"] is Asked
+
+
+def calls_to_encode(count: int) -> int:
+    """How many functions written in Python are called to encode a row of so many tensors, for the
+    second time.
+    """
+    tensors = tuple(torch.full((3, 2), float(i)) for i in range(count))
+    attachments, counts = Attachments(InlineLink()), [0]
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        counts[0] += event == "call" and frame.f_code.co_filename == codec.tensor_bytes.__file__
+
+    codec.encode(tensors, attachments, "gradients")
+    sys.setprofile(note)
+    try:
+        parcel, _ = codec.encode(tensors, attachments, "gradients")
+    finally:
+        sys.setprofile(None)
+    assert all(map(torch.equal, codec.unpack(parcel, attachments, torch.device("cpu")), tensors))
+    return counts[0]
+
+
+def test_a_row_of_gradients_is_encoded_at_once() -> None:
+    """A model's gradients are alike in each step: a tensor more takes no call more."""
+    assert calls_to_encode(80) == calls_to_encode(20)
+
+
+ODD = {
+    "empty": torch.empty(0, 3),
+    "expanded": torch.ones(1, 3).expand(2, 3),
+    "transposed": torch.arange(6.0).view(2, 3).t(),
+    "conjugate": torch.tensor([1 + 2j, 3 - 1j]).conj(),
+    "negative": torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
+    "leaf": torch.ones(2, requires_grad=True),
+    "sparse": torch.eye(3).to_sparse(),
+    "channels last": torch.arange(24.0)
+    .view(1, 2, 3, 4)
+    .contiguous(memory_format=torch.channels_last),
+    "half": torch.ones(3, dtype=torch.half),
+    "zeros": torch._efficientzerotensor(3),
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_an_odd_tensor_among_many_plain_ones(odd: str) -> None:
+    """It comes as it is, and so do the others, after rows of the same length that had none."""
+    plain = [torch.full((3,), float(i)) for i in range(20)]
+    for tensors in (plain, [*plain[:7], ODD[odd], *plain[8:]], plain):
+        attachments = Attachments(InlineLink())
+        parcel, _ = codec.encode(tuple(tensors), attachments, "gradients")
+        for one, other in zip(
+            codec.unpack(parcel, attachments, torch.device("cpu")), tensors, strict=True
+        ):
+            assert (one.layout, one.dtype, one.requires_grad) == (other.layout, other.dtype, False)
+            assert torch.equal(one.to_dense(), other.detach().to_dense())

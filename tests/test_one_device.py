@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import raydp_parallel
-from raydp_parallel.state import python_state, replica_module
+from raydp_parallel.state import module_buffers, python_state, replica_module
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -202,3 +202,107 @@ def test_a_buffer_more_costs_a_forward_few_calls(link: str) -> None:
     """
     more = calls_with_norms(60, False, link) - calls_with_norms(20, False, link)
     assert more < 10 * 3 * 40
+
+
+class Raises(nn.Module):
+    """Raises if it is told to, behind batch norms that have counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.raises = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.raises:
+            raise ValueError("told to")
+        return x
+
+
+def normed() -> nn.Sequential:
+    """Batch norms, the last of them with large buffers."""
+    return nn.Sequential(
+        *(nn.BatchNorm1d(3) for _ in range(4)), Raises(), nn.Linear(3, 20000), nn.BatchNorm1d(20000)
+    )
+
+
+def step_after(model: Any, net: nn.Sequential, event: str, x: Tensor) -> list[Tensor]:
+    """What the master holds after a step, before which something happened to it, and its output."""
+    mean: Any = net[1].running_mean
+    if event == "written behind its version":
+        mean.data.fill_(0.25)
+    elif event == "written":
+        mean.mul_(2)
+    elif event == "other memory":
+        mean.data = mean.data * 3
+    elif event == "another buffer":
+        net[1].running_mean = torch.full((3,), 0.75)
+    elif event == "evaluated":
+        net.eval()
+        model(x)
+        net.train()
+    elif event == "raised":
+        net[4].raises = True
+        with pytest.raises(ValueError, match="told to"):
+            model(x)
+        net[4].raises = False
+    graphs = [model(x + k) for k in range(3 if event == "three graphs" else 1)]
+    for out in graphs:
+        out.square().mean().backward()
+    return [
+        graphs[-1].detach(),
+        *net.state_dict().values(),
+        *[p.grad for p in net.parameters() if p.grad is not None],
+    ]
+
+
+@pytest.mark.parametrize("link", ["inline", "auto", "here"])
+def test_buffers_are_the_plain_module_s_whatever_happens_between_steps(link: str) -> None:
+    """Where a replica keeps what it reported itself, as where it is told."""
+    torch.manual_seed(0)
+    plain = normed()
+    net = copy.deepcopy(plain)
+    events = [
+        "",
+        "written",
+        "",
+        "written behind its version",
+        "three graphs",
+        "other memory",
+        "evaluated",
+        "raised",
+    ]
+    events += ["another buffer", "three graphs", "raised", "", ""]
+    options = raydp_parallel.Options(
+        in_process=link != "auto", link="auto" if link == "here" else link
+    )
+    with raydp_parallel.Executor(["cpu"], options=options) as executor:
+        model = raydp_parallel.DataParallel(net, executor=executor)
+        for event in events:
+            x = torch.randn(8, 3)
+            ours, theirs = step_after(model, net, event, x), step_after(plain, plain, event, x)
+            for one, other in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(one, other)
+
+
+def test_a_replica_does_not_receive_what_it_reported() -> None:
+    """Of 24 buffers in a forward, none is adopted; after one was edited, all that came with it are
+    compared only.
+    """
+    net = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(8)))
+    options = raydp_parallel.Options(in_process=True)
+    with raydp_parallel.Executor(["cpu"], options=options) as executor, torch.no_grad():
+        model = raydp_parallel.DataParallel(net, executor=executor)
+        adopted: list[int] = []
+        plain = module_buffers.Buffers.adopt
+
+        def noted(self: module_buffers.Buffers, sources: Any) -> None:
+            adopted.append(len(sources))
+            plain(self, sources)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module_buffers.Buffers, "adopt", noted)
+            for _ in range(4):
+                model(torch.randn(4, 3))
+            net[2].running_mean.data.fill_(9)  # type: ignore[union-attr, operator]
+            model(torch.randn(4, 3))
+    assert sum(adopted[1:-1]) == 0
+    assert adopted[-1] == 1

@@ -53,20 +53,12 @@ def pointers(row: Sequence[Tensor]) -> list[int]:
 
 
 def geometry(row: Sequence[Tensor]) -> list[Any]:
-    """All else that tells how tensors lie in memory: what cannot be asked of some, all are taken
-    not to have.
-    """
+    """All else that tells how tensors lie in memory; empty if some have no such thing."""
     try:
-        strides = [*map(Tensor.stride, row)]
-    except RuntimeError:  # a layout without strides
+        found: list[Any] = [*map(type, row), *map(_kind, row), *map(Tensor.stride, row)]
+        return [*found, *map(Tensor.is_conj, row), *map(Tensor.is_neg, row)]
+    except RuntimeError:  # a layout without strides, or without a shape
         return []
-    return [
-        *map(type, row),
-        *map(_kind, row),
-        strides,
-        [*map(Tensor.is_conj, row)],
-        [*map(Tensor.is_neg, row)],
-    ]
 
 
 def unlike(then: Sequence[Any], now: Sequence[Any]) -> list[int]:

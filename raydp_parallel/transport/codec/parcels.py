@@ -11,7 +11,13 @@ from torch import Tensor
 from raydp_parallel import devices
 from raydp_parallel.devices.ranges import Attachment, MemoryRange
 from raydp_parallel.devices.specs import TensorSpec
-from raydp_parallel.transport.codec.tensor_bytes import read_small, rebuild, write, write_small
+from raydp_parallel.transport.codec.tensor_bytes import (
+    read_small,
+    rebuild,
+    write,
+    write_row,
+    write_small,
+)
 from raydp_parallel.transport.codec.values import load, take_apart
 from raydp_parallel.transport.links.link import Attachments
 from raydp_parallel.transport.messages import Parcel
@@ -35,6 +41,12 @@ def encode(
     small = write_small(tensors, attachments, requires_grad)
     if small is not None:
         return Parcel(skeleton, *small), tensors
+    plain = write_row(tensors)
+    if plain is not None:
+        found, runs = plain
+        return Parcel(
+            skeleton, found.specs, attachments.send(runs, found.offsets, found.end)
+        ), tensors
     pieces: list[MemoryRange] = []
     offsets: list[int] = []
     specs = []

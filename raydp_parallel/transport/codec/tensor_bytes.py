@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import io
+import math
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -123,6 +125,75 @@ def read_small(parcel: Parcel) -> list[Tensor] | None:
         ctypes.memmove(tensor.data_ptr(), begin + spec.offset, tensor.nbytes)
         tensors.append(tensor.requires_grad_() if spec.requires_grad else tensor)
     return tensors
+
+
+class Row(NamedTuple):
+    """How a row of plain tensors lies in a packet.
+
+    Attributes:
+        specs: Their specs.
+        sizes: Their bytes.
+        offsets: Where each begins.
+        end: Bytes of the packet.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    end: int
+
+
+def write_row(tensors: Sequence[Tensor]) -> tuple[Row, list[MemoryRange]] | None:
+    """Specs and bytes of many plain tensors, such as a model's gradients; None if there are others
+    among them.
+
+    What follows from shapes and dtypes alone is worked out once: each step has the same.
+    """
+    plain = {*map(type, tensors)} <= {*_PLAIN} and {*map(_layout, tensors)} == {torch.strided}
+    if not plain or any(any(map(asked, tensors)) for asked in _SPECIAL):
+        return None
+    row = _row(tuple(map(_geometry, tensors)), tuple(map(Tensor.stride, tensors)))
+    if row is None:
+        return None
+    if all(map(devices.is_cpu, {*map(_device, tensors)})):
+        return row, [*map(MemoryRange, map(Tensor.data_ptr, tensors), row.sizes, tensors)]
+    return row, [*map(devices.piece, tensors)]
+
+
+_layout, _device, _geometry = (
+    attrgetter("layout"),
+    attrgetter("device"),
+    attrgetter("shape", "dtype"),
+)
+_SPECIAL: tuple[Callable[[Tensor], bool], ...] = (
+    *map(attrgetter, ("requires_grad", "is_nested", "is_quantized", "is_meta")),
+    *(Tensor.is_conj, Tensor.is_neg, Tensor._is_zerotensor),
+)
+"""What is true of no tensor whose values are its bytes, and which is in no graph."""
+
+
+@functools.lru_cache(maxsize=64)
+def _row(kinds: tuple[Any, ...], strides: tuple[tuple[int, ...], ...]) -> Row | None:
+    """The row for some geometries, None if a tensor among them is no run of bytes."""
+    specs, sizes, end = [], [], 0
+    for (shape, dtype), stride in zip(kinds, strides, strict=True):
+        size = math.prod(shape) * dtype.itemsize
+        if not size or not _is_run(shape, stride):
+            return None
+        specs.append(TensorSpec(DTYPE_NAMES[dtype], tuple(shape), stride, end))
+        sizes.append(size)
+        end += aligned(size)
+    return Row(tuple(specs), tuple(sizes), tuple([spec.offset for spec in specs]), end)
+
+
+def _is_run(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether a tensor with elements is contiguous."""
+    step = 1
+    for size, found in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and found != step:
+            return False
+        step *= size
+    return True
 
 
 def _write_composed(
