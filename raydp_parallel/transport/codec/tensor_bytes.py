@@ -127,7 +127,7 @@ def read_small(parcel: Parcel) -> list[Tensor] | None:
     return tensors
 
 
-class Row(NamedTuple):
+class RowLayout(NamedTuple):
     """How a row of plain tensors lies in a packet.
 
     Attributes:
@@ -143,7 +143,7 @@ class Row(NamedTuple):
     end: int
 
 
-def write_row(tensors: Sequence[Tensor]) -> tuple[Row, list[MemoryRange]] | None:
+def write_row(tensors: Sequence[Tensor]) -> tuple[RowLayout, list[MemoryRange]] | None:
     """Specs and bytes of many plain tensors, such as a model's gradients; None if there are others
     among them.
 
@@ -173,7 +173,7 @@ _SPECIAL: tuple[Callable[[Tensor], bool], ...] = (
 
 
 @functools.lru_cache(maxsize=64)
-def _row(kinds: tuple[Any, ...], strides: tuple[tuple[int, ...], ...]) -> Row | None:
+def _row(kinds: tuple[Any, ...], strides: tuple[tuple[int, ...], ...]) -> RowLayout | None:
     """The row for some geometries, None if a tensor among them is no run of bytes."""
     specs, sizes, end = [], [], 0
     for (shape, dtype), stride in zip(kinds, strides, strict=True):
@@ -183,7 +183,7 @@ def _row(kinds: tuple[Any, ...], strides: tuple[tuple[int, ...], ...]) -> Row | 
         specs.append(TensorSpec(DTYPE_NAMES[dtype], tuple(shape), stride, end))
         sizes.append(size)
         end += aligned(size)
-    return Row(tuple(specs), tuple(sizes), tuple([spec.offset for spec in specs]), end)
+    return RowLayout(tuple(specs), tuple(sizes), tuple([spec.offset for spec in specs]), end)
 
 
 def _is_run(shape: Sequence[int], stride: Sequence[int]) -> bool:
