@@ -77,6 +77,10 @@ class Stream:
             self.queue.pop(0)()
             self.done += 1
 
+    def drop(self) -> None:
+        """What is still to do is never done: the process that asked for it has ended."""
+        self.queue[:] = [lambda: None] * len(self.queue)
+
     def wait_stream(self, other: Stream) -> None:
         """Go on behind what another one was asked for."""
         self.gpu.waits(self, other, other.asked)

@@ -312,7 +312,6 @@ def here() -> Iterator[Executor]:
 
 def among(executor: Executor) -> int:
     """Bytes that replicas have exchanged."""
-    executor.recorder.enter()
     return sum(
         account.traffic["collective", "among"] for account in executor.recorder.accounts.values()
     )

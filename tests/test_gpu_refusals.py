@@ -121,7 +121,9 @@ def test_what_is_seen_after_the_module_is_its_error_too(
     def replica() -> Iterator[None]:
         with isolated():
             yield
-        fake.broken = ""  # which only the replica's process was
+        if fake.broken:  # which only the replica's process was
+            fake.current_stream().drop()
+            fake.broken = ""
 
     monkeypatch.setattr(in_process, "_isolated", replica)
     model = raydp_parallel.DataParallel(Asserts(), ["cpu", "cpu"], options=IN_PROCESS)

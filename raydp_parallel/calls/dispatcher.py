@@ -196,7 +196,6 @@ class Dispatcher:
         that died.
         """
         backend, link = self._backend, self._backend.link
-        self._replica_set.recorder.meanwhile()
         pending = [call for _, call in calls]
         if {flight.job.heard for flight, _ in calls} == {None}:
             return (

@@ -1,11 +1,9 @@
 """An executor's books: whose time went where, what travelled, and the last calls as they happened.
 
-  sent ──► adopt │ copy in │ forward or backward │ copy out ──► ... all replicas done ──► reduce ──►
-  idle ──► sent
-           └────────── the replica's own clock ──────────┘
-  └───────────────── what of this is not in the replica: wait ─────────────────────────┘
-
-Calls leave notes, which are entered here many at a time, and before anybody reads: see `run_notes`.
+sent ──► adopt │ copy in │ forward or backward │ copy out ──► ... all replicas done ──► reduce ──►
+idle ──► sent
+         └────────── the replica's own clock ──────────┘
+└───────────────── what of this is not in the replica: wait ─────────────────────────┘
 """
 
 from __future__ import annotations
@@ -21,14 +19,7 @@ from typing import Any
 
 from raydp_parallel.cluster.chunk_calls import ChunkCall
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
-from raydp_parallel.cluster.run_notes import (
-    CallRecord,
-    Reducing,
-    Round,
-    SentNote,
-    StateNote,
-    ToldNote,
-)
+from raydp_parallel.cluster.run_notes import CallRecord, Reducing, Round, SentNote, ToldNote
 from raydp_parallel.devices import forks
 from raydp_parallel.monitoring.accounts import (
     Account,
@@ -52,9 +43,6 @@ from raydp_parallel.monitoring.stats import (
 
 _SHOWN = 48
 """Calls that are kept as they happened, for pictures."""
-
-_NOTES = 64
-"""Notes that wait to be entered, together, while replicas work."""
 
 _names: Counter[str] = Counter()
 _naming = threading.Lock()
@@ -88,7 +76,6 @@ class Recorder:
         """Calls that somebody wants to write down; he takes them away."""
         self.under_way: set[CallRecord] = set()
         self._lock = threading.Lock()
-        self._notes: deque[Round | CallRecord | StateNote | Reducing] = deque()
         self._numbers = {"forward": 0, "backward": 0}
         forks.tell_child(self)
 
@@ -100,7 +87,6 @@ class Recorder:
         """A replica sat down."""
         now = time.perf_counter()
         with self._lock:
-            self._enter()
             chair = self.chairs.get(slot.index)
             if chair is None:
                 self.chairs[slot.index] = ReplicaAccount(now, now)
@@ -116,7 +102,7 @@ class Recorder:
         """A run begins."""
         method = jobs[0].method if jobs else "forward"
         number = self._numbers[method] = self._numbers[method] + 1
-        run = CallRecord(jobs, number, self.accounts.same, self._notes.append, self.span)
+        run = CallRecord(jobs, number, self.accounts.same, self._enter, self.span)
         self.under_way.add(run)
         return run
 
@@ -125,38 +111,19 @@ class Recorder:
         run.ended()
         self.under_way.discard(run)
 
-    def meanwhile(self) -> None:
-        """Replicas work, and the driver has time."""
-        if len(self._notes) >= _NOTES:
-            self.enter()
-
-    def enter(self) -> None:
-        """Enter what was noted. The order of notes is that of what they are about, in each
-        thread.
-        """
+    def _enter(self, done: Round | CallRecord | Reducing) -> None:
+        """Something is done."""
         with self._lock:
-            self.accounts.tidy(self._enter())
-
-    def _enter(self) -> int:
-        """The same, under the lock; returns how many modules were gone then, of which no note is
-        left.
-        """
-        gone = self.accounts.gone
-        while self._notes:
-            note = self._notes.popleft()
-            if isinstance(note, StateNote):
-                self._enter_state(note)
-            elif isinstance(note, Round):
-                self._enter_round(note)
-            elif isinstance(note, CallRecord):
-                self._keep(_drawn(note, self.models, self.chairs))
+            if isinstance(done, Round):
+                self._enter_round(done)
+            elif isinstance(done, CallRecord):
+                self._keep(_drawn(done, self.models, self.chairs))
+                self.accounts.tidy(self.accounts.gone)
             else:
-                self._enter_reducing(note)
-        return gone
+                self._enter_reducing(done)
 
     def account(self, slot: ReplicaSlot, model: int) -> Account:
         """What a replica did for a model."""
-        self.enter()
         return self.accounts.of(slot.index, model)
 
     def replays(self, slot: ReplicaSlot) -> None:
@@ -166,22 +133,20 @@ class Recorder:
 
     def reducing(self, slots: Sequence[ReplicaSlot]) -> Reducing:
         """The driver sums the gradients of some replicas, which have nothing to do meanwhile."""
-        return Reducing(slots, self._numbers["backward"], self._notes.append, self.span("reduce"))
+        return Reducing(slots, self._numbers["backward"], self._enter, self.span("reduce"))
 
     def state(self, slot: ReplicaSlot, model: int, sent: int, size: int) -> None:
         """So much of a model's state went to a replica, out of so much."""
-        self._notes.append(StateNote(slot.index, self.accounts.same.get(model, model), sent, size))
+        with self._lock:
+            account = self.accounts.of(slot.index, model)
+            account.state_sent += sent
+            account.state_skipped += max(0, size - sent)
 
     def changed(self, what: str) -> None:
         """A module changed in more than its contents; empty if it did not."""
         if what:
             with self._lock:
                 self.changes[what] += 1
-
-    def _enter_state(self, note: StateNote) -> None:
-        account = self.accounts.of(note.replica, note.model)
-        account.state_sent += note.sent
-        account.state_skipped += max(0, note.size - note.sent)
 
     def _enter_round(self, note: Round) -> None:
         # What runs again was waited for, all of it.
@@ -284,7 +249,7 @@ class Recorder:
     def report(self, stats: ExecutorStats, history: Sequence[Any], last: bool) -> Report:
         """How things stand, for whoever wants to tell others."""
         with self._lock:
-            accounts = self.accounts.reported(self._enter())
+            accounts = self.accounts.reported(self.accounts.gone)
             traced, self.traced = self.traced, None if self.traced is None else []
             return Report(
                 stats, accounts, [*self.calls], [*self.events], history, traced or (), last
@@ -295,7 +260,6 @@ class Recorder:
     ) -> ExecutorStats:
         """Frozen, all of it."""
         with self._lock:
-            self._enter()
             now, model = time.perf_counter(), None if model is None else self.accounts.number(model)
             replicas = tuple(self._replica(slot, model, now) for slot in slots)
             began = min((chair.since for chair in self.chairs.values()), default=now)

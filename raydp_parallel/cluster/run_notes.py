@@ -1,8 +1,5 @@
-"""What is noted of calls while they go on, to be entered in the books later.
-
-A step waits for what is done between its calls, and finds it cold. So a call writes down what only
-it knows, in a few tuples that hold nothing of the user's; the books add them up some steps at a
-time.
+"""What is noted of calls while they go on, for the books: a few tuples that hold nothing of the
+user's.
 """
 
 from __future__ import annotations
@@ -104,7 +101,7 @@ class CallRecord:
         jobs: What is run.
         number: Which run of its kind it is.
         models: The numbers of models that have others in accounts.
-        note: Takes a note.
+        note: Enters in the books what is done.
         span: Opens a span of the driver in `ray timeline`.
 
     Attributes:
@@ -181,22 +178,6 @@ class CallRecord:
             self._note(self)
 
 
-class StateNote(NamedTuple):
-    """State of a model went to a replica.
-
-    Attributes:
-        replica: Its number.
-        model: The number that the model's accounts go by.
-        sent: Its bytes.
-        size: Those of all the state.
-    """
-
-    replica: int
-    model: int
-    sent: int
-    size: int
-
-
 def tell(reply: Reply, attachments: Attachments) -> ToldNote:
     """What the books want to know of an answer."""
     size, reduced = reply.size, reply.reduced
@@ -221,13 +202,12 @@ def tell(reply: Reply, attachments: Attachments) -> ToldNote:
 
 
 class Reducing:
-    """The driver sums the gradients of some replicas, which have nothing to do meanwhile: a note of
-    that.
+    """The driver sums the gradients of some replicas, which have nothing to do meanwhile.
 
     Args:
         slots: Whose gradients.
         number: Which backward's.
-        note: Takes the note.
+        note: Enters it in the books.
         span: A span in `ray timeline`, if it is to be seen there.
 
     Attributes:
