@@ -1,4 +1,22 @@
-"""`DataParallel` and `data_parallel`: upstream's interface, on the replicas of an executor."""
+"""`DataParallel` and `data_parallel`: upstream's interface, on the replicas of an executor.
+
+The journey of a batch. The numbers stand in the code as comments, such as `# [7]`.
+
+```
+ driver                                                     replica k
+ [1]  scatter          batch.scattering                     |
+ [2]  what changed     state.tracker.sync                   |
+ [3]  request, send    calls.forward, calls.dispatcher ====>| [4] adopt the state, run the chunk
+ [5]  verify           state.tracker.verify, meanwhile      | [6] report writes, encode outputs
+ [7]  wait for all     calls.dispatcher <===================|
+ [8]  apply effects    write-backs, warnings, first failure |
+ [9]  attach           calls.autograd: Fork, Join           |
+ [10] gather           batch.gathering                      |
+ backward: Joins put their gradients aside, then Fork makes
+ [11] one trip         calls.autograd, as [3] to [7] <=====>| differentiate the kept graph
+ [12] sum              calls.gradients, in chunk order      |
+```
+"""
 
 from __future__ import annotations
 
@@ -143,6 +161,7 @@ class DataParallel(nn.DataParallel[T]):
         with record_function("raydp_parallel.DataParallel.forward"):
             if not self.device_ids or replica.running:
                 return self._in_place(inputs, kwargs)
+            # [1]
             chunks, chunk_kwargs = self.scatter(inputs, kwargs, self.device_ids)
             if not chunks and not chunk_kwargs:
                 chunks, chunk_kwargs = ((),), ({},)
@@ -158,6 +177,7 @@ class DataParallel(nn.DataParallel[T]):
             if self._options.scalars == "weighted_mean":
                 with self._weighing(chunks, chunk_kwargs):
                     return self.gather(outputs, self.output_device)
+            # [10]
             return self.gather(outputs, self.output_device)
 
     @ambient_state.uncompiled

@@ -328,6 +328,7 @@ def _run(
         )
 
     jobs = [job(number, i, part) for number, (i, part) in enumerate(_parts(call, stash))]
+    # [11]
     return call.executor.run(jobs if chosen is None else [jobs[number] for number in chosen])
 
 
@@ -421,6 +422,7 @@ def _collect(
             pool.close()
     device = call.leaves[0].device
     with call.executor.recorder.reducing([answer.slot for answer in answers]):
+        # [12]
         sums = gradients.total(shares, device, len(call.leaves))
         dense = {one.layout for one in sums if one is not None} <= {torch.strided}
         whole = (

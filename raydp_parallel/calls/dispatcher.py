@@ -128,6 +128,7 @@ class Dispatcher:
         try:
             for step in made_again:
                 self._submit(number, flight, step.graph, step.method, step.prepare, again=True)
+            # [3]
             self._submit(number, flight, job.makes, job.method, job.prepare)
         finally:
             flight.land()
@@ -161,6 +162,7 @@ class Dispatcher:
         try:
             self._backend.rest()
             calls = [(flight, call) for flight in self._flights.values() for call in flight.pending]
+            # [7]
             found, told = self._run.wait(self._hear, calls)
             lost: dict[int, ReplicaDied | None] = {}
             for (number, flight), (results, death) in zip(

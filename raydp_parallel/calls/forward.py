@@ -149,9 +149,10 @@ class ForwardCall:
         if self.token is None and self.call.leaves:
             self.token = autograd.fork(self.call)
         first = self.chunks[0].tracker
+        # [8]
         autograd.finish([(first if i == 0 else None, answer) for i, answer in enumerate(answers)])
         self._note_parts()
-        return self._outputs(answers)
+        return self._outputs(answers)  # [9]
 
     def _attempt(self) -> list[ChunkAnswer]:
         self.executor.revive([chunk.slot for chunk in self.chunks])
@@ -219,7 +220,7 @@ class ForwardCall:
         """
         if not self.marks:
             for tracker in self.trackers:
-                tracker.sync()
+                tracker.sync()  # [2]
                 self.executor.recorder.changed(tracker.why())
             self.marks = {tracker: tracker.mark() for tracker in self.trackers}
             self.doubts = {tracker: tracker.doubtful() for tracker in self.trackers}
@@ -279,7 +280,7 @@ class ForwardCall:
         # else the answers tell which leaves take part
         if self.call.leaves and not any(self.doubts.values()):
             self.token = autograd.fork(self.call)
-        verified = [tracker.verify() for tracker in self.trackers]
+        verified = [tracker.verify() for tracker in self.trackers]  # [5]
         self.verified = all(verified)
 
     def _plan(self) -> None:

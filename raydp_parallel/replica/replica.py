@@ -247,7 +247,7 @@ class Replica:
     def _forward(
         self, request: ForwardRequest, attachments: Attachments, back: Attachments
     ) -> Parcel:
-        replica_module = self._replica_module(request, attachments)
+        replica_module = self._replica_module(request, attachments)  # [4]
         self._laps.begin(1)
         value, inputs = codec.decode(request.inputs, attachments, self.device)
         args, kwargs = value if isinstance(value, Arguments) else (value, {})
@@ -269,6 +269,7 @@ class Replica:
             value = replica_module.module(*args, **kwargs)
             self._finish_work()
         keep = request.graph is not None
+        # [6]
         rebound = replica_module.rebound() if request.alone else ()
         value, root = (
             (Produced(value, captured, rebound), "") if captured or rebound else (value, "output")

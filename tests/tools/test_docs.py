@@ -14,8 +14,12 @@ from typing import NamedTuple
 import pytest
 from test_house import FILES, LAYER_OF
 
-ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+ROOT = Path(__file__).parents[2]
+NAMES = ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")
+DOCUMENTS = [
+    *[ROOT / f"{name}.md" for name in NAMES],
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 CONTRACT = (ROOT / "docs" / "contract.md").read_text()
 COUNTS = {"C": 17, "F": 9, "S": 14, "K": 4, "R": 21, "A": 11, "G": 13, "B": 14}
 ROWS = [f"{letter}{number}" for letter, count in COUNTS.items() for number in range(1, count + 1)]
@@ -55,7 +59,7 @@ ENTRIES = [entry(line) for line in CONTRACT.splitlines() if re.match(r"\| [A-Z]\
 @functools.cache
 def names_in(file: str) -> set[str]:
     """The names of a file's tests."""
-    tree = ast.parse((ROOT / "tests" / file).read_text())
+    tree = ast.parse(next((ROOT / "tests").rglob(file)).read_text())
     return {
         node.name
         for node in tree.body
@@ -80,7 +84,7 @@ def test_an_entry_names_tests_that_exist(found: Entry) -> None:
             assert fnmatch.filter(known, name), f"{file}: {name}"
 
 
-@pytest.mark.parametrize("file", sorted(path.name for path in (ROOT / "tests").glob("test_*.py")))
+@pytest.mark.parametrize("file", sorted(path.name for path in (ROOT / "tests").rglob("test_*.py")))
 def test_a_test_that_names_a_row_is_in_its_entry(file: str) -> None:
     """So that the tables are complete."""
     entries = {found.row: found for found in ENTRIES}

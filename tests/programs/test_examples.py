@@ -17,7 +17,7 @@ import ray
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LOSSES = re.compile(r"(?:loss|distance) ([\d.]+) -> ([\d.]+)")
 
 

@@ -15,7 +15,8 @@ import browser
 import pytest
 
 pytestmark = pytest.mark.long
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[2]
+HERE = TESTS / "support"
 needs_prometheus = pytest.mark.skipif(
     shutil.which("prometheus") is None, reason="prometheus is not installed"
 )
@@ -28,14 +29,16 @@ needs_browser = pytest.mark.skipif(
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where screenshots go; set KEEP_SCREENSHOTS to keep them with the documents."""
     kept = os.environ.get("KEEP_SCREENSHOTS")
-    return HERE.parent / "docs" / "images" if kept else tmp_path_factory.mktemp("pictures")
+    return TESTS.parent / "docs" / "images" if kept else tmp_path_factory.mktemp("pictures")
 
 
 @pytest.fixture(scope="module")
 def seen(pictures: Path) -> str:
     """What the script found."""
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    env["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent)])
+    env["PYTHONPATH"] = os.pathsep.join(
+        map(str, (HERE, TESTS.parent, TESTS / "unit" / "transport"))
+    )
     command = [sys.executable, str(HERE / "dashboard_script.py"), str(pictures)]
     done = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=600, check=False

@@ -1,4 +1,4 @@
-"""The Grafana dashboard as a file; tests/test_dashboard.py asks a real Prometheus its queries."""
+"""The Grafana dashboard as a file; `test_dashboard.py` asks a real Prometheus its queries."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from jupyter_client.manager import KernelManager
 
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 CELL = """
 import ray, torch

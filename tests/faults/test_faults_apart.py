@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.long
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
+HERE = TESTS / "support"
 SMALL_SHM = "mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "
 """In a name space of its own, so that nobody else's memory is touched."""
 
@@ -22,7 +23,10 @@ SMALL_SHM = "mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "
 def environment() -> dict[str, str]:
     """What the scripts start with: a Ray of their own, this checkout."""
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    return {**env, "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
+    return {
+        **env,
+        "PYTHONPATH": os.pathsep.join(map(str, (HERE, TESTS.parent, TESTS / "unit" / "transport"))),
+    }
 
 
 def may_mount() -> bool:

@@ -106,6 +106,16 @@ def _inner(folder: Path, file: str) -> set[str]:
     return {name.removeprefix(prefix).split(".")[0] for name in found if name.startswith(prefix)}
 
 
+def test_the_steps_of_the_journey_stand_in_the_code() -> None:
+    """Those of the picture in `data_parallel`, each once."""
+    comments = [
+        number
+        for file in FILES
+        for number in re.findall(r"# \[(\d+)\]$", (PACKAGE / file).read_text(), re.MULTILINE)
+    ]
+    assert sorted(map(int, comments)) == list(range(1, 13))
+
+
 def test_a_class_name_occurs_once() -> None:
     """So that it says which one is meant."""
     found: dict[str, list[str]] = {}

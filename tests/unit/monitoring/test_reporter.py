@@ -115,8 +115,8 @@ def test_a_program_ends_though_its_last_report_does_not_get_through() -> None:
     """Where the cluster's head is gone, Ray waits for it for a minute, and then ends the process
     with status 1.
     """
-    here = Path(__file__).parent
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parent)])}
+    here = Path(__file__).parents[2] / "support"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])])}
     done = subprocess.run(
         [sys.executable, "-c", STUCK],
         env=env,

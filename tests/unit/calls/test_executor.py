@@ -48,7 +48,7 @@ from raydp_parallel.state import module_sources
 
 TWO = ["cpu", "cpu"]
 THREE = ["cpu", "cpu", "cpu"]
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 
 on_cluster = pytest.mark.usefixtures("cluster")
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_threads import Scaled, together
+from threaded import Scaled, together
 
 from raydp_parallel import DataParallel, Executor, Options, TransferError, parallel_apply, replicate
 from raydp_parallel.cluster import ReplicaClient

@@ -14,13 +14,16 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.long
-HERE = Path(__file__).parent
+TESTS = Path(__file__).parents[2]
+HERE = TESTS / "support"
 
 
 def run(script: str, *arguments: str) -> str:
     """What a script prints that has a cluster of its own."""
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    env["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent)])
+    env["PYTHONPATH"] = os.pathsep.join(
+        map(str, (HERE, TESTS.parent, TESTS / "unit" / "transport"))
+    )
     # A folder of its own: Ray writes there which cluster others are to join. A short one: it has
     # sockets in it.
     with tempfile.TemporaryDirectory(prefix="rp", dir="/tmp", ignore_cleanup_errors=True) as folder:

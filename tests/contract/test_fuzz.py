@@ -1,8 +1,8 @@
 """Fuzz: random calls leave the executor usable, and leak nothing; random programs compute what
 upstream computes.
 
-A program is its seed: `pytest "tests/test_fuzz.py::test_random_programs[17]"` runs one, `--long`
-all of them.
+A program is its seed: `pytest "tests/contract/test_fuzz.py::test_random_programs[17]"` runs one,
+`--long` all of them.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def test_a_script_in_a_folder_and_a_namesake_where_it_is_started(tmp_path: Path)
         (folder / "inner" / "net.py").write_text(text)
     (tmp_path / "exp" / "train.py").write_text(SCRIPT)
     address = ray.get_runtime_context().gcs_address
-    root = str(Path(__file__).parent.parent)
+    root = str(Path(__file__).parents[3])
     done = subprocess.run(
         [sys.executable, "exp/train.py", address],
         cwd=tmp_path,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-CHECK = Path(__file__).parent.parent / ".ci" / "run"
+CHECK = Path(__file__).parents[2] / ".ci" / "run"
 
 OPTION = """
 def pytest_addoption(parser):

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from threaded import Scaled, together
 
 from raydp_parallel import DataParallel, Executor, Options
 from raydp_parallel.devices.buffers import Arena
@@ -33,26 +32,6 @@ def hasty() -> Iterator[None]:
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
-
-
-def together(*works: Callable[[], Any]) -> None:
-    """Run some functions, each in a thread of its own, and raise what one of them raised."""
-    failed: list[BaseException] = []
-
-    def run(work: Callable[[], Any]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive()
-    if failed:
-        raise failed[0]
 
 
 @pytest.mark.parametrize("method", ["forward", "backward"])
@@ -77,17 +56,6 @@ def test_an_answer_that_ray_carries_outlives_the_next_call(method: str) -> None:
     assert len(client._ledger) == 3
     getattr(client, method)(give_back(mappings), pack(0))
     assert len(client._ledger) == 3 - 2 + 1  # the last one is in use
-
-
-class Scaled(nn.Module):
-    """Large outputs, and as large a gradient."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
 
 
 @pytest.mark.usefixtures("cluster")
