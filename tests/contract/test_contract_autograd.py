@@ -1066,6 +1066,37 @@ def test_B6_a_hook_made_in_forward_sees_the_sum(replicas, order):
     parity(Clipped().double(), lambda model: use(_on_doubles(model)), replicas, plain=False)
 
 
+class ClippedSquare(nn.Module):
+    """The square of a product, whose gradient is clipped by a hook."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.4], dtype=torch.float64))
+
+    def forward(self, x):
+        product = x * self.weight
+        product.register_hook(lambda grad: grad.clamp(-1, 1))
+        return product.square()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_B6_a_clipped_sum_in_numbers(replicas):
+    """The product receives 0.8 from the output and 0.512 from the slope: 1 together, 1.312 if each
+    were clipped.
+
+    With w = 0.4 and x = 1: the slope is s = w * 2wx = 0.32, and the loss of a row is (wx)^2 + s^2.
+    Directly the weight receives 2s * 0.8 = 0.512; through the product 2s * w * 2 = 0.512 and 2wx =
+    0.8, of which the hook leaves 1.
+    """
+    for model in trio(ClippedSquare(), replicas):
+        x = torch.ones(2, 1, dtype=torch.float64, requires_grad=True)
+        out = model(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        (out.sum() + slope.square().sum()).backward()
+        (weight,) = model.parameters()
+        assert weight.grad.item() == pytest.approx(2 * 1.512)
+
+
 def test_B6_a_hook_made_in_forward_sees_the_sum_of_siblings():
     """Two derivatives of one output, one of which is the other's incoming gradient."""
 
