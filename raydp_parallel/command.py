@@ -70,7 +70,7 @@ def _seconds(text: str) -> float:
 
 def _status(options: argparse.Namespace) -> None:
     while True:
-        text = status.render(registry.posts(options.address))
+        text = status.render(registry.entries(options.address))
         clear = _CLEAR if options.watch and sys.stdout.isatty() else ""
         sys.stdout.write(f"{clear}{text}\n")
         sys.stdout.flush()
@@ -81,7 +81,7 @@ def _status(options: argparse.Namespace) -> None:
 
 def _report(options: argparse.Namespace) -> None:
     Path(options.html).write_text(
-        html_report.report(registry.posts(options.address)), encoding="utf-8"
+        html_report.report(registry.entries(options.address)), encoding="utf-8"
     )
     sys.stdout.write(f"{options.html}\n")
 

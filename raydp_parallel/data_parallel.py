@@ -76,8 +76,9 @@ class DataParallel(nn.DataParallel[T]):
             place.
         output_device: Where outputs go, by default to the master's device.
         dim: The dimension to split and to gather along.
-        executor: Whose replicas; None is the process's, shared by all wrappers.
-        options: The rare knobs.
+        executor: The executor that runs the replicas; None is the process's, which all wrappers
+            share.
+        options: Settings that few programs need.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class DataParallel(nn.DataParallel[T]):
     def output_device(self) -> Any:
         """Where outputs go: as upstream, a CUDA index where it is one."""
         if "_output_device" not in self.__dict__:
-            raise AttributeError  # which `__getattr__` words
+            raise AttributeError  # `__getattr__` gives the text
         device = self._output_device or self.src_device_obj
         return device.index if device.type == "cuda" else device
 
@@ -125,17 +126,17 @@ class DataParallel(nn.DataParallel[T]):
         self._output_device = None if value is None else _own_device(value, self.device_ids)
 
     @property
-    def src_device_obj(self) -> torch.device:  # type: ignore[override]  # an attribute upstream, which nobody sets
+    def src_device_obj(self) -> torch.device:  # type: ignore[override]  # an attribute upstream, which is never set
         """Where the master copy lives."""
         if not self.device_ids:
-            raise AttributeError  # which `__getattr__` words
+            raise AttributeError  # `__getattr__` gives the text
         return _module_device(self.module)
 
     @property
     def executor(self) -> Executor:
-        """Whose replicas run the module."""
+        """The executor that runs the module's replicas."""
         if not self.device_ids:
-            raise AttributeError  # which `__getattr__` words
+            raise AttributeError  # `__getattr__` gives the text
         return self._executor or shared(self._options)
 
     def stats(self) -> ExecutorStats:
@@ -144,7 +145,14 @@ class DataParallel(nn.DataParallel[T]):
         """
         if not self.device_ids:
             return ExecutorStats(
-                (), "none", 0, 0, 0, 0, 0, advice=(Advice("in place", _IN_PLACE, {}),)
+                replicas=(),
+                link="none",
+                forwards=0,
+                backwards=0,
+                state_bytes=0,
+                state_sends=0,
+                reruns=0,
+                advice=(Advice("in place", _IN_PLACE, {}),),
             )
         return self.executor.stats(self.module)
 
@@ -210,7 +218,7 @@ class DataParallel(nn.DataParallel[T]):
 
     @ambient_state.uncompiled
     def gather(self, outputs: Any, output_device: Any) -> Any:
-        """One output of all chunks'."""
+        """The outputs of all chunks as one."""
         return batch.gather(
             outputs, output_device, dim=self.dim, scalars=self._options.scalars, weights=_rows.get()
         )
@@ -274,23 +282,25 @@ class DataParallel(nn.DataParallel[T]):
         slots = executor.slots(device_ids)
         module, detach = self.module, not torch.is_grad_enabled()
         tracker = executor.tracker(module)
-        if tracker is not self._tracker:  # to set an attribute of a module takes its time
+        if tracker is not self._tracker:  # setting an attribute of a module is slow
             self._tracker = tracker
         return [
-            functional.RemoteReplica(module, device, slot, tracker, executor, detach)
+            functional.RemoteReplica(
+                module, device, slot, tracker=tracker, executor=executor, detach=detach
+            )
             for device, slot in zip(device_ids, slots, strict=True)
         ]
 
     def _joins_alone(self) -> bool:
-        """Whether outputs are joined at their first dimension, and nobody's own method sees them
-        before.
+        """Whether outputs are joined at their first dimension, and no subclass's method sees them
+        before that.
         """
         own = getattr(self.parallel_apply, "__func__", None), getattr(self.gather, "__func__", None)
         return self.dim == 0 and own == (DataParallel.parallel_apply, DataParallel.gather)
 
     @contextlib.contextmanager
     def _weighing(self, chunks: Sequence[Any], kwargs: Sequence[Any]) -> Iterator[None]:
-        """Tell `gather`, whose arguments are upstream's, how many rows each chunk has."""
+        """Tell `gather` how many rows each chunk has; its arguments are upstream's."""
         reset = _rows.set(
             tuple(batch.rows(a, k, self.dim) for a, k in zip(chunks, kwargs, strict=True))
         )
@@ -301,7 +311,7 @@ class DataParallel(nn.DataParallel[T]):
 
 
 class _Captured(Mapping[str, Any]):
-    """What submodules gave in the last forward, gathered when asked for."""
+    """What submodules returned in the last forward, gathered when it is read."""
 
     def __init__(self, model: DataParallel[Any], wanted: forward.Capture) -> None:
         self._model = model
@@ -372,12 +382,12 @@ def data_parallel(
 
 @functools.cache
 def _say_in_place() -> None:
-    """Once for each process: training goes on, perhaps slower than it was meant to."""
+    """Warn once per process: training goes on, perhaps slower than the user meant."""
     log.warning("DataParallel: %s", _IN_PLACE)
 
 
 def _module_device(module: nn.Module) -> torch.device:
-    # What `parameters()` begins with, which comes to it by five generators.
+    # The first of `parameters()`, without the five generators that it goes through.
     found = (p for m in module.modules() for p in m._parameters.values() if p is not None)
     tensor: torch.Tensor | None = next(found, None)
     if tensor is None:

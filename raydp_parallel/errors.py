@@ -1,5 +1,5 @@
-"""The errors of this package. Each says where, what was seen and what to do next, and each can be
-pickled.
+"""The errors of this package. Each says where it happened, what was seen and what to do next, and
+each can be pickled.
 
 Errors of the user's own module are not here: they come back as the type they were raised as (see
 ``exceptions``).
@@ -11,16 +11,16 @@ import os
 
 
 class ParallelError(RuntimeError):
-    """The root of every error that this package raises on its own account."""
+    """The base class of every error of this package."""
 
 
 class PlacementError(ParallelError):
-    """The cluster has not got, or not in time, the devices that were asked for."""
+    """The cluster does not have the devices that were asked for, or not in time."""
 
 
 class NoRoom(PlacementError):
     """Nothing was free for a replica within the deadline. The text says what is free and where, and
-    who holds what.
+    which jobs hold the rest.
     """
 
 
@@ -79,7 +79,7 @@ class SourceMismatch(ParallelError):
 
 
 def forked() -> ForkedProcess:
-    """The error for a process that uses what it inherited."""
+    """The error for a process that uses the replicas of the process it was forked from."""
     return ForkedProcess(
         f"this process ({os.getpid()}) was forked from the one that the replicas belong to, "
         "and cannot call them. Call "

@@ -62,7 +62,13 @@ class RemoteReplica:
         positional = tuple(args) if isinstance(args, (list, tuple)) else (args,)
         rows = batch.rows(positional, kwargs, dim)
         return forward.ForwardChunk(
-            self._slot, self._tracker, positional, kwargs, where, rows, self._detach
+            self._slot,
+            self._tracker,
+            args=positional,
+            kwargs=kwargs,
+            where=where,
+            rows=rows,
+            detach=self._detach,
         )
 
     def __reduce__(self) -> Any:
@@ -92,7 +98,7 @@ def replicate(
         network: The module.
         devices: Logical GPUs of the cluster, or ``"cpu"`` entries.
         detach: Whether the replicas take no gradients for the module's parameters.
-        executor: Whose replicas; None is the process's.
+        executor: The executor that runs the replicas; None is the process's.
 
     Returns:
         One callable replica per device.
@@ -105,7 +111,7 @@ def replicate(
     slots = owner.slots(ids)
     tracker = owner.tracker(network, keep=executor is None)
     return [
-        RemoteReplica(network, device, slot, tracker, owner, detach)
+        RemoteReplica(network, device, slot, tracker=tracker, executor=owner, detach=detach)
         for device, slot in zip(ids, slots, strict=True)
     ]
 
@@ -143,7 +149,7 @@ def apply(
     dim: int = 0,
     unused: UnusedGrads = "zeros",
 ) -> list[Any]:
-    """`parallel_apply`, with what a wrapper's options say besides."""
+    """`parallel_apply`, with the settings of a wrapper's options."""
     kwargs = _checked(modules, inputs, kwargs_tup, devices)
     replicas = _replicas(modules, devices)
     chunks = [
@@ -192,22 +198,23 @@ def _replicas(modules: Sequence[Any], devices: Sequence[Any] | None) -> list[Rem
         raise TypeError(
             f"parallel_apply: {type(strange).__name__} is neither a replica nor a module"
         )
-    owner = next((m._executor for m in modules if isinstance(m, RemoteReplica)), None) or shared(
-        Options()
-    )
-    count = len(modules)
-    ids = (
-        _default_devices(count, owner.options)
-        if devices is None
-        else [device_id(entry) for entry in devices]
-    )
-    slots = owner.slots(ids)
-    return [
-        module
-        if isinstance(module, RemoteReplica)
-        else RemoteReplica(module, device, slot, owner.tracker(module, keep=True), owner, False)
-        for module, device, slot in zip(modules, ids, slots, strict=True)
-    ]
+    owner = next((m._executor for m in modules if isinstance(m, RemoteReplica)), None)
+    if owner is None:
+        owner = shared(Options())
+    if devices is None:
+        ids = _default_devices(len(modules), owner.options)
+    else:
+        ids = [device_id(entry) for entry in devices]
+    found = []
+    for module, device, slot in zip(modules, ids, owner.slots(ids), strict=True):
+        replica = module
+        if not isinstance(module, RemoteReplica):
+            tracker = owner.tracker(module, keep=True)
+            replica = RemoteReplica(
+                module, device, slot, tracker=tracker, executor=owner, detach=False
+            )
+        found.append(replica)
+    return found
 
 
 def _default_devices(count: int, options: Options) -> list[DeviceId]:

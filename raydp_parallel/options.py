@@ -1,4 +1,4 @@
-"""The rare knobs, in one frozen place."""
+"""`Options`: the settings that few programs need, in one frozen dataclass."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _SELECTOR = r"!?(in\([^(),!]+(,[^(),!]+)*\)|[^(),!]+)"
 """What Ray takes for a label: ``a``, ``!a``, ``in(a, b)`` or ``!in(a, b)``."""
 
 _LONGEST = 1e6
-"""The longest time that may be waited, eleven days: what waits counts milliseconds in 32 bits."""
+"""The longest timeout in seconds, eleven days: `poll` counts milliseconds in 32 bits."""
 
 V = TypeVar("V")
 
 
 class Frozen(dict[str, V]):
-    """A dict that stays as it is, and may be part of a key."""
+    """A dict that cannot be changed, and may be part of a key."""
 
-    def __hash__(self) -> int:  # type: ignore[override]  # dict has none, for it changes
+    def __hash__(self) -> int:  # type: ignore[override]  # dict has none, because it can change
         return hash(frozenset(self.items()))
 
     def __reduce__(self) -> Any:
@@ -67,7 +67,7 @@ class Options:
         call_timeout: Seconds that one forward or backward may take before its replica counts as
             dead and is ended; None waits.
         on_fault: What to do when a replica dies: ``"replay"`` runs its chunk again on another one,
-            with the same result to the bit, while a new process starts behind the scenes;
+            with the same result to the bit, while a new process starts in the background;
             ``"raise"`` raises `ReplicaDied`, and the next call starts the new process. On GPUs the
             last bits are the same as far as their kernels repeat them: not where these add
             atomically or cuDNN chooses by speed, nor on another model of GPU.
@@ -84,8 +84,8 @@ class Options:
             label, 2.49 or newer.
         elastic: Start with as many GPUs as there are, one at least, instead of waiting for all;
             they run the chunks of the others, too. Nodes that join are used, nodes that drain are
-            left. Chunks stay what ``device_ids`` say, so that results do not depend on who is
-            there.
+            left. Chunks stay what ``device_ids`` say, so that results do not depend on which
+            replicas run.
         threads: Torch's threads in a CPU replica. None shares a node's cores among the chunks of a
             call: those that Ray was told of, and never more than the process may use, by affinity
             and quota, as the replicas that started first found.

@@ -51,7 +51,7 @@ class Progress:
         self._next = 0.0
 
     def advance(self, note: str = "") -> None:
-        """One step more, with something to say about it."""
+        """Count one more step, with a note to show beside the bar."""
         self._done += 1
         done = min(self._total, self._done)
         tenth = done == self._total or done * 10 // self._total > (done - 1) * 10 // self._total
@@ -84,11 +84,11 @@ class Progress:
 
 
 class Waiting:
-    """Says what a start waits for, once it takes longer than one would think.
+    """Says what a start waits for, once it takes longer than `_PATIENCE`.
 
     Args:
-        what: What it waits for, said with how much of it is there; or a function that says it anew
-            each time.
+        what: What it waits for, shown with how much of it is there; or a function that returns
+            this text anew each time.
         total: How much there will be.
         stream: The terminal to draw on, by default standard error.
         level: At which level it is logged: at first, and then each ten seconds.
@@ -110,7 +110,7 @@ class Waiting:
         self._drawn = False
 
     def tell(self, done: int) -> None:
-        """So much of it is there."""
+        """Show that ``done`` of the total are there."""
         waited = time.monotonic() - self._start
         if waited < _PATIENCE:
             return
@@ -142,7 +142,5 @@ class Waiting:
 
 
 def redraws(stream: TextIO) -> bool:
-    """Whether what was written to a stream can be written over: on a terminal, and in a
-    notebook.
-    """
+    """Whether text on a stream can be written over: on a terminal, and in a notebook."""
     return stream.isatty() or type(stream).__module__.startswith("ipykernel.")

@@ -125,7 +125,7 @@ class RegistryEntry:
         store.internal_kv_put(self._key, json.dumps(found).encode(), True, _NAMESPACE)
 
 
-def posts(address: str | None = None) -> list[dict[str, Any]]:
+def entries(address: str | None = None) -> list[dict[str, Any]]:
     """The entries of all executors of a cluster whose drivers live.
 
     Args:

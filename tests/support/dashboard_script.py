@@ -204,7 +204,7 @@ def straggler(asked: Prometheus | None, training: Training) -> None:
             "advice",
             any(advice.topic == "straggler" and advice.replica == 1 for advice in stats.advice),
         )
-        note("status", "replica 1 on cpu" in status.render(registry.posts(address)))
+        note("status", "replica 1 on cpu" in status.render(registry.entries(address)))
         if asked is not None:
             note("query", [found["metric"]["replica"] for found in asked.ask(query)] == ["1"])
     print("straggler:", ", ".join(f"{who} after {seconds:.1f} s" for who, seconds in said.items()))
@@ -332,7 +332,7 @@ def main(folder: Path) -> None:
         raydp_parallel.shutdown()
         if asked is not None:
             ended(asked, stats.replicas[0].phases.total)
-    print("entries left:", len(registry.posts(ray.get_runtime_context().gcs_address)))
+    print("entries left:", len(registry.entries(ray.get_runtime_context().gcs_address)))
     ray.shutdown()
 
 

@@ -164,14 +164,14 @@ def test_an_entry_while_it_runs_and_none_afterwards(
         thread: threading.Thread = executor._reporter._thread
     thread.join(10)
     assert not thread.is_alive()
-    assert not [entry for entry in registry.posts(address) if entry["stats"]["name"] == "posted"]
+    assert not [entry for entry in registry.entries(address) if entry["stats"]["name"] == "posted"]
 
 
 def test_the_entry_of_a_dead_driver_is_removed() -> None:
     """By whoever looks next; a job that Ray does not know counts as dead."""
     store: Any = registry._store(ray.get_runtime_context().gcs_address)
     store.internal_kv_put(b"ffff0000:1:gone", b"{}", True, b"raydp_parallel")
-    assert not [e for e in registry.posts(ray.get_runtime_context().gcs_address) if not e]
+    assert not [e for e in registry.entries(ray.get_runtime_context().gcs_address) if not e]
     assert b"ffff0000:1:gone" not in store.internal_kv_keys(b"", b"raydp_parallel")
 
 
