@@ -21,7 +21,7 @@ from raydp_parallel.monitoring.stats import ExecutorStats
 log = logging.getLogger("raydp_parallel")
 
 _FAREWELL = 2.0
-"""Seconds that the end of the program waits for the last reports of all executors."""
+"""Seconds that a close, and the end of the program, wait for last reports."""
 
 EVERY = 1.0
 """Seconds between two reports."""
@@ -91,18 +91,24 @@ class Reporter:
         self._history: deque[ReportedMoment] = deque(maxlen=_KEPT)
         self._last: Report | None = None
         self._stop = threading.Event()
+        self._final: Report | None = None
         self._leaves = False
-        self._telling = threading.Lock()
+        self._guard = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="raydp-reporter", daemon=True)
         _running.add(self)
         self._thread.start()
 
     def close(self) -> None:
-        """Report a last time. May be called twice."""
+        """Report a last time. May be called twice.
+
+        The thread tells the sinks, and is waited for only so long: a sink may ask a cluster that
+        does not answer.
+        """
         if not self._stop.is_set():
-            self._stop.set()
             _running.discard(self)
-            self._tell(True)
+            self._final = self._report(True)
+            self.leave()
+            self.wait(_FAREWELL)
 
     def leave(self) -> None:
         """Let the thread report a last time, at the end of the program; `wait` waits for that."""
@@ -111,39 +117,46 @@ class Reporter:
 
     def wait(self, seconds: float) -> None:
         """Wait for the end of the thread."""
-        self._thread.join(seconds)
+        if self._thread is not threading.current_thread():
+            self._thread.join(seconds)
 
     def _run(self) -> None:
         while not self._stop.wait(EVERY):
-            if not self._tell(False):
+            report = self._report(False)
+            if report is None or self._stop.is_set():
+                break
+            self._tell(report)
+            if report.last:
                 return
         if self._leaves:
-            self._tell(True)
+            final = self._final or self._report(True)
+            if final is not None:
+                self._tell(final)
 
-    def _tell(self, last: bool) -> bool:
-        with self._telling:
-            if self._stop.is_set() and not last:
-                return False
-            report = self._seen(last)
-            gone = report is None
-            report = (
-                self._last._replace(last=True, traced=())
-                if report is None and self._last is not None
-                else report
-            )
+    def _report(self, last: bool) -> Report | None:
+        """What is to be told now; the last report again, as the last one, where there is nothing
+        more to report on.
+        """
+        with self._guard:
+            history = [*self._history]
+        report = self._seen(history, last)
+        with self._guard:
             if report is None:
-                return False
+                gone = self._last
+                return gone._replace(last=True, traced=()) if gone is not None else None
             self._last = report
             replicas = report.stats.replicas
             work = tuple(r.phases.work for r in replicas)
             self._history.append(ReportedMoment(time.time(), tuple(r.rows for r in replicas), work))
-            for sink in [*self._sinks]:
-                self._hand_over(sink, report)
-            return not gone
+            return report
 
-    def _seen(self, last: bool) -> Report | None:
+    def _tell(self, report: Report) -> None:
+        for sink in [*self._sinks]:
+            self._hand_over(sink, report)
+
+    def _seen(self, history: Sequence[ReportedMoment], last: bool) -> Report | None:
         try:
-            return self._look([*self._history], last)
+            return self._look(history, last)
         except Exception as error:
             log.warning("no more reports: %s: %s", type(error).__name__, error)
             return None

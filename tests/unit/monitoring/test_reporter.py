@@ -96,6 +96,29 @@ def test_a_sink_that_fails_is_left_out_and_the_others_go_on(
     assert caplog.text.count("Broken takes no more reports: OSError: disk full") == 1
 
 
+class Stuck:
+    """A sink that stands still, as where a cluster does not answer."""
+
+    def __init__(self) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def take(self, report: Report) -> None:
+        self.reached.set()
+        self.go_on.wait(60)
+
+
+def test_a_close_does_not_wait_for_a_sink_that_stands_still() -> None:
+    """It goes on while the sink still stands; the last report comes after it."""
+    stuck, listener = Stuck(), Listener()
+    told = Reporter(look, [stuck, listener])
+    assert stuck.reached.wait(10)
+    told.close()
+    assert told._thread.is_alive() and not listener.heard
+    stuck.go_on.set()
+    told._thread.join(10)
+    assert [found.last for found in listener.heard] == [False, True]
+
+
 STUCK = """
 import threading
 from looking import report
