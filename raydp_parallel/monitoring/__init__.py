@@ -1,1 +1,1 @@
-"""What was done, for people and for other programs. It is told, and asks for nothing."""
+"""Statistics, reports, advice and metrics of executors. Nothing here calls an executor."""

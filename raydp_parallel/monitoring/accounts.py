@@ -1,5 +1,5 @@
-"""The entries of an executor's books: what a replica did for a model, and what concerns it whatever
-it runs.
+"""What the recorder of an executor adds up: what a replica did for each model, and what concerns
+the replica whatever it runs.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ _RECENT = 20
 """Calls of a replica that count as its recent ones."""
 
 _GONE = -1
-"""Stands for all modules that are gone."""
+"""Stands for all deleted modules."""
 
 _PATIENCE = 16
-"""Modules that are gone and keep their accounts until somebody reports on them for the last
-time.
-"""
+"""Deleted modules that keep their accounts until the last report on them."""
 
 
 @dataclass
@@ -49,7 +47,7 @@ class Account:
     """Bytes by link and direction."""
 
     def add(self, other: Account) -> None:
-        """Take over what was done for another model."""
+        """Add the account of another model to this one."""
         self.rows += other.rows
         self.forwards += other.forwards
         self.backwards += other.backwards
@@ -63,13 +61,13 @@ class Account:
 class Accounts(dict[tuple[int, int], Account]):
     """The accounts, by replica and model.
 
-    A module that `replicate` is called with in each step has another number each time, and one
-    account all the same. Of modules that are gone one account is left for each replica, so that
-    there are never more than modules.
+    A module that `replicate` is called with in each step gets a new number each time, but keeps its
+    account. The accounts of deleted modules are added up into one for each replica, so that the
+    number of accounts is bounded by the number of modules.
 
     Attributes:
-        names: What metrics call the models.
-        same: For a number of a module that had one before, the first.
+        names: The models' names in metrics.
+        same: For each later number of a module, its first number.
     """
 
     def __init__(self) -> None:
@@ -77,11 +75,11 @@ class Accounts(dict[tuple[int, int], Account]):
         self.names: dict[int, str] = {}
         self._modules: dict[int, tuple[weakref.ref[Any], int]] = {}
         self.same: dict[int, int] = {}
-        # Finalizers append here, from any thread and at any moment, also under the books' lock.
+        # Finalizers append here, from any thread and at any moment, also under the recorder's lock.
         self._gone: deque[int] = deque()
 
     def meet(self, model: int, module: Any) -> None:
-        """A module is run under a new number."""
+        """Enter a module under a new number."""
         found, first = self._modules.get(id(module), (None, 0))
         if found is not None and found() is module:
             self.same[model] = first
@@ -91,11 +89,11 @@ class Accounts(dict[tuple[int, int], Account]):
         weakref.finalize(module, self._gone.append, model).atexit = False
 
     def part(self, model: int) -> None:
-        """A number is not used any more; its module may be. Finalizers ask for this."""
+        """Forget a number that is no longer used; its module may be. Finalizers call this."""
         self.same.pop(model, None)
 
     def number(self, model: int) -> int:
-        """The number that a model's accounts go by: its module's first."""
+        """The number that a model's accounts are kept under: the first one of its module."""
         return self.same.get(model, model)
 
     def of(self, index: int, model: int) -> Account:
@@ -108,15 +106,15 @@ class Accounts(dict[tuple[int, int], Account]):
 
     @property
     def gone(self) -> int:
-        """How many modules are gone, and have their accounts still."""
+        """How many deleted modules still have accounts."""
         return len(self._gone)
 
     def reported(self, gone: int) -> list[tuple[int, str, Account]]:
-        """Copies for a report, with the models' names; for modules that are gone it is the last.
+        """Copies for a report, with the models' names. Deleted modules are reported a last time.
 
         Args:
-            gone: How many were gone before the last notes were entered. Notes of others may be
-                still to come.
+            gone: How many modules were deleted before the last notes were entered. Notes of modules
+                that were deleted later may still come.
         """
         found = [
             (i, self.names.get(m, ""), copy.deepcopy(account))
@@ -127,9 +125,7 @@ class Accounts(dict[tuple[int, int], Account]):
         return found
 
     def tidy(self, gone: int) -> None:
-        """Without reports, nobody takes accounts of modules away that are gone, and here
-        they are.
-        """
+        """Merge the accounts of deleted modules, where no report does it."""
         if gone > _PATIENCE:
             self._settle(gone)
 
@@ -149,7 +145,7 @@ class Recent(NamedTuple):
 
     Attributes:
         work: Seconds of forward and backward.
-        copies: Seconds of taking up state and copying.
+        copies: Seconds of adopting state and copying.
         rows: Rows of its chunk.
     """
 
@@ -158,7 +154,7 @@ class Recent(NamedTuple):
     rows: int
 
     def plus(self, work: float, copies: float) -> Recent:
-        """With its backward."""
+        """The same call with its backward."""
         return self._replace(work=self.work + work, copies=self.copies + copies)
 
 
@@ -172,16 +168,14 @@ class ReplicaAccount:
     idle: float = 0.0
     memory: tuple[int, int] = (0, 0)
     owed: float = 0.0
-    """Seconds that were entered as waited, and turned out to be work on a call that was heard of
-    later.
-    """
+    """Seconds that were entered as waiting, but were work on a call that was answered later."""
     clock: Clock = field(default_factory=Clock)
     recent: deque[Recent] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
 
 def enter(
     account: Account,
-    chair: ReplicaAccount,
+    replica: ReplicaAccount,
     method: str,
     laps: tuple[float, ...],
     own: bool = True,
@@ -190,16 +184,18 @@ def enter(
     """Enter what a replica measured; returns how long it was busy.
 
     Args:
-        account: What it did for the model.
-        chair: What concerns the replica.
-        method: What it did.
+        account: What the replica did for the model.
+        replica: What concerns the replica.
+        method: ``"forward"`` or ``"backward"``.
         laps: When its phases began, and when the last ended.
-        own: Whether it counts as a call. What makes a lost graph again takes time, and was counted
-            where it ran first.
+        own: Whether it counts as a call. A forward that only makes a lost graph again takes time,
+            but was counted where it ran first.
         rows: Rows of the batch that it computed.
     """
     t0, t1, t2, t3, t4 = laps
-    seconds, work, copies = account.seconds, t3 - t2, (t2 - t0) + (t4 - t3)
+    work = t3 - t2
+    copies = (t2 - t0) + (t4 - t3)
+    seconds = account.seconds
     seconds[0] += t1 - t0
     seconds[1] += t2 - t1
     seconds[2 if method == "forward" else 3] += work
@@ -209,39 +205,45 @@ def enter(
     account.busy[method] += t4 - t0
     if method == "forward":
         account.forwards += 1
-        chair.recent.append(Recent(work, copies, rows))
+        replica.recent.append(Recent(work, copies, rows))
     else:
         account.backwards += 1
-        if chair.recent:
-            chair.recent[-1] = chair.recent[-1].plus(work, copies)
+        if replica.recent:
+            replica.recent[-1] = replica.recent[-1].plus(work, copies)
     return t4 - t0
 
 
 def phases_of(
-    chair: ReplicaAccount, found: Sequence[Account], now: float, sent: float | None
+    replica: ReplicaAccount, found: Sequence[Account], now: float, sent: float | None
 ) -> PhaseSeconds:
     """Where a replica's time went, up to now.
 
     Args:
-        chair: What concerns the replica.
+        replica: What concerns the replica.
         found: What it did for each model.
         now: The time.
-        sent: When the first of the calls was sent that are under way; None: there is none.
+        sent: When the first of the calls under way was sent; None if no call is under way.
     """
-    columns = [
-        sum(values) for values in zip(*(account.seconds for account in found), strict=True)
-    ] or [0.0] * 6
-    adopt, copy_in, forward, backward, copy_out, wait = columns
-    wait = max(0.0, wait - chair.owed)
-    # What is under way now is not known yet: until it ends its time counts as waited.
-    since = max(0.0, now - chair.free)
+    adopt, copy_in, forward, backward, copy_out, wait = (
+        sum((account.seconds[phase] for account in found), 0.0) for phase in range(6)
+    )
+    # The phases of a call under way are not known yet: until it ends its time counts as waiting.
+    since = max(0.0, now - replica.free)
     waited = max(0.0, min(since, now - sent)) if sent is not None else 0.0
-    wait, idle = wait + waited, chair.idle + since - waited
-    return PhaseSeconds(adopt, copy_in, forward, backward, copy_out, wait, chair.reduce, idle)
+    return PhaseSeconds(
+        adopt=adopt,
+        copy_in=copy_in,
+        forward=forward,
+        backward=backward,
+        copy_out=copy_out,
+        wait=max(0.0, wait - replica.owed) + waited,
+        reduce=replica.reduce,
+        idle=replica.idle + since - waited,
+    )
 
 
 def for_model(found: Sequence[Account]) -> dict[str, Any]:
-    """The counters that a replica's tally has for all models together, for one."""
+    """The counters of one model that a replica's tally has for all models together."""
     ways = list(itertools.chain.from_iterable(account.traffic.items() for account in found))
     return {
         "calls": sum(account.forwards for account in found),
@@ -255,14 +257,14 @@ def for_model(found: Sequence[Account]) -> dict[str, Any]:
 
 
 Ways = tuple[tuple[str, int], ...]
-"""Bytes of a message by the links that they went by."""
+"""Bytes of a message by the links that carried them."""
 
 
 def ways(beside: Sequence[Any], size: int) -> Ways:
-    """The ways of a message's tensors.
+    """The links that carried a message's tensors, and how many bytes each.
 
     Args:
-        beside: Its packets.
+        beside: The message's packets.
         size: The tensors' bytes.
     """
     found: list[tuple[str, int]] = []
@@ -275,24 +277,22 @@ def ways(beside: Sequence[Any], size: int) -> Ways:
 
 
 def travelled(account: Account, went: Ways | None, size: int, direction: str) -> None:
-    """Enter a message's bytes by the ways that they went; by default all of them in the message
-    itself.
-    """
+    """Enter a message's bytes by link; without ``went`` all of them lay in the message itself."""
     for link, part in (("inline", size),) if went is None else went:
         if part:
             account.traffic[link, direction] += part
 
 
 def way_of(packet: Any) -> tuple[str, int | None]:
-    """The link that a packet beside a message goes by, and its bytes, None if only the message
-    knows.
+    """The link that carries a packet beside a message, and its bytes; None if only the message
+    has their number.
     """
     if isinstance(packet, SharedBuffer):
         return "shared", packet.array.nbytes
     if isinstance(packet, ForeignMemory):
         return "shared", packet.descriptor.size
     if isinstance(packet, Exposed):
-        return "shared", 0  # it lies where it lay: nothing travels
+        return "shared", 0  # read where it lies: no byte is moved
     if isinstance(packet, np.ndarray):
         return "beside", packet.nbytes
     return "object store", None

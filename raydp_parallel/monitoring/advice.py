@@ -1,5 +1,5 @@
-"""What limits a workload, in plain words, each with the numbers behind it. Read off frozen
-statistics alone.
+"""What limits a workload: sentences with the numbers behind them, made from frozen statistics
+alone.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 from raydp_parallel.monitoring.stats import Advice, ExecutorStats, ReplicaStats, asked_for
 
 _CALLS = 5
-"""Calls before anything is said: the first ones start processes and carry all the weights."""
+"""Calls before any advice is given: the first ones start processes and carry all the weights."""
 
 STRAGGLER = 1.25
-"""How many times the others' time a replica takes for its work before it is called a straggler."""
+"""A replica that takes this many times the others' time for its work is called a straggler."""
 
 _SECONDS = 5
-"""Reports in a row that name the same GPU before it is warned of."""
+"""Reports in a row that name the same GPU before the warning."""
 
 log = logging.getLogger("raydp_parallel")
 
@@ -28,7 +28,7 @@ _NOTICEABLE = 0.2
 
 
 def advise(stats: ExecutorStats) -> tuple[Advice, ...]:
-    """The advice for an executor, the weightiest first."""
+    """The advice for an executor, the most important first."""
     if not stats.replicas or stats.forwards < _CALLS:
         return ()
     found = [
@@ -47,35 +47,36 @@ def straggler(replicas: tuple[ReplicaStats, ...]) -> ReplicaStats | None:
     paced = [replica for replica in replicas if replica.recent_ms]
     if len(paced) < 2:
         return None
-    # A short last chunk takes more time for each row, because every call costs something, and no
-    # other waits for it.
-    slow = max(
-        (r for r in paced if _ratio(r, paced) >= STRAGGLER), key=lambda r: r.recent_ms, default=None
-    )
-    return slow if slow is not None and _lead(slow, paced) >= _NOTICEABLE else None
+    # A short last chunk takes more time for each row, because every call has a fixed cost, but no
+    # other replica waits for it: so the time of the whole call decides, too.
+    slow = [replica for replica in paced if _ratio(replica, paced) >= STRAGGLER]
+    slowest = max(slow, key=lambda replica: replica.recent_ms, default=None)
+    if slowest is None or _lead(slowest, paced) < _NOTICEABLE:
+        return None
+    return slowest
 
 
 def _ratio(replica: ReplicaStats, paced: Sequence[ReplicaStats]) -> float:
-    """How many times the others' time it takes for a row, lately."""
+    """How many times the others' time a replica took for a row, in its last calls."""
     others = statistics.median(pace(other) for other in paced if other is not replica)
     return pace(replica) / others
 
 
 def _lead(replica: ReplicaStats, paced: Sequence[ReplicaStats]) -> float:
-    """Milliseconds that the others are done before it in a call, lately."""
+    """Milliseconds by which the others were done before a replica, in its last calls."""
     return replica.recent_ms - statistics.median(
         other.recent_ms for other in paced if other is not replica
     )
 
 
 def pace(replica: ReplicaStats) -> float:
-    """Milliseconds of forward and backward for each row, lately."""
+    """Milliseconds of forward and backward for each row, in the last calls."""
     return replica.recent_ms / max(1.0, replica.recent_rows)
 
 
 class SlowGpu:
-    """Says once, as the constructor does of memory and processors, that a GPU is slower than the
-    others as measured.
+    """Warns once of a GPU that is slower than the others as measured, as the constructor warns of
+    one with less memory or fewer processors.
     """
 
     def __init__(self) -> None:
@@ -84,17 +85,18 @@ class SlowGpu:
         self._told = False
 
     def take(self, report: Any) -> None:
-        """Look at a report's statistics; a single slow second is nobody's fault."""
+        """Look at a report's statistics; a single slow second is no reason to warn."""
         if self._told or report.stats.forwards < _CALLS:
             return
-        gpus = replace(
-            report.stats,
-            replicas=tuple(replica for replica in report.stats.replicas if replica.gpu),
-        )
+        on_gpus = tuple(replica for replica in report.stats.replicas if replica.gpu)
+        gpus = replace(report.stats, replicas=on_gpus)
         slow = straggler(gpus.replicas)
-        self._times = self._times + 1 if slow is not None and slow.index == self._suspect else 1
-        self._suspect = slow.index if slow is not None else None
-        if slow is not None and self._times >= _SECONDS:
+        if slow is None:
+            self._suspect = None
+            return
+        self._times = self._times + 1 if slow.index == self._suspect else 1
+        self._suspect = slow.index
+        if self._times >= _SECONDS:
             self._told = True
             log.warning("There is an imbalance between your GPUs. %s", next(_straggler(gpus)))
 
@@ -107,42 +109,34 @@ def _straggler(stats: ExecutorStats) -> Iterator[Advice]:
     ratio, waited = _ratio(slow, paced), _lead(slow, paced)
     yield Advice(
         "straggler",
-        f"{_who(slow)} (node {slow.node_id[:8]}, pid {slow.pid}) is a straggler: "
+        f"{_name(slow)} (node {slow.node_id[:8]}, pid {slow.pid}) is a straggler: "
         f"{slow.recent_ms:.1f} ms of forward and backward in each of its last calls, "
-        f"{ratio:.1f} times the others' "
-        f"time for a row; they wait {waited:.1f} ms for it each time. See what else runs "
-        "there, or leave it out",
+        f"{ratio:.1f} times the others' time for a row; they wait {waited:.1f} ms for it "
+        "each time. See what else runs there, or leave it out",
         {"recent_ms": slow.recent_ms, "ratio": ratio, "others_wait_ms": waited},
         slow.index,
     )
 
 
 def _limits(stats: ExecutorStats) -> Iterator[Advice]:
-    """What most of the replicas' time goes to, if it is not their work."""
+    """What takes most of the replicas' time, if it is not their work."""
     # A loop that has ended, or a notebook that waits for its user, is not bound by anything.
     total = sum(r.phases.total - stats.quiet for r in stats.replicas)
     if total <= 0:
         return
-    idle, wait, reduce, work, copies = (
-        sum(value(r) for r in stats.replicas) / total
-        for value in (
-            lambda r: r.phases.idle - stats.quiet,
-            lambda r: r.phases.wait,
-            lambda r: r.phases.reduce,
-            lambda r: r.phases.work,
-            lambda r: r.phases.copies,
-        )
-    )
+    idle = sum(r.phases.idle - stats.quiet for r in stats.replicas) / total
+    wait = sum(r.phases.wait for r in stats.replicas) / total
+    reduce = sum(r.phases.reduce for r in stats.replicas) / total
+    work = sum(r.phases.work for r in stats.replicas) / total
+    copies = sum(r.phases.copies for r in stats.replicas) / total
     if idle + reduce > 0.4:
         driver = stats.driver
         yield Advice(
             "driver",
             f"driver-bound: the replicas have no call {idle:.0%} of the time and wait for "
-            "the sum of gradients "
-            f"{reduce:.0%}; they work {work:.0%}. The driver spent {driver.outside:.1f} s "
-            "outside of calls (your loop: "
-            f"loading, loss, optimizer), {driver.prepare:.1f} s preparing them. Load "
-            "batches ahead, or enlarge them",
+            f"the sum of gradients {reduce:.0%}; they work {work:.0%}. The driver spent "
+            f"{driver.outside:.1f} s outside of calls (your loop: loading, loss, optimizer), "
+            f"{driver.prepare:.1f} s preparing them. Load batches ahead, or enlarge them",
             {
                 "idle": idle,
                 "reduce": reduce,
@@ -159,8 +153,8 @@ def _limits(stats: ExecutorStats) -> Iterator[Advice]:
         yield Advice(
             "small chunks",
             f"chunks too small: of {rows:.0f} rows, they take {each:.2f} ms of work, and "
-            f"{around:.2f} ms on the way or "
-            "waiting for each other. Larger batches, or fewer replicas",
+            f"{around:.2f} ms on the way or waiting for each other. Larger batches, or fewer "
+            "replicas",
             {"rows": rows, "work_ms": each, "way_ms": around},
         )
     # Of the last calls: the first ones import the model's code, and carry all of its weights.
@@ -170,10 +164,9 @@ def _limits(stats: ExecutorStats) -> Iterator[Advice]:
         yield Advice(
             "copies",
             "bound by copies: of each of their last calls the replicas spent "
-            f"{lately / len(stats.replicas):.1f} ms "
-            f"copying and taking up state, and {worked / len(stats.replicas):.1f} ms "
-            "working. Over the link "
-            f"{stats.link!r} went {_mb(stats, 'bytes_in')} in and {_mb(stats, 'bytes_out')} out",
+            f"{lately / len(stats.replicas):.1f} ms copying and taking up state, and "
+            f"{worked / len(stats.replicas):.1f} ms working. Over the link {stats.link!r} went "
+            f"{_mb(stats, 'bytes_in')} in and {_mb(stats, 'bytes_out')} out",
             {"copies": copies, "work": work, "copies_ms": lately, "work_ms": worked},
         )
 
@@ -185,9 +178,8 @@ def _state(stats: ExecutorStats) -> Iterator[Advice]:
             yield Advice(
                 "state",
                 f"state is sent again with most calls because {what} changed: {times} times "
-                f"in {stats.forwards} "
-                f"forwards, {size / 1e6:.1f} MB each. Keep what changes outside of the "
-                "module, or pass it as an input",
+                f"in {stats.forwards} forwards, {size / 1e6:.1f} MB each. Keep what changes "
+                "outside of the module, or pass it as an input",
                 {"times": times, "forwards": stats.forwards, "bytes": size},
             )
 
@@ -197,8 +189,8 @@ def _reruns(stats: ExecutorStats) -> Iterator[Advice]:
         yield Advice(
             "state",
             f"{stats.reruns} of {stats.forwards} forwards were run twice, because weights "
-            "were written to through "
-            "`.data` or a NumPy alias, which moves no version. Write under torch.no_grad() instead",
+            "were written to through `.data` or a NumPy alias, which moves no version. Write "
+            "under torch.no_grad() instead",
             {"reruns": stats.reruns, "forwards": stats.forwards},
         )
 
@@ -208,7 +200,7 @@ def _faults(stats: ExecutorStats) -> Iterator[Advice]:
         if replica.deaths:
             yield Advice(
                 "faults",
-                f"{_who(replica)} (node {replica.node_id[:8]}) died {replica.deaths} "
+                f"{_name(replica)} (node {replica.node_id[:8]}) died {replica.deaths} "
                 f"time(s); it is {replica.state} now. The driver's log has the causes",
                 {"deaths": replica.deaths},
                 replica.index,
@@ -221,7 +213,7 @@ def _memory(stats: ExecutorStats) -> Iterator[Advice]:
             share = replica.memory_peak / replica.memory_total
             yield Advice(
                 "memory",
-                f"{_who(replica)} has used {share:.0%} of its GPU's memory: a larger batch "
+                f"{_name(replica)} has used {share:.0%} of its GPU's memory: a larger batch "
                 "may not fit",
                 {"share": share},
                 replica.index,
@@ -236,7 +228,7 @@ def _balanced(stats: ExecutorStats) -> Advice:
     )
 
 
-def _who(replica: ReplicaStats) -> str:
+def _name(replica: ReplicaStats) -> str:
     return f"replica {replica.index} on {asked_for(replica.device_id)}"
 
 

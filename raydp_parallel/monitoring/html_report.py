@@ -1,5 +1,5 @@
-"""The report: one HTML page with pictures and tables, which needs no network. Made of executors'
-entries alone.
+"""The report: one HTML page with graphs and tables, made from executors' entries alone. It needs no
+network.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ svg { display: block; width: 100%; height: auto; background: var(--soft); } text
 """
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""No script runs and nothing is fetched, whatever an entry holds."""
+"""No script runs and nothing is fetched, whatever an entry contains."""
 
 _KEYS = ("adopt", "copy", "forward", "backward", "wait", "reduce", "idle")
 _PHASES = ("adopt", "copy_in", "forward", "backward", "copy_out", "wait", "reduce", "idle")
 _WIDTH, _LEFT, _RIGHT, _BAR = 1060, 150, 10, 26
 _SHOWN_CALLS = 12
-"""Calls in the timeline: a handful of steps, so that each phase has some width."""
+"""Calls in the timeline: few, so that each phase has some width."""
 
 
 def report(entries: Sequence[Mapping[str, Any]], now: float | None = None) -> str:
     """The page.
 
     Args:
-        entries: What executors' drivers posted.
+        entries: What executors' drivers wrote.
         now: Seconds since the epoch.
     """
     at = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(time.time() if now is None else now))
@@ -82,8 +82,7 @@ def _executor(entry: Mapping[str, Any]) -> str:
     )
     done = (
         f"{stats['forwards']} forwards and {stats['backwards']} backwards in "
-        f"{stats['seconds']:.1f} s; lately "
-        f"{sum(rates(entry)):.0f} samples per second."
+        f"{stats['seconds']:.1f} s; lately {sum(rates(entry)):.0f} samples per second."
     )
     if stats["lost_ms"]:
         done += f" Deaths of replicas have cost {stats['lost_ms']:.0f} ms."
@@ -151,7 +150,7 @@ def _replicas(entry: Mapping[str, Any]) -> str:
     ):
         if replica["index"] in slow or replica["state"] == "dead":
             bad.add(number)
-        who = [
+        identity = [
             str(replica["index"]),
             f"{device(replica)} {replica['gpu']}".strip(),
             replica["node_id"][:8],
@@ -173,7 +172,7 @@ def _replicas(entry: Mapping[str, Any]) -> str:
         ]
         faults = [str(replica[name]) for name in ("deaths", "replays", "respawns")]
         pace = [f"{replica['recent_ms']:.2f}", str(replica["chunk_rows"])]
-        rows.append([*who, *what, *pace, *bytes_, *faults, *memory])
+        rows.append([*identity, *what, *pace, *bytes_, *faults, *memory])
     if not any(replica["memory_total"] for replica in entry["stats"]["replicas"]):
         rows = [row[:-2] for row in rows]
     return _table(rows, bad)
@@ -298,10 +297,10 @@ def _history(entry: Mapping[str, Any]) -> str:
             f"{_LEFT + (at - start) / span * inner:.1f},{height - 8 - value / top * (height - 20):.1f}"
             for at, value in line
         )
-        who = device(entry["stats"]["replicas"][i])
+        name = device(entry["stats"]["replicas"][i])
         parts.append(
             f'<path class="line{i % 5}" d="M{points}"><title>replica {i} on '
-            f"{escape(who)}</title></path>"
+            f"{escape(name)}</title></path>"
         )
     return (
         _svg(height, parts, "Samples per second of each replica")

@@ -1,8 +1,8 @@
-"""What is measured: the names, kinds and labels of the metrics, and how they are read off a report.
-No Ray here.
+"""The metrics: their names, kinds and labels, and how a report is turned into their values. Nothing
+here uses Ray.
 
-Sums of seconds, not histograms: a ratio of two counters is exact, whatever the time between two
-looks at them.
+Seconds are counters, not histograms: a ratio of two counters is exact, whatever the time between
+two readings.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LABELS = ("executor", "model", "replica", "device", "node", "gpu_uuid")
 
 
 class MetricKind(Enum):
-    """What a number does."""
+    """How the value of a metric changes."""
 
     COUNTER = "only grows"
     GAUGE = "goes up and down"
@@ -32,7 +32,7 @@ class Measure(NamedTuple):
 
     Attributes:
         name: Its name; Ray writes ``ray_`` before it, and ``_total`` behind a counter's.
-        kind: What it does.
+        kind: How its value changes.
         description: What it is.
         labels: Labels besides `LABELS`.
     """
@@ -115,21 +115,21 @@ _NOT_FAULTS = {
 FAULT_KINDS = tuple(
     f.name for f in fields(ReplicaStats) if f.type == "int" and f.name not in _NOT_FAULTS
 )
-"""The counters of a replica that count what went wrong, whichever there are."""
+"""The counters of a replica that count faults: all that `ReplicaStats` has."""
 
 Reading = tuple[Measure, dict[str, str], float]
 
 _MOVES = ("node", "gpu_uuid")
-"""Labels that change when a replica comes back elsewhere. What it did before stays where it was
-done.
+"""Labels that change when a replica is replaced on another node or GPU. What it did before stays
+under the old labels.
 """
 
 
 class News:
     """What is new in each report: what to add to a counter, and a gauge's value.
 
-    A counter's sum over all labels is exact, also when a replica comes back on another node or GPU.
-    A gauge that is not read any more, because its replica has another process now, is 0.
+    A counter's sum over all labels is exact, also after a replica was replaced on another node or
+    GPU. A gauge with the labels of a process that was replaced is set to 0.
 
     Args:
         addresses: The address of each node, by Ray's id of it.
@@ -140,17 +140,15 @@ class News:
         self._then: dict[tuple[str, tuple[str, ...]], tuple[Reading, float]] = {}
 
     def of(self, report: Report) -> Iterator[Reading]:
-        """What to tell after this report."""
+        """The readings that changed since the last report."""
         before, self._then = self._then, {}
         for measure, labels, value in readings(report, self._addresses):
             counts = measure.kind is MetricKind.COUNTER
-            key = (
-                measure.name,
-                tuple(v for name, v in labels.items() if not (counts and name in _MOVES)),
-            )
+            fixed = [v for name, v in labels.items() if not (counts and name in _MOVES)]
+            key = measure.name, tuple(fixed)
             _, then = before.pop(key, (None, None))
             if counts and then is not None and value < then:
-                # time that was waited turned out to be work: it stands until the sum is there again
+                # time entered as waiting was work: the old value stands until the sum exceeds it
                 value = then
             self._then[key] = (measure, labels, value), value
             if value != then:
@@ -174,22 +172,22 @@ def readings(report: Report, addresses: Mapping[str, str]) -> Iterator[Reading]:
             yield from _of_model(account, labels_of(replicas[index], stats.name, model))
     for replica in stats.replicas:
         yield from _of_replica(replica, labels_of(replica, stats.name, ""), addresses, report.last)
-    nobody = {**dict.fromkeys(LABELS, ""), "executor": stats.name}
-    yield LOST, nobody, stats.lost_ms / 1e3
+    shared = {**dict.fromkeys(LABELS, ""), "executor": stats.name}
+    yield LOST, shared, stats.lost_ms / 1e3
     for phase in fields(stats.driver):
-        yield DRIVER, {**nobody, "phase": phase.name}, getattr(stats.driver, phase.name)
+        yield DRIVER, {**shared, "phase": phase.name}, getattr(stats.driver, phase.name)
 
 
 def labels_of(replica: ReplicaInfo, executor: str, model: str) -> dict[str, str]:
     """The labels that every metric of a replica has."""
-    device = asked_for(replica.device_id)
-    return dict(
-        zip(
-            LABELS,
-            (executor, model, str(replica.index), device, replica.node_id, replica.gpu_uuid),
-            strict=True,
-        )
-    )
+    return {
+        "executor": executor,
+        "model": model,
+        "replica": str(replica.index),
+        "device": asked_for(replica.device_id),
+        "node": replica.node_id,
+        "gpu_uuid": replica.gpu_uuid,
+    }
 
 
 def _of_model(account: Account, labels: dict[str, str]) -> Iterator[Reading]:

@@ -1,10 +1,11 @@
 """The phases of a call: their names, a stopwatch for them, and the difference between two machines'
 clocks.
 
-In the replica a call is four phases, one after the other, with no time between them: adopt (undo
-what the last forward left, take up what changed), copy in, forward or backward, copy out. The
-driver adds what it alone can see: a replica waits (its call is on its way, or other replicas are
-not done yet), the driver reduces gradients, or there is no call and the replica is idle.
+In the replica a call has four phases, one after the other, with no time between them: adopt (undo
+what the last forward changed, adopt what the driver changed), copy in, forward or backward, copy
+out. The driver adds three that only it can measure: a replica waits (its call is on its way, or
+other replicas are not done yet), the driver reduces gradients, or the replica is idle, without a
+call.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ IN_REPLICA = {"forward": FORWARD, "backward": BACKWARD}
 """The phases of a replica's call, by the method that is called."""
 
 PHASES = ("adopt", "copy in", "forward", "backward", "copy out", "wait", "reduce", "idle")
-"""What a replica's time goes to. For each replica they add up to the time since it started."""
+"""All phases. For each replica their seconds add up to the time since it started."""
 
 OpenSpan = Callable[[str], contextlib.AbstractContextManager[Any] | None]
-"""Opens a span for a phase, where somebody wants to see it."""
+"""Opens a span for a phase, for a profiler; None where no profiler runs."""
 
 
 def unseen(_phase: str) -> None:
-    """No span: nobody looks."""
+    """No span: no profiler runs."""
 
 
 class Laps:
@@ -45,7 +46,7 @@ class Laps:
         self._stamps: list[float] = []
 
     def begin(self, number: int) -> None:
-        """The phase with this number begins; the one before ends."""
+        """Begin the phase with this number, and end the one before."""
         if len(self._stamps) == number:
             self._stamps.append(time.perf_counter())
             if self._span is not unseen:
@@ -55,8 +56,8 @@ class Laps:
                     self._open.__enter__()
 
     def end(self) -> tuple[float, ...]:
-        """When each phase began, and when the last ended. What an exception left out took
-        no time.
+        """When each phase began, and when the last ended. Phases that an exception skipped took no
+        time.
         """
         now = time.perf_counter()
         self._close()
@@ -69,11 +70,11 @@ class Laps:
 
 
 class Clock:
-    """What to add to a replica's clock to get the driver's, from calls alone.
+    """The difference between a replica's clock and the driver's, worked out from calls alone.
 
-    A call is sent before it begins and heard after it ends, which bounds the difference from both
-    sides. Processes of one machine have one clock: as long as no difference at all is possible,
-    there is none.
+    A call is sent before it begins and answered after it ends, which bounds the difference from
+    both sides. Processes of one machine have one clock: as long as the bounds allow 0, the
+    difference is 0.
     """
 
     def __init__(self) -> None:
@@ -81,15 +82,19 @@ class Clock:
         self._most = float("inf")
 
     def heard(self, sent: float, stamps: tuple[float, ...], received: float) -> None:
-        """Take a call into account: by the driver's clock when it was sent and heard, by the
-        replica's its phases.
+        """Take a call into account.
+
+        Args:
+            sent: When it was sent, by the driver's clock.
+            stamps: Its phases, by the replica's clock.
+            received: When its answer was received, by the driver's clock.
         """
         self._least = max(self._least, sent - stamps[0])
         self._most = min(self._most, received - stamps[-1])
 
     @property
     def offset(self) -> float:
-        """The difference."""
+        """What to add to the replica's times to get the driver's."""
         if self._least <= 0 <= self._most or self._least == float("-inf"):
             return 0.0
         return (self._least + self._most) / 2
@@ -99,7 +104,7 @@ class ChunkSpan(NamedTuple):
     """One chunk of a call, as it happened.
 
     Attributes:
-        replica: Who ran it.
+        replica: The number of the replica that ran it.
         sent: When it was sent, by the driver's clock.
         laps: When each of its phases began, and when the last ended, by the driver's clock; empty
             if it failed.
@@ -115,8 +120,8 @@ class CallSpan(NamedTuple):
 
     Attributes:
         method: ``"forward"``, ``"backward"`` or ``"reduce"``.
-        number: Which of its kind.
-        model: Whose.
+        number: Its number among calls of this method.
+        model: The name of the model.
         began: When the driver began to prepare it.
         sent: When all chunks were sent.
         ended: When all had answered.

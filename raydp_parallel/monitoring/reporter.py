@@ -1,5 +1,5 @@
-"""Tells others how an executor is doing, once per second, from a thread of its own: steps never
-wait for it.
+"""The thread that makes a report of an executor once per second and gives it to the sinks. Steps
+never wait for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EVERY = 1.0
 """Seconds between two reports."""
 
 _KEPT = 300
-"""Moments that are kept, for pictures."""
+"""Moments that are kept for the graphs of the HTML report."""
 
 
 class ReportedMoment(NamedTuple):
@@ -51,9 +51,9 @@ class Report(NamedTuple):
         stats: Its statistics.
         accounts: What each replica did for each model: the replica's number, the model's name, the
             account.
-        calls: The last calls as they happened.
-        events: What does not happen with every call: seconds since the epoch, and the text.
-        history: The last minutes.
+        calls: The last calls, with the times of their phases.
+        events: Deaths, starts and other rare events: seconds since the epoch, and the text.
+        history: The moments of the last minutes.
         traced: Calls since the last report, if a trace is written.
         last: Whether the executor ends.
     """
@@ -68,10 +68,10 @@ class Report(NamedTuple):
 
 
 class Sink(Protocol):
-    """Takes reports somewhere."""
+    """Receives reports."""
 
     def take(self, report: Report) -> None:
-        """Take a report. The last one is said to be."""
+        """Process a report; the last one has ``last``."""
 
 
 class Reporter:
@@ -134,8 +134,8 @@ class Reporter:
                 self._tell(final)
 
     def _report(self, last: bool) -> Report | None:
-        """What is to be told now; the last report again, as the last one, where there is nothing
-        more to report on.
+        """Make a report. Where there is nothing more to report on, it is the report before, marked
+        as the last one.
         """
         with self._guard:
             history = [*self._history]
@@ -165,7 +165,7 @@ class Reporter:
         try:
             sink.take(report)
         except Exception as error:
-            # Whatever is wrong with it, nobody's training ends over a picture of it.
+            # A report that fails must not end the training.
             self._sinks.remove(sink)
             log.warning(
                 "%s takes no more reports: %s: %s", type(sink).__name__, type(error).__name__, error
@@ -178,8 +178,8 @@ forks.call_in_child(_running.clear)
 
 @atexit.register
 def _close_all() -> None:
-    """A last report, unless it takes long: where the cluster's head is gone, Ray would wait for it
-    for a minute.
+    """Make a last report of each executor, for `_FAREWELL` seconds at most: after the loss of the
+    cluster's head Ray would wait a minute.
     """
     leaving, until = [*_running], time.monotonic() + _FAREWELL
     for reporter in leaving:

@@ -1,4 +1,4 @@
-"""What was done, as frozen statistics. The executor tells; nobody is asked."""
+"""Statistics of executors and replicas, frozen: what `Executor.stats()` returns, and its table."""
 
 from __future__ import annotations
 
@@ -132,11 +132,10 @@ class ReplicaStats(ReplicaInfo):
         bytes_out: Bytes of tensors that came from it.
         deaths: How often its process ended before its time.
         replays: Chunks that it was given to run again, because a replica had died.
-        respawns: How often a process was started in its place.
+        respawns: How often a process was started to replace it.
         phases: Where its time went.
         state_sent: Bytes of parameters and buffers that were sent to it.
-        state_skipped: Bytes of them that it had already, and that a copy with every call would have
-            sent again.
+        state_skipped: Bytes of them that were not sent because the replica had them already.
         chunk_rows: Rows of its last chunk.
         memory: Bytes of its GPU's memory that are allocated, 0 on a CPU.
         memory_peak: The most that were.
@@ -175,7 +174,7 @@ class ExecutorStats:
 
     Attributes:
         replicas: One entry per replica.
-        link: What bytes travel by.
+        link: The link that carries bytes.
         forwards: Forward calls.
         backwards: Trips back.
         state_bytes: Bytes of parameters and buffers that were sent.
@@ -183,14 +182,14 @@ class ExecutorStats:
         reruns: Forwards that were run again because contents had changed behind versions.
         replays: Chunks that were run again, for a result or for a graph, because their replica had
             died.
-        respawns: Replicas that were started in the place of others that had died.
+        respawns: Replicas that were started to replace others that had died.
         lost_ms: Milliseconds from deaths that a call noticed until it had all its answers.
         name: The executor's name in Ray's dashboard and in metrics.
         models: The modules that were run, by the names that metrics use.
         seconds: Time since the first replica started.
         quiet: Time since the last call ended.
         driver: Where the driver's time went.
-        changes: Why state was sent that was not merely new contents: what changed, and how often.
+        changes: Why more than new contents was sent: what changed, and how often.
         advice: What limits this workload.
     """
 
@@ -239,11 +238,12 @@ class ExecutorStats:
 
     def _cells(self) -> list[list[str]]:
         """The head of the table, and a row for each replica."""
-        columns = [
-            c
-            for c in COLUMNS
-            if c[0] not in _EXTRA or any(getattr(r, _EXTRA[c[0]]) for r in self.replicas)
-        ]
+        empty = {
+            name
+            for name, field in _EXTRA.items()
+            if not any(getattr(replica, field) for replica in self.replicas)
+        }
+        columns = [(name, show) for name, show in COLUMNS if name not in empty]
         rows = [[show(replica) for _, show in columns] for replica in self.replicas]
         return [[name for name, _ in columns], *rows]
 
@@ -252,15 +252,14 @@ class ExecutorStats:
         found = f"link {self.link}, {self.state_bytes / 1e6:.1f} MB of state sent"
         if self.deaths:
             found += (
-                f"; {self.deaths} deaths, {self.replays} chunks run again, {self.respawns} "
-                "replicas replaced, "
-                f"{self.lost_ms:.0f} ms lost"
+                f"; {self.deaths} deaths, {self.replays} chunks run again, "
+                f"{self.respawns} replicas replaced, {self.lost_ms:.0f} ms lost"
             )
         return found
 
 
 def printable(text: str) -> str:
-    """A text without what a terminal would take for a command: names may come from others."""
+    """A text without control characters: names in it may come from other programs."""
     return "".join(
         character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in text
     )
@@ -284,7 +283,7 @@ def asked_for(device_id: int | str) -> str:
 
 
 def device_of(replica: ReplicaInfo) -> str:
-    """The device that a user asked for, and the one that the process sees if that is another."""
+    """The device that a user asked for, and the process's own name of it if that differs."""
     same = replica.device_id == replica.device
     return str(replica.device_id) if same else f"{replica.device_id} ({replica.device})"
 
@@ -295,7 +294,7 @@ _EXTRA = {
     "replays": "replays",
     "respawns": "respawns",
 }
-"""Columns that are shown where there is something to show, and the fields they show."""
+"""Columns that are shown only if some replica has a value, with their fields."""
 
 COLUMNS: tuple[tuple[str, Any], ...] = (
     ("replica", lambda r: str(r.index)),
@@ -323,7 +322,7 @@ COLUMNS: tuple[tuple[str, Any], ...] = (
 
 @dataclass
 class Tally:
-    """The counters of one replica, while they count."""
+    """The counters of one replica."""
 
     calls: int = 0
     rows: int = 0
@@ -336,13 +335,13 @@ class Tally:
     respawns: int = 0
 
     def stats(self, info: ReplicaInfo, **more: Any) -> ReplicaStats:
-        """Frozen, with whose they are."""
+        """The frozen statistics of the replica."""
         return ReplicaStats(**asdict(info), **{**asdict(self), **more})
 
 
 @dataclass
 class Totals:
-    """The counters of an executor, while they count."""
+    """The counters of an executor."""
 
     forwards: int = 0
     backwards: int = 0
@@ -354,6 +353,6 @@ class Totals:
     lost_ms: float = 0.0
 
     def stats(self, replicas: tuple[ReplicaStats, ...], link: str, **more: Any) -> ExecutorStats:
-        """Frozen, with the replicas'."""
+        """The frozen statistics of the executor, with those of its replicas."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         return ExecutorStats(replicas, link, **{**plain, **more})

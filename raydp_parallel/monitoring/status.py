@@ -1,4 +1,4 @@
-"""What `raydp-parallel status` shows: the running executors of a cluster, as text. Read off their
+"""What `raydp-parallel status` shows: the running executors of a cluster, as text, made from their
 entries alone.
 """
 
@@ -18,7 +18,7 @@ _WINDOW = 10
 """Seconds that a rate is taken over."""
 
 _OLD = 5.0
-"""Seconds after which an entry is said to be old."""
+"""Seconds after which the text says that an entry is old."""
 
 _KNOWN = {
     "index",
@@ -37,7 +37,7 @@ _KNOWN = {
 
 
 class DriverStatus(NamedTuple):
-    """Whose executor it is.
+    """The driver of an executor.
 
     Attributes:
         host: The name of its machine.
@@ -51,7 +51,7 @@ class DriverStatus(NamedTuple):
 
 
 def entry(report: Report, driver: DriverStatus) -> dict[str, Any]:
-    """What a driver posts of an executor, in plain values."""
+    """The entry that a driver writes for an executor, in plain values."""
     return {
         "posted": time.time(),
         "clock": time.perf_counter(),
@@ -64,26 +64,23 @@ def entry(report: Report, driver: DriverStatus) -> dict[str, Any]:
 
 
 UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
-"""What an entry raises that another version wrote, or somebody else."""
+"""The errors of reading an entry that another version or another program wrote."""
 
 
 def render(entries: Sequence[Mapping[str, Any]], now: float | None = None) -> str:
-    """All executors.
+    """The text about all executors.
 
     Args:
-        entries: What their drivers posted.
+        entries: What their drivers wrote.
         now: Seconds since the epoch.
     """
     if not entries:
         return (
             "No executor is running in this cluster: none was started, the program has "
-            "ended, or it runs with "
-            "Options(metrics=False)."
+            "ended, or it runs with Options(metrics=False)."
         )
     at = time.time() if now is None else now
-    return "\n\n".join(
-        "\n".join(map(printable, lines)) for entry in entries for lines in [_lines(entry, at)]
-    )
+    return "\n\n".join("\n".join(map(printable, _lines(entry, at))) for entry in entries)
 
 
 def _lines(entry: Mapping[str, Any], now: float) -> list[str]:
@@ -94,9 +91,7 @@ def _lines(entry: Mapping[str, Any], now: float) -> list[str]:
 
 
 def unreadable(entry: Any, error: Exception) -> str:
-    """What is said of an entry that is not as this version makes them; the others are shown all the
-    same.
-    """
+    """What is shown for an entry that this version cannot read; the others are shown as usual."""
     job = entry.get("job", "") if isinstance(entry, Mapping) else ""
     return (
         f"an executor of job {job or 'unknown'} has an entry that this version cannot "
@@ -107,18 +102,16 @@ def unreadable(entry: Any, error: Exception) -> str:
 def _executor(entry: Mapping[str, Any], now: float) -> list[str]:
     stats = entry["stats"]
     age = now - entry["posted"]
-    late = (
-        (f", last heard of {age:.0f} s ago: the driver hangs, or does not get to it")
-        if age > _OLD
-        else ""
-    )
+    late = ""
+    if age > _OLD:
+        late = f", last heard of {age:.0f} s ago: the driver hangs, or does not get to it"
     samples, calls = sum(rates(entry)), _per_second(entry)
     lines = [
         f"{stats['name']}  pid {entry['pid']} on {entry['host']}, job {entry['job']}, models "
         f"{', '.join(stats['models']) or 'none yet'}{late}",
         f"{stats['forwards']} forwards and {stats['backwards']} backwards in "
-        f"{stats['seconds']:.0f} s; lately "
-        f"{calls:.1f} forwards and {samples:.0f} samples per second; link {stats['link']}",
+        f"{stats['seconds']:.0f} s; lately {calls:.1f} forwards and {samples:.0f} samples "
+        f"per second; link {stats['link']}",
         *table(_rows(entry)),
         *_lost(stats),
         *(f"! {advice['text']}" for advice in stats["advice"]),
@@ -131,7 +124,7 @@ def _executor(entry: Mapping[str, Any], now: float) -> list[str]:
 
 
 def _lost(stats: Mapping[str, Any]) -> list[str]:
-    """What deaths cost, once there is something to tell."""
+    """What deaths cost, if there were any."""
     if not (stats["replays"] or stats["respawns"] or stats["lost_ms"]):
         return []
     return [
@@ -188,9 +181,7 @@ def _rows(entry: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _is_fault(name: str, replicas: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a field counts what went wrong, whichever fields there are; shown once there is
-    something.
-    """
+    """Whether a field counts faults and is not 0; entries of later versions may have more such."""
     return name not in _KNOWN and any(
         type(replica.get(name)) is int and replica[name] for replica in replicas
     )
@@ -204,17 +195,12 @@ def device(replica: Mapping[str, Any]) -> str:
 def _window(entry: Mapping[str, Any]) -> tuple[Sequence[Any], Sequence[Any]] | None:
     """The moments at both ends of the last seconds, as (time, rows, work)."""
     stats = entry["stats"]
-    now = [
-        entry["posted"],
-        [r["rows"] for r in stats["replicas"]],
-        [_work(r) for r in stats["replicas"]],
-    ]
-    then = [
-        m
-        for m in entry["history"]
-        if now[0] - m[0] <= _WINDOW and len(m[1]) == len(now[1]) and now[0] > m[0]
-    ]
-    return (then[0], now) if then else None
+    rows = [replica["rows"] for replica in stats["replicas"]]
+    now = [entry["posted"], rows, [_work(replica) for replica in stats["replicas"]]]
+    for moment in entry["history"]:
+        if 0 < now[0] - moment[0] <= _WINDOW and len(moment[1]) == len(rows):
+            return moment, now
+    return None
 
 
 def _work(replica: Mapping[str, Any]) -> float:
@@ -222,7 +208,7 @@ def _work(replica: Mapping[str, Any]) -> float:
 
 
 def rates(entry: Mapping[str, Any]) -> list[float]:
-    """Samples per second of each replica, lately."""
+    """Samples per second of each replica, over the last seconds."""
     found = _window(entry)
     if found is None:
         return [0.0] * len(entry["stats"]["replicas"])
@@ -231,7 +217,7 @@ def rates(entry: Mapping[str, Any]) -> list[float]:
 
 
 def shares(entry: Mapping[str, Any]) -> list[float]:
-    """Share of its time that each replica was at work, lately."""
+    """Share of the last seconds that each replica was at work."""
     found = _window(entry)
     if found is None:
         return [0.0] * len(entry["stats"]["replicas"])
@@ -240,7 +226,7 @@ def shares(entry: Mapping[str, Any]) -> list[float]:
 
 
 def _per_second(entry: Mapping[str, Any]) -> float:
-    """Forwards per second, of the calls that are kept."""
+    """Forwards per second, from the calls in the entry."""
     calls = [call for call in entry["calls"] if call[0] == "forward"]
     if len(calls) < 2 or calls[-1][5] <= calls[0][5]:
         return 0.0

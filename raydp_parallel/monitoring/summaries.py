@@ -1,15 +1,15 @@
 """What each replica did in the last seconds, as the name of a short task in Ray's dashboard.
 
-A call over a direct line is no Ray task, and the dashboard would say nothing of it. So the
-reporter's thread lets each replica with a line run a task that does nothing, every few seconds
+A call over a direct connection is no Ray task, so the dashboard does not show it. Therefore the
+reporter's thread lets each replica with such a connection run an empty task every few seconds,
 while there is work, under a name such as ``work 512 samples/s, forward 40 %, backward 40 %, idle 10
-%``: the page of an actor, the job's table of tasks and the timeline list it. No call waits for
-that, because the task runs in a thread of Ray's.
+%``. The page of the actor, the job's table of tasks and the timeline list it. No call waits for
+it, because the task runs in a thread of Ray's own.
 
 [Note: few names]
-Ray labels its metrics with each task's name, 11 series each, and keeps them for ever. So numbers
-are rounded, replicas that do alike have one name, and after `_MOST` names the one that is nearest
-is used.
+Ray labels its metrics with each task's name, 11 series each, and never removes them. So numbers
+are rounded, replicas with the same numbers share a name, and after `_MOST` names the nearest one is
+used.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Summary(NamedTuple):
         return f"work {rate}, {shares}".replace(" 00 %", " 0 %")
 
     def distance(self, other: Summary) -> int:
-        """How far apart two are."""
+        """How far apart two summaries are."""
         return sum(abs(one - two) for one, two in zip(self, other, strict=True))
 
 
@@ -68,10 +68,10 @@ def summarize(before: ReplicaStats, after: ReplicaStats, seconds: float) -> Summ
 
 
 class Summaries:
-    """Takes reports, and lets replicas that have worked say so in the dashboard.
+    """Receives reports, and shows in the dashboard what replicas did.
 
     Args:
-        show: Lets a replica, by its number, run a task of a name.
+        show: Lets the replica of a number run a task with a name.
         clock: The time, in seconds.
     """
 
@@ -84,7 +84,7 @@ class Summaries:
         self._before: dict[int, tuple[float, ReplicaStats]] = {}
 
     def take(self, report: Report) -> None:
-        """Look at what was done since the last task of each replica."""
+        """Show what each replica did since its last task."""
         now = self._clock()
         for replica in report.stats.replicas if not report.last else ():
             began, before = self._before.setdefault(replica.index, (now, replica))
@@ -95,7 +95,7 @@ class Summaries:
                 self._show(replica.index, self._few(summarize(before, replica, now - began)).name)
 
     def _few(self, wanted: Summary) -> Summary:
-        """A summary, or the one of those used so far that is nearest."""
+        """The summary, or the nearest of those used so far if there are `_MOST`."""
         if len(self._names) < _MOST:
             self._names.add(wanted)
         return min(self._names, key=wanted.distance)

@@ -21,12 +21,12 @@ _DRIVER = 0
 
 
 class TraceFile:
-    """A trace that grows with each report. It can be opened at any time, also if its end is
-    missing.
+    """A trace file that grows with each report. It can be opened at any time: viewers accept a file
+    without its end.
 
     Args:
         folder: Where to write it; made if missing.
-        name: The executor's.
+        name: The name of the executor.
     """
 
     def __init__(self, folder: str, name: str) -> None:
@@ -49,8 +49,8 @@ class TraceFile:
 
 
 def _begin(folder: Path, name: str) -> Path:
-    """A new file. Of that name there is one after the cluster was left, or from another machine's
-    same process.
+    """Create a new file. The name may be taken: by an executor of an earlier cluster in this
+    process, or by a process of the same number on another machine.
     """
     for number in itertools.count(1):
         path = folder / f"{name}{f'~{number}' if number > 1 else ''}.trace.json"
@@ -65,19 +65,19 @@ def events(calls: Iterable[CallSpan]) -> Iterator[dict[str, Any]]:
     for call in calls:
         about = {"call": call.number, "model": call.model}
         if call.method == "reduce":
-            yield _span("reduce", f"reduce #{call.number}", _DRIVER, call.began, call.ended, about)
+            yield _span(
+                "reduce", f"reduce #{call.number}", _DRIVER, (call.began, call.ended), about
+            )
             continue
         title = f"{call.method} #{call.number}"
-        yield _span("driver", f"{title} prepare", _DRIVER, call.began, call.sent, about)
-        yield _span("driver", f"{title} wait", _DRIVER, call.sent, call.ended, about)
+        yield _span("driver", f"{title} prepare", _DRIVER, (call.began, call.sent), about)
+        yield _span("driver", f"{title} wait", _DRIVER, (call.sent, call.ended), about)
         for number, chunk in enumerate(call.chunks):
             place = f"chunk {number + 1}/{len(call.chunks)}"
-            for phase, begin, end in zip(
-                IN_REPLICA[call.method], chunk.laps, chunk.laps[1:], strict=False
-            ):
-                yield _span(
-                    phase, f"{phase} #{call.number} {place}", chunk.replica + 1, begin, end, about
-                )
+            spans = itertools.pairwise(chunk.laps)
+            for phase, span in zip(IN_REPLICA[call.method], spans, strict=False):
+                name = f"{phase} #{call.number} {place}"
+                yield _span(phase, name, chunk.replica + 1, span, about)
 
 
 def names(replicas: Sequence[ReplicaInfo]) -> Iterator[dict[str, Any]]:
@@ -89,8 +89,9 @@ def names(replicas: Sequence[ReplicaInfo]) -> Iterator[dict[str, Any]]:
 
 
 def _span(
-    kind: str, name: str, row: int, begin: float, end: float, about: dict[str, Any]
+    kind: str, name: str, row: int, span: tuple[float, float], about: dict[str, Any]
 ) -> dict[str, Any]:
+    begin, end = span
     start, length = round(begin * 1e6, 1), round(max(0.0, end - begin) * 1e6, 1)
     return {
         "ph": "X",
