@@ -1,4 +1,4 @@
-"""Devices, CPU and CUDA alike. Nobody else in the package asks whether a tensor is on CUDA."""
+"""Devices, CPU and CUDA alike. No other package asks whether a tensor is on CUDA."""
 
 from __future__ import annotations
 

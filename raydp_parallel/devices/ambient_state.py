@@ -49,7 +49,7 @@ def _set_default_dtype(name: str) -> None:
 
 
 _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
-"""The variable that torch asks for in each product of matrices if algorithms have to be
+"""The variable that torch reads before each matrix product if algorithms have to be
 deterministic.
 """
 
@@ -61,12 +61,12 @@ VARIABLES = (
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
 )
-"""Variables of the environment that say how a process computes on a GPU. A replica has those of its
-node's, which may have been started long before: it gets the driver's."""
+"""Variables of the environment that control how a process computes on a GPU. A replica inherits
+those of its node, which may differ from the driver's, so it is given the driver's."""
 
 
 def environment() -> dict[str, str]:
-    """Those that are set here, for a replica that starts."""
+    """The variables among `VARIABLES` that are set in this process, for a replica that starts."""
     return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
@@ -86,8 +86,8 @@ def _set_deterministic(value: tuple[bool, bool, str]) -> None:
 
 
 def _older(read: Callable[[], Any], write: Callable[[Any], None]) -> _Flag:
-    """A setting of precision by torch's older interface, which refuses to tell once the newer one
-    was used.
+    """A precision setting of torch's older interface, which raises when it is read after the newer
+    interface was used.
     """
 
     def read_if_told() -> Any:
@@ -100,8 +100,8 @@ def _older(read: Callable[[], Any], write: Callable[[Any], None]) -> _Flag:
 
 
 def _pair(name: str) -> list[_Flag]:
-    """A setting of one value or, in newer versions of torch, of two; none where torch does not know
-    it.
+    """A setting of one value or, in newer versions of torch, of two; an empty list where torch does
+    not have it.
     """
     read: Any = getattr(torch._C, f"_get_{name}", None)
     write: Any = getattr(torch._C, f"_set_{name}", None)
@@ -111,8 +111,8 @@ def _pair(name: str) -> list[_Flag]:
 
 
 def _precisions() -> list[_Flag]:
-    """How many bits of a float32 products take, by torch's newer interface, which the older one
-    does not follow.
+    """The precision of float32 products in torch's newer interface, which the older interface does
+    not report.
     """
     read: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
     write: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
@@ -121,8 +121,7 @@ def _precisions() -> list[_Flag]:
     operations = [
         (backend, op) for backend in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")
     ]
-    # What holds for all of them comes first: what a part says without a setting of its own follows
-    # it.
+    # The general setting comes first: an operation without a setting of its own follows it.
     return [
         _Flag(functools.partial(read, *which), functools.partial(write, *which))
         for which in (("generic", "all"), *operations)
@@ -133,7 +132,7 @@ _FLAGS = (
     _Flag(lambda: _NAMES[torch.get_default_dtype()], _set_default_dtype),
     _Flag(_deterministic, _set_deterministic),
     _older(torch._C._get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    # Read from where `torch.backends` reads, which takes ten times as long.
+    # Read from the functions that `torch.backends` calls: the properties take ten times as long.
     _Flag(torch._C._get_cudnn_enabled, functools.partial(setattr, torch.backends.cudnn, "enabled")),
     _Flag(
         torch._C._get_cudnn_benchmark, functools.partial(setattr, torch.backends.cudnn, "benchmark")
@@ -150,7 +149,7 @@ _FLAGS = (
     *_pair("cublas_allow_fp16_reduced_precision_reduction"),
     *_pair("cublas_allow_bf16_reduced_precision_reduction"),
     *_pair("cublas_allow_fp16_accumulation"),
-    *_precisions(),  # last, because the older ones set these, too
+    *_precisions(),  # last, because the older settings change these as well
 )
 
 _READS = [flag.read for flag in _FLAGS]
@@ -158,34 +157,31 @@ _READS = [flag.read for flag in _FLAGS]
 
 def capture() -> CallContext:
     """The caller's state, now."""
+    autocast = [
+        (torch.is_autocast_enabled(device), _NAMES[torch.get_autocast_dtype(device)])
+        for device in _AUTOCAST_DEVICES
+    ]
     return CallContext(
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        tuple(
-            [
-                (torch.is_autocast_enabled(d), _NAMES[torch.get_autocast_dtype(d)])
-                for d in _AUTOCAST_DEVICES
-            ]
-        ),
-        torch.is_autocast_cache_enabled(),
-        (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        _flags(),
+        grad=torch.is_grad_enabled(),
+        inference=torch.is_inference_mode_enabled(),
+        autocast=tuple(autocast),
+        autocast_cache=torch.is_autocast_cache_enabled(),
+        anomaly=(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        flags=_flags(),
     )
 
 
 def enter(context: CallContext) -> contextlib.AbstractContextManager[Any]:
-    """Run a block under the caller's state. Process-wide settings stay set, for the next call wants
-    them again.
+    """Run a block under the caller's state. Process-wide settings stay set, because the next call
+    most often has the same.
     """
     if _flags() != context.flags:
         for flag, value in zip(_FLAGS, context.flags, strict=True):
             if flag.read() != value:
                 flag.write(value)
-    wanted, there = (
-        [on for on, _ in context.autocast],
-        [*map(torch.is_autocast_enabled, _AUTOCAST_DEVICES)],
-    )
-    if True in wanted or True in there or context.inference or context.anomaly[0]:
+    wanted = [enabled for enabled, _ in context.autocast]
+    current = [torch.is_autocast_enabled(device) for device in _AUTOCAST_DEVICES]
+    if True in wanted or True in current or context.inference or context.anomaly[0]:
         return _enter_all(context)
     return torch.set_grad_enabled(context.grad)
 
@@ -213,11 +209,11 @@ def _flags() -> tuple[Any, ...]:
 
 
 def uncompiled(function: F) -> F:
-    """Make a function a graph break of `torch.compile`, and leave alone what it calls:
-    `torch.compiler.disable`.
+    """Make a function a graph break of `torch.compile`, without effect on what it calls, as
+    `torch.compiler.disable` does.
 
-    That one imports the compiler, which takes seconds; from torch 2.7 on the same can be said
-    without it.
+    `torch.compiler.disable` imports the compiler, which takes seconds; from torch 2.7 on the same
+    is set without that import.
     """
     eval_frame = torch._C._dynamo.eval_frame
     if not hasattr(eval_frame, "set_code_exec_strategy"):

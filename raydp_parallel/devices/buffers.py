@@ -1,10 +1,9 @@
-"""Segments: memory of this process that others of the machine can map, lent out in slices and
-recycled.
+"""Segments: memory of this process that other processes of the machine can map, lent and recycled.
 
 A segment is an anonymous file of its owner (``memfd_create``); the other side maps
-``/proc/<pid>/fd/<n>``. It has no name that could be left behind: the kernel frees it with its last
-mapping, whoever is killed. It is not bound by the size of ``/dev/shm``, which is 64 MB in a default
-container.
+``/proc/<pid>/fd/<n>``. It has no name in the file system that could be left behind: the kernel
+frees it with its last mapping, whichever process is killed. It is not limited by the size of
+``/dev/shm``, which is 64 MB in a default container.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from raydp_parallel.devices import forks
 
 _SMALLEST = 1 << 16
 _PATIENCE = 64
-"""A segment that so many others were preferred to goes back to the system."""
+"""A segment that was not used in so many requests for memory goes back to the system."""
 
 Pin = Callable[[int, int], Callable[[], object] | None]
-"""Lets a device read and write so many bytes from an address by itself; returns what ends that,
-None if refused.
+"""Registers memory (address, size) with a device, which then copies it directly; returns a function
+that ends this, None if it is refused.
 """
 
 _tokens = itertools.count(1)
@@ -37,12 +36,12 @@ _leases = itertools.count(1)
 
 
 def new_token() -> int:
-    """A name for some memory of this process."""
+    """A number that names some memory of this process."""
     return next(_tokens)
 
 
 def new_lease() -> int:
-    """A name for one use of it."""
+    """A number that names one use of that memory."""
     return next(_leases)
 
 
@@ -50,16 +49,16 @@ class Descriptor(NamedTuple):
     """What another process needs to see some memory.
 
     Attributes:
-        token: Names the memory, for good, among its owner's.
-        path: Where to map it from.
-        inode: What must be found there. The owner may have closed the file and opened another
-            since.
+        token: Names the memory among all memory of its owner; never used again.
+        path: The file to map.
+        inode: The inode that the file must have. The owner may have closed the file and opened
+            another since.
         length: Bytes of the memory.
-        size: Bytes of it that count.
-        lease: Names this use of a segment, for the word that it is no longer read; 0 for memory
-            that is not lent.
+        size: Bytes of it that are in use.
+        lease: Names this use of a segment, so that the other side can say that it has ended; 0 for
+            memory that is not lent.
         device: For a GPU's memory: the handle to open it with.
-        volume: Where the inode counts.
+        volume: The device number of the file system that the inode belongs to.
     """
 
     token: int
@@ -105,15 +104,15 @@ class _Scratch:
             with contextlib.suppress(OSError):  # a kernel built without them
                 memory.madvise(mmap.MADV_HUGEPAGE)
         self.array = np.frombuffer(memory, dtype=np.uint8)
-        self.descriptor = Descriptor(0, "", 0, length, length)  # which leads nowhere
+        self.descriptor = Descriptor(0, "", 0, length, length)  # no file
 
 
 class SharedBuffer:
-    """A segment lent out; free again when this is garbage.
+    """A segment that is lent; free again when this object is garbage.
 
     Args:
         segment: The memory.
-        size: Bytes that count.
+        size: Bytes that are in use.
         free: Takes the segment back.
     """
 
@@ -127,36 +126,36 @@ class SharedBuffer:
         self._return.atexit = False
 
     def cut(self, size: int) -> SharedBuffer:
-        """This, of which only the first bytes count after all."""
+        """This buffer, shortened to its first ``size`` bytes."""
         self.array, self.descriptor = self.array[:size], self.descriptor._replace(size=size)
         return self
 
     def spend(self) -> None:
-        """Lend the segment to nobody after this: somebody may still write to it."""
+        """Never lend the segment again: another process may still write to it."""
         self._return.detach()
 
 
 class Arena:
     """Segments of this process, recycled by size: pages that were touched before are many times
-    faster than new ones.
+    faster than new pages.
 
     Args:
         shared: Whether other processes can map them.
-        pin: What to do with memory that a GPU is to copy to; None where there is none.
+        pin: Registers memory that a GPU copies to; None where there is no GPU.
     """
 
     def __init__(self, shared: bool = True, pin: Pin | None = None) -> None:
         self._make: Callable[[int, Pin | None], Any] = _Segment if shared else _Scratch
         self._pin = pin
-        # One thread at a time takes; finalizers give back at any moment, also while this very
-        # thread takes. They need no lock, which might be held then: they only append.
+        # One thread at a time takes; finalizers give back at any moment, also while this thread
+        # takes. They take no lock, which this thread may hold at that moment: they only append.
         self._taking = threading.Lock()
         self._free: dict[int, deque[Any]] = defaultdict(deque)
         self._clock = 0
         forks.tell_child(self)
 
     def after_fork(self) -> None:
-        """No other thread has the lock."""
+        """Replace the lock, which a thread that the child does not have may hold."""
         self._taking = threading.Lock()
 
     def take(self, size: int) -> SharedBuffer:
@@ -166,7 +165,7 @@ class Arena:
         )
 
     def _segment(self, length: int) -> Any:
-        """One of so many bytes that is not in use."""
+        """A segment of ``length`` bytes that is not in use."""
         with self._taking:
             self._clock += 1
             if self._clock % _PATIENCE == 0:
@@ -185,8 +184,8 @@ class Arena:
         self._free[segment.descriptor.length].append(segment)
 
     def _sweep(self) -> None:
-        """Let go of what was not used for long; under the lock, and in place, where finalizers
-        append meanwhile.
+        """Free segments that were not used recently. Runs under the lock, and in place, because
+        finalizers append meanwhile.
         """
         for free in [*self._free.values()]:
             for _ in range(len(free)):
@@ -195,12 +194,12 @@ class Arena:
                     free.append(segment)
 
     def close(self) -> None:
-        """Free what is not lent out."""
+        """Free the segments that are not lent."""
         self._free.clear()
 
 
 class LeaseTable:
-    """What of this process's memory another one may still use."""
+    """The memory of this process that one other process may still use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -208,25 +207,25 @@ class LeaseTable:
         forks.tell_child(self)
 
     def after_fork(self) -> None:
-        """No other thread has the lock."""
+        """Replace the lock, which a thread that the child does not have may hold."""
         self._lock = threading.Lock()
 
     def lend(self, lent: SharedBuffer) -> None:
-        """A slice is on its way, perhaps once more."""
+        """Record that a buffer is sent, for the first time or once more."""
         with self._lock:
             _, times = self._lent.get(lent.descriptor.lease, (lent, 0))
             self._lent[lent.descriptor.lease] = (lent, times + 1)
 
     def returned(self, lease: int, times: int) -> None:
-        """The other one no longer uses what it got so many times."""
+        """Record that the other process has ended ``times`` uses of a lease."""
         with self._lock:
             lent, left = self._lent.pop(lease, (None, 0))
             if lent is not None and left > times:
                 self._lent[lease] = (lent, left - times)
 
     def settle(self, held: dict[int, int]) -> None:
-        """The other one says all that it holds, and how often it got it; with the rest it
-        is done.
+        """Keep only what the other process still holds: its leases, and how often it received
+        each.
         """
         with self._lock:
             self._lent = {
@@ -236,7 +235,7 @@ class LeaseTable:
             }
 
     def end(self) -> None:
-        """Nothing will be heard of the other one again."""
+        """End all leases without an answer: the other process is gone."""
         with self._lock:
             for lent, _ in self._lent.values():
                 lent.spend()

@@ -1,11 +1,11 @@
-"""Whether bytes are what they were: compared where they lie, with one small result fetched.
+"""Compares bytes with earlier bytes on the device that holds them; only a small result is fetched.
 
 [Note: fingerprints]
-What a CUDA master copy sent is not kept on the GPU a second time, and to fetch the weights for a
-comparison would cost more than the step. So each run of bytes has a fingerprint, made on the
-device: two sums, modulo 2 to the 64th, of its 32-bit words times random 64-bit numbers. A change of
-any words goes unseen with a chance of about 2 to the -64th, also one that only flips signs: a
-word's highest bit is far below a product's.
+The bytes that a module on CUDA sent are not kept on the GPU a second time, and fetching the weights
+for a comparison would cost more than the step. So each run of bytes has a fingerprint, computed on
+the device: two sums, modulo 2 to the 64th, of its 32-bit words times random 64-bit numbers. A
+change of any words goes unseen with a probability of about 2 to the -64th. That includes changes
+that only flip signs, because a word's highest bit is far below the highest bit of a product.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 _LARGE = 1 << 22
-"""Bytes up to which runs are looked at together, so that a model of many small tensors takes few
+"""Bytes up to which runs are compared together, so that a model of many small tensors takes few
 kernels.
 """
 
@@ -36,23 +36,21 @@ def compare(pairs: Sequence[tuple[MemoryRange, MemoryRange]]) -> Callable[[], li
     """Whether the runs of each pair hold the same bytes.
 
     Returns:
-        What gives the answers. A GPU begins at once, and is waited for when they are asked for.
+        A function that gives the answers. A GPU begins at once; the function waits for it.
     """
-    sizes_differ = [one.size != other.size for one, other in pairs]
-    on_gpu = [
-        i
-        for i, (one, _) in enumerate(pairs)
-        if one.origin is not None and one.size and not sizes_differ[i]
-    ]
-    found = [not differ for differ in sizes_differ]
+    found = [one.size == other.size for one, other in pairs]
+    on_gpu = []
     for i, (one, other) in enumerate(pairs):
-        if found[i] and one.origin is None and one.size:
+        if not found[i] or not one.size:
+            continue
+        if one.origin is not None:
+            on_gpu.append(i)
+        else:
             found[i] = _libc.memcmp(one.address, other.address, one.size) == 0
     if not on_gpu:
         return lambda: found
-    answers = _Answer(
-        torch.cat(_unlike([(_tensor(pairs[i][0]), _tensor(pairs[i][1])) for i in on_gpu]))
-    )
+    tensors = [(_tensor(pairs[i][0]), _tensor(pairs[i][1])) for i in on_gpu]
+    answers = _Answer(torch.cat(_unlike(tensors)))
 
     def result() -> list[bool]:
         for i, unlike in zip(on_gpu, answers.fetch(), strict=True):
@@ -65,11 +63,11 @@ def compare(pairs: Sequence[tuple[MemoryRange, MemoryRange]]) -> Callable[[], li
 def compare_runs(
     one: Tensor, other: Tensor, offsets: Sequence[int], sizes: Sequence[int]
 ) -> Callable[[], list[bool]]:
-    """Whether two tensors of bytes, on one device, hold the same in each of some runs, which begin
-    at offsets.
+    """Whether two tensors of bytes, on one device, are equal in each run that ``offsets`` and
+    ``sizes`` give.
 
     Returns:
-        What gives the answers. A GPU begins at once, and is waited for when they are asked for.
+        A function that gives the answers. A GPU begins at once; the function waits for it.
     """
     if not sizes:
         return list
@@ -87,23 +85,23 @@ def compare_runs(
 
 
 class _Answer:
-    """A small tensor of a GPU on its way to the host."""
+    """A small tensor of a GPU that is being copied to the host."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._bytes = DeviceBytes(tensor.to(torch.uint8))
-        self._room = torch.empty(tensor.numel(), dtype=torch.uint8, device="cpu")
-        self._bytes.copy_to(self._room.data_ptr())
-        # and not what is asked of the device until somebody wants to know
+        self._host = torch.empty(tensor.numel(), dtype=torch.uint8, device="cpu")
+        self._bytes.copy_to(self._host.data_ptr())
+        # The event is recorded now, so that `fetch` does not wait for later work of the device.
         self._copied = behind(tensor.device)
         self._fetched = False
 
     def fetch(self) -> list[int]:
-        """What it holds."""
+        """Wait for the copy; returns the tensor's values."""
         if not self._fetched:
             self._copied.synchronize()
             self._bytes.settle()
             self._fetched = True
-        return self._room.tolist()
+        return self._host.tolist()
 
 
 def _tensor(piece: MemoryRange) -> Tensor:
@@ -126,7 +124,7 @@ def _unlike(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
 
 
 def _groups(sizes: Sequence[int]) -> list[range]:
-    """Neighbours that are small together."""
+    """Ranges of neighbours that are small together."""
     groups, start, total = [], 0, 0
     for i, size in enumerate(sizes):
         if i > start and total + size > _LARGE:
@@ -147,7 +145,7 @@ def _per_run(values: Tensor, sizes: Sequence[int]) -> Tensor:
 def _edges(
     offsets: tuple[int, ...], sizes: tuple[int, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Where each run begins, and where it ends."""
+    """The offsets at which each run begins and ends."""
     begin = torch.tensor(offsets, device="cpu")
     end = begin + torch.tensor(sizes, device="cpu")
     return begin.to(device, non_blocking=True), end.to(device, non_blocking=True)
@@ -155,47 +153,45 @@ def _edges(
 
 @functools.lru_cache(maxsize=64)
 def _ends(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """The last place of each run."""
+    """The index of the last element of each run."""
     return (torch.tensor(sizes, device="cpu").cumsum(0) - 1).to(device, non_blocking=True)
 
 
 def copied(piece: MemoryRange) -> MemoryRange:
-    """The same bytes in memory of their own, on the same device."""
+    """A copy of the bytes, on the same device."""
     if piece.origin is not None:
         twin = _tensor(piece).clone()
         return MemoryRange(0, piece.size, twin, DeviceBytes(twin))
-    room = ctypes.create_string_buffer(
-        ctypes.string_at(piece.address, piece.size), max(1, piece.size)
-    )
-    return MemoryRange(ctypes.addressof(room), piece.size, room)
+    contents = ctypes.string_at(piece.address, piece.size)
+    copy = ctypes.create_string_buffer(contents, max(1, piece.size))
+    return MemoryRange(ctypes.addressof(copy), piece.size, copy)
 
 
 class Prints(NamedTuple):
     """Fingerprints of some runs of bytes on a GPU.
 
     Attributes:
-        keys: Whose they are, one for each part of a run.
-        values: Two numbers for each, on the device.
+        keys: The key of the run that each fingerprint belongs to; a large run has several.
+        values: Two numbers for each fingerprint, on the device.
     """
 
     keys: tuple[int, ...]
     values: Tensor | None
 
     def of(self, keys: Sequence[int]) -> Prints:
-        """Those of some runs alone, in the order in which they stand here."""
+        """The fingerprints of some runs, in the order that they have here."""
         if not self.keys:
             return self
         wanted = {*keys}
         rows = [i for i, key in enumerate(self.keys) if key in wanted]
         if len(rows) == len(self.keys) or self.values is None:
             return self
-        at = torch.tensor(rows, dtype=torch.int64, device="cpu").to(
-            self.values.device, non_blocking=True
-        )
-        return Prints(tuple(self.keys[row] for row in rows), self.values[at])
+        index = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        chosen = self.values[index.to(self.values.device, non_blocking=True)]
+        return Prints(tuple(self.keys[row] for row in rows), chosen)
 
     def joined(self, newer: Prints) -> Prints:
-        """These and newer ones, which replace those of the same runs."""
+        """These fingerprints and newer ones, which replace those of the same runs."""
         if self.values is None or newer.values is None:
             return newer if self.values is None else self
         again = {*newer.keys}
@@ -204,23 +200,24 @@ class Prints(NamedTuple):
         return Prints((*kept.keys, *newer.keys), torch.cat([kept.values, newer.values]))
 
     def without(self, keys: Sequence[int]) -> Prints:
-        """These but those of some runs."""
+        """These fingerprints without those of some runs."""
         gone = {*keys}
         left = [key for key in self.keys if key not in gone]
         return self.of(left) if left else Prints((), None)
 
     def unlike(self, now: Prints) -> list[int]:
-        """Whose differ ``now``; both must be of the same runs. This waits for the device."""
+        """The keys of runs that differ in ``now``, which must be of the same runs. This waits for
+        the device.
+        """
         if self.values is None or now.values is None:
             return []
         answers = _Answer((self.values != now.values).any(1)).fetch()
-        return [
-            *dict.fromkeys(key for key, unlike in zip(self.keys, answers, strict=True) if unlike)
-        ]
+        differing = [key for key, unlike in zip(self.keys, answers, strict=True) if unlike]
+        return list(dict.fromkeys(differing))
 
 
 def prints(runs: Mapping[int, MemoryRange]) -> Prints:
-    """The fingerprints of those runs that lie on a GPU."""
+    """The fingerprints of the runs that lie on a GPU."""
     parts: list[tuple[int, Tensor]] = []
     for key, piece in runs.items():
         if piece.origin is not None and piece.size:
@@ -234,17 +231,17 @@ def prints(runs: Mapping[int, MemoryRange]) -> Prints:
 
 
 def _print(group: Sequence[Tensor]) -> Tensor:
-    """Two numbers for each of some runs that are small together."""
+    """Two numbers for each run of a group; the runs are small together."""
     device = group[0].device
-    padded = [
-        run if len(run) % 4 == 0 else torch.cat([run, run.new_zeros(-len(run) % 4)])
-        for run in group
-    ]
-    # Clones where the bytes do not begin on a word, which torch would not show as words.
+    padded = []
+    for run in group:
+        missing = -len(run) % 4
+        padded.append(torch.cat([run, run.new_zeros(missing)]) if missing else run)
+    # A single run is cloned: torch does not show bytes as words if they do not begin on a word.
     whole = torch.cat(padded) if len(padded) > 1 else padded[0].clone()
     words = whole.view(torch.int32).to(torch.int64)
     sizes = [len(run) // 4 for run in padded]
-    # Each run from the first factor on: its print must not depend on its neighbours.
+    # Each run begins with the first factor: its fingerprint must not depend on its neighbours.
     sums = [
         _per_run(words * torch.cat([f[:size] for size in sizes]), sizes) for f in _factors(device)
     ]

@@ -1,11 +1,12 @@
-"""A GPU's memory and the machine's: copies that run beside the host, and what must wait for them.
+"""Copies between a GPU's memory and the machine's memory, which run beside the host.
 
 [Note: what waits for a copy]
-Copies are put on the device's current stream, behind what makes their bytes. To the machine's
-memory the host waits for an event behind the last copy of a message, once. From it the host does
-not wait: whoever lent the memory is told only when the copy has run (`_Lent`). In a replica all of
-a call's work has ended when its answer leaves (`finish`), so nothing that it read is given back too
-early. Nobody waits for a whole device.
+Copies are put on the device's current stream, behind the work that computes their bytes. For copies
+to the machine's memory the host waits once, for an event behind the last copy of a message. For
+copies from the machine's memory the host does not wait: the source is kept until the copy has run
+(`_Lent`), and only then is its owner told. In a replica all work of a call has ended when its
+answer is sent (`finish`), so no memory that it reads is given back too early. No code waits for a
+whole device.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ log = logging.getLogger("raydp_parallel")
 
 
 class DeviceBytes:
-    """Bytes in a GPU's memory, as links see them: to be copied, not read.
+    """Bytes in a GPU's memory, as links use them: the host copies them and cannot read them.
 
     Args:
-        tensor: Where they are: a tensor that is one run of memory.
+        tensor: A tensor over these bytes, which is one run of memory.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -41,50 +42,49 @@ class DeviceBytes:
 
     @property
     def tensor(self) -> Tensor:
-        """They themselves."""
+        """The bytes, as a tensor."""
         return bytes_of(self._tensor)
 
     @property
     def device(self) -> torch.device:
-        """Where they lie."""
+        """The device that they lie on."""
         return self._tensor.device
 
     def part(self, offset: int, size: int) -> DeviceBytes:
-        """Some of them."""
+        """A part of the bytes."""
         return DeviceBytes(self.tensor[offset : offset + size])
 
     def copy_to(self, address: int) -> None:
-        """Begin to copy them to the machine's memory, which is to be read after `wait` only."""
+        """Begin to copy the bytes to the machine's memory, which may be read only after `wait`."""
         source = self.tensor
         target = view(MemoryRange(address, len(source), None))
         if not target.is_pinned():
-            # To such memory a device copies in turns with the host. Torch keeps what is pinned for
-            # the next time.
+            # A copy to memory that is not pinned blocks the host. Torch recycles pinned memory.
             staged = torch.empty(len(source), dtype=torch.uint8, device="cpu", pin_memory=True)
             self._staged.append((staged, address))
             target = staged
         target.copy_(source, non_blocking=True)
 
     def wait(self) -> None:
-        """Wait until what this and earlier ones of the device began to copy is there."""
+        """Wait for the copies that this and earlier `copy_to` calls of the device began."""
         behind(self.device).synchronize()
 
     def settle(self) -> None:
-        """After `wait`: the bytes that took a way round are where they belong."""
+        """After `wait`: copy the bytes that went through pinned memory to their targets."""
         while self._staged:
             staged, address = self._staged.pop()
             ctypes.memmove(address, staged.data_ptr(), len(staged))
 
 
 def behind(device: torch.device, timed: bool = False) -> torch.cuda.Event:
-    """An event behind all that was asked of a device on the current stream."""
+    """An event behind all work on a device's current stream."""
     event = torch.cuda.Event(enable_timing=timed)
     event.record(torch.cuda.current_stream(device))
     return event
 
 
 def on_device(tensor: Tensor) -> MemoryRange:
-    """The bytes of a tensor that lies on a GPU, where they lie."""
+    """The memory range of a tensor on a GPU, without a copy."""
     return MemoryRange(0, tensor.nbytes, tensor, DeviceBytes(tensor))
 
 
@@ -92,36 +92,34 @@ def on_host(source: MemoryRange) -> MemoryRange:
     """The same bytes in the machine's memory."""
     if source.origin is None:
         return source
-    room = torch.empty(source.size, dtype=torch.uint8, device="cpu")
-    source.origin.copy_to(room.data_ptr())
+    target = torch.empty(source.size, dtype=torch.uint8, device="cpu")
+    source.origin.copy_to(target.data_ptr())
     source.origin.wait()
     source.origin.settle()
-    return MemoryRange(room.data_ptr(), source.size, room)
+    return MemoryRange(target.data_ptr(), source.size, target)
 
 
 class _Lent:
-    """What memory a device may still be copying from."""
+    """The memory that a device may still be copying from."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: list[tuple[torch.cuda.Event, Any]] = []
 
     def keep(self, owner: Any, device: torch.device) -> None:
-        """Keep what a copy reads that was just asked for, until it has run."""
+        """Keep the owner of memory that the copy just begun reads, until the copy has run."""
         event = behind(device)
         self.let_go()
         with self._lock:
             self._kept.append((event, owner))
 
     def let_go(self) -> None:
-        """Of the machine's memory, and of other processes', that a device has copied from
-        by now.
-        """
+        """Release the memory that finished copies have read."""
         if self._kept:
             with self._lock:
                 try:
                     self._kept = [entry for entry in self._kept if not entry[0].query()]
-                except RuntimeError:  # the device works no more: nothing will ever read it
+                except RuntimeError:  # the device has failed and will read nothing
                     self._kept = []
 
     def __len__(self) -> int:
@@ -133,9 +131,7 @@ let_go = lent.let_go
 
 
 def upload(source: MemoryRange, device: torch.device) -> Tensor:
-    """The bytes of ``source``, wherever they are, in new memory of a GPU. The host does not
-    wait.
-    """
+    """Copy the bytes of ``source``, on any device, to new memory of a GPU, without waiting."""
     data = source.origin.tensor if source.origin is not None else view(source)
     found: Tensor = data.to(device, copy=True, non_blocking=True)
     lent.keep((data, source.owner), device)
@@ -143,40 +139,36 @@ def upload(source: MemoryRange, device: torch.device) -> Tensor:
 
 
 def load(target: Tensor, source: MemoryRange) -> None:
-    """Copy the bytes of ``source``, wherever they are, to a GPU's memory. The host does not
-    wait.
-    """
+    """Copy the bytes of ``source``, on any device, to a GPU's memory, without waiting."""
     load_all([target], [source])
 
 
 def load_all(targets: Sequence[Tensor], sources: Sequence[MemoryRange]) -> None:
-    """Copy the bytes of some sources, wherever they are, to a GPU's memory. The host does
-    not wait.
-    """
-    pairs = [
-        (target, source) for target, source in zip(targets, sources, strict=True) if source.size
-    ]
-    if not pairs:
+    """Copy the bytes of some sources, on any device, to a GPU's memory, without waiting."""
+    filled: list[Tensor] = []
+    data: list[Tensor] = []
+    owners: list[Any] = []
+    for target, source in zip(targets, sources, strict=True):
+        if source.size:
+            filled.append(target)
+            data.append(source.origin.tensor if source.origin is not None else view(source))
+            owners.append(source.owner)
+    if not filled:
         return
-    data = [
-        source.origin.tensor if source.origin is not None else view(source) for _, source in pairs
-    ]
-    torch._foreach_copy_([target for target, _ in pairs], data, non_blocking=True)
-    lent.keep((data, [source.owner for _, source in pairs]), pairs[0][0].device)
+    torch._foreach_copy_(filled, data, non_blocking=True)
+    lent.keep((data, owners), filled[0].device)
 
 
 def finish(device: torch.device) -> None:
-    """Wait until the device has done what was asked of it."""
+    """Wait until the device has done all work on its current stream."""
     if not is_cpu(device):
         behind(device).synchronize()
 
 
 def spoiled(device: torch.device) -> bool:
-    """Whether a device works no more in this process, as after an access to memory that is not
-    there.
+    """Whether a device has failed for good in this process, as after an illegal memory access.
 
-    Such an error of CUDA's is told by every call from then on. Only another process has a device
-    that works.
+    After such an error every CUDA call of the process fails. Only a new process can use the device.
     """
     try:
         finish(device)
@@ -186,7 +178,7 @@ def spoiled(device: torch.device) -> bool:
 
 
 class Stopwatch:
-    """Says how long ago a device passed a mark. The host asks for work long before it is done.
+    """Measures the time that a device takes, because the host requests work long before it is done.
 
     Args:
         device: The device.
@@ -197,13 +189,13 @@ class Stopwatch:
         self._marked: torch.cuda.Event | None = None
 
     def mark(self) -> None:
-        """Here."""
+        """Set the mark behind all work requested so far."""
         if not is_cpu(self._device):
             self._marked = behind(self._device, timed=True)
 
     def finish(self) -> float | None:
-        """Wait for the device; the seconds since it passed the mark, None if there was none, or on
-        a CPU.
+        """Wait for the device; returns the seconds since it passed the mark, None without a mark or
+        on a CPU.
         """
         marked, self._marked = self._marked, None
         if marked is None:
@@ -215,10 +207,10 @@ class Stopwatch:
 
 
 def pinner(device: torch.device | None) -> Callable[[int, int], Callable[[], object] | None] | None:
-    """What registers memory of the host with a GPU, so that it copies by itself; None on a CPU.
+    """A function that registers host memory with a GPU for direct copies; None on a CPU.
 
     Args:
-        device: The device that copies; None is whichever this process uses, if it comes to use one.
+        device: The device that copies; None stands for any GPU that this process may come to use.
     """
     if device is None:
         return _pin_if_used
@@ -226,25 +218,25 @@ def pinner(device: torch.device | None) -> Callable[[int, int], Callable[[], obj
 
 
 def _pin_if_used(address: int, size: int) -> Callable[[], object] | None:
-    # Asking for more would start CUDA in a driver that has no use for it.
-    return (
-        _registry.pin(torch.device("cuda"), address, size) if torch.cuda.is_initialized() else None
-    )
+    # Only if CUDA runs already: registering would start it in a driver that does not need it.
+    if not torch.cuda.is_initialized():
+        return None
+    return _registry.pin(torch.device("cuda"), address, size)
 
 
 class _Registry:
     """Registers memory of the host with CUDA, until that is refused once.
 
     Attributes:
-        refused: Whether it was. Who lacks the memory or the right to lock some will not have it for
-            the next segment.
+        refused: Whether it was. A process that lacks the memory or the right to lock memory will
+            lack it for the next segment too.
     """
 
     def __init__(self) -> None:
         self.refused = False
 
     def pin(self, device: torch.device, address: int, size: int) -> Callable[[], object] | None:
-        """Register a run of memory; returns what ends that, None if it is refused."""
+        """Register a run of memory; returns a function that ends this, None if it is refused."""
         if self.refused:
             return None
         runtime = torch.cuda.cudart()
@@ -262,9 +254,7 @@ class _Registry:
 
 
 def _take_error(device: torch.device) -> None:
-    """Take an error that CUDA keeps for this thread: the next kernel, which is innocent, would be
-    told of it.
-    """
+    """Clear an error that CUDA keeps for this thread: it would be reported for the next kernel."""
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device=device)
 

@@ -1,13 +1,14 @@
-"""What a forked process does with what it inherits: it leaves it to its parent.
+"""What a forked process does with the objects that it inherits: it leaves them to its parent.
 
 [Note: after a fork]
 The child has a copy of everything: sockets that it shares with the parent, descriptors of processes
-that it could end, locks that a thread held which the child has not got. If it called a replica,
-parent and child would read each other's answers. So whatever could reach beyond the process, or be
-locked for ever, is told right after the fork, before any code of the user's: sockets are closed,
-without a word to the other end; executors are not the child's, and each use raises `ForkedProcess`;
-threads that do not exist report nothing; locks are new. Only what has replicas is refused: an
-executor that has none yet, or has them in its own process, works in the child.
+that it could end, locks held by threads that the child does not have. If it called a replica,
+parent and child would read each other's answers. So each object that reaches beyond the process, or
+has a lock, is notified right after the fork, before any code of the user runs: sockets are closed
+without a message to the other end; executors belong to the parent, and each use in the child raises
+`ForkedProcess`; threads that do not exist report nothing; locks are new. Only executors with
+replicas are refused: an executor that has none yet, or has them in its own process, works in the
+child.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from typing import Protocol
 
 
 class Closable(Protocol):
-    """What holds a descriptor."""
+    """An object that holds a descriptor."""
 
     def close(self) -> object:
         """Close it."""
 
 
 class Inherited(Protocol):
-    """What a child has a copy of."""
+    """An object that is notified in a forked child."""
 
     def after_fork(self) -> None:
         """Called in the child, where no other thread runs."""
@@ -39,12 +40,12 @@ _called: list[Callable[[], object]] = []
 
 
 def close_in_child(thing: Closable) -> None:
-    """Close something in each forked child, as early as can be."""
+    """Close an object in each forked child, before other objects are notified."""
     _closed.add(thing)
 
 
 def tell_child(thing: Inherited) -> None:
-    """Tell something in each forked child."""
+    """Notify an object in each forked child."""
     _told.add(thing)
 
 

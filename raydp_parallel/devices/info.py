@@ -1,4 +1,4 @@
-"""What a device is, how full it is, and whether it is like the others."""
+"""Properties of devices: kind, name, memory in use, and whether GPUs are alike."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def output_place(target: int | str | torch.device) -> torch.device:
     """The driver's device that a ``target_device`` or ``output_device`` names.
 
     An int is a CUDA index, as upstream; ``-1`` is the CPU, with upstream's warning. Device ids are
-    logical here, so on a driver without CUDA every index names the CPU, where such a driver's
-    master copy lives.
+    logical here, so on a driver without CUDA every index names the CPU, where the module of such a
+    driver lies.
     """
     if isinstance(target, int) and not isinstance(target, bool):
         if target == -1:
@@ -46,15 +46,15 @@ def output_place(target: int | str | torch.device) -> torch.device:
 def own(kind: str) -> str:
     """The name of this process's device of a kind, ``"cpu"`` or ``"gpu"``.
 
-    A process that Ray started sees the GPU that it was given, and no other. One that Ray merely
-    counts is a CPU.
+    A process that Ray started sees the GPU that it was given, and no other. A GPU that Ray only
+    counts, and torch does not find, is replaced by the CPU.
     """
     return "cuda:0" if kind == "gpu" and torch.cuda.is_available() else "cpu"
 
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DRIVER = ("/dev/nvidiactl", "/dev/dxg")
-"""What a machine, or a container, has that can use a GPU of NVIDIA's; the second is Windows'."""
+"""Files of a machine, or a container, that can use an NVIDIA GPU; the second is that of Windows."""
 
 
 def take_given(kind: str, ids: Sequence[str]) -> str:
@@ -65,8 +65,8 @@ def take_given(kind: str, ids: Sequence[str]) -> str:
         ids: The GPUs that Ray gave, as ``CUDA_VISIBLE_DEVICES`` calls them.
 
     Raises:
-        RuntimeError: CUDA does not start on a machine that has a GPU: to compute on the CPU takes a
-            hundred times as long, and would go unseen.
+        RuntimeError: CUDA does not start on a machine that has a GPU. Computing on the CPU instead
+            would take a hundred times as long, without any message.
     """
     _see_only(ids if kind == "gpu" else ())
     device = own(kind)
@@ -84,11 +84,11 @@ def take_given(kind: str, ids: Sequence[str]) -> str:
 
 
 def _see_only(ids: Sequence[str]) -> None:
-    """Let CUDA see these GPUs, before it starts. Ray may be told not to, and then all replicas
-    would share the first.
+    """Let CUDA see only these GPUs, before it starts. Ray can be configured not to do so, and then
+    all replicas would share the first GPU.
 
-    A CPU replica sees none: a module that asks whether there is a GPU would take one that is
-    another's.
+    A CPU replica sees no GPU: a module that uses a GPU if there is one would take another
+    replica's.
     """
     wanted = ",".join(ids)
     if os.environ.get(_VISIBLE) == wanted or torch.version.hip is not None:
@@ -113,7 +113,7 @@ def _has_gpus() -> bool:
 
 
 class MemoryLook:
-    """Says now and then how full a device is: torch needs a tenth of a millisecond to tell.
+    """Samples how full a device is, once per second at most: a query takes 0.1 ms.
 
     Args:
         device: The device.
@@ -124,39 +124,45 @@ class MemoryLook:
         self._next = 0.0 if not is_cpu(device) else float("inf")
 
     def now(self) -> tuple[int, int] | None:
-        """Bytes that are allocated, and the most that were; None on a CPU, and if that was said a
-        moment ago.
+        """Bytes that are allocated, and the most that were; None on a CPU, and within a second of
+        the last sample.
         """
         if time.monotonic() < self._next:
             return None
         self._next = time.monotonic() + 1.0
-        return torch.cuda.memory_allocated(self._device), torch.cuda.max_memory_allocated(
-            self._device
-        )
+        allocated = torch.cuda.memory_allocated(self._device)
+        return allocated, torch.cuda.max_memory_allocated(self._device)
 
 
 def give_back_freed(device: torch.device) -> None:
-    """Give memory that a GPU's process keeps to the device: other processes there cannot ask for
-    it.
-    """
+    """Return cached memory of this process to its GPU: other processes there cannot request it."""
     if not is_cpu(device):
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def describe(device: torch.device, pid: int, node: str) -> ReplicaHello:
-    """What a replica on ``device`` says of itself."""
+    """The description that a replica on ``device`` sends when it starts."""
     if is_cpu(device):
-        return ReplicaHello(pid, node, str(device), "", "", 0, 0, cores=cores())
+        return ReplicaHello(
+            pid=pid,
+            node=node,
+            device=str(device),
+            gpu="",
+            gpu_uuid="",
+            memory=0,
+            processors=0,
+            cores=cores(),
+        )
     found = torch.cuda.get_device_properties(device)
     return ReplicaHello(
-        pid,
-        node,
-        str(device),
-        found.name,
-        str(found.uuid),
-        found.total_memory,
-        found.multi_processor_count,
+        pid=pid,
+        node=node,
+        device=str(device),
+        gpu=found.name,
+        gpu_uuid=str(found.uuid),
+        memory=found.total_memory,
+        processors=found.multi_processor_count,
     )
 
 
@@ -171,7 +177,7 @@ def check_balance(found: Sequence[tuple[int, ReplicaHello]]) -> None:
     """Warn as upstream does if one GPU is much smaller than another.
 
     Args:
-        found: For each GPU replica its device id and what it said of itself.
+        found: For each GPU replica its device id and its description.
     """
     for name in ("memory", "processors"):
         sizes = sorted((getattr(hello, name), index) for index, hello in found)

@@ -1,11 +1,11 @@
-"""Which devices have memory that the CPU reads where it lies."""
+"""Which devices have memory that the CPU can read directly."""
 
 from __future__ import annotations
 
 import torch
 
 HOST = frozenset({"cpu"})
-"""Types of devices whose tensors lie in the machine's memory."""
+"""Types of devices with tensors in the machine's memory."""
 
 
 def is_cpu(device: torch.device) -> bool:

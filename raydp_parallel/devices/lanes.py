@@ -1,5 +1,5 @@
-"""A stream for sums among replicas, and those that made what is summed. On a CPU everything is in
-order anyway.
+"""CUDA streams for sums among replicas. On a CPU these classes do nothing, because everything runs
+in order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from raydp_parallel.devices.kinds import is_cpu
 
 
 class Lane:
-    """A stream of one's own.
+    """A CUDA stream of its own, beside the device's current stream.
 
     Args:
         device: The device.
@@ -27,24 +27,24 @@ class Lane:
 
     @contextlib.contextmanager
     def taken(self, tensor: Tensor) -> Iterator[None]:
-        """Compute there, behind what was asked for so far, with a tensor that is there now."""
+        """Compute on this stream, behind the current stream's work, with a tensor made there."""
         if self._stream is None:
             yield
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        # freed while this stream may still use it, it is nobody else's before
+        # If the tensor is freed, its memory is not used again before this stream has read it.
         tensor.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             yield
 
     def rejoin(self) -> None:
-        """Let what is asked for from now on come behind what was computed there."""
+        """Let later work of the current stream wait for what was computed on this stream."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class Makers:
-    """The streams on which some tensors were made: a module may use several.
+    """The streams on which some tensors were computed: a module may use several.
 
     Args:
         device: The device.
@@ -55,12 +55,12 @@ class Makers:
         self._streams: set[Any] = set()
 
     def note(self) -> None:
-        """One was made just now, on the current stream."""
+        """Record the current stream, on which a tensor was just computed."""
         if not is_cpu(self._device):
             self._streams.add(torch.cuda.current_stream(self._device))
 
     def catch_up(self) -> None:
-        """Let what is asked for from now on come behind all of them."""
+        """Let later work of the current stream wait for all recorded streams."""
         if self._streams:
             current = torch.cuda.current_stream(self._device)
             for stream in self._streams - {current}:

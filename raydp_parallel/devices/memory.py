@@ -1,4 +1,4 @@
-"""Bytes of tensors as memory, and tensors out of memory, on either kind of device."""
+"""Tensors as memory ranges, and memory ranges as tensors, on CPUs and GPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raydp_parallel.devices.specs import TensorSpec
 
 
 def piece(tensor: torch.Tensor) -> MemoryRange:
-    """The bytes of a compact tensor, where they are: a CPU's to be read, a GPU's to be copied."""
+    """The memory range of a compact tensor: a CPU's can be read, a GPU's has to be copied."""
     if not is_cpu(tensor.device):
         return cuda.on_device(tensor)
     return MemoryRange(tensor.data_ptr(), tensor.nbytes, tensor)
@@ -27,18 +27,15 @@ def piece(tensor: torch.Tensor) -> MemoryRange:
 def reader(
     source: MemoryRange, device: torch.device
 ) -> Callable[[TensorSpec, torch.dtype], torch.Tensor]:
-    """A function that makes the tensor of a spec out of ``source``, on ``device`` and in memory of
-    its own.
-    """
+    """A function that makes the tensor of a spec from ``source``, on ``device``, in new memory."""
     if is_cpu(device):
         return functools.partial(_read_cpu, cuda.on_host(source))
-    # One transfer for all of them; the tensors are windows of it.
+    # One transfer for all tensors, which are views of its memory.
     return functools.partial(_read_window, upload(source, device).untyped_storage(), device)
 
 
 def _read_cpu(source: MemoryRange, spec: TensorSpec, dtype: torch.dtype) -> torch.Tensor:
-    # The device by name, here and wherever a tensor is made: the caller may have set another
-    # default.
+    # The device is named, as wherever a tensor is made: the caller may have set another default.
     tensor = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device="cpu")
     size = tensor.nbytes
     if size:
@@ -47,7 +44,7 @@ def _read_cpu(source: MemoryRange, spec: TensorSpec, dtype: torch.dtype) -> torc
 
 
 def in_place(source: MemoryRange) -> Callable[[TensorSpec, torch.dtype], torch.Tensor]:
-    """A function that makes the tensor of a spec out of ``source``, where it lies."""
+    """A function that makes the tensor of a spec over the memory of ``source``, without a copy."""
     return functools.partial(_read_in_place, source)
 
 
@@ -55,24 +52,20 @@ def _read_in_place(source: MemoryRange, spec: TensorSpec, dtype: torch.dtype) ->
     tensor = torch.empty(0, dtype=dtype, device="cpu")
     if 0 in spec.shape:
         return tensor.new_empty(spec.shape)
-    # A storage for itself: of one that held its neighbours too all would be saved, pickled or kept
-    # alive.
-    run = MemoryRange(
-        source.address + spec.offset, math.prod(spec.shape) * dtype.itemsize, source.owner
-    )
+    # A storage of its own: with the neighbours in it all would be saved, pickled or kept alive.
+    size = math.prod(spec.shape) * dtype.itemsize
+    run = MemoryRange(source.address + spec.offset, size, source.owner)
     return tensor.set_(view(run).untyped_storage(), 0, spec.shape, spec.stride)
 
 
 _recycled = Arena(shared=False)
 
 RECYCLED = 1 << 20
-"""Bytes from which it pays to compute into memory that was used before, by estimate."""
+"""Bytes from which computing into recycled memory is faster, by estimate."""
 
 
 def recycled(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An empty tensor on the CPU, in memory that goes from one to the next: pages new from the
-    system are slow.
-    """
+    """An empty tensor on the CPU in recycled memory: new pages from the system are slow."""
     size = math.prod(shape) * dtype.itemsize
     lent = _recycled.take(size)
     run = MemoryRange(lent.array.__array_interface__["data"][0], size, lent)
@@ -80,9 +73,10 @@ def recycled(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def scratch(like: torch.Tensor) -> torch.Tensor:
-    """An empty tensor such as a compact one, for a moment."""
-    kept = is_cpu(like.device) and like.nbytes >= RECYCLED
-    return recycled(like.shape, like.dtype) if kept else torch.empty_like(like)
+    """An empty tensor with the shape, dtype and device of a compact one, for short use."""
+    if is_cpu(like.device) and like.nbytes >= RECYCLED:
+        return recycled(like.shape, like.dtype)
+    return torch.empty_like(like)
 
 
 def _read_window(
@@ -100,44 +94,41 @@ def windows(
     dtypes: Sequence[torch.dtype],
     device: torch.device,
 ) -> list[torch.Tensor]:
-    """Tensors on ``device`` over the bytes of ``source``; on a CPU they are no copy, to be read
-    while it lives.
+    """Tensors on ``device`` with the bytes of ``source``. On a CPU they are no copy, and may be
+    read only as long as ``source`` lives.
     """
     whole = view(cuda.on_host(source)) if is_cpu(device) else upload(source, device)
-    runs = {
-        dtype: whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype)
-        for dtype in {*dtypes}
-    }
-    return [
-        runs[dtype].as_strided(
-            spec.shape, spec.stride, spec.offset // dtype.itemsize if 0 not in spec.shape else 0
-        )
-        for spec, dtype in zip(specs, dtypes, strict=True)
-    ]
+    by_dtype: dict[torch.dtype, torch.Tensor] = {}
+    found: list[torch.Tensor] = []
+    for spec, dtype in zip(specs, dtypes, strict=True):
+        if dtype not in by_dtype:
+            whole_elements = len(whole) // dtype.itemsize * dtype.itemsize
+            by_dtype[dtype] = whole[:whole_elements].view(dtype)
+        offset = 0 if 0 in spec.shape else spec.offset // dtype.itemsize
+        found.append(by_dtype[dtype].as_strided(spec.shape, spec.stride, offset))
+    return found
 
 
 SMALL = 1 << 22
-"""Bytes of state that a device may hold a second time, so that it need not ask for them again."""
+"""Bytes of state up to which a device keeps a second copy, so that they are not fetched again."""
 
 
 def near(source: MemoryRange, device: torch.device) -> MemoryRange:
-    """The bytes of ``source`` where ``device`` reads them fastest, in one transfer, if they are
-    few.
+    """The bytes of ``source`` on ``device``, by one transfer, if they are at most `SMALL`; else
+    ``source`` itself.
     """
-    return (
-        source
-        if is_cpu(device) or not 0 < source.size <= SMALL
-        else piece(cuda.upload(source, device))
-    )
+    if is_cpu(device) or not 0 < source.size <= SMALL:
+        return source
+    return piece(cuda.upload(source, device))
 
 
 def load(target: torch.Tensor, source: MemoryRange) -> None:
-    """Copy the bytes of ``source`` to a tensor of as many bytes."""
+    """Copy the bytes of ``source`` to a tensor of the same size."""
     load_all([target], [source])
 
 
 def load_all(targets: Sequence[torch.Tensor], sources: Sequence[MemoryRange]) -> None:
-    """Copy the bytes of some sources to tensors of one device, each of as many bytes; a GPU copies
+    """Copy the bytes of some sources to tensors of one device, each of the same size; a GPU copies
     all at once.
     """
     if not is_cpu(targets[0].device):
@@ -151,4 +142,6 @@ def upload(source: MemoryRange, device: torch.device) -> torch.Tensor:
     """The bytes of ``source`` in new memory of ``device``."""
     if not source.size:
         return torch.empty(0, dtype=torch.uint8, device=device)
-    return view(cuda.on_host(source)).clone() if is_cpu(device) else cuda.upload(source, device)
+    if is_cpu(device):
+        return view(cuda.on_host(source)).clone()
+    return cuda.upload(source, device)

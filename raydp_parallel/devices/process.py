@@ -1,10 +1,10 @@
-"""What a process sets before it computes: seeds, threads, and that it keeps memory.
+"""Settings of a process before it computes: seeds, threads, and that it keeps freed memory.
 
-glibc gives threads heaps of their own. Those end at 64 MB, are given back when they are empty, and
-leave what is larger to the kernel, which clears it anew each time: a tensor of 67 MB took 35 ms to
-write, and 3 to 8 where memory is kept. The heap that the process began with has no such limit.
-Which heap a thread gets cannot be asked for, only looked at. With another allocator in glibc's
-place nothing of that holds, and nothing is done.
+glibc gives threads heaps of their own. Such a heap ends at 64 MB and is returned when it is empty;
+larger blocks come from the kernel, which clears them each time: writing a tensor of 67 MB took
+35 ms, and 3 to 8 ms where memory is kept. The main heap of the process has no such limit. A thread
+cannot choose its heap, only find out which one it has. With another allocator than glibc's none of
+this holds, and nothing is done.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _KEPT = 1 << 29
 _TRIES = 64
 _TOO_LARGE_TO_BE_CACHED = 1 << 14
 _NOT_MAIN = 0x4
-"""glibc's mark, in the word before a piece of memory, that it is of a thread's own heap."""
+"""glibc's flag, in the word before a block of memory, that it is of a thread's own heap."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _SEED_BITS = (1 << 63) - 1
 
 
 def seed(device: torch.device, call_seed: int, chunk: int) -> None:
-    """Seed everything random that a forward may use, as a function of the call and the chunk alone
+    """Seed all random generators that a forward may use, from the call's seed and the chunk alone
     (row A10).
     """
     value = (call_seed + chunk * _GOLDEN) & _SEED_BITS
@@ -44,24 +44,24 @@ def seed(device: torch.device, call_seed: int, chunk: int) -> None:
 
 
 def use_threads(device: torch.device, count: int | None) -> None:
-    """Compute with so many threads from now on, on a CPU."""
+    """On a CPU, compute with ``count`` threads from now on; None changes nothing."""
     if count is not None and is_cpu(device) and torch.get_num_threads() != count:
         torch.set_num_threads(count)
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep memory that it freed, up to a limit, instead of giving it back and
-    asking for new pages.
+    """Let this process keep freed memory, up to a limit, instead of returning it to the system and
+    requesting new pages.
     """
     libc = _allocator()
     if libc is not None:
         libc.mallopt(_M_MMAP_THRESHOLD, _KEPT)
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT)
-        libc.mallopt(_M_ARENA_MAX, 1)  # from now on threads share the heaps that there are
+        libc.mallopt(_M_ARENA_MAX, 1)  # new threads share the heaps that exist
 
 
 def start_thread(work: Callable[[], object], name: str) -> None:
-    """Run ``work`` in a thread that keeps the memory it frees, as far as this can be had."""
+    """Run ``work`` in a thread of the main heap, which keeps freed memory, if one is found."""
     found: queue.SimpleQueue[bool] = queue.SimpleQueue()
     over = threading.Event()
 
@@ -71,7 +71,7 @@ def start_thread(work: Callable[[], object], name: str) -> None:
         if fits:
             work()
         else:
-            over.wait()  # a thread that ended would leave its heap to the next
+            over.wait()  # if this thread ended now, the next would get its heap
 
     for tries in range(_TRIES):
         threading.Thread(target=begin, args=(tries == _TRIES - 1,), name=name, daemon=True).start()
@@ -81,9 +81,7 @@ def start_thread(work: Callable[[], object], name: str) -> None:
 
 
 def _in_main_heap() -> bool:
-    """Whether this thread's memory comes from the heap that the process began with; also if that
-    cannot be told.
-    """
+    """Whether this thread allocates from the main heap of the process; True if that is unknown."""
     libc = _allocator()
     if libc is None:
         return True
@@ -95,7 +93,7 @@ def _in_main_heap() -> bool:
 
 
 class _Found(ctypes.Structure):
-    """Which file an address belongs to: glibc's `Dl_info`."""
+    """The file that an address belongs to: glibc's `Dl_info`."""
 
     _fields_ = (
         ("file", ctypes.c_char_p),
@@ -118,10 +116,9 @@ def _allocator() -> ctypes.CDLL | None:
 
 
 def _base(process: ctypes.CDLL, name: str) -> int | None:
-    """Where the file is loaded that a function of this process comes from."""
+    """The load address of the file that a function of this process comes from."""
     found = _Found()
-    known = process.dladdr(
-        ctypes.cast(getattr(process, name), ctypes.c_void_p), ctypes.byref(found)
-    )
+    function = ctypes.cast(getattr(process, name), ctypes.c_void_p)
+    known = process.dladdr(function, ctypes.byref(found))
     base: int | None = found.base
     return base if known else None

@@ -1,4 +1,4 @@
-"""Runs of bytes, where they lie, and how they are copied."""
+"""Runs of bytes: their place in memory, and copies of them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ _LARGE = 1 << 16
 """Bytes from which a run of memory begins on a page, so that it can be mapped."""
 
 Attachment = Any
-"""What a link makes of some bytes: bytes, which lie in the message, or something that travels
-beside it.
-"""
+"""What a link makes of some bytes: bytes, which lie in the message, or an object beside it."""
 
 
 class DeviceRange(Protocol):
@@ -22,33 +20,33 @@ class DeviceRange(Protocol):
 
     @property
     def tensor(self) -> Any:
-        """The bytes, where they lie."""
+        """The bytes, as a tensor of the device."""
 
     @property
     def device(self) -> Any:
-        """Whose memory it is. Copies of one device come in order, those of two do not."""
+        """The device. Copies of one device finish in order, those of two devices do not."""
 
     def part(self, offset: int, size: int) -> DeviceRange:
-        """Some of the bytes."""
+        """A part of the bytes."""
 
     def copy_to(self, address: int) -> None:
         """Begin to copy the bytes to the CPU's memory."""
 
     def wait(self) -> None:
-        """Wait until what this and earlier ones of the device began to copy has come."""
+        """Wait for the copies that this and earlier `copy_to` calls of the device began."""
 
     def settle(self) -> None:
-        """After `wait`: see that it is where it belongs."""
+        """After `wait`: finish copies that went through other memory."""
 
 
 class MemoryRange(NamedTuple):
     """A run of bytes.
 
     Attributes:
-        address: Where it starts in the CPU's memory; 0 if it lies elsewhere.
-        size: How many bytes.
-        owner: What keeps the memory alive.
-        origin: Where it lies, if that is a device's memory.
+        address: The first byte's address in the CPU's memory; 0 if it lies on a device.
+        size: The number of bytes.
+        owner: The object that keeps the memory alive.
+        origin: The memory of the device that it lies on, None for the CPU's memory.
     """
 
     address: int
@@ -57,19 +55,19 @@ class MemoryRange(NamedTuple):
     origin: DeviceRange | None = None
 
     def part(self, offset: int, size: int) -> MemoryRange:
-        """Some of the bytes."""
+        """A part of the bytes."""
         if self.origin is not None:
             return MemoryRange(0, size, self.owner, self.origin.part(offset, size))
         return MemoryRange(self.address + offset, size, self.owner)
 
 
 def address_of(packet: bytes) -> int:
-    """Where bytes are: they stay there as long as they live."""
+    """The address of a bytes object's contents, valid as long as the object lives."""
     return ctypes.c_void_p.from_buffer(ctypes.c_char_p(packet)).value or 0
 
 
 def in_bytes(packet: bytes) -> MemoryRange:
-    """Bytes where they are; the piece holds them."""
+    """The memory range of a bytes object, which the range keeps alive."""
     return MemoryRange(address_of(packet), len(packet), packet)
 
 
@@ -79,22 +77,25 @@ def aligned(size: int) -> int:
 
 
 def paged(offset: int, size: int) -> int:
-    """Where to put ``size`` bytes that may begin at ``offset``: large ones on a page, so that they
-    can be mapped.
+    """The first offset, from ``offset`` on, for ``size`` bytes: large runs begin on a page, so that
+    they can be mapped.
     """
-    return offset if size < _LARGE else -(-offset // PAGE) * PAGE
+    if size < _LARGE:
+        return offset
+    return -(-offset // PAGE) * PAGE
 
 
 def fill(address: int, pieces: Sequence[MemoryRange], offsets: Sequence[int]) -> None:
     """Copy the pieces to their offsets from ``address``."""
-    far: list[DeviceRange] = []
+    on_devices: list[DeviceRange] = []
     for piece, offset in zip(pieces, offsets, strict=True):
         if piece.origin is None:
             ctypes.memmove(address + offset, piece.address, piece.size)
         elif piece.size:
             piece.origin.copy_to(address + offset)
-            far.append(piece.origin)
-    for last in {origin.device: origin for origin in far}.values():
-        last.wait()
-    for origin in far:
+            on_devices.append(piece.origin)
+    last_of_device = {origin.device: origin for origin in on_devices}
+    for origin in last_of_device.values():
+        origin.wait()
+    for origin in on_devices:
         origin.settle()

@@ -1,4 +1,4 @@
-"""Runs of memory as tensors of bytes, and the other way round."""
+"""Memory ranges as tensors of bytes, and tensors as their bytes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def view(source: MemoryRange) -> Tensor:
 
 
 def shaped(source: MemoryRange, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A run of the machine's memory as a contiguous tensor; no view of another, which autograd
-    would not let change.
+    """A run of the machine's memory as a contiguous tensor. It is no view of another one, because
+    autograd restricts changes of views.
     """
     strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
     tensor = torch.empty(0, dtype=dtype, device="cpu")
@@ -29,15 +29,14 @@ def shaped(source: MemoryRange, shape: Sequence[int], dtype: torch.dtype) -> Ten
 
 
 class _Bytes:
-    """Memory as NumPy wants it. Not a ctypes array: each length of those makes a class, which only
-    the gc can free.
+    """Memory with NumPy's array interface. A ctypes array is not used: each length makes a class,
+    which only the garbage collector frees.
     """
 
     def __init__(self, source: MemoryRange) -> None:
         self._source = source
-        where = (source.address, False)
         self.__array_interface__ = {
-            "data": where,
+            "data": (source.address, False),
             "shape": (source.size,),
             "typestr": "|u1",
             "version": 3,
@@ -45,7 +44,7 @@ class _Bytes:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor that are one run, as a tensor of bytes over the same memory."""
+    """The bytes of a tensor that is one run, as a tensor of bytes over the same memory."""
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     start: int = tensor.storage_offset() * tensor.itemsize  # type: ignore[assignment]  # SymInt while tracing only
     return flat.set_(tensor.untyped_storage(), start, (tensor.nbytes,), (1,))

@@ -1,4 +1,4 @@
-"""What a tensor is, and what a replica's device is, in plain types that cross the wall."""
+"""Descriptions of tensors and of replicas, in plain types that are sent between processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class TensorSpec(NamedTuple):
-    """How to rebuild one tensor out of a parcel's bytes.
+    """The description by which one tensor is rebuilt from a parcel's bytes.
 
     Attributes:
         dtype: Name of the dtype, as in ``torch.<name>``.
@@ -15,10 +15,9 @@ class TensorSpec(NamedTuple):
         offset: Its first byte in the parcel.
         requires_grad: Whether the receiver makes it a leaf that requires a gradient.
         cls: The pickled tensor subclass to restore, None for a plain tensor.
-        layout: ``"strided"``, or the name of the layout whose components are ``parts``.
+        layout: ``"strided"``, or the name of a layout with the components ``parts``.
         parts: The specs of the components of a tensor that is not strided.
-        extra: Plain values that the layout needs besides, such as whether a sparse tensor is
-            coalesced.
+        extra: Further plain values of the layout, such as whether a sparse tensor is coalesced.
     """
 
     dtype: str
@@ -33,10 +32,10 @@ class TensorSpec(NamedTuple):
 
 
 class ReplicaHello(NamedTuple):
-    """What a replica says of itself when it starts.
+    """The description of itself that a replica sends when it starts.
 
     Attributes:
-        pid: Its process.
+        pid: The id of its process.
         node: Ray's id of its node.
         device: Its torch device, as text.
         gpu: Name of its GPU, empty on a CPU.
@@ -44,7 +43,7 @@ class ReplicaHello(NamedTuple):
         memory: The device's bytes, 0 on a CPU.
         processors: The device's multiprocessors, 0 on a CPU.
         gpu_index: The GPU's number on its node, empty on a CPU.
-        cores: How many cores its process may use, 0 if that was not looked at.
+        cores: The number of cores that its process may use, 0 if unknown.
     """
 
     pid: int

@@ -1,9 +1,9 @@
-"""What runs beside a device's computing, and work that goes on where another stream left it.
+"""Copies on a stream beside a device's computing, and the order of work on several streams.
 
 [Note: copies beside computing]
 A copy on a stream of its own begins behind an event on the stream that computed its source, and the
-host waits once, for an event behind the last of them. Until then the sources are kept: what torch's
-allocator gets back on the one stream it may hand out again before the other has read it.
+host waits once, for an event behind the last copy. Until then the sources are kept: memory that is
+freed on one stream may be allocated again by torch before the other stream has read it.
 """
 
 from __future__ import annotations
@@ -37,47 +37,49 @@ class Courier:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = _beside(device)
-        self._under_way: list[tuple[DeviceRange, MemoryRange]] = []
+        self._begun: list[tuple[DeviceRange, MemoryRange]] = []
 
     def carry(self, pieces: Sequence[MemoryRange], addresses: Sequence[int]) -> None:
-        """Begin to copy, behind what the current stream was asked for."""
+        """Begin to copy pieces to addresses, behind the work of the current stream."""
         behind(self._device).wait(self._stream)
         with torch.cuda.stream(self._stream):
             for piece, address in zip(pieces, addresses, strict=True):
                 if piece.origin is None:
                     ctypes.memmove(address, piece.address, piece.size)
                     continue
-                # before it begins, so that it is waited for at any rate
-                self._under_way.append((piece.origin, piece))
+                # noted before the copy begins, so that it is waited for in any case
+                self._begun.append((piece.origin, piece))
                 piece.origin.copy_to(address)
 
     def finish(self) -> None:
-        """Wait until all of it is there. What it was copied from may be given back then."""
-        if self._under_way:
+        """Wait for all copies. Their sources may be freed afterwards."""
+        if self._begun:
             with torch.cuda.stream(self._stream):
                 copied = behind(self._device)
             copied.synchronize()
-            for origin, _ in self._under_way:
+            for origin, _ in self._begun:
                 origin.settle()
-            self._under_way.clear()
+            self._begun.clear()
 
 
 def courier(device: torch.device) -> Courier | None:
-    """Who copies beside the computing; None on a CPU, which does the one or the other."""
+    """What copies beside the computing; None on a CPU, where nothing runs beside it."""
     return None if is_cpu(device) else Courier(device)
 
 
 Track = tuple[Tensor, Any]
-"""A tensor, and the stream that made it."""
+"""A tensor, and the stream that computed it."""
 
 
 def track(tensor: Tensor) -> Track | None:
-    """Note the stream that makes a tensor just now; None on a CPU."""
-    return None if is_cpu(tensor.device) else (tensor, torch.cuda.current_stream(tensor.device))
+    """A tensor with the current stream, which computes it; None on a CPU."""
+    if is_cpu(tensor.device):
+        return None
+    return tensor, torch.cuda.current_stream(tensor.device)
 
 
 def follow(tracks: Iterable[Track]) -> None:
-    """Let the current streams go on behind those that made some tensors, and read these."""
+    """Let the current streams wait for those that computed some tensors, and then read these."""
     for tensor, stream in tracks:
         here = torch.cuda.current_stream(tensor.device)
         if stream != here:
@@ -87,9 +89,9 @@ def follow(tracks: Iterable[Track]) -> None:
 
 
 def hand_over(tensors: Iterable[Tensor | None]) -> None:
-    """Let the default streams go on behind the current ones, where those are others.
+    """Let the default streams wait for the current streams, where they differ.
 
-    Torch's engine takes it that what a node of the CPU does on a GPU is done on the default stream.
+    Torch's engine assumes that what a CPU node does on a GPU is done on the default stream.
     """
     for device in {t.device for t in tensors if t is not None and not is_cpu(t.device)}:
         here, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
