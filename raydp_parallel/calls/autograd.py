@@ -1,4 +1,4 @@
-"""The seam between torch's graph in the driver and the graphs in the replicas.
+"""Connects torch's graph in the driver with the graphs in the replicas.
 
   leaves ──► Fork ──► token ──► Join ──► output 0
                         └─────► Join ──► output 1
@@ -14,9 +14,9 @@ goes, and its end frees the remote graphs. The engine frees Join's saved tensor 
 Fork, so unpacking pins the handle until Fork has made its trip.
 
 [Note: higher orders]
-Under ``create_graph`` Fork's backward is itself a call, whose graphs the replicas kept. Its leaves
-are the incoming gradients. What flows on from it into the graphs that it is derived from must meet
-there what their own outputs received, in one run of the engine: a hook on a tensor inside the
+Under ``create_graph`` Fork's backward is itself a call with graphs in the replicas. Its leaves are
+the incoming gradients. The gradients that it passes to the graphs that it is derived from must be
+added there to those of their own outputs, in one run of the engine: a hook on a tensor inside the
 module is called once, with the sum. So a derived Fork makes a trip for the incoming gradients
 alone, if they are asked for, and passes on what it received to the Forks that it is derived from,
 which the engine runs after it because their tokens are among its inputs. Derived calls share nodes
@@ -55,15 +55,15 @@ class CallNode:
     """What backward needs to know of one call.
 
     Args:
-        executor: Who runs it.
-        leaves: What gradients may be asked for.
-        kinds: What each of them is, see `Leaf.kind`; ``"input"`` for inputs.
+        executor: The executor that runs it.
+        leaves: The tensors whose gradients may be asked for.
+        kinds: The kind of each leaf, see `Leaf.kind`; ``"input"`` for inputs.
         unused: What unused parameters get.
         shared: Whether it shares nodes with another call.
         parents: The calls that it is derived from.
 
     Attributes:
-        token: What its leaves became, once they were entered into torch's graph.
+        token: The output of its `Fork`, once the leaves are part of torch's graph.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class CallNode:
 
     @property
     def now(self) -> EnginePass:
-        """The pass of torch's engine that asks."""
+        """What the running pass of torch's engine brought."""
         task = torch._C._current_graph_task_id()
         found = self._passes.get(task)
         if found is None:
@@ -95,14 +95,14 @@ class CallNode:
         return found
 
     def end_pass(self) -> EnginePass:
-        """What the pass brought that ends here. Of one that failed on the way nothing is left for
-        another.
+        """Remove and return what the running pass brought: a pass that fails leaves nothing for the
+        next one.
         """
         return self._passes.pop(torch._C._current_graph_task_id())
 
 
 Stash = dict[CallNode, dict[int, dict[int, Tensor]]]
-"""Gradients of outputs: by the call, its chunk and the output's number there."""
+"""Gradients of outputs, by the call, the chunk and the number of the output."""
 
 
 class EnginePass(NamedTuple):
@@ -111,8 +111,8 @@ class EnginePass(NamedTuple):
     Attributes:
         grads: The gradients, of the call's outputs and of those of calls derived from it.
         pinned: What keeps the remote graphs alive until the trip.
-        tracks: On a GPU, the streams that made the gradients. Fork's node is the CPU's, and does
-            not hear of them.
+        tracks: On a GPU, the streams that made the gradients. Fork's node belongs to the CPU, so
+            that the engine does not make it wait for them.
     """
 
     grads: Stash
@@ -133,21 +133,21 @@ def fork(call: CallNode) -> Tensor:
     return token
 
 
-def graft(
+def attach(
     call: CallNode,
     token: Tensor,
     handle: GraphHandle,
     tensors: Sequence[list[Tensor]],
     joined: bool = False,
 ) -> None:
-    """Make part of torch's graph, in each chunk's list, what requires a gradient there.
+    """Make the outputs that require a gradient part of torch's graph, in each chunk's list.
 
     Args:
         call: The call.
-        token: What its leaves became.
+        token: The output of its `Fork`.
         handle: Keeps its remote graphs.
         tensors: The outputs of each chunk.
-        joined: Whether outputs of the same number will be, so that they are only ever
+        joined: Whether outputs of the same number will be joined, so that they are only ever
             differentiated together.
     """
     columns: dict[Any, list[tuple[int, int]]] = {}
@@ -174,10 +174,10 @@ class Fork(Function):
 
     @staticmethod
     def forward(ctx: Any, call: CallNode, *_: Tensor) -> Tensor:
-        # The call has the token, and that this node. What makes the engine run it has the call: a
-        # Join, a derived call.
+        # The call holds the token, and the token holds this node. What makes the engine run the
+        # node, a Join or a derived call, holds the call.
         ctx.call = weakref.ref(call)
-        ctx.set_materialize_grads(False)  # a token's gradient is none
+        ctx.set_materialize_grads(False)  # a token has no gradient
         return torch.zeros((), device="cpu")
 
     @staticmethod
@@ -187,9 +187,8 @@ class Fork(Function):
         if call.executor.closed:
             raise ExecutorClosed(
                 "backward: the executor was closed, by close() or shutdown(), after the "
-                "forward, and the graphs ended "
-                "with its replicas; run backward before closing it, or run forward again "
-                "with one that is open"
+                "forward, and the graphs ended with its replicas; run backward before closing "
+                "it, or run forward again with one that is open"
             )
         ending = call.end_pass()
         devices.follow(ending.tracks)
@@ -215,8 +214,8 @@ class Fork(Function):
 
 
 class Join(Function):
-    """A remote output, or some that are joined: their places are the chunk and its output's
-    number.
+    """A remote output, or several that are joined. The place of each is its chunk and its number
+    there.
     """
 
     @staticmethod
@@ -224,7 +223,7 @@ class Join(Function):
         ctx: Any, call: CallNode, places: Sequence[tuple[int, int]], token: Tensor, *outputs: Tensor
     ) -> Any:
         ctx.call, ctx.places = call, places
-        ctx.set_materialize_grads(len(outputs) == 1)  # of several, one without a gradient has none
+        ctx.set_materialize_grads(len(outputs) == 1)  # an unused one of several stays None
         ctx.save_for_backward(token)
         # the outputs themselves, not views of them: users may write to them in place
         ctx.mark_dirty(*outputs)
@@ -245,7 +244,7 @@ class Join(Function):
 
 
 def _needed(ctx: Any) -> list[bool]:
-    """Which leaves this pass asks for. ``needs_input_grad`` says yes to all, also under
+    """Which leaves this pass asks for. ``needs_input_grad`` is True for all of them, even under
     ``autograd.grad(y, x)``.
     """
     return [_will_run(node) for node, _ in ctx.next_functions]
@@ -257,8 +256,8 @@ def _will_run(node: Any) -> bool:
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:
-        # a leaf whose gradient is captured: the engine will not run its node, but wants the
-        # gradient
+        # The leaf's gradient is captured: the engine does not run its node, but needs the
+        # gradient.
         return True
 
 
@@ -268,15 +267,15 @@ def _run(
     needed: Sequence[bool],
     keep: bool,
     derived: dict[int, RemoteGraph],
-    pool: GroupReduction | None = None,
+    reduction: GroupReduction | None = None,
     chosen: Sequence[int] | None = None,
 ) -> list[ChunkAnswer]:
     """One trip: the backward of every chunk that has gradients, or of those ``chosen``
     among them.
     """
     ambient = ambient_state.capture()
-    # What was left out of torch's graph, because no chunk reached it, gets nothing in a replica
-    # either.
+    # A leaf that was left out of torch's graph, because no chunk reached it, gets no gradient in a
+    # replica either.
     partial = any(
         leaf.requires_grad and not need for leaf, need in zip(call.leaves, needed, strict=True)
     )
@@ -294,37 +293,39 @@ def _run(
             moved = part.tracker.moved_since(part.mark, slot.held.get(name, 0))
             key = makes.key if makes is not None else None
             request = BackwardRequest(
-                name,
-                part.graph.key,
-                outputs,
-                parcel,
-                wanted,
-                partial,
-                keep,
-                key,
-                moved,
-                part.first,
-                threads,
-                ambient,
-                slot.forget(),
+                model=name,
+                graph=part.graph.key,
+                outputs=outputs,
+                grads=parcel,
+                needed=wanted,
+                partial=partial,
+                keep=keep,
+                derived=key,
+                bumped=moved,
+                write_back=part.first,
+                threads=threads,
+                context=ambient,
+                forget=slot.forget(),
                 by_host=devices.is_cpu(call.leaves[0].device),
             )
             before = [(graph, graph.recipe) for graph, _ in given if graph.recipe is not None]
             if makes is not None and len(before) == len(given):
                 kept = replay.keep(parcel, sent, "the gradients that it was given")
                 makes.recipe = replay.derived(request, kept, before, part.slot, part.tracker.id)
-            return request if pool is None else request._replace(**pool.words(number, slot))
+            if reduction is None:
+                return request
+            return request._replace(**reduction.fields(number, slot))
 
-        made = makes if pool is None else pool.kept[number]
-        heard = None if pool is None else pool.heard
+        made = makes if reduction is None else reduction.kept[number]
+        on_answer = None if reduction is None else reduction.take_answer
         return ChunkCall(
             part.slot,
             "backward",
             prepare,
-            part.tracker.id,
-            made,
-            [graph for graph, _ in given],
-            heard=heard,
+            model=part.tracker.id,
+            makes=made,
+            needs=[graph for graph, _ in given],
+            on_answer=on_answer,
         )
 
     jobs = [job(number, i, part) for number, (i, part) in enumerate(_parts(call, stash))]
@@ -349,7 +350,7 @@ def _given(stash: Stash, chunk: int) -> list[tuple[RemoteGraph, list[tuple[int, 
 
 
 def _finish(call: CallNode, parts: Sequence[ReductionPart], answers: Sequence[ChunkAnswer]) -> None:
-    """The effects of one trip."""
+    """Count one trip back, and apply its effects."""
     call.executor.note_backward()
     finish(
         [(part.tracker if part.first else None, a) for part, a in zip(parts, answers, strict=True)]
@@ -357,8 +358,8 @@ def _finish(call: CallNode, parts: Sequence[ReductionPart], answers: Sequence[Ch
 
 
 def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same tensors, each an object of its own: both summands of ``a + b`` receive one
-    gradient.
+    """The same tensors, each as an object of its own. One object can stand in the list twice: both
+    summands of ``a + b`` receive the same gradient.
     """
     first = {id(tensor): at for at, tensor in reversed([*enumerate(tensors)])}
     return [
@@ -366,20 +367,20 @@ def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def _pooled(
-    call: CallNode, stash: Stash, needed: Sequence[bool], keep: bool, pool: GroupReduction
+def _run_summed(
+    call: CallNode, stash: Stash, needed: Sequence[bool], keep: bool, reduction: GroupReduction
 ) -> list[ChunkAnswer]:
-    """One trip whose gradients are summed among the replicas; a second one if that went wrong."""
+    """One trip with the gradients summed among the replicas; a second one if that went wrong."""
     parts = [part for _, part in _parts(call, stash)]
     try:
-        answers = _run(call, stash, needed, keep, {}, pool)
+        answers = _run(call, stash, needed, keep, {}, reduction=reduction)
     except BaseException:
-        pool.abandon()
+        reduction.abandon()
         raise
-    missing = pool.missing(answers)
+    missing = reduction.missing(answers)
     _finish(call, parts, answers)
     if missing:
-        fetched = _run(call, stash, needed, keep, {}, pool, missing)
+        fetched = _run(call, stash, needed, keep, {}, reduction=reduction, chosen=missing)
         finish([(None, answer) for answer in fetched])
         for number, answer in zip(missing, fetched, strict=True):
             answers[number] = answer
@@ -387,8 +388,8 @@ def _pooled(
 
 
 def finish(answers: Sequence[tuple[ModuleTracker | None, ChunkAnswer]]) -> None:
-    """Take effects over, in order: state that chunk 0 changed, warnings, then the failure of the
-    lowest chunk.
+    """Apply the effects of answers, in this order: state that chunk 0 changed, warnings, then the
+    failure of the lowest chunk.
     """
     for tracker, answer in answers:
         written = answer.reply.written
@@ -408,29 +409,28 @@ def _collect(
     numbered = _parts(call, stash)
     parts = [part for _, part in numbered]
     there = all(graph.on(part.slot) for i, part in numbered for graph, _ in _given(stash, i))
-    pool = plan(call.executor, parts, call.leaves, needed) if parts and there else None
+    reduction = plan(call.executor, parts, call.leaves, needed) if parts and there else None
     summed: Mapping[int, int] = {}
-    if pool is None:
+    if reduction is None:
         answers = _run(call, stash, needed, keep, {})
         _finish(call, parts, answers)
         shares = [share(part, answer) for part, answer in zip(parts, answers, strict=True)]
     else:
         try:
-            answers = _pooled(call, stash, needed, keep, pool)
-            shares, summed = pool.shares(answers)
+            answers = _run_summed(call, stash, needed, keep, reduction)
+            shares, summed = reduction.shares(answers)
         finally:
-            pool.close()
+            reduction.close()
     device = call.leaves[0].device
     with call.executor.recorder.reducing([answer.slot for answer in answers]):
         # [12]
         sums = gradients.total(shares, device, len(call.leaves))
-        dense = {one.layout for one in sums if one is not None} <= {torch.strided}
-        whole = (
-            [True] * len(sums)
-            if dense
-            else _whole(call, shares[-len(parts) :] if parts else [], summed)
+        whole = [True] * len(sums)
+        if not {one.layout for one in sums if one is not None} <= {torch.strided}:
+            whole = _whole(call, shares[-len(parts) :] if parts else [], summed)
+        return gradients.settle(
+            sums, call.leaves, kinds=call.kinds, needed=needed, whole=whole, unused=call.unused
         )
-        return gradients.settle(sums, call.leaves, call.kinds, needed, whole, call.unused)
 
 
 def _whole(
@@ -439,10 +439,8 @@ def _whole(
     """For each leaf whether every chunk that has it gave a gradient, here or into the replicas'
     sum.
     """
-    expected, given = (
-        [0] * len(call.leaves),
-        [summed.get(leaf, 0) for leaf in range(len(call.leaves))],
-    )
+    expected = [0] * len(call.leaves)
+    given = [summed.get(leaf, 0) for leaf in range(len(call.leaves))]
     for part in call.parts:
         for leaf in part.leaves if part is not None else ():
             expected[leaf] += 1
@@ -455,11 +453,18 @@ def _whole(
 
 
 def _derive(call: CallNode, stash: Stash, needed: Sequence[bool]) -> list[Tensor | None]:
-    """Higher order: the same trip, whose results can be differentiated in their turn."""
+    """Higher order: the same trip, with results that can be differentiated again."""
     parts = dict(_parts(call, stash))
     incoming = {i: [grad for _, found in _given(stash, i) for _, grad in found] for i in parts}
     leaves = [grad for grads in incoming.values() for grad in grads]
-    derived = CallNode(call.executor, leaves, ["input"] * len(leaves), call.unused, True, [*stash])
+    derived = CallNode(
+        call.executor,
+        leaves,
+        kinds=["input"] * len(leaves),
+        unused=call.unused,
+        shared=True,
+        parents=[*stash],
+    )
     graphs = {i: RemoteGraph() for i in parts}
     handle = GraphHandle([*graphs.values()])
     token = fork(derived)
@@ -481,9 +486,12 @@ def _derive(call: CallNode, stash: Stash, needed: Sequence[bool]) -> list[Tensor
             for leaf, row in zip(part.leaves, present, strict=True)
             if row is not None
         ]
-    graft(derived, token, handle, found)
+    attach(derived, token, handle, found)
     sums: list[Tensor | None] = [None] * len(call.leaves)
     for leaf, i, row in places:
         one = sums[leaf]
         sums[leaf] = found[i][row] if one is None else one + found[i][row]
-    return gradients.settle(sums, call.leaves, call.kinds, needed, [True] * len(sums), call.unused)
+    whole = [True] * len(sums)
+    return gradients.settle(
+        sums, call.leaves, kinds=call.kinds, needed=needed, whole=whole, unused=call.unused
+    )

@@ -1,10 +1,11 @@
-"""One call per chunk, sent to all, answered by all, whoever dies on the way.
+"""Sends one call per chunk and waits for all answers. The chunks of a replica that dies are sent to
+others.
 
-  send all ──► (the driver checks contents meanwhile) ──► collect all ──► whose replica died, goes
-  to another ──► ...
+  send all ──► (the driver checks contents meanwhile) ──► collect all ──► chunks of dead replicas:
+  send them to other replicas ──► ...
 
-A graph that a job needs and that died with its replica is made again first, by the messages that
-its recipe holds, in front of the job and on the same way, so that it costs no trip of its own.
+A job may need a graph that died with its replica. The messages of the graph's recipe then go in
+front of the job, to the same replica, so that making the graph again costs no trip of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from raydp_parallel.cluster.backend import Death, Ending
 from raydp_parallel.cluster.chunk_calls import ChunkAnswer, ChunkCall, Prepare, RemoteGraph, steps
 from raydp_parallel.cluster.replica_set import ReplicaSet
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
-from raydp_parallel.cluster.run_notes import ToldNote, tell
+from raydp_parallel.cluster.run_notes import AnswerNote, note_of
 from raydp_parallel.errors import GraphLost, ReplicaDied
 from raydp_parallel.replica.actor import unseal
 from raydp_parallel.transport.links import Attachments
@@ -26,26 +27,24 @@ from raydp_parallel.transport.message_bytes import pack
 from raydp_parallel.transport.messages import Forget, Reply
 
 _MOST_REPLAYS = {Ending.LOST: 5, Ending.SILENT: 1}
-"""How often a chunk is given to another replica. What ends one replica after the other is the chunk
-itself.
+"""How often a chunk is given to another replica, by how the last one ended. If replicas end one
+after the other, the chunk itself is the cause.
 """
 
 
-class _Flight:
-    """A job on its way to a slot: the messages that went there, the last of which is the
-    job's own.
-    """
+class _SentJob:
+    """A job that was sent to a slot: its messages, the last of which is the job's own."""
 
     def __init__(self, job: ChunkCall, slot: ReplicaSlot) -> None:
         self.job = job
         self.slot = slot
         self.incarnation = slot.incarnation
         self.pending: list[Any] = []
-        self.told: list[Forget | None] = []
+        self.forgotten: list[Forget | None] = []
         self.graphs: list[RemoteGraph] = []
 
-    def land(self) -> None:
-        """What it makes is, or will be, where it was sent."""
+    def place_graphs(self) -> None:
+        """Note that the graphs it makes are, or will be, on the slot."""
         for graph in self.graphs:
             graph.lay(self.slot)
 
@@ -54,7 +53,7 @@ class Dispatcher:
     """Runs one call per chunk, and waits for all.
 
     Args:
-        replica_set: Whose replicas.
+        replica_set: The replicas.
         jobs: The calls.
     """
 
@@ -64,7 +63,7 @@ class Dispatcher:
         self._jobs = jobs
         self._slots = {job.slot for job in jobs}
         self._answers: dict[int, ChunkAnswer] = {}
-        self._flights: dict[int, _Flight] = {}
+        self._sent: dict[int, _SentJob] = {}
         self._deaths = [0] * len(jobs)
         self._hopeless: set[int] = set()
         with replica_set.lock:
@@ -86,7 +85,7 @@ class Dispatcher:
         return [self._answers[number] for number in range(len(self._jobs))]
 
     def _replay(self, lost: dict[int, ReplicaDied | None]) -> None:
-        """Send again what was lost with its replica, or did not reach it whole."""
+        """Send again the jobs that were lost with their replicas, or did not reach them whole."""
         begun = time.perf_counter()
         totals = self._replica_set.totals
         try:
@@ -105,7 +104,7 @@ class Dispatcher:
             self._backend.rest()
             try:
                 load: dict[ReplicaSlot, int] = {}
-                # What cannot be made again is to be found before anything else is sent.
+                # A graph that cannot be made again is found before anything else is sent.
                 torn = [
                     number
                     for number in numbers
@@ -124,14 +123,14 @@ class Dispatcher:
         slot = self._replica_set.choose(job, load, self._slots)
         load[slot] = load.get(slot, 0) + 1
         made_again = steps(job.needs, slot)
-        flight = self._flights[number] = _Flight(job, slot)
+        sent = self._sent[number] = _SentJob(job, slot)
         try:
             for step in made_again:
-                self._submit(number, flight, step.graph, step.method, step.prepare, again=True)
+                self._submit(number, sent, step.graph, step.method, step.prepare, again=True)
             # [3]
-            self._submit(number, flight, job.makes, job.method, job.prepare)
+            self._submit(number, sent, job.makes, job.method, job.prepare)
         finally:
-            flight.land()
+            sent.place_graphs()
         if made_again or self._deaths[number]:
             self._replica_set.totals.replays += 1
             self._replica_set.recorder.replays(slot)
@@ -139,97 +138,102 @@ class Dispatcher:
     def _submit(
         self,
         number: int,
-        flight: _Flight,
+        sent: _SentJob,
         graph: RemoteGraph | None,
         method: str,
         prepare: Prepare,
         again: bool = False,
     ) -> None:
-        backend, slot = self._backend, flight.slot
+        backend, slot = self._backend, sent.slot
         attachments = Attachments(backend.link_to(slot.client))
         message = prepare(slot, attachments)
-        flight.told.append(message.forget)
+        sent.forgotten.append(message.forget)
         header = pack(message)
         if graph is not None:
-            flight.graphs.append(graph)
+            sent.graphs.append(graph)
         task = self._run.sends(number, slot, attachments, method if again else "")
-        flight.pending.append(backend.submit(slot.client, method, header, attachments.beside, task))
+        sent.pending.append(backend.submit(slot.client, method, header, attachments.beside, task))
 
     def _collect(self) -> dict[int, ReplicaDied | None]:
-        """Wait for all that were sent. Returns whose replica died, and None for who has to be sent
-        everything again.
+        """Wait for all jobs that were sent. Returns the jobs to send again, by number: with the
+        error if the replica died, with None if the replica lacked something.
         """
         try:
             self._backend.rest()
-            calls = [(flight, call) for flight in self._flights.values() for call in flight.pending]
+            calls = [(sent, call) for sent in self._sent.values() for call in sent.pending]
             # [7]
-            found, told = self._run.wait(self._hear, calls)
+            found, notes = self._run.wait(self._take_answers, calls)
             lost: dict[int, ReplicaDied | None] = {}
-            for (number, flight), (results, death) in zip(
-                self._flights.items(), found, strict=True
-            ):
+            sent_jobs = [*self._sent.items()]
+            for (number, sent), (results, death) in zip(sent_jobs, found, strict=True):
                 if death is not None:
-                    lost[number] = self._bury(number, flight, death)
-                elif not self._receive(number, flight, results):
+                    lost[number] = self._mark_dead(number, sent, death)
+                elif not self._receive(number, sent, results):
                     lost[number] = None
-            self._run.heard(told)
+            self._run.answered(notes)
         except BaseException:
             self._abandon()
             raise
-        self._flights.clear()
+        self._sent.clear()
         return lost
 
-    def _hear(
-        self, calls: Sequence[tuple[_Flight, Any]]
-    ) -> tuple[list[Any], list[ToldNote | None]]:
-        """Each flight's answers and the first death among them, and what the books want to know;
-        while others work.
+    def _take_answers(
+        self, calls: Sequence[tuple[_SentJob, Any]]
+    ) -> tuple[list[Any], list[AnswerNote | None]]:
+        """Each job's answers with the first death among them, and the notes for the recorder, which
+        are made while other replicas work.
         """
-        answers, found, told = iter(self._listen(calls)), [], []
-        for flight in self._flights.values():
-            results = [*itertools.islice(answers, len(flight.pending))]
+        answers, found = iter(self._open_answers(calls)), []
+        notes: list[AnswerNote | None] = []
+        for sent in self._sent.values():
+            results = [*itertools.islice(answers, len(sent.pending))]
             death = _death(results)
-            told += [None if death is not None or one[0].missed else tell(*one) for one in results]
+            for one in results:
+                lost = death is not None or one[0].missed
+                notes.append(None if lost else note_of(*one))
             found.append((results, death))
-        return found, told
+        return found, notes
 
-    def _listen(self, calls: Sequence[tuple[_Flight, Any]]) -> Iterable[Any]:
-        """The answers, opened; jobs hear of them as they come, for other replicas may wait for one
-        that died.
+    def _open_answers(self, calls: Sequence[tuple[_SentJob, Any]]) -> Iterable[Any]:
+        """The answers, opened. A job with ``on_answer`` gets its answer as soon as it arrives,
+        because other replicas may wait for one that died.
         """
         backend, link = self._backend, self._backend.link
         pending = [call for _, call in calls]
-        if {flight.job.heard for flight, _ in calls} == {None}:
+        if {sent.job.on_answer for sent, _ in calls} == {None}:
             return (
                 found if isinstance(found, Death) else unseal(found, link)
                 for found in backend.collect(pending)
             )
         opened: list[Any] = [None] * len(calls)
 
-        def heard(index: int, answer: Any) -> None:
-            flight, call = calls[index]
-            found = opened[index] = answer if isinstance(answer, Death) else unseal(answer, link)
-            if flight.job.heard is not None and (
-                call is flight.pending[-1] or isinstance(found, Death)
-            ):
-                flight.job.heard(None if isinstance(found, Death) else found[0])
+        def take(index: int, answer: Any) -> None:
+            sent, call = calls[index]
+            on_answer = sent.job.on_answer
+            if isinstance(answer, Death):
+                opened[index] = answer
+                if on_answer is not None:
+                    on_answer(None)
+                return
+            found = opened[index] = unseal(answer, link)
+            if on_answer is not None and call is sent.pending[-1]:
+                on_answer(found[0])
 
-        backend.collect(pending, heard)
+        backend.collect(pending, take)
         return opened
 
     def _receive(
-        self, number: int, flight: _Flight, results: Sequence[tuple[Reply, Attachments]]
+        self, number: int, sent: _SentJob, results: Sequence[tuple[Reply, Attachments]]
     ) -> bool:
-        """Take a job's answer; whether it did what it was to do."""
-        slot, job = flight.slot, flight.job
+        """Take a job's answer; returns whether the job was done."""
+        slot, job = sent.slot, sent.job
         for reply, _ in results[:-1]:
             if reply.failure is not None:
-                for graph in flight.graphs:
+                for graph in sent.graphs:
                     graph.lose()
                 raise GraphLost(
                     "backward: the forward had to run again, because the replica that held "
-                    "its graph died, and that "
-                    f"failed on {slot}: {reply.failure.text}"
+                    f"its graph died, and that failed on {slot}: {reply.failure.text}"
                 )
         reply, attachments = results[-1]
         slot.answered = True
@@ -238,33 +242,29 @@ class Dispatcher:
         self._answers[number] = ChunkAnswer(reply, attachments, slot)
         return not reply.missed
 
-    def _bury(self, number: int, flight: _Flight, death: Death) -> ReplicaDied:
-        error = self._replica_set.mark_dead(
-            flight.slot, flight.incarnation, flight.job.method, death
-        )
+    def _mark_dead(self, number: int, sent: _SentJob, death: Death) -> ReplicaDied:
+        error = self._replica_set.mark_dead(sent.slot, sent.incarnation, sent.job.method, death)
         self._deaths[number] += 1
         times = self._deaths[number]
         if not self._replica_set.replays or times <= _MOST_REPLAYS[death.ending]:
             return error
         self._hopeless.add(number)
         return ReplicaDied(
-            f"{times} replicas died of chunk {number} in {flight.job.method}, one after the "
-            "other: the module itself, "
-            f"or this chunk of the batch, ends its process. The last was {flight.slot}: "
-            f"{death.cause}. The next call "
-            "starts with others"
+            f"{times} replicas died of chunk {number} in {sent.job.method}, one after the "
+            "other: the module itself, or this chunk of the batch, ends its process. The last "
+            f"was {sent.slot}: {death.cause}. The next call starts with others"
         )
 
     def _abandon(self) -> None:
-        """Nobody waits for these calls any more, and whether they arrived is not known."""
-        for flight in self._flights.values():
-            for pending in flight.pending:
+        """Stop waiting for these calls; whether they arrived is not known."""
+        for sent in self._sent.values():
+            for pending in sent.pending:
                 pending.give_up()
-            for told in flight.told:
-                flight.slot.forget_again(told)
-            # Whether what was sent was adopted is not known either: the next call sends everything.
-            flight.slot.distrust(flight.slot.name_of(flight.job.model, flight.job.slot))
-        self._flights.clear()
+            for forgotten in sent.forgotten:
+                sent.slot.forget_again(forgotten)
+            # The replica may not have adopted the state either: the next call sends all of it.
+            sent.slot.distrust(sent.slot.name_of(sent.job.model, sent.job.slot))
+        self._sent.clear()
 
 
 def _death(results: Sequence[Any]) -> Death | None:

@@ -2,7 +2,7 @@
 
 All wrappers of a process share one executor, and through it one replica per device, unless they
 were given another. Chunks are logical and replicas physical: what chunk i computes depends on i
-only, never on who runs it.
+only, never on the replica that runs it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from raydp_parallel.transport.links import Link
 from raydp_parallel.transport.message_bytes import pack
 
 _RECENT = 4
-"""Modules whose replicas outlive a call of the functional interface, so that the next call need not
-send them again.
+"""Modules of the functional interface that stay in the replicas after a call, so that the next call
+need not send them again.
 """
 
 
@@ -52,10 +52,10 @@ class Executor:
     Args:
         device_ids: Logical GPUs of the cluster, or ``"cpu"`` entries; None is every GPU of the
             cluster. With ``()`` replicas start when a wrapper first needs them.
-        options: The rare knobs.
+        options: Settings that few programs need.
 
     Attributes:
-        recorder: Whose time went where, and what travelled.
+        recorder: The record of where time went, and of what travelled.
         replays: Whether calls are run again when a replica dies, and keep what that takes.
     """
 
@@ -100,12 +100,12 @@ class Executor:
         return self._replica_set.backend.link
 
     def replicas(self) -> tuple[ReplicaInfo, ...]:
-        """Who runs what, one entry per device."""
+        """The replicas, one entry per device."""
         self._replica_set.check_own()
         return tuple(slot.info() for slot in self._replica_set.slots.values())
 
     def stats(self, model: nn.Module | None = None) -> ExecutorStats:
-        """What was done so far: for all models, or what concerns the replicas for one."""
+        """What the replicas did so far, for all models or for one."""
         self._replica_set.check_own()
         known = self.known(model) if model is not None else None
         only = None if model is None else known.id if known is not None else 0
@@ -130,7 +130,7 @@ class Executor:
                 self._replica_set.closed = True
                 try:
                     self._stop_reports()
-                finally:  # Ctrl-C on the way; nobody would end them later
+                finally:  # also after Ctrl-C: nothing would end the replicas later
                     self._replica_set.close()
 
     def grow(self, timeout: float | None = None) -> int:
@@ -150,14 +150,11 @@ class Executor:
         """
         with self._replica_set.lock:
             self._refresh()
-            joined = self._replica_set.grow(
-                self.options.placement_timeout if timeout is None else timeout
-            )
-            more = (
-                [k for k in cluster.all_gpus(self.options) if k not in self.device_ids]
-                if self._every
-                else []
-            )
+            seconds = self.options.placement_timeout if timeout is None else timeout
+            joined = self._replica_set.grow(seconds)
+            more: list[int] = []
+            if self._every:
+                more = [k for k in cluster.all_gpus(self.options) if k not in self.device_ids]
             if more:
                 self._fill(places(more))
                 self.device_ids = [*self.device_ids, *more]
@@ -174,7 +171,7 @@ class Executor:
             return [self._replica_set.slots[place] for place in wanted]
 
     def revive(self, slots: Sequence[ReplicaSlot]) -> None:
-        """See that somebody sits on each slot, or is on the way."""
+        """Make sure that each slot has a replica, or one that is starting."""
         for slot in slots:
             if not slot.ready:
                 with self._replica_set.lock:
@@ -183,9 +180,9 @@ class Executor:
                 return
 
     def tracker(self, module: nn.Module, keep: bool = False) -> ModuleTracker:
-        """The watch on a module that all its wrappers share. Whoever asks for it keeps it alive.
+        """The tracker of a module, which all its wrappers share. The caller keeps it alive.
 
-        Asked for after `replica_slots`, which notices if the cluster was left.
+        Call it after `slots`, which notices if the cluster was left.
 
         Args:
             module: The module.
@@ -205,7 +202,7 @@ class Executor:
             return tracker
 
     def known(self, module: nn.Module) -> ModuleTracker | None:
-        """The watch on a module that a wrapper keeps already, and with it what the replicas
+        """The tracker that a wrapper of a module keeps already, and with it what the replicas
         hold.
         """
         tracker = self._trackers.get(id(module))
@@ -227,8 +224,8 @@ class Executor:
         return Dispatcher(self._replica_set, jobs).run(meanwhile)
 
     def teach(self, answers: Sequence[ChunkAnswer]) -> bool:
-        """Send modules that replicas could not import, or found others for; whether to call them
-        again.
+        """Send modules that replicas could not import, or found with other source; returns whether
+        to run the call again.
         """
         lacking: dict[str, list[Any]] = {}
         for answer in answers:
@@ -263,12 +260,12 @@ class Executor:
 
     def show_work(self, replica: int, text: str) -> None:
         """Let Ray's dashboard say what a replica, by its number, is doing."""
-        for slot in [*self._replica_set.slots.values()]:  # another thread may be seating a replica
+        for slot in [*self._replica_set.slots.values()]:  # another thread may add one
             if slot.index == replica and slot.ready:
                 self._replica_set.backend.show(slot.client, text)
 
     def flush(self) -> list[tuple[int, int]]:
-        """Tell the replicas now what the driver let go of; returns how many models and graphs each
+        """Tell the replicas now what the driver released; returns how many models and graphs each
         still holds.
         """
         with self._replica_set.lock:
@@ -285,7 +282,7 @@ class Executor:
             ]
 
     def _refresh(self) -> None:
-        """After the cluster was left, nothing of what replicas held is there any more."""
+        """Drop the trackers if the cluster was left: what its replicas held is gone."""
         if self._replica_set.refresh():
             self._trackers.clear()
             self._recent.clear()
@@ -324,7 +321,7 @@ def _drop_model(executor: weakref.ref[Executor], model: int) -> None:
     known = executor()
     if known is not None:
         known.recorder.accounts.part(model)
-        # a finalizer: another thread may be seating somebody
+        # This is a finalizer: another thread may be adding a slot.
         for slot in [*known._replica_set.slots.values()]:
             slot.drop_model(model)
 
@@ -346,7 +343,7 @@ def shared(options: Options) -> Executor:
     executor = _shared.get(options)
     if executor is None or executor.closed:
         with _shared_lock:
-            # these are wrappers' matters
+            # Only wrappers read these two options.
             plain = replace(options, unused_grads="zeros", scalars="vector")
             if plain not in _shared or _shared[plain].closed:
                 _shared[plain] = Executor((), options=plain)

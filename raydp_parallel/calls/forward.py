@@ -1,6 +1,4 @@
-"""One forward over some chunks: what `parallel_apply` and a single remote replica have in
-common.
-"""
+"""One forward over some chunks, for `parallel_apply` and for a single remote replica."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from raydp_parallel import batch, devices
 from raydp_parallel.calls import autograd, replay
 from raydp_parallel.calls.executor import Executor
 from raydp_parallel.calls.group_reduction import ReductionPart
-from raydp_parallel.calls.weight_relay import RelayRoute, WeightRelay, post, route, size_of
+from raydp_parallel.calls.weight_relay import RelayRoute, WeightRelay, begin_relay, route, size_of
 from raydp_parallel.cluster.chunk_calls import ChunkAnswer, ChunkCall, GraphHandle, RemoteGraph
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
 from raydp_parallel.devices import ambient_state
@@ -39,18 +37,18 @@ from raydp_parallel.transport.messages import (
 log = logging.getLogger("raydp_parallel")
 
 _MOST_RERUNS = 2
-"""How often a forward is run again while somebody writes to the weights behind their versions. A
-thread that never stops doing so gets, like any race, one of the possible results."""
+"""How often a forward is run again while another thread writes to the weights without moving their
+versions. If that thread never stops, the result is, as in any race, one of the possible ones."""
 
 _MUCH = 64 << 20
-"""Bytes of a model whose way to a replica is worth a line in the log."""
+"""Bytes of state from which sending a model to a replica is logged."""
 
 
 class ForwardChunk(NamedTuple):
     """One chunk's work.
 
     Attributes:
-        slot: Who runs it.
+        slot: The slot that runs it.
         tracker: The module.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
@@ -74,7 +72,7 @@ class Capture:
     """Asks for outputs of submodules, and takes them.
 
     Args:
-        module: Whose submodules.
+        module: The module that has them.
         names: The submodules.
     """
 
@@ -85,7 +83,7 @@ class Capture:
 
 
 joining: ContextVar[bool] = ContextVar("raydp_parallel_joining", default=False)
-"""Whether outputs are going to be joined, and nobody else sees them."""
+"""Whether outputs are going to be joined, and are visible to no other code before."""
 
 capturing: ContextVar[Capture | None] = ContextVar("raydp_parallel_capturing", default=None)
 
@@ -96,7 +94,7 @@ def run(executor: Executor, chunks: Sequence[ForwardChunk], unused: UnusedGrads)
 
 
 class ForwardCall:
-    """One forward on its way.
+    """One forward that runs.
 
     While the replicas work, the driver plans the graph and verifies contents; what it needs for
     that is collected as the chunks' messages are made, one after the other, each sent at once.
@@ -109,10 +107,9 @@ class ForwardCall:
         self.chunks = chunks
         self.trackers = list(dict.fromkeys([chunk.tracker for chunk in chunks]))
         self.ambient = ambient_state.capture()
-        wanted = capturing.get()
-        self.capture = (
-            wanted if wanted is not None and wanted.module is chunks[0].tracker.module else None
-        )
+        self.capture = capturing.get()
+        if self.capture is not None and self.capture.module is not chunks[0].tracker.module:
+            self.capture = None
         self.seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         on_cpu = devices.is_cpu(chunks[0].tracker.device)
         self.joins = joining.get() and self.capture is None and len(chunks) > 1 and on_cpu
@@ -128,7 +125,7 @@ class ForwardCall:
         try:
             return self._run()
         except BaseException:
-            # The exception's traceback may keep this alive for long.
+            # The exception's traceback may keep this object alive for long.
             for graph in self.graphs:
                 if graph is not None:
                     graph.drop()
@@ -136,9 +133,7 @@ class ForwardCall:
 
     def _run(self) -> list[Any]:
         answers = self._attempt()
-        while {answer.reply.failure for answer in answers} != {None} and self.executor.teach(
-            answers
-        ):
+        while _failed(answers) and self.executor.teach(answers):
             answers = self._attempt()
         reruns = 0
         while not self.verified and reruns < _MOST_RERUNS:
@@ -161,7 +156,7 @@ class ForwardCall:
         self.made: dict[int, tuple[ForwardRequest, replay.KeptForward]] = {}
         self.graphs = [RemoteGraph() if self.ambient.grad else None for _ in self.chunks]
         self.handle = GraphHandle([graph for graph in self.graphs if graph is not None])
-        self.posts: dict[ModuleTracker, WeightRelay | None] = {}
+        self.relays: dict[ModuleTracker, WeightRelay | None] = {}
         self.token = None
         self.ways = {tracker: self._way(tracker) for tracker in self.trackers}
         jobs = [
@@ -169,54 +164,52 @@ class ForwardCall:
                 c.slot,
                 "forward",
                 functools.partial(self._request, i),
-                c.tracker.id,
-                self.graphs[i],
-                (),
-                c.rows,
-                self._listener(c.tracker) if self.ways[c.tracker] is not None else None,
+                model=c.tracker.id,
+                makes=self.graphs[i],
+                rows=c.rows,
+                on_answer=self._answer_taker(c.tracker) if self.ways[c.tracker] else None,
             )
             for i, c in enumerate(self.chunks)
         ]
         try:
             return self.executor.run(jobs, self._meanwhile)
         except BaseException:
-            for post in self.posts.values():
-                if post is not None:
-                    post.abandon()
+            for relay in self.relays.values():
+                if relay is not None:
+                    relay.abandon()
             raise
 
     def _way(self, tracker: ModuleTracker) -> RelayRoute | None:
         """The way for a model's new contents from replica to replica, if there is to be one."""
         slots = [chunk.slot for chunk in self.chunks if chunk.tracker is tracker]
-        return (
-            route(self.executor.groups, slots, size_of(tracker, tracker.module))
-            if len(slots) > 1
-            else None
-        )
+        if len(slots) < 2:
+            return None
+        return route(self.executor.groups, slots, size_of(tracker, tracker.module))
 
-    def _post(self, tracker: ModuleTracker) -> WeightRelay | None:
-        chunks = {
-            number: chunk.slot
-            for number, chunk in enumerate(self.chunks)
-            if chunk.tracker is tracker
-        }
-        return post(self.executor.groups, self.ways[tracker], tracker, chunks)
+    def _begin_relay(self, tracker: ModuleTracker) -> WeightRelay | None:
+        chunks = {}
+        for number, chunk in enumerate(self.chunks):
+            if chunk.tracker is tracker:
+                chunks[number] = chunk.slot
+        return begin_relay(self.executor.groups, self.ways[tracker], tracker, chunks)
 
-    def _listener(self, tracker: ModuleTracker) -> Callable[[Reply | None], None]:
-        """Who is to hear at once what became of a chunk, for replicas wait for each other."""
+    def _answer_taker(self, tracker: ModuleTracker) -> Callable[[Reply | None], None]:
+        """A function that tells the model's relay of an answer at once: replicas wait for each
+        other in it.
+        """
 
-        def heard(reply: Reply | None) -> None:
-            post = self.posts.get(tracker)
-            if post is not None:
-                post.heard(reply)
+        def take(reply: Reply | None) -> None:
+            relay = self.relays.get(tracker)
+            if relay is not None:
+                relay.take_answer(reply)
 
-        return heard
+        return take
 
     def _request(self, number: int, slot: ReplicaSlot, attachments: Attachments) -> ForwardRequest:
-        """The message for one chunk. The executor's lock is held, for other threads may send the
-        same modules.
+        """The message for one chunk. The caller holds the executor's lock: other threads may send
+        the same modules.
 
-        If a replica dies, this is asked again, for another one.
+        If a replica dies, it is called again, for another slot.
         """
         if not self.marks:
             for tracker in self.trackers:
@@ -224,11 +217,12 @@ class ForwardCall:
                 self.executor.recorder.changed(tracker.why())
             self.marks = {tracker: tracker.mark() for tracker in self.trackers}
             self.doubts = {tracker: tracker.doubtful() for tracker in self.trackers}
-            self.posts = {tracker: self._post(tracker) for tracker in self.trackers}
+            self.relays = {tracker: self._begin_relay(tracker) for tracker in self.trackers}
         chunk, graph = self.chunks[number], self.graphs[number]
-        value, root = (
-            (Arguments(chunk.args, chunk.kwargs), "") if chunk.kwargs else (chunk.args, "inputs")
-        )
+        value: Any = chunk.args
+        root = "inputs"
+        if chunk.kwargs:
+            value, root = Arguments(chunk.args, chunk.kwargs), ""
         grad = self.ambient.grad
         parcel, tensors = codec.encode(value, attachments, root, requires_grad=grad)
         self.inputs[number] = [t for t in tensors if t.requires_grad] if grad else []
@@ -261,31 +255,35 @@ class ForwardCall:
     def _update(
         self, number: int, slot: ReplicaSlot, name: int, attachments: Attachments
     ) -> tuple[StateUpdate | None, Relay | None]:
-        """What a slot's replica needs of the state, entered in the books."""
+        """What a slot's replica needs of the state; the recorder counts it."""
         before, tracker = len(self.sends), self.chunks[number].tracker
-        post = self.posts[tracker]
-        update, relay = (
-            post and post.update(number, slot, name, attachments, self.sends.append)
-        ) or (None, None)
-        if relay is None:
+        relay = self.relays[tracker]
+        update: StateUpdate | None
+        message: Relay | None = None
+        passed = None
+        if relay is not None:
+            passed = relay.update(number, slot, name, attachments, self.sends.append)
+        if passed is not None:
+            update, message = passed
+        else:
             update = replay.update(tracker, slot, name, attachments, self.sends.append)
         sent = sum(self.sends[before:])
         if update is not None and update.structure is not None and sent > _MUCH:
             log.info("sending %.0f MB of %s to %s", sent / 1e6, type(tracker.module).__name__, slot)
         self.executor.recorder.state(slot, tracker.id, sent, tracker.size)
-        return update, relay
+        return update, message
 
     def _meanwhile(self) -> None:
         self._plan()
-        # else the answers tell which leaves take part
+        # With doubtful leaves the answers say which of them take part.
         if self.call.leaves and not any(self.doubts.values()):
             self.token = autograd.fork(self.call)
         verified = [tracker.verify() for tracker in self.trackers]  # [5]
         self.verified = all(verified)
 
     def _plan(self) -> None:
-        """The call's leaves, each once, and which of them each chunk has, in its replica's
-        order.
+        """Collect the call's leaves, each once, and which of them each chunk has, in the order of
+        its replica.
         """
         leaves: dict[int, Tensor] = {}
         kinds: list[str] = []
@@ -311,8 +309,8 @@ class ForwardCall:
         self.call.leaves, self.call.kinds = [*leaves.values()], kinds
 
     def _leave_out_unreached(self, answers: Sequence[ChunkAnswer]) -> None:
-        """Torch must not walk on into the graph of a doubtful leaf that no chunk used: it may be
-        gone.
+        """Detach the doubtful leaves that no chunk used: the graph that made them may be freed, and
+        torch must not run it.
         """
         if not any(self.doubts.values()):
             return
@@ -342,7 +340,13 @@ class ForwardCall:
                         *self.made[i], chunk.tracker, chunk.slot, before_and_after
                     )
                 part = ReductionPart(
-                    chunk.slot, graph, chunk.tracker, mark, self.owned[i], i == 0, self.own[i]
+                    chunk.slot,
+                    graph,
+                    chunk.tracker,
+                    mark=mark,
+                    leaves=self.owned[i],
+                    first=i == 0,
+                    own=self.own[i],
                 )
             self.call.parts.append(part)
 
@@ -352,12 +356,9 @@ class ForwardCall:
             for c, a in zip(self.chunks, answers, strict=True)
         ]
         if self.token is not None:
-            joined = (
-                self.joins
-                and not batch.any_registered()
-                and codec.in_rows([a.reply.value for a in answers])
-            )
-            autograd.graft(self.call, self.token, self.handle, unpacked, joined)
+            joined = self.joins and not batch.any_registered()
+            joined = joined and codec.in_rows([a.reply.value for a in answers])
+            autograd.attach(self.call, self.token, self.handle, unpacked, joined)
         else:
             for tensor in itertools.chain.from_iterable(unpacked):
                 tensor.requires_grad_(False)
@@ -372,3 +373,8 @@ class ForwardCall:
             if isinstance(value, Produced):
                 chunk.tracker.rebind(value.rebound)
         return [value.output if isinstance(value, Produced) else value for value in values]
+
+
+def _failed(answers: Sequence[ChunkAnswer]) -> bool:
+    """Whether a chunk raised an exception."""
+    return any(answer.reply.failure is not None for answer in answers)

@@ -1,5 +1,5 @@
-"""Sums of the chunks' gradients, always in chunk order, so that the bits never depend on who
-finished first.
+"""Sums of the chunks' gradients, always in chunk order, so that the bits never depend on which
+replica finished first.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from raydp_parallel.transport.links import Attachments
 from raydp_parallel.transport.messages import Parcel
 
 _SMALL = 1 << 16
-"""Bytes up to which a sum is made in new memory. For more that would come from the system, one page
-after the other.
+"""Bytes up to which a sum is made in new memory. New memory for larger ones comes from the system,
+page by page, which is slower than adding in place.
 """
 
 
@@ -45,9 +45,11 @@ def total(shares: Sequence[GradientShare], device: torch.device, count: int) -> 
     sums: list[Tensor | None] = [None] * count
     found = [_rows(share) for share in shares]
     if len(shares) > 1 and devices.is_cpu(device):
-        found[:2] = _add_small(shares[0], found[0], shares[1], found[1], sums, device)
+        found[:2] = _add_small(
+            shares[0], found[0], other=shares[1], others=found[1], sums=sums, device=device
+        )
     for share, rows in zip(shares, found, strict=True):
-        # A parameter that is an input too stands twice in a row.
+        # A parameter that is also an input appears twice.
         first = {leaf: row for leaf, row in reversed(rows) if sums[leaf] is None}
         fresh = [*first.items()]
         again = [(leaf, row) for leaf, row in rows if first.get(leaf) != row]
@@ -74,8 +76,8 @@ def _add_small(
     sums: list[Tensor | None],
     device: torch.device,
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Add what is small in the first two shares, all at once and without a look at each; returns
-    what is left.
+    """Add the small gradients of the first two shares, all in one operation; returns the rows that
+    are left.
     """
     mine, theirs = dict(rows), dict(others)
     if len(mine) != len(rows) or len(theirs) != len(others):
@@ -142,10 +144,11 @@ def _add(
         for leaf, row in rows
         if _dense(sums[leaf]) and share.parcel.specs[row].layout == "strided"
     ]
-    # Each sum once: a GPU adds to all of them at the same time.
+    # Each sum only once: a GPU adds to all of them at the same time.
     plain = [*dict(dense).items()]
     if plain:
-        if type(share.parcel.packet) is bytes:  # little: a copy takes less than a look
+        # Few bytes lie in the message: copying them costs less than a window on each tensor.
+        if type(share.parcel.packet) is bytes:
             added = codec.unpack(share.parcel, share.attachments, device, [row for _, row in plain])
         else:
             added = _windows(share, [row for _, row in plain], device)
@@ -157,11 +160,9 @@ def _add(
             (other,) = codec.unpack(share.parcel, share.attachments, device, [row])
             one = sums[leaf]
             assert one is not None
-            sums[leaf] = (
-                one + other.requires_grad_(False)
-                if not _dense(other) or _dense(one)
-                else other + one
-            )
+            other.requires_grad_(False)
+            swapped = _dense(other) and not _dense(one)  # torch adds a sparse tensor to a dense one
+            sums[leaf] = other + one if swapped else one + other
 
 
 def _dense(tensor: Tensor | None) -> bool:
@@ -181,7 +182,8 @@ def settle(
     Args:
         sums: The sums.
         leaves: What they belong to.
-        kinds: What each leaf is: only parameters, and among themselves buffers, are filled up.
+        kinds: The kind of each leaf. A parameter gets zeros if another parameter has a gradient,
+            and a buffer if another buffer has one.
         needed: Which gradients were asked for.
         whole: Whether every chunk contributed to a leaf; a sparse sum is dense otherwise, as zeros
             are (row B5).
@@ -198,11 +200,8 @@ def settle(
             zeros = need and unused == "zeros" and kind in filled
             settled.append(torch.zeros_like(leaf) if zeros else None)
         else:
-            keeps = (
-                found.layout is torch.strided
-                or complete
-                or unused == "none"
-                or leaf.layout is not torch.strided
-            )
-            settled.append((found if keeps else found.to_dense()).to(leaf.device))
+            sparse = found.layout is not torch.strided and leaf.layout is torch.strided
+            if sparse and not complete and unused != "none":
+                found = found.to_dense()
+            settled.append(found.to(leaf.device))
     return settled

@@ -1,9 +1,9 @@
-"""One backward whose chunks' gradients are summed among the replicas, so that only the sum comes
-here.
+"""One backward with the chunks' gradients summed among the replicas, so that only the sum reaches
+the driver.
 
-Nobody is left without gradients: a member keeps its own until this is over. If the sum did not come
-(its root died, the group broke), those who believed it done are asked for theirs, and the driver
-sums as it does without a group.
+No gradient is lost: each member keeps its own until the reduction is over. If the sum did not
+arrive (its root died, the group broke), the members that took part are asked for their gradients,
+and the driver sums them as it does without a group.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from raydp_parallel.transport.group_messages import Reduce, SumOutcome
 from raydp_parallel.transport.messages import Reply
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-"""What a backend sums as torch would."""
+"""The dtypes that a group's backend sums as torch does."""
 
 
 class ReductionPart(NamedTuple):
     """One chunk of a call that can be differentiated.
 
     Attributes:
-        slot: Who it was for.
+        slot: The slot that it was for.
         graph: Its graph, wherever that is.
         tracker: The model it came from.
         mark: The versions of the model's tensors then.
         leaves: Which of the call's leaves its graph has, in the replica's order.
-        first: Whether it is chunk 0, whose in-place changes count.
+        first: Whether it is chunk 0: only its in-place changes reach the master.
         own: How many of the leaves, the first ones, are the model's.
     """
 
@@ -56,7 +56,7 @@ class GroupReduction:
     """One reduction.
 
     Args:
-        executor: Whose replicas.
+        executor: The executor of the replicas.
         ticket: Their group.
         parts: The chunks.
         rows: Which of each chunk's leaves are summed.
@@ -79,52 +79,57 @@ class GroupReduction:
         self._told: dict[int, tuple[ReplicaSlot, int]] = {}
         self._fetching = self._broken = False
 
-    def words(self, number: int, slot: ReplicaSlot) -> dict[str, Any]:
-        """What to write into the message for a chunk; nothing if somebody else than its member runs
-        it.
+    def fields(self, number: int, slot: ReplicaSlot) -> dict[str, Any]:
+        """The fields of the message for a chunk that concern the reduction; none if another replica
+        than the group's member runs it.
         """
         if self._fetching:
-            return (
-                {"kept": self.kept[number].key, "write_back": False}
-                if self._has_kept(number, slot)
-                else {}
-            )
+            if not self._has_kept(number, slot):
+                return {}
+            return {"kept": self.kept[number].key, "write_back": False}
         if number in self._told or self._broken:
             return {}
         if slot is not self._parts[number].slot or not self._ticket.has(slot):
             self._broken = True
-            self._groups.dissolve(self._ticket)  # those who were told already wait in vain
+            self._groups.dissolve(self._ticket)  # members that were sent theirs would wait in vain
             return {}
         self._told[number] = slot, slot.incarnation
         groups, order = self._groups, tuple(self._ticket.rank(part.slot) for part in self._parts)
         overlap = self._parts[0].tracker.id not in groups.late
-        key = self.kept[number].key
-        name, root, rows = self._ticket.name, order[self._root], tuple(self._rows)
-        return {"reduce": Reduce(name, root, order, rows, key, groups.patience, overlap)}
+        request = Reduce(
+            group=self._ticket.name,
+            root=order[self._root],
+            order=order,
+            leaves=tuple(self._rows),
+            kept=self.kept[number].key,
+            patience=groups.patience,
+            overlap=overlap,
+        )
+        return {"reduce": request}
 
     def _has_kept(self, number: int, slot: ReplicaSlot) -> bool:
         return slot.ready and self._told.get(number) == (slot, slot.incarnation)
 
     def abandon(self) -> None:
-        """Nobody waits for the answers any more, and whether all were sent is not known."""
+        """Dissolve the group: the call failed, and perhaps not all messages were sent."""
         self._groups.dissolve(self._ticket)
 
     def close(self) -> None:
-        """It is over: members need not keep anything."""
+        """End the reduction: members need not keep anything."""
         for graph in self.kept:
             graph.drop()
 
-    def heard(self, reply: Reply | None) -> None:
-        """A member answered, or died. If it did not do its part, the others wait in vain, and are
-        told so.
+    def take_answer(self, reply: Reply | None) -> None:
+        """Take a member's answer, None if it died. If it did not do its part, the group is
+        dissolved, because the others wait in vain.
         """
         reduced = reply.reduced if reply is not None else None
         if not self._fetching and (reduced is None or reduced.outcome is SumOutcome.FAILED):
             self._groups.dissolve(self._ticket, reduced.seconds if reduced is not None else 0.0)
 
     def missing(self, answers: Sequence[ChunkAnswer]) -> list[int]:
-        """Take up what came. Returns the chunks that have to be asked for the gradients that they
-        keep.
+        """Look at the answers. Returns the chunks that have to be asked for the gradients that
+        their members keep.
         """
         found = [answer.reply.reduced for answer in answers]
         if any(one is not None and one.outcome is SumOutcome.SPOILED for one in found):
@@ -147,15 +152,14 @@ class GroupReduction:
         return root is not None and root.outcome is SumOutcome.DONE and not spoiled
 
     def shares(self, answers: Sequence[ChunkAnswer]) -> tuple[list[GradientShare], Counter[int]]:
-        """What to sum here: the sum first, then what each chunk has besides.
+        """What the driver sums: the replicas' sum first, then each chunk's other gradients.
 
         Returns:
             The shares, and for each of the call's leaves how many chunks' gradients are in the sum.
         """
         if self._fetching:
-            return [
-                share(part, answer) for part, answer in zip(self._parts, answers, strict=True)
-            ], Counter()
+            pairs = zip(self._parts, answers, strict=True)
+            return [share(part, answer) for part, answer in pairs], Counter()
         counts: Counter[int] = Counter()
         besides = []
         for part, answer in zip(self._parts, answers, strict=True):
@@ -174,8 +178,8 @@ class GroupReduction:
         return [sums, *besides], counts
 
     def _within(self, part: ReductionPart, answer: ChunkAnswer) -> set[int]:
-        """The rows whose gradients are in the sum. Whose replica died later gave the same ones into
-        it.
+        """The rows with gradients that are in the sum. For a chunk that ran again after its replica
+        died, they are those that the replica had given into it.
         """
         reduced = answer.reply.reduced
         if reduced is not None and reduced.outcome is SumOutcome.DONE:
@@ -197,27 +201,26 @@ def plan(
     leaves: Sequence[Tensor],
     needed: Sequence[bool],
 ) -> GroupReduction | None:
-    """How to sum the gradients of some chunks among their replicas, which have the graphs; None:
-    the driver does it.
+    """Plan the sum of some chunks' gradients among their replicas, which have the graphs; None if
+    the driver sums them.
 
     Args:
-        executor: Whose replicas.
+        executor: The executor of the replicas.
         parts: The chunks.
         leaves: The call's leaves.
         needed: Which of them are asked for.
     """
     first = parts[0]
     slots = [part.slot for part in parts]
-    # nearly no call on one machine is
+    # This returns None for nearly all calls on one machine.
     if not executor.groups.wanted(slots, first.tracker.size, None):
         return None
     if any(part.tracker is not first.tracker or part.own != first.own for part in parts):
         return None
     chosen = {row: leaves[first.leaves[row]] for row in range(first.own)}
     rows = [row for row, leaf in chosen.items() if needed[first.leaves[row]] and _sums(leaf)]
-    if not rows or any(
-        [*part.leaves[: first.own]] != [*first.leaves[: first.own]] for part in parts
-    ):
+    own = [*first.leaves[: first.own]]
+    if not rows or any([*part.leaves[: first.own]] != own for part in parts):
         return None
     size = sum(chosen[row].nbytes for row in rows)
     ticket = executor.groups.find(slots, size, executor.groups.kind(slots))
@@ -234,11 +237,11 @@ def _sums(leaf: Tensor) -> bool:
 
 
 def _plain(spec: TensorSpec) -> bool:
-    """Whether it is a gradient that a member would have given into the sum."""
+    """Whether a member gives such a gradient into the sum."""
     return spec.layout == "strided" and spec.cls is None
 
 
 def share(part: ReductionPart, answer: ChunkAnswer) -> GradientShare:
-    """What the driver sums of a chunk that answered with its own gradients."""
+    """The share of a chunk that answered with its own gradients."""
     assert answer.reply.value is not None
     return GradientShare(answer.reply.value, answer.attachments, part.leaves)

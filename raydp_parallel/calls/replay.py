@@ -1,10 +1,10 @@
-"""How a graph is made again after its replica died: the same forward, on another replica, as it was
-then.
+"""How a graph is made again after its replica died: by the same forward, on another replica, with
+the state of that time.
 
 A recipe keeps what the call was made with: its message, the tensors of its arguments with their
 versions, and a mark of the module's state. Made again, the forward writes nothing back, and warns
-and counts nothing. If the module or the arguments have changed since, by anybody but our own
-write-backs, it is refused: a different graph in silence would be worse than an error.
+and counts nothing. If the module or the arguments have changed since, by anything but the
+executor's own write-backs, it is refused: a silently different graph would be worse than an error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class KeptForward(NamedTuple):
     """Tensors that a message was made with, to be sent again as they are.
 
     Attributes:
-        parcel: The parcel; of its packet nothing that takes much memory.
+        parcel: The parcel, without its packet if that takes much memory.
         tensors: Its tensors.
         versions: Their versions then.
         name: What they are, for errors.
@@ -53,8 +53,8 @@ class KeptForward(NamedTuple):
 
 
 def keep(parcel: Parcel, tensors: Sequence[Tensor], name: str) -> KeptForward:
-    """Keep what a message was made with: memory and versions, and nothing of a graph that tensors
-    belong to.
+    """Keep what a message was made with: the tensors' memory and versions, but not the graphs that
+    they belong to.
     """
     bare = parcel._replace(packet=None) if _takes_memory(parcel) else parcel
     return KeptForward(bare, [t.detach() for t in tensors], [*map(_version, tensors)], name)
@@ -73,7 +73,7 @@ def forward(
         request: The message.
         inputs: What it carried.
         tracker: The module.
-        home: Whom the call was for.
+        home: The slot that the call was for.
         marks: The module's state before the call, and after its write-back.
     """
     if request.update is not None or request.overlay is not None or _takes_memory(request.inputs):
@@ -88,11 +88,10 @@ def forward(
         if changed is not None:
             raise _changed(f"{changed} was changed")
         parcel = inputs.again(attachments)
-        # Right after the forward a replica is as the forward left it; later write-backs came from
-        # later calls.
-        then = overlay(
-            tracker, marks[0], attachments, undone=bool(tracker.overwritten_since(marks[1]))
-        )
+        # The replica's state is what its last forward left. Write-backs after this forward's own
+        # came from later calls, and are undone.
+        undone = bool(tracker.overwritten_since(marks[1]))
+        then = overlay(tracker, marks[0], attachments, undone=undone)
         tracker.sync()
         name = slot.name_of(tracker.id, home)
         news = update(tracker, slot, name, attachments)
@@ -124,7 +123,7 @@ def derived(
         request: The message.
         grads: What it carried.
         parents: The graphs that were differentiated, with how they were made.
-        home: Whom the call was for.
+        home: The slot that the call was for.
         model: The model's id.
     """
     plain = request._replace(
@@ -145,14 +144,14 @@ def update(
     attachments: Attachments,
     note: Callable[[int], None] | None = None,
 ) -> StateUpdate | None:
-    """What a slot's replica needs to hold the master copy's state, None if it does.
+    """What a slot's replica needs to hold the master's state; None if it holds it already.
 
     Args:
         tracker: The module.
         slot: The slot.
         name: What the model is called there.
         attachments: Where the contents go.
-        note: Is told how many bytes are sent, if any update is.
+        note: Called with the number of bytes that are sent, if there is an update.
     """
     found = tracker.update_from(slot.held.get(name, 0))
     slot.held[name] = tracker.revision
@@ -166,7 +165,7 @@ def update(
 def overlay(
     tracker: ModuleTracker, mark: Mark, attachments: Attachments, undone: bool = False
 ) -> Overlay | None:
-    """What write-backs have changed since the mark, as it was."""
+    """The state that write-backs have changed since a mark, as it was at the mark."""
     found = sorted(tracker.overwritten_since(mark).items())
     if not found:
         return None
@@ -175,15 +174,14 @@ def overlay(
 
 
 def _takes_memory(parcel: Parcel) -> bool:
-    """Whether a parcel holds many bytes, and not the word where they lie, or lay."""
+    """Whether a parcel holds many bytes itself, and not only the number of an attachment."""
     return type(parcel.packet) is not int and len(parcel.packet) > INLINE_LIMIT
 
 
 def _changed(what: str) -> StateChanged:
     return StateChanged(
         "backward: the replica that held the graph died, and the graph cannot be made "
-        f"again, because {what} since "
-        "the forward; run forward again"
+        f"again, because {what} since the forward; run forward again"
     )
 
 

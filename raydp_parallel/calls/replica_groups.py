@@ -4,13 +4,13 @@
 [Note: what a group may cost]
 Time, and nothing else. Every member can answer without its group: it keeps what it gave into a sum
 until the driver has the sum, and what did not arrive is sent again. So whether there is a group,
-and whether it works, is never a question of what is right. A group ends with the first member that
-does not do its part; the next call makes another, of those who are there then.
+and whether it works, never decides whether results are right. A group ends with the first member
+that does not do its part; the next call makes another, of the replicas that are ready then.
 
 [Note: order]
 The members of a group must begin its operations in the same order. The driver sends all messages of
 a call under one lock, and each replica works through its messages in the order of their numbers. So
-of two calls the same one is first everywhere, also with calls of several threads under way.
+of two calls the same one is first everywhere, even if several threads make calls.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _PATIENCE = 15.0
 network that fell silent. Doubles each time that it was too short."""
 
 _LONGEST = 3600.0
-"""Seconds that they wait at most."""
+"""The longest time in seconds that members wait."""
 
 _SHARE_OF_TIMEOUT = 0.4
-"""How much of `Options.call_timeout` members may wait for each other, so that only who hangs
-himself exceeds it.
+"""The part of `Options.call_timeout` that members may wait for each other, so that only a replica
+that hangs itself exceeds the timeout.
 """
 
 _PAUSE = 10.0
@@ -75,17 +75,17 @@ class GroupTicket(NamedTuple):
     incarnations: tuple[int, ...]
 
     def has(self, slot: ReplicaSlot) -> bool:
-        """Whether who sits there now is a member."""
+        """Whether the replica in a slot is a member."""
         members = zip(self.slots, self.incarnations, strict=True)
         return slot.ready and (slot, slot.incarnation) in members
 
     @property
     def whole(self) -> bool:
-        """Whether all members are there."""
+        """Whether all members are alive."""
         return all(map(self.has, self.slots))
 
     def rank(self, slot: ReplicaSlot) -> int:
-        """Which member a slot is."""
+        """The number of a slot's member."""
         return self.slots.index(slot)
 
 
@@ -93,7 +93,7 @@ class ReplicaGroups:
     """The groups of an executor's replicas.
 
     Args:
-        replica_set: Whose replicas.
+        replica_set: The replicas.
 
     Attributes:
         late: Models, by id, whose gradients may not be summed before their backward is over.
@@ -121,10 +121,10 @@ class ReplicaGroups:
         return seconds if limit is None else min(seconds, _SHARE_OF_TIMEOUT * limit)
 
     def kind(self, slots: Sequence[ReplicaSlot]) -> GroupKind:
-        """What these can sum by. Nccl refuses a GPU that comes twice: kernels on it would wait for
-        each other.
+        """What these replicas can sum by. NCCL refuses a GPU that comes twice: kernels on it would
+        wait for each other.
 
-        Only who asked for groups everywhere gets those of nccl: they were never seen on GPUs.
+        Only ``link="collective"`` chooses NCCL, because such groups were never seen on GPUs.
         """
         if self._replica_set.options.link != "collective":
             return GroupKind.GLOO
@@ -138,7 +138,7 @@ class ReplicaGroups:
         """Whether so many bytes are to go by a group of these, if there can be one.
 
         Args:
-            slots: Who is to be in it.
+            slots: The slots of its members.
             size: The bytes.
             kind: What it would be made of, None whatever they can.
         """
@@ -153,7 +153,7 @@ class ReplicaGroups:
             return True
         nodes = {slot.hello.node for slot in slots if slot.hello is not None}
         if len(nodes) > 1:
-            return handshake.far_lines()  # what members say to each other is as plain to read
+            return handshake.far_lines()  # members' connections are as plain to read as those
         return (kind or self.kind(slots)) is GroupKind.NCCL
 
     def find(
@@ -163,11 +163,10 @@ class ReplicaGroups:
         kind: GroupKind = GroupKind.GLOO,
         always: bool = False,
     ) -> GroupTicket | None:
-        """The group of some slots, made if need be. None: they are better off, or have to do,
-        without.
+        """The group of some slots, made if need be; None if they work without one.
 
         Args:
-            slots: Who is to be in it.
+            slots: The slots of its members.
             size: How many bytes it is for.
             kind: What it is made of.
             always: Whether it is known that one is wanted.
@@ -185,16 +184,16 @@ class ReplicaGroups:
             return known if known is not None and known.whole else self._make(kind, members)
 
     def near(self, slots: Sequence[ReplicaSlot]) -> ReplicaSlot:
-        """Who of some is cheapest to reach: one on the driver's node, else the first."""
+        """The slot that is cheapest to reach: one on the driver's node, else the first."""
         return min(slots, key=lambda slot: (not getattr(slot.client, "near", False), _order(slot)))
 
     def dissolve(self, ticket: GroupTicket, waited: float = 0.0) -> None:
-        """A group is of no use any more. Members that wait in it are told so.
+        """End a group that is of no use any more. Members that wait in it are told so.
 
         Args:
             ticket: The group.
-            waited: Seconds that members have waited for others. If nobody died, they may have been
-                too impatient.
+            waited: Seconds that members have waited for others. If no member died, the patience may
+                have been too short, and is doubled.
         """
         with self._guard:
             if self._known.get((ticket.kind, ticket.slots)) is not ticket:
@@ -205,8 +204,8 @@ class ReplicaGroups:
         self._tell_to_leave(ticket)
 
     def _tell_to_leave(self, ticket: GroupTicket) -> None:
-        """Members wait for others in it no longer. Not by a message like others, which would wait
-        its turn.
+        """Let members stop waiting for others in a group. An ordinary message would wait behind the
+        call that waits.
         """
         for slot in ticket.slots:
             if ticket.has(slot):
@@ -217,7 +216,7 @@ class ReplicaGroups:
         ticket = GroupTicket(name, kind, members, tuple(slot.incarnation for slot in members))
         trouble = self._gather(ticket, min(_JOIN[kind], self._share(_JOIN[kind])))
         if trouble:
-            # nobody died: there is no such thing here
+            # All members are alive, so that NCCL itself does not work here.
             self._no_nccl |= kind is GroupKind.NCCL and ticket.whole
             self._not_before = time.monotonic() + self._pause
             self._pause *= 2
@@ -244,38 +243,43 @@ class ReplicaGroups:
         if death:
             return death
         size = len(ticket.slots)
-        words = [
-            JoinGroup(ticket.name, rank, size, tuple(store), patience, ticket.kind)
-            for rank in range(size)
-        ]
-        found = self._ask(ticket, ticket.slots, words)
+        first = JoinGroup(
+            group=ticket.name,
+            rank=0,
+            size=size,
+            store=tuple(store),
+            patience=patience,
+            kind=ticket.kind,
+        )
+        requests = [first._replace(rank=rank) for rank in range(size)]
+        found = self._ask(ticket, ticket.slots, requests)
         return next((death or answer for answer, death in found if death or answer), "")
 
     def _ask(
-        self, ticket: GroupTicket, slots: Sequence[ReplicaSlot], words: Sequence[Any]
+        self, ticket: GroupTicket, slots: Sequence[ReplicaSlot], requests: Sequence[Any]
     ) -> list[tuple[Any, str]]:
-        """What each answers, or what went wrong; after the first of that the others wait for
-        nobody.
+        """What each replica answers, or what went wrong. After the first failure the others stop
+        waiting.
         """
         backend = self._replica_set.backend
         with self._replica_set.lock:
             self._replica_set.check_open()
             if not ticket.whole:
                 return [("", "a replica died")] * len(slots)
-            headers = [pack(word) for word in words]
+            headers = [pack(request) for request in requests]
             calls = [
                 backend.submit(s.client, "group", header, ())
                 for s, header in zip(slots, headers, strict=True)
             ]
         found: dict[int, tuple[Any, str]] = {}
 
-        def heard(number: int, answer: Any) -> None:
+        def take(number: int, answer: Any) -> None:
             found[number] = _understood(answer, backend.link)
             said, trouble = found[number]
             if trouble or (isinstance(said, str) and said):
                 self._tell_to_leave(ticket)
 
-        backend.collect(calls, heard)
+        backend.collect(calls, take)
         return [found[number] for number in range(len(calls))]
 
     def _tell(self, members: Sequence[ReplicaSlot], trouble: str) -> None:
@@ -285,8 +289,7 @@ class ReplicaGroups:
         log.log(
             level,
             "replicas %s could not form a group (%s): gradients and weights go through the "
-            "driver, which is slower; "
-            "the next try is in %g s at the earliest",
+            "driver, which is slower; the next try is in %g s at the earliest",
             names,
             trouble,
             self._not_before - time.monotonic(),
@@ -303,7 +306,7 @@ def _understood(answer: Any, link: Link) -> tuple[Any, str]:
 
 
 def _order(slot: ReplicaSlot) -> tuple[str, int]:
-    """Neighbours in a group sit on the same node, where they can, for sums go from one to
-    the next.
+    """Sorts the members of a group by node: sums go from one member to the next, if possible
+    within a node.
     """
     return slot.hello.node if slot.hello is not None else "", slot.index

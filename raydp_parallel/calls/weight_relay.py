@@ -2,8 +2,8 @@
 
   driver ──► source ──► the first replica of each other node ──► the others of that node
 
-So the driver sends them once, and each node gets them once. Whoever does not get them says so, and
-is sent them by the driver.
+So the driver sends them once, and each node gets them once. A replica that does not get them says
+so, and the driver sends them to it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class RelayRoute(NamedTuple):
     """The way from one replica to others.
 
     Attributes:
-        source: Who gets the contents from the driver.
-        legs: The groups, and who has the contents in each.
-        slots: All on the way. Those that read the driver's memory are not: they have nothing to
-            wait for.
+        source: The slot that gets the contents from the driver.
+        legs: The groups, each with the member that has the contents first.
+        slots: All slots on the way. Replicas that read the driver's memory are not among them: they
+            need no relay.
     """
 
     source: ReplicaSlot
@@ -42,13 +42,13 @@ class RelayRoute(NamedTuple):
 
 
 def route(groups: ReplicaGroups, slots: Sequence[ReplicaSlot], size: int) -> RelayRoute | None:
-    """The way to some slots; makes the groups that it takes. None if each is better sent to, or has
-    to be.
+    """The way to some slots; makes the groups that it needs. None if the driver sends to each slot
+    itself.
 
     Args:
         groups: The executor's groups.
-        slots: Who is to get the contents.
-        size: Their bytes, by estimate.
+        slots: The slots that need the contents.
+        size: An estimate of their bytes.
     """
     if not groups.wanted(slots, size):
         return None
@@ -70,14 +70,14 @@ def route(groups: ReplicaGroups, slots: Sequence[ReplicaSlot], size: int) -> Rel
 
 
 class WeightRelay:
-    """The contents of one model on their way.
+    """Passes the new contents of one model from replica to replica.
 
     Args:
         groups: The executor's groups.
-        way: The way they take.
+        way: Their way.
         tracker: The model.
         held: The revision that all of them hold.
-        chunks: Who is to run a chunk, by its number; those on the way only.
+        chunks: The slot of each chunk, by the chunk's number; only slots on the way.
     """
 
     def __init__(
@@ -111,16 +111,16 @@ class WeightRelay:
 
         Args:
             number: The chunk.
-            slot: Who runs it.
-            name: What the model is called there.
+            slot: The slot that runs it.
+            name: The model's name there.
             attachments: Where contents go.
-            note: Is told how many bytes are sent.
+            note: Called with the number of bytes that are sent.
         """
         if number not in self._chunks:
             return None
         whole = all(ticket.whole for ticket, _ in self._way.legs)
         expected = slot is self._chunks[number] and slot.held.get(name, 0) == self._held
-        # Who was told before, and is to be told again, did not get them.
+        # A chunk that is sent for the second time did not get them.
         if self._broken or number in self._told or not whole or not expected:
             self.abandon()
             return None
@@ -136,22 +136,22 @@ class WeightRelay:
         note(found.sent)
         return found.placed(attachments), relay
 
-    def heard(self, reply: Reply | None) -> None:
-        """One of them answered, or died. If it did not get the contents, or could not pass them on,
-        others will not.
+    def take_answer(self, reply: Reply | None) -> None:
+        """Take a member's answer, None if it died. If it did not get the contents, or could not
+        pass them on, the relay is abandoned.
         """
         if reply is None or reply.missed:
             self.abandon()
 
     def abandon(self) -> None:
-        """Not all of them will get what they are waiting for."""
+        """Dissolve the groups: not all members will get the contents."""
         if not self._broken:
             self._broken = True
             for ticket, _ in self._way.legs:
                 self._groups.dissolve(ticket)
 
 
-def post(
+def begin_relay(
     groups: ReplicaGroups,
     way: RelayRoute | None,
     tracker: ModuleTracker,
@@ -164,7 +164,7 @@ def post(
         groups: The executor's groups.
         way: The way; None if there is none.
         tracker: The model.
-        chunks: Who is to run its chunks, by their numbers.
+        chunks: The slot of each of its chunks, by the chunk's number.
     """
     if way is None:
         return None
@@ -177,5 +177,5 @@ def post(
 
 
 def size_of(tracker: ModuleTracker, module: Any) -> int:
-    """The bytes of a model, before it was ever looked at."""
+    """The bytes of a model; an estimate if its tracker has not looked at it yet."""
     return tracker.size or sum(tensor.nbytes for tensor in module.parameters())

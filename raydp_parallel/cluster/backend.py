@@ -57,8 +57,8 @@ class TaskLabel(NamedTuple):
         return f"{self.method} {'again ' if self.again else ''}chunk {self.chunk}/{self.chunks}"
 
 
-Heard = Callable[[int, Any], None]
-"""Is told the number of a call, and its answer."""
+OnAnswer = Callable[[int, Any], None]
+"""Called with the number of a call, and its answer."""
 
 
 class Backend(Protocol):
@@ -106,17 +106,17 @@ class Backend(Protocol):
         waits for.
         """
 
-    def collect(self, pending: Sequence[Any], heard: Heard | None = None) -> Iterable[Any]:
+    def collect(self, pending: Sequence[Any], on_answer: OnAnswer | None = None) -> Iterable[Any]:
         """Wait for all calls. Where a replica died, its answer is the `Death`.
 
         Args:
             pending: The calls.
-            heard: Is told each answer as soon as it is there: others may be waiting for one that
-                died.
+            on_answer: Called with each answer as soon as it arrives: other replicas may be waiting
+                for one that died.
 
         Returns:
-            The answers, in the order of the calls. Without ``heard`` each is waited for when it is
-            asked for.
+            The answers, in the order of the calls. Without ``on_answer`` each is waited for when
+            the caller takes it.
         """
 
     def leave(self, client: Any, groups: Sequence[str]) -> None:

@@ -159,8 +159,8 @@ class ChunkCall(NamedTuple):
         makes: The graph that is there afterwards.
         needs: The graphs that must be there before, all of them in one replica.
         rows: Rows of the batch that it computes, for statistics.
-        heard: Is told what came of it as soon as that is known, while others still work: None if
-            its replica died.
+        on_answer: Called with its reply as soon as that arrives, while other replicas still work;
+            with None if its replica died.
     """
 
     slot: ReplicaSlot
@@ -170,7 +170,7 @@ class ChunkCall(NamedTuple):
     makes: RemoteGraph | None = None
     needs: Sequence[RemoteGraph] = ()
     rows: int = 0
-    heard: Callable[[Reply | None], None] | None = None
+    on_answer: Callable[[Reply | None], None] | None = None
 
 
 class ChunkAnswer(NamedTuple):

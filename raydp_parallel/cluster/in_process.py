@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from raydp_parallel.cluster.backend import Death, DevicePlace, Heard, TaskLabel
+from raydp_parallel.cluster.backend import Death, DevicePlace, OnAnswer, TaskLabel
 from raydp_parallel.devices.ranges import Attachment
 from raydp_parallel.devices.specs import ReplicaHello
 from raydp_parallel.options import Options
@@ -107,10 +107,10 @@ class InProcessBackend:
     ) -> Answered:
         return Answered(client.call(method, header, beside))
 
-    def collect(self, pending: Sequence[Answered], heard: Heard | None = None) -> list[Any]:
+    def collect(self, pending: Sequence[Answered], on_answer: OnAnswer | None = None) -> list[Any]:
         for number, call in enumerate(pending):
-            if heard is not None:
-                heard(number, call.answer)
+            if on_answer is not None:
+                on_answer(number, call.answer)
         return [call.answer for call in pending]
 
     def leave(self, client: Any, groups: Sequence[str]) -> None:

@@ -137,7 +137,7 @@ def here() -> str:
 
 def get(ref: Any, timeout: float | None = None) -> Any:
     """The result of a task, or of a list of them. Waited for in short turns, between which Ctrl-C
-    is heard.
+    is noticed.
 
     Raises:
         TimeoutError: It is not there in time.

@@ -14,7 +14,7 @@ from raydp_parallel import devices
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.actor_names import ActorNames
 from raydp_parallel.cluster.answers import Lost, Pending, await_each
-from raydp_parallel.cluster.backend import Death, DevicePlace, Ending, Heard, TaskLabel
+from raydp_parallel.cluster.backend import Death, DevicePlace, Ending, OnAnswer, TaskLabel
 from raydp_parallel.cluster.client import ReplicaClient, await_ends
 from raydp_parallel.cluster.code_delivery import Teaching
 from raydp_parallel.cluster.holders import no_room
@@ -179,7 +179,7 @@ class RayBackend:
         cancelled: Callable[[], bool] | None,
     ) -> list[Any]:
         """Wait until all are there; returns those that are late. In short turns, between which
-        Ctrl-C is heard.
+        Ctrl-C is noticed.
         """
         late = refs
         with Waiting("replicas to start, and to import torch", len(refs)) as tell:
@@ -333,23 +333,24 @@ class RayBackend:
         return client.submit(method, header, beside, self._options.call_timeout, task)
 
     def collect(
-        self, pending: Sequence[Pending | Lost], heard: Heard | None = None
+        self, pending: Sequence[Pending | Lost], on_answer: OnAnswer | None = None
     ) -> Iterable[Any]:
         start, timeout = time.monotonic(), self._options.call_timeout
         # A replica that runs several calls, one after the other, has time for each.
         deadlines = [
             math.inf if timeout is None else start + timeout * call.turn for call in pending
         ]
-        # All chunks end before anyone hears of the failure of one.
-        if heard is None and True not in [call.through_ray or call.held_back for call in pending]:
+        # All chunks end before the failure of one is raised.
+        together = True in [call.through_ray or call.held_back for call in pending]
+        if on_answer is None and not together:
             ends = zip(pending, deadlines, strict=True)
             return (self._result(call, max(_AT_ONCE, end - time.monotonic())) for call, end in ends)
         results: list[Any] = [None] * len(pending)
 
         def take(number: int, there: bool) -> None:
             results[number] = self._result(pending[number], math.inf if there else _AT_ONCE)
-            if heard is not None:
-                heard(number, results[number])
+            if on_answer is not None:
+                on_answer(number, results[number])
 
         await_each(pending, deadlines, take)
         return results

@@ -19,7 +19,7 @@ from typing import Any
 
 from raydp_parallel.cluster.chunk_calls import ChunkCall
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
-from raydp_parallel.cluster.run_notes import CallRecord, Reducing, Round, SentNote, ToldNote
+from raydp_parallel.cluster.run_notes import AnswerNote, CallRecord, Reducing, Round, SentNote
 from raydp_parallel.devices import forks
 from raydp_parallel.monitoring.accounts import (
     Account,
@@ -156,14 +156,14 @@ class Recorder:
         self.driver[0] += all_sent - note.began
         self.driver[1] += checked - all_sent
         self.driver[2] += note.ended - checked
-        by_seat: dict[ReplicaSlot, list[tuple[SentNote, ToldNote | None]]] = {}
+        by_seat: dict[ReplicaSlot, list[tuple[SentNote, AnswerNote | None]]] = {}
         for one, told in zip(note.sent, note.told, strict=True):
             by_seat.setdefault(one.slot, []).append((one, told))
         for slot, calls in by_seat.items():
             self._enter_calls(slot, calls, note.ended)
 
     def _enter_calls(
-        self, slot: ReplicaSlot, calls: Sequence[tuple[SentNote, ToldNote | None]], ended: float
+        self, slot: ReplicaSlot, calls: Sequence[tuple[SentNote, AnswerNote | None]], ended: float
     ) -> None:
         """What one replica did in a round. One that stands in for another does several calls, one
         after the other.
@@ -281,7 +281,7 @@ class Recorder:
         return _with_advice(found)
 
 
-def _enter_answer(account: Account, tally: Tally, one: SentNote, told: ToldNote) -> None:
+def _enter_answer(account: Account, tally: Tally, one: SentNote, told: AnswerNote) -> None:
     """A job was done."""
     if one.method == "forward":
         rows = 0 if told.failed else one.rows

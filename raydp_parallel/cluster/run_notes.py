@@ -48,7 +48,7 @@ class SentNote(NamedTuple):
     ways: Ways | None
 
 
-class ToldNote(NamedTuple):
+class AnswerNote(NamedTuple):
     """What the books want to know of an answer.
 
     Attributes:
@@ -89,7 +89,7 @@ class Round(NamedTuple):
     checked: float
     ended: float
     sent: Sequence[SentNote]
-    told: Sequence[ToldNote | None]
+    told: Sequence[AnswerNote | None]
 
 
 class CallRecord:
@@ -159,7 +159,7 @@ class CallRecord:
             with span:
                 return collect(pending)
 
-    def heard(self, told: Sequence[ToldNote | None]) -> None:
+    def answered(self, told: Sequence[AnswerNote | None]) -> None:
         """All messages of a round were answered, in the order of sending; None stands for a replica
         that died.
         """
@@ -178,7 +178,7 @@ class CallRecord:
             self._note(self)
 
 
-def tell(reply: Reply, attachments: Attachments) -> ToldNote:
+def note_of(reply: Reply, attachments: Attachments) -> AnswerNote:
     """What the books want to know of an answer."""
     size, reduced = reply.size, reply.reduced
     summing, among = (
@@ -189,7 +189,7 @@ def tell(reply: Reply, attachments: Attachments) -> ToldNote:
     came = None
     if attachments.beside:
         came = ways(attachments.beside, size)
-    return ToldNote(
+    return AnswerNote(
         reply.laps,
         reply.seconds,
         size,

@@ -20,7 +20,7 @@ from raydp_parallel.cluster.backend import DevicePlace
 from raydp_parallel.cluster.chunk_calls import ChunkCall
 from raydp_parallel.cluster.recorder import Recorder
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
-from raydp_parallel.cluster.run_notes import ToldNote, tell
+from raydp_parallel.cluster.run_notes import AnswerNote, note_of
 from raydp_parallel.devices.buffers import Arena
 from raydp_parallel.devices.specs import ReplicaHello
 from raydp_parallel.monitoring.stats import ExecutorStats, Totals
@@ -67,9 +67,9 @@ def reply(stamps: tuple[float, ...]) -> Reply:
     return Reply(None, None, (), None, stamps[-1] - stamps[0], 1, 0, (), stamps)
 
 
-def told(stamps: tuple[float, ...]) -> ToldNote:
+def told(stamps: tuple[float, ...]) -> AnswerNote:
     """What the books hear of it."""
-    return tell(reply(stamps), NO_MAIL)
+    return note_of(reply(stamps), NO_MAIL)
 
 
 def run(
@@ -98,7 +98,7 @@ def run(
         return []
 
     call.wait(collect, [])
-    call.heard(replies)
+    call.answered(replies)
     kept.end(call)
 
 
@@ -162,7 +162,7 @@ def test_what_a_death_leaves_is_no_work(clock: Time) -> None:
     for number, slot in enumerate(slots):
         call.sends(number, slot, NO_MAIL)
     clock.now += 3.0
-    call.heard([None, None])
+    call.answered([None, None])
     kept.end(call)
     kept.seated(slots[0])
     phases = taken(kept, slots).replicas[0].phases
@@ -182,9 +182,9 @@ def test_work_that_is_heard_of_late_was_no_waiting(clock: Time) -> None:
     long.sends(0, slot, NO_MAIL)
     short.sends(0, slot, NO_MAIL)
     clock.now += 4.0
-    short.heard([told((103.0, 103.0, 103.0, 104.0, 104.0))])
+    short.answered([told((103.0, 103.0, 103.0, 104.0, 104.0))])
     assert taken(kept, [slot]).replicas[0].phases.wait == pytest.approx(3.0)
-    long.heard([told((100.0, 100.0, 100.0, 103.0, 103.0))])
+    long.answered([told((100.0, 100.0, 100.0, 103.0, 103.0))])
     phases = taken(kept, [slot]).replicas[0].phases
     assert (phases.forward, phases.wait, phases.total) == pytest.approx((4.0, 0.0, 4.0))
 
@@ -200,14 +200,14 @@ def test_what_runs_again_counts_once(clock: Time) -> None:
     for number, slot in enumerate(slots):
         call.sends(number, slot, NO_MAIL)
     clock.now += 1.0
-    call.heard([told((100.0, 100.1, 100.2, 100.7, 100.8)), None])
+    call.answered([told((100.0, 100.1, 100.2, 100.7, 100.8)), None])
     clock.now += 0.5
     names = [
         call.sends(1, slots[0], NO_MAIL, "forward").name,
         call.sends(1, slots[0], NO_MAIL).name,
     ]
     clock.now += 2.0
-    call.heard(
+    call.answered(
         [told((101.6, 101.7, 101.8, 102.3, 102.4)), told((102.4, 102.5, 102.6, 103.1, 103.2))]
     )
     kept.end(call)
@@ -234,7 +234,7 @@ def test_of_one_model_alone(clock: Time) -> None:
     call = kept.begin([ChunkCall(slots[0], "forward", lambda *_: None, 2, rows=4)])
     call.sends(0, slots[0], NO_MAIL)
     clock.now += 1.0
-    call.heard(
+    call.answered(
         [told((clock.now - 0.9, clock.now - 0.8, clock.now - 0.7, clock.now - 0.2, clock.now))]
     )
     one, other = (taken(kept, slots, model).replicas[0] for model in (1, 2))
@@ -250,7 +250,7 @@ def deliver(
     """A call of one chunk."""
     call = kept.begin([job])
     call.sends(0, job.slot, attachments)
-    call.heard([tell(answer, back)])
+    call.answered([note_of(answer, back)])
     kept.end(call)
 
 
