@@ -21,7 +21,7 @@ from raydp_parallel.cluster.replica_set import ReplicaSet
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
 from raydp_parallel.cluster.run_notes import AnswerNote, note_of
 from raydp_parallel.errors import GraphLost, ReplicaDied
-from raydp_parallel.replica.actor import unseal
+from raydp_parallel.transport.call_bytes import unseal
 from raydp_parallel.transport.links import Attachments
 from raydp_parallel.transport.message_bytes import pack
 from raydp_parallel.transport.messages import Forget, Reply

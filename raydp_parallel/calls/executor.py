@@ -28,9 +28,9 @@ from raydp_parallel.devices import forks
 from raydp_parallel.monitoring.reporter import Reporter
 from raydp_parallel.monitoring.stats import ExecutorStats, ReplicaInfo
 from raydp_parallel.options import Options
-from raydp_parallel.replica.actor import unseal
 from raydp_parallel.state import code_shipping
 from raydp_parallel.state.tracker import ModuleTracker
+from raydp_parallel.transport.call_bytes import unseal
 from raydp_parallel.transport.links import Link
 from raydp_parallel.transport.message_bytes import pack
 

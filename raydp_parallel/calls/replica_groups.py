@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 from raydp_parallel.cluster.backend import Death
 from raydp_parallel.cluster.replica_set import ReplicaSet
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
-from raydp_parallel.replica.actor import unseal
 from raydp_parallel.transport import handshake
+from raydp_parallel.transport.call_bytes import unseal
 from raydp_parallel.transport.group_messages import GroupKind, HostStore, JoinGroup
 from raydp_parallel.transport.links import Link
 from raydp_parallel.transport.message_bytes import pack

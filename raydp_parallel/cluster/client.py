@@ -20,8 +20,15 @@ from raydp_parallel.cluster.backend import TaskLabel
 from raydp_parallel.devices import forks
 from raydp_parallel.devices.buffers import Arena, Descriptor, LeaseTable, SharedBuffer
 from raydp_parallel.devices.ranges import Attachment
-from raydp_parallel.replica.actor import METHODS, check_read, give_back, sample, shows, take_back
 from raydp_parallel.transport import cuda_ipc, handshake
+from raydp_parallel.transport.call_bytes import (
+    METHODS,
+    check_read,
+    give_back,
+    sample,
+    shows,
+    take_back,
+)
 from raydp_parallel.transport.direct_connection import Connection
 from raydp_parallel.transport.links import SHARE_LIMIT, Delivered, Exposed, ForeignMemory, Mappings
 

@@ -17,7 +17,7 @@ from raydp_parallel.cluster.backend import Death, DevicePlace, OnAnswer, TaskLab
 from raydp_parallel.devices.ranges import Attachment
 from raydp_parallel.devices.specs import ReplicaHello
 from raydp_parallel.options import Options
-from raydp_parallel.replica.actor import ReplicaServer
+from raydp_parallel.replica.server import ReplicaServer
 from raydp_parallel.transport.links import Link, link_for
 from raydp_parallel.transport.messages import Package
 

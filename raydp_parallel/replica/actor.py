@@ -1,439 +1,30 @@
-"""The client in the process wall: one Ray actor per device, thin around a `Replica`."""
+"""The thin Ray actor around a `ReplicaServer`: one for each device."""
 
 from __future__ import annotations
 
-import array
 import contextlib
-import ctypes
-import functools
-import itertools
 import logging
 import os
-import select
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
-import torch
 from ray._private import worker
 from ray._private.worker import global_worker
 
 from raydp_parallel import devices
-from raydp_parallel.devices import forks
-from raydp_parallel.devices.buffers import Arena, Descriptor, LeaseTable, SharedBuffer
-from raydp_parallel.devices.specs import ReplicaHello
 from raydp_parallel.errors import ReplicaError
-from raydp_parallel.monitoring.phases import OpenSpan, unseen
 from raydp_parallel.replica import exceptions
-from raydp_parallel.replica.replica import Replica
-from raydp_parallel.state import code_shipping, raw_access
-from raydp_parallel.state.module_sources import versions
-from raydp_parallel.transport import cuda_ipc, direct_connection, handshake
-from raydp_parallel.transport.frames import LineCut
-from raydp_parallel.transport.group_messages import HostStore, JoinGroup
+from raydp_parallel.replica.server import ReplicaServer
+from raydp_parallel.state import raw_access
 from raydp_parallel.transport.links import (
-    Attachments,
-    Delivered,
-    Deliveries,
-    ForeignMemory,
-    Link,
-    Mappings,
     link_for,
-    shared,
-    shared_link,
 )
-from raydp_parallel.transport.message_bytes import pack, unpack
-from raydp_parallel.transport.messages import Package, Reply
 
 log = logging.getLogger("raydp_parallel")
-
-
-_PATIENCE = 600.0
-"""Seconds in which Ray has to bring what lies in its object store."""
-
-
-class ReplicaServer:
-    """A replica behind messages: bytes and packets in, bytes and packets out.
-
-    [Note: one way]
-    Its calls come over a line or by Ray, all of them, until the line breaks and no other can be
-    had. So one thread computes, that of the line or Ray's. OpenMP gives each thread that computes
-    helpers of its own; where they are more than the cores, GCC's wait asleep for each operation,
-    which then takes up to twice the time. What else runs in Ray's thread sends away the helpers
-    that it may have needed. What an earlier line had brought before it broke is not done any more.
-
-    Args:
-        device: Name of the torch device.
-        link: What answers travel by.
-        span: Opens a span for each phase of a call that Ray carries.
-    """
-
-    def __init__(self, device: str, link: Link, span: OpenSpan = unseen) -> None:
-        self._device = torch.device(device)
-        self._replica = Replica(self._device)
-        self._span = span
-        self._link = link
-        self._working = threading.Lock()
-        self._caller: object = None
-        self._deliveries = Deliveries()
-        self._mappings = Mappings(devices.pinner(self._device))
-        self._ledger = LeaseTable()
-        self._followed = 0
-        self._device_arena: cuda_ipc.DeviceArena | None = None
-        self._spoiled = False
-        forks.tell_child(self)
-
-    def after_fork(self) -> None:
-        """A child that a call forked leaves this as if it had been the one that was called."""
-        self._working = threading.Lock()
-
-    def forward(self, ended: bytes, header: bytes, *beside: Any) -> Any:
-        """Run one chunk.
-
-        Args:
-            ended: The word which leases of this process's memory ended.
-            header: The message.
-            beside: Its packets.
-
-        Returns:
-            The word which leases of the caller's memory ended, the message of the answer, its
-            packets.
-        """
-        return ReplicaServer._answer_task(
-            self, self._replica.forward, ended, header, beside, self._span
-        )
-
-    def backward(self, ended: bytes, header: bytes, *beside: Any) -> Any:
-        """Differentiate one chunk's graph."""
-        return ReplicaServer._answer_task(
-            self, self._replica.backward, ended, header, beside, self._span
-        )
-
-    def forget(self, ended: bytes, header: bytes) -> Any:
-        """Free what the driver no longer needs. Answers how many models and graphs are left."""
-        return ReplicaServer._answer_task(self, self._forget, ended, header)
-
-    def group(self, ended: bytes, header: bytes) -> Any:
-        """Host a store for groups of replicas, or become a member of one."""
-        return ReplicaServer._answer_task(self, self._group, ended, header)
-
-    def _group(
-        self, what: HostStore | JoinGroup, _attachments: Attachments, _back: Attachments
-    ) -> Any:
-        groups = self._replica.groups
-        if isinstance(what, HostStore):
-            groups.address = self._address()
-            return groups.host(what.patience)
-        groups.address = self._address()
-        return groups.join(what)
-
-    def leave(self, groups: Sequence[str]) -> None:
-        """Leave groups, at once: this waits for no call, for one may be waiting in such a group."""
-        for name in groups:
-            self._replica.groups.leave(name)
-
-    def _address(self) -> str:
-        """Where other nodes reach this one."""
-        return "127.0.0.1"
-
-    def _forget(self, what: Any, _attachments: Attachments, _back: Attachments) -> tuple[int, int]:
-        self._replica.forget(what)
-        return self._replica.holdings()
-
-    def versions(self) -> tuple[tuple[str, str], ...]:
-        """What is installed here, asked before anything else, and in plain types: other versions
-        know others.
-        """
-        return versions()
-
-    def hello(self) -> ReplicaHello:
-        """Who is here."""
-        found = devices.describe(self._device, os.getpid(), _node())
-        return found._replace(gpu_index=_gpu()) if found.gpu else found
-
-    def empty(self) -> None:
-        """Nothing at all: what a call costs at least. For benchmarks."""
-
-    def learn(self, package: Package) -> None:
-        """Take modules that only the driver has."""
-        session = Path(_global_node().get_session_dir_path()).name
-        if code_shipping.unpack(package, code_shipping.place(session)):
-            self._replica.import_anew()
-        devices.rest()
-
-    def share(self, probe: Descriptor, shown: bytes) -> tuple[Descriptor, bytes] | None:
-        """See whether memory of the driver can be read here.
-
-        Args:
-            probe: Some memory of the driver's.
-            shown: What lies in it.
-
-        Returns:
-            Some memory of this process, and what lies in it, for the driver to try; None if it does
-            not work.
-        """
-        if not (shared.exists() and shows(self._mappings.find(probe), shown)):
-            return None
-        lent, shown = sample(Arena())
-        self._ledger.lend(lent)
-        return lent.descriptor, shown
-
-    def start_sharing(self, always: bool) -> None:
-        """Both can read the other's memory: answer through it from now on."""
-        self._link = shared_link(
-            Arena(pin=devices.pinner(self._device)), exposes=False, always=always
-        )
-
-    def share_device(self, probe: Descriptor, shown: bytes) -> tuple[Descriptor, bytes] | str:
-        """See whether memory of the driver's GPU, which is this replica's, can be opened here.
-
-        Args:
-            probe: Some memory of the driver's there.
-            shown: What lies in it.
-
-        Returns:
-            Some memory of this process there, and what lies in it, for the driver to try; or why it
-            does not work.
-        """
-        if cuda_ipc.expandable():
-            return "the replica's allocator uses expandable segments"
-        try:
-            self._mappings.opener = cuda_ipc.Opener(self._device)
-            if not cuda_ipc.shows(self._mappings.find(probe).piece(), shown):
-                return "what the replica saw is not what was written"
-            self._device_arena = cuda_ipc.DeviceArena(self._device)
-            lent, shown = cuda_ipc.sample(self._device_arena)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        self._ledger.lend(lent)
-        return lent.descriptor, shown
-
-    def start_device(self) -> None:
-        """Both can open the other's memory: answer through it from now on."""
-        self._link = cuda_ipc.DeviceLink(self._link, self._device_arena)
-
-    def deliver(self, number: int, buffer: Any) -> None:
-        """Keep what Ray's object store has for a message that comes over the line."""
-        self._deliveries.arrive(number, buffer)
-
-    def open_line(self, held: dict[int, int], near: bool) -> tuple[str, dict[int, int]] | None:
-        """Start to listen for a direct line, once the call that runs has ended. An earlier line is
-        over.
-
-        Args:
-            held: What the driver uses of this process's memory.
-            near: Whether the driver is on this machine.
-
-        Returns:
-            Where to call, and what is used here of the driver's memory; None if there is no such
-            thing here.
-        """
-        found = handshake.listen(None if near else self._address())
-        with self._working:
-            caller = self._caller = object()
-            if found is None:
-                return None
-            address, listener = found
-            self._ledger.settle(held)
-            devices.start_thread(lambda: self._serve(caller, listener), _LINE)
-            return address, self._mappings.held()
-
-    def _serve(self, caller: object, listener: Any) -> None:
-        # Ray wraps an actor's own methods, for tracing; those of this class it leaves alone.
-        direct_connection.serve(
-            listener, functools.partial(ReplicaServer._answer_line, self, caller), self._follow
-        )
-
-    def _follow(self, driver: int) -> None:
-        """End with the driver, however it ends. Ray takes seconds to notice that one was killed."""
-        if driver and not self._followed and hasattr(os, "pidfd_open"):
-            with contextlib.suppress(OSError):
-                self._followed = os.pidfd_open(driver)
-                threading.Thread(
-                    target=_end_with, args=(self._followed,), name="raydp-driver", daemon=True
-                ).start()
-
-    def _answer_line(self, caller: object, _number: int, buffers: list[Any]) -> Sequence[Any]:
-        """Answer a call that came over the line: leases that ended; method; header; packets."""
-        ended, method, header, *beside = buffers
-        work = (self._replica.forward, self._replica.backward, self._forget, self._group)[method[0]]
-        with self._working:
-            if self._caller is not caller:
-                raise LineCut("the driver calls by another way now")
-            return ReplicaServer._lend_answer(self, work, ended, header, beside)
-
-    def _answer_task(
-        self,
-        work: Work,
-        ended: bytes,
-        header: bytes,
-        beside: Sequence[Any] = (),
-        span: OpenSpan = unseen,
-    ) -> Sequence[Any]:
-        """Answer a call that Ray carries. Of memory that is lent it carries the descriptors
-        alone.
-        """
-        with self._working:
-            self._caller = None
-            answer = ReplicaServer._lend_answer(self, work, ended, header, beside, span)
-            return tuple(
-                [part.descriptor if isinstance(part, SharedBuffer) else part for part in answer]
-            )
-
-    def _lend_answer(
-        self, work: Work, ended: Any, header: Any, beside: Sequence[Any], span: OpenSpan = unseen
-    ) -> Sequence[Any]:
-        """Answer a call. Both messages have in front which leases of the other's memory
-        have ended.
-        """
-        if not isinstance(ended, MemoryError):
-            take_back(ended, self._ledger)
-        answer = ReplicaServer._answer(self, work, header, beside, span)
-        answer = answer if isinstance(answer, tuple) else (answer,)
-        for part in answer:
-            if isinstance(part, SharedBuffer):
-                self._ledger.lend(part)
-        return give_back(self._mappings), *answer
-
-    def _packet(self, found: Any) -> Any:
-        """A packet, of what came in its place."""
-        if isinstance(found, Descriptor):
-            return self._mappings.find(found)
-        return self._deliveries.take(found, _PATIENCE) if isinstance(found, Delivered) else found
-
-    def _answer(
-        self, work: Work, header: Any, beside: Sequence[Any], span: OpenSpan = unseen
-    ) -> Any:
-        """Do one call's work; whatever goes wrong is an answer too, and no death."""
-        back, process = Attachments(self._link), os.getpid()
-        try:
-            if self._spoiled:
-                self._end()
-            self._replica.span = span
-            beside = [*map(self._packet, beside)]
-            check_read(header, *beside)
-            asked = unpack(bytes(header))
-            if getattr(asked, "by_host", False):
-                back.link = cuda_ipc.by_host(self._link)
-            reply = work(asked, Attachments(self._link, beside), back)
-            self._check_process(process, None)
-            if isinstance(reply, Reply) and reply.failure is not None:
-                self._spoiled = devices.spoiled(self._device)
-            return seal(reply, back)
-        except BaseException as error:
-            self._check_process(process, error)
-            self._spoiled = devices.spoiled(self._device)
-            return seal(
-                Reply(None, None, (), exceptions.failure(error, None), 0.0, 0, 0),
-                Attachments(self._link),
-            )
-
-    def _check_process(self, process: int, error: BaseException | None) -> None:
-        """End a child that the module forked, and that came here as if it were the replica: it
-        answers nothing.
-        """
-        if os.getpid() != process:
-            self._end_child(error)
-
-    def _end_child(self, error: BaseException | None) -> None:
-        """Of a replica in its driver's process the child is the user's."""
-        if error is not None:
-            raise error
-
-    def _end(self) -> None:
-        """The device works no more, which was told with the last answer: an actor ends, for another
-        to take over.
-        """
-
-
-Work = Callable[[Any, Attachments, Attachments], Any]
-"""What a call is answered by: it takes the message, its packets, and the mail of the answer."""
-
-_LINE = "raydp-line"
-
-METHODS = {
-    method: bytes([number])
-    for number, method in enumerate(("forward", "backward", "forget", "group"))
-}
-"""What stands for a method on a direct line."""
-
-
-def sample(arena: Arena) -> tuple[SharedBuffer, bytes]:
-    """Some shared memory to try, and what lies in it."""
-    lent = arena.take(16)
-    lent.array[:] = np.frombuffer(os.urandom(16), dtype=np.uint8)
-    return lent, lent.array.tobytes()
-
-
-def shows(found: ForeignMemory, expected: bytes) -> bool:
-    """Whether another process's memory can be read, and is what it should be."""
-    try:
-        piece = found.piece()
-    except (OSError, ValueError):
-        return False
-    return ctypes.string_at(piece.address, piece.size) == expected
-
-
-def check_read(*parts: Any) -> None:
-    """Raise the error of a part of a message that there was no memory for."""
-    for part in parts:
-        if isinstance(part, MemoryError):
-            raise part
-
-
-def give_back(mappings: Mappings) -> bytes:
-    """The word which of the other's memory is no longer used, for the next message."""
-    devices.let_go()
-    if not mappings.ended:
-        return b""
-    return array.array("Q", itertools.chain.from_iterable(mappings.released())).tobytes()
-
-
-def take_back(word: Any, ledger: LeaseTable) -> None:
-    """Hear that word: bytes, or an array if there is much to tell."""
-    numbers = iter(array.array("Q", bytes(word)))
-    for lease, times in zip(numbers, numbers, strict=True):
-        ledger.returned(lease, times)
-
-
-def seal(message: Any, attachments: Attachments) -> Any:
-    """A message and its packets as one return value of a Ray call: bytes alone if nothing lies
-    beside them.
-    """
-    header = pack(message)
-    return (header, *attachments.beside) if attachments.beside else header
-
-
-def unseal(answer: Any, link: Link) -> tuple[Any, Attachments]:
-    """The message of a return value, and the mail to open its packets with."""
-    header, *beside = answer if isinstance(answer, tuple) else (answer,)
-    return unpack(header), Attachments(link, beside)
-
-
-def _refuse_debugger(*_: object, **__: object) -> None:
-    """What ``breakpoint()`` does in a replica."""
-    raise ReplicaError(exceptions.NO_DEBUGGER)
-
-
-def _end_with(process: int) -> None:
-    """Wait for the end of a process, by its descriptor, and end this one."""
-    waiting = select.poll()
-    waiting.register(process, select.POLLIN)
-    waiting.poll()
-    os._exit(0)
-
-
-def _global_node() -> Any:
-    return worker._global_node
-
-
-def _node() -> str:
-    return ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
 
 
 def _task_span(phase: str) -> Any:
@@ -441,12 +32,13 @@ def _task_span(phase: str) -> Any:
     return global_worker.core_worker.profile_event(phase.encode(), {"name": phase})  # type: ignore[attr-defined]
 
 
+def _refuse_debugger(*_: object, **__: object) -> None:
+    """What ``breakpoint()`` does in a replica."""
+    raise ReplicaError(exceptions.NO_DEBUGGER)
+
+
 _quiet: Any = ray.method(enable_task_events=False)
 """Housekeeping does not show among a replica's tasks."""
-
-
-def _gpu() -> str:
-    return ",".join(map(str, ray.get_gpu_ids())) if ray.is_initialized() else ""
 
 
 _aside: Any = ray.method(enable_task_events=False, concurrency_group="aside")
@@ -481,10 +73,10 @@ class ReplicaActor(ReplicaServer):
         devices.rest()
 
     def __repr__(self) -> str:
-        device = (
-            f"{self._device}" if devices.is_cpu(self._device) else f"{self._device} = GPU {_gpu()}"
-        )
-        return f"Replica({self._rank}@{device}, node {_node()[:8]})"
+        device = f"{self._device}"
+        if not devices.is_cpu(self._device):
+            device += f" = GPU {self._gpu()}"
+        return f"Replica({self._rank}@{device}, node {self._node()[:8]})"
 
     def work(self) -> None:
         """Nothing: the name of the task says what is done here. See `summaries`."""
@@ -507,6 +99,16 @@ class ReplicaActor(ReplicaServer):
 
     def _address(self) -> str:
         return str(ray.util.get_node_ip_address())
+
+    def _node(self) -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
+    def _gpu(self) -> str:
+        return ",".join(map(str, ray.get_gpu_ids()))
+
+    def _session(self) -> str:
+        node: Any = worker._global_node
+        return Path(node.get_session_dir_path()).name
 
     def _end(self) -> None:
         log.warning(

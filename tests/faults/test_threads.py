@@ -17,7 +17,8 @@ from threaded import Scaled, together
 from raydp_parallel import DataParallel, Executor, Options
 from raydp_parallel.devices.buffers import Arena
 from raydp_parallel.devices.ranges import MemoryRange
-from raydp_parallel.replica.actor import ReplicaServer, give_back
+from raydp_parallel.replica.server import ReplicaServer
+from raydp_parallel.transport.call_bytes import give_back
 from raydp_parallel.transport.links import Attachments, Link, Mappings, shared_link
 from raydp_parallel.transport.message_bytes import pack
 

@@ -16,8 +16,8 @@ from mortal import Mortal, arm, armed, rows
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, Options, PlacementError, cluster
-from raydp_parallel.replica import actor
-from raydp_parallel.transport import direct_connection, links
+from raydp_parallel.replica import server
+from raydp_parallel.transport import call_bytes, direct_connection, links
 
 pytestmark = pytest.mark.usefixtures("cluster")
 TWO = ["cpu", "cpu"]
@@ -133,9 +133,11 @@ def test_memory_that_a_filter_of_system_calls_refuses(
     def refused(*_: object) -> int:
         raise PermissionError(1, "Operation not permitted")
 
-    probe, shown = actor.sample(links.Arena())
+    probe, shown = call_bytes.sample(links.Arena())
     monkeypatch.setattr(os, "memfd_create", refused)
-    assert actor.ReplicaServer("cpu", links.link_for("auto")).share(probe.descriptor, shown) is None
+    assert (
+        server.ReplicaServer("cpu", links.link_for("auto")).share(probe.descriptor, shown) is None
+    )
     with Executor(TWO) as executor:
         assert same(train(executor, tmp_path), expected(2, tmp_path))
     with pytest.raises(PlacementError, match="link='shared'"):

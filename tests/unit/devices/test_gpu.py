@@ -34,11 +34,12 @@ from raydp_parallel.devices.ranges import MemoryRange
 from raydp_parallel.devices.specs import ReplicaHello
 from raydp_parallel.options import Options
 from raydp_parallel.replica import actor
-from raydp_parallel.replica.actor import ReplicaServer, give_back, take_back
 from raydp_parallel.replica.replica import Replica
+from raydp_parallel.replica.server import ReplicaServer
 from raydp_parallel.state import block_layout
 from raydp_parallel.state.tracker import ModuleTracker
 from raydp_parallel.transport import codec, cuda_ipc
+from raydp_parallel.transport.call_bytes import give_back, take_back
 from raydp_parallel.transport.links import (
     Attachments,
     InlineLink,

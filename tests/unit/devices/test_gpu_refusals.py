@@ -32,11 +32,12 @@ from raydp_parallel.devices.buffers import Arena, Descriptor, LeaseTable
 from raydp_parallel.devices.ranges import MemoryRange
 from raydp_parallel.devices.specs import ReplicaHello
 from raydp_parallel.options import Options
-from raydp_parallel.replica.actor import METHODS, ReplicaServer, unseal
 from raydp_parallel.replica.replica import Replica
+from raydp_parallel.replica.server import ReplicaServer
 from raydp_parallel.state.replica_module import ReplicaModule
 from raydp_parallel.state.tracker import ModuleTracker
 from raydp_parallel.transport import cuda_ipc, handshake
+from raydp_parallel.transport.call_bytes import METHODS, unseal
 from raydp_parallel.transport.direct_connection import Connection
 from raydp_parallel.transport.links import InlineLink, Mappings, link_for, shared_link
 from raydp_parallel.transport.message_bytes import pack

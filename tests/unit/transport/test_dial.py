@@ -22,7 +22,7 @@ from raydp_parallel.calls.replica_groups import ReplicaGroups
 from raydp_parallel.cluster import Pending, RayBackend, ReplicaClient
 from raydp_parallel.cluster.backend import Death
 from raydp_parallel.devices.specs import ReplicaHello
-from raydp_parallel.replica import actor
+from raydp_parallel.replica import server
 from raydp_parallel.transport import direct_connection, handshake
 from raydp_parallel.transport.links import link_for
 
@@ -188,7 +188,7 @@ def test_a_line_is_kept_alive() -> None:
 
 def test_a_node_whose_address_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container with forwarded ports: nobody can be called there, which is no error."""
-    client = actor.ReplicaServer("cpu", link_for("auto"))
+    client = server.ReplicaServer("cpu", link_for("auto"))
     monkeypatch.setattr(client, "_address", lambda: "192.0.2.1")
     assert handshake.listen("192.0.2.1") is None and client.open_line({}, False) is None
 

@@ -24,8 +24,9 @@ from raydp_parallel import DataParallel, Executor, Options
 from raydp_parallel.cluster import Pending, RayBackend, ReplicaClient, client
 from raydp_parallel.cluster.backend import Death
 from raydp_parallel.devices.buffers import Arena, Descriptor
-from raydp_parallel.replica.actor import METHODS, ReplicaServer
+from raydp_parallel.replica.server import ReplicaServer
 from raydp_parallel.transport import direct_connection, handshake
+from raydp_parallel.transport.call_bytes import METHODS
 from raydp_parallel.transport.links import Delivered, Deliveries, InlineLink, Mappings, by_size
 from raydp_parallel.transport.message_bytes import pack
 from raydp_parallel.transport.messages import Forget

@@ -20,8 +20,9 @@ from threaded import Scaled, together
 
 from raydp_parallel import DataParallel, Executor, Options, TransferError, parallel_apply, replicate
 from raydp_parallel.cluster import ReplicaClient
-from raydp_parallel.replica.actor import METHODS, ReplicaServer, unseal
+from raydp_parallel.replica.server import ReplicaServer
 from raydp_parallel.transport import direct_connection, frames, handshake, process_end
+from raydp_parallel.transport.call_bytes import METHODS, unseal
 from raydp_parallel.transport.frames import LineCut, StoodStill, read_frame, write_frame
 from raydp_parallel.transport.links import InlineLink
 from raydp_parallel.transport.message_bytes import pack
