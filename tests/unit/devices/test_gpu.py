@@ -493,11 +493,11 @@ def test_what_users_and_the_dashboard_read_of_gpus(monkeypatch: pytest.MonkeyPat
     )
     assert model.output_device == 1
     made: Any = actor.ReplicaActor.__ray_metadata__.modified_class  # type: ignore[attr-defined]
+    monkeypatch.setattr(made, "_gpu", lambda _self: "MIG-5")
+    monkeypatch.setattr(made, "_node", lambda _self: "0123456789")
     # Not the module's names: if `ray.get_actor` was ever called here, the class holds what came
     # back from the cluster.
-    seen, ending = (inspect.unwrap(method).__globals__ for method in (made.__repr__, made._end))
-    monkeypatch.setitem(seen, "_gpu", lambda: "MIG-5")
-    monkeypatch.setitem(seen, "_node", lambda: "0123456789")
+    ending = inspect.unwrap(made._end).__globals__
     client = object.__new__(made)
     client._rank, client._device = 3, torch.device("cuda", 0)
     assert repr(client) == "Replica(3@cuda:0 = GPU MIG-5, node 01234567)"
