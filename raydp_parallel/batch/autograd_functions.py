@@ -18,8 +18,8 @@ class Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, chunks: int, dim: int, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Split ``tensor`` as ``torch.chunk`` does."""
-        # Without this, a chunk nobody used would arrive as zeros, and "no gradient at all" could
-        # not be told.
+        # Without this, a chunk without a gradient would arrive as zeros, and "no gradient at all"
+        # could not be told from that.
         ctx.set_materialize_grads(False)
         views = tensor.chunk(chunks, dim)
         ctx.dim, ctx.sizes = dim, [view.shape for view in views]

@@ -49,10 +49,10 @@ def is_namedtuple(value: object) -> TypeGuard[Any]:
 
 
 def iterates_over_tensors(value: object) -> bool:
-    """Whether a value's class says what it consists of, as transformers' caches do, and tensors are
-    among that.
+    """Whether a value's class iterates over its parts, as transformers' caches do, and tensors are
+    among them.
 
-    What can be iterated over only once, such as a generator, is left alone.
+    Iterators, such as generators, are excluded: they can be iterated over only once.
     """
     if (
         isinstance(value, type)
@@ -74,9 +74,7 @@ def _has_tensor(value: object) -> bool:
 
 
 def contents(value: Any, kind: ContainerKind) -> dict[Any, Any]:
-    """What a container holds, by key, by position or by field name; nothing for what is no
-    container.
-    """
+    """What a container holds, by key, by position or by field name; empty for a leaf."""
     if kind is ContainerKind.MAPPING:
         return {key: value[key] for key in value}
     if kind in (ContainerKind.SEQUENCE, ContainerKind.ITERABLE):

@@ -1,4 +1,4 @@
-"""Types that say themselves how they are split and joined (pytorch#52597)."""
+"""Types with rules of their own for splitting and joining (pytorch#52597)."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class BatchTypeHandle:
 
 
 def register_batch_type(cls: type, *, scatter: Splitter, gather: Joiner) -> BatchTypeHandle:
-    """Say how values of a class are split and joined; it holds for subclasses, and before any other
-    rule.
+    """Register how values of a class are split and joined; the rules hold for subclasses too, and
+    take precedence over all others.
 
     A class of your own can have ``__scatter__(self, chunks, dim)`` and a classmethod
     ``__gather__(cls, parts, target_device, dim)`` instead.
@@ -85,22 +85,20 @@ def register_batch_type(cls: type, *, scatter: Splitter, gather: Joiner) -> Batc
 
 
 def splitter_of(value: object) -> Callable[[int, int], Sequence[Any]] | None:
-    """The value's own way to be split, as ``(chunks, dim)``, or None."""
+    """The rule that splits a value, called with ``(chunks, dim)``; None if its class has none."""
     rules = _rules_of(type(value))
     own = getattr(type(value), "__scatter__", None) if rules is None else rules.scatter
     return None if own is None else partial(own, value)
 
 
 def joiner_of(value: object) -> Joiner | None:
-    """The way values of this value's class are joined, or None where they have none of
-    their own.
-    """
+    """The rule that joins values of this value's class; None if the class has none."""
     rules = _rules_of(type(value))
     return getattr(type(value), "__gather__", None) if rules is None else rules.gather
 
 
 def any_registered() -> bool:
-    """Whether there are rules for classes that are nobody's own, such as tuples."""
+    """Whether any class was registered, such as a tuple class that would be split otherwise."""
     return bool(_registered)
 
 

@@ -1,8 +1,8 @@
 """Gather: one value per chunk into one value.
 
-Upstream lets replica 0 decide what the value is, and iterates whatever it does not know: a string
-becomes the text of a map object, a None hides another replica's tensor. Here all replicas are
-asked, and leaves come back as a list.
+Upstream takes the kind of the value from replica 0 alone, and iterates over types that it does not
+know: a string becomes the text of a map object, a None hides another replica's tensor. Here the
+values of all replicas are compared, and leaves come back as a list.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def gather(
 
     Tensors are concatenated; None stays None; other leaves (numbers, strings, arrays) become a list
     with one entry per chunk. Containers, UserDicts, dataclasses and packed sequences are made
-    again, of replica 0's class; so is what can be iterated over and has tensors in it, if its class
-    can be called with a list of its parts.
+    again, of replica 0's class; so are other iterables with tensors in them, if their class can be
+    called with a list of the parts.
 
     Args:
         outputs: One value per chunk.
@@ -137,26 +137,24 @@ def _common_kind(outs: list[Any], path: str) -> ContainerKind:
 
 
 def _output_kind(out: Any, path: str) -> ContainerKind:
-    """As `kind_of`, with what upstream joins but does not split: deques, user lists, sets of
-    tensors, iterables.
+    """As `kind_of`, with the kinds that upstream joins but does not split: deques, user lists, sets
+    of tensors, iterables.
     """
     if isinstance(out, torch.Size):  # a tuple of numbers that can hold nothing else
         return ContainerKind.LEAF
     if isinstance(out, (deque, UserList)):
         return ContainerKind.SEQUENCE
     if isinstance(out, (set, frozenset)) and any(isinstance(part, torch.Tensor) for part in out):
-        if len(out) > 1:  # tensors hash by address: which belongs to which is not known
+        if len(out) > 1:  # tensors hash by address, so they cannot be matched
             raise ValueError(
-                f"{path}: a set of {len(out)} tensors has no order to gather "
-                "by; return a list or dict"
+                f"{path}: a set of {len(out)} tensors has no order to gather by; return a list or "
+                "dict"
             )
         return ContainerKind.SEQUENCE
     kind = kind_of(out)
-    return (
-        ContainerKind.ITERABLE
-        if kind is ContainerKind.LEAF and iterates_over_tensors(out)
-        else kind
-    )
+    if kind is ContainerKind.LEAF and iterates_over_tensors(out):
+        return ContainerKind.ITERABLE
+    return kind
 
 
 def _check_lengths(held: list[dict[Any, Any]], kind: ContainerKind, path: str) -> None:
@@ -171,11 +169,12 @@ def _check_lengths(held: list[dict[Any, Any]], kind: ContainerKind, path: str) -
 
 
 def _unlike(outs: list[Any], path: str) -> ValueError:
-    seen = ", ".join(
-        f"replica {index} {'returned ' * (not index)}{_named(out)}"
-        for index, out in enumerate(outs)
+    first, *others = map(_named, outs)
+    seen = [f"replica 0 returned {first}"]
+    seen += [f"replica {index} {name}" for index, name in enumerate(others, 1)]
+    return ValueError(
+        f"{path}: {', '.join(seen)}; all replicas have to return the same kind of value"
     )
-    return ValueError(f"{path}: {seen}; all replicas have to return the same kind of value")
 
 
 def _named(out: Any) -> str:

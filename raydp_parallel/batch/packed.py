@@ -66,7 +66,7 @@ def _layout(parts: Sequence[PackedSequence]) -> tuple[Tensor, Tensor]:
     for part in parts:
         ranks, offsets = _ranks(part), _offsets(part)
         lengths.append((ranks < part.batch_sizes.unsqueeze(1)).sum(0))
-        # Steps beyond the part's last one are never looked up: any number will do.
+        # Steps beyond the last one of this part are never looked up, so any number serves.
         padded = torch.nn.functional.pad(offsets, (0, steps - len(offsets)))
         rows.append(base + padded.unsqueeze(1) + ranks)
         base += int(part.batch_sizes.sum())

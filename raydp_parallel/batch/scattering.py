@@ -1,8 +1,8 @@
 """Scatter: one value into one value per chunk.
 
-Upstream cuts every tensor for itself and zips what comes out, so arguments of different sizes lose
-rows without a word (pytorch#7358, #31460). Here each cut is written down, and cuts that disagree
-raise before anything runs.
+Upstream splits each tensor separately and zips the pieces, so arguments of different sizes lose
+rows silently (pytorch#7358, #31460). Here each cut is noted, and cuts that disagree raise an error
+before anything runs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from raydp_parallel.devices.ambient_state import uncompiled
 
 
 class _Cut(NamedTuple):
-    """One value that was split: its path, its size (None where only its class knows) and its number
-    of chunks.
+    """One value that was split: its path, its size (None if its class split it) and its number of
+    chunks.
     """
 
     path: str
@@ -41,7 +41,7 @@ class _Cut(NamedTuple):
 
 
 class _Plan:
-    """Into how many chunks to split at most, along which dimension, and what was split so far."""
+    """The most chunks to split into, the dimension, and the cuts made so far."""
 
     def __init__(self, chunks: int, dim: int) -> None:
         self.chunks = chunks
@@ -49,16 +49,16 @@ class _Plan:
         self.cuts: list[_Cut] = []
 
     def note(self, path: str, size: int | None, pieces: Sequence[Any]) -> Sequence[Any]:
-        """Write down what a value was split into, and hand it on."""
+        """Note the cut of a value, and return its pieces."""
         self.cuts.append(_Cut(path, size, len(pieces)))
         return pieces
 
     def agreed(self, unequal: Callable[[str], object] | None = None) -> int:
-        """The number of chunks that all cuts have in common; without any cut every device gets a
-        copy.
+        """The number of chunks, which all cuts must have in common; without any cut there is a copy
+        for each device.
 
         Args:
-            unequal: Is told of cuts of different sizes.
+            unequal: Called with a text if the cuts have different sizes.
 
         Raises:
             ValueError: The cuts differ, so that rows would be lost or would not belong together.
@@ -66,12 +66,10 @@ class _Plan:
         counts = {cut.chunks for cut in self.cuts}
         if len(counts) > 1:
             raise ValueError(
-                f"arguments split into different numbers of chunks along dim {self.dim} "
-                f"over {self.chunks} devices, "
-                f"so rows would be lost: {'; '.join(map(str, self.cuts))}. Give all of them "
-                "one size along dim "
-                f"{self.dim}; what every replica needs whole may be a 0-dim tensor or "
-                "anything that is no tensor."
+                f"arguments split into different numbers of chunks along dim {self.dim} over "
+                f"{self.chunks} devices, so rows would be lost: {'; '.join(map(str, self.cuts))}. "
+                f"Give all of them one size along dim {self.dim}; what every replica needs whole "
+                "may be a 0-dim tensor or anything that is no tensor."
             )
         if unequal is not None and len({cut.size for cut in self.cuts} - {None}) > 1:
             unequal("; ".join(map(str, self.cuts)))
@@ -86,8 +84,8 @@ def scatter(
 def scatter(inputs: Any, target_gpus: Sequence[Any], dim: int = 0) -> Any: ...
 @uncompiled
 def scatter(inputs: Any, target_gpus: Sequence[Any], dim: int = 0) -> Any:
-    """Split the tensors in a nested value into chunks, views on their own device; all else goes to
-    every chunk.
+    """Split the tensors in a nested value into chunks, views on their own device; other values go
+    to every chunk.
 
     Tensors are split as ``torch.chunk`` does, so there may be fewer chunks than devices; 0-dim
     tensors go to every chunk. Containers, UserDicts and dataclasses are copied for each chunk,
@@ -129,8 +127,8 @@ def scatter_kwargs(
         kwargs: The keyword arguments, or None.
         target_gpus: The devices; only their number matters here.
         dim: The dimension along which tensors are split.
-        unequal: Is told of arguments that have different sizes and all the same yield as many
-            chunks.
+        unequal: Called with a text if arguments have different sizes, but split into the same
+            number of chunks.
 
     Returns:
         Positional and keyword arguments per chunk; two empty tuples when there are no arguments at
@@ -216,9 +214,9 @@ def _split_tensor(tensor: torch.Tensor, plan: _Plan, path: str) -> Sequence[Any]
         return [tensor] * plan.chunks
     if not -dims <= plan.dim < dims:
         raise IndexError(
-            f"Dimension out of range (expected to be in range of [{-dims}, {dims - 1}], but "
-            f"got {plan.dim}): "
-            f"{path} has shape {tuple(tensor.shape)} and cannot be split along dim {plan.dim}"
+            f"Dimension out of range (expected to be in range of [{-dims}, {dims - 1}], but got "
+            f"{plan.dim}): {path} has shape {tuple(tensor.shape)} and cannot be split along dim "
+            f"{plan.dim}"
         )
     return plan.note(path, tensor.size(plan.dim), split_tensor(tensor, plan.chunks, plan.dim))
 
@@ -228,10 +226,10 @@ def _split_parts(value: Any, kind: ContainerKind, plan: _Plan, path: str) -> Seq
     split = [_split(part, plan, path + step(kind, key)) for key, part in parts.items()]
     is_plain = isinstance(value, (dict, list, tuple))
     if not parts or (not is_plain and len(plan.cuts) == before):
-        # nothing to split: an object without tensors is handed on as it is
+        # nothing to split: an object without tensors is passed on as it is
         return [value] * plan.chunks
-    # What holds a cut has the agreed number of pieces or `agreed` will raise; the rest has one per
-    # device, so that ending with the shortest drops copies, never rows.
+    # Parts with a cut have the agreed number of pieces, or `agreed` will raise; other parts have
+    # one copy per device. So ending with the shortest drops copies, never rows.
     return [
         _like(value, kind, dict(zip(parts, pieces, strict=True)))
         for pieces in zip(*split, strict=False)

@@ -1,5 +1,5 @@
-"""Joining the tensors that replicas returned, in torch's own operations, so that autograd comes
-with them.
+"""Joining the tensors that replicas returned, with torch's own operations, so that autograd works
+through them.
 """
 
 from __future__ import annotations
@@ -76,8 +76,7 @@ def _check_shapes(tensors: Sequence[Tensor], dim: int) -> None:
         if not -tensor.dim() <= dim < tensor.dim():
             raise IndexError(
                 f"Dimension out of range: input tensor at index {index} has shape "
-                f"{list(tensor.shape)} "
-                f"and cannot be gathered along dim {dim}"
+                f"{list(tensor.shape)} and cannot be gathered along dim {dim}"
             )
     expected = list(tensors[0].shape)
     for index, tensor in enumerate(tensors):

@@ -1,6 +1,5 @@
-"""A check that anyone can run: what this machine's devices compute, how fast, and what was not
-looked at.
+"""A check that users run: what this machine's devices compute, how fast, and what was not checked.
 
-`python -m raydp_parallel.check` prints a table and can keep it as JSON. Every row is tried in a
-process that may die over it: the next row goes on in another one.
+`python -m raydp_parallel.check` prints a table and can write it as JSON. Rows run in a child
+process; if a row ends it, the rows after it run in a new one.
 """

@@ -1,4 +1,4 @@
-"""What a wrapper does besides training: where things go, autocast, formats of tensors."""
+"""What a wrapper does besides training: placement, autocast, formats of tensors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from raydp_parallel.check.table import Row, RowResult
 
 STEPS = 5
 _CLOSE = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
-"""How far steps may be from the plain module's, whose sums have another order, in short floats."""
+"""How far results may differ from the plain module's in short floats: sums have another order."""
 
 
 def placement(here: Here) -> RowResult:
-    """Chunks run where their replicas are; nested inputs are split, nested outputs gathered in
-    order.
+    """Chunks run on the devices of their replicas; nested inputs are split, nested outputs gathered
+    in order.
     """
     x, y = torch.arange(20.0).view(10, 2).to(here.device), torch.arange(10.0).to(here.device)
     model = here.ours(nets.Witness(), here.several)
@@ -50,14 +50,12 @@ def placement(here: Here) -> RowResult:
 
 
 def output_device(here: Here) -> RowResult:
-    """Outputs go to the master's device, or where they are asked for; gradients come back from
-    there.
-    """
-    places: list[Any] = [
-        "cpu",
-        *([here.device] if here.gpus else []),
-        *([here.gpus - 1] if here.gpus > 1 else []),
-    ]
+    """Outputs go to the master's device or to ``output_device``; gradients come back from there."""
+    places: list[Any] = ["cpu"]
+    if here.gpus:
+        places.append(here.device)
+    if here.gpus > 1:
+        places.append(here.gpus - 1)
     found, wrong = {}, []
     x = torch.randn(6, 8, device=here.device)
     for place in places:
@@ -74,15 +72,15 @@ def output_device(here: Here) -> RowResult:
 
 
 def host_inputs(here: Here) -> RowResult:
-    """Inputs may lie on the CPU, pinned or not, and the driver's current device is left as
-    it is.
-    """
+    """Inputs may lie on the CPU, pinned or not, and the driver's current device stays the same."""
     plain = nets.perceptron()
     model, x = here.ours(copy.deepcopy(plain), here.several), torch.randn(6, 8)
     before = torch.cuda.current_device() if here.gpus else -1
     with exact(), torch.no_grad():
         expected = plain(x)
-        outputs = [model(x), *([model(x.pin_memory())] if here.gpus else [])]
+        outputs = [model(x)]
+        if here.gpus:
+            outputs.append(model(x.pin_memory()))
     gap = max(float((out.cpu() - expected).abs().max()) for out in outputs)
     after = torch.cuda.current_device() if here.gpus else -1
     moved = "" if before == after else f"; the current device was {before} and is {after}"
@@ -92,20 +90,18 @@ def host_inputs(here: Here) -> RowResult:
 
 
 def autocast(dtype: torch.dtype, here: Here) -> RowResult:
-    """Losses, the scaler's scale and the weights follow the plain module's."""
+    """Losses, the scaler's scale and the weights are close to the plain module's."""
     torch.manual_seed(0)
     made = nets.perceptron(64).to(here.device)
     plain = _train_short(copy.deepcopy(made), dtype, here.device)
     found = {}
     for ids in (here.one, here.several):
-        losses, scale, weights = _train_short(
-            here.ours(copy.deepcopy(made), ids), dtype, here.device
-        )
+        model = here.ours(copy.deepcopy(made), ids)
+        losses, scale, weights = _train_short(model, dtype, here.device)
         if scale != plain[1]:
             return RowResult(f"the scale is {scale}, expected {plain[1]}", {}, False)
-        found[f"{len(ids)} chunk{'s' * (len(ids) > 1)}"] = max(
-            _gap(losses, plain[0]), _gap(weights, plain[2])
-        )
+        gap = max(_gap(losses, plain[0]), _gap(weights, plain[2]))
+        found[f"{len(ids)} chunk{'s' * (len(ids) > 1)}"] = gap
     text = ", ".join(f"{name} {gap:.0e}" for name, gap in found.items())
     return RowResult(
         f"{text} from plain, scale {plain[1]:g}", found, max(found.values()) <= _CLOSE[dtype]
@@ -127,19 +123,16 @@ def _train_short(
             out = net(x)
             if out.dtype != dtype:
                 raise TypeError(
-                    f"the output is {out.dtype}, expected {dtype}: autocast did "
-                    "not reach the replicas"
+                    f"the output is {out.dtype}, expected {dtype}: autocast did not reach the "
+                    "replicas"
                 )
             loss = F.cross_entropy(out.float(), y)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         losses.append(loss.detach())
-    return (
-        torch.stack(losses),
-        float(scaler.get_scale()),
-        torch.cat([p.detach().flatten() for p in net.parameters()]),
-    )
+    weights = torch.cat([p.detach().flatten() for p in net.parameters()])
+    return torch.stack(losses), float(scaler.get_scale()), weights
 
 
 def _gap(one: Tensor, other: Tensor) -> float:
@@ -148,7 +141,7 @@ def _gap(one: Tensor, other: Tensor) -> float:
 
 
 def formats(here: Here) -> RowResult:
-    """What comes out of a convolution over channels_last images keeps that format."""
+    """The output of a convolution over channels_last images keeps that format."""
     net = nn.Conv2d(3, 8, 3, padding=1).to(here.device)
     net.weight.data = net.weight.data.contiguous(memory_format=torch.channels_last)
     x = torch.randn(6, 3, 8, 8, device=here.device).contiguous(memory_format=torch.channels_last)
@@ -157,16 +150,14 @@ def formats(here: Here) -> RowResult:
         expected, out = plain(x), here.ours(net, here.several)(x)
         out.sum().backward()
         expected.sum().backward()
-    same = out.is_contiguous(memory_format=torch.channels_last) == expected.is_contiguous(
-        memory_format=torch.channels_last
-    )
+    kept, plain_kept = (t.is_contiguous(memory_format=torch.channels_last) for t in (out, expected))
     gap = _gap(out.detach(), expected.detach())
     text = f"output strides {out.stride()}, plain {expected.stride()}; difference {gap:.0e}"
-    return RowResult(text, {"difference": gap}, same and gap < 1e-5)
+    return RowResult(text, {"difference": gap}, kept == plain_kept and gap < 1e-5)
 
 
 def sparse(here: Here) -> RowResult:
-    """An embedding's sparse gradients stay sparse, and are the plain module's."""
+    """An embedding's sparse gradients stay sparse, and equal the plain module's."""
     torch.manual_seed(0)
     net = nn.Embedding(20, 4, sparse=True).to(here.device)
     plain = copy.deepcopy(net)
@@ -189,10 +180,8 @@ def complex_numbers(here: Here) -> RowResult:
     torch.manual_seed(0)
     net = nets.Complex().to(here.device)
     plain = copy.deepcopy(net)
-    x = torch.randn(8, 5, dtype=torch.complex128, generator=torch.Generator().manual_seed(2)).to(
-        here.device
-    )
-    x = x.conj()
+    random = torch.Generator().manual_seed(2)
+    x = torch.randn(8, 5, dtype=torch.complex128, generator=random).to(here.device).conj()
     out, expected = here.ours(net, here.several)(x), plain(x)
     out.abs().square().sum().backward()
     expected.abs().square().sum().backward()
@@ -210,7 +199,7 @@ def _pairs(out: Tensor, expected: Tensor, net: Any, plain: Any) -> list[tuple[Te
 
 
 def silent_edits(here: Here) -> RowResult:
-    """Weights that are written to behind their versions (``p.data.mul_()``) reach the replicas."""
+    """Edits of weights that move no version (``p.data.mul_()``) reach the replicas."""
     net = nets.perceptron().to(here.device)
     model, x = here.ours(net, here.several), torch.randn(6, 8, device=here.device)
     with exact(), torch.no_grad():
@@ -244,8 +233,8 @@ def buffers(here: Here) -> RowResult:
 
 
 def settings(here: Here) -> RowResult:
-    """Precision by torch's newer interface, and what deterministic algorithms ask for, reach
-    replicas that run.
+    """Precision set by torch's newer interface, and the variable that deterministic algorithms
+    require, reach running replicas.
     """
     model, x = here.ours(nets.Products(), here.several), torch.randn(6, 8, device=here.device)
     model(x)
@@ -272,7 +261,7 @@ def settings(here: Here) -> RowResult:
 
 
 def on_cpus(here: Here) -> RowResult:
-    """A module on the driver's GPU, with replicas on CPUs: the plain module's gradients."""
+    """A module on the driver's GPU with replicas on CPUs gets the plain module's gradients."""
     torch.manual_seed(0)
     net = nets.perceptron(256).to(here.device)
     plain, x = copy.deepcopy(net), torch.randn(6, 8, device=here.device)

@@ -1,4 +1,4 @@
-"""How bytes travel, and how fast, beside what the device itself can do."""
+"""The links that carry bytes and their speed, compared with the device's own copies."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _SIZE = 64 << 20
 _GB = 1e9
 
 BY_HOST = Options(threads=PLAIN.threads, metrics=PLAIN.metrics, link="object_store")
-"""Without shared memory, of which kind ever."""
+"""Without shared memory of any kind."""
 
 
-class Swallow(nn.Module):
-    """Large in, small out."""
+class LargeInput(nn.Module):
+    """A large input and a small output."""
 
     def forward(self, x: Tensor) -> Tensor:
         """One number for each row."""
         return x[:, 0]
 
 
-class Spit(nn.Module):
-    """Small in, large out."""
+class LargeOutput(nn.Module):
+    """A small input and a large output."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -46,29 +46,20 @@ class Spit(nn.Module):
 
 
 def links(here: Here) -> RowResult:
-    """What the executor chose, and who runs on which device."""
+    """The link that the executor chose, and the device of each replica."""
     here.ours(nn.Linear(8, 3), here.several)(torch.zeros(4, 8, device=here.device))
     executor = here.executor()
     replicas, link = executor.replicas(), executor.stats().link
-    who = [
+    shown = [
         f"{r.index}: {r.gpu or r.device}{f' {r.gpu_uuid}' if r.gpu_uuid else ''}" for r in replicas
     ]
     wrong = _misplaced([r.gpu_uuid for r in replicas], len({*here.several})) if here.gpus else ""
-    if (
-        here.gpus
-        and not wrong
-        and _uuid(here) in [r.gpu_uuid for r in replicas]
-        and "CUDA IPC" not in link
-    ):
-        # What the user asked for is no failure.
-        wrong = (
-            ""
-            if cuda_ipc.expandable()
-            else "; CUDA IPC IS OFF though a replica is on the driver's GPU: the log says why"
-        )
-    return RowResult(
-        f"{link}; replica {'; '.join(who)}{wrong}", {"link": link, "replicas": who}, not wrong
-    )
+    shared = bool(here.gpus) and _uuid(here) in [r.gpu_uuid for r in replicas]
+    # Expandable segments, which the user asked for, rule out CUDA IPC: that is no failure.
+    if shared and not wrong and "CUDA IPC" not in link and not cuda_ipc.expandable():
+        wrong = "; CUDA IPC IS OFF though a replica is on the driver's GPU: the log says why"
+    text = f"{link}; replica {'; '.join(shown)}{wrong}"
+    return RowResult(text, {"link": link, "replicas": shown}, not wrong)
 
 
 def _uuid(here: Here) -> str:
@@ -76,43 +67,40 @@ def _uuid(here: Here) -> str:
 
 
 def _misplaced(uuids: Sequence[str], expected: int) -> str:
-    """Replicas that are on no GPU, or several that are on one."""
+    """What is wrong with the placement, if anything: a replica on no GPU, or several on one."""
     if not all(uuids):
         return "; A REPLICA IS ON A CPU"
-    return (
-        "" if len({*uuids}) >= expected else (f"; {expected} replicas SHARE {len({*uuids})} GPU(s)")
-    )
+    if len({*uuids}) < expected:
+        return f"; {expected} replicas SHARE {len({*uuids})} GPU(s)"
+    return ""
 
 
 def registered(here: Here) -> RowResult:
-    """Whether CUDA takes shared memory, and what becomes of the next kernel if it does not; copies
-    are right.
+    """Whether CUDA registers shared memory. In either case copies have the right bytes, and the
+    next kernel runs.
     """
     arena = Arena(pin=devices.pinner(here.device))
     source = torch.randint(256, (1 << 20,), dtype=torch.uint8, device=here.device)
     lent = arena.take(source.nbytes)
-    room = devices.view(MemoryRange(lent.array.ctypes.data, lent.array.nbytes, lent))
-    taken = room.is_pinned()
+    copied = devices.view(MemoryRange(lent.array.ctypes.data, lent.array.nbytes, lent))
+    taken = copied.is_pinned()
     alive = bool(torch.ones(8, device=here.device).sum() == 8)
     origin = devices.piece(source).origin
     assert origin is not None
     origin.copy_to(lent.array.ctypes.data)
     origin.wait()
     origin.settle()
-    same = torch.equal(room, source.cpu())
+    same = torch.equal(copied, source.cpu())
     word = "is registered" if taken else "is REFUSED: copies go through pinned buffers"
     text = f"shared memory {word}"
-    more = (
-        ""
-        if same and alive
-        else (f"; bytes are {'right' if same else 'WRONG'}, kernels {'run' if alive else 'FAIL'}")
-    )
-    return RowResult(text + more, {"registered": taken}, same and alive)
+    if not (same and alive):
+        text += f"; bytes are {'right' if same else 'WRONG'}, kernels {'run' if alive else 'FAIL'}"
+    return RowResult(text, {"registered": taken}, same and alive)
 
 
 def evaluation_first(here: Here) -> RowResult:
-    """A net that is evaluated under inference mode and trained afterwards keeps its links, and gets
-    its gradients.
+    """A net that is evaluated under inference mode and trained afterwards keeps its links and gets
+    the right gradients.
     """
     torch.manual_seed(0)
     net = nn.Linear(256, 256).to(here.device)
@@ -148,10 +136,8 @@ def two_devices(here: Here) -> RowResult:
 def own(here: Here) -> dict[str, float]:
     """Bytes per second of the device's own copies."""
     size = _SIZE // 4 if here.quick else _SIZE
-    on_host, on_device = (
-        torch.zeros(size, dtype=torch.uint8),
-        torch.zeros(size, dtype=torch.uint8, device=here.device),
-    )
+    on_host = torch.zeros(size, dtype=torch.uint8)
+    on_device = torch.zeros(size, dtype=torch.uint8, device=here.device)
     other = torch.empty_like(on_device)
     found = {"on the device": 2 * size / here.seconds(lambda: other.copy_(on_device), 10)}
     if here.gpus:
@@ -164,12 +150,13 @@ def own(here: Here) -> dict[str, float]:
 
 
 def bandwidth(here: Here) -> RowResult:
-    """Inputs, outputs and weights through a replica and, on GPUs, the device's own copies."""
+    """Bytes per second of inputs, outputs and weights, beside the device's own copies."""
     size = _SIZE // 4 if here.quick else _SIZE
     rows, rounds = 16, here.rounds(10)
     wide = torch.zeros(rows, size // rows // 4, device=here.device)
     narrow = wide[:, :1].clone()
-    swallow, spit = here.ours(Swallow(), here.one), here.ours(Spit(wide.shape[1]), here.one)
+    taker = here.ours(LargeInput(), here.one)
+    giver = here.ours(LargeOutput(wide.shape[1]), here.one)
     changing = nn.Linear(wide.shape[1], rows, bias=False).to(here.device)
     model = here.ours(changing, here.one)
     few = wide[:1]
@@ -179,10 +166,10 @@ def bandwidth(here: Here) -> RowResult:
         model(few)
 
     with torch.no_grad():
-        empty = here.seconds(lambda: swallow(narrow), rounds)
+        empty = here.seconds(lambda: taker(narrow), rounds)
         found = {
-            "inputs": wide.nbytes / max(1e-9, here.seconds(lambda: swallow(wide), rounds) - empty),
-            "outputs": wide.nbytes / max(1e-9, here.seconds(lambda: spit(narrow), rounds) - empty),
+            "inputs": wide.nbytes / max(1e-9, here.seconds(lambda: taker(wide), rounds) - empty),
+            "outputs": wide.nbytes / max(1e-9, here.seconds(lambda: giver(narrow), rounds) - empty),
             "changed weights": changing.weight.nbytes
             / max(1e-9, here.seconds(send_weights, rounds) - empty),
         }
@@ -199,8 +186,8 @@ def _grads(net: nn.Module) -> list[Tensor]:
 
 
 def through_the_host(here: Here) -> RowResult:
-    """As with a GPU that is not the driver's: large gradients leave while backward runs, and one
-    grows on its way.
+    """Gradients as from a GPU that is not the driver's: large ones are sent while backward runs,
+    and one grows after it was sent.
     """
     torch.manual_seed(0)
     net = nets.Twice(1024).to(here.device)

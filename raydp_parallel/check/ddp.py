@@ -1,6 +1,4 @@
-"""DistributedDataParallel beside us, in processes of its own: nccl on several GPUs, gloo on one or
-none.
-"""
+"""DistributedDataParallel for comparison, in its own processes: nccl on several GPUs, else gloo."""
 
 from __future__ import annotations
 
@@ -18,19 +16,19 @@ from torch.nn.parallel import DistributedDataParallel
 from raydp_parallel.check.loads import LOADS, stepper
 
 _START = 120.0
-"""Seconds until the processes have to be there."""
+"""Seconds in which the processes must start."""
 
 
 def step_seconds(load: str, gpus: int, workers: int, rounds: int, start: float = _START) -> float:
-    """Seconds for a step of so many workers, each with its share of the batch; the slowest one's
-    median.
+    """Seconds of a step in which each worker computes its share of the batch: the median of the
+    slowest worker.
 
     Args:
-        load: The name of what is trained.
+        load: The name of the load.
         gpus: How many GPUs they share; 0 for CPUs.
         workers: How many processes.
         rounds: Steps that are measured.
-        start: Seconds until the processes have to be there.
+        start: Seconds in which the processes must start.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -38,9 +36,8 @@ def step_seconds(load: str, gpus: int, workers: int, rounds: int, start: float =
         ends, processes = [], []
         for rank in range(workers):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_work, args=(theirs, place, load, rank, workers, gpus, rounds)
-            )
+            arguments = theirs, place, load, rank, workers, gpus, rounds
+            process = context.Process(target=_work, args=arguments)
             process.start()
             theirs.close()
             ends.append(ours)
@@ -55,9 +52,9 @@ def step_seconds(load: str, gpus: int, workers: int, rounds: int, start: float =
                     process.join()
 
 
-def _take(end: Connection, patience: float) -> float:
-    if not end.poll(patience):
-        raise TimeoutError(f"a worker of DDP gave no answer within {patience:g} s")
+def _take(end: Connection, timeout: float) -> float:
+    if not end.poll(timeout):
+        raise TimeoutError(f"a worker of DDP gave no answer within {timeout:g} s")
     try:
         found = end.recv()
     except EOFError as error:

@@ -14,8 +14,8 @@ from raydp_parallel.check import nets
 from raydp_parallel.check.here import Here, exact
 from raydp_parallel.check.table import Row, RowResult
 
-_PATIENCE = 60.0
-"""Seconds that a new process may take."""
+_START = 60.0
+"""Seconds in which a new process must start."""
 
 
 def _grads(net: nn.Module) -> Tensor:
@@ -23,7 +23,7 @@ def _grads(net: nn.Module) -> Tensor:
 
 
 def killed(here: Here) -> RowResult:
-    """The step in which a replica is killed gives the same bits; its successor takes part later."""
+    """The step in which a replica is killed gives the same bits; a new process joins later."""
     torch.manual_seed(0)
     net = nets.perceptron(256).to(here.device)
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(3)).to(here.device)
@@ -43,15 +43,15 @@ def killed(here: Here) -> RowResult:
     back = _wait_for_successor(here, model, x, victim.pid)
     noticed, lost = after.deaths - before.deaths, after.lost_ms - before.lost_ms
     text = (
-        f"{'the same bits' if same else 'DIFFERENT gradients'} after a kill before "
-        f"backward, in {seconds * 1e3:.0f} ms "
-        f"({lost:.0f} ms lost); a new process {'is there' if back else 'did not come'}"
+        f"{'the same bits' if same else 'DIFFERENT gradients'} after a kill before backward, in "
+        f"{seconds * 1e3:.0f} ms ({lost:.0f} ms lost); a new process "
+        f"{'is there' if back else 'did not come'}"
     )
     return RowResult(text, {"lost_ms": lost, "deaths": noticed}, same and back and noticed == 1)
 
 
 def _wait_for_successor(here: Here, model: nn.Module, x: Tensor, pid: int) -> bool:
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + _START
     while time.monotonic() < deadline:
         with torch.no_grad():
             model(x)
@@ -63,7 +63,7 @@ def _wait_for_successor(here: Here, model: nn.Module, x: Tensor, pid: int) -> bo
 
 
 def out_of_memory(here: Here) -> RowResult:
-    """torch.OutOfMemoryError is raised here; the process lives, and the next call is as ever."""
+    """torch.OutOfMemoryError is raised in the driver; the process lives; the next call works."""
     free, total = torch.cuda.mem_get_info(here.device)
     model = here.ours(nets.Greedy(2 * total), here.several)
     x = torch.ones(2 * len(here.several), 4, device=here.device)
@@ -87,8 +87,8 @@ def out_of_memory(here: Here) -> RowResult:
 
 
 def spoiled(here: Here) -> RowResult:
-    """A failed assertion in a kernel, after which a GPU works no more in a process: its text, and
-    one other process.
+    """A failed assertion in a kernel, after which the process cannot use its GPU any more: the
+    error has its text, and one process is replaced.
     """
     model = here.ours(nets.Stray(), here.several)
     x = torch.ones(2 * len(here.several), 4, device=here.device)

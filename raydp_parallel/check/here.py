@@ -1,4 +1,4 @@
-"""What this machine has: its devices, their versions, and wrappers over them."""
+"""The devices of this machine, the versions of its software, and wrappers for the rows."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from raydp_parallel.data_parallel import DataParallel
 from raydp_parallel.options import Options
 
 PLAIN = Options(threads=1, metrics=False)
-"""How a sum is shared among threads decides its last bits."""
+"""One thread each: how a sum is divided among threads decides its last bits."""
 
 
 class Here:
-    """The devices of this machine. Replicas are started when a row first needs them.
+    """The devices of this machine. Replicas are started for the first row that needs them.
 
     Args:
         quick: Whether to measure for a short time only.
@@ -46,14 +46,14 @@ class Here:
 
     @property
     def several(self) -> list[Any]:
-        """The ``device_ids`` of several chunks; on a single GPU they are one replica's."""
+        """The ``device_ids`` of several chunks; on a single GPU one replica runs them."""
         if self.gpus > 1:
             return [*range(self.gpus)]
         return [0, 0] if self.gpus else ["cpu", "cpu"]
 
     def executor(self, options: Options = PLAIN) -> Executor:
-        """The replicas that rows share. Those with other options end first: a GPU is one executor's
-        at a time.
+        """The executor that rows share. One with other options is closed first: a GPU belongs to
+        one executor at a time.
         """
         if self._executor is not None and self._executor.options != options:
             self.close()
@@ -62,26 +62,26 @@ class Here:
         return self._executor
 
     def ours(self, net: nn.Module, ids: Sequence[Any], **more: Any) -> DataParallel[nn.Module]:
-        """A net under our wrapper."""
+        """A net in this package's wrapper."""
         return DataParallel(net.to(self.device), ids, executor=self.executor(), **more)
 
     def upstreams(
         self, net: nn.Module, ids: Sequence[Any], **more: Any
     ) -> nn.DataParallel[nn.Module]:
-        """A net under torch's own, which needs GPUs."""
+        """A net in torch's own wrapper, which needs GPUs."""
         return nn.DataParallel(net.to(self.device), list(ids), **more)
 
     def rounds(self, full: int) -> int:
-        """How often to do what a full run does so many times."""
+        """How often to repeat a measurement that a full run repeats ``full`` times."""
         return max(3, full // 5) if self.quick else full
 
     def finish(self) -> None:
-        """Wait until the devices have done what was asked of them."""
+        """Wait until the devices have finished their work."""
         for index in range(self.gpus):
             torch.cuda.synchronize(index)
 
     def seconds(self, work: Callable[[], Any], rounds: int, warmup: int = 3) -> float:
-        """Seconds that some work takes, the median."""
+        """Seconds that some work takes: the median of all rounds."""
         times = []
         for _ in range(warmup + rounds):
             self.finish()
@@ -100,7 +100,7 @@ class Here:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """As replicas and DDP's workers have: one thread on the CPU."""
+    """Compute with one thread on the CPU, as replicas and DDP's workers do."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -111,17 +111,13 @@ def one_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def exact() -> Iterator[None]:
-    """Compute as repeatably as the devices can: one thread, no shortened floats, no choice of
-    kernels by speed.
+    """Compute as repeatably as the devices can: one thread, no short floats, no choice of kernels
+    by speed.
     """
     matmul, convolve = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, convolve.allow_tf32, convolve.deterministic, convolve.benchmark
-    matmul.allow_tf32, convolve.allow_tf32, convolve.deterministic, convolve.benchmark = (
-        False,
-        False,
-        True,
-        False,
-    )
+    matmul.allow_tf32 = convolve.allow_tf32 = convolve.benchmark = False
+    convolve.deterministic = True
     try:
         with one_thread():
             yield
@@ -130,7 +126,7 @@ def exact() -> Iterator[None]:
 
 
 def machine() -> dict[str, Any]:
-    """What a table was taken on."""
+    """The machine and the software that a table was made with."""
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -161,7 +157,7 @@ def machine() -> dict[str, Any]:
 
 
 def version(package: str) -> str:
-    """The version of an installed package, empty if it is used as it lies."""
+    """The version of an installed package; empty if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -178,9 +174,8 @@ def driver() -> str:
         told = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return (
-        told.stdout.strip().splitlines()[0] if told.returncode == 0 and told.stdout.strip() else ""
-    )
+    lines = told.stdout.strip().splitlines()
+    return lines[0] if told.returncode == 0 and lines else ""
 
 
 def processor() -> str:

@@ -1,4 +1,4 @@
-"""What is trained for its speed and memory, known by name, so that other processes find it."""
+"""The nets and batches that speed and memory are measured with, by name for other processes."""
 
 from __future__ import annotations
 
@@ -32,16 +32,14 @@ def _random() -> torch.Generator:
 
 def vectors(rows: int, width: int) -> tuple[Tensor, Tensor]:
     """Rows and classes."""
-    return torch.randn(rows, width, generator=_random()), torch.randint(
-        10, (rows,), generator=_random()
-    )
+    x = torch.randn(rows, width, generator=_random())
+    return x, torch.randint(10, (rows,), generator=_random())
 
 
 def images(rows: int, size: int, classes: int) -> tuple[Tensor, Tensor]:
     """Images and classes."""
-    return torch.randn(rows, 3, size, size, generator=_random()), torch.randint(
-        classes, (rows,), generator=_random()
-    )
+    x = torch.randn(rows, 3, size, size, generator=_random())
+    return x, torch.randint(classes, (rows,), generator=_random())
 
 
 def texts(rows: int, length: int, words: int) -> tuple[Tensor, Tensor]:

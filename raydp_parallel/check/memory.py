@@ -16,20 +16,19 @@ from raydp_parallel.check.table import Row, RowResult
 
 _MB = 1e6
 _TOLD = 1.1
-"""Seconds after which a replica says anew how full its GPU is."""
+"""Seconds after which a replica reports its GPU's memory again."""
 
 
 def on_the_gpu(here: Here) -> RowResult:
-    """One replica's peak with the driver's, beside the plain module's and what the master copy
-    holds.
+    """One replica's peak and the driver's, compared with the plain module's and the size of the
+    master.
     """
     load = LOADS[PERCEPTRON if here.quick else RESNET]
     x, y = (part.to(here.device) for part in load.batch())
     torch.manual_seed(0)
     made = load.make().to(here.device)
-    tracker = sum(t.nbytes for t in made.state_dict().values()) + sum(
-        p.nbytes for p in made.parameters()
-    )
+    master = sum(t.nbytes for t in made.state_dict().values())
+    master += sum(p.nbytes for p in made.parameters())  # their gradients
     plain = _peak(here, stepper(load, copy.deepcopy(made), x, y))
     model = here.ours(made, here.one)
     step = stepper(load, model, x, y)
@@ -37,22 +36,21 @@ def on_the_gpu(here: Here) -> RowResult:
     time.sleep(_TOLD)
     step()
     found = next(r for r in here.executor().stats().replicas if r.device_id == here.one[0])
-    limit = 1.1 * plain + tracker
+    limit = 1.1 * plain + master
     numbers = {
         "plain_peak": plain,
         "driver_peak": driver,
         "driver_allocated": torch.cuda.memory_allocated(here.device),
         "replica_peak": found.memory_peak,
         "replica_allocated": found.memory,
-        "master": tracker,
+        "master": master,
     }
     text = (
         f"peak MB: plain {plain / _MB:.0f}, driver {driver / _MB:.0f}, replica "
-        f"{found.memory_peak / _MB:.0f}; driver "
-        f"and replica together at most {limit / _MB:.0f} (1.1 x plain, and the master's "
-        "weights, buffers and gradients)"
+        f"{found.memory_peak / _MB:.0f}; driver and replica together at most "
+        f"{limit / _MB:.0f} (1.1 x plain, and the master's weights, buffers and gradients)"
     )
-    if here.quick:  # of a net with so few activations, what is on its way is the larger part
+    if here.quick:  # with so few activations the bytes in flight are the larger part
         return RowResult(f"{text.partition(';')[0]}; held against a limit without --quick", numbers)
     return RowResult(text, numbers, driver + found.memory_peak <= limit)
 
@@ -70,13 +68,11 @@ def _peak(here: Here, step: object) -> int:
 
 
 def does_not_grow(here: Here) -> RowResult:
-    """Steps leave nothing behind: neither models nor graphs in the replicas, nor memory on
-    the GPU.
-    """
+    """Steps leave nothing behind: no models or graphs in the replicas, no memory on the GPU."""
     load = LOADS[PERCEPTRON]
     x, y = (part.to(here.device) for part in load.batch())
     step = stepper(load, here.ours(load.make(), here.several), x, y)
-    for _ in range(10):  # until what goes round in turns is all there
+    for _ in range(10):  # until all memory that is recycled has been allocated
         step()
     here.executor().flush()
     before = torch.cuda.memory_allocated(here.device) if here.gpus else 0
@@ -91,17 +87,17 @@ def does_not_grow(here: Here) -> RowResult:
 
 
 def of_processes(here: Here) -> RowResult:
-    """What the system says each process has in memory."""
+    """The memory of each process, as the system reports it."""
     here.ours(torch.nn.Linear(8, 3), here.several)(torch.zeros(4, 8, device=here.device))
     pids = {
         "driver": os.getpid(),
         **{f"replica {r.index}": r.pid for r in here.executor().replicas()},
     }
-    found = {who: resident(pid) for who, pid in pids.items()}
+    found = {name: resident(pid) for name, pid in pids.items()}
     text = ", ".join(
-        f"{who} {now / _MB:.0f} (peak {most / _MB:.0f})" for who, (now, most) in found.items()
+        f"{name} {now / _MB:.0f} (peak {most / _MB:.0f})" for name, (now, most) in found.items()
     )
-    return RowResult(f"MB: {text}", {who: list(sizes) for who, sizes in found.items()})
+    return RowResult(f"MB: {text}", {name: list(sizes) for name, sizes in found.items()})
 
 
 def resident(pid: int) -> tuple[int, int]:

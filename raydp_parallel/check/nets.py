@@ -1,5 +1,5 @@
-"""The nets of the check: small ones for parity, ResNet-50 and GPT-2 small for speed. Where torch
-has no such net.
+"""The nets of the check: small ones for parity, ResNet-50 and GPT-2 small for speed. They are
+written here because torch itself has none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def perceptron(width: int = 16, into: int = 8, out: int = 3) -> nn.Module:
 
 
 class Residual(nn.Module):
-    """A basic block with batch norm."""
+    """A basic residual block with batch norm."""
 
     def __init__(self, into: int, out: int, stride: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Tagger(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and a perceptron, each normalized before and added to what came in."""
+    """Attention and a perceptron, each with a norm before it and its input added to the result."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -117,12 +117,12 @@ class Gpt(nn.Module):
 
 
 def gpt() -> nn.Module:
-    """A tiny one."""
+    """A tiny GPT."""
     return Gpt(words=48, length=16, width=16, layers=2, heads=2)
 
 
 def gpt2_small() -> nn.Module:
-    """The real one: 124 M parameters."""
+    """GPT-2 small: 124 M parameters."""
     return Gpt(words=50257, length=1024, width=768, layers=12, heads=12)
 
 
@@ -133,10 +133,8 @@ class Bottleneck(nn.Module):
         super().__init__()
         out = 4 * width
         self.conv1, self.bn1 = nn.Conv2d(into, width, 1, bias=False), nn.BatchNorm2d(width)
-        self.conv2, self.bn2 = (
-            nn.Conv2d(width, width, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(width),
-        )
+        self.conv2 = nn.Conv2d(width, width, 3, stride, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
         self.conv3, self.bn3 = nn.Conv2d(width, out, 1, bias=False), nn.BatchNorm2d(out)
         self.shortcut = _shortcut(into, out, stride)
 
@@ -164,9 +162,8 @@ def resnet50() -> nn.Module:
         for number in range(count):
             blocks.append(Bottleneck(into, width, stride if number == 0 else 1))
             into = 4 * width
-    return nn.Sequential(
-        *stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000)
-    )
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000)]
+    return nn.Sequential(*stem, *blocks, *head)
 
 
 def generator() -> nn.Module:
@@ -176,14 +173,8 @@ def generator() -> nn.Module:
 
 def critic() -> nn.Module:
     """Samples to scores, smooth enough for a gradient of a gradient."""
-    return nn.Sequential(
-        nn.Linear(6, 12),
-        nn.LayerNorm(12),
-        nn.Tanh(),
-        nn.Linear(12, 12),
-        nn.Softplus(),
-        nn.Linear(12, 1),
-    )
+    into = [nn.Linear(6, 12), nn.LayerNorm(12), nn.Tanh()]
+    return nn.Sequential(*into, nn.Linear(12, 12), nn.Softplus(), nn.Linear(12, 1))
 
 
 class Complex(nn.Module):
@@ -199,8 +190,8 @@ class Complex(nn.Module):
 
 
 class Twice(nn.Module):
-    """A large weight in two checkpoints, each of which adds to its gradient at another time, and
-    one used once.
+    """A large weight that two checkpoints use, each of which adds to its gradient at another time,
+    and one that is used once.
 
     Args:
         width: Rows and columns of each.
@@ -219,7 +210,7 @@ class Twice(nn.Module):
 
 
 class Witness(nn.Module):
-    """Says where it ran and what it was given."""
+    """Returns the devices that it ran on, and the size of its chunk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,15 +219,13 @@ class Witness(nn.Module):
     def forward(
         self, x: Tensor, named: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor], tuple[str, str, int]]:
-        """The inputs scaled; the devices of its weights and inputs, and how many rows it
-        was given.
-        """
+        """The inputs, scaled; the devices of weights and inputs, and the number of rows."""
         seen = str(self.scale.device), str(x.device), len(x)
         return x * self.scale, {"twice": named["y"] * 2}, seen
 
 
 class Products(nn.Module):
-    """Multiplies, and says under which settings."""
+    """Multiplies, and returns the settings that it ran under."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +241,7 @@ class Products(nn.Module):
 
 
 class Stray(nn.Module):
-    """Looks where there is no memory, where the first entry of its chunk is below zero."""
+    """Indexes out of bounds if the first entry of its chunk is below zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -266,7 +255,7 @@ class Stray(nn.Module):
 
 
 class Greedy(nn.Module):
-    """Asks for more memory than there is, where the first entry of its chunk is below zero."""
+    """Allocates more memory than there is if the first entry of its chunk is below zero."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

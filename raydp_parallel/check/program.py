@@ -1,6 +1,4 @@
-"""The check as a program: what this machine's devices compute, how fast, and what was not looked
-at.
-"""
+"""Checks what this machine's devices compute and how fast, and lists what was not checked."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _file(text: str) -> Path:
-    """A file that can be written, found out now and not after the first row."""
+    """The path of a file that can be written; checked now and not after the first row."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder; give the name of a file")
@@ -42,16 +40,15 @@ def _file(text: str) -> Path:
 def _devices(about: Mapping[str, Any]) -> str:
     if about["gpus"]:
         return ", ".join(gpu["name"] for gpu in about["gpus"])
-    # Of a machine that has one this would be a surprise.
-    hidden = (
-        "no GPU that torch can use (it is built for "
-        f"{'CUDA ' + about['cuda'] if about['cuda'] else 'CPUs alone'})"
-    )
-    return hidden if about["driver"] else "no GPU"
+    if not about["driver"]:
+        return "no GPU"
+    # There is a driver, so the user may expect a GPU.
+    built = f"CUDA {about['cuda']}" if about["cuda"] else "CPUs alone"
+    return f"no GPU that torch can use (it is built for {built})"
 
 
 def run(options: argparse.Namespace) -> int:
-    """Look at all rows; prints each as it comes, then the table. 1 if one failed."""
+    """Run all rows, print each when it is done, then the table. Returns 1 if a row failed."""
     found: list[TableLine] = []
     about = machine()
     _say(
@@ -64,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
             f"  {line.status.value}: {line.group}, {line.name} ({line.seconds:.1f} s)\n"
         )
         sys.stderr.flush()
-        if options.out is not None:  # after each row: what is known is kept, whatever comes
+        if options.out is not None:  # after each row, so that a crash loses no result
             _keep(options.out, json.dumps(as_json(found, about), indent=1, default=str) + "\n")
     _say(as_text(found))
     _say(summary(found))
@@ -74,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
 def _keep(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
-    except OSError as error:  # such as a full disk: no reason to lose what is printed
+    except OSError as error:  # such as a full disk: the results are still printed
         sys.stderr.write(f"  the table cannot be kept: {error}\n")
 
 

@@ -1,4 +1,4 @@
-"""All rows, in the order in which they are looked at."""
+"""All rows, in the order in which they run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Tries rows in another process, which a row may end; the next one goes on in a new process.
+"""Runs rows in a child process. If a row ends the child, the rows after it run in a new child.
 
-parent ──► names of rows ──► child: that it has started, the child ends over a row: that row has
-failed,
-       ◄── lines ◄────────── then a line for each row          and the others go to another child
+```
+ parent ──► names of rows ──► child: STARTED, then a line for each row
+        ◄── lines ◄────────── a child that ends during a row: that row has failed
+```
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import importlib
 import multiprocessing
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,7 +23,7 @@ from raydp_parallel.check.here import Here
 from raydp_parallel.check.table import NotHere, Row, RowStatus, TableLine
 
 TABLE = "raydp_parallel.check.rows"
-"""The module whose ``ROWS`` are tried."""
+"""The module with the ``ROWS`` to run."""
 
 PATIENCE = 600.0
 """Seconds that a row may take."""
@@ -32,11 +33,11 @@ _START = 300.0
 
 
 class Word(Enum):
-    """What a child says besides lines."""
+    """What a child sends besides lines."""
 
     STARTED = "started"
     ELSEWHERE = "elsewhere"
-    """The other rows are for another process: this one's device works no more."""
+    """The rows left need another process: this one cannot use its device any more."""
 
 
 _SHOWN = 300
@@ -44,31 +45,29 @@ _SHOWN = 300
 
 
 def try_row(row: Row, here: Here) -> TableLine:
-    """Look at a row. Whatever it raises is its failure."""
+    """Run a row. An exception that it raises makes it a failed row."""
     left_out = row.left_out(here)
     if left_out:
         return TableLine(row.group, row.name, RowStatus.NOT_CHECKED, left_out)
     begun = time.perf_counter()
+    numbers: Mapping[str, Any] = {}
     try:
         found = row.run(here)
     except NotHere as error:
-        return TableLine(
-            row.group, row.name, RowStatus.NOT_CHECKED, str(error), {}, time.perf_counter() - begun
-        )
+        status, text = RowStatus.NOT_CHECKED, str(error)
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_SHOWN]
+        status = RowStatus.FAILED
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:_SHOWN]
         numbers = {"traceback": traceback.format_exc()}
-        return TableLine(
-            row.group, row.name, RowStatus.FAILED, reason, numbers, time.perf_counter() - begun
-        )
-    status = RowStatus.PASSED if found.good else RowStatus.FAILED
-    return TableLine(
-        row.group, row.name, status, found.text, found.numbers, time.perf_counter() - begun
-    )
+    else:
+        status = RowStatus.PASSED if found.good else RowStatus.FAILED
+        text, numbers = found.text, found.numbers
+    seconds = time.perf_counter() - begun
+    return TableLine(row.group, row.name, status, text, numbers=numbers, seconds=seconds)
 
 
 def lines(quick: bool = False) -> Iterator[TableLine]:
-    """The lines of the table, as they come.
+    """The lines of the table, each as soon as its row is done.
 
     Args:
         quick: Whether to measure for a short time only.
@@ -84,7 +83,7 @@ def lines(quick: bool = False) -> Iterator[TableLine]:
 
 
 def _in_child(rows: Sequence[Row], quick: bool, table: str, patience: float) -> Iterator[TableLine]:
-    """The lines of one child; at least one, also if it never gets that far."""
+    """The lines of one child: at least one, also if it fails to start."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     child = context.Process(target=_work, args=(theirs, table, [row.name for row in rows], quick))
@@ -107,7 +106,8 @@ def _in_child(rows: Sequence[Row], quick: bool, table: str, patience: float) -> 
         child.join(10)
         how = str(error) if isinstance(error, TimeoutError) else _ending(child.exitcode)
         row = rows[done]
-        yield TableLine(row.group, row.name, RowStatus.FAILED, how, {}, time.monotonic() - begun)
+        seconds = time.monotonic() - begun
+        yield TableLine(row.group, row.name, RowStatus.FAILED, how, seconds=seconds)
     finally:
         ours.close()
         _end(child)
@@ -134,19 +134,19 @@ def _end(child: Any) -> None:
 
 
 def _work(connection: Connection, table: str, names: Sequence[str], quick: bool) -> None:
-    """The child: its rows, one after the other, until one spoils the device."""
+    """Run rows in the child, one after the other, until one leaves the device unusable."""
     here = Here(quick)
     rows = {row.name: row for row in importlib.import_module(table).ROWS}
     connection.send(Word.STARTED)
     try:
         for name in names:
             connection.send(try_row(rows[name], here))
-            # what CUDA calls a sticky error: only another process has a device that works
+            # after a sticky error of CUDA only another process can use the device
             if _spoiled(here.finish):
                 connection.send(Word.ELSEWHERE)
                 return
     except KeyboardInterrupt:
-        pass  # Ctrl-C reaches both, and the parent says what there is to say
+        pass  # Ctrl-C reaches both processes; the parent prints
     finally:
         with contextlib.suppress(Exception):
             here.close()

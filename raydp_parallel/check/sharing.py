@@ -17,7 +17,7 @@ HALVES = Options(threads=PLAIN.threads, metrics=PLAIN.metrics, gpus_per_replica=
 
 
 def halves(here: Here) -> RowResult:
-    """Two replicas with half a GPU each: two processes, one uuid, the plain module's gradients."""
+    """Two replicas with half a GPU each: two processes on one GPU, the plain module's gradients."""
     executor = here.executor(HALVES)
     torch.manual_seed(0)
     net = nets.perceptron().to(here.device)

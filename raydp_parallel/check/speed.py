@@ -1,5 +1,5 @@
-"""Step times beside the plain module, torch's own wrapper and DDP; and what runs at the same time
-as what.
+"""Step times compared with the plain module, torch's own wrapper and DDP; and how much runs at the
+same time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from raydp_parallel.check.table import Row, RowResult
 
 ROUNDS = 20
 FLOOR = 0.97
-"""Of the plain module's throughput, which one replica is to reach on a large net."""
+"""The part of the plain module's throughput that one replica must reach on a large net."""
 
 
 def steps(name: str, here: Here) -> RowResult:
@@ -37,18 +37,17 @@ def steps(name: str, here: Here) -> RowResult:
             found[f"ours {len(ids)}"] = timed(here.ours(copy.deepcopy(made), ids))
         if here.gpus:
             for ids in (here.one, here.several):
-                found[f"nn.DataParallel {len(ids)}"] = timed(
-                    here.upstreams(copy.deepcopy(made), ids)
-                )
+                upstreams = here.upstreams(copy.deepcopy(made), ids)
+                found[f"nn.DataParallel {len(ids)}"] = timed(upstreams)
     workers = max(2, here.gpus)
     found[f"DDP {workers}"] = 1e3 * ddp.step_seconds(name, here.gpus, workers, rounds)
     return RowResult(
-        "ms per step: " + ", ".join(f"{who} {ms:.2f}" for who, ms in found.items()), found
+        "ms per step: " + ", ".join(f"{name} {ms:.2f}" for name, ms in found.items()), found
     )
 
 
 def throughput(name: str, here: Here) -> RowResult:
-    """One replica beside the plain module, turn by turn, so that a slow moment is slow for both."""
+    """One replica and the plain module, in turns, so that a slow moment is slow for both."""
     load = LOADS[name]
     torch.manual_seed(0)
     made = load.make().to(here.device)
@@ -60,13 +59,13 @@ def throughput(name: str, here: Here) -> RowResult:
         ours()
     times: dict[str, list[float]] = {"plain": [], "ours": []}
     for _ in range(ROUNDS):
-        for who, step in (("plain", plain), ("ours", ours)):
+        for kind, step in (("plain", plain), ("ours", ours)):
             here.finish()
             begun = time.perf_counter()
             step()
             here.finish()
-            times[who].append(time.perf_counter() - begun)
-    medians = {who: sorted(found)[ROUNDS // 2] for who, found in times.items()}
+            times[kind].append(time.perf_counter() - begun)
+    medians = {kind: sorted(found)[ROUNDS // 2] for kind, found in times.items()}
     ratio = medians["plain"] / medians["ours"]
     numbers = {"plain_ms": 1e3 * medians["plain"], "ours_ms": 1e3 * medians["ours"], "ratio": ratio}
     text = (
@@ -77,9 +76,7 @@ def throughput(name: str, here: Here) -> RowResult:
 
 
 def overlap(here: Here) -> RowResult:
-    """How much of the time of calls which phase takes, and how many replicas work at the
-    same time.
-    """
+    """The share of each phase in the time of calls, and how many replicas work at the same time."""
     load = LOADS[PERCEPTRON]
     x, y = (part.to(here.device) for part in load.batch())
     model = here.ours(load.make(), here.several)

@@ -1,4 +1,4 @@
-"""The table: its rows before and after they were tried, as text and as JSON."""
+"""The table: its rows before and after they ran, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from raydp_parallel.check.here import Here
 
 
 class RowStatus(Enum):
-    """What became of a row."""
+    """The result of a row."""
 
     PASSED = "ok"
     FAILED = "FAILED"
@@ -18,16 +18,16 @@ class RowStatus(Enum):
 
 
 class NotHere(Exception):
-    """A row found out that this machine has not got what it takes. Its text says what."""
+    """Raised by a row if this machine lacks what it needs; the text says what."""
 
 
 class RowResult(NamedTuple):
     """What a row found.
 
     Attributes:
-        text: In words.
+        text: The result in words.
         numbers: The numbers behind it, by name.
-        good: Whether it is as it should be.
+        good: Whether the row passed.
     """
 
     text: str
@@ -36,13 +36,13 @@ class RowResult(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Something to look at.
+    """One check.
 
     Attributes:
-        group: What it belongs to.
-        name: What it is.
-        run: Looks at it. What it raises is a failure, and its reason.
-        gpus: How many GPUs it takes at least.
+        group: The group that it belongs to.
+        name: Its name.
+        run: Runs it. An exception is a failure, with its text as the reason.
+        gpus: How many GPUs it needs at least.
         long: Whether ``--quick`` leaves it out.
     """
 
@@ -53,20 +53,20 @@ class Row(NamedTuple):
     long: bool = False
 
     def left_out(self, here: Here) -> str:
-        """Why it is not looked at here; empty if it is."""
+        """Why the row does not run on this machine; empty if it does."""
         if here.gpus < self.gpus:
             return "no GPU" if not here.gpus else f"takes {self.gpus} GPUs, there is one"
         return "--quick" if self.long and here.quick else ""
 
 
 class TableLine(NamedTuple):
-    """A row that was tried.
+    """The line of a row that ran or was left out.
 
     Attributes:
-        group: What it belongs to.
-        name: What it is.
-        status: What became of it.
-        text: What was found, why it failed, or why it was not looked at.
+        group: The group that it belongs to.
+        name: The name of the row.
+        status: Its result.
+        text: What was found, why it failed, or why it did not run.
         numbers: The numbers behind it, by name.
         seconds: How long it took.
     """
@@ -80,7 +80,7 @@ class TableLine(NamedTuple):
 
 
 def as_text(lines: Sequence[TableLine]) -> str:
-    """The table to read."""
+    """The table as text."""
     cells = [(line.group, line.name, line.status.value, line.text) for line in lines]
     widths = [max(len(row[column]) for row in cells) for column in range(3)]
     shown = []
@@ -94,7 +94,7 @@ def as_text(lines: Sequence[TableLine]) -> str:
 
 
 def summary(lines: Sequence[TableLine]) -> str:
-    """How many of each, in one sentence."""
+    """How many rows passed, failed and were left out, in one sentence."""
     counts = {status: sum(line.status is status for line in lines) for status in RowStatus}
     return (
         f"{counts[RowStatus.PASSED]} rows as they should be, {counts[RowStatus.FAILED]} failed, "
@@ -103,7 +103,7 @@ def summary(lines: Sequence[TableLine]) -> str:
 
 
 def as_json(lines: Sequence[TableLine], machine: Mapping[str, Any]) -> dict[str, Any]:
-    """The table to keep, with what it was taken on."""
+    """The table as plain values, with the machine that it was made on."""
     rows = [
         {**line._asdict(), "status": line.status.value, "numbers": dict(line.numbers)}
         for line in lines

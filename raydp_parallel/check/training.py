@@ -1,7 +1,7 @@
-"""Parity of training: each case step by step beside the plain module, and beside torch's own
-wrapper on GPUs.
+"""Parity of training: each case is compared step by step with the plain module and, on GPUs, with
+torch's own wrapper.
 
-In double precision, so that a difference is a mistake and no rounding that training has amplified.
+In double precision, so that a difference is an error and not rounding that training has amplified.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from raydp_parallel.check.table import Row, RowResult
 
 STEPS = 20
 TOLERANCE = 1e-9
-"""Of the norm of what is compared. The order of sums is what may differ."""
+"""The largest difference, as a part of the norm: only the order of sums may differ."""
 
 
 class TrainingCase(NamedTuple):
@@ -50,32 +50,29 @@ Run = list[list[Tensor]]
 
 
 def numbers(step: int) -> torch.Generator:
-    """The same batches for everybody."""
+    """The generator of a step: all runs get the same batches."""
     return torch.Generator().manual_seed(100 + step)
 
 
 def rows(step: int) -> tuple[Tensor, Tensor]:
     """Batches of different sizes: 30, 30, 10, as the end of an epoch."""
     generator, count = numbers(step), (30, 30, 10)[step % 3]
-    return torch.randn(count, 8, generator=generator), torch.randint(
-        3, (count,), generator=generator
-    )
+    x = torch.randn(count, 8, generator=generator)
+    return x, torch.randint(3, (count,), generator=generator)
 
 
 def images(step: int) -> tuple[Tensor, Tensor]:
     """Small images."""
     generator = numbers(step)
-    return torch.randn(11, 3, 8, 8, generator=generator), torch.randint(
-        4, (11,), generator=generator
-    )
+    x = torch.randn(11, 3, 8, 8, generator=generator)
+    return x, torch.randint(4, (11,), generator=generator)
 
 
 def sentences(step: int) -> tuple[Tensor, Tensor]:
     """Word ids, and a tag for each word."""
     generator = numbers(step)
-    return torch.randint(20, (9, 7), generator=generator), torch.randint(
-        4, (63,), generator=generator
-    )
+    ids = torch.randint(20, (9, 7), generator=generator)
+    return ids, torch.randint(4, (63,), generator=generator)
 
 
 def texts(step: int) -> tuple[Tensor, Tensor]:
@@ -85,7 +82,7 @@ def texts(step: int) -> tuple[Tensor, Tensor]:
 
 
 def classify(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Cross entropy outside of the net: its outputs travel."""
+    """Cross entropy outside of the net, so that its outputs are sent to the driver."""
     return F.cross_entropy(net(x), y)
 
 
@@ -101,7 +98,7 @@ def inside(net: nn.Module, ids: Tensor, targets: Tensor) -> Tensor:
 
 
 def accumulated(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """Two backwards before the step, the last one the caller's, with clipped gradients."""
+    """Two backwards before the step, the second by the caller, with clipped gradients."""
     (classify(net, x, y) / 2).backward()
     nn.utils.clip_grad_norm_(net.parameters(), 0.5)
     second: Tensor = classify(net, x.flip(0), y.flip(0)) / 2
@@ -109,7 +106,7 @@ def accumulated(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def penalized(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """With a penalty on the gradient: second order."""
+    """Cross entropy with a penalty on the gradient: second order."""
     x = x.detach().requires_grad_()
     loss = classify(net, x, y)
     (grad,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
@@ -118,12 +115,12 @@ def penalized(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def adamw(net: nn.Module) -> torch.optim.Optimizer:
-    """With weight decay, so that parameters without a gradient would show."""
+    """AdamW with weight decay, so that parameters without a gradient would differ."""
     return torch.optim.AdamW(net.parameters(), lr=3e-3, weight_decay=0.1, eps=1e-3)
 
 
 def train(net: nn.Module, case: TrainingCase, steps: int, device: torch.device) -> Run:
-    """The ordinary loop."""
+    """Train a net in the usual loop."""
     optimizer = case.optimizer(net)
     run: Run = []
     for step in range(steps):
@@ -133,9 +130,8 @@ def train(net: nn.Module, case: TrainingCase, steps: int, device: torch.device) 
         optimizer.zero_grad()
         loss = case.loss(net, *batch)
         loss.backward()
-        run.append(
-            [loss.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
-        )
+        grads = [p.grad.clone() for p in net.parameters() if p.grad is not None]
+        run.append([loss.detach(), *grads])
         optimizer.step()
     run.append([t.clone() for t in net.state_dict().values()])
     return run
@@ -152,24 +148,23 @@ def difference(run: Run, expected: Run) -> float:
             float((one.double() - other.double()).norm())
             for one, other in zip(found, wanted, strict=True)
         ]
-        # A NaN is no maximum of anything.
+        # max() would pass over a NaN.
         worst = max([worst, *(gap / scale if gap == gap else float("inf") for gap in gaps)])
     return worst
 
 
 def check(case: TrainingCase, here: Here) -> RowResult:
-    """Train the same net in every way there is, and compare."""
+    """Train copies of a net in each way that this machine allows, and compare them."""
     steps = here.rounds(STEPS)
     torch.manual_seed(0)
     made = case.make().double().to(here.device)
     with exact():
         plain = train(copy.deepcopy(made), case, steps, here.device)
-        runs = {
-            f"{len(ids)} chunk{'s' * (len(ids) > 1)}": train(
-                here.ours(copy.deepcopy(made), ids), case, steps, here.device
-            )
-            for ids in (here.one, here.several)
-        }
+        runs = {}
+        for ids in (here.one, here.several):
+            model = here.ours(copy.deepcopy(made), ids)
+            name = f"{len(ids)} chunk{'s' * (len(ids) > 1)}"
+            runs[name] = train(model, case, steps, here.device)
         pairs = [("plain, 1 chunk", runs["1 chunk"], plain)]
         several = next(name for name in runs if name != "1 chunk")
         if case.splits:
@@ -186,15 +181,14 @@ def check(case: TrainingCase, here: Here) -> RowResult:
 
 
 def gan(here: Here) -> RowResult:
-    """Two wrapped nets on the same replicas, one's output the other's input, and second order."""
+    """Two wrapped nets on the same replicas, the second after the first, with second order."""
     steps = here.rounds(STEPS)
     torch.manual_seed(0)
     made = [net.double().to(here.device) for net in (nets.generator(), nets.critic())]
 
     def pair(wrap: Callable[[nn.Module], nn.Module]) -> Run:
-        return _train_gan(
-            *(wrap(copy.deepcopy(net)) for net in made), steps=steps, device=here.device
-        )
+        nets_ = [wrap(copy.deepcopy(net)) for net in made]
+        return _train_gan(*nets_, steps=steps, device=here.device)
 
     with exact():
         plain = pair(lambda net: net)
@@ -235,18 +229,13 @@ def _train_gan(*nets_: nn.Module, steps: int, device: torch.device) -> Run:
         score = -critic(generate(noise)).mean()
         score.backward()
         by_generator.step()
-        run.append(
-            [
-                loss.detach(),
-                score.detach(),
-                *(t.clone() for net in (generate, critic) for t in net.state_dict().values()),
-            ]
-        )
+        state = [t.clone() for net in (generate, critic) for t in net.state_dict().values()]
+        run.append([loss.detach(), score.detach(), *state])
     return run
 
 
 def channels_last() -> nn.Module:
-    """The residual net with its weights in the other memory format."""
+    """The residual net with weights in the channels_last format."""
     net = nets.residual()
     for p in net.parameters():
         if p.dim() == 4:
@@ -272,12 +261,12 @@ CASES = {
 
 
 def beside_upstream(here: Here) -> RowResult:
-    """That the rows above have been held against torch's own wrapper."""
+    """States that the rows above were compared with torch's own wrapper."""
     return RowResult(f"in each row of training, with device_ids {here.one} and {here.several}")
 
 
 def on_several(here: Here) -> RowResult:
-    """That the rows above had a replica for each of several GPUs."""
+    """States that the rows above had a replica on each of several GPUs."""
     return RowResult(f"in each row of training, on {here.gpus} GPUs")
 
 
