@@ -65,6 +65,7 @@ class KeptGraph(NamedTuple):
         lasts: Whether the master gets other memory, too, if one of the model's tensors is given
             some.
         held: The tensors that its module holds, which need not be the model's module any more.
+        edits: How many of the module's attributes the driver had changed before its forward.
     """
 
     outputs: Sequence[Tensor]
@@ -74,6 +75,7 @@ class KeptGraph(NamedTuple):
     lasts: Callable[[Tensor], bool]
     tensors: Mapping[int, Tensor]
     held: Held
+    edits: int
 
 
 class Replica:
@@ -288,6 +290,7 @@ class Replica:
                 stays,
                 replica_module.tensors(),
                 replica_module.held,
+                replica_module.held.edits,
             )
         return parcel
 
@@ -362,6 +365,7 @@ class Replica:
         with (
             ambient_state.enter(request.context),
             _InReplica(),
+            graphs[0].held.as_of(graphs[0].edits),
             _Watching(graphs[0], request.write_back),
             watching,
         ):

@@ -1,19 +1,23 @@
-"""The tensors that one module holds, so that it can be given others: what a checkpoint computes
-again finds them.
+"""What one module holds, so that it can be given what it held before: what a checkpoint computes
+again finds that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from raydp_parallel.state.python_state import PythonState
 
+_ABSENT = object()
+
 
 class Held:
-    """The tensors that one module holds, by slot.
+    """The tensors that one module holds, by slot, and the attributes that the driver changed.
 
     Args:
         python_state: Where it holds them.
@@ -23,6 +27,37 @@ class Held:
     def __init__(self, python_state: PythonState, tensors: Mapping[int, Tensor]) -> None:
         self._python_state = python_state
         self._tensors = dict(tensors)
+        self._edits: list[tuple[dict[str, Any], str, Any, Any]] = []
+
+    @property
+    def edits(self) -> int:
+        """How many attributes were changed so far."""
+        return len(self._edits)
+
+    def edit(self, owner: nn.Module, name: str, value: Any) -> None:
+        """Change an attribute of a submodule."""
+        attributes = vars(owner)
+        self._edits.append((attributes, name, attributes.get(name, _ABSENT), value))
+        attributes[name] = value
+
+    def forget_edits(self) -> None:
+        """No graph is left that was made before them."""
+        self._edits.clear()
+
+    @contextlib.contextmanager
+    def as_of(self, edits: int) -> Iterator[None]:
+        """Let the module have the attributes that it had after so many edits."""
+        undone = self._edits[edits:]
+        for attributes, name, old, _ in reversed(undone):
+            if old is _ABSENT:
+                attributes.pop(name, None)
+            else:
+                attributes[name] = old
+        try:
+            yield
+        finally:
+            for attributes, name, _, value in undone:
+                attributes[name] = value
 
     def holds(self, tensors: Mapping[int, Tensor]) -> bool:
         """Whether it holds exactly these."""

@@ -466,8 +466,11 @@ class ReplicaModule:
             self._watch_buffers()
         if update.structure is not None or not reached:
             self._load()  # not before its tensors are filled: a generator's state is one of them
+        if not graphs_alive:
+            self.held.forget_edits()
         for index, name, value in update.edits:
-            self._edits[index, name] = vars(self._modules[index])[name] = value
+            self._edits[index, name] = value
+            self.held.edit(self._modules[index], name, value)
             self._python_state.accept(self._modules[index], name, value)
         if update.edits:
             self._python_state.settle()
