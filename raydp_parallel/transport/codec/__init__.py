@@ -4,8 +4,8 @@
  encode:  value ──► skeleton, tensors (values) ──► specs, bytes (tensors) ──► a parcel
 ```
 
-Each tensor travels once, so that one that stands in two places of a value does so on the other
-side.
+Each tensor is sent once, so that a tensor that occurs in two places of a value does so on the other
+side too.
 """
 
 from raydp_parallel.transport.codec.parcels import (

@@ -31,8 +31,8 @@ def encode(
     Args:
         value: Any picklable value, with tensors anywhere in it.
         attachments: Where the bytes go.
-        root: What to call ``value`` in an error about something inside it.
-        requires_grad: Whether the other side gets tensors that require a gradient as such.
+        root: The name of ``value`` in an error about an object inside it.
+        requires_grad: Whether tensors that require a gradient do so on the other side too.
 
     Returns:
         The parcel, and the tensors in the order of its specs.
@@ -43,25 +43,24 @@ def encode(
         return Parcel(skeleton, *small), tensors
     plain = write_row(tensors)
     if plain is not None:
-        found, runs = plain
-        return Parcel(
-            skeleton, found.specs, attachments.send(runs, found.offsets, found.end)
-        ), tensors
+        layout, runs = plain
+        packet = attachments.send(runs, layout.offsets, layout.end)
+        return Parcel(skeleton, layout.specs, packet), tensors
     pieces: list[MemoryRange] = []
     offsets: list[int] = []
     specs = []
     end = 0
     for tensor in tensors:
         spec, end = write(tensor, pieces, offsets, end)
-        specs.append(
-            spec._replace(requires_grad=True) if requires_grad and tensor.requires_grad else spec
-        )
+        if requires_grad and tensor.requires_grad:
+            spec = spec._replace(requires_grad=True)
+        specs.append(spec)
     packet = attachments.send(pieces, offsets, end) if pieces else b""
     return Parcel(skeleton, tuple(specs), packet), tensors
 
 
 def encode_again(parcel: Parcel, tensors: Sequence[Tensor], attachments: Attachments) -> Parcel:
-    """The same parcel for another message, given its tensors, which are as they were."""
+    """The same parcel for another message, given its tensors, which have not changed."""
     pieces: list[MemoryRange] = []
     offsets: list[int] = []
     end = 0
@@ -73,7 +72,7 @@ def encode_again(parcel: Parcel, tensors: Sequence[Tensor], attachments: Attachm
 def row(
     value: tuple[Tensor | None, ...], specs: Sequence[TensorSpec], packet: Attachment
 ) -> Parcel:
-    """The parcel of a row whose bytes lie in a packet already."""
+    """The parcel of a row of tensors from a packet that holds its bytes already."""
     return Parcel(take_apart(value, "")[0], tuple(specs), packet)
 
 
@@ -85,7 +84,7 @@ def tensors_in(value: Any, root: str) -> list[Tensor]:
 def decode(
     parcel: Parcel, attachments: Attachments, device: torch.device
 ) -> tuple[Any, list[Tensor]]:
-    """Rebuild a parcel's value on ``device``, in memory that is the receiver's to write to.
+    """Rebuild a parcel's value on ``device``, in memory that the receiver may write to.
 
     Returns:
         The value, and its tensors in the order of the specs.
@@ -100,22 +99,23 @@ def unpack(
     device: torch.device,
     rows: Sequence[int] | None = None,
 ) -> list[Tensor]:
-    """The tensors of a parcel alone, without the value around them; by default all, else those of
-    some rows.
+    """The tensors of a parcel without the value around them: all, or those with the numbers
+    ``rows``.
     """
     if rows is not None and [*rows] != [*range(len(parcel.specs))]:
         parcel = parcel._replace(specs=tuple([parcel.specs[number] for number in rows]))
     if not parcel.specs:
         return []
-    here = devices.is_cpu(device)
-    if here and type(parcel.packet) is bytes and (small := read_small(parcel)) is not None:
-        return small
-    own = attachments.take(parcel.packet) if here else None
-    read = (
-        devices.in_place(own)
-        if own is not None
-        else devices.reader(attachments.open(parcel.packet), device)
-    )
+    on_cpu = devices.is_cpu(device)
+    if on_cpu and type(parcel.packet) is bytes:
+        small = read_small(parcel)
+        if small is not None:
+            return small
+    own = attachments.take(parcel.packet) if on_cpu else None
+    if own is not None:
+        read = devices.in_place(own)
+    else:
+        read = devices.reader(attachments.open(parcel.packet), device)
     tensors = [rebuild(spec, read, device) for spec in parcel.specs]
     for tensor, spec in zip(tensors, parcel.specs, strict=True):
         if spec.requires_grad:

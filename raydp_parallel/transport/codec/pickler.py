@@ -1,5 +1,5 @@
-"""What pickle needs help with: the process's own streams, and objects whose `__getattr__` asks
-another object.
+"""A pickler for values that cloudpickle does not handle: standard streams, and objects with a
+`__getattr__` that asks another object.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import cloudpickle
 _STREAMS = ("stdout", "stderr", "stdin")
 _NAMES: dict[Any, str] = {"<stdin>": "stdin", "<stdout>": "stdout", "<stderr>": "stderr"}
 _NAMES |= {0: "stdin", 1: "stdout", 2: "stderr"}
-"""What such a stream is called where it was opened: by Python itself, or by its number."""
+"""The names that standard streams have when Python opened them, or when a number did."""
 
 _HOOKS = (
     "__setstate__",
@@ -31,18 +31,18 @@ _HOOKS = (
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Cloudpickle's, with that help."""
+    """Cloudpickle's pickler, extended by the values that this file handles."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
 
     def reducer_override(self, value: Any) -> Any:
-        """How a value is pickled that pickle cannot take itself."""
+        """The reduction of a value that pickle cannot handle itself."""
         name = stream_name(value)
         if name is not None:
             return _stream, (name,)
         kind: Any = type(value)
-        # a class goes by its name, whatever its metaclass asks
+        # a class is pickled by its name, even if its metaclass has a `__getattr__`
         if not isinstance(value, type) and _delegates(kind):
             return copyreg.__newobj__, (kind,), _state(value), None, None, _set_state  # type: ignore[attr-defined]
         if kind is logging.StreamHandler:
@@ -55,15 +55,14 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def stream_name(value: Any) -> str | None:
-    """Which of the process's own streams a value is, ``"stdout"``, ``"stderr"`` or ``"stdin"``;
-    None if none.
+    """The name of a standard stream, ``"stdout"``, ``"stderr"`` or ``"stdin"``; None for any other
+    value.
     """
     for name in _STREAMS:
-        if value is not None and (
-            value is getattr(sys, name) or value is getattr(sys, f"__{name}__")
-        ):
+        known = (getattr(sys, name), getattr(sys, f"__{name}__"))
+        if value is not None and any(value is stream for stream in known):
             return name
-    # behind one that a notebook, a test or Ray has put in its place
+    # the original stream, where a notebook, a test or Ray has replaced it
     if type(value) is io.TextIOWrapper:
         return _NAMES.get(getattr(value, "name", None))
     return None
@@ -75,22 +74,22 @@ def _stream(name: str) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _delegates(kind: Any) -> bool:
-    """Whether unpickling asks an object's own `__getattr__` for `__setstate__`, when it has nothing
-    to ask yet.
+    """Whether unpickling calls an object's own `__getattr__` for `__setstate__`, at a time when the
+    object has no attributes yet.
     """
-    if kind.__new__ is not object.__new__ and not _is_pythons(kind.__new__):
+    if kind.__new__ is not object.__new__ and not _is_python_function(kind.__new__):
         return False  # a list, a dict, or another type that keeps its contents in C
     inherited = object.__dict__
-    own = all(getattr(kind, name, None) in (None, inherited.get(name)) for name in _HOOKS)
-    return own and any("__getattr__" in vars(base) for base in kind.__mro__)
+    no_hooks = all(getattr(kind, name, None) in (None, inherited.get(name)) for name in _HOOKS)
+    return no_hooks and any("__getattr__" in vars(base) for base in kind.__mro__)
 
 
-def _is_pythons(function: Any) -> bool:
+def _is_python_function(function: Any) -> bool:
     return hasattr(function, "__code__")
 
 
 def _state(value: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The attributes of an object, and what is in its slots, past its own `__getattr__`."""
+    """An object's attributes and the values of its slots, read without its own `__getattr__`."""
     slots = {}
     for name in copyreg._slotnames(type(value)):  # type: ignore[attr-defined]
         with contextlib.suppress(AttributeError):
@@ -102,7 +101,7 @@ def _state(value: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _set_state(value: Any, state: Any) -> None:
-    """Give an object its attributes, past its own `__setattr__`."""
+    """Set an object's attributes without its own `__setattr__`."""
     attributes, slots = state if isinstance(state, tuple) else (state, {})
     if attributes:
         object.__getattribute__(value, "__dict__").update(attributes)

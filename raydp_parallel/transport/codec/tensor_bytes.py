@@ -28,7 +28,7 @@ DTYPE_NAMES = {d: name for name, d in DTYPES.items()}
 _PLAIN = (Tensor, nn.Parameter)
 
 _FEW = 16
-"""Of so many tensors it is found out soon that they are not small together."""
+"""The most tensors that are tried as small ones; more would take long to look through."""
 
 _COMPRESSED = {
     torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
@@ -41,8 +41,8 @@ _COMPRESSED = {
 def write(
     tensor: Tensor, pieces: list[MemoryRange], offsets: list[int], end: int
 ) -> tuple[TensorSpec, int]:
-    """Append a tensor's bytes to the pieces; returns its spec, and where the next one's may
-    begin.
+    """Append a tensor's bytes to the pieces; returns its spec, and the offset of the next
+    tensor.
     """
     if (
         tensor.layout is not torch.strided
@@ -57,14 +57,9 @@ def write(
     flat = compact(tensor)
     if cls is not None:
         flat = flat.as_subclass(Tensor)
-    spec = TensorSpec(
-        DTYPE_NAMES[flat.dtype],
-        tuple(flat.shape),
-        flat.stride(),
-        end,
-        False,
-        pack_class(cls) if cls else None,
-    )
+    spec = spec_of(flat, end)
+    if cls is not None:
+        spec = spec._replace(cls=pack_class(cls))
     if flat.numel():
         pieces.append(devices.piece(flat))
         offsets.append(end)
@@ -75,8 +70,8 @@ def write(
 def write_small(
     tensors: Sequence[Tensor], attachments: Attachments, requires_grad: bool
 ) -> tuple[tuple[TensorSpec, ...], bytes] | None:
-    """Specs and bytes of a few small and plain tensors, by the shortest way there is; None if there
-    are others.
+    """Specs and bytes of a few small and plain tensors, in the fewest steps; None if a tensor is
+    large or not plain.
     """
     specs, runs, end = [], [], 0
     if len(tensors) > _FEW:
@@ -110,31 +105,29 @@ def write_small(
 
 
 def read_small(parcel: Parcel) -> list[Tensor] | None:
-    """The tensors of a parcel whose bytes lie in the message, by the shortest way; None if some are
-    not plain.
+    """The tensors of a parcel with its bytes in the message, in the fewest steps; None if a tensor
+    is not plain.
     """
     begin, tensors = address_of(parcel.packet), []
     for spec in parcel.specs:
         if spec.layout != "strided" or spec.cls is not None:
             return None
-        # The device by name, here and wherever a tensor is made: the caller may have set another
-        # default.
-        tensor = torch.empty_strided(
-            spec.shape, spec.stride, dtype=DTYPES[spec.dtype], device="cpu"
-        )
+        # The device is named, as wherever a tensor is made: the caller may have set a default.
+        dtype = DTYPES[spec.dtype]
+        tensor = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device="cpu")
         ctypes.memmove(tensor.data_ptr(), begin + spec.offset, tensor.nbytes)
         tensors.append(tensor.requires_grad_() if spec.requires_grad else tensor)
     return tensors
 
 
 class RowLayout(NamedTuple):
-    """How a row of plain tensors lies in a packet.
+    """The layout of a row of plain tensors in a packet.
 
     Attributes:
-        specs: Their specs.
-        sizes: Their bytes.
-        offsets: Where each begins.
-        end: Bytes of the packet.
+        specs: The specs of the tensors.
+        sizes: The size of each in bytes.
+        offsets: The first byte of each.
+        end: The size of the packet in bytes.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -144,13 +137,13 @@ class RowLayout(NamedTuple):
 
 
 def write_row(tensors: Sequence[Tensor]) -> tuple[RowLayout, list[MemoryRange]] | None:
-    """Specs and bytes of many plain tensors, such as a model's gradients; None if there are others
-    among them.
+    """Specs and bytes of many plain tensors, such as a model's gradients; None if a tensor is not
+    plain.
 
-    What follows from shapes and dtypes alone is worked out once: each step has the same.
+    The layout follows from shapes and dtypes alone and is cached, because each step has the same.
     """
     plain = {*map(type, tensors)} <= {*_PLAIN} and {*map(_layout, tensors)} == {torch.strided}
-    if not plain or any(any(map(asked, tensors)) for asked in _SPECIAL):
+    if not plain or any(any(map(test, tensors)) for test in _SPECIAL):
         return None
     row = _row(tuple(map(_geometry, tensors)), tuple(map(Tensor.stride, tensors)))
     if row is None:
@@ -160,21 +153,19 @@ def write_row(tensors: Sequence[Tensor]) -> tuple[RowLayout, list[MemoryRange]] 
     return row, [*map(devices.piece, tensors)]
 
 
-_layout, _device, _geometry = (
-    attrgetter("layout"),
-    attrgetter("device"),
-    attrgetter("shape", "dtype"),
-)
+_layout = attrgetter("layout")
+_device = attrgetter("device")
+_geometry = attrgetter("shape", "dtype")
 _SPECIAL: tuple[Callable[[Tensor], bool], ...] = (
     *map(attrgetter, ("requires_grad", "is_nested", "is_quantized", "is_meta")),
     *(Tensor.is_conj, Tensor.is_neg, Tensor._is_zerotensor),
 )
-"""What is true of no tensor whose values are its bytes, and which is in no graph."""
+"""Tests that are all false for a tensor that is plain bytes and is in no graph."""
 
 
 @functools.lru_cache(maxsize=64)
 def _row(kinds: tuple[Any, ...], strides: tuple[tuple[int, ...], ...]) -> RowLayout | None:
-    """The row for some geometries, None if a tensor among them is no run of bytes."""
+    """The layout for some shapes, dtypes and strides; None if a tensor is empty or has gaps."""
     specs, sizes, end = [], [], 0
     for (shape, dtype), stride in zip(kinds, strides, strict=True):
         size = math.prod(shape) * dtype.itemsize
@@ -207,9 +198,16 @@ def _write_composed(
         spec, end = write(part, pieces, offsets, end)
         specs.append(spec)
     shape = () if layout == "nested" else tuple(tensor.shape)
-    return TensorSpec(
-        DTYPE_NAMES[tensor.dtype], shape, (), end, False, None, layout, tuple(specs), extra
-    ), end
+    spec = TensorSpec(
+        dtype=DTYPE_NAMES[tensor.dtype],
+        shape=shape,
+        stride=(),
+        offset=end,
+        layout=layout,
+        parts=tuple(specs),
+        extra=extra,
+    )
+    return spec, end
 
 
 def _components(tensor: Tensor) -> tuple[str, list[Tensor], Any]:
@@ -225,18 +223,18 @@ def _components(tensor: Tensor) -> tuple[str, list[Tensor], Any]:
 
 
 def _saved(tensor: Tensor) -> TensorSpec:
-    """What has no plainer form (quantized tensors, wrapper subclasses) travels as torch itself
-    would save it.
+    """A spec that holds a tensor as `torch.save` writes it, for those without a simpler form
+    (quantized tensors, wrapper subclasses).
     """
     file = io.BytesIO()
-    torch.save(tensor.detach().clone(), file)  # not the whole storage that it may be a slice of
+    torch.save(tensor.detach().clone(), file)  # a clone, so that the storage holds no other tensors
     return TensorSpec(DTYPE_NAMES[tensor.dtype], (), (), 0, layout="saved", extra=file.getvalue())
 
 
 def rebuild(
     spec: TensorSpec, read: Callable[[TensorSpec, torch.dtype], Tensor], device: torch.device
 ) -> Tensor:
-    """The tensor of a spec, of parts that ``read`` makes."""
+    """The tensor of a spec; ``read`` makes each strided part."""
     dtype = DTYPES[spec.dtype]
     if spec.layout == "strided":
         tensor = read(spec, dtype)
@@ -250,14 +248,14 @@ def rebuild(
             parts, layout=torch.jagged if spec.extra else torch.strided, device=parts[0].device
         )
     if spec.layout == "sparse_coo":
-        coalesced, place = spec.extra, parts[1].device
+        indices, values = parts
         return torch.sparse_coo_tensor(
-            parts[0],
-            parts[1],
+            indices,
+            values,
             spec.shape,
-            is_coalesced=coalesced,
+            is_coalesced=spec.extra,
             check_invariants=False,
-            device=place,
+            device=values.device,
         )
     outer, inner, values = parts
     layout = getattr(torch, spec.layout)
@@ -267,9 +265,7 @@ def rebuild(
 
 
 def compact(tensor: Tensor) -> Tensor:
-    """A strided tensor whose bytes are one run: itself, or a copy that keeps the order of its
-    strides.
-    """
+    """The tensor with its bytes in one run: itself, or a copy with the same order of strides."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
@@ -286,8 +282,8 @@ def spec_of(tensor: Tensor, offset: int = 0) -> TensorSpec:
 
 
 def pack_class(cls: type) -> bytes:
-    """A tensor class for a spec. Messages are pickled plainly, for speed; a class may need more
-    than that.
+    """A tensor class as bytes for a spec, by cloudpickle. Messages are pickled without cloudpickle,
+    for speed.
     """
     data: bytes = cloudpickle.dumps(cls)
     return data

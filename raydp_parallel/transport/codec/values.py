@@ -1,6 +1,6 @@
-"""Values around tensors: pickled skeletons, in which a tensor's number stands for it.
+"""Values without their tensors: pickled skeletons, in which a number stands for each tensor.
 
-Tensors are found wherever pickle reaches, in a user's own objects too, and each is found once.
+Tensors are found wherever pickle reaches, also in objects of the user's classes, and each once.
 """
 
 from __future__ import annotations
@@ -20,23 +20,22 @@ _ALONE = b""
 """The skeleton of a value that is one tensor."""
 
 _ROW = b"*"
-"""Begins the skeleton of a tuple of tensors and Nones; a byte for each says which. No pickle begins
-so.
+"""The first byte of the skeleton of a tuple of tensors and Nones; a byte for each says which it is.
+No pickle begins with this byte.
 """
 
 _ROW_OF_ONE = _ROW + bytes([True])
 
 
 def take_apart(value: Any, root: str) -> tuple[bytes, list[Tensor]]:
-    """A value's skeleton and its tensors; ``root`` is what an error calls it."""
+    """A value's skeleton and its tensors; ``root`` names the value in an error."""
     if type(value) is Tensor:
         return _ALONE, [value]
     if type(value) is tuple and len(value) == 1 and type(value[0]) is Tensor:
         return _ROW_OF_ONE, [value[0]]
     if type(value) is tuple and is_row(value):
-        return _ROW + bytes([part is not None for part in value]), [
-            part for part in value if part is not None
-        ]
+        present = bytes([part is not None for part in value])
+        return _ROW + present, [part for part in value if part is not None]
     file = io.BytesIO()
     pickler = _ValuePickler(file)
     try:
@@ -47,9 +46,7 @@ def take_apart(value: Any, root: str) -> tuple[bytes, list[Tensor]]:
 
 
 def load(parcel: Parcel, tensors: Sequence[Any]) -> Any:
-    """The value around ``tensors``, which may have been replaced by others since they were
-    unpacked.
-    """
+    """The value of a parcel with ``tensors``, which may be others than those that were unpacked."""
     if parcel.skeleton == _ALONE:
         return tensors[0]
     if parcel.skeleton[:1] == _ROW:
@@ -59,7 +56,7 @@ def load(parcel: Parcel, tensors: Sequence[Any]) -> Any:
 
 
 def in_rows(parcels: Sequence[Parcel | None]) -> bool:
-    """Whether all hold a tensor, or all a row of them, with tensors and Nones in the same
+    """Whether all parcels hold one tensor, or all hold a tuple with tensors and Nones in the same
     places.
     """
     kinds = {parcel.skeleton if parcel is not None else None for parcel in parcels}
@@ -68,7 +65,7 @@ def in_rows(parcels: Sequence[Parcel | None]) -> bool:
 
 
 def is_row(value: tuple[Any, ...]) -> bool:
-    """Whether a tuple holds plain tensors, each another, and Nones, and nothing else."""
+    """Whether a tuple holds only plain tensors, no two the same, and Nones."""
     tensors = [part for part in value if part is not None]
     return {*map(type, tensors)} <= {Tensor} and len({*map(id, tensors)}) == len(tensors)
 
@@ -108,8 +105,8 @@ def _picklable(value: Any) -> bool:
 def unsendable(
     value: Any, path: str, error: Exception, picklable: Callable[[Any], bool]
 ) -> TransferError:
-    """The error for a value that pickle refused, with the path to the innermost part that it
-    refuses.
+    """The error for a value that cannot be pickled, with the path to the innermost part that
+    cannot.
     """
     seen: set[int] = set()
     while id(value) not in seen:
@@ -128,10 +125,10 @@ def unsendable(
 def _parts(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, nn.Module):
         children = {**value._parameters, **value._buffers, **value._modules}
-        plain = {
-            k: v for k, v in vars(value).items() if k not in ("_parameters", "_buffers", "_modules")
-        }
-        return [(f".{name}", part) for name, part in {**children, **plain}.items()]
+        attributes = dict(vars(value))
+        for name in ("_parameters", "_buffers", "_modules"):
+            attributes.pop(name, None)
+        return [(f".{name}", part) for name, part in {**children, **attributes}.items()]
     if isinstance(value, dict):
         return [(f"[{key!r}]", part) for key, part in value.items()]
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -1,14 +1,14 @@
-"""What replicas do among themselves: sum gradients, and pass contents on. The replica's side.
+"""Groups of replicas, which sum gradients and pass weights on among themselves. The replica's side.
 
-A group is one of `torch.distributed`'s, made directly: with a store of its own, and never the
-process's default group, so that a user's own groups keep working. A group is of use as long as all
-its members are: if one fails to do its part, the others hear it, from their sockets or from the
-driver, and leave too. Nothing depends on a group but time, for each member can answer without it.
+A group is a process group of `torch.distributed`, made directly: with a store of its own, and never
+the process's default group, so that a user's own groups keep working. A group works as long as all
+its members do: if one member fails, the others learn that from their sockets or from the driver,
+and leave too. Groups only save time: each member can answer without them.
 
-Gradients of replicas on GPUs are summed there, by nccl, if each has a GPU of its own. Contents are
-passed on in the machine's memory, by gloo, also among GPUs: there a replica keeps the driver's
-bytes, so as to put back what a forward writes, and a second copy of all weights on the GPU would be
-too much.
+Gradients of replicas on GPUs are summed there, by nccl, if each has a GPU of its own. Weights are
+passed on in the machine's memory, by gloo, also among GPUs: a replica keeps the driver's bytes
+there, to restore what a forward writes, and a second copy of all weights would need too much of the
+GPU's memory.
 """
 
 from __future__ import annotations

@@ -1,20 +1,19 @@
-"""What groups are made of: gloo, which works in the machine's memory, and nccl, which works in that
-of GPUs.
+"""The two backends of groups: gloo in the machine's memory, and nccl in the memory of GPUs.
 
-[Note: what waits for whom]
-With gloo an operation is done when the host sees it done: what comes next is asked for after that.
-With nccl it is only put on a stream, and what comes next is put behind it, without the host: first
-the exchange of a sum, then its additions, then the way to the root, one sum after the other, so
-that all members have the same order whatever their backward does. All that happens on a stream of
-the group's own, beside backward. It begins behind the streams on which the gradients were made, and
-only what is done with the sums comes behind it. Where a group breaks nothing comes behind it, so
-that whatever may still lie on that stream holds nobody up.
+[Note: the order of operations]
+A gloo operation is done when the host sees that it is done, and the next one is begun after that.
+An nccl operation is only put on a stream, and the next one is put behind it without the host: first
+the exchange of a sum, then its additions, then the gather to the root, one sum after the other. So
+all members have the same order whatever their backward does. All of this runs on a stream of the
+group, beside backward. It begins behind the streams that computed the gradients, and only work with
+the sums waits for it. If a group breaks, no work waits for that stream, so operations that hang
+there delay nothing.
 
-[Note: who tells a member to leave]
-A member that waits for one that died hears of that from gloo's sockets, if they are closed, and
-from nccl not at all: a kernel waits for ever. So it looks up now and then whether it was told to
-leave. The driver does so, by a call of its own that waits behind no other, as soon as it knows of a
-death, or of a member that could not do its part.
+[Note: how a member learns that it has to leave]
+A member that waits for a member that died learns of that from gloo's sockets, if they are closed;
+an nccl kernel waits for ever. So a member that waits checks regularly whether it was told to leave.
+The driver tells it, by a call that waits behind no other call, as soon as it knows of a death, or
+of a member that could not take part.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ from raydp_parallel.transport.group_messages import JoinGroup
 
 log = logging.getLogger("raydp_parallel")
 
-# torch's stubs leave out most of what it takes to make a group of one's own
+# torch's stubs lack most of what is needed to make a group directly
 dist: Any = distributed
 
 _LEAST = 0.001
-"""Seconds that the last of a row of operations is waited for, however late it is."""
+"""Least time in seconds to wait for an operation, also when its deadline has passed."""
 
-_LOOK = 0.1
-"""Seconds after which one that waits looks whether it was told to leave."""
+_CHECK_INTERVAL = 0.1
+"""Seconds after which a member that waits checks whether it was told to leave."""
 
-_TURN, _LONGEST_TURN = 0.0001, 0.002
-"""Seconds between two looks whether a GPU is done, which grow."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0001, 0.002
+"""Seconds between two checks whether a GPU is done; the pause doubles up to the longest."""
 
 _NCCL = {
     # Errors and late operations are ours to handle: torch would end the process.
@@ -59,23 +58,21 @@ _NCCL = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
 }
-"""What torch reads of the environment when it makes a group."""
+"""Variables of the environment that torch reads when it makes a group."""
 
 
 class Left(RuntimeError):
-    """This process is no member any more."""
+    """This process is no longer a member of the group."""
 
 
 class Operation(Protocol):
-    """Something that members do together, on its way."""
+    """An operation of all members that has begun."""
 
     def ready(self) -> bool:
-        """Whether what comes next may be asked for now, without waiting."""
+        """Whether the next operation may begin now, without waiting."""
 
     def follow(self, until: float) -> None:
-        """Let what is asked for next come behind it. Raises `RuntimeError` if it failed, or is
-        late.
-        """
+        """Let later work wait for it. Raises `RuntimeError` if it failed, or is late."""
 
     def finish(self, until: float) -> None:
         """Wait until it is done. Raises `RuntimeError` if it failed, or is late."""
@@ -85,40 +82,40 @@ class GroupBackend(Protocol):
     """One member's end of a group."""
 
     def connect(self) -> None:
-        """Find the others, as far as that was not done when it was made. Others may call `leave`
-        meanwhile.
+        """Connect to the other members, if the constructor has not done so. Another thread may call
+        `leave` meanwhile.
         """
 
     def near(self, tensor: Tensor) -> Tensor:
-        """A tensor of this device where the backend works."""
+        """A tensor of this device in the memory that the backend works in."""
 
     def aside(self, tensor: Tensor) -> contextlib.AbstractContextManager[None]:
-        """A block in which operations on a tensor that is there now are begun, and what follows
-        them is computed.
+        """A block in which operations on a computed tensor begin, and in which work on their
+        results runs, beside the current stream.
         """
 
     def rejoin(self) -> None:
-        """Let what is computed from now on come behind what was computed aside."""
+        """Let later work of the current stream wait for the work done aside."""
 
     def broadcast(self, tensor: Tensor, root: int, patience: float) -> Operation:
-        """Begin to copy the root's tensor into those of the others."""
+        """Begin to copy the root's tensor to the tensors of the other members."""
 
     def exchange(self, parts: Tensor, whole: Tensor, patience: float) -> Operation:
-        """Begin to give each member its part of this one's ``whole``, and to collect those for this
-        one.
+        """Begin to send each member its part of this member's ``whole``, and to receive the parts
+        for this member.
         """
 
     def gather(self, whole: Tensor, part: Tensor, root: int, patience: float) -> Operation:
-        """Begin to bring each member's part into the root's ``whole``."""
+        """Begin to copy each member's part into the root's ``whole``."""
 
     def leave(self) -> None:
-        """End it, from any thread and at any moment. Who waits here is told so; others see or are
-        told it, too.
+        """Leave the group, from any thread and at any time. A thread that waits here gets `Left`;
+        the other members find out from their sockets or from the driver.
         """
 
 
 class _GlooWork:
-    """An operation of gloo's."""
+    """A gloo operation."""
 
     def __init__(self, work: Any, backend: Gloo) -> None:
         self._work = work
@@ -134,16 +131,16 @@ class _GlooWork:
         while True:
             left = until - time.monotonic()
             try:
-                self._work.wait(timedelta(seconds=min(max(_LEAST, left), _LOOK)))
+                seconds = min(max(_LEAST, left), _CHECK_INTERVAL)
+                self._work.wait(timedelta(seconds=seconds))
                 return
             except RuntimeError:
                 self._backend.check()
                 if self._work.is_completed():
-                    # It failed, or it was done between the end of this wait and now. Asked again it
-                    # says which.
-                    self._work.wait(timedelta(seconds=_LOOK))
+                    # It failed, or finished after this wait had ended: another wait tells which.
+                    self._work.wait(timedelta(seconds=_CHECK_INTERVAL))
                     return
-                if left <= _LOOK:
+                if left <= _CHECK_INTERVAL:
                     raise
 
 
@@ -151,9 +148,9 @@ class Gloo:
     """A group in the machine's memory.
 
     Args:
-        join: What the driver said of it.
-        address: This process's address, for the network that the others are on.
-        store: Where members find each other.
+        join: The driver's request.
+        address: This process's address in the network of the other members.
+        store: The store by which members find each other.
     """
 
     def __init__(self, join: JoinGroup, address: str, store: Any) -> None:
@@ -163,8 +160,7 @@ class Gloo:
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         options._timeout = timedelta(seconds=join.patience)
         options._threads = 2
-        # Parts of one sum go to the root while those of the next are exchanged, here sooner and
-        # there later.
+        # Two groups: one member may gather a sum while another still exchanges the next one.
         prefixes = [join.group, join.group + "+"][: 1 if join.size == 2 else 2]
         self._groups = [
             dist.ProcessGroupGloo(dist.PrefixStore(prefix, store), join.rank, join.size, options)
@@ -172,7 +168,7 @@ class Gloo:
         ]
 
     def connect(self) -> None:
-        """They were found."""
+        """Nothing: the constructor has connected."""
 
     def near(self, tensor: Tensor) -> Tensor:
         return tensor.cpu()
@@ -181,24 +177,21 @@ class Gloo:
         return contextlib.nullcontext()
 
     def rejoin(self) -> None:
-        """Nothing was computed aside."""
+        """Nothing: no work is done aside."""
 
     def broadcast(self, tensor: Tensor, root: int, patience: float) -> Operation:
-        return self._begin(
-            0, "broadcast", _options(dist.BroadcastOptions(), patience, root), [tensor]
-        )
+        options = _options(dist.BroadcastOptions(), patience, root)
+        return self._begin(0, "broadcast", options, [tensor])
 
     def exchange(self, parts: Tensor, whole: Tensor, patience: float) -> Operation:
-        return self._begin(
-            0, "alltoall_base", _options(dist.AllToAllOptions(), patience), parts, whole, [], []
-        )
+        tensors: tuple[Any, ...] = (parts, whole, [], [])
+        return self._begin(0, "alltoall_base", _options(dist.AllToAllOptions(), patience), *tensors)
 
     def gather(self, whole: Tensor, part: Tensor, root: int, patience: float) -> Operation:
         group = self._group(1)
         into = [[*whole.chunk(group.size())]] if group.rank() == root else []
-        return self._begin(
-            1, "gather", _options(dist.GatherOptions(), patience, root), into, [part]
-        )
+        options = _options(dist.GatherOptions(), patience, root)
+        return self._begin(1, "gather", options, into, [part])
 
     def _begin(self, which: int, verb: str, options: Any, *tensors: Any) -> Operation:
         work = getattr(self._group(which), verb)(*tensors, options)
@@ -219,47 +212,47 @@ class Gloo:
         groups, self._groups = self._groups, []
         begun, self._begun = self._begun, []
         if all(work.is_completed() for work in begun):
-            groups.clear()  # with the sockets
+            groups.clear()  # closes the sockets
             return
-        # Their end waits for what is under way, which ends with the sockets of others, or when its
-        # time is over.
+        # The destructor waits for operations in flight. Those end when other members close their
+        # sockets, or by their timeout.
         threading.Thread(target=groups.clear, name="raydp-leaving", daemon=True).start()
 
 
 class _NcclWork:
-    """An operation of nccl's, on its stream."""
+    """An nccl operation on its stream."""
 
     def __init__(self, work: Any, backend: Nccl) -> None:
         self._work = work
         self._backend = backend
 
     def ready(self) -> bool:
-        return True  # what comes next is put behind it
+        return True  # the next operation is put behind it
 
     def follow(self, until: float) -> None:
-        self._work.synchronize()  # the stream waits, and not the host
+        self._work.synchronize()  # only the stream waits
 
     def finish(self, until: float) -> None:
-        # Torch's own wait counts its time from the beginning of the operation, and does not hear of
-        # `leave`.
-        pause = _TURN
+        # Torch's own wait counts its time from the beginning of the operation, and `leave` does not
+        # end it.
+        pause = _FIRST_PAUSE
         while not self._work.is_completed():
             self._backend.check()
             if time.monotonic() > until:
                 raise RuntimeError("others did not do their part in time")
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_TURN)
-        self._backend.check()  # what is aborted ends, too
-        self._work.wait(timedelta(seconds=_LOOK))  # raises what went wrong
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        self._backend.check()  # aborted operations are completed too
+        self._work.wait(timedelta(seconds=_CHECK_INTERVAL))  # raises the operation's error
 
 
 class Nccl:
-    """A group in the memory of GPUs, of which no two may be the same.
+    """A group in the memory of GPUs. Each member needs a GPU of its own.
 
     Args:
-        join: What the driver said of it.
-        device: This process's.
-        store: Where members find each other.
+        join: The driver's request.
+        device: This process's GPU.
+        store: The store by which members find each other.
     """
 
     def __init__(self, join: JoinGroup, device: torch.device, store: Any) -> None:
@@ -289,9 +282,8 @@ class Nccl:
         return self._begin("broadcast", _options(dist.BroadcastOptions(), patience, root), [tensor])
 
     def exchange(self, parts: Tensor, whole: Tensor, patience: float) -> Operation:
-        return self._begin(
-            "alltoall_base", _options(dist.AllToAllOptions(), patience), parts, whole, [], []
-        )
+        tensors: tuple[Any, ...] = (parts, whole, [], [])
+        return self._begin("alltoall_base", _options(dist.AllToAllOptions(), patience), *tensors)
 
     def gather(self, whole: Tensor, part: Tensor, root: int, patience: float) -> Operation:
         group = self._group()
@@ -311,7 +303,7 @@ class Nccl:
             raise Left("this process has left the group")
 
     def leave(self) -> None:
-        self._left = True  # before anything ends early, so that nobody takes that for done
+        self._left = True  # before the abort, so that no thread takes an aborted operation for done
         groups, self._groups = self._groups, []
         if groups:
             threading.Thread(
@@ -320,7 +312,7 @@ class Nccl:
 
 
 def _abort(groups: list[Any]) -> None:
-    """End the kernels that wait for others. This may take as long as a GPU is busy."""
+    """End the kernels that wait for other members. This may take as long as a GPU is busy."""
     try:
         groups[0].abort()
     except RuntimeError as error:
@@ -330,8 +322,8 @@ def _abort(groups: list[Any]) -> None:
 
 @contextlib.contextmanager
 def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """Have some variables for the block, in which torch reads them: a user's own groups have
-    others.
+    """Set variables of the environment for the block in which torch reads them, and restore them
+    for the user's own groups.
     """
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)

@@ -1,4 +1,4 @@
-"""Groups of replicas, as one of them sees them."""
+"""One member's side of groups of replicas: joining, summing, copying and leaving."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from raydp_parallel.transport.collective.sums import Exchange, Pair, Summation
 from raydp_parallel.transport.group_messages import GroupKind, JoinGroup
 
 _GRACE = 2.0
-"""Seconds beyond its patience after which an attempt to make a group is left to itself."""
+"""Seconds beyond its patience after which an attempt to make a group is given up."""
 
 _MEMORY = 100
-"""Groups that this process knows to have left, so that it does not join one that is no more."""
+"""The number of left groups that are remembered, so that a late request does not join one again."""
 
 
 class Group:
-    """One group that this process is a member of.
+    """A group that this process is a member of.
 
     Args:
-        join: What the driver said of it.
-        backend: This process's end of it.
+        join: The driver's request.
+        backend: This process's end of the group.
     """
 
     def __init__(self, join: JoinGroup, backend: GroupBackend) -> None:
@@ -54,34 +54,38 @@ class Group:
         """Begin to sum a tensor of each member, whose length `padded` gives, for the root.
 
         Args:
-            tensor: The tensor; of no use afterwards, unless the group `spares` it.
-            root: Who gets the sum.
+            tensor: The tensor. Its values are lost, unless the group `spares` it.
+            root: The member that gets the sum.
             order: The members in the order in which their tensors are added.
-            patience: Seconds that the others may take.
-            into: In the root, where the sum is to be; ``tensor``, if the group does not spare that.
+            patience: Seconds that the other members may take.
+            into: In the root, the memory for the sum, used if the group `spares` tensors; by
+                default ``tensor``.
         """
         tensor = self._backend.near(tensor)
         if self.spares:
             return Pair(
-                self._backend, tensor, tensor if into is None else into, self.rank, root, patience
+                self._backend,
+                own=tensor,
+                into=tensor if into is None else into,
+                rank=self.rank,
+                root=root,
+                patience=patience,
             )
         return Exchange(self._backend, tensor, order, root, patience)
 
     @property
     def spares(self) -> bool:
-        """Whether `sum` leaves the members' tensors as they are, if the root says where the sum is
-        to be.
+        """Whether `sum` does not write to the members' tensors, if the root gives other memory for
+        the sum.
         """
         return self.size == 2
 
     def padded(self, length: int) -> int:
-        """The least length that `sum` can work with."""
+        """The least length, from ``length`` on, that `sum` accepts."""
         return -(-length // self.size) * self.size
 
     def probe(self, device: torch.device, patience: float) -> None:
-        """Sum a number of each member: the first operations open connections, and show whether all
-        this works.
-        """
+        """Sum a number of each member, to open the connections and to see that the group works."""
         mine = torch.full((self.padded(1),), self.rank + 1.0, device=device)
         total = self.sum(mine, 0, range(self.size), patience).finish(time.monotonic() + patience)
         expected = self.size * (self.size + 1) / 2
@@ -89,23 +93,23 @@ class Group:
             raise RuntimeError(f"the members' sum was {float(total[0])}, and not {expected}")
 
     def broadcast(self, tensor: Tensor, root: int, patience: float) -> Operation:
-        """Begin to copy the root's tensor into those of the others."""
+        """Begin to copy the root's tensor to the tensors of the other members."""
         return self._backend.broadcast(tensor, root, patience)
 
     def leave(self) -> None:
-        """Leave, from any thread. Who waits in this process for others does so no longer."""
+        """Leave the group, from any thread. Threads of this process that wait for members stop."""
         self._backend.leave()
 
 
 def wait(operations: Sequence[Operation], until: float) -> None:
-    """Wait for operations; raises `RuntimeError` if one failed, or is not done by then."""
+    """Wait for operations; raises `RuntimeError` if one failed, or is not done by ``until``."""
     for operation in operations:
         operation.finish(until)
 
 
 def _hosted(address: str, patience: float) -> Any:
-    """A new store that listens at one address. Torch by itself would listen at all that this
-    machine has.
+    """A new store that listens at one address. Torch's own would listen at all addresses of this
+    machine.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listening = socket.create_server((address, 0), family=family)
@@ -118,11 +122,11 @@ def _store(where: tuple[str, int], patience: float, **how: Any) -> Any:
 
 
 class _Attempt:
-    """A group in the making, in a thread of its own: what it waits for may never come.
+    """An attempt to make a group, in a thread of its own, because other members may never come.
 
     Args:
-        join: What the driver said of it.
-        address: This process's address, for the network that the others are on.
+        join: The driver's request.
+        address: This process's address in the network of the other members.
         store: The store, if this process hosts it.
         device: The device of this process.
     """
@@ -135,7 +139,7 @@ class _Attempt:
         self._given_up = False
         self._backend: GroupBackend | None = None
         arguments = join, address, store, device
-        # A thread has torch's own default device, whatever a user made that of others.
+        # A new thread has torch's original default device, which a user may have changed elsewhere.
         threading.Thread(
             target=self._run, args=arguments, name="raydp-joining", daemon=True
         ).start()
@@ -143,11 +147,11 @@ class _Attempt:
     def _run(self, join: JoinGroup, address: str, store: Any, device: torch.device) -> None:
         try:
             store = store or _store(join.store, join.patience)
-            backend: GroupBackend = (
-                Nccl(join, device, store)
-                if join.kind is GroupKind.NCCL
-                else Gloo(join, address, store)
-            )
+            backend: GroupBackend
+            if join.kind is GroupKind.NCCL:
+                backend = Nccl(join, device, store)
+            else:
+                backend = Gloo(join, address, store)
             with self._guard:
                 self._backend = backend
                 if self._given_up:
@@ -162,7 +166,7 @@ class _Attempt:
             self.over.set()
 
     def give_up(self) -> None:
-        """Wait for it no longer, and let it come to nothing."""
+        """Abandon the attempt: its group is left, also if it is made later."""
         with self._guard:
             self._given_up = True
             if self._backend is not None:
@@ -175,7 +179,7 @@ class Groups:
     """The groups that this process is a member of.
 
     Args:
-        address: This process's address, for the network that the others are on.
+        address: This process's address in the network of the other members.
         device: The device of this process.
     """
 
@@ -189,14 +193,14 @@ class Groups:
         self._gone: deque[str] = deque(maxlen=_MEMORY)
 
     def host(self, patience: float) -> tuple[str, int]:
-        """Let members of groups find each other here; returns where."""
+        """Host the store by which members of groups find each other; returns its address."""
         if self._host is None:
             self._host = _hosted(self.address, patience)
         return self.address, self._host.port
 
     def join(self, request: JoinGroup) -> str:
-        """Become a member, as soon as all others are there; returns what went wrong, empty if
-        nothing did.
+        """Become a member, as soon as all other members are there; returns the error's text, empty
+        on success.
         """
         hosted = self._host is not None and request.store == (self.address, self._host.port)
         with self._guard:
@@ -215,12 +219,12 @@ class Groups:
         return attempt.trouble
 
     def find(self, name: str) -> Group | None:
-        """A group, None if this process left it."""
+        """A group by its name, None if this process has left it."""
         return self._groups.get(name)
 
     def leave(self, name: str) -> None:
-        """Leave a group, if this process is in it or about to be. From any thread, also while
-        another waits in it.
+        """Leave a group, if this process is in it or is joining it. From any thread, also while
+        another one waits in it.
         """
         with self._guard:
             self._gone.append(name)

@@ -1,21 +1,22 @@
 """Sums of gradients among replicas, begun while backward still runs.
 
 [Note: the order of buckets]
-Gradients are packed into buckets, those of the last layers first, for backward comes to them first.
-All members must begin the same operations in the same order, and backward may come to the leaves in
-another order in each of them: so a bucket begins once all its gradients are there and all buckets
-before it have begun. What backward never comes to is zeros, at its end.
+Gradients are packed into buckets, those of the last layers first, because backward computes them
+first. All members must begin the same operations in the same order, but backward may compute the
+gradients in another order in each member. So a bucket begins once all its gradients are computed
+and all buckets before it have begun. A gradient that backward does not compute is zeros, at the end
+of backward.
 
 [Note: gradients that come twice]
-A leaf's gradient is taken when torch has added it up. If more is added afterwards (a reentrant
+A leaf's gradient is taken when torch has accumulated it. If more is added afterwards (a reentrant
 checkpoint runs a backward of its own inside, and a leaf may be used in two of them), the sum of
-that bucket is of no use: the member says so, the driver sums what each kept, and does not ask for
-an early beginning with this model any more.
+that bucket is wrong: the member reports it, the driver sums the gradients that each member kept,
+and requests no early beginning for this model any more.
 
 [Note: copies that are not made]
-A large gradient is a bucket of its own, and two members' need no packing: one sends it from where
-it lies, the other adds it to its own, into the packet for the driver. On a GPU, where copies are
-cheap, all are packed.
+A large gradient is a bucket of its own, and between two members it is not packed: one sends it
+without a copy, the other adds it to its own, into the packet for the driver. On a GPU, where copies
+are cheap, all gradients are packed.
 """
 
 from __future__ import annotations
@@ -39,22 +40,22 @@ from raydp_parallel.transport.links.link import Attachments, ReservedMemory
 from raydp_parallel.transport.messages import Parcel
 
 _BUCKET = 4 << 20
-"""Bytes after which a bucket is full. Smaller ones begin earlier, and cost more operations."""
+"""Bytes after which a bucket is full. Smaller buckets begin earlier, and cost more operations."""
 
 _FIRST = 1 << 20
-"""Bytes of the first one, which is small so that the network has something to do early."""
+"""Bytes of the first bucket, which is small so that the network is in use early."""
 
 NOTHING, SUMMED, APART = 0, 1, 2
 """Marks of a leaf, see `Reduced.marks`."""
 
 
 class Bucket(NamedTuple):
-    """Some leaves whose gradients travel together.
+    """Leaves with gradients that are summed together.
 
     Attributes:
-        rows: Which of the leaves that take part.
-        offsets: Where each begins in the bucket, in elements.
-        size: Elements of all.
+        rows: The numbers of these leaves among those that take part.
+        offsets: The offset of each in the bucket, in elements.
+        size: The number of elements of all.
         dtype: Their dtype.
     """
 
@@ -65,8 +66,8 @@ class Bucket(NamedTuple):
 
 
 def plan(leaves: Sequence[Tensor]) -> list[Bucket]:
-    """The buckets of some leaves: a function of their sizes and dtypes alone, so that all members
-    find the same.
+    """The buckets of some leaves. They depend on sizes and dtypes alone, so that all members have
+    the same buckets.
     """
     found: list[Bucket] = []
     rows: list[int] = []
@@ -92,30 +93,35 @@ def plan(leaves: Sequence[Tensor]) -> list[Bucket]:
 
 
 def fits(grad: Tensor, leaf: Tensor) -> bool:
-    """Whether a gradient can be summed with those of others by adding numbers in a row."""
+    """Whether a gradient can be summed in a bucket: it is plain, and has its leaf's shape and
+    dtype.
+    """
     plain = type(grad) is Tensor and grad.layout is torch.strided and not grad.is_nested
     return plain and grad.dtype == leaf.dtype and grad.shape == leaf.shape
 
 
-class _Shelf:
-    """Where the root's sums are made: in the packet that takes them to the driver, where the link
-    has room for one.
+class _SumMemory:
+    """Memory for the root's sums: the packet that is sent to the driver, where the link can reserve
+    one.
 
     Args:
         sizes: The bytes of each bucket.
-        back: What the sums travel by; None for who is not the root, or has them elsewhere.
+        back: The attachments of the answer; None in a member that is not the root, or on a GPU.
     """
 
     def __init__(self, sizes: Sequence[int], back: Attachments | None) -> None:
         self._sizes = sizes
         self.starts = [*itertools.accumulate(map(aligned, sizes), initial=0)]
-        self.room: ReservedMemory | None = back.room(self.starts[-1]) if back is not None else None
+        self.reserved: ReservedMemory | None = None
+        if back is not None:
+            self.reserved = back.room(self.starts[-1])
 
     def place(self, bucket: Bucket, number: int) -> Tensor | None:
-        """The memory for a bucket's sum; None if it may be anywhere."""
-        if self.room is None:
+        """The memory for a bucket's sum; None if none is reserved."""
+        if self.reserved is None:
             return None
-        run = MemoryRange(self.room.address + self.starts[number], self._sizes[number], self.room)
+        address = self.reserved.address + self.starts[number]
+        run = MemoryRange(address, self._sizes[number], self.reserved)
         return devices.view(run).view(bucket.dtype)
 
 
@@ -124,28 +130,29 @@ class Reducer:
 
     Args:
         group: The group.
-        word: What the driver asks for.
+        request: The driver's request.
         leaves: The leaves of the graph.
-        back: What the root's sums travel by.
+        back: The attachments of the answer, which the root's sums are sent with.
     """
 
     def __init__(
-        self, group: Group, word: Reduce, leaves: Sequence[Tensor], back: Attachments
+        self, group: Group, request: Reduce, leaves: Sequence[Tensor], back: Attachments
     ) -> None:
         self._group = group
-        self._word = word
-        self._leaves = [leaves[i] for i in word.leaves]
+        self._request = request
+        self._leaves = [leaves[i] for i in request.leaves]
         self._buckets = plan(self._leaves)
         self._marks = bytearray(len(self._leaves))
         self._waiting = [len(bucket.rows) for bucket in self._buckets]
         self._bucket_of = {row: k for k, bucket in enumerate(self._buckets) for row in bucket.rows}
-        self._there: set[int] = set()
+        self._computed: set[int] = set()
         device = self._leaves[0].device
         self._makers = devices.Makers(device)
         self._back = back
         sizes = [group.padded(bucket.size) * bucket.dtype.itemsize for bucket in self._buckets]
-        self._is_root = group.rank == word.root
-        self._shelf = _Shelf(sizes, back if self._is_root and devices.is_cpu(device) else None)
+        self._is_root = group.rank == request.root
+        in_packet = self._is_root and devices.is_cpu(device)
+        self._memory = _SumMemory(sizes, back if in_packet else None)
         self._lent: list[tuple[Tensor, int]] = []
         self._sums: list[Summation] = []
         self._flat: list[Tensor] = []
@@ -160,14 +167,12 @@ class Reducer:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Begin with each bucket as soon as torch has added up its gradients."""
+        """Within this block, begin each bucket as soon as torch has accumulated its gradients."""
         hooks = []
-        if self._word.overlap:
-            hooks = [
-                leaf.register_post_accumulate_grad_hook(self._hook(row))
-                for row, leaf in enumerate(self._leaves)
-                if leaf.is_leaf
-            ]
+        if self._request.overlap:
+            for row, leaf in enumerate(self._leaves):
+                if leaf.is_leaf:
+                    hooks.append(leaf.register_post_accumulate_grad_hook(self._hook(row)))
         try:
             yield
         finally:
@@ -178,17 +183,17 @@ class Reducer:
         return lambda _leaf: self._arrived(row)
 
     def _arrived(self, row: int) -> None:
-        if row in self._there:
+        if row in self._computed:
             self._spoiled |= self._bucket_of[row] < len(self._sums)
             return
-        self._there.add(row)
+        self._computed.add(row)
         self._makers.note()
         self._waiting[self._bucket_of[row]] -= 1
         try:
             while not self._failed and self._more() and not self._waiting[len(self._sums)]:
                 self._begin(lambda row: self._leaves[row].grad)
         except RuntimeError:
-            self._failed = True  # the group broke: backward goes on
+            self._failed = True  # the group is broken: backward continues
 
     def _more(self) -> bool:
         return len(self._sums) < len(self._buckets)
@@ -200,31 +205,37 @@ class Reducer:
         self._makers.catch_up()
         grads = [grad_of(row) for row in bucket.rows]
         for row, grad in zip(bucket.rows, grads, strict=True):
-            self._marks[row] = (
-                NOTHING if grad is None else SUMMED if fits(grad, self._leaves[row]) else APART
-            )
-        into = self._shelf.place(bucket, number)
+            if grad is None:
+                self._marks[row] = NOTHING
+            elif fits(grad, self._leaves[row]):
+                self._marks[row] = SUMMED
+            else:
+                self._marks[row] = APART
+        into = self._memory.place(bucket, number)
         flat = self._lend(bucket, grads[0])
         if flat is None:
             flat = self._pack(bucket, grads, into)
         elif into is None and self._is_root:
             into = devices.scratch(flat)
         self.size += flat.nbytes
-        word = self._word
-        self._sums.append(self._group.sum(flat, word.root, word.order, word.patience, into))
-        # In order, here too: what the first sum does next, it does before the second's.
-        all(one.advance() for one in self._sums)
+        request = self._request
+        self._sums.append(
+            self._group.sum(flat, request.root, request.order, request.patience, into)
+        )
+        # In order too: a sum advances only if all sums before it have.
+        for one in self._sums:
+            if not one.advance():
+                break
 
     def _lend(self, bucket: Bucket, grad: Tensor | None) -> Tensor | None:
-        """A bucket that is one gradient, where that lies; None if it has to be packed."""
-        (row, *others), length = bucket.rows, self._group.padded(bucket.size)
-        apt = (
-            self._group.spares
-            and not others
-            and length == bucket.size
-            and self._marks[row] == SUMMED
-        )
-        if not apt or grad is None or not devices.is_cpu(grad.device) or grad.is_neg():
+        """The one gradient of a bucket, without a copy; None if the bucket has to be packed."""
+        row, *others = bucket.rows
+        length = self._group.padded(bucket.size)
+        if not self._group.spares or others or length != bucket.size:
+            return None
+        if grad is None or self._marks[row] != SUMMED:
+            return None
+        if not devices.is_cpu(grad.device) or grad.is_neg():
             return None
         if grad.stride() != self._strides(row):
             return None
@@ -238,9 +249,8 @@ class Reducer:
             device = self._leaves[bucket.rows[0]].device
             flat = torch.empty(self._group.padded(bucket.size), dtype=bucket.dtype, device=device)
         with torch.no_grad():
-            for row, grad, window in zip(
-                bucket.rows, grads, self._windows(bucket, flat), strict=True
-            ):
+            windows = self._windows(bucket, flat)
+            for row, grad, window in zip(bucket.rows, grads, windows, strict=True):
                 if grad is not None and self._marks[row] == SUMMED:
                     window.copy_(grad)
                 else:
@@ -248,18 +258,18 @@ class Reducer:
         return flat
 
     def _strides(self, row: int) -> tuple[int, ...]:
-        """How a gradient lies: as its leaf, if that has no gaps."""
+        """The strides of a gradient in a bucket: those of its leaf, without gaps."""
         return torch.empty_like(self._leaves[row], device="meta").stride()
 
     def _windows(self, bucket: Bucket, flat: Tensor) -> list[Tensor]:
-        """A bucket as its gradients, which lie as their leaves do."""
+        """A bucket's memory as its gradients, with the strides of their leaves."""
         found = []
         for row, offset in zip(bucket.rows, bucket.offsets, strict=True):
             found.append(flat.as_strided(self._leaves[row].shape, self._strides(row), offset))
         return found
 
     def finish(self, found: Sequence[Tensor | None]) -> SumOutcome:
-        """Sum what has not begun yet, and wait for all of it.
+        """Begin the sums that have not begun yet, and wait for all.
 
         Args:
             found: The gradients, by the leaves of the graph.
@@ -267,8 +277,8 @@ class Reducer:
         began = time.monotonic()
         try:
             while not self._failed and self._more():
-                self._begin(lambda row: found[self._word.leaves[row]])
-            self._flat = [one.finish(began + self._word.patience) for one in self._sums]
+                self._begin(lambda row: found[self._request.leaves[row]])
+            self._flat = [one.finish(began + self._request.patience) for one in self._sums]
         except RuntimeError:
             self._failed = True
         finally:
@@ -289,9 +299,12 @@ class Reducer:
         return tuple(found[row] for row in range(len(self._leaves)))
 
     def parcel(self) -> Parcel | None:
-        """In the root, the sums on their way to the driver."""
-        sums, shelf = self.sums(), self._shelf
-        if sums is None or shelf.room is None:
-            return codec.encode(sums, self._back, "gradients")[0] if sums is not None else None
-        specs = [codec.spec_of(total, total.data_ptr() - shelf.room.address) for total in sums]
-        return codec.row(sums, specs, self._back.filled(shelf.room, shelf.starts[-1]))
+        """In the root, the parcel of the sums for the driver."""
+        sums = self.sums()
+        if sums is None:
+            return None
+        reserved = self._memory.reserved
+        if reserved is None:
+            return codec.encode(sums, self._back, "gradients")[0]
+        specs = [codec.spec_of(total, total.data_ptr() - reserved.address) for total in sums]
+        return codec.row(sums, specs, self._back.filled(reserved, self._memory.starts[-1]))

@@ -1,7 +1,7 @@
-"""Contents that one replica got from the driver, and passes on to the others.
+"""A relay: contents that one replica got from the driver, and passes on to other replicas.
 
-They travel in segments, in the same order everywhere: small blocks together, large ones alone and
-from where they lie. A replica that is in two legs hands a segment on before it waits for the next.
+They are sent in segments, in the same order everywhere: small blocks together, large blocks alone
+and without a copy. A replica that is in two legs passes a segment on before it waits for the next.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from raydp_parallel.transport.links.link import Attachments
 from raydp_parallel.transport.messages import Blob, StateUpdate
 
 _SEGMENT = 4 << 20
-"""Bytes of blocks that travel together, at most; a larger block travels alone."""
+"""The most bytes of blocks that are sent together; a larger block is sent alone."""
 
 
 class _RelaySegment(NamedTuple):
-    """Some blocks that travel together, by number, and the bytes that they take in a buffer
-    of all.
+    """Blocks that are sent together, by number, and their range of bytes in a buffer of all
+    blocks.
     """
 
     blocks: Sequence[int]
@@ -35,7 +35,7 @@ class _RelaySegment(NamedTuple):
 
 
 def offsets_of(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where blocks lie in a buffer of all of them, and its size."""
+    """The offsets of blocks in a buffer of all blocks, and the buffer's size."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)
@@ -44,8 +44,8 @@ def offsets_of(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def placed(update: StateUpdate) -> tuple[StateUpdate, tuple[int, ...]]:
-    """An update without the contents, for those to whom another replica passes them on, and the
-    sizes of its blocks.
+    """An update without contents, for replicas that get them from another replica, and the sizes of
+    its blocks.
     """
     blocks = tuple(block for blob in update.blobs for block in blob.blocks)
     sizes = tuple(size for blob in update.blobs for size in blob.sizes)
@@ -69,10 +69,10 @@ def _segments(sizes: Sequence[int]) -> Iterator[_RelaySegment]:
 def pass_on(
     relay: Relay, update: StateUpdate, attachments: Attachments, groups: Groups
 ) -> tuple[StateUpdate, int] | None:
-    """Do this replica's part.
+    """Do this replica's part of a relay.
 
     Returns:
-        The update with its contents in reach, and the bytes that were passed on; None if they did
+        The update with its contents, and the bytes that were passed on; None if the contents did
         not arrive.
     """
     until = time.monotonic() + relay.patience
@@ -87,7 +87,7 @@ def pass_on(
 def _give(
     relay: Relay, update: StateUpdate, attachments: Attachments, groups: Groups, until: float
 ) -> int:
-    """Send what came from the driver."""
+    """Send the contents that came from the driver; returns their size in bytes."""
     pieces = []
     for blob in update.blobs:
         whole = devices.on_host(attachments.open(blob.packet))
@@ -100,7 +100,7 @@ def _give(
 
 
 def _packed(segment: _RelaySegment, pieces: Sequence[MemoryRange]) -> Tensor:
-    """The bytes of a segment: one block where it lies, several in a row."""
+    """The bytes of a segment: one block without a copy, several blocks in a row."""
     if len(segment.blocks) == 1:
         return devices.view(pieces[segment.blocks[0]])
     tensor = torch.empty(segment.end - segment.start, dtype=torch.uint8, device="cpu")
@@ -115,20 +115,21 @@ def _packed(segment: _RelaySegment, pieces: Sequence[MemoryRange]) -> Tensor:
 def _get(
     relay: Relay, update: StateUpdate, attachments: Attachments, groups: Groups, until: float
 ) -> tuple[StateUpdate, int]:
-    """Receive what another replica sends, and hand it on."""
+    """Receive the contents from another replica, and pass them on."""
     _, size = offsets_of(relay.sizes)
-    # Memory that was used before: with new pages from the system it would take twice as long.
+    # Recycled memory: with new pages from the system it would take twice as long.
     whole = devices.recycled((size,), torch.uint8)
     parts = [whole[segment.start : segment.end] for segment in _segments(relay.sizes)]
-    coming = [_begin(relay.legs[:1], part, groups, until) for part in parts]
-    going: list[Any] = []
-    for part, works in zip(parts, coming, strict=True):
+    receiving = [_begin(relay.legs[:1], part, groups, until) for part in parts]
+    sending: list[Any] = []
+    for part, works in zip(parts, receiving, strict=True):
         wait(works, until)
-        going += _begin(relay.legs[1:], part, groups, until)
-    wait(going, until)
+        sending += _begin(relay.legs[1:], part, groups, until)
+    wait(sending, until)
     (blob,) = update.blobs
-    passed = len(relay.legs[1:]) and sum(part.nbytes for part in parts)
-    return update._replace(blobs=(blob._replace(packet=attachments.place(whole.numpy())),)), passed
+    passed = sum(part.nbytes for part in parts) if relay.legs[1:] else 0
+    blob = blob._replace(packet=attachments.place(whole.numpy()))
+    return update._replace(blobs=(blob,)), passed
 
 
 def _begin(legs: Sequence[Leg], tensor: Tensor, groups: Groups, until: float) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Sums of tensors, one of each member, on their way."""
+"""Sums of one tensor of each member that have begun."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from raydp_parallel.transport.collective.backends import GroupBackend, Operation
 
 
 class Summation(Protocol):
-    """A sum on its way."""
+    """A sum that has begun."""
 
     def advance(self) -> bool:
-        """Do what can be done without waiting; whether that was all, so that it may be the next
-        one's turn.
+        """Do what can be done without waiting; returns whether all additions have begun, so that
+        the next sum may advance.
         """
 
     def finish(self, until: float) -> Tensor:
-        """Wait for it. In the root this is the sum. Raises `RuntimeError` if it did not come."""
+        """Wait for the result, which is the sum in the root. Raises `RuntimeError` if it fails."""
 
 
 class Pair:
-    """A sum of two: one gives, the root adds.
+    """A sum of two members: one sends its tensor, and the root adds it to its own.
 
     Args:
-        backend: What brings the other's tensor to the root.
-        own: This member's tensor. It is read until this is over, and not written to.
-        into: In the root, where the sum is to be; it may be ``own`` after all.
-        rank: Which of the two this is.
-        root: Who adds.
-        patience: Seconds that the other may take.
+        backend: Sends the other member's tensor to the root.
+        own: This member's tensor. It is read until the sum is finished, and not written to.
+        into: In the root, the memory for the sum; it may be ``own``.
+        rank: Which of the two members this is.
+        root: The member that adds.
+        patience: Seconds that the other member may take.
     """
 
     def __init__(
@@ -51,45 +51,47 @@ class Pair:
         self._into = into
         self._added = False
         with backend.aside(own):
-            # Two can be added in one way only; torch's own way for it takes twice as long.
+            # A broadcast and an addition: torch's reduce takes twice as long. Two tensors can be
+            # added in one order only.
             self._other = own if rank != root else devices.scratch(own)
-            self._brought = backend.broadcast(self._other, 1 - root, patience)
+            self._received = backend.broadcast(self._other, 1 - root, patience)
 
     def advance(self) -> bool:
-        """Add, if the other's is there."""
-        if not self._added and self._brought.ready():
+        """Add, if the other member's tensor is there."""
+        if not self._added and self._received.ready():
             self._add(time.monotonic())
         return self._added
 
     def finish(self, until: float) -> Tensor:
-        """Wait for it."""
+        """Wait for the sum."""
         if not self._added:
             self._add(until)
-        self._brought.finish(until)
+        self._received.finish(until)
         self._backend.rejoin()
         return self._into
 
     def _add(self, until: float) -> None:
         with self._backend.aside(self._own):
-            self._brought.follow(until)
+            self._received.follow(until)
             if self._other is not self._own:
                 torch.add(self._own, self._other, out=self._into)
         self._added = True
 
 
 class Exchange:
-    """A sum of many: each member gets one part of all tensors, adds them in order, and gives its
-    part to the root.
+    """A sum of many members: each gets one part of all tensors, adds these parts in order, and
+    sends the result to the root.
 
-    As many bytes travel as in the ring that backends use, whose order of additions depends on how
-    many members there are and on who they are. This one is the driver's own, to the bit.
+    As many bytes are sent as in the ring that backends use. In a ring the order of additions
+    depends on the number of members and their ranks; here it is ``order``, so the sum equals the
+    driver's, to the bit.
 
     Args:
-        backend: What brings parts to others.
+        backend: Sends parts to the other members.
         whole: This member's tensor; the root's becomes the sum.
         order: The members in the order of the sum.
-        root: Who gets the sum.
-        patience: Seconds that others may take.
+        root: The member that gets the sum.
+        patience: Seconds that the other members may take.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class Exchange:
         return self._gathered is not None
 
     def finish(self, until: float) -> Tensor:
-        """Wait for it."""
+        """Wait for the sum."""
         gathered = self._gathered or self._add(until)
         gathered.finish(until)
         self._backend.rejoin()
