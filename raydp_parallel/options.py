@@ -76,7 +76,7 @@ class Options:
         cpus_per_replica: CPUs that Ray books for each replica, on a CPU or a GPU. 0 lets any number
             of them share a small machine.
         gpus_per_replica: What Ray books for each GPU replica, above 0 and at most 1. With 0.5 each
-            GPU of the cluster counts as two logical GPUs, whose replicas share it.
+            GPU of the cluster counts as two logical GPUs, and their replicas share it.
         resources: Further resources that Ray books for each replica, such as
             ``{"accelerator_type:A100": 0.001}``. Only nodes that have them are used.
         label_selector: Labels that a node must have to be used, such as ``{"market-type":

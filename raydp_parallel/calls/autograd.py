@@ -56,7 +56,7 @@ class CallNode:
 
     Args:
         executor: The executor that runs it.
-        leaves: The tensors whose gradients may be asked for.
+        leaves: The tensors that gradients may be asked for.
         kinds: The kind of each leaf, see `Leaf.kind`; ``"input"`` for inputs.
         unused: What unused parameters get.
         shared: Whether it shares nodes with another call.

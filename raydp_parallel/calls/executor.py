@@ -223,7 +223,7 @@ class Executor:
         """
         return Dispatcher(self._replica_set, jobs).run(meanwhile)
 
-    def teach(self, answers: Sequence[ChunkAnswer]) -> bool:
+    def send_code(self, answers: Sequence[ChunkAnswer]) -> bool:
         """Send modules that replicas could not import, or found with other source; returns whether
         to run the call again.
         """
@@ -236,11 +236,11 @@ class Executor:
             name: package for name in lacking if (package := code_shipping.pack(name)) is not None
         }
         with self._replica_set.lock:
-            taught = [
-                self._replica_set.backend.teach(package, lacking[name])
+            sent = [
+                self._replica_set.backend.send_code(package, lacking[name])
                 for name, package in packages.items()
             ]
-            return any(taught)
+            return any(sent)
 
     def threads(self, chunks: int) -> int | None:
         """Torch's threads for each of so many chunks on CPUs."""

@@ -133,7 +133,7 @@ class ForwardCall:
 
     def _run(self) -> list[Any]:
         answers = self._attempt()
-        while _failed(answers) and self.executor.teach(answers):
+        while _failed(answers) and self.executor.send_code(answers):
             answers = self._attempt()
         reruns = 0
         while not self.verified and reruns < _MOST_RERUNS:

@@ -96,7 +96,7 @@ class ReplicaGroups:
         replica_set: The replicas.
 
     Attributes:
-        late: Models, by id, whose gradients may not be summed before their backward is over.
+        late: Models, by id. Their gradients are summed only after their backward is over.
     """
 
     def __init__(self, replica_set: ReplicaSet) -> None:

@@ -1,4 +1,4 @@
-"""What executors and their replicas are called in Ray's dashboard."""
+"""The names of executors and their replicas in Ray's dashboard."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from raydp_parallel.replica.actor import ReplicaActor
 
 
 def program() -> str:
-    """What to call a program's executor: its file, without what names must not have."""
-    return (
-        re.sub(r"[^\w.-]+", "-", Path(sys.argv[0]).stem if sys.argv else "").strip("-.") or "python"
-    )
+    """What to call a program's executor: its file, without the characters that names cannot
+    have.
+    """
+    stem = Path(sys.argv[0]).stem if sys.argv else ""
+    return re.sub(r"[^\w.-]+", "-", stem).strip("-.") or "python"
 
 
 class ActorNames:
@@ -26,7 +27,7 @@ class ActorNames:
 
     Args:
         name: The executor's.
-        ranks: The numbers of replicas whose places are known already.
+        ranks: The numbers of the places that are known already.
 
     Attributes:
         executor: The executor's name.
@@ -38,9 +39,7 @@ class ActorNames:
         self._used: set[str] = set()
 
     def start(self, place: DevicePlace, link: str, options: Mapping[str, Any]) -> Any:
-        """Start a replica. Its name gets a number behind it if there is or was another of that
-        name.
-        """
+        """Start a replica. Its name ends in a number if there is or was another of that name."""
         rank = self._ranks.setdefault(place, len(self._ranks))
         device = "cpu" if place.kind == "cpu" else f"cuda:{place.number}"
         for number in itertools.count(1):

@@ -1,4 +1,4 @@
-"""Waiting for answers: over direct lines, or as Ray tasks, of one replica or of several at once."""
+"""Waits for answers: over direct connections or from Ray, of one replica or of several at once."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from raydp_parallel.transport.direct_connection import Connection
 from raydp_parallel.transport.frames import LineCut, StoodStill
 
 _SHORT_TURN = 0.02
-"""Seconds of a turn, where several threads read from one line."""
+"""Seconds of a turn, if several threads read from one connection."""
 
 _OWN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""What this process, or its machine, has not got: no sign of a death."""
+"""Errors that say what this process or its machine lacks. They are no sign that a replica died."""
 
 
 class Called(Protocol):
-    """Who was called.
+    """The driver's side of a replica that was called.
 
     Attributes:
-        line: Its direct line, if it has one.
-        unanswered: The numbers of calls whose answers are waited for.
+        line: Its direct connection, if it has one.
+        unanswered: The numbers of the calls that it has still to answer.
     """
 
     line: Connection | None
     unanswered: set[int]
 
     def opened(self, answer: Sequence[Any]) -> Any:
-        """An answer, with its packets in reach."""
+        """An answer, with its attachments where this process can read them."""
 
     def give_up(self, ref: Any) -> None:
-        """Wait for a Ray task no more."""
+        """Stop waiting for a Ray task."""
 
     def look_after(self) -> None:
-        """See to it after a turn in which nothing came."""
+        """Check the replica, after a turn without an answer."""
 
 
 class Pending:
-    """A call on its way: over the line, or as a Ray task.
+    """A call that was sent, over the direct connection or as a Ray task.
 
     Args:
-        client: Whose call it is.
+        client: The client that sent it.
         number: Its number at that client.
-        ref: The Ray task, None if it went over the line.
+        ref: The Ray task, None if it went over the connection.
 
     Attributes:
-        turn: How many calls that client had then to answer, also those of other threads, this one
-            included.
+        turn: How many calls the replica had to answer when this one was sent, itself and those of
+            other threads included.
         through_ray: Whether it is a Ray task.
     """
 
@@ -84,11 +84,11 @@ class Pending:
             return self.client.opened(answer)
         except OSError as error:
             if error.errno in _OWN:
-                raise  # other replicas would seem to die of it, too
-            return Death(f"its memory is gone: {error}")  # it ended right behind its answer
+                raise  # else other replicas would seem to die of it, too
+            return Death(f"its memory is gone: {error}")  # it ended right after its answer
 
     def _receive(self, timeout: float | None) -> Any:
-        """The answer as it came."""
+        """The answer as it arrived."""
         if self._line is None:
             return get(self._ref, timeout)
         if not self._line.near:
@@ -97,7 +97,7 @@ class Pending:
 
     @property
     def held_back(self) -> bool:
-        """Whether it, or another call to that replica, waits here until somebody reads answers."""
+        """Whether it, or another call to that replica, is sent only once a thread reads answers."""
         return self._line is not None and self._line.holds_back
 
     def _receive_from_afar(self, line: Connection, timeout: float | None) -> Any:
@@ -114,7 +114,7 @@ class Pending:
                 self.client.look_after()
 
     def give_up(self) -> None:
-        """Nobody waits any more."""
+        """Stop waiting for the answer."""
         self.client.unanswered.discard(self._number)
         if self._line is not None:
             self._line.give_up(self._number)
@@ -123,11 +123,11 @@ class Pending:
 
 
 class Lost:
-    """A call that could not be sent, because nobody is there.
+    """A call that could not be sent, because the replica is gone.
 
     Args:
-        client: Whose call it was.
-        error: What was seen.
+        client: The client that was to send it.
+        error: The error of sending.
     """
 
     through_ray = held_back = False
@@ -138,7 +138,7 @@ class Lost:
         self._error = error
 
     def result(self, timeout: float | None) -> Death:
-        """What came of it."""
+        """The death of the replica."""
         return Death(in_short(self._error))
 
     def give_up(self) -> None:
@@ -148,13 +148,12 @@ class Lost:
 def await_each(
     calls: Sequence[Pending | Lost], deadlines: Sequence[float], take: Callable[[int, bool], None]
 ) -> None:
-    """Wait for calls, and let each answer be taken as soon as it is there, whoever else is still to
-    answer.
+    """Wait for calls, and take each answer as soon as it arrives, in any order.
 
     Args:
         calls: The calls.
-        deadlines: When each is to be taken at the latest.
-        take: Takes what came of a call, by its number and whether that is there.
+        deadlines: When each is taken at the latest.
+        take: Takes the result of a call, by its number and whether its answer arrived.
     """
     left = dict(enumerate(calls))
     while left:
@@ -175,7 +174,7 @@ def await_each(
 
 
 def _by_line(left: dict[int, Pending | Lost]) -> dict[Connection, dict[int, int]]:
-    """The calls that went over lines, by what each line calls them."""
+    """The calls that went over direct connections, by connection and by their numbers there."""
     found: dict[Connection, dict[int, int]] = {}
     for number, call in left.items():
         if isinstance(call, Pending) and call._line is not None:
@@ -184,8 +183,8 @@ def _by_line(left: dict[int, Pending | Lost]) -> dict[Connection, dict[int, int]
 
 
 def _await_some(left: dict[int, Pending | Lost], seconds: float) -> set[int] | None:
-    """Wait a turn. Returns what Ray has brought; what came over lines is to be looked for. None if
-    nothing came.
+    """Wait for one turn. Returns the calls that Ray answered; the caller looks for those that
+    connections answered. None if no answer arrived.
     """
     refs = {
         number: call._ref
@@ -197,11 +196,8 @@ def _await_some(left: dict[int, Pending | Lost], seconds: float) -> set[int] | N
     lines = _by_line(left)
     waiting = select.poll()
     # Another thread may have read what this one is about to wait for.
-    turn = (
-        TURN
-        if all(line.waits_for() <= len(numbers) for line, numbers in lines.items())
-        else _SHORT_TURN
-    )
+    alone = all(line.waits_for() <= len(numbers) for line, numbers in lines.items())
+    turn = TURN if alone else _SHORT_TURN
     for line in lines:
         if line.file() >= 0:
             waiting.register(line.file(), select.POLLIN)
@@ -209,10 +205,10 @@ def _await_some(left: dict[int, Pending | Lost], seconds: float) -> set[int] | N
 
 
 def _fetch(left: dict[int, Pending | Lost], refs: dict[int, Any], seconds: float) -> set[int]:
-    """Get what Ray carries, together, which costs a fifth of getting each alone."""
+    """Get the answers that Ray carries in one call, which costs a fifth of getting each alone."""
     try:
         answers = get([*refs.values()], seconds)
-    except RayError:  # of one that died, or all are not there yet: those that are, each for itself
+    except RayError:  # one died, or some are late: the others are taken one by one
         missing = late([*refs.values()])
         return {number for number, ref in refs.items() if ref not in missing}
     for number, answer in zip(refs, answers, strict=True):

@@ -1,4 +1,6 @@
-"""What an executor needs of whatever runs its replicas, and where replicas go. No Ray here."""
+"""`Backend`: what an executor needs of the code that runs its replicas; and `DevicePlace`. No Ray
+here.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ DeviceId = int | str
 
 
 class DevicePlace(NamedTuple):
-    """A device that can hold a replica, and what an executor knows its replica by.
+    """A device that can hold a replica. An executor finds its replicas by it.
 
     Attributes:
         kind: ``"gpu"`` or ``"cpu"``.
@@ -51,8 +53,8 @@ class TaskLabel(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its name there, if it is a Ray task. Few: Ray labels metrics with each, and keeps
-        them.
+        """Its name there, if it is a Ray task. There are few of them, because Ray labels metrics
+        with each name and keeps them.
         """
         return f"{self.method} {'again ' if self.again else ''}chunk {self.chunk}/{self.chunks}"
 
@@ -67,13 +69,13 @@ class Backend(Protocol):
     link: Link
 
     def alive(self) -> bool:
-        """Whether what was started may still be there; False once the cluster was left."""
+        """Whether the replicas may still run; False once the cluster was left."""
 
     def threads(self, chunks: int) -> int | None:
         """Torch's threads for each of so many chunks on CPUs, None leaves them.
 
-        A function of the call alone: what a chunk computes, to the bit, must not depend on who runs
-        it or ran before.
+        A function of the call alone: what a chunk computes, to the bit, must not depend on the
+        replica that runs it, or on what ran before.
         """
 
     def start(
@@ -87,11 +89,11 @@ class Backend(Protocol):
         """
 
     def link_to(self, client: Any) -> Link:
-        """What a message to one replica travels by. What goes to several is sent by `link`."""
+        """The link of messages to one replica. What goes to several is sent by `link`."""
 
     def rest(self) -> None:
-        """The calling thread is about to wait for replicas: leave them the cores that they share
-        with it.
+        """Leave the cores to the replicas that share them with the calling thread, which is about
+        to wait.
         """
 
     def submit(
@@ -102,9 +104,7 @@ class Backend(Protocol):
         beside: Sequence[Attachment],
         task: TaskLabel | None = None,
     ) -> Any:
-        """Send a call; returns what `collect` waits for, which has a ``give_up()`` for calls nobody
-        waits for.
-        """
+        """Send a call; returns what `collect` waits for. Its ``give_up()`` ends the wait early."""
 
     def collect(self, pending: Sequence[Any], on_answer: OnAnswer | None = None) -> Iterable[Any]:
         """Wait for all calls. Where a replica died, its answer is the `Death`.
@@ -120,14 +120,10 @@ class Backend(Protocol):
         """
 
     def leave(self, client: Any, groups: Sequence[str]) -> None:
-        """Let a replica leave groups of replicas at once, also while a call of it waits for others
-        in one.
-        """
+        """Let a replica leave groups of replicas at once, even while it waits for other members."""
 
     def show(self, client: Any, text: str) -> None:
-        """Let the dashboard list a text among what a replica does, where its calls are not
-        listed.
-        """
+        """Let the dashboard show a text as what a replica does, if its calls are no Ray tasks."""
 
     def note(self, client: Any, text: str) -> None:
         """Enter a line into a replica's own log, which the dashboard shows on its page."""
@@ -138,23 +134,23 @@ class Backend(Protocol):
     def stop(self, clients: Sequence[Any]) -> None:
         """End replicas, at once."""
 
-    def teach(self, package: Package, clients: Sequence[Any]) -> bool:
-        """Give modules to replicas, each before its next call; False if all of these have them
+    def send_code(self, package: Package, clients: Sequence[Any]) -> bool:
+        """Send modules to replicas, to each before its next call; False if all of these have them
         already.
         """
 
     def release(self, places: Collection[DevicePlace] | None = None) -> None:
-        """Let go of what some places hold of the cluster, by default all."""
+        """Release what some places hold of the cluster, by default all."""
 
     def leaving(self) -> Collection[str]:
-        """The nodes that are known to end soon. Cheap enough to be asked with every call."""
+        """The nodes that are known to end soon. Cheap enough for every call."""
 
 
 class Ending(Enum):
-    """How a replica came to give no answer."""
+    """How a replica failed to answer."""
 
     LOST = "lost"
-    """Its process is gone, or nobody can reach it. Why, `GroupBackend.cause` can say."""
+    """Its process is gone, or cannot be reached. `Backend.cause` can say why."""
     SILENT = "silent"
     """It did not answer in time."""
 

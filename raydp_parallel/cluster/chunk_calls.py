@@ -1,10 +1,11 @@
-"""Jobs: what a slot is asked to do, and the graphs that it keeps from it.
+"""`ChunkCall`: one call that a slot is asked to run; and `RemoteGraph`: the graph that its replica
+keeps of it.
 
 [Note: where a graph is]
-A call is planned for a slot, and may end up on another: its replica died, and a survivor took over.
-A `RemoteGraph` knows where it was laid last. It also knows how it was made, as long as torch would
-keep it: if its replica is gone when backward needs it, a survivor makes it again. A derived graph
-(``create_graph``) is made of its parent, which has to be there first.
+A call is planned for a slot, and may run on another one if the slot's replica died. A `RemoteGraph`
+knows the slot that made it last. It also knows how it was made, as long as torch would keep it: if
+its replica is gone when backward needs it, another replica makes it again. A derived graph
+(``create_graph``) is made of its parent, which has to be made first.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from raydp_parallel.transport.messages import Reply
 _keys = itertools.count(1)
 
 Prepare = Callable[[ReplicaSlot, Attachments], Any]
-"""Makes a message for a slot, and puts its packets into the mail. May be called again, for another
-slot.
+"""Makes a message for a slot, and puts its tensors into the attachments. May be called again, for
+another slot.
 """
 
 
@@ -44,8 +45,8 @@ class GraphStep(NamedTuple):
     """One message of a job: its own, or one of those that make a graph again in front of it.
 
     Attributes:
-        graph: What is there afterwards.
-        method: What is called.
+        graph: The graph that it makes.
+        method: The method that is called.
         prepare: Makes the message.
     """
 
@@ -59,8 +60,8 @@ class RemoteGraph:
 
     Attributes:
         key: The key.
-        recipe: How to make it again; None before it was made, and once torch let go of it.
-        slot: Where it was laid last, whether or not it is still there.
+        recipe: How to make it again; None before it was made, and once torch released it.
+        slot: The slot that made it last, whether or not it is still there.
     """
 
     def __init__(self) -> None:
@@ -71,7 +72,7 @@ class RemoteGraph:
         self._dropped = False
 
     def on(self, slot: ReplicaSlot) -> bool:
-        """Whether it lies on a slot, whose replica is still the one that made it."""
+        """Whether it is on a slot, and the replica there is still the one that made it."""
         return (
             self.slot is slot
             and self._incarnation == slot.incarnation
@@ -81,23 +82,23 @@ class RemoteGraph:
 
     @property
     def whole(self) -> bool:
-        """Whether it lies where it was laid last."""
+        """Whether the replica that made it last still has it."""
         return self.slot is not None and self.on(self.slot)
 
     def lay(self, slot: ReplicaSlot) -> None:
-        """It was made on a slot."""
+        """Note that it is made on a slot."""
         self._leave(elsewhere_than=slot)
         self.slot, self._incarnation = slot, slot.incarnation
         if self._dropped:
             self._leave()
 
     def lose(self) -> None:
-        """It could not be made after all."""
+        """Note that it could not be made after all."""
         self._leave()
         self.slot = None
 
     def drop(self) -> None:
-        """Torch let go of it."""
+        """Note that torch released it."""
         self._dropped, self.recipe = True, None
         self._leave()
 
@@ -108,7 +109,7 @@ class RemoteGraph:
 
 
 class GraphHandle:
-    """Alive while torch would keep the graphs; its end lets the replicas free them."""
+    """Lives as long as torch would keep the graphs. When it is freed, the replicas free them."""
 
     def __init__(self, graphs: Sequence[RemoteGraph]) -> None:
         self._graphs = graphs
@@ -119,7 +120,7 @@ class GraphHandle:
 
 
 def steps(graphs: Sequence[RemoteGraph], slot: ReplicaSlot) -> list[GraphStep]:
-    """What makes those of some graphs again that are not on a slot, and before them what they are
+    """The messages that make the missing graphs of a slot again, each after those that it is
     derived from.
 
     Raises:
@@ -152,12 +153,12 @@ class ChunkCall(NamedTuple):
     """One chunk's call.
 
     Attributes:
-        slot: Who is to run it.
+        slot: The slot that is to run it.
         method: ``"forward"`` or ``"backward"``.
-        prepare: Makes the message for whoever runs it.
+        prepare: Makes the message for the slot that runs it.
         model: The model that it concerns.
-        makes: The graph that is there afterwards.
-        needs: The graphs that must be there before, all of them in one replica.
+        makes: The graph that it makes.
+        needs: The graphs that it needs, all of them in one replica.
         rows: Rows of the batch that it computes, for statistics.
         on_answer: Called with its reply as soon as that arrives, while other replicas still work;
             with None if its replica died.
@@ -174,12 +175,12 @@ class ChunkCall(NamedTuple):
 
 
 class ChunkAnswer(NamedTuple):
-    """What came of a job.
+    """The answer to a `ChunkCall`.
 
     Attributes:
         reply: The replica's answer.
-        attachments: Opens the answer's packets.
-        slot: Who gave it.
+        attachments: Opens the answer's tensors.
+        slot: The slot that answered.
     """
 
     reply: Reply

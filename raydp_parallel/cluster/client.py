@@ -1,4 +1,4 @@
-"""The driver's side of one replica: what it is sent, and by which way."""
+"""The driver's side of one replica: its calls, over a direct connection or through Ray."""
 
 from __future__ import annotations
 
@@ -40,29 +40,29 @@ there.
 """
 
 _TRIAL = 10.0
-"""Seconds that a replica may take to open a GPU's memory, where it is tried whether that works."""
+"""Seconds that a replica may take to open a GPU's memory, while the driver tries whether it can."""
 
 
 class ReplicaClient:
-    """The driver's side of an actor's client.
+    """The driver's side of one replica.
 
     Args:
-        actor: The actor.
-        patience: Seconds that a frame may stand still on the line; None waits.
+        actor: The replica's actor.
+        patience: Seconds that a frame may stand still on the connection; None waits.
 
     Attributes:
-        unanswered: The numbers of calls whose answers are waited for.
-        learned: The modules that it was sent, by name, with what names their contents.
-        lessons: How many the backend had sent to anybody when this one was given them.
-        line: Its direct line, which takes all calls; None: all are Ray tasks.
-        shares: Whether both can read the other's memory.
+        unanswered: The numbers of the calls that the replica has still to answer.
+        modules: The modules that it was sent, by name, each with a digest of its contents.
+        code_version: The backend's `CodeDelivery.version` of which it has all modules.
+        line: Its direct connection, which takes all calls; None if all are Ray tasks.
+        shares: Whether both processes can read the other's memory.
     """
 
     def __init__(self, actor: Any, patience: float | None = None) -> None:
         self.actor = actor
         self.unanswered: set[int] = set()
-        self.learned: dict[str, str] = {}
-        self.lessons = 0
+        self.modules: dict[str, str] = {}
+        self.code_version = 0
         self._patience = patience
         self.line: Connection | None = None
         self.shares = False
@@ -79,22 +79,22 @@ class ReplicaClient:
         forks.tell_child(self)
 
     def after_fork(self) -> None:
-        """The replica is the parent's, and so is its end."""
+        """Release the process: after a fork the replica is the parent's, and so is its end."""
         process, self._process = self._process, None
         if process is not None:
             self._let_go()
 
     @property
     def near(self) -> bool:
-        """Whether it has a line that does not leave this machine."""
+        """Whether it has a connection that does not leave this machine."""
         return self.line is not None and self.line.near
 
     def watch(self, pid: int) -> None:
-        """Hold on to the process, if its line shows that it is this one, so that `end` finds it and
-        no other.
+        """Keep a descriptor of the process, if its connection proves which one it is, so that `end`
+        ends it and no other.
 
-        The number is the process's own, and may be another process's for this one: each has its
-        namespace.
+        The number is the one that the process has for itself. In this process's namespace it may
+        belong to another process.
         """
         self._process = self.line.process(pid) if self.line is not None else None
         if self._process is not None:
@@ -103,7 +103,7 @@ class ReplicaClient:
             self._let_go.atexit = False
 
     def end(self) -> None:
-        """End the process. Ray takes 5 s for one that was stopped, and cannot reach all of them."""
+        """End the process. Ray takes 5 s for a stopped one, and cannot reach every process."""
         process, self._process = self._process, None
         if process is not None:
             with contextlib.suppress(OSError):
@@ -111,12 +111,12 @@ class ReplicaClient:
             self._let_go()
             cuda_ipc.clear_after(self._pid)
 
-    def last_words(self, seconds: float, asks: Callable[[], bool]) -> str | None:
+    def cause_of_end(self, seconds: float, asks: Callable[[], bool]) -> str | None:
         """Why its process ended, by Ray; None if Ray does not say so in time, or says that it did
         not.
 
-        Not inside of Ray for longer than a look: who leaves the cluster while a thread is in there
-        finds his process ended.
+        It waits outside of Ray: if a program leaves the cluster while one of its threads waits
+        inside, Ray ends the program's process.
 
         Args:
             seconds: How long to wait.
@@ -134,15 +134,15 @@ class ReplicaClient:
         return None
 
     def look_after(self) -> None:
-        """After a turn in which nothing came: of a replica on another machine only Ray may know
-        that it is gone.
+        """Ask Ray now and then, after turns without an answer, whether a replica on another machine
+        is gone: perhaps only Ray knows.
         """
         if self.line is None or self.near:
             return
         self._looks += 1
         asked = self._asked  # another thread may wait here, too
         if not ray_api.connected():
-            self.line.cut()  # who asks anything of Ray now starts another cluster
+            self.line.cut()  # asking Ray would start another cluster now
         elif asked is None and self._looks % _SILENCE == 0:
             self._asked = self.actor.hello.remote()
         elif asked is not None and not ray_api.late([asked]):
@@ -153,15 +153,15 @@ class ReplicaClient:
             self._asked = None
 
     def call_directly(self, near: bool, timeout: float | None = None) -> bool:
-        """Open a direct line, if that can be had; else calls are Ray tasks.
+        """Open a direct connection, if possible; else calls are Ray tasks.
 
         Args:
             near: Whether the replica is on this machine.
             timeout: Seconds to wait for calls that still run there.
 
         Returns:
-            Whether others of that machine are worth a try: not where nobody answers, which takes
-            seconds to find out.
+            Whether to try other replicas of that machine too; False if the connection timed out,
+            which takes seconds.
         """
         if not near and not handshake.far_lines():
             return True
@@ -193,22 +193,22 @@ class ReplicaClient:
         timeout: float | None = None,
         task: TaskLabel | None = None,
     ) -> Pending | Lost:
-        """Send a call, by this replica's way."""
+        """Send a call, over the direct connection or as a Ray task."""
         self._looks = 0
         try:
             if self.line is not None and not self.line.intact:
                 self._mend(self.line, timeout)
-            if beside:  # small messages have nothing
+            if beside:  # small messages have no attachments
                 beside = self._within_reach(beside)
             self._number += 1
             if self.line is None:
                 return self._send_task(method, header, beside, task)
             parts = [self._lent(packet) for packet in beside]
-            word = give_back(self._mappings)
-            self.line.send(self._number, [word, METHODS[method], header, *parts])
+            ended_leases = give_back(self._mappings)
+            self.line.send(self._number, [ended_leases, METHODS[method], header, *parts])
             return Pending(self, self._number, None)
         except ray_api.StoreFull:
-            raise  # which is nobody's death; other replicas would seem to die of it, too
+            raise  # no replica died of it, and others would seem to die of it, too
         except (OSError, ray_api.RayError) as error:
             return Lost(self, error)
 
@@ -218,20 +218,20 @@ class ReplicaClient:
         """Send a call as a Ray task. Of memory that the replica can read only the descriptors
         travel.
         """
-        self._hear_late_answers()
+        self._take_late_answers()
         parts = [getattr(self._lent(packet), "descriptor", packet) for packet in beside]
         call = getattr(self.actor, method)
         call = call.options(name=task.name) if task is not None else call
         return Pending(self, self._number, call.remote(give_back(self._mappings), header, *parts))
 
     def _lent(self, packet: Attachment) -> Attachment:
-        """A packet, of which note is taken if it lies in memory that is lent."""
+        """An attachment. If it lies in shared memory, the lease is noted."""
         if isinstance(packet, SharedBuffer):
             self._ledger.lend(packet)
         return packet
 
     def _within_reach(self, beside: Sequence[Attachment]) -> Sequence[Attachment]:
-        """Packets that the replica can open."""
+        """Attachments in a form that the replica can open."""
         if not self.shares_device:
             beside = [
                 packet.elsewhere() if isinstance(packet, cuda_ipc.DeviceBuffer) else packet
@@ -243,7 +243,9 @@ class ReplicaClient:
         return stored if self.line is None else [self._brought(packet) for packet in stored]
 
     def _brought(self, packet: Attachment) -> Attachment:
-        """A packet for the line. What lies in the object store Ray brings, by a call of its own."""
+        """An attachment for the connection. If it lies in the object store, a Ray call of its own
+        delivers it.
+        """
         if not isinstance(packet, ray_api.Ref):
             return packet
         self._deliveries += 1
@@ -251,16 +253,16 @@ class ReplicaClient:
         return Delivered(self._deliveries)
 
     def _mend(self, line: Connection, timeout: float | None) -> None:
-        """The line broke: open another, or call by Ray from now on."""
+        """Open another connection after this one broke, or call through Ray from now on."""
         self.line = None
         line.close()
         self.call_directly(line.near, timeout)
 
     def give_up(self, ref: Any) -> None:
-        """Hear this task's answer later: it tells what memory is no longer used, and lends some."""
+        """Keep a task to read its answer later: it says which leases ended, and begins others."""
         self._given_up.append(ref)
 
-    def _hear_late_answers(self) -> None:
+    def _take_late_answers(self) -> None:
         for _ in range(len(self._given_up)):
             ref = self._given_up.popleft()
             if ray_api.late([ref]):
@@ -270,8 +272,8 @@ class ReplicaClient:
                 self._take_note(ray_api.get(ref))
 
     def _take_note(self, answer: Sequence[Any]) -> list[Any]:
-        """What an answer brings, and the word what of this process's memory is no longer used
-        there.
+        """The parts of an answer. Its first part, which is taken off, says which leases of this
+        process's memory ended.
         """
         if not isinstance(answer[0], MemoryError):
             take_back(answer[0], self._ledger)
@@ -281,20 +283,20 @@ class ReplicaClient:
         ]
 
     def opened(self, answer: Sequence[Any]) -> Any:
-        """An answer with its packets in reach; what lies in shared memory is kept there until it is
-        garbage here.
+        """An answer with its attachments. Those in shared memory keep it until they are freed
+        here.
         """
         check_read(*answer)
-        if len(answer) == 2 and not len(answer[0]):  # small ones, and no memory to give back
+        if len(answer) == 2 and not len(answer[0]):  # a small answer, and no lease ended
             return answer[1]
         parts = self._take_note(answer)
         for part in parts:
             if isinstance(part, ForeignMemory):
-                part.piece()  # now, while the other process is there
+                part.piece()  # mapped now, while the other process lives
         return tuple(parts) if len(parts) > 1 else parts[0]
 
     def share(self, arena: Arena, always: bool, timeout: float | None = None) -> None:
-        """Use shared memory, if both sides can read the other's."""
+        """Use shared memory, if both processes can read the other's."""
         probe, shown = sample(arena)
         self._ledger.lend(probe)
         found = ray_api.get(self.actor.share.remote(probe.descriptor, shown), timeout=timeout)
@@ -303,8 +305,8 @@ class ReplicaClient:
             self.shares = True
 
     def share_device(self, arena: cuda_ipc.DeviceArena) -> str:
-        """Use the memory of the GPU that both are on, if each can open the other's; returns why
-        not, else nothing.
+        """Use the memory of the GPU that both processes are on, if each can open the other's.
+        Returns why not, else an empty text.
         """
         if cuda_ipc.expandable():
             return "this process's allocator uses expandable segments"
@@ -328,14 +330,14 @@ class ReplicaClient:
         return ""
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection, and end all leases."""
         if self.line is not None:
             self.line.close()
         self._ledger.end()
 
 
 def await_ends(clients: Iterable[ReplicaClient], seconds: float) -> None:
-    """Wait until processes of this machine have ended that were told to."""
+    """Wait until the processes of clients on this machine have ended."""
     left = {client._process for client in clients if client._process is not None}
     waiting, deadline = select.poll(), time.monotonic() + seconds
     for process in left:
@@ -347,24 +349,24 @@ def await_ends(clients: Iterable[ReplicaClient], seconds: float) -> None:
 
 
 def _copyable(packet: Attachment) -> Attachment:
-    """A packet as Ray, or a line without shared memory, can carry it."""
+    """An attachment as Ray, or a connection without shared memory, can carry it."""
     if isinstance(packet, Exposed):
         return packet.descriptor
     return packet.array if isinstance(packet, SharedBuffer) else packet
 
 
 _put: weakref.WeakKeyDictionary[SharedBuffer, Any] = weakref.WeakKeyDictionary()
-"""What of this process's shared memory lies in the object store too, for replicas on other
-nodes.
+"""Buffers of this process's shared memory that were put into the object store too, for replicas on
+other nodes.
 """
 
 
 def _stored(packet: Attachment) -> Attachment:
-    """A packet for a replica that shares no memory. Large ones are put into the store once, for all
-    of them.
+    """An attachment for a replica that shares no memory. Large ones are put into the store once,
+    for all such replicas.
     """
     if isinstance(packet, Exposed):
-        return packet.copy()  # made for those that do, one of which this replica stands in for
+        return packet.copy()  # it was made for a replica that shares memory, and died
     if not isinstance(packet, SharedBuffer) or packet.array.nbytes <= SHARE_LIMIT:
         return _copyable(packet)
     if packet not in _put:

@@ -1,5 +1,5 @@
-"""Who holds what replicas wait for, in words, off Ray's own tables: no dashboard is needed for
-them.
+"""The text of the error that says which jobs hold the resources that replicas wait for. It is read
+from Ray's own tables, which need no dashboard.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _SHOWN = 8
 
 
 def no_room(places: Sequence[DevicePlace], late: Sequence[DevicePlace], options: Options) -> NoRoom:
-    """The error for replicas that found no place: what was asked, what is free and where, and who
-    holds the rest.
+    """The error for replicas that found no place: what was asked for, what is free and where, and
+    which jobs hold the rest.
     """
     machines = nodes()
     asked = (
@@ -50,8 +50,8 @@ def no_room(places: Sequence[DevicePlace], late: Sequence[DevicePlace], options:
 def _found() -> list[Holder]:
     try:
         return [*holders()]
-    except Exception:  # tables of Ray's that are not public: another version may have others
-        log.debug("who holds GPUs cannot be found out", exc_info=True)
+    except Exception:  # these tables of Ray are not public: another version may differ
+        log.debug("the holders of GPUs cannot be found out", exc_info=True)
         return []
 
 
@@ -78,15 +78,17 @@ def _place(node: Node) -> str:
 
 
 def _held(machines: Sequence[Node], found: Sequence[Holder]) -> str:
-    """Who holds GPUs of which node; what Ray does not say is tasks, or is about to be freed."""
+    """Which jobs hold GPUs of which node. The rest, which Ray does not list, is held by tasks or
+    about to be freed.
+    """
     lines = []
     for node in machines:
         held = node.total.get("GPU", 0) - node.free.get("GPU", 0)
         known: dict[str, float] = defaultdict(float)
         for holder in found:
             if holder.node == node.id:
-                known[_who(holder)] += holder.amount
-        parts = [f"{amount:g} by {who}" for who, amount in known.items()]
+                known[_holder_name(holder)] += holder.amount
+        parts = [f"{amount:g} by {name}" for name, amount in known.items()]
         rest = held - sum(known.values())
         if rest > 0.01:
             parts.append(f"{rest:g} by tasks, or about to be free")
@@ -95,11 +97,11 @@ def _held(machines: Sequence[Node], found: Sequence[Holder]) -> str:
     return f"GPUs are held {_listed(lines)}. " if lines else ""
 
 
-def _who(holder: Holder) -> str:
+def _holder_name(holder: Holder) -> str:
     return f"{holder.actor or _named(holder.group)} of {holder.job}"
 
 
 def _named(group: str) -> str:
-    """A placement group, or the executor whose it is (`Holds` names it)."""
+    """What to call a placement group: its executor, if it is one of `Holds`, else its name."""
     ours = re.fullmatch(r"raydp:([^:]*):.*", group)
     return f"executor {ours[1]!r}" if ours else f"placement group {group!r}"

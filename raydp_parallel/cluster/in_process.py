@@ -1,5 +1,5 @@
-"""The same client without a process: replicas in the driver, one after the other. For debuggers and
-for tests.
+"""`InProcessBackend`: replicas in the driver's process, one after the other. For debuggers and for
+tests.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from raydp_parallel.transport.messages import Package
 
 
 class InProcessClient:
-    """A `ReplicaServer` that answers at once.
+    """The driver's side of a `ReplicaServer` in its own process, which answers at once.
 
     Args:
-        link: What answers travel by.
+        link: The link of its answers.
     """
 
     def __init__(self, link: Link) -> None:
-        self._client = ReplicaServer("cpu", link)
+        self._server = ReplicaServer("cpu", link)
 
     def call(self, method: str, header: bytes, beside: Any) -> Any:
-        """Call a method of the client, and leave the driver's generators and settings as
+        """Call a method of the server, and leave the driver's generators and settings as
         they were.
         """
         with _isolated():
-            _, *answer = getattr(self._client, method)(b"", header, *beside)
+            _, *answer = getattr(self._server, method)(b"", header, *beside)
             return tuple(answer) if len(answer) > 1 else answer[0]
 
 
@@ -56,20 +56,20 @@ class Answered(NamedTuple):
     """A call that has ended already.
 
     Attributes:
-        answer: What came of it.
+        answer: Its answer.
     """
 
     answer: Any
 
     def give_up(self) -> None:
-        """Nothing is on its way."""
+        """Do nothing: the call has ended."""
 
 
 class InProcessBackend:
     """Replicas in the driver's process.
 
     Args:
-        options: Which link to go by.
+        options: The link, and torch's threads.
     """
 
     def __init__(self, options: Options) -> None:
@@ -85,17 +85,22 @@ class InProcessBackend:
     def start(
         self, places: Sequence[DevicePlace], cancelled: Callable[[], bool] | None = None
     ) -> dict[DevicePlace, tuple[Any, ReplicaHello]]:
-        clients = {place: InProcessClient(link_for(self._options.link)) for place in places}
-        return {
-            place: (client, ReplicaHello(os.getpid(), "driver", "cpu", "", "", 0, 0))
-            for place, client in clients.items()
-        }
+        hello = ReplicaHello(
+            pid=os.getpid(),
+            node="driver",
+            device="cpu",
+            gpu="",
+            gpu_uuid="",
+            memory=0,
+            processors=0,
+        )
+        return {place: (InProcessClient(link_for(self._options.link)), hello) for place in places}
 
     def link_to(self, client: InProcessClient) -> Link:
         return self.link
 
     def rest(self) -> None:
-        """They compute in this thread."""
+        """Do nothing: replicas compute in this thread."""
 
     def submit(
         self,
@@ -114,25 +119,25 @@ class InProcessBackend:
         return [call.answer for call in pending]
 
     def leave(self, client: Any, groups: Sequence[str]) -> None:
-        """One process is no group."""
+        """Do nothing: there are no groups in one process."""
 
     def show(self, client: Any, text: str) -> None:
-        """No dashboard knows it."""
+        """Do nothing: no dashboard lists these replicas."""
 
     def note(self, client: Any, text: str) -> None:
-        """It has no log of its own."""
+        """Do nothing: these replicas have no logs of their own."""
 
     def cause(self, client: Any, death: Death) -> str:
         return death.cause
 
     def stop(self, clients: Sequence[Any]) -> None:
-        """Replicas in this process end with their last reference."""
+        """Do nothing: replicas in this process end with their last reference."""
 
-    def teach(self, package: Package, clients: Sequence[Any]) -> bool:
+    def send_code(self, package: Package, clients: Sequence[Any]) -> bool:
         return False
 
     def release(self, places: Collection[DevicePlace] | None = None) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
 
     def leaving(self) -> Collection[str]:
         return ()

@@ -1,4 +1,4 @@
-"""Joining a cluster, and leaving one that was started here."""
+"""Joins a Ray cluster, or starts one, and leaves one that was started here."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ log = logging.getLogger("raydp_parallel")
 
 _CLIENT = (
     "a ray:// client connection cannot run replicas: it has no object store and adds a "
-    "proxy to every call. "
-    "Start the driver on a machine of the cluster (ray.init(address='auto')), or submit it "
-    "as a Ray job"
+    "proxy to every call. Start the driver on a machine of the cluster "
+    "(ray.init(address='auto')), or submit it as a Ray job"
 )
 _ANSWERS = 5.0
-"""Seconds that a cluster has to take a call. Ray itself tries for minutes."""
+"""Seconds that a cluster may take to accept a connection. Ray itself tries for minutes."""
 
 _started_here = False
 
@@ -52,20 +51,23 @@ def connect(start: bool = True) -> bool:
 
 
 def _say(running: bool) -> None:
-    """Which cluster it is, and why: another user's, which happened to be there, is rarely meant."""
+    """Log which cluster was joined, and why: a cluster of another user, which happened to run here,
+    is rarely meant.
+    """
     if not running:
         log.info("a Ray cluster was started for this program at %s", ray_api.joined_address())
     elif os.environ.get("RAY_ADDRESS"):
         log.info("joined the Ray cluster at %s, which RAY_ADDRESS names", ray_api.joined_address())
     else:
         owner = _owner(ray_api.note())
+        own = owner in (os.getuid(), None)
         log.log(
-            logging.INFO if owner in (os.getuid(), None) else logging.WARNING,
+            logging.INFO if own else logging.WARNING,
             "joined the Ray cluster at %s, because %s names it%s. RAY_ADDRESS=local starts "
             "one for this program alone",
             ray_api.joined_address(),
             ray_api.note(),
-            "" if owner in (os.getuid(), None) else f"; it was started by another user, {owner}",
+            "" if own else f"; it was started by another user, {owner}",
         )
 
 
@@ -80,7 +82,7 @@ def _runs_here() -> bool:
     """Whether a cluster was started on this machine for others to join, by Ray's own rule, and
     still answers.
 
-    Not address="auto", which also finds the private cluster of somebody else's ray.init().
+    Not address="auto", which also finds the private cluster of another program's ray.init().
     """
     address = ray_api.noted_address()
     if not address:
@@ -91,19 +93,18 @@ def _runs_here() -> bool:
     except OSError as error:
         log.warning(
             "the cluster at %s, which Ray has noted down for this machine, does not answer "
-            "(%s): another is started; "
-            "`ray stop` clears that note",
+            "(%s): another is started; `ray stop` clears that note",
             address,
             error,
         )
         return False
     except ValueError:
-        pass  # no address that can be tried: Ray knows more of it
+        pass  # no address that can be tried here: left to Ray
     return True
 
 
 def disconnect() -> None:
-    """Leave a cluster that `connect` started; any other is its user's."""
+    """Leave a cluster that `connect` started. Any other belongs to its user."""
     global _started_here
     if _started_here and ray_api.connected() and not ray_api.inherited():
         ray_api.leave()

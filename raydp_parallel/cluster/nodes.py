@@ -1,5 +1,5 @@
-"""The nodes of the cluster, what a replica takes of them, and which node it goes to. The driver's
-node comes first.
+"""The nodes of the cluster, what a replica books on them, and the node that it goes to. The
+driver's node comes first.
 
 [Note: logical GPUs]
 Logical GPU k is the k-th in the order of nodes: the driver's first, the others by id. With
@@ -25,7 +25,7 @@ from raydp_parallel.options import Options
 T = TypeVar("T")
 
 _LITTLE = 1e-6
-"""What sums of fractions may be off."""
+"""The error that sums of fractions may have."""
 
 
 def booked(kind: str, options: Options) -> dict[str, float]:
@@ -53,7 +53,7 @@ def _matches(label: str | None, wanted: str) -> bool:
 
 
 def fits(amounts: Mapping[str, float], needs: Mapping[str, float]) -> bool:
-    """Whether so much is there."""
+    """Whether the amounts cover the needs."""
     return all(amounts.get(name, 0.0) + _LITTLE >= amount for name, amount in needs.items())
 
 
@@ -81,10 +81,8 @@ def plan(
 ) -> dict[DevicePlace, str]:
     """The node of each place for which there is room now."""
     left = {node.id: dict(node.free) for node in machines if suits(node, options)}
-    gpu_homes, cpu_homes = (
-        homes(machines, options),
-        [node.id for node in for_cpus(machines, options)],
-    )
+    gpu_homes = homes(machines, options)
+    cpu_homes = [node.id for node in for_cpus(machines, options)]
     found: dict[DevicePlace, str] = {}
     for place in places:
         needs = booked(place.kind, options)
@@ -105,16 +103,14 @@ def plan(
 def in_order(found: Mapping[DevicePlace, T], rank: Callable[[T], int]) -> dict[DevicePlace, T]:
     """The same, handed out so that GPU replicas are numbered in the order of nodes."""
     gpus = sorted(place for place in found if place.kind == "gpu")
-    return {
-        **found,
-        **dict(zip(gpus, sorted((found[place] for place in gpus), key=rank), strict=True)),
-    }
+    ranked = sorted((found[place] for place in gpus), key=rank)
+    return {**found, **dict(zip(gpus, ranked, strict=True))}
 
 
 def at_home(
     places: Sequence[DevicePlace], found: Mapping[DevicePlace, str], known: Sequence[str]
 ) -> bool:
-    """Whether every GPU replica whose number the cluster has is where that says."""
+    """Whether every GPU replica is on the node of its number, if the cluster has that number."""
     return all(
         found.get(p) == known[p.number] for p in places if p.kind == "gpu" and p.number < len(known)
     )
@@ -124,16 +120,14 @@ def all_gpus(options: Options) -> list[int]:
     """Every GPU of the cluster. On a machine without a GPU no cluster is started just to
     find none.
     """
-    return (
-        list(range(len(homes(nodes(), options))))
-        if joining.connect(start=torch.cuda.is_available())
-        else []
-    )
+    if not joining.connect(start=torch.cuda.is_available()):
+        return []
+    return list(range(len(homes(nodes(), options))))
 
 
 def check_gpus(ids: Sequence[int], options: Options) -> None:
-    """Raise `PlacementError` for ids that a private cluster has not got. To any other nodes may be
-    added.
+    """Raise `PlacementError` for ids that a private cluster does not have. Other clusters may still
+    get nodes.
     """
     joining.connect()
     if options.elastic or not is_private():

@@ -1,16 +1,16 @@
-"""What places hold of the cluster: Ray's placement groups.
+"""`Holds`: what places hold of the cluster, as Ray's placement groups.
 
 [Note: groups]
 Each replica has a group of its own, tied to the node that it was planned for. It is there before
-the process starts, and outlives it: nobody else gets the GPU while a successor starts. What was
-held on a node that ended, or is about to, is let go of, and the place gets another group. One group
+the process starts, and outlives it: no other job gets the GPU while a successor starts. What was
+held on a node that ended, or is about to, is released, and the place gets another group. One group
 for a whole executor could not do that: Ray neither frees a part of a group nor adds to it, and what
 was lost with several nodes comes back together or not at all.
 
 Where there is no room for all, they wait as one group that is tied to no node. Ray places it as a
 whole or not at all, so that two programs do not wait for each other's half, and its autoscaler
-knows the whole demand. Once it is placed, groups of their own take its place; who was faster is
-waited for again.
+knows the whole demand. Once it is placed, groups of their own take its place. If another job was
+faster, they wait again.
 
 The name of a group ends in letters that no other has. Ray refuses a name that a group of the
 namespace has, and frees that of a removed group later, or, where a node was lost, not for long.
@@ -37,13 +37,13 @@ from raydp_parallel.progress import Waiting
 log = logging.getLogger("raydp_parallel")
 
 _PATIENCE = 1.0
-"""Seconds that others may take to free the places at home, as an executor of this program that was
-just closed.
+"""Seconds to wait for the nodes that the numbers of replicas name: an executor of this program that
+was just closed may be about to free them.
 """
 _RACE = 2.0
-"""Seconds after which somebody else must have been faster."""
+"""Seconds after which another job must have been faster."""
 _LOOK = 0.02
-"""Seconds between two looks at a group; Ray makes one in a few milliseconds."""
+"""Seconds between two checks of a group; Ray makes one in a few milliseconds."""
 
 
 class Hold(NamedTuple):
@@ -65,11 +65,11 @@ class Hold(NamedTuple):
 
 
 class Made(NamedTuple):
-    """A group that was asked for.
+    """A placement group that was asked for.
 
     Attributes:
         group: The group.
-        places: Whose its bundles are.
+        places: The place of each of its bundles.
     """
 
     group: Group
@@ -89,7 +89,7 @@ class Holds:
         self._options = options
         self._elastic = options.elastic
         self._holds: dict[DevicePlace, Hold] = {}
-        self._lock = threading.Lock()  # replicas are also started behind the scenes
+        self._lock = threading.Lock()  # replicas are also started in the background
         if options.label_selector and not ray_api.BY_LABEL:
             raise PlacementError(
                 f"Options(label_selector=...): Ray {ray_api.VERSION} cannot place by label"
@@ -107,7 +107,7 @@ class Holds:
         Args:
             places: The places.
             deadline: How long to wait, by the monotonic clock.
-            cancelled: Whether nobody wants them any more; None if somebody watches.
+            cancelled: Whether they are not needed any more; None if the user waits for them.
         """
         machines = nodes()
         found = self._kept(places, machines)
@@ -125,7 +125,7 @@ class Holds:
     def _kept(
         self, places: Sequence[DevicePlace], machines: Sequence[Node]
     ) -> dict[DevicePlace, Hold]:
-        """What places hold from before, where the node is still there."""
+        """What places hold from before, on nodes that are still there."""
         there = {node.id for node in machines}
         old = {place: hold for place in places if (hold := self._holds.get(place)) is not None}
         gone = {
@@ -137,7 +137,7 @@ class Holds:
     def _unbooked(
         self, places: Sequence[DevicePlace], deadline: float, cancelled: Callable[[], bool] | None
     ) -> dict[DevicePlace, Hold]:
-        """Nodes for those who take nothing of them; they wait only if no node has the labels that
+        """Nodes for replicas that book nothing. They wait only if no node has the labels that
         Options ask for.
         """
         while not (suitable := for_cpus(nodes(), self._options)):
@@ -153,7 +153,7 @@ class Holds:
         with Waiting(_room, len(places), level=logging.WARNING) as tell:
 
             def over() -> bool:
-                if cancelled is None:  # nobody waits for what is started behind the scenes
+                if cancelled is None:  # the user does not wait for a start in the background
                     tell(0)
                 return time.monotonic() >= deadline or (cancelled is not None and cancelled())
 
@@ -163,13 +163,11 @@ class Holds:
                         made = self._make([{place: node} for place, node in planned.items()])
                         if found := self._wait(made, over, most=_RACE):
                             return found
-                    # Where one is enough to start with, none waits for the others.
-                    ticket = (
-                        [{place: ""} for place in places]
-                        if self._elastic
-                        else [dict.fromkeys(places, "")]
-                    )
-                    found = self._wait(self._make(ticket), over, enough=1)
+                    # Elastic replicas wait as a group each, others as one group for all.
+                    wanted = [dict.fromkeys(places, "")]
+                    if self._elastic:
+                        wanted = [{place: ""} for place in places]
+                    found = self._wait(self._make(wanted), over, enough=1)
                 except ray_api.RaySystemError as error:
                     log.info(
                         "Ray could not make a placement group, which is tried again: %s", error
@@ -193,15 +191,14 @@ class Holds:
         enough: int | None = None,
         most: float = math.inf,
     ) -> dict[DevicePlace, Hold]:
-        """What some groups got, once enough of them are there, by default all; the others are let
-        go of.
+        """What some groups got, once enough of them are placed, by default all; the others are
+        removed.
         """
         ready: list[Made] = []
         begun = time.monotonic()
         try:
-            while len(ready := [m for m in made if ray_api.is_placed(m.group)]) < (
-                enough or len(made)
-            ):
+            needed = enough or len(made)
+            while len(ready := [m for m in made if ray_api.is_placed(m.group)]) < needed:
                 waited = time.monotonic() - begun
                 if over() or waited > most:
                     break
@@ -216,22 +213,23 @@ class Holds:
             ray_api.remove([m.group for m in made if m not in ready])
 
     def _plan(self, places: Sequence[DevicePlace], deadline: float) -> dict[DevicePlace, str]:
-        """Where there is room now, at home if that gets free in a moment."""
+        """The nodes with room now; those that the numbers of replicas name, if they get free in a
+        moment.
+        """
         now = time.monotonic()
         until = now + min(_PATIENCE, (deadline - now) / 2)
         while True:
             machines = nodes()
             planned = plan(places, machines, self._options)
-            if (
-                at_home(places, planned, homes(machines, self._options))
-                or time.monotonic() >= until
-            ):
+            if at_home(places, planned, homes(machines, self._options)):
+                return planned
+            if time.monotonic() >= until:
                 return planned
             time.sleep(5 * _LOOK)
 
     def _make(self, wanted: Sequence[Mapping[DevicePlace, str]]) -> list[Made]:
-        """Groups, each for some places, tied to their nodes if those are named. All of them, or
-        none.
+        """Make groups, each for some places, tied to their nodes if those are named. All of them,
+        or none.
         """
         made: list[Made] = []
         try:
@@ -249,7 +247,7 @@ class Holds:
         return made
 
     def release(self, places: Collection[DevicePlace] | None = None) -> None:
-        """Let go of what some places hold, by default all."""
+        """Release what some places hold, by default all."""
         with self._lock:
             wanted = [*(self._holds if places is None else places)]
             gone = [self._holds.pop(place) for place in wanted if place in self._holds]
@@ -257,7 +255,7 @@ class Holds:
 
 
 def _holds(made: Sequence[Made]) -> dict[DevicePlace, Hold]:
-    """What groups got, handed out in the order of nodes."""
+    """The holds that groups gave, handed out in the order of nodes."""
     found = {
         m.places[bundle]: Hold(m.group, bundle, node)
         for m in made
@@ -269,7 +267,6 @@ def _holds(made: Sequence[Made]) -> dict[DevicePlace, Hold]:
 
 def _room() -> str:
     machines = nodes()
-    free, total = (
-        sum(getattr(n, which).get("GPU", 0) for n in machines) for which in ("free", "total")
-    )
+    free = sum(node.free.get("GPU", 0) for node in machines)
+    total = sum(node.total.get("GPU", 0) for node in machines)
     return f"room for replicas ({free:g} of the cluster's {total:g} GPUs are free)"

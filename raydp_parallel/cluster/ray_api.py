@@ -1,8 +1,7 @@
-"""All that a cluster is asked: the only file of this room that imports Ray, and the one to look at
-for a new version.
+"""All questions to Ray. For a new version of Ray, look here first.
 
-What is private of Ray's is read here alone: its tables of resources, actors and jobs have no public
-form that needs no dashboard.
+Only this file and `registry` read Ray's private tables, of resources, actors and jobs: their public
+forms need a dashboard.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ StoreFull = ray.exceptions.ObjectStoreFullError
 VERSION = ray.__version__
 
 TURN = 0.2
-"""Seconds that Ray is waited for at a time: inside, it looks for Ctrl-C once a second only."""
+"""Seconds of one wait inside Ray, which itself checks for Ctrl-C only once a second."""
 
 BY_LABEL = "bundle_label_selector" in inspect.signature(placement_group).parameters
 """Whether this version places by labels."""
@@ -53,21 +52,19 @@ _pb: Any = gcs_pb2
 
 
 class Session:
-    """The connection that there is now."""
+    """The connection to Ray at the time when this was made."""
 
     def __init__(self) -> None:
         self._core = global_worker.core_worker  # type: ignore[attr-defined]
 
     def alive(self) -> bool:
-        """Whether it still is: nothing may be asked after its end, which would start another
-        cluster.
-        """
-        # Asked with every call: what Ray's own is_initialized() reads, without the way there.
+        """Whether it still exists. After its end a question to Ray would start another cluster."""
+        # Read with every call: the field that Ray's is_initialized() reads, at less cost.
         return global_worker.connected and global_worker.core_worker is self._core  # type: ignore[attr-defined]
 
 
 def connected() -> bool:
-    """Whether there is a session."""
+    """Whether this process is connected to a cluster."""
     return bool(ray.is_initialized())
 
 
@@ -115,8 +112,8 @@ def leave() -> None:
 
 
 def is_private() -> bool:
-    """Whether this process started the cluster, by ``ray.init()``: then it is one machine, and
-    nobody adds others.
+    """Whether this process started the cluster, by ``ray.init()``: then it is one machine, and gets
+    no others.
     """
     node: Any = worker._global_node
     return node is not None and bool(node.head)
@@ -141,7 +138,7 @@ def get(ref: Any, timeout: float | None = None) -> Any:
 
     Raises:
         TimeoutError: It is not there in time.
-        RayError: Who was to answer died.
+        RayError: The replica that was to answer died.
     """
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     while True:
@@ -184,7 +181,7 @@ class Node(NamedTuple):
         id: Ray's id of it.
         address: Its IP address.
         total: What it has, by the name of the resource.
-        free: What of that nobody holds.
+        free: What of that is free.
         labels: Its labels.
     """
 
@@ -222,7 +219,7 @@ def living() -> frozenset[str]:
 
 
 def draining() -> frozenset[str]:
-    """The nodes that are about to end: drained by somebody, or with notice from their provider."""
+    """The nodes that are about to end: they were drained, or their provider gave notice."""
     look = getattr(state, "get_draining_nodes", None)  # Ray 2.40 has it; it is not public
     return frozenset(look()) if look is not None else frozenset()
 
@@ -258,7 +255,7 @@ def nodes_of(group: Group) -> list[str]:
 
 
 def remove(groups: Collection[Group]) -> None:
-    """Let go of groups; with the session they have ended."""
+    """Remove groups. After the end of the session there are none."""
     for group in groups if connected() else ():
         remove_placement_group(group)
 
@@ -271,7 +268,7 @@ def strategy(group: Group | None, bundle: int, node: str) -> Any:
     return PlacementGroupSchedulingStrategy(group, bundle)
 
 
-# Who holds what.
+# Which jobs hold what.
 
 
 class Holder(NamedTuple):
@@ -282,7 +279,7 @@ class Holder(NamedTuple):
         amount: How many.
         actor: What to call it, "" for a group.
         group: The group's name.
-        job: Whose it is, in words.
+        job: The job that it belongs to, in words.
     """
 
     node: str
@@ -293,7 +290,7 @@ class Holder(NamedTuple):
 
 
 def holders() -> Iterator[Holder]:
-    """Who holds GPUs: actors on their own, and placement groups."""
+    """The actors without a group, and the placement groups, that hold GPUs."""
     accessor = state._connect_and_get_accessor()
     jobs = _jobs()
     for entry in accessor.get_actor_table(None, "ALIVE"):

@@ -1,4 +1,4 @@
-"""Replicas on a Ray cluster: starting actors, calling them, seeing their end."""
+"""`RayBackend`: starts replicas on a Ray cluster, carries calls to them, and notices their end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from raydp_parallel.cluster.actor_names import ActorNames
 from raydp_parallel.cluster.answers import Lost, Pending, await_each
 from raydp_parallel.cluster.backend import Death, DevicePlace, Ending, OnAnswer, TaskLabel
 from raydp_parallel.cluster.client import ReplicaClient, await_ends
-from raydp_parallel.cluster.code_delivery import Teaching
+from raydp_parallel.cluster.code_delivery import CodeDelivery
 from raydp_parallel.cluster.holders import no_room
 from raydp_parallel.cluster.joining import connect
 from raydp_parallel.cluster.nodes import booked, for_cpus, homes
@@ -36,7 +36,7 @@ from raydp_parallel.transport.messages import Package
 log = logging.getLogger("raydp_parallel")
 
 _BETWEEN_LOOKS = 1.0
-"""Seconds between two looks for nodes that are about to end; each is a call to Ray."""
+"""Seconds between two checks for nodes that are about to end; each is a call to Ray."""
 
 _AT_ONCE = 0.001
 """Seconds to wait for an answer that is late."""
@@ -45,7 +45,7 @@ _GRACE = 0.5
 """Seconds in which Ray may end a process; it takes 50 ms."""
 
 _MUTE = 60.0
-"""Seconds in which no other replica of a node is called directly, where one could not be reached in
+"""Seconds in which no replica of a node is called directly, after one could not be reached in
 time.
 """
 
@@ -72,7 +72,7 @@ class RayBackend:
         self._arena: Arena | None = None
         self._told = False
         self.link = self._choose_link(machines)
-        # Told once: links are protocols, which Python takes its time to tell apart.
+        # Checked once: isinstance() of a protocol is slow.
         self._device_link = self.link if isinstance(self.link, cuda_ipc.DeviceLink) else None
         self._told_cores = int(min(node.total.get("CPU", 1) for node in computing))
         self._cores: int | None = None
@@ -81,7 +81,7 @@ class RayBackend:
         self._look = 0.0
         self._mute: dict[str, float] = {}
         self._beside: weakref.WeakSet[ReplicaClient] = weakref.WeakSet()
-        self._teaching = Teaching()
+        self._code = CodeDelivery()
         self._warned: set[str] = set()
 
     def threads(self, chunks: int) -> int | None:
@@ -93,8 +93,8 @@ class RayBackend:
         return max(1, min(shares))
 
     def _count_cores(self, hellos: Iterable[ReplicaHello]) -> None:
-        """Keep what those that start first have: how a call computes must not change with who joins
-        later.
+        """Keep the number of cores of the replicas that start first: how a call computes must not
+        change when others join later.
         """
         found = [hello.cores for hello in hellos if hello.device == "cpu" and hello.cores]
         if self._cores is None and found:
@@ -113,9 +113,8 @@ class RayBackend:
                 _check_wanted(cancelled)
             if absent and not (self._options.elastic and holds):
                 raise no_room(places, absent, self._options)
-            for place, client in self._create(
-                {place: holds[place] for place in places if place in holds}
-            ):
+            held = {place: holds[place] for place in places if place in holds}
+            for place, client in self._create(held):
                 clients[place] = client
             known = {place: client.actor.versions.remote() for place, client in clients.items()}
             refs = {place: client.actor.hello.remote() for place, client in clients.items()}
@@ -130,24 +129,22 @@ class RayBackend:
                 self._meet(clients[place], hello)
             self._count_cores(hellos.values())
             for client in clients.values():
-                self._teaching.catch_up(client, self._options.placement_timeout)
+                self._code.catch_up(client, self._options.placement_timeout)
             return {place: (clients[place], hello) for place, hello in hellos.items()}
         except ray_api.RayError as error:
             self._undo(holds, clients)
             text = str(error)
-            hint = (
-                (": install raydp_parallel on every node of the cluster")
-                if "'raydp_parallel'" in text
-                else ""
-            )
+            hint = ""
+            if "'raydp_parallel'" in text:
+                hint = ": install raydp_parallel on every node of the cluster"
             raise PlacementError(f"a replica did not start{hint}: {text}") from error
         except BaseException:
             self._undo(holds, clients)
             raise
 
     def _compare(self, found: Mapping[DevicePlace, Sequence[tuple[str, str]]]) -> None:
-        """Refuse replicas with another version of this package; another torch or NumPy is warned
-        of.
+        """Refuse replicas with another version of this package, and warn of another torch or
+        NumPy.
         """
         for place, theirs in found.items():
             for (name, mine), (_, other) in zip(module_sources.versions(), theirs, strict=False):
@@ -178,8 +175,8 @@ class RayBackend:
         deadline: float,
         cancelled: Callable[[], bool] | None,
     ) -> list[Any]:
-        """Wait until all are there; returns those that are late. In short turns, between which
-        Ctrl-C is noticed.
+        """Wait for all tasks, in short turns between which Ctrl-C is noticed; returns those that
+        are late.
         """
         late = refs
         with Waiting("replicas to start, and to import torch", len(refs)) as tell:
@@ -193,8 +190,8 @@ class RayBackend:
                     late = ray_api.late(refs, turn)
                     tell(len(refs) - len(late))
                 else:
-                    # Nobody waits for what is started behind the scenes. Not inside of Ray: who
-                    # leaves the cluster while a thread is in there finds his process ended.
+                    # A start in the background does not wait inside of Ray: if the program leaves
+                    # the cluster while a thread is in there, Ray ends its process.
                     time.sleep(turn / 4)
                     if cancelled():
                         break
@@ -204,9 +201,9 @@ class RayBackend:
         return late
 
     def _meet(self, client: ReplicaClient, hello: ReplicaHello) -> None:
-        """Choose the way of a replica's calls, and share memory with who is on this node.
+        """Choose how a replica is called, and share memory with it if it is on this node.
 
-        What all carry in the object store Ray carries with the call itself.
+        With ``link="object_store"`` all calls go through Ray, which carries their bytes too.
         """
         near = hello.node == ray_api.here()
         direct = self._options.direct_line and self._options.link != "object_store"
@@ -233,11 +230,11 @@ class RayBackend:
     def _meet_on_device(
         self, client: ReplicaClient, hello: ReplicaHello, link: cuda_ipc.DeviceLink
     ) -> None:
-        """Share the GPU's memory with who is on the driver's; the others get copies through the
-        machine's.
+        """Share a GPU's memory with the replica that is on it too; replicas on other GPUs get
+        copies through host memory.
 
-        One GPU's alone: a replica that sees another one may not open it, or only by way of that
-        one.
+        Only one GPU's memory is shared: a replica on another GPU may be unable to open it, or only
+        by way of its own.
         """
         device = cuda_ipc.gpu_in_use(hello.gpu_uuid)
         if device is None or (link.arena is not None and link.arena.device != device):
@@ -250,8 +247,8 @@ class RayBackend:
             link.arena = arena
 
     def _go_without(self, hello: ReplicaHello, near: bool) -> None:
-        """A replica and this process cannot read each other's memory, which is no news if it is on
-        another node.
+        """Warn, or raise, because a replica and this process cannot read each other's memory. That
+        is expected on another node.
         """
         what = (
             f"the replica with pid {hello.pid} on node {hello.node[:8]} cannot share "
@@ -275,11 +272,11 @@ class RayBackend:
                 f"forbids it; the cluster has {count} node(s)"
             )
         on_gpu, here = homes(machines, self._options), ray_api.here()
-        # With GPUs elsewhere alone, nobody would use the memory.
+        # If all GPUs are on other nodes, no replica would use the memory.
         if name in ("auto", "shared") and possible and (count == 1 or not on_gpu or here in on_gpu):
             self._arena = Arena(pin=devices.pinner(None))
-            # Ray's object store lies where storages are moved to, and takes what it may use page
-            # after page.
+            # Ray's object store lies in the same file system as shared storages, and takes the
+            # pages that it may use one by one.
             promised = sum(
                 int(node.free.get("object_store_memory", 0)) for node in machines if node.id == here
             )
@@ -287,7 +284,7 @@ class RayBackend:
                 shared_link(self._arena, exposes=True, always=name == "shared", promised=promised)
             )
             if count > 1:
-                # what others get are copies, which have to be compared with the driver's memory
+                # Replicas on other nodes get copies, which are compared with the driver's memory.
                 link.withdraw()
             return link
         return link_for(name, ray_api.put, ray_api.get)
@@ -307,11 +304,9 @@ class RayBackend:
             yield place, ReplicaClient(actor, self._options.call_timeout)
 
     def link_to(self, client: ReplicaClient) -> Link:
-        return (
-            self._device_link.near
-            if self._device_link is not None and not client.shares_device
-            else self.link
-        )
+        if self._device_link is not None and not client.shares_device:
+            return self._device_link.near
+        return self.link
 
     def rest(self) -> None:
         if self._beside:
@@ -325,9 +320,9 @@ class RayBackend:
         beside: Sequence[Attachment],
         task: TaskLabel | None = None,
     ) -> Any:
-        if client.lessons != self._teaching.lessons:
+        if client.code_version != self._code.version:
             try:
-                self._teaching.catch_up(client, self._options.call_timeout)
+                self._code.catch_up(client, self._options.call_timeout)
             except ray_api.RayError as error:
                 return Lost(client, error)
         return client.submit(method, header, beside, self._options.call_timeout, task)
@@ -381,7 +376,7 @@ class RayBackend:
         # Ray would start another cluster, were it asked after the end of this one.
         if death.ending is Ending.SILENT or not self.alive():
             return death.cause
-        return client.last_words(_CAUSE_TIMEOUT, self.alive) or death.cause
+        return client.cause_of_end(_CAUSE_TIMEOUT, self.alive) or death.cause
 
     def stop(self, clients: Sequence[Any]) -> None:
         for client in clients:
@@ -389,15 +384,14 @@ class RayBackend:
             client.close()
             if self.alive():
                 ray_api.kill(client.actor)
-        # By Ray first: it tells the user of a process that is ended behind its back as of an
-        # accident.
+        # By Ray first: it reports a process that another one ended to the user as an accident.
         if self.alive():
             await_ends(clients, _GRACE)
         for client in clients:
             client.end()
 
-    def teach(self, package: Package, clients: Sequence[Any]) -> bool:
-        return self._teaching.add(package, clients)
+    def send_code(self, package: Package, clients: Sequence[Any]) -> bool:
+        return self._code.add(package, clients)
 
     def release(self, places: Collection[DevicePlace] | None = None) -> None:
         if self.alive():
@@ -412,7 +406,7 @@ class RayBackend:
 
 
 def _not_started(late: Mapping[DevicePlace, str], timeout: float) -> PlacementError:
-    """The error for replicas that have a place, each with its node, and did not start in it."""
+    """The error for replicas that got a place, each with its node, but did not start there."""
     which = f"the replicas for device_ids {[place.device_id for place in late]} were placed, but"
     lost = {*late.values()} - living()
     if lost:
@@ -426,8 +420,8 @@ def _not_started(late: Mapping[DevicePlace, str], timeout: float) -> PlacementEr
 
 
 def _check_wanted(cancelled: Callable[[], bool] | None) -> None:
-    """Go no further with a start that nobody waits for: perhaps the cluster is gone, and may not be
-    asked anything.
+    """End a start that is not needed any more. The cluster may be gone, and a question to Ray would
+    start another one.
     """
     if cancelled is not None and cancelled():
-        raise PlacementError("nobody waits for this start any more")
+        raise PlacementError("this start is not needed any more")

@@ -1,8 +1,8 @@
 """Reports for Ray's metrics, and for `raydp-parallel status`: an entry in Ray's key-value store,
 and how to read it.
 
-The entry is written over once per second, and deleted when the executor ends. Of a driver that was
-killed it stays until somebody reads it and finds the driver's job ended.
+The entry is written over once per second, and deleted when the executor ends. The entry of a driver
+that was killed stays until a reader finds the driver's job ended, and deletes it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Metrics:
         self._session = cluster.Session()
 
     def take(self, report: Report) -> None:
-        """Add what is new."""
+        """Add what is new to the metrics."""
         if not self._session.alive():
             return
         for measure, labels, value in self._news.of(report):
@@ -126,7 +126,7 @@ class RegistryEntry:
 
 
 def entries(address: str | None = None) -> list[dict[str, Any]]:
-    """The entries of all executors of a cluster whose drivers live.
+    """The entries of all executors of a cluster that have a living driver.
 
     Args:
         address: The cluster's, None for the one that ``RAY_ADDRESS`` names or that runs on this
@@ -149,16 +149,14 @@ def entries(address: str | None = None) -> list[dict[str, Any]]:
 
 
 def _read(key: bytes, value: bytes) -> dict[str, Any]:
-    """An entry; of one that is none, whose it is."""
+    """An entry. If it cannot be read, only its job is known."""
     try:
         found = json.loads(value)
     except ValueError:
         found = None
-    return (
-        found
-        if isinstance(found, dict)
-        else {"job": key.decode(errors="replace").partition(":")[0]}
-    )
+    if isinstance(found, dict):
+        return found
+    return {"job": key.decode(errors="replace").partition(":")[0]}
 
 
 def _order(entry: dict[str, Any]) -> tuple[str, str]:
@@ -172,8 +170,8 @@ def _store(address: str | None) -> Any:
         # Ray's own rule for it.
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
-        # Given none, Ray looks for RAY_ADDRESS and for what runs here, as `ray status` does; its
-        # stubs know no None.
+        # Without an address Ray looks for RAY_ADDRESS and for what runs here, as `ray status` does.
+        # Its stubs know no None.
         return GcsClient(address=canonicalize_bootstrap_address_or_die(address))  # type: ignore[arg-type]
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise ClusterError(

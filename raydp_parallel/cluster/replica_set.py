@@ -1,4 +1,6 @@
-"""The replica set: who sits where, who stands in for whom, and who is buried."""
+"""`ReplicaSet`: the replicas of an executor by device, which of them run the chunks of others, and
+which are dead.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ class ReplicaSet:
     Attributes:
         slots: By place, in the order in which they were first filled.
         totals: The executor's counters.
-        recorder: Whose time went where.
+        recorder: The record of where time went.
         closed: Whether the executor was closed.
         replays: Whether another replica takes over when one dies.
     """
@@ -53,7 +55,7 @@ class ReplicaSet:
         forks.tell_child(self)
 
     def after_fork(self) -> None:
-        """Replicas in other processes stay the parent's."""
+        """Note that replicas in other processes belong to the parent."""
         self._lock = threading.RLock()
         backend = self._backend
         self._forked = (
@@ -78,22 +80,22 @@ class ReplicaSet:
 
     @property
     def backend(self) -> Backend:
-        """Who runs the replicas."""
+        """The backend, which runs the replicas."""
         self.check_own()
         assert self._backend is not None
         return self._backend
 
     @property
     def link(self) -> str:
-        """What bytes travel by."""
+        """The name of the link."""
         return self._backend.link.name if self._backend is not None else self.options.link
 
     def ready(self) -> list[ReplicaSlot]:
-        """Those that can be called."""
+        """The slots that can be called."""
         return [slot for slot in self.slots.values() if slot.ready]
 
     def check_open(self) -> None:
-        """Raise `ExecutorClosed` if it is."""
+        """Raise `ExecutorClosed` if the executor was closed."""
         if self.closed:
             raise ExecutorClosed(
                 "this executor was closed: make another, or leave "
@@ -101,8 +103,8 @@ class ReplicaSet:
             )
 
     def refresh(self) -> bool:
-        """Make sure there is a backend, and that it belongs to the cluster that is connected now;
-        whether it is new.
+        """Make sure that there is a backend, and that it belongs to the cluster that is connected
+        now; returns whether it is new.
         """
         self.check_open()
         if self._backend is not None and self._backend.alive():
@@ -114,18 +116,17 @@ class ReplicaSet:
         names = ActorNames(
             self.recorder.name, {place: slot.index for place, slot in self.slots.items()}
         )
-        self._backend = (
-            InProcessBackend(self.options)
-            if self.options.in_process
-            else cluster.RayBackend(names, self.options)
-        )
+        if self.options.in_process:
+            self._backend = InProcessBackend(self.options)
+        else:
+            self._backend = cluster.RayBackend(names, self.options)
         self._respawner = Respawner(self._backend, self.options, self.recorder.event)
         for slot in self.slots.values():
             slot.empty(SlotState.EMPTY)
         return True
 
     def fill(self, wanted: Sequence[DevicePlace]) -> None:
-        """See that somebody sits in each place, or is on the way there."""
+        """Make sure that each place has a replica, or one that is starting."""
         self.pick_up()
         self._leave_nodes()
         absent = [
@@ -134,13 +135,9 @@ class ReplicaSet:
         if not absent:
             return
         if self.replays and self._respawner is not None:
-            behind = {
-                p
-                for p in absent
-                if p in self.slots and self.slots[p].state in (SlotState.DEAD, SlotState.AWAY)
-            }
-            self._respawner.see_to(behind)
-            absent = [place for place in absent if place not in behind]
+            later = {p for p in absent if p in self.slots and self.slots[p].is_replaced}
+            self._respawner.ensure(later)
+            absent = [place for place in absent if place not in later]
         if not absent:
             return
         started = self.backend.start(absent)
@@ -158,14 +155,16 @@ class ReplicaSet:
         )
 
     def _await(self, place: DevicePlace) -> None:
-        """An elastic executor starts without a place, which is filled once there is room."""
+        """Let an elastic executor start without a place, which is filled once there is room."""
         slot = self.slots.setdefault(place, ReplicaSlot(place, len(self.slots)))
         slot.state = SlotState.AWAY
         if self._respawner is not None:
-            self._respawner.see_to([place])
+            self._respawner.ensure([place])
 
     def _leave_nodes(self) -> None:
-        """Leave nodes that are about to end, as long as somebody is left elsewhere."""
+        """Leave nodes that are about to end, as long as replicas of the same kind stay
+        elsewhere.
+        """
         leaving = self.backend.leaving() if self.options.elastic else ()
         if not leaving:
             return
@@ -175,7 +174,7 @@ class ReplicaSet:
         staying = {slot.place.kind for slot in self.ready() if slot not in going}
         for slot in going:
             if slot.place.kind not in staying:
-                continue  # its end, if it comes, is a death like any other
+                continue  # its end, if it comes, is handled as a death
             self.backend.stop([slot.client])
             self.backend.release([slot.place])
             log.info("%s was left, because its node is about to end", slot)
@@ -183,28 +182,29 @@ class ReplicaSet:
             slot.empty(SlotState.AWAY)
 
     def missing(self) -> list[ReplicaSlot]:
-        """Those without a replica of their own."""
+        """The slots without a replica of their own."""
         return [slot for slot in self.slots.values() if not slot.ready]
 
     def grow(self, timeout: float) -> int:
-        """Wait until everybody has a replica of their own, or the time is over; how many came."""
+        """Wait until each slot has a replica, or the time is over; returns how many were added."""
         before = len(self.missing())
         self.pick_up()
         if not self.replays or self._respawner is None:
             self.fill([slot.place for slot in self.missing()])
             return before - len(self.missing())
         deadline = time.monotonic() + timeout
-        while (places := [slot.place for slot in self.missing()]) and (
-            left := deadline - time.monotonic()
-        ) > 0:
-            self._respawner.see_to(places)
+        while places := [slot.place for slot in self.missing()]:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            self._respawner.ensure(places)
             if not self._respawner.await_one(places, left):
                 break
             self.pick_up()
         return before - len(self.missing())
 
     def pick_up(self) -> None:
-        """Seat those that were started behind the scenes."""
+        """Install the replicas that were started in the background."""
         if self._respawner is None:
             return
         for place, (client, hello) in self._respawner.arrivals().items():
@@ -219,28 +219,27 @@ class ReplicaSet:
 
     def _slot(self, place: DevicePlace, client: Any, hello: ReplicaHello) -> ReplicaSlot:
         slot = self.slots.setdefault(place, ReplicaSlot(place, len(self.slots)))
-        slot.slot(client, hello)
-        self.recorder.seated(slot)
+        slot.install(client, hello)
+        self.recorder.installed(slot)
         return slot
 
     def choose(
         self, job: ChunkCall, load: Mapping[ReplicaSlot, int], others: Collection[ReplicaSlot]
     ) -> ReplicaSlot:
-        """Who runs a job: who it is for, else one of the same kind, if need be the first that comes
-        back.
+        """The slot that runs a job: the one that it is for, else one of the same kind of device. If
+        no such replica is left, the first that starts.
 
         Args:
             job: The job.
-            load: How many each slot was given already.
-            others: Who takes part in the call; they have the model, and the others may not.
+            load: How many jobs each slot was given already.
+            others: The slots that take part in the call. They have the model; others may not.
         """
         slot, needs = job.slot, job.needs
         if needs:
             holder = next((graph.slot for graph in needs if graph.whole), needs[0].slot)
             slot = holder if holder is not None and (holder.ready or not self.replays) else slot
-            if not self.backend.alive() or (
-                not self.replays and not all(graph.on(slot) for graph in needs)
-            ):
+            lost = not self.replays and not all(graph.on(slot) for graph in needs)
+            if lost or not self.backend.alive():
                 raise GraphLost(
                     f"{slot} lost the graph of this forward, because its "
                     "process ended; run forward again"
@@ -250,20 +249,18 @@ class ReplicaSet:
         while True:
             self.pick_up()
             able = [s for s in self.ready() if s.place.kind == slot.place.kind]
+            if slot in able:
+                return slot
             if able:
-                return (
-                    slot
-                    if slot in able
-                    else min(able, key=lambda s: (s not in others, load.get(s, 0), s.index))
-                )
+                return min(able, key=lambda s: (s not in others, load.get(s, 0), s.index))
             assert self._respawner is not None
             self._respawner.wait([place for place in self.slots if place.kind == slot.place.kind])
 
     def mark_dead(
         self, slot: ReplicaSlot, incarnation: int, method: str, death: Death
     ) -> ReplicaDied:
-        """A replica gave no answer: nobody calls it any more. Returns what to raise, if it comes to
-        that.
+        """Mark a replica that gave no answer as dead, so that it is not called any more. Returns
+        the error, for a caller that cannot do without the answer.
         """
         with self.lock:
             new = slot.incarnation == incarnation and slot.ready
@@ -281,20 +278,24 @@ class ReplicaSet:
                 log.warning("%s", error)
                 self.recorder.event(f"{slot} died in {method}: {cause}")
             elif self._respawner is not None:
-                self._respawner.replace(
-                    Loss(slot.place, str(slot), slot.client, method, death, slot.answered)
+                loss = Loss(
+                    place=slot.place,
+                    name=str(slot),
+                    client=slot.client,
+                    method=method,
+                    death=death,
+                    answered=slot.answered,
                 )
+                self._respawner.replace(loss)
         return error
 
     def release(self) -> None:
-        """Start nobody any more. Who waits for a new replica, with the lock in his hand, is told
-        so.
-        """
+        """Start no more replicas. A thread that holds the lock and waits for one stops waiting."""
         if self._respawner is not None:
             self._respawner.end()
 
     def close(self) -> None:
-        """End everybody."""
+        """End all replicas."""
         self.closed = True
         try:
             if self._respawner is not None:

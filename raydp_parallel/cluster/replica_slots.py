@@ -1,4 +1,4 @@
-"""Seats: the places of an executor, and who sits there now."""
+"""`ReplicaSlot`: one place of an executor, with its replica of today."""
 
 from __future__ import annotations
 
@@ -11,32 +11,34 @@ from raydp_parallel.devices.specs import ReplicaHello
 from raydp_parallel.monitoring.stats import ReplicaInfo, Tally
 from raydp_parallel.transport.messages import Forget
 
-_GUESTS = 1 << 40
-"""Models are counted below this; above it they are named that a slot keeps for another."""
+_FOR_OTHERS = 1 << 40
+"""Numbers of models are below this. Above it are the numbers of models that a slot keeps for
+another slot, as it runs that one's chunks.
+"""
 
 
 class SlotState(Enum):
-    """The life of a slot."""
+    """The states of a slot."""
 
     EMPTY = "empty"
     READY = "ready"
     AWAY = "away"
-    """Nobody was placed there yet, or who sat there left its node before that ended."""
+    """No replica was placed there yet, or its replica left a node that was about to end."""
     DEAD = "dead"
     CLOSED = "closed"
 
 
 class ReplicaSlot:
-    """One place of an executor, and the replica that sits there now.
+    """One place of an executor, and the replica that it has now.
 
     Args:
         place: The device.
         index: Its number in the executor.
 
     Attributes:
-        ready: Whether it can be called. Looked at on each call, hence no property.
-        client: What calls go through.
-        hello: What the replica said of itself.
+        ready: Whether it can be called. Read on each call, hence no property.
+        client: The client of its replica.
+        hello: What the replica said of itself when it started.
     """
 
     def __init__(self, place: DevicePlace, index: int) -> None:
@@ -55,23 +57,23 @@ class ReplicaSlot:
         self._models: deque[int] = deque()
         self.answered = False
 
-    def slot(self, client: Any, hello: ReplicaHello) -> None:
-        """A new replica sits down."""
+    def install(self, client: Any, hello: ReplicaHello) -> None:
+        """Take a new replica."""
         self.client, self.hello = client, hello
         self.state = SlotState.READY
         self.incarnation += 1
         self.answered = False
-        self.leave_behind()
+        self._clear_held()
 
-    def leave_behind(self) -> None:
-        """Nothing that was sent to the old replica is here any more."""
+    def _clear_held(self) -> None:
+        """Forget what was sent to the old replica."""
         self.held.clear()
         self._graphs.clear()
         self._models.clear()
 
     @property
     def state(self) -> SlotState:
-        """Where in its life it is."""
+        """Its state."""
         return self._state
 
     @state.setter
@@ -79,49 +81,54 @@ class ReplicaSlot:
         self._state = state
         self.ready = state is SlotState.READY
 
+    @property
+    def is_replaced(self) -> bool:
+        """Whether its next replica is started in the background."""
+        return self._state in (SlotState.DEAD, SlotState.AWAY)
+
     def empty(self, state: SlotState) -> None:
-        """Nobody sits here any more."""
+        """Take the replica away."""
         self.state = state
-        self.leave_behind()
+        self._clear_held()
 
     def forget(self) -> Forget | None:
-        """What the driver let go of since the last call."""
+        """What the driver released since the last call."""
         if not self._graphs and not self._models:
             return None
         return Forget(_drain(self._graphs), _drain(self._models))
 
     def forget_again(self, told: Forget | None) -> None:
-        """Tell once more what may not have arrived; hearing it twice does no harm."""
+        """Send once more what may not have arrived; receiving it twice does no harm."""
         if told is not None:
             self._graphs.extend(told.graphs)
-            # Not what was sent anew since: its name is in use again.
+            # Not the models that were sent again since: their names are in use.
             self._models.extend(name for name in told.models if name not in self.held)
 
     def drop_graph(self, key: int, incarnation: int) -> None:
-        """Let go of a graph; told with the next call."""
+        """Release a graph; the next call says so."""
         if incarnation == self.incarnation:
             self._graphs.append(key)
 
     def distrust(self, model: int) -> None:
-        """What the replica holds of a model is not known: the next call sends everything."""
+        """Note that it is not known what the replica holds of a model: the next call sends all."""
         if model in self.held:
             self.held[model] = 0
 
     def name_of(self, model: int, home: ReplicaSlot) -> int:
-        """What a model is called here. A slot that stands in for another keeps a replica of its own
-        for that one.
+        """The number of a model here. A slot that runs the chunks of another keeps a separate copy
+        of the model for them.
 
-        So each chunk finds what its forward left, as it would have at home.
+        So each chunk finds the state that its last forward left, as in its own slot.
         """
-        return model if home is self else (home.index + 1) * _GUESTS + model
+        return model if home is self else (home.index + 1) * _FOR_OTHERS + model
 
     def drop_model(self, model: int) -> None:
-        """Let go of a model; told with the next call."""
-        self._drop([name for name in [*self.held] if name % _GUESTS == model])
+        """Release a model; the next call says so."""
+        self._drop([name for name in [*self.held] if name % _FOR_OTHERS == model])
 
     def dismiss(self, home: ReplicaSlot) -> None:
-        """Let go of what was kept for another slot, which needs nobody to stand in any more."""
-        self._drop([name for name in [*self.held] if name // _GUESTS == home.index + 1])
+        """Release what was kept for another slot, which has a replica of its own again."""
+        self._drop([name for name in [*self.held] if name // _FOR_OTHERS == home.index + 1])
 
     def _drop(self, names: list[int]) -> None:
         for name in names:
@@ -129,8 +136,12 @@ class ReplicaSlot:
                 self._models.append(name)
 
     def info(self) -> ReplicaInfo:
-        """Who sits here."""
-        hello = self.hello or ReplicaHello(0, "", "", "", "", 0, 0)
+        """What users see of the slot."""
+        hello = self.hello
+        if hello is None:
+            hello = ReplicaHello(
+                pid=0, node="", device="", gpu="", gpu_uuid="", memory=0, processors=0
+            )
         return ReplicaInfo(
             index=self.index,
             device=hello.device,

@@ -1,9 +1,9 @@
-"""Behind the scenes: ends what is left of a replica that died, says why it died, and starts the
-next.
+"""`Respawner`: in the background, ends what is left of a replica that died, says why it died, and
+starts the next.
 
-One thread per replica that died, which ends when its successor is there. No call waits for it as
-long as another replica can do the work. A replica that dies before it ever answered is started
-again after a pause, longer each time.
+There is one thread per replica that died, which ends when the next replica is there. No call waits
+for it as long as another replica can do the work. A replica that dies before it ever answered is
+started again after a pause, longer each time.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ log = logging.getLogger("raydp_parallel")
 
 _LEFT = "the Ray cluster was left while replicas ran; the next use starts anew"
 _HOUR = 3600.0
-_FIRST_PAUSE = 0.1
+_SHORTEST_PAUSE = 0.1
 _LONGEST_PAUSE = 30.0
-_PEACE = 0.25
-"""Seconds for the step in which a replica died, before the imports of its successor take a core
-from it.
+_START_DELAY = 0.25
+"""Seconds before the replacement starts, so that its imports do not compete with the replayed
+step.
 """
 
-_FAREWELL = 5.0
-"""Seconds that `Respawner.stop` waits for its threads, which look up every 0.2 s."""
+_STOP_TIMEOUT = 5.0
+"""Seconds that `Respawner.stop` waits for its threads, which check every 0.2 s whether to end."""
 
 
 class Loss(NamedTuple):
     """A replica that died.
 
     Attributes:
-        place: Where it sat.
+        place: The place that it had.
         name: Its name, for the log.
-        client: What calls went through.
-        method: In what it died.
-        death: What was seen of it.
+        client: Its client.
+        method: The method in which it died.
+        death: Its death, as the driver noticed it.
         answered: Whether it had ever answered a call.
     """
 
@@ -69,8 +69,8 @@ class Arrival(NamedTuple):
     """A replica that was started.
 
     Attributes:
-        client: What calls go through.
-        hello: What it says of itself.
+        client: Its client.
+        hello: What it said of itself.
     """
 
     client: Any
@@ -81,9 +81,9 @@ class Respawner:
     """Replaces the replicas of one backend.
 
     Args:
-        backend: Who starts them.
-        options: How many, and how long that may take.
-        tell: Takes note of a death and its cause.
+        backend: The backend, which starts them.
+        options: How many may be started, and how long that may take.
+        tell: Called with the text of a death and its cause.
     """
 
     def __init__(self, backend: Backend, options: Options, tell: Callable[[str], None]) -> None:
@@ -101,20 +101,20 @@ class Respawner:
         _respawners.add(self)
 
     def replace(self, loss: Loss) -> None:
-        """Start a successor, soon."""
+        """Start the next replica, after `_START_DELAY`."""
         self._awaited.clear()
         self._begin(loss.place, loss)
 
-    def see_to(self, places: Collection[DevicePlace]) -> None:
-        """Start somebody, where that is not under way, or try again where it was given up, if the
-        hour allows it.
+    def ensure(self, places: Collection[DevicePlace]) -> None:
+        """Make sure that a replica starts in each place. A place that was given up is tried again,
+        if `Options.max_restarts_per_hour` allows it.
         """
         for place in places:
             if place not in self._arrived and (self._left() or place not in self._problems):
                 self._begin(place, None)
 
     def arrivals(self) -> dict[DevicePlace, Arrival]:
-        """Those that started since the last time."""
+        """Take the replicas that started since the last time."""
         if not self._arrived:
             return {}
         with self._changed:
@@ -122,21 +122,21 @@ class Respawner:
             return found
 
     def wait(self, places: Collection[DevicePlace]) -> None:
-        """Wait until somebody arrived in one of the places.
+        """Wait until a replica started in one of the places.
 
         Raises:
-            ParallelError: Nobody will, or nobody did within ``placement_timeout``.
+            ParallelError: None will start, or none did within ``placement_timeout``.
         """
-
         timeout = self._options.placement_timeout
         if not self.await_one(places, timeout):
             late = PlacementError(
                 f"all replicas died, and no new one started in placement_timeout={timeout:g} s"
             )
-            raise next((self._problems[place] for place in places if place in self._problems), late)
+            known = [self._problems[place] for place in places if place in self._problems]
+            raise known[0] if known else late
 
     def await_one(self, places: Collection[DevicePlace], timeout: float) -> bool:
-        """Wait until somebody arrived in one of the places; False if nobody will, or nobody did in
+        """Wait until a replica started in one of the places; False if none will, or none did in
         time.
         """
 
@@ -154,19 +154,19 @@ class Respawner:
             return any(place in self._arrived for place in places)
 
     def end(self) -> None:
-        """Start nothing any more, and wait for nothing."""
+        """Start no more replicas, and end all waits."""
         self._ended.set()
         self._awaited.set()
         with self._changed:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Start nothing any more, and end what started too late. May be called twice."""
+        """Start no more replicas, and end those that started too late. May be called twice."""
         self.end()
         with self._changed:
             working = [*self._working.values()]
         for thread in working:
-            thread.join(_FAREWELL)
+            thread.join(_STOP_TIMEOUT)
         self._backend.stop([arrival.client for arrival in self.arrivals().values()])
 
     def _begin(self, place: DevicePlace, loss: Loss | None) -> None:
@@ -189,14 +189,14 @@ class Respawner:
         try:
             why = self._report(loss) if loss is not None else None
             if loss is not None:
-                self._awaited.wait(_PEACE)
+                self._awaited.wait(_START_DELAY)
             arrival = self._start(place)
             if arrival is not None and why is not None:
                 self._backend.note(arrival.client, f"This process is here because {why}")
         except ParallelError as error:
             self._problems[place] = error
             log.error("no replica for device %s: %s", place.device_id, error)
-        except Exception as error:  # whatever it was, nobody may wait for ever
+        except Exception as error:  # of any kind: no call may wait for ever
             seen = f"no replica could be started for device {place.device_id}: {error!r}"
             self._problems[place] = ClusterError(seen if self._backend.alive() else _LEFT)
             log.exception("no replica for device %s", place.device_id)
@@ -210,14 +210,16 @@ class Respawner:
                 self._backend.stop([arrival.client])
 
     def _report(self, loss: Loss) -> str:
-        """End what may be left of it, and say what happened. Ray takes a while to know why."""
+        """End what may be left of a replica, and log why it died, which takes Ray a while to
+        know.
+        """
         cause = self._backend.cause(loss.client, loss.death)
         self._backend.stop([loss.client])
         self._in_vain[loss.place] = 0 if loss.answered else self._in_vain.get(loss.place, 0) + 1
         what = f"{loss.name} died in {loss.method}: {cause}"
         self._tell(what)
         log.warning(
-            "%s. Its chunks run again on other replicas, and a new one starts behind the scenes",
+            "%s. Its chunks run again on other replicas, and a new one starts in the background",
             what,
         )
         return what
@@ -225,7 +227,7 @@ class Respawner:
     def _start(self, place: DevicePlace) -> Arrival | None:
         while True:
             pauses = self._in_vain.get(place, 0)
-            pause = min(_FIRST_PAUSE * 2**pauses, _LONGEST_PAUSE) if pauses else 0.0
+            pause = min(_SHORTEST_PAUSE * 2**pauses, _LONGEST_PAUSE) if pauses else 0.0
             if self._ended.wait(pause):
                 return None
             if not self._backend.alive():
@@ -273,8 +275,8 @@ class Respawner:
             return Arrival(client, hello)
 
     def _hopeless(self) -> bool:
-        """Whether a start is to be left: asked of Ray after its end, anything would start another
-        cluster.
+        """Whether to give a start up: after the end of the cluster, a question to Ray would start
+        another one.
         """
         return self._ended.is_set() or not self._backend.alive()
 
@@ -285,10 +287,8 @@ class Respawner:
             if not self._left():
                 raise RestartsSpent(
                     f"{most} replicas were started within an hour in place of others that "
-                    "had died, which is what "
-                    f"Options(max_restarts_per_hour={most}) allows. The log names the "
-                    "causes; calls go on with the "
-                    "replicas that are left, if any"
+                    f"had died, which is what Options(max_restarts_per_hour={most}) allows. The "
+                    "log names the causes; calls go on with the replicas that are left, if any"
                 )
             self._starts.append(time.monotonic())
             return self._starts[-1]
@@ -305,6 +305,6 @@ forks.call_in_child(_respawners.clear)
 
 @atexit.register
 def _stop_all() -> None:
-    """Ray must not be left, at the end of the program, by a thread that is in the midst of it."""
+    """End all threads before the program leaves Ray: Ray ends a process with a thread inside it."""
     for respawner in [*_respawners]:
         respawner.stop()

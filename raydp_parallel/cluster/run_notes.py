@@ -1,5 +1,5 @@
-"""What is noted of calls while they go on, for the books: a few tuples that hold nothing of the
-user's.
+"""The notes that the recorder gets of calls while they run: small tuples that hold no objects of
+the user.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ T = TypeVar("T")
 
 
 class SentNote(NamedTuple):
-    """One message of a run, on its way.
+    """One message of a run that was sent.
 
     Attributes:
         number: Which of the run's jobs it is for.
-        slot: Who it went to.
-        at: When.
-        method: What it asks for.
+        slot: The slot that it went to.
+        at: When it was sent.
+        method: The method that it calls.
         own: Whether it is the job's own message, and not one that makes a lost graph again in front
             of it.
-        model: The number that the model's accounts go by.
+        model: The model's number in the accounts.
         rows: Rows of the batch that the job computes.
         size: Bytes of tensors in it.
-        ways: How they went; None: all of them in the message itself.
+        ways: How those bytes went; None if all of them were in the message itself.
     """
 
     number: int
@@ -49,14 +49,14 @@ class SentNote(NamedTuple):
 
 
 class AnswerNote(NamedTuple):
-    """What the books want to know of an answer.
+    """What the recorder counts of an answer.
 
     Attributes:
         laps: When each of the replica's phases began, and when the last ended.
         seconds: How long its device worked.
         size: Bytes of tensors in it.
-        ways: How they came; None: all of them in the message itself.
-        memory: Bytes of a GPU's memory, if it tells.
+        ways: How those bytes came; None if all of them were in the message itself.
+        memory: Bytes of a GPU's memory, if the replica says.
         summing: Seconds in which the replica waited for sums with others.
         among: Bytes that it gave to others.
         failed: Whether something was raised.
@@ -73,7 +73,7 @@ class AnswerNote(NamedTuple):
 
 
 class Round(NamedTuple):
-    """All messages of a round were answered.
+    """One round of a run, with all messages answered.
 
     Attributes:
         first: Whether it is the run's first; the others wait for what runs again.
@@ -81,7 +81,7 @@ class Round(NamedTuple):
         checked: When it began to wait.
         ended: When all were answered.
         sent: The messages.
-        told: For each its answer; None: its replica died.
+        answers: The note of each message's answer; None if its replica died.
     """
 
     first: bool
@@ -89,24 +89,25 @@ class Round(NamedTuple):
     checked: float
     ended: float
     sent: Sequence[SentNote]
-    told: Sequence[AnswerNote | None]
+    answers: Sequence[AnswerNote | None]
 
 
 class CallRecord:
-    """One run of the executor, which tells how far it is.
+    """One run of the executor, and how far it is.
 
-    A run has one round, and another one for the jobs of each replica that dies: send, wait, heard.
+    A run has one round of sending, waiting and answers, and another one for the jobs of each
+    replica that dies.
 
     Args:
-        jobs: What is run.
-        number: Which run of its kind it is.
-        models: The numbers of models that have others in accounts.
-        note: Enters in the books what is done.
+        jobs: The calls of the run.
+        number: Its number among the runs of its method.
+        models: The models with another number in the accounts.
+        note: Gives the recorder what is done.
         span: Opens a span of the driver in `ray timeline`.
 
     Attributes:
-        sent: What is on its way.
-        rounds: What was answered, for whoever draws the run.
+        sent: The messages that are not answered yet.
+        rounds: The rounds that are over, for a picture of the run.
     """
 
     def __init__(
@@ -130,13 +131,13 @@ class CallRecord:
     def sends(
         self, number: int, slot: ReplicaSlot, attachments: Attachments, again: str = ""
     ) -> TaskLabel:
-        """A message for a job is ready and goes out; returns how the call looks in Ray's dashboard.
+        """Note that a message for a job is sent; returns how the call looks in Ray's dashboard.
 
         Args:
-            number: Which job.
-            slot: Who gets it.
-            attachments: What goes with it.
-            again: What is called to make a lost graph again in front of the job; empty for the job
+            number: The number of the job.
+            slot: The slot that gets the message.
+            attachments: Its attachments.
+            again: The method that makes a lost graph again in front of the job; empty for the job
                 itself.
         """
         job, method, size = self._jobs[number], again or self.method, attachments.size
@@ -144,7 +145,15 @@ class CallRecord:
         went = ways(attachments.beside, size) if attachments.beside else None
         self.sent.append(
             SentNote(
-                number, slot, time.perf_counter(), method, not again, model, job.rows, size, went
+                number=number,
+                slot=slot,
+                at=time.perf_counter(),
+                method=method,
+                own=not again,
+                model=model,
+                rows=job.rows,
+                size=size,
+                ways=went,
             )
         )
         return TaskLabel(method, number + 1, len(self._jobs), bool(again))
@@ -159,19 +168,26 @@ class CallRecord:
             with span:
                 return collect(pending)
 
-    def answered(self, told: Sequence[AnswerNote | None]) -> None:
-        """All messages of a round were answered, in the order of sending; None stands for a replica
-        that died.
+    def answered(self, answers: Sequence[AnswerNote | None]) -> None:
+        """Note that all messages of a round were answered, in the order of sending; None stands for
+        a replica that died.
         """
         ended = time.perf_counter()
-        one = Round(not self.rounds, self._began, self._checked, ended, self.sent, told)
-        self.rounds.append(one)
-        self._note(one)
+        done = Round(
+            first=not self.rounds,
+            began=self._began,
+            checked=self._checked,
+            ended=ended,
+            sent=self.sent,
+            answers=answers,
+        )
+        self.rounds.append(done)
+        self._note(done)
         self.sent, self._began = [], ended
 
     def ended(self) -> None:
-        """It came to its end, or nobody waits for it any more. What it was to do is the user's, and
-        let go of.
+        """Note that it ended, or was given up. Its jobs hold objects of the user, and are
+        released.
         """
         self._jobs, self.sent = (), []
         if self.rounds:
@@ -179,36 +195,35 @@ class CallRecord:
 
 
 def note_of(reply: Reply, attachments: Attachments) -> AnswerNote:
-    """What the books want to know of an answer."""
+    """The note of an answer, for the recorder."""
     size, reduced = reply.size, reply.reduced
-    summing, among = (
-        (reduced.seconds, reduced.size + reply.passed)
-        if reduced is not None
-        else (0.0, reply.passed)
-    )
+    summing, among = 0.0, reply.passed
+    if reduced is not None:
+        summing, among = reduced.seconds, reduced.size + reply.passed
     came = None
     if attachments.beside:
         came = ways(attachments.beside, size)
     return AnswerNote(
-        reply.laps,
-        reply.seconds,
-        size,
-        came,
-        reply.memory,
-        summing,
-        among,
-        reply.failure is not None,
+        laps=reply.laps,
+        seconds=reply.seconds,
+        size=size,
+        ways=came,
+        memory=reply.memory,
+        summing=summing,
+        among=among,
+        failed=reply.failure is not None,
     )
 
 
 class Reducing:
-    """The driver sums the gradients of some replicas, which have nothing to do meanwhile.
+    """The time in which the driver sums the gradients of replicas, which have nothing to do
+    meanwhile.
 
     Args:
-        slots: Whose gradients.
-        number: Which backward's.
-        note: Enters it in the books.
-        span: A span in `ray timeline`, if it is to be seen there.
+        slots: The slots of the replicas.
+        number: The number of the backward.
+        note: Gives it to the recorder.
+        span: A span in `ray timeline`, if it is shown there.
 
     Attributes:
         began: When it began.

@@ -57,8 +57,8 @@ def sit(kept: Recorder, count: int = 2) -> list[ReplicaSlot]:
     """Replicas that sit down."""
     slots = [ReplicaSlot(DevicePlace("cpu", i), i) for i in range(count)]
     for slot in slots:
-        slot.slot(None, ReplicaHello(40 + slot.index, "node", "cpu", "", "", 0, 0))
-        kept.seated(slot)
+        slot.install(None, ReplicaHello(40 + slot.index, "node", "cpu", "", "", 0, 0))
+        kept.installed(slot)
     return slots
 
 
@@ -164,7 +164,7 @@ def test_what_a_death_leaves_is_no_work(clock: Time) -> None:
     clock.now += 3.0
     call.answered([None, None])
     kept.end(call)
-    kept.seated(slots[0])
+    kept.installed(slots[0])
     phases = taken(kept, slots).replicas[0].phases
     assert (phases.wait, phases.work, phases.total) == (3.0, 0.0, 3.0)
     assert "took the place" in kept.events[-1][1]

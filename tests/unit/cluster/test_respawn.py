@@ -53,7 +53,7 @@ class MortalCrew(InProcessBackend):
             self.held.set()
             time.sleep(0.005)
             if cancelled is not None and cancelled():
-                raise PlacementError("nobody waits for this start any more")
+                raise PlacementError("this start is not needed any more")
         return super().start(places)
 
     def submit(
@@ -115,7 +115,7 @@ def test_close_does_not_wait_for_a_call_that_waits_for_a_replica() -> None:
 
 def test_ctrl_c_while_it_closes_leaves_no_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second `close` does nothing, so the first has to do it all."""
-    for what in ("_stop_reports", "_roster._respawner.stop"):
+    for what in ("_stop_reports", "_respawner.stop"):
         executor, backend, model = make()
         model(X)
 
@@ -151,7 +151,7 @@ def test_a_start_is_left_with_its_cluster() -> None:
 
 
 def test_a_replica_that_is_replaced_by_the_next_call_counts_too() -> None:
-    """As those that are replaced behind the scenes."""
+    """As those that are replaced in the background."""
     executor, backend, model = make(on_fault="raise")
     model(X)
     backend.dead = clients(executor)[1:]

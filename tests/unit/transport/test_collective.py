@@ -92,7 +92,7 @@ def test_where_ray_encrypts_there_are_no_groups_of_several_nodes(
         found: list[Any] = []
         for number, node in enumerate(nodes):
             found.append(ReplicaSlot(DevicePlace("gpu", number), number))
-            found[-1].slot(None, ReplicaHello(1, node, "cuda:0", "a GPU", f"gpu {number}", 0, 0))
+            found[-1].install(None, ReplicaHello(1, node, "cuda:0", "a GPU", f"gpu {number}", 0, 0))
         return found
 
     asked = [groups.wanted(slots(*nodes), 1 << 20, None) for nodes in (("a", "a"), ("a", "b"))]

@@ -325,7 +325,7 @@ def test_the_cause_of_a_death_is_not_asked_of_a_cluster_that_was_left(left: bool
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray, "wait", wait)
         patch.setattr(ray, "get", dead)
-        found = client.last_words(60.0, lambda: not left or len(asked) < 2)
+        found = client.cause_of_end(60.0, lambda: not left or len(asked) < 2)
     assert found == (None if left else "it was killed")
     assert asked == [0] * (2 if left else 3)
 
