@@ -1,1 +1,1 @@
-"""What of a module travels to its replicas, and what of it changed since."""
+"""What of a module is sent to its replicas, and what of it changed since."""

@@ -1,7 +1,7 @@
 """Blocks: the runs of bytes that a module's tensors lie in, and how a tensor lies in its block.
 
-Most tensors have a block to themselves. Tensors that share memory (views, ties of different shapes,
-the flat weights of a recurrent net) share a block, so that they do so in a replica too.
+Most tensors have a block of their own. Tensors that share memory (views, ties of different shapes,
+the flat weights of a recurrent net) share a block, so that they share memory in a replica too.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from raydp_parallel.transport import codec
 from raydp_parallel.transport.messages import SlotSpec
 
 _PARAMETER = b"parameter"
-"""Stands for the most common class of them all."""
+"""Stands for `nn.Parameter`, the most common class."""
 
 _GAP = 64
 """Bytes between the weights of a recurrent net that cuDNN uses as one run of memory, at most."""
 
 _SPARE = 2
-"""A tensor that shows less than one byte in so many of what it spans travels as a compact copy."""
+"""A tensor that uses less than this part (one byte in so many) of its span is copied compactly."""
 
 
 class BlockLayout(NamedTuple):
@@ -72,8 +72,8 @@ def lay_out(tensors: dict[int, Tensor]) -> BlockLayout:
 
 
 def lie_as(layout: BlockLayout, tensors: dict[int, Tensor], moved: Sequence[int]) -> bool:
-    """Whether tensors, some of which moved, share memory with whom they did by a layout. Mostly
-    with nobody.
+    """Whether tensors, some of which moved, still share memory as in a layout. Most share it with
+    no other.
     """
     apart = len(layout.members) == len(tensors) == len({*map(_storage_key, tensors.values())})
     if apart and all(tensors[slot].stride() == layout.specs[slot].tensor.stride for slot in moved):
@@ -85,7 +85,7 @@ def lie_as(layout: BlockLayout, tensors: dict[int, Tensor], moved: Sequence[int]
 
 
 def alike(one: SlotSpec, other: SlotSpec) -> bool:
-    """Whether a tensor lies in its block by one spec as by another, whatever its flag."""
+    """Whether two specs place a tensor alike in its block, whatever its flag."""
     flagless = other.tensor._replace(requires_grad=one.tensor.requires_grad)
     return one.offset == other.offset and one.tensor == flagless
 
@@ -102,9 +102,9 @@ def _overlapping(group: list[int], tensors: dict[int, Tensor]) -> list[list[int]
     end = -1
     for slot in sorted(group, key=lambda s: span(tensors[s])):
         start, stop = span(tensors[slot])
-        if start < end or (
-            clusters and start - end <= _GAP and _are_flat(tensors[clusters[-1][-1]], tensors[slot])
-        ):
+        before = tensors[clusters[-1][-1]] if clusters else None
+        close = before is not None and start - end <= _GAP and _are_flat(before, tensors[slot])
+        if start < end or close:
             clusters[-1].append(slot)
         else:
             clusters.append([slot])
@@ -113,8 +113,8 @@ def _overlapping(group: list[int], tensors: dict[int, Tensor]) -> list[list[int]
 
 
 def _are_flat(one: Tensor, other: Tensor) -> bool:
-    """Whether neighbours in one storage are to stay so: cuDNN copies a recurrent net's weights in
-    each call if not.
+    """Whether neighbours in one storage must stay neighbours: otherwise cuDNN copies a recurrent
+    net's weights in each call.
     """
     return (
         isinstance(one, nn.Parameter)
@@ -168,7 +168,7 @@ def start(block: Sequence[Tensor]) -> int:
 
 
 def is_loose(tensor: Tensor) -> bool:
-    """Whether most of the bytes that a tensor spans are not its own."""
+    """Whether a tensor uses only a small part of the bytes that it spans."""
     start, end = span(tensor)
     return end - start > _SPARE * max(tensor.nbytes, 1)
 
@@ -181,13 +181,10 @@ def read(block: Sequence[Tensor]) -> MemoryRange:
     if len(block) == 1:
         if first.is_contiguous():  # most are
             return devices.piece(first.detach())
-        return devices.piece(
-            codec.compact(first) if is_loose(first) else _window(first, *span(first))
-        )
-    spans = [span(tensor) for tensor in block]
-    return devices.piece(
-        _window(first, min(start for start, _ in spans), max(end for _, end in spans))
-    )
+        whole = codec.compact(first) if is_loose(first) else _window(first, *span(first))
+        return devices.piece(whole)
+    starts, ends = zip(*map(span, block), strict=True)
+    return devices.piece(_window(first, min(starts), max(ends)))
 
 
 def _window(tensor: Tensor, start: int, end: int) -> Tensor:

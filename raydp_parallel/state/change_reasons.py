@@ -1,4 +1,4 @@
-"""What of a module changed, in words, for whoever wonders why its state is sent again and again."""
+"""What of a module changed, in words: statistics show why state is sent again and again."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import nn
 from raydp_parallel.state.python_state import PythonState
 
 _MOST = 3
-"""Names that are told."""
+"""Names that are shown at most."""
 
 _HOLDERS = {"_parameters": "a parameter", "_buffers": "a buffer", "_modules": "a submodule"}
 
 
 def describe(module: nn.Module, python_state: PythonState) -> str:
-    """The names of what changed since the image was taken."""
+    """The names of what changed since the Python state was recorded."""
     paths = {id(part): path for path, part in module.named_modules()}
     names = []
     for owner, name in python_state.culprits():

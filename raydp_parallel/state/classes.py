@@ -1,10 +1,10 @@
 """Edits of classes that replicas import by name.
 
-``SomeNet.forward = mine`` is how many scripts change a library's model. Its class travels by name,
-and a replica imports it as it is on disk; what was set on it since must travel along. That is what
-changed since the class was first seen here, and functions whose own names say that they were not
-made in the class. A wrapper with `functools.wraps` that was put around a method before the class
-was first seen looks like one of the class's body, and is not found.
+Many scripts change a library's model by ``SomeNet.forward = mine``. The class is sent by name, and
+a replica imports it as it is on disk; so attributes that were set on it must be sent too. They are
+what changed since the class was first seen here, and functions with a qualified name of another
+place. A wrapper with `functools.wraps` that was put around a method before the class was first seen
+looks like a function of the class's body, and is not found.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def of(module: nn.Module) -> list[type]:
 
 
 def attributes(kind: type) -> list[Any]:
-    """What is set on a class, to be compared by identity; the same list as before, if it is that of
+    """The attributes of a class, to be compared by identity; if nothing changed, the same list as
     before.
     """
     names, values = [*vars(kind)], [*vars(kind).values()]
@@ -62,7 +62,7 @@ def attributes(kind: type) -> list[Any]:
 
 
 def patches(kinds: Sequence[type]) -> Iterator[tuple[Patch, bool]]:
-    """What was set on classes after they were made, and whether that is certain."""
+    """The attributes that were set on classes after they were made, and whether that is certain."""
     for kind in kinds:
         first = _first.setdefault(kind, dict(vars(kind)))
         for name, value in list(vars(kind).items()):
@@ -72,8 +72,8 @@ def patches(kinds: Sequence[type]) -> Iterator[tuple[Patch, bool]]:
 
 
 def apply(process: str, kinds: Sequence[type], found: list[Patch]) -> None:
-    """Make some of this process's classes what they are in the driver: set what is set there, and
-    nothing else.
+    """Give some of this process's classes the attributes that were set in the driver, and take back
+    all others that were set here.
     """
     if process == PROCESS:
         return  # a replica in the driver's process
@@ -107,7 +107,7 @@ def _is_foreign(kind: type, name: str, value: Any) -> bool:
 
 
 def _is_own(kind: type, name: str, value: Any) -> bool:
-    """Whether a function is the one of the class's body: a replica has it, or puts it back."""
+    """Whether a function is the one of the class's body: a replica has it, or restores it."""
     function = function_of(value)
     if (
         function is None

@@ -1,14 +1,14 @@
 """Modules that only the driver has: packed there, unpacked on the nodes of replicas that could not
 import them.
 
-What a script or a notebook defines travels with the value that needs it, as cloudpickle does it.
-Everything else travels by name, and the name means nothing on another machine if the module lies
-beside the script, is an editable install, or on a path that the program added. A replica answers
-with ``ModuleNotFoundError`` then, or, if it finds another file of that name, with
-``SourceMismatch``; the driver sends the files of the module's package, with the text that it runs
-itself, and the call runs again. What is installed here and not there, or of another version, is
-another
-matter: nodes whose packages differ need the same environment, and the error stands.
+Classes of a script or a notebook are sent by value, by cloudpickle. All others are sent by name,
+which another machine cannot import if the module lies beside the script, is an editable install, or
+lies on a path that the program added. Then a replica answers with ``ModuleNotFoundError`` or, if it
+finds another file of that name, with ``SourceMismatch``; the driver sends the files of the module's
+package, with the text that it runs itself, and the call runs again. That costs nothing where the
+code is installed. A package that is installed here and missing there, or of another version there,
+stays an error: such nodes need the same environment. Files are sent and not values, so that data
+beside the modules, relative imports and identities work.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _WANTED = {
     "ModuleNotFoundError": r"ModuleNotFoundError: No module named '([\w.]+)'",
     "SourceMismatch": r"SourceMismatch: module '([\w.]+)' of a replica",
 }
-"""Exceptions that the driver's own files help against, and how they name the module."""
+"""Exceptions that the driver's files can remedy, and how they name the module."""
 
 
 def wanted(failure: Failure | None) -> str | None:
-    """The module or package that a replica could not import, or found another one for, if that is
-    what it failed of.
+    """The module or package that a replica could not import, or of which it found other files; None
+    if it failed for another reason.
     """
     if failure is None:
         return None
@@ -61,15 +61,15 @@ def wanted(failure: Failure | None) -> str | None:
 
 
 def pack(name: str) -> Package | None:
-    """The files of a module that is here, and not installed; None if there is no such thing."""
+    """The files of a module that is here but not installed; None if it has none to send."""
     spec = _spec(name)
     if spec is None or name in sys.stdlib_module_names:
         return None
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     paths = [Path(spec.origin)] if not folders and spec.has_location and spec.origin else folders
-    if not paths or any(
-        is_installed(str(path)) or is_installed(os.path.realpath(path)) for path in paths
-    ):
+    if not paths:
+        return None
+    if any(is_installed(str(path)) or is_installed(os.path.realpath(path)) for path in paths):
         return None
     found = {path.name: path for path in paths} if not folders else _below(name, folders)
     size = sum(path.stat().st_size for path in found.values())
@@ -81,14 +81,13 @@ def pack(name: str) -> Package | None:
         )
         return None
     texts = module_sources.texts(name)
-    files = tuple(
-        (inside, texts.get(str(path)) or path.read_bytes())
-        for inside, path in sorted(found.items())
-    )
-    digest = hashlib.sha256(
-        b"".join(part for inside, data in files for part in (inside.encode(), b"\0", data))
-    )
-    return Package(name, digest.hexdigest()[:16], files)
+    digest = hashlib.sha256()
+    files = []
+    for inside, path in sorted(found.items()):
+        data = texts.get(str(path)) or path.read_bytes()
+        digest.update(inside.encode() + b"\0" + data)
+        files.append((inside, data))
+    return Package(name, digest.hexdigest()[:16], tuple(files))
 
 
 def _spec(name: str) -> Any:
@@ -108,26 +107,24 @@ def _below(name: str, folders: list[Path]) -> dict[str, Path]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """The files below a folder. A link to a file elsewhere is none of them: nobody asked to send
-    that.
+    """The files below a folder, without links to files elsewhere: the user did not ask to send
+    those.
     """
     inside = folder.resolve()
     for here, names, files in os.walk(folder):
         names[:] = [name for name in names if name not in _LEFT_OUT and not name.startswith(".")]
-        paths = (Path(here, file) for file in files if not file.startswith("."))
-        yield from (
-            path for path in paths if path.is_file() and path.resolve().is_relative_to(inside)
-        )
+        for path in (Path(here, file) for file in files if not file.startswith(".")):
+            if path.is_file() and path.resolve().is_relative_to(inside):
+                yield path
 
 
 def place(session: str) -> Path:
-    """A folder for such files that only this user can write to: who writes there runs code as this
-    user.
+    """A folder for such files that only this user can write to: its files run as this user's code.
 
     Args:
-        session: Names the cluster's session: the processes of one share the folder.
+        session: The name of the cluster's session. The processes of a session share the folder.
     """
-    # Not Ray's session folder, in which anybody may rename what is ours.
+    # Not Ray's session folder: other users may rename files there.
     base = Path(tempfile.gettempdir(), f"raydp_parallel-{os.geteuid()}")
     with contextlib.suppress(OSError):
         base.mkdir(mode=0o700, exist_ok=True)
@@ -148,15 +145,15 @@ def _is_ours(folder: Path) -> bool:
 
 
 def unpack(package: Package, folder: Path) -> bool:
-    """Make a package importable in this process, before all that is here already.
+    """Make a package importable in this process, before all other folders.
 
     Args:
         package: The package.
-        folder: Where processes of this machine keep such files. One that was there before is not
-            written again.
+        folder: Where processes of this machine keep such files. A package that is there already is
+            not written again.
 
     Returns:
-        Whether modules were dropped, because some of that name had been loaded from elsewhere.
+        Whether modules were unloaded, because some of that name had been loaded from elsewhere.
     """
     place = folder / f"{package.name}-{package.digest}"
     if not place.exists():

@@ -1,5 +1,5 @@
-"""What one module holds, so that it can be given what it held before: what a checkpoint computes
-again finds that.
+"""What one module holds, so that a checkpoint that computes again finds what it held before: its
+tensors, and the attributes that the driver changed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class Held:
     """The tensors that one module holds, by slot, and the attributes that the driver changed.
 
     Args:
-        python_state: Where it holds them.
-        tensors: What it holds now.
+        python_state: The places where it holds them.
+        tensors: The tensors that it holds now.
     """
 
     def __init__(self, python_state: PythonState, tensors: Mapping[int, Tensor]) -> None:
@@ -41,12 +41,12 @@ class Held:
         attributes[name] = value
 
     def forget_edits(self) -> None:
-        """No graph is left that was made before them."""
+        """Forget the edits: no graph is left that was made before them."""
         self._edits.clear()
 
     @contextlib.contextmanager
     def as_of(self, edits: int) -> Iterator[None]:
-        """Let the module have the attributes that it had after so many edits."""
+        """Give the module, in the block, the attributes that it had after so many edits."""
         undone = self._edits[edits:]
         for attributes, name, old, _ in reversed(undone):
             if old is _ABSENT:
@@ -60,13 +60,13 @@ class Held:
                 attributes[name] = value
 
     def holds(self, tensors: Mapping[int, Tensor]) -> bool:
-        """Whether it holds exactly these."""
+        """Whether the module holds exactly these tensors."""
         return len(tensors) == len(self._tensors) and all(
             map(operator.is_, tensors.values(), self._tensors.values())
         )
 
     def replace(self, tensors: Mapping[int, Tensor]) -> bool:
-        """Let it hold others, of those slots that it has. False if not all places could be
+        """Give the module other tensors for those slots that it has. False if a place could not be
         reached.
         """
         known = {slot: self._tensors[slot] for slot in tensors if slot in self._tensors}

@@ -1,17 +1,17 @@
-"""Moments of a master copy, so that a forward can be run again as it was when its graph is lost.
+"""Moments of a master, so that a forward whose graph is lost can run again with the state of then.
 
-[Note: what can be had back]
-Between a forward and its backward only write-backs change the master copy, in most programs: batch
-norm's running means, spectral norm's vectors. Each of them keeps the bytes that it overwrites, in
-the moment before it, and moments form a chain: whoever holds one finds what was overwritten since.
-Nobody holds it, and it is garbage with its bytes.
+[Note: what can be restored]
+Between a forward and its backward only write-backs change the master, in most programs: batch
+norm's running means, spectral norm's vectors. Each write-back stores the bytes that it overwrites
+in the moment before it, and moments form a chain: from a moment one finds all that was overwritten
+since. A moment that nothing refers to is garbage, with its bytes.
 
     moment ──► moment ──► now            overwritten: by the write-back that ended the moment
      looks      looks                    looks:       right before it, and right after
 
-What anybody else changed is found by versions and addresses that do not meet those of the chain, by
-flags and structure, and by a comparison with the bytes that were sent. It cannot be had back: then
-the replay is refused.
+Other changes are found by versions and addresses that do not continue those of the chain, by flags
+and structure, and by a comparison with the bytes that were sent. They cannot be restored: then the
+replay is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from raydp_parallel.state.versions import Look, unlike
 
 
 class StateMoment:
-    """A stretch of a master copy's life between two write-backs."""
+    """The time between two write-backs of a master."""
 
     __slots__ = ("after", "before", "following", "overwritten")
 
@@ -39,20 +39,19 @@ class StateMoment:
     def end(
         self, overwritten: Callable[[], dict[int, Tensor]], before: Look, after: Look
     ) -> StateMoment:
-        """A write-back took place; returns the moment that begins."""
+        """End the moment with a write-back; returns the moment that begins."""
         self.overwritten, self.before, self.after = overwritten, before, after
         self.following = StateMoment()
         return self.following
 
 
 class Mark(NamedTuple):
-    """What a call remembers of its module's state.
+    """What a call stores of its module's state.
 
     Attributes:
-        moment: When it was.
-        look: What was cheap to see of its tensors.
-        disturbed_at: The revision at which something else than versions had told of a change for
-            the last time.
+        moment: The moment of the call.
+        look: The versions, addresses and flags of its tensors.
+        disturbed_at: The revision of the last change that versions did not show.
     """
 
     moment: StateMoment
@@ -71,8 +70,8 @@ def overwritten_since(moment: StateMoment) -> dict[int, Tensor]:
 
 
 def moved(mark: Mark, contents: BlockContents) -> list[int]:
-    """The slots that somebody else than a write-back changed since, as far as versions, addresses
-    and flags tell.
+    """The slots that changed since, other than by write-backs, as far as versions, addresses and
+    flags show.
     """
     now = contents.look()
     chain, at = [mark.look], mark.moment

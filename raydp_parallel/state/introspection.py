@@ -1,6 +1,4 @@
-"""What there is to compare of things whose contents are no plain dict, list or set. `PythonState`
-asks it twice.
-"""
+"""What `PythonState` compares of objects with contents that are no plain dict, list or set."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ def array_bytes(array: np.ndarray) -> tuple[Any, ...]:
 
 
 class _ContentPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Knows tensors by identity: their contents are watched as tensors are."""
+    """Pickles tensors by identity: their contents are compared elsewhere."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
@@ -43,10 +41,10 @@ class _ContentPickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def pickled(value: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """A value's pickle, and the tensors in it, which it knows by identity."""
+    """A value's pickle, and the tensors in it, which stand in the pickle by identity."""
     file = io.BytesIO()
     pickler = _ContentPickler(file)
-    # What cannot be pickled is refused by the pickler that reached it, with the path to it.
+    # The pickler of the structure raises the error for what cannot be pickled, with the path.
     with contextlib.suppress(Exception):
         pickler.dump(value)
     return file.getvalue(), pickler.tensors
@@ -58,7 +56,7 @@ def generator_state(generator: torch.Generator) -> tuple[bytes, None]:
 
 
 def reduces_itself(value: Any) -> bool:
-    """Whether a value says itself how it is pickled."""
+    """Whether a value's class defines how it is pickled."""
     kind: Any = type(value)
     return (
         kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not object.__reduce__
@@ -66,7 +64,7 @@ def reduces_itself(value: Any) -> bool:
 
 
 def has_own_state(value: Any) -> bool:
-    """Whether a value says itself what of its attributes is pickled."""
+    """Whether a value's class defines which of its attributes are pickled."""
     base = torch.nn.Module if isinstance(value, torch.nn.Module) else object
     return getattr(type(value), "__getstate__", None) is not getattr(base, "__getstate__", None)
 
@@ -88,25 +86,23 @@ def slot_parts(value: Any, names: tuple[str, ...]) -> list[Any]:
 
 
 def by_value(value: Any) -> bool:
-    """Whether a class or function travels as what it is, and not by name."""
+    """Whether a class or function is sent by value, and not by name."""
     return not cloudpickle.cloudpickle._should_pickle_by_reference(value)
 
 
 def mapping_parts(value: dict[Any, Any]) -> list[Any]:
-    """What is in a dict's subclass, in its own order, past methods of its own."""
+    """The contents of a dict's subclass, in its order, without calling methods of the subclass."""
     raw: Any = OrderedDict if isinstance(value, OrderedDict) else dict
     return [getattr(value, "default_factory", None), *raw.keys(value), *raw.values(value)]
 
 
 def global_names(function: types.FunctionType) -> list[str]:
-    """The globals that a function takes along where it travels by value."""
+    """The globals that are sent along with a function that is sent by value."""
     return sorted(_extract_code_globals(function.__code__))
 
 
 def function_parts(function: types.FunctionType, names: Iterable[str]) -> list[Any]:
-    """What a function that travels by value takes along: its code, its defaults, its closure and
-    its globals.
-    """
+    """The parts of a function that is sent by value: its code, defaults, closure and globals."""
     cells = [_cell(cell) for cell in function.__closure__ or ()]
     used = [function.__globals__.get(name, _MISSING) for name in names]
     return [function.__code__, function.__defaults__, function.__kwdefaults__, *cells, *used]
@@ -120,7 +116,7 @@ def _cell(cell: types.CellType) -> Any:
 
 
 def class_parts(kind: type) -> list[Any]:
-    """The attributes of a class that travels by value."""
+    """The attributes of a class that is sent by value."""
     attributes = chain.from_iterable(vars(base).items() for base in kind.__mro__ if by_value(base))
     # copyreg's cache
     return [*chain.from_iterable(item for item in attributes if item[0] != "__slotnames__")]
@@ -135,7 +131,7 @@ def script_parts(module: torch.jit.ScriptModule) -> list[Any]:
 
 
 def script_values(module: torch.jit.ScriptModule) -> list[str]:
-    """A script's plain attributes, of which it gives copies only."""
+    """A script's plain attributes. It returns copies only, so they are compared as text."""
     scripts: Iterable[Any] = module.modules()
     values = (m._c.getattr(name) for m in scripts for name in m._concrete_type.get_attributes())
     return [repr(value) for value in values if not isinstance(value, torch.Tensor)]

@@ -1,22 +1,21 @@
-"""Which source the modules of a process were made of: replicas run the driver's, and no other of
-the same name.
+"""The sources of a process's modules: replicas run the driver's, and no others of the same name.
 
-A class travels by the name of its module, and one name may mean two files: `python exp/train.py`
+A class is sent by the name of its module, and one name may mean two files: `python exp/train.py`
 imports `exp/nets.py`, and Ray gives its workers the working folder before the script's; a file is
-edited while training runs, and the replica that takes the place of a dead one imports the new text;
-a module is reloaded in a notebook. So the driver says, with each structure, where it searches and
-what it found: the file of each module that it has loaded and a digest of the text. A replica
-searches in that order, and looks at each of these modules before it runs it, and at those that it
-has already. One that differs is never run: `SourceMismatch` names it, the driver sends its own
-files (see ``code_shipping``), and the call runs again.
+edited while training runs, and the replica that replaces a dead one imports the new text; a module
+is reloaded in a notebook. So the driver sends, with each structure, its search path and, of each
+module that it has loaded, the file and a digest of the text. A replica searches in that order, and
+checks each of these modules before it runs it, and those that it has loaded already. A module that
+differs is never run: `SourceMismatch` names it, the driver sends its own files (see
+``code_shipping``), and the call runs again.
 
-Compared are the modules of the user's own (not installed ones), and the installed ones that define
-a class of the model. Modules of the package itself, torch and extension modules are not: the first
-two are compared by version.
+The user's own modules (not installed ones) are compared, and the installed ones that define a class
+of the model. This package itself, torch and NumPy are compared by version; extension modules are
+not compared.
 
 Known limit: the text is read when a module is first sent, not when it was imported. A file that was
 changed in between is noticed if its functions are not those that run here; then the module's
-classes and functions are sent as what they are.
+classes and functions are sent by value.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from raydp_parallel.transport.module_origins import ModuleSource, Origins
 log = logging.getLogger("raydp_parallel")
 
 PROCESS = uuid.uuid4().hex
-"""Names this process, for good."""
+"""The name of this process."""
 
 _BEGUN = time.time()
 _SUFFIXES = (*importlib.machinery.SOURCE_SUFFIXES, *importlib.machinery.BYTECODE_SUFFIXES)
@@ -52,11 +51,11 @@ _BY_VERSION = ("raydp_parallel", "torch", "ray", "numpy", "cloudpickle")
 
 
 NOWHERE = Origins("", (), (), {})
-"""Of no module."""
+"""The origins of no module."""
 
 
 class _Known(NamedTuple):
-    """What was found out about a module; a module that is loaded again has another spec."""
+    """What is known about a module; a module that is loaded again has another spec."""
 
     spec: Any
     source: ModuleSource | None
@@ -85,9 +84,7 @@ def is_installed(path: str) -> bool:
 
 
 def spec_of(name: str) -> Any:
-    """The spec by which a module was loaded, None if it is not, or has none. Nothing is loaded by
-    asking.
-    """
+    """The spec of a loaded module; None if it has none or is not loaded. This loads nothing."""
     try:
         return object.__getattribute__(sys.modules[name], "__dict__").get("__spec__")
     except (KeyError, AttributeError):
@@ -96,8 +93,8 @@ def spec_of(name: str) -> Any:
 
 @functools.cache
 def versions() -> tuple[tuple[str, str], ...]:
-    """What has to be the same in the driver and its replicas: this package with its sources, torch
-    and NumPy.
+    """The versions that must be equal in the driver and its replicas: of this package with its
+    sources, torch and NumPy.
     """
     folder = Path(__file__).parents[1]
     text = hashlib.sha256()
@@ -110,23 +107,22 @@ def versions() -> tuple[tuple[str, str], ...]:
 
 
 def specs(names: Iterable[str]) -> list[Any]:
-    """What tells, by identity, whether some modules are those of before."""
+    """The specs of some modules: compared by identity, they show whether a module was reloaded."""
     return [spec_of(name) for name in names]
 
 
 def texts(package: str) -> dict[str, bytes]:
-    """The texts of what is loaded of a package, by file, as they were when they were first looked
-    at.
-    """
-    names = [name for name in sys.modules if name.partition(".")[0] == package]
-    found = [known for name in names if (known := _look(name)) is not None]
-    return {
-        known.source.file: known.data for known in found if known.source is not None and known.data
-    }
+    """The texts of a package's loaded modules, by file, as they were when they were first read."""
+    found = {}
+    for name in [name for name in sys.modules if name.partition(".")[0] == package]:
+        known = _look(name)
+        if known is not None and known.source is not None and known.data:
+            found[known.source.file] = known.data
+    return found
 
 
 def source_of(name: str) -> ModuleSource | None:
-    """What a loaded module was made of; None if it has no file of its own."""
+    """The source of a loaded module; None if it has no file of its own."""
     known = _look(name)
     return known.source if known is not None else None
 
@@ -152,11 +148,11 @@ def _read(spec: Any) -> _Known:
     return _Known(spec, ModuleSource(file, hashlib.sha256(data).hexdigest()[:32]), data)
 
 
-# The driver.
+# In the driver.
 
 
 def origins(kinds: Sequence[type]) -> Origins:
-    """What replicas have to know of this process's modules.
+    """What replicas must know of this process's modules.
 
     Args:
         kinds: The classes of a model that replicas import.
@@ -176,15 +172,14 @@ def origins(kinds: Sequence[type]) -> Origins:
             found = _checked(name)
             if found is not None:
                 sources[name] = found
-    paths = tuple(
-        dict.fromkeys(os.path.abspath(path) for path in sys.path if isinstance(path, str))
-    )
+    absolute = [os.path.abspath(path) for path in sys.path if isinstance(path, str)]
+    paths = tuple(dict.fromkeys(absolute))
     return Origins(PROCESS, paths, tuple(filter(is_installed, paths)), sources)
 
 
 def _checked(name: str) -> ModuleSource | None:
-    """A module's source, if its file still has the text of what runs here; else the module travels
-    as what it is.
+    """A module's source. If its file no longer has the text that runs here, the module is
+    registered to be sent by value.
     """
     known = _known.get(name)
     is_new = known is None or known.spec is not spec_of(name)
@@ -207,12 +202,12 @@ def _checked(name: str) -> ModuleSource | None:
 
 
 _by_value: set[str] = set()
-"""Modules that are not sent by name, because their files are not what was imported."""
+"""Modules that are sent by value, because their files changed after the import."""
 
 
 def _is_outdated(module: Any, known: _Known) -> bool:
-    """Whether a module has functions that its file has not, which was changed since this process
-    runs.
+    """Whether a module's file was changed after this process began, and no longer has some of the
+    module's functions.
     """
     file = known.spec.origin
     try:
@@ -244,22 +239,20 @@ def _functions(module: Any) -> Iterator[types.FunctionType]:
             yield function
 
 
-# The replica.
+# In a replica.
 
 _wanted: dict[str, ModuleSource] = {}
-"""What the driver has loaded, by the name of the module."""
+"""The sources that the driver has loaded, by the name of the module."""
 
 _sent: dict[str, str] = {}
-"""The folders of modules and packages that the driver sent, by name. They are searched before all
-others.
-"""
+"""The folders of packages that the driver sent, by name. They are searched before all others."""
 
 
 def follow(origins: Origins) -> None:
-    """Search for modules as the driver does, and run none that differs from the driver's.
+    """Search for modules as the driver does, and refuse those that differ from the driver's.
 
     Raises:
-        SourceMismatch: One that differs is loaded already.
+        SourceMismatch: A module that differs is loaded already.
     """
     if origins.process == PROCESS:
         return  # a replica in the driver's process
@@ -275,8 +268,8 @@ def follow(origins: Origins) -> None:
 
 
 def _in_order(own: Sequence[str], origins: Origins) -> list[str]:
-    """A search path with the driver's order: its folders, and where its installed packages would
-    be, those of here.
+    """A search path in the driver's order, with this process's folders of installed packages in the
+    place of the driver's.
     """
     others = [path for path in own if path not in origins.paths]
     installed = [path for path in others if is_installed(path)]
@@ -296,25 +289,24 @@ def _compare(name: str, found: ModuleSource) -> None:
         return
     if not wanted.digest:
         why = (
-            f"{wanted.file} was changed after the driver had imported it, so that it is not "
-            "what the driver runs: "
-            "start the program again, or importlib.reload() the module"
+            f"{wanted.file} was changed after the driver had imported it, so that it is not what "
+            "the driver runs: start the program again, or importlib.reload() the module"
         )
     else:
         why = (
-            f"the driver has imported {wanted.file}, and this process would run "
-            f"{found.file}, which differs: "
-            "give one of them another name, or install the same version of it on every node"
+            f"the driver has imported {wanted.file}, and this process would run {found.file}, "
+            "which differs: give one of them another name, or install the same version of it on "
+            "every node"
         )
     raise SourceMismatch(f"module {name!r} of a replica is not the driver's: {why}")
 
 
 class _Guard:
-    """Stands before Python's own finders, and looks at what they find."""
+    """A finder before Python's own ones that checks what they find."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
-        """The spec of a module that the driver has loaded too, if it is of the same source."""
+        """The spec of a module that the driver has loaded too, if the source is the same."""
         if name not in _wanted:
             return None
         for finder in [*sys.meta_path]:
@@ -337,11 +329,11 @@ def prefer(name: str, folder: str) -> bool:
 
     Args:
         name: The module, or the package.
-        folder: Where it lies.
+        folder: The folder that holds it.
 
     Returns:
-        Whether it had been loaded from elsewhere. Then none of the user's modules is loaded any
-        more, for others may hold parts of it, and what was made of them has to be made again.
+        Whether it had been loaded from elsewhere. Then all of the user's modules are unloaded,
+        because others may hold parts of it, and models built from them must be built again.
     """
     before, _sent[name] = _sent.get(name), folder
     sys.path[:] = [folder, *(path for path in sys.path if path not in (folder, before))]

@@ -1,21 +1,20 @@
-"""What a module's Python side looked like: each mutable thing that pickle reaches from it, with a
-copy of its contents.
+"""The Python state of a module: each mutable object that pickle reaches from it, with a copy of its
+contents.
 
 [Note: what changed]
 The driver must see every edit between two forwards, and a replica must start each forward from the
-driver's state. Both ask the same question of the same things, so both use an `PythonState`.
-Contents are compared by identity, element for
-element: equality would take a new tensor for an old one that holds the same numbers. The comparison
-runs in C over flat lists (0.2 to 0.4 ms for the 286 modules of a ResNet-50); a fresh pickle to
-compare would cost 4 to 15 ms.
+driver's state. Both compare the same objects, so both use a `PythonState`. Contents are compared by
+identity, element for element: equality would take a new tensor for an old one with the same
+numbers. The comparison runs in C over flat lists (0.2 to 0.4 ms for the 286 modules of a
+ResNet-50); a fresh pickle to compare would cost 4 to 15 ms.
 
-What identity cannot see, the inside of arrays and of objects that keep their state in C, is
-compared by content in `deep_changed`, for which there is time while replicas run.
+Changes that identity cannot show, inside of arrays and of objects with their state in C, are found
+by comparing contents in `deep_changed`, while replicas run.
 
-Plain containers and attributes can be put back in place, and given other tensors. The rest (slots,
-closures, tuples of tensors, arrays, whatever reduces itself) cannot: then `restore` and `replace`
-say so, and the replica makes its module anew from the structure, which is always right and costs
-milliseconds.
+Plain containers and attributes can be restored in place, and given other tensors. Other objects
+(slots, closures, tuples of tensors, arrays, objects that define their own pickling) cannot: then
+`restore` and `replace` return False, and the replica builds its module anew from the structure,
+which is always right and costs milliseconds.
 """
 
 from __future__ import annotations
@@ -41,38 +40,11 @@ from raydp_parallel.state import introspection
 from raydp_parallel.transport import codec
 
 _IMMUTABLE = (
-    *(
-        int,
-        float,
-        complex,
-        str,
-        bytes,
-        bool,
-        type(None),
-        type(...),
-        range,
-        slice,
-        tuple,
-        frozenset,
-        property,
-    ),
-    *(
-        types.BuiltinFunctionType,
-        types.MethodType,
-        types.ModuleType,
-        types.MethodDescriptorType,
-        functools.partial,
-    ),
-    *(
-        types.CodeType,
-        types.CellType,
-        types.GenericAlias,
-        types.UnionType,
-        staticmethod,
-        classmethod,
-        enum.Enum,
-        weakref.ref,
-    ),
+    *(int, float, complex, str, bytes, bool, type(None), type(...)),
+    *(range, slice, tuple, frozenset, property, functools.partial),
+    *(types.BuiltinFunctionType, types.MethodType, types.ModuleType, types.MethodDescriptorType),
+    *(types.CodeType, types.CellType, types.GenericAlias, types.UnionType),
+    *(staticmethod, classmethod, enum.Enum, weakref.ref),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, re.Pattern, logging.Logger),
     *(datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, np.generic, np.dtype),
 )
@@ -81,15 +53,15 @@ _MISSING = object()
 
 
 class _Reader(NamedTuple):
-    """Something whose contents have to be asked for: how, and what the answer was."""
+    """An object with contents that a function returns: the function, and what it returned."""
 
     read: Callable[[], list[Any]]
     then: list[Any]
 
 
 class _Content(NamedTuple):
-    """Something that only a comparison of contents can judge: how to take them, and what
-    they were.
+    """An object that only a comparison of contents can judge: the function that returns them, and
+    what it returned.
     """
 
     take: Callable[[], Any]
@@ -97,7 +69,7 @@ class _Content(NamedTuple):
 
 
 class PythonState:
-    """The contents of mutable things, at one moment.
+    """The contents of mutable objects, at one moment.
 
     `visit` is called for everything that pickle reaches; `freeze` ends that.
     """
@@ -131,31 +103,18 @@ class PythonState:
         elif isinstance(value, torch.Tensor):
             self._owners.append(value)
         elif isinstance(value, np.ndarray):
-            self._contents.append(
-                _Content(
-                    functools.partial(introspection.array_bytes, value),
-                    introspection.array_bytes(value),
-                )
-            )
+            self._compare(functools.partial(introspection.array_bytes, value))
         elif isinstance(value, types.FunctionType):
             if introspection.by_value(value):
-                self._read(
-                    functools.partial(
-                        introspection.function_parts, value, introspection.global_names(value)
-                    )
-                )
+                names = introspection.global_names(value)
+                self._read(functools.partial(introspection.function_parts, value, names))
         elif isinstance(value, type):
             if introspection.by_value(value):
                 self._read(functools.partial(introspection.class_parts, value))
         elif isinstance(value, torch.jit.ScriptModule):
             self._opaque = True
             self._read(functools.partial(introspection.script_parts, value))
-            self._contents.append(
-                _Content(
-                    functools.partial(introspection.script_values, value),
-                    introspection.script_values(value),
-                )
-            )
+            self._compare(functools.partial(introspection.script_values, value))
         elif not isinstance(value, _IMMUTABLE) or hasattr(value, "__dict__"):
             self._visit_object(value)
 
@@ -170,16 +129,12 @@ class PythonState:
             self._owners.append(value)
 
     def _visit_object(self, value: Any) -> None:
-        if isinstance(
-            value, (types.ModuleType, logging.Logger, types.MethodType)
-        ) or codec.stream_name(value):
+        if isinstance(value, (types.ModuleType, logging.Logger, types.MethodType)):
             return
-        is_module = isinstance(value, torch.nn.Module)
-        plain = (
-            is_module
-            or not introspection.reduces_itself(value)
-            or isinstance(value, types.SimpleNamespace)
-        )
+        if codec.stream_name(value):
+            return
+        reduces = not isinstance(value, torch.nn.Module) and introspection.reduces_itself(value)
+        plain = not reduces or isinstance(value, types.SimpleNamespace)
         slots = introspection.slot_names(type(value)) if plain else ()
         if plain and hasattr(value, "__dict__"):
             self._owners.append(value)
@@ -187,37 +142,32 @@ class PythonState:
             self._visit_opaque(value)
         if slots:
             self._read(functools.partial(introspection.slot_parts, value, slots))
-        self._opaque |= (
-            bool(slots)
-            or (not is_module and introspection.reduces_itself(value))
-            or introspection.has_own_state(value)
-        )
+        self._opaque |= bool(slots) or reduces or introspection.has_own_state(value)
 
     def _visit_opaque(self, value: Any) -> None:
-        take = (
-            introspection.generator_state
-            if isinstance(value, torch.Generator)
-            else introspection.pickled
-        )
+        take: Callable[[Any], Any] = introspection.pickled
+        if isinstance(value, torch.Generator):
+            take = introspection.generator_state
         then, again = take(value), take(value)
-        if then[0] == again[0]:  # some pickles differ each time, and say nothing
+        if then[0] == again[0]:  # some pickles differ each time, and show nothing
             self._contents.append(_Content(lambda: take(value)[0], then[0]))
             self._kept.append(then)
+
+    def _compare(self, take: Callable[[], Any]) -> None:
+        self._contents.append(_Content(take, take()))
 
     def _read(self, read: Callable[[], list[Any]]) -> None:
         self._readers.append(_Reader(read, read()))
 
     def watch(self, read: Callable[[], list[Any]]) -> None:
-        """Note what else belongs to it, and has to be asked for: what is compared is the identity
-        of each part.
-        """
+        """Add a function that returns more parts of the state; each part is compared by identity."""
         self._read(read)
 
     def freeze(self) -> None:
         """Take the copies that later moments are compared with."""
         self._classes = [*map(type, self._owners)]
         # Pickle reaches an object's attributes as a dict too, and a module's as a copy of it; they
-        # are their owner's.
+        # are compared with their owner.
         attributes = {id(vars(owner)) for owner in self._owners}
         states = {
             id(vars(owner).get("_parameters", 1))
@@ -237,8 +187,8 @@ class PythonState:
         self.settle()
 
     def settle(self) -> None:
-        """Make ready to compare."""
-        # Most dicts of a module are hooks' and empty: whether they all still are is one question.
+        """Prepare the flat lists that `changed` compares."""
+        # Most dicts of a module are for hooks and empty: one `any` checks all of them.
         count = len(self._owners)
         empty = [
             not copy and (i >= count or _is_tensor(self._owners[i]))
@@ -259,7 +209,7 @@ class PythonState:
         self._items = [*chain.from_iterable(self._list_copies)]
 
     def changed(self) -> bool:
-        """Whether anything differs that identity can see."""
+        """Whether any identity differs."""
         return self.attributes_changed() or self._readers_changed()
 
     def attributes_changed(self) -> bool:
@@ -287,14 +237,14 @@ class PythonState:
         )
 
     def _readers_changed(self) -> bool:
-        # assigned by who swaps a layer's behaviour and keeps its weights
+        # some programs assign `__class__` to change what a layer does
         classes = [*map(type, self._owners)]
         return classes != self._classes or any(
             not _same(reader.read(), reader.then) for reader in self._readers
         )
 
     def deep_changed(self) -> bool:
-        """Whether anything differs that only a comparison of contents can see."""
+        """Whether any contents differ that identities do not show."""
         return any(content.take() != content.then for content in self._contents)
 
     def differences(self) -> list[tuple[Any, str, Any]] | None:
@@ -308,9 +258,8 @@ class PythonState:
                 continue
             if i >= len(self._owners) or [*node] != [*copy]:
                 return None
-            found += [
-                (self._owners[i], name, new) for name, new in node.items() if new is not copy[name]
-            ]
+            owner = self._owners[i]
+            found += [(owner, name, new) for name, new in node.items() if new is not copy[name]]
         return None if self._lists_changed() or self._readers_changed() else found
 
     def culprits(self) -> list[tuple[Any, str]]:
@@ -329,24 +278,20 @@ class PythonState:
         return vars(self._owners[i]) if i < len(self._owners) else self._nodes[i]
 
     def news(self, nodes: Sequence[dict[Any, Any]]) -> list[tuple[int, Any, Any]]:
-        """The entries of dicts that are new since then, or hold a dict, list or set with other
-        contents.
+        """The entries of dicts that are new, or hold a dict, list or set with other contents.
 
         Returns:
-            For each entry: which dict's, its key, its value.
+            For each entry: the number of its dict, its key, its value.
         """
         changed = self._changed_containers()
         before = {id(self._node(i)): copy for i, copy in enumerate(self._copies)}
-        rows = (
-            (at, k, v, before.get(id(node), {}))
-            for at, node in enumerate(nodes)
-            for k, v in node.items()
-        )
-        return [
-            (at, k, v)
-            for at, k, v, then in rows
-            if v is not then.get(k, _MISSING) or id(v) in changed
-        ]
+        found = []
+        for at, node in enumerate(nodes):
+            then = before.get(id(node), {})
+            for key, value in node.items():
+                if value is not then.get(key, _MISSING) or id(value) in changed:
+                    found.append((at, key, value))
+        return found
 
     def _changed_containers(self) -> set[int]:
         dicts = {
@@ -363,14 +308,12 @@ class PythonState:
         return dicts | lists | sets
 
     def accept(self, owner: Any, name: str, value: Any) -> None:
-        """Take an attribute's new value for how it looks from now on; `settle` ends a series of
-        these.
-        """
+        """Record the new value of an attribute; `settle` must follow the last of several calls."""
         self._copies[self._owner_index[id(owner)]][name] = value
 
     def restore(self) -> bool:
-        """Put everything back as it was. False if something changed that cannot be put back in
-        place.
+        """Restore the recorded contents in place. False if something changed that cannot be
+        restored.
         """
         if self._readers_changed() or self.deep_changed():
             return False
@@ -388,8 +331,7 @@ class PythonState:
         return True
 
     def replace(self, new: dict[int, torch.Tensor]) -> bool:
-        """Let every place that held a tensor, known by its id, hold another; the copies and the
-        things themselves.
+        """Replace tensors, given by their ids, in all places that hold them, and in the copies.
 
         Returns:
             Whether all places were reached.

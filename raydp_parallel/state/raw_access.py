@@ -1,8 +1,8 @@
-"""Who reached for a tensor's memory behind the back of its version.
+"""Which tensors' memory Python code accessed without moving a version.
 
-``p.data.mul_(2)`` changes ``p`` and moves no version. Comparing every weight after every forward
-would find it, at the price of reading all weights twice; noting who asked for ``.data`` or
-``.numpy()``, or set it, finds it for nothing.
+``p.data.mul_(2)`` changes ``p`` and moves no version. A comparison of every weight after every
+forward would find it, but reads all weights twice. Recording each access to ``.data`` or
+``.numpy()`` finds it at no cost.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _METHODS = ("numpy", "__array__", "__dlpack__")
 _PLAIN: Any = vars(torch._C.TensorBase)["data"]
 
 _touched: set[int] | None = None
-"""Where the block that runs collects; None: nobody asks."""
+"""What the current block collects; None outside of a block."""
 
 _stays = False
-"""Whether tensors keep the attributes that tell. To set them makes Python forget all that it knows
-of `Tensor`.
+"""Whether `Tensor` keeps the recording attributes. Setting them makes Python drop its caches about
+the class.
 """
 
 
 class RawAccess:
-    """Collect the storages that Python code reaches for in the block, by the address of their first
+    """Collect the storages that Python code accesses in the block, by the address of their first
     byte.
     """
 
@@ -48,7 +48,7 @@ class RawAccess:
 
 
 def stay() -> None:
-    """Never undo it: this process has nothing else to do."""
+    """Keep the recording attributes for good: a replica's process does nothing else."""
     global _stays
     _stays = True
 

@@ -1,8 +1,8 @@
 """Tensors that forward gave other memory: by `self.x.data = ...`, `set_` or `resize_`.
 
-Such a tensor shows no longer what its block holds. What it shows instead is reported, where
-upstream's replica 0 would hold the master's own tensor, so that the driver gives the master's
-tensor other memory too.
+Such a tensor no longer shows the bytes of its block. Its new contents are reported if upstream's
+replica 0 would hold the master's own tensor, so that the driver gives the master's tensor other
+memory too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from raydp_parallel.transport.messages import SlotSpec
 
 
 def shows_other(tensor: Tensor, spec: SlotSpec, address: int) -> bool:
-    """Whether a tensor shows something else than its spec says, of the block at an address."""
+    """Whether a tensor shows other memory than its spec says, of the block at an address."""
     kind = spec.tensor
     if tensor.shape != kind.shape or codec.DTYPE_NAMES[tensor.dtype] != kind.dtype:
         return True
@@ -34,7 +34,7 @@ def lasts(tensor: Tensor, *, alone: bool, detached: bool) -> bool:
     """Whether upstream's replica 0 holds the master's own tensor there.
 
     Args:
-        tensor: The replica's.
+        tensor: The tensor of the replica.
         alone: Whether there is one device only, where upstream runs the master itself.
         detached: Whether the module takes no gradients.
     """
@@ -42,14 +42,14 @@ def lasts(tensor: Tensor, *, alone: bool, detached: bool) -> bool:
 
 
 class Replaced:
-    """The slots of one replica that show other memory, and what was reported of them."""
+    """The slots of one replica that show other memory, and what was reported about them."""
 
     def __init__(self) -> None:
         self.slots: set[int] = set()
         self._reported: dict[int, Tensor] = {}
 
     def clear(self) -> None:
-        """All slots show what their blocks hold."""
+        """Note that all slots show the bytes of their blocks."""
         self.slots = set()
         self._reported.clear()
 
@@ -60,8 +60,8 @@ class Replaced:
         specs: dict[int, SlotSpec],
         memory: dict[int, BlockMemory],
     ) -> list[int]:
-        """Those of some slots that show other bytes than the driver has; they count as reported
-        from now on.
+        """The slots among those chosen that show other bytes than the driver has; they count as
+        reported from now on.
         """
         found = [
             slot
@@ -72,10 +72,8 @@ class Replaced:
         return found
 
     def _differs(self, slot: int, tensor: Tensor, spec: SlotSpec, memory: BlockMemory) -> bool:
-        before, geometry = (
-            self._reported.get(slot),
-            (tensor.shape, tensor.stride(), codec.DTYPE_NAMES[tensor.dtype]),
-        )
+        before = self._reported.get(slot)
+        geometry = tensor.shape, tensor.stride(), codec.DTYPE_NAMES[tensor.dtype]
         if before is not None:
             if geometry != (before.shape, before.stride(), codec.DTYPE_NAMES[before.dtype]):
                 return True

@@ -1,4 +1,4 @@
-"""Which storages are worth to be moved into shared memory, and may be."""
+"""Which storages should be moved into shared memory, and may be."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 _CALM = 8
-"""A storage that has come this many revisions after the one before it is worth to be moved into
-shared memory.
-"""
+"""A storage is moved into shared memory if the one before it lasted this many revisions."""
 
 _OFTEN = 8
-"""A storage that was sent so many times is worth to be moved there, however small."""
+"""A storage that was sent this many times is moved there, however small it is."""
 
 _PATIENCE = 64
-"""After so many more times it is looked again whether a small one that had to stay still has to."""
+"""A small storage that could not be moved is tried again after being sent this many times."""
 
 
 class Homes:
@@ -31,21 +29,21 @@ class Homes:
         self._sent: dict[int, int] = {}
 
     def settled(self, block: int, storage: Any, revision: int) -> bool:
-        """Whether a block's storage, which is about to be sent, is not replaced again and again.
+        """Whether a block keeps its storage, which is about to be sent, for many revisions.
 
-        To move each into shared memory would cost several times what a copy of its bytes does.
+        If it does not, a move into shared memory costs several times what a copy of its bytes does.
         """
         home, since = self._known.get(block, (None, -_CALM))
         if home is None or home.cdata != storage._cdata:
-            # As long as somebody holds a weak reference, no other storage gets the number.
+            # The weak reference keeps the number from being given to another storage.
             self._known[block] = StorageWeakRef(storage), -_CALM if home is None else revision
             self._sent[block] = 0
         self._sent[block] += 1
         return revision - since >= _CALM
 
     def often(self, block: int) -> bool:
-        """Whether a block was sent from where it lies again and again. Says so once; after that it
-        waits longer.
+        """Whether a block was sent often without being moved. It is True once; then only after
+        `_PATIENCE` more times.
         """
         often = self._sent[block] > _OFTEN
         if often:
@@ -54,13 +52,13 @@ class Homes:
         return often
 
     def written(self, blocks: Iterable[int]) -> None:
-        """Replicas write to some blocks, and so have pages of their own of them in any case."""
+        """Note that replicas write to some blocks, and so need pages of their own in any case."""
         self._sent.update(dict.fromkeys(blocks, 0))
 
 
 class Lookers:
-    """Who looks at a storage, worked out when that is asked: most blocks that change are too small
-    to be moved.
+    """How many tensors look at each storage. It is counted on demand: most blocks that change are
+    too small to be moved.
 
     Args:
         row: All tensors.
@@ -72,7 +70,7 @@ class Lookers:
 
     @property
     def asked(self) -> bool:
-        """Whether anybody wanted to know."""
+        """Whether a count was asked for."""
         return bool(self._known)
 
     def of(self, storage: Any) -> int:

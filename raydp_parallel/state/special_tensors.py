@@ -1,4 +1,4 @@
-"""Tensors that are no plain window on a storage. They travel inside the structure, as values do."""
+"""Tensors that are no plain window on a storage. They are sent inside the structure, as values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from raydp_parallel.transport.messages import Parcel
 
 
 class Specials:
-    """Those of some tensors, by slot, as they are now.
+    """The special ones of some tensors, by slot, as they are now.
 
     Args:
         found: All tensors.
@@ -31,15 +31,15 @@ class Specials:
 
     @property
     def message(self) -> tuple[tuple[int, ...], Parcel] | None:
-        """What replicas need to make them."""
+        """What replicas need to build them; None if there are none."""
         return (tuple(self.tensors), self._parcel) if self._parcel else None
 
     def look_alike(self) -> bool:
-        """Whether they are as they were, as far as versions and flags tell."""
+        """Whether they are unchanged, as far as versions and flags show."""
         return not self.tensors or _look(self.tensors.values()) == self._look
 
     def are_alike(self) -> bool:
-        """Whether their contents are as they were."""
+        """Whether their contents are unchanged."""
         return not self.tensors or _encode(self.tensors.values()) == self._parcel
 
 
@@ -49,8 +49,6 @@ def _look(tensors: Iterable[Tensor]) -> list[Any]:
 
 def _encode(tensors: Iterable[Tensor]) -> Parcel | None:
     row = tuple(tensors)
-    return (
-        codec.encode(row, Attachments(InlineLink()), "module", requires_grad=True)[0]
-        if row
-        else None
-    )
+    if not row:
+        return None
+    return codec.encode(row, Attachments(InlineLink()), "module", requires_grad=True)[0]

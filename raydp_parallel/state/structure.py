@@ -1,9 +1,9 @@
-"""A module's structure as bytes: everything but its tensors' contents, which stand in it as slot
+"""A module's structure as bytes: everything but the contents of its tensors, for which it has slot
 ids.
 
-Modules that refuse pickling, though deepcopy takes them, are helped here: parametrized modules,
-TorchScript, weak references. A wrapper inside the module needs no help: in a replica it runs its
-own module in place.
+Some modules refuse pickling although deepcopy copies them: parametrized modules, TorchScript, weak
+references. They have reducers here. A wrapper inside the module needs none: in a replica it runs
+its own module in place.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def dump(module: nn.Module, slot: Callable[[Tensor], int]) -> tuple[bytes, Pytho
     """Pickle a module's structure.
 
     Args:
-        module: The master copy.
-        slot: Names the slot of a tensor.
+        module: The master.
+        slot: Returns the slot of a tensor.
 
     Returns:
-        The bytes, the image of what they describe, and where the code comes from that replicas
+        The bytes, the Python state that they describe, and the origins of the code that replicas
         import for it.
     """
     refuse_unreplicable(module)
     python_state = PythonState()
-    # which may find that some of them are not to be imported
+    # this may register modules to be sent by value
     origins = module_sources.origins(classes.of(module))
     try:
         structure = _dump(module, slot, python_state, classes.of(module))
@@ -55,7 +55,7 @@ def dump(module: nn.Module, slot: Callable[[Tensor], int]) -> tuple[bytes, Pytho
 
 
 def survey(module: nn.Module) -> PythonState:
-    """The image of a module whose structure came from `load`."""
+    """The Python state of a module that `load` built."""
     python_state = PythonState()
     _dump(module, id, python_state)
     python_state.freeze()
@@ -63,8 +63,8 @@ def survey(module: nn.Module) -> PythonState:
 
 
 def load(structure: bytes, tensors: Any, device: torch.device = _CPU) -> nn.Module:
-    """Build a module of a structure, with ``tensors[slot]`` in its places, and this device where it
-    names a GPU.
+    """Build a module from a structure, with ``tensors[slot]`` in its places, and with ``device``
+    wherever it names a GPU.
     """
     unpickler = _Unpickler(io.BytesIO(structure), tensors, device)
     module = unpickler.load()
@@ -94,8 +94,8 @@ def refuse_unreplicable(module: nn.Module) -> None:
 
 
 _GPU = "GPU"
-"""Stands for a GPU that a module names. The driver counts its machine's; a replica has one,
-whatever its number is.
+"""Stands for a GPU that a module names. Its number in the driver means nothing in a replica, which
+has one GPU.
 """
 
 
@@ -153,17 +153,14 @@ def _dump(
     file = io.BytesIO()
     pickler = _Pickler(file, slot, python_state.visit)
     pickler.dump(module)
-    # Attributes that users hang on parameters; their tensors are found by a pass of their own.
+    # Attributes that users set on parameters; their tensors are found in a second pass.
     pickler.dump({slot: dict(vars(t)) for slot, t in pickler.tensors.items() if vars(t)})
-    # A function that only looks as if it had been set later, and cannot be pickled, is in the
-    # replica's class too.
-    found = [
-        (patch, certain)
-        for patch, certain in classes.patches(kinds)
-        if certain or _picklable(patch[2])
-    ]
-    # A wrapped function keeps the name of the one it replaces, which would be found under it in a
-    # replica.
+    # A function that only seems to have been set later, and cannot be pickled, is in the replica's
+    # class too.
+    patches = classes.patches(kinds)
+    found = [(patch, certain) for patch, certain in patches if certain or _picklable(patch[2])]
+    # A wrapped function has the name of the one that it replaces, and by that name a replica would
+    # find the replaced one.
     pickler.whole = {id(classes.function_of(patch[2])) for patch, certain in found if certain}
     pickler.dump((module_sources.PROCESS, kinds, [patch for patch, _ in found]))
     for kind in kinds:
@@ -180,7 +177,7 @@ def _picklable(value: Any) -> bool:
 
 
 class _Nothing:
-    """Stands for the target of a weak reference that is gone."""
+    """Stands for the deleted target of a weak reference."""
 
 
 def _dead_reference() -> weakref.ref[Any]:
@@ -219,11 +216,9 @@ def _load_script(
 ) -> torch.jit.ScriptModule:
     module = torch.jit.load(io.BytesIO(saved))
     for path, tensor in tensors.items():
-        parent, _, name = path.rpartition(".")
+        *parents, name = path.split(".")
         # A script has no get_submodule.
-        setattr(
-            functools.reduce(getattr, parent.split("."), module) if parent else module, name, tensor
-        )
+        setattr(functools.reduce(getattr, parents, module), name, tensor)
     for child, mode in zip(module.modules(), training, strict=True):
         child.training = mode
     return module  # type: ignore[no-any-return]

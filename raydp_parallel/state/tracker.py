@@ -1,9 +1,9 @@
-"""The driver's side: what of the master copy changed since a replica last saw it.
+"""The driver's side: what of the master changed since each replica last got an update.
 
-Read `python_state.py`'s note on what changed first. Before a forward, `sync` looks at what is cheap
-to see: identities, versions, addresses, flags. While the replicas run, `verify` looks at what only
-contents can tell: edits through `.data` or a NumPy alias move no version. If it finds one, the
-forward is run again, and nobody has seen the first result.
+Read `python_state.py`'s note on what changed first. Before a forward, `sync` compares what is cheap
+to read: identities, versions, addresses, flags. While the replicas run, `verify` compares contents:
+edits through `.data` or a NumPy alias move no version. If it finds such an edit, the forward runs
+again before its first result was returned.
 
 Each change has a revision. A replica that holds revision 3 gets an update with all that is newer.
 """
@@ -37,7 +37,7 @@ class StateChange(NamedTuple):
 
     Attributes:
         message: The update; its packets count from 0.
-        packets: What lies beside the message.
+        packets: The packets beside the message.
         sent: Bytes of contents in it.
     """
 
@@ -46,7 +46,7 @@ class StateChange(NamedTuple):
     sent: int
 
     def placed(self, attachments: Attachments) -> StateUpdate:
-        """The message, with its packets in ``attachments``, where others may lie already."""
+        """The message, with its packets added to ``attachments``, which may hold others already."""
         attachments.size += self.sent
         if not self.packets:
             return self.message
@@ -60,7 +60,7 @@ class StateChange(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A tensor of the master copy that may receive a gradient.
+    """A tensor of the master that may receive a gradient.
 
     Attributes:
         tensor: The tensor.
@@ -73,11 +73,11 @@ class Leaf(NamedTuple):
 
 
 class ModuleTracker:
-    """The master copy of one module, watched.
+    """What of one module, the master, changed since a replica last got an update.
 
     Args:
-        module: The module.
-        link: What contents travel by.
+        module: The master.
+        link: The link that carries contents.
     """
 
     def __init__(self, module: nn.Module, link: Link) -> None:
@@ -103,7 +103,7 @@ class ModuleTracker:
         self._why, self.size = "", 0
 
     def __reduce__(self) -> Any:
-        # it watches one module of one process; a copy of its wrapper gets its own
+        # it tracks one module of one process; a copy of its wrapper gets its own
         return type(None), ()
 
     def __deepcopy__(self, memo: Any) -> None:
@@ -111,7 +111,7 @@ class ModuleTracker:
 
     @property
     def device(self) -> torch.device:
-        """Where the master copy lies."""
+        """The device of the master."""
         for slot in self._kinds:
             tensor = self._contents.tensors.get(slot)
             if tensor is not None:
@@ -119,12 +119,12 @@ class ModuleTracker:
         return torch.device("cpu")
 
     def why(self) -> str:
-        """What changed since this was asked last, besides mere contents; empty if nothing did."""
+        """What changed since the last call, besides contents; empty if nothing did."""
         why, self._why = self._why, ""
         return why
 
     def leaves(self) -> list[Leaf]:
-        """What may receive gradients, in the order in which replicas report them."""
+        """The tensors that may receive gradients, in the order in which replicas report them."""
         if self._leaves is None:
             tensors = {**self._contents.tensors, **self._specials.tensors}
             wanted = sorted([slot for slot, tensor in tensors.items() if tensor.requires_grad])
@@ -134,8 +134,8 @@ class ModuleTracker:
         return self._leaves
 
     def doubtful(self) -> tuple[int, ...]:
-        """The leaves that were computed in the driver, by number; modules such as weight_norm's
-        compute them anew.
+        """The numbers of leaves that the driver computed; modules such as weight_norm's compute
+        them anew in forward.
         """
         found = enumerate(self.leaves())
         return tuple(
@@ -147,24 +147,24 @@ class ModuleTracker:
         return self._contents.slots, self._contents.versions()
 
     def moved_since(self, mark: tuple[list[int], list[int]], held: int) -> tuple[int, ...]:
-        """The slots whose versions moved since `versions` made the mark; a graph may have saved
-        them.
+        """The slots with versions that moved since `versions` made the mark: a graph may have saved
+        their tensors.
 
-        Not those of which a replica knows that holds revision ``held``: newer graphs have saved
-        them as they are now.
+        Changes up to revision ``held``, which the replica has, are left out: newer graphs have
+        saved the tensors as they are now.
         """
         return self._contents.moved_from(*mark, held)
 
     def mark(self) -> Mark:
-        """The state as the last `sync` took it to be, for a replay."""
+        """A mark of the state that the last `sync` found, for a replay."""
         return Mark(self._moment, self._contents.seen, self._disturbed_at)
 
     def overwritten_since(self, mark: Mark) -> dict[int, Tensor]:
-        """What write-backs have changed since: the contents that those slots had."""
+        """The contents that slots had at a mark, where write-backs have changed them since."""
         return overwritten_since(mark.moment)
 
     def changed_since(self, mark: Mark) -> str | None:
-        """What of the module anybody else than a write-back has changed since; None if nothing."""
+        """What of the module changed since a mark, other than by write-backs; None if nothing."""
         python_state = self._python_state
         if (
             python_state is None
@@ -191,7 +191,7 @@ class ModuleTracker:
         )
 
     def sync(self) -> None:
-        """See what changed, as far as identities, versions and addresses tell."""
+        """Find what changed, as far as identities, versions and addresses show."""
         self._or_begin_anew(self._sync)
 
     def _sync(self) -> bool:
@@ -211,23 +211,21 @@ class ModuleTracker:
         return True
 
     def verify(self) -> bool:
-        """Whether contents are as the last `sync` took them to be; takes up what is not, for the
-        next update.
+        """Whether contents are those that the last `sync` found. Changes are taken into the next
+        update.
         """
         return self._or_begin_anew(self._verify)
 
     def _or_begin_anew(self, look: Callable[[], bool]) -> bool:
-        """What was interrupted half way, by Ctrl-C or for want of memory, begins anew: everything
-        is sent again.
+        """Run a comparison. If an exception interrupts it, such as Ctrl-C or a lack of memory, all
+        state is sent again.
         """
         try:
             return look()
         except BaseException:
-            self._python_state, self._contents, self._specials = (
-                None,
-                BlockContents(self._link),
-                Specials({}),
-            )
+            self._python_state = None
+            self._contents = BlockContents(self._link)
+            self._specials = Specials({})
             self._edits.clear()
             self._disturbed_at = self._next_revision()
             raise
@@ -248,7 +246,7 @@ class ModuleTracker:
         return not differing
 
     def update_from(self, held: int) -> StateChange | None:
-        """What a replica needs that holds revision ``held``; 0 holds nothing."""
+        """The update for a replica that holds revision ``held``; revision 0 holds nothing."""
         if held == self.revision:
             return None
         if held not in self._updates:
@@ -256,16 +254,16 @@ class ModuleTracker:
         return self._updates[held]
 
     def write_back(self, written: WriteBack, attachments: Attachments) -> None:
-        """Take over, in place, what chunk 0 changed in place. What it overwrites is kept, see
-        `moments`.
+        """Apply to the master, in place, what chunk 0 changed in place. The overwritten contents
+        are kept, see `history`.
         """
         before = self._contents.look()
         overwritten = self._contents.write_back(written, attachments)
         self._moment = self._moment.end(overwritten, before, self._contents.look())
 
     def rebind(self, found: tuple[tuple[int, str, Any], ...]) -> None:
-        """Give the master the attributes that a forward gave its only replica, as upstream's one
-        device would.
+        """Set on the master the attributes that a forward set on its only replica: with one device
+        upstream runs the master itself.
         """
         owners = [(self._modules[index], name, value) for index, name, value in found]
         self._rebound = [(owner, name, getattr(owner, name, _MISSING)) for owner, name, _ in owners]
@@ -273,7 +271,7 @@ class ModuleTracker:
 
     @contextlib.contextmanager
     def before_rebinding(self) -> Iterator[None]:
-        """Show the attributes that the last forward found, not those that it gave new values."""
+        """Set the attributes back, in the block, to the values that the last forward began with."""
         rebound = self._rebound
         now = [(owner, name, getattr(owner, name, _MISSING)) for owner, name, _ in rebound]
         _set(rebound)
@@ -289,8 +287,8 @@ class ModuleTracker:
         return self.revision
 
     def _edit(self) -> None:
-        """Take up a change of structure: a few plain attributes one by one, anything else as a
-        whole.
+        """Take over a change of structure: a few plain attributes one by one, other changes as a
+        whole structure.
         """
         assert self._python_state is not None
         found = self._python_state.differences()
@@ -306,7 +304,7 @@ class ModuleTracker:
         self._python_state.settle()
 
     def _restructure(self) -> None:
-        """Take the whole structure anew. Tensors that were known keep their slots."""
+        """Record the whole structure anew. Tensors that were known keep their slots."""
         module = self.module
         found: dict[int, Tensor] = {}
         known = {**self._contents.tensors, **self._specials.tensors}
@@ -327,34 +325,30 @@ class ModuleTracker:
         self._edits.clear()
         self.structure_at = self._disturbed_at = self._next_revision()
         self._specials = Specials(found)
-        self._contents.adopt(
-            {s: t for s, t in found.items() if s not in self._specials.tensors}, self.revision
-        )
-        self._kinds = {numbers[id(b)]: "buffer" for b in module.buffers() if id(b) in numbers}
-        self._kinds.update(
-            {numbers[id(p)]: "parameter" for p in module.parameters() if id(p) in numbers}
-        )
+        plain = {slot: t for slot, t in found.items() if slot not in self._specials.tensors}
+        self._contents.adopt(plain, self.revision)
+        buffers = [numbers[id(b)] for b in module.buffers() if id(b) in numbers]
+        parameters = [numbers[id(p)] for p in module.parameters() if id(p) in numbers]
+        self._kinds = {**dict.fromkeys(buffers, "buffer"), **dict.fromkeys(parameters, "parameter")}
         self.size = sum(self._contents.layout.sizes.values())
 
     def _make_update(self, held: int) -> StateChange:
         contents, attachments = self._contents, Attachments(self._link)
         report, kept = contents.kept_since(held)
+        edits = [(m, name, value) for (m, name), (at, value) in self._edits.items() if at > held]
         message = StateUpdate(
             model=self.id,
             revision=self.revision,
             bumped=contents.moved_since(held),
             structure=self._whole() if held < self.structure_at else None,
-            edits=tuple(
-                [(m, name, value) for (m, name), (at, value) in self._edits.items() if at > held]
-            ),
+            edits=tuple(edits),
             flags=contents.flags_since(held),
             blobs=contents.blobs_since(held, attachments),
             report=report,
             kept=kept,
         )
-        return StateChange(
-            message, attachments.beside, contents.sent(message.blobs) if message.blobs else 0
-        )
+        sent = contents.sent(message.blobs) if message.blobs else 0
+        return StateChange(message, attachments.beside, sent)
 
     def _whole(self) -> Structure:
         contents = self._contents
@@ -378,6 +372,5 @@ def check_devices(module: nn.Module) -> None:
         if tensor.device != source:
             raise RuntimeError(
                 f"module must have its parameters and buffers on device {source} "
-                "(device_ids[0]) but found one of them "
-                f"on device: {tensor.device}"
+                f"(device_ids[0]) but found one of them on device: {tensor.device}"
             )

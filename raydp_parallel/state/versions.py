@@ -1,4 +1,4 @@
-"""What is cheap to see of a row of tensors: versions, addresses, flags."""
+"""What is cheap to read of many tensors: versions, addresses, flags."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# `torch.autograd.graph.increment_version` but for the way there, which takes as long in a replica
-# that just woke up.
+# What `torch.autograd.graph.increment_version` calls; in a process that was idle its Python wrapper
+# takes as long again.
 _increment = torch._C._increment_version
 
 _version = attrgetter("_version")
@@ -21,11 +21,11 @@ _kind = attrgetter("shape", "dtype", "layout", "is_nested", "is_quantized", "is_
 
 
 class Look(NamedTuple):
-    """What was to see at a moment, by row.
+    """The versions, addresses and flags of a row of tensors at one moment.
 
     Attributes:
         versions: How often each tensor was written to.
-        pointers: Where each lies.
+        pointers: The address of each.
         flags: Whether each requires a gradient.
     """
 
@@ -35,7 +35,7 @@ class Look(NamedTuple):
 
 
 def look(row: Sequence[Tensor]) -> Look:
-    """What there is to see now."""
+    """Read them now."""
     return Look(versions(row), pointers(row), [*map(_flag, row)])
 
 
@@ -48,12 +48,12 @@ def versions(row: Sequence[Tensor]) -> list[int]:
 
 
 def pointers(row: Sequence[Tensor]) -> list[int]:
-    """Where every tensor lies."""
+    """The address of every tensor."""
     return [*map(Tensor.data_ptr, row)]
 
 
 def geometry(row: Sequence[Tensor]) -> list[Any]:
-    """All else that tells how tensors lie in memory; empty if some have no such thing."""
+    """All other properties of how tensors lie in memory; empty if some tensor lacks one of them."""
     try:
         found: list[Any] = [*map(type, row), *map(_kind, row), *map(Tensor.stride, row)]
         return [*found, *map(Tensor.is_conj, row), *map(Tensor.is_neg, row)]
@@ -67,7 +67,7 @@ def unlike(then: Sequence[Any], now: Sequence[Any]) -> list[int]:
 
 
 class TensorRow:
-    """Tensors by slot, and what was last seen of them.
+    """Tensors by slot, with the versions and addresses that were last read.
 
     Args:
         tensors: The tensors.
@@ -81,15 +81,15 @@ class TensorRow:
         self._bumped: tuple[tuple[int, ...], list[Tensor]] = (), []
 
     def settle(self) -> None:
-        """From now on it is asked what moves after this."""
+        """Let `moved` and `stirred` compare with the versions of now."""
         self._versions = versions(self._row)
 
     def stirred(self) -> bool:
-        """Whether any version moved since `moved` was asked last."""
+        """Whether any version moved since the last call of `moved`."""
         return self._versions != versions(self._row)
 
     def moved(self) -> set[int]:
-        """The slots whose versions moved since this was asked last."""
+        """The slots with versions that moved since the last call."""
         then, self._versions = self._versions, versions(self._row)
         if then == self._versions:
             return set()
@@ -97,7 +97,7 @@ class TensorRow:
         return {slots[i] for i in unlike(then, self._versions)}
 
     def elsewhere(self) -> set[int]:
-        """The slots whose tensors do not lie where they lay at first."""
+        """The slots of tensors that have another address than at first."""
         now = pointers(self._row)
         if now == self._pointers:
             return set()
@@ -105,8 +105,8 @@ class TensorRow:
         return {slots[i] for i in unlike(self._pointers, now)}
 
     def bump(self, slots: tuple[int, ...]) -> None:
-        """Move the versions of some slots: mostly of the same ones, with each step of an
-        optimizer.
+        """Move the versions of some slots. Mostly they are the same with each step of an optimizer,
+        so the tensors are kept.
         """
         if slots != self._bumped[0]:
             self._bumped = slots, [self._tensors[slot] for slot in slots if slot in self._tensors]
@@ -114,8 +114,8 @@ class TensorRow:
 
 
 def bump(tensors: Sequence[Tensor]) -> None:
-    """Move versions, so that torch's check for in-place changes sees what the driver did to its
-    copies.
+    """Move versions, so that torch's check for in-place changes sees what the driver changed in the
+    master.
     """
     if tensors:
-        _increment(tensors)  # which passes over inference tensors: they have none
+        _increment(tensors)  # it skips inference tensors, which have no version
