@@ -160,7 +160,7 @@ class PythonState:
         self._readers.append(_Reader(read, read()))
 
     def watch(self, read: Callable[[], list[Any]]) -> None:
-        """Add a function that returns more parts of the state; each part is compared by identity."""
+        """Add a function that returns further parts of the state, to be compared by identity."""
         self._read(read)
 
     def freeze(self) -> None:
