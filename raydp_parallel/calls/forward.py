@@ -159,18 +159,19 @@ class ForwardCall:
         self.relays: dict[ModuleTracker, WeightRelay | None] = {}
         self.token = None
         self.ways = {tracker: self._way(tracker) for tracker in self.trackers}
-        jobs = [
-            ChunkCall(
-                c.slot,
+        jobs = []
+        for i, chunk in enumerate(self.chunks):
+            relayed = self.ways[chunk.tracker] is not None
+            job = ChunkCall(
+                chunk.slot,
                 "forward",
                 functools.partial(self._request, i),
-                model=c.tracker.id,
+                model=chunk.tracker.id,
                 makes=self.graphs[i],
-                rows=c.rows,
-                on_answer=self._answer_taker(c.tracker) if self.ways[c.tracker] else None,
+                rows=chunk.rows,
+                on_answer=self._answer_taker(chunk.tracker) if relayed else None,
             )
-            for i, c in enumerate(self.chunks)
-        ]
+            jobs.append(job)
         try:
             return self.executor.run(jobs, self._meanwhile)
         except BaseException:
@@ -314,17 +315,13 @@ class ForwardCall:
         """
         if not any(self.doubts.values()):
             return
-        asked = {
-            self.owned[i][k]
-            for i, c in enumerate(self.chunks)
-            if not c.detach
-            for k in self.doubts[c.tracker]
-        }
-        reached = {
-            row[k]
-            for row, answer in zip(self.owned, answers, strict=True)
-            for k in answer.reply.reached
-        }
+        asked: set[int] = set()
+        for chunk, owned in zip(self.chunks, self.owned, strict=True):
+            if not chunk.detach:
+                asked.update(owned[k] for k in self.doubts[chunk.tracker])
+        reached: set[int] = set()
+        for owned, answer in zip(self.owned, answers, strict=True):
+            reached.update(owned[k] for k in answer.reply.reached)
         for at in asked - reached:
             self.call.leaves[at] = self.call.leaves[at].detach()
 

@@ -142,7 +142,7 @@ class Lost:
         return Death(in_short(self._error))
 
     def give_up(self) -> None:
-        """Nothing is on its way."""
+        """Do nothing: the call was not sent."""
 
 
 def await_each(

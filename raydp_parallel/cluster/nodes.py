@@ -60,12 +60,11 @@ def fits(amounts: Mapping[str, float], needs: Mapping[str, float]) -> bool:
 def homes(machines: Sequence[Node], options: Options) -> list[str]:
     """The node of each logical GPU."""
     each = options.replicas_per_gpu
-    return [
-        n.id
-        for n in machines
-        if suits(n, options)
-        for _ in range(int(n.total.get("GPU", 0)) * each)
-    ]
+    found: list[str] = []
+    for node in machines:
+        if suits(node, options):
+            found += [node.id] * (int(node.total.get("GPU", 0)) * each)
+    return found
 
 
 def for_cpus(machines: Sequence[Node], options: Options) -> list[Node]:

@@ -180,11 +180,10 @@ class RayBackend:
         """
         late = refs
         with Waiting("replicas to start, and to import torch", len(refs)) as tell:
-            while (
-                late
-                and (left := deadline - time.monotonic()) > 0
-                and not (cancelled is not None and cancelled())
-            ):
+            while late:
+                left = deadline - time.monotonic()
+                if left <= 0 or (cancelled is not None and cancelled()):
+                    break
                 turn = min(left, ray_api.TURN)
                 if cancelled is None:
                     late = ray_api.late(refs, turn)

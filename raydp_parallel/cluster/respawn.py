@@ -132,8 +132,7 @@ class Respawner:
             late = PlacementError(
                 f"all replicas died, and no new one started in placement_timeout={timeout:g} s"
             )
-            known = [self._problems[place] for place in places if place in self._problems]
-            raise known[0] if known else late
+            raise next((self._problems[place] for place in places if place in self._problems), late)
 
     def await_one(self, places: Collection[DevicePlace], timeout: float) -> bool:
         """Wait until a replica started in one of the places; False if none will, or none did in

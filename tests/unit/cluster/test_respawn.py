@@ -33,7 +33,7 @@ PLACES = ["cpu", "cpu"]
 X = torch.ones(4, 4)
 
 
-class MortalCrew(InProcessBackend):
+class MortalBackend(InProcessBackend):
     """Replicas that can die, and starts that can be held."""
 
     def __init__(self, options: Options) -> None:
@@ -74,7 +74,7 @@ class MortalCrew(InProcessBackend):
         self.stopped += clients
 
 
-def make(**options: Any) -> tuple[Executor, MortalCrew, Any]:
+def make(**options: Any) -> tuple[Executor, MortalBackend, Any]:
     """An executor, its backend and a model."""
     executor = Executor(PLACES, options=Options(in_process=True, **options))
     backend: Any = executor._replica_set.backend
@@ -89,7 +89,7 @@ def clients(executor: Executor) -> list[Any]:
 @pytest.fixture(autouse=True)
 def mortal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Crews of this file."""
-    monkeypatch.setattr(replica_set, "InProcessBackend", MortalCrew)
+    monkeypatch.setattr(replica_set, "InProcessBackend", MortalBackend)
     yield
 
 

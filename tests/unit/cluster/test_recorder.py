@@ -1,4 +1,4 @@
-"""An executor's books: every second of a replica is entered once, and every byte by the way it
+"""An executor's recorder: every second of a replica is entered once, and every byte by the way it
 went.
 """
 
@@ -27,7 +27,7 @@ from raydp_parallel.monitoring.stats import ExecutorStats, Totals
 from raydp_parallel.transport.links import Attachments, InlineLink, Mappings
 from raydp_parallel.transport.messages import Reply
 
-NO_MAIL = Attachments(InlineLink())
+NO_ATTACHMENTS = Attachments(InlineLink())
 
 
 class Time:
@@ -53,8 +53,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
     return found
 
 
-def sit(kept: Recorder, count: int = 2) -> list[ReplicaSlot]:
-    """Replicas that sit down."""
+def install(kept: Recorder, count: int = 2) -> list[ReplicaSlot]:
+    """Slots with a replica each."""
     slots = [ReplicaSlot(DevicePlace("cpu", i), i) for i in range(count)]
     for slot in slots:
         slot.install(None, ReplicaHello(40 + slot.index, "node", "cpu", "", "", 0, 0))
@@ -68,8 +68,8 @@ def reply(stamps: tuple[float, ...]) -> Reply:
 
 
 def told(stamps: tuple[float, ...]) -> AnswerNote:
-    """What the books hear of it."""
-    return note_of(reply(stamps), NO_MAIL)
+    """The note of an answer with these stamps."""
+    return note_of(reply(stamps), NO_ATTACHMENTS)
 
 
 def run(
@@ -86,7 +86,7 @@ def run(
     clock.now += 0.010
     begin = clock.now
     for number, slot in enumerate(slots):
-        call.sends(number, slot, NO_MAIL)
+        call.sends(number, slot, NO_ATTACHMENTS)
     replies = []
     for _, seconds in zip(slots, work, strict=True):
         at = begin + 0.001
@@ -111,8 +111,8 @@ def test_every_second_is_entered_once(clock: Time) -> None:
     """Phases, waiting for the slower one, reduction and idling add up to the time since the replica
     sat down.
     """
-    kept = Recorder("books")
-    slots = sit(kept)
+    kept = Recorder("seconds")
+    slots = install(kept)
     clock.now += 1.0
     run(kept, clock, slots, work=(0.1, 0.3))
     clock.now += 0.5
@@ -142,10 +142,10 @@ def test_every_second_is_entered_once(clock: Time) -> None:
 def test_a_call_that_is_under_way_counts_as_waited(clock: Time) -> None:
     """So that one which hangs is seen."""
     kept = Recorder("under way")
-    slots = sit(kept)
+    slots = install(kept)
     clock.now += 1.0
     call = kept.begin([ChunkCall(slots[0], "forward", lambda *_: None, 1)])
-    call.sends(0, slots[0], NO_MAIL)
+    call.sends(0, slots[0], NO_ATTACHMENTS)
     clock.now += 7.0
     first, second = (replica.phases for replica in taken(kept, slots).replicas)
     assert (first.idle, first.wait) == (1.0, 7.0)
@@ -157,10 +157,10 @@ def test_a_call_that_is_under_way_counts_as_waited(clock: Time) -> None:
 def test_what_a_death_leaves_is_no_work(clock: Time) -> None:
     """The time of the call counts as waited; whoever sits there next goes on from there."""
     kept = Recorder("death")
-    slots = sit(kept)
+    slots = install(kept)
     call = kept.begin([ChunkCall(slot, "forward", lambda *_: None, 1) for slot in slots])
     for number, slot in enumerate(slots):
-        call.sends(number, slot, NO_MAIL)
+        call.sends(number, slot, NO_ATTACHMENTS)
     clock.now += 3.0
     call.answered([None, None])
     kept.end(call)
@@ -175,12 +175,12 @@ def test_work_that_is_heard_of_late_was_no_waiting(clock: Time) -> None:
     first.
     """
     kept = Recorder("late")
-    (slot, _) = sit(kept)
+    (slot, _) = install(kept)
     long, short = (
         kept.begin([ChunkCall(slot, "forward", lambda *_: None, model)]) for model in (1, 2)
     )
-    long.sends(0, slot, NO_MAIL)
-    short.sends(0, slot, NO_MAIL)
+    long.sends(0, slot, NO_ATTACHMENTS)
+    short.sends(0, slot, NO_ATTACHMENTS)
     clock.now += 4.0
     short.answered([told((103.0, 103.0, 103.0, 104.0, 104.0))])
     assert taken(kept, [slot]).replicas[0].phases.wait == pytest.approx(3.0)
@@ -194,17 +194,17 @@ def test_what_runs_again_counts_once(clock: Time) -> None:
     chunks.
     """
     kept = Recorder("again")
-    slots = sit(kept)
+    slots = install(kept)
     jobs = [ChunkCall(slot, "backward", lambda *_: None, 1) for slot in slots]
     call = kept.begin(jobs)
     for number, slot in enumerate(slots):
-        call.sends(number, slot, NO_MAIL)
+        call.sends(number, slot, NO_ATTACHMENTS)
     clock.now += 1.0
     call.answered([told((100.0, 100.1, 100.2, 100.7, 100.8)), None])
     clock.now += 0.5
     names = [
-        call.sends(1, slots[0], NO_MAIL, "forward").name,
-        call.sends(1, slots[0], NO_MAIL).name,
+        call.sends(1, slots[0], NO_ATTACHMENTS, "forward").name,
+        call.sends(1, slots[0], NO_ATTACHMENTS).name,
     ]
     clock.now += 2.0
     call.answered(
@@ -228,11 +228,11 @@ def test_what_runs_again_counts_once(clock: Time) -> None:
 def test_of_one_model_alone(clock: Time) -> None:
     """A wrapper's statistics are those of its module."""
     kept = Recorder("models")
-    slots = sit(kept, 1)
+    slots = install(kept, 1)
     kept.models.update({1: "Net-1", 2: "Other-2"})
     run(kept, clock, slots, work=(0.1,))
     call = kept.begin([ChunkCall(slots[0], "forward", lambda *_: None, 2, rows=4)])
-    call.sends(0, slots[0], NO_MAIL)
+    call.sends(0, slots[0], NO_ATTACHMENTS)
     clock.now += 1.0
     call.answered(
         [told((clock.now - 0.9, clock.now - 0.8, clock.now - 0.7, clock.now - 0.2, clock.now))]
@@ -257,7 +257,7 @@ def deliver(
 def test_bytes_by_the_way_they_went(clock: Time) -> None:
     """Inside the message, beside it, or through shared memory, on both sides of it."""
     kept = Recorder("bytes")
-    (slot,) = sit(kept, 1)
+    (slot,) = install(kept, 1)
     job = ChunkCall(slot, "forward", lambda *_: None, 1)
     arena = Arena()
     lent = arena.take(1000)
@@ -283,7 +283,7 @@ def test_bytes_by_the_way_they_went(clock: Time) -> None:
 
 def test_state_that_need_not_be_sent_is_counted(clock: Time) -> None:
     kept = Recorder("state")
-    (slot,) = sit(kept, 1)
+    (slot,) = install(kept, 1)
     for sent in (100, 0, 0, 40):
         kept.state(slot, 1, sent, 100)
     found = taken(kept, [slot]).replicas[0]
@@ -293,12 +293,12 @@ def test_state_that_need_not_be_sent_is_counted(clock: Time) -> None:
 def test_names_of_tasks(clock: Time) -> None:
     """Without the call's number, for Ray keeps every name it has seen."""
     kept = Recorder("names")
-    slots = sit(kept)
+    slots = install(kept)
     jobs = [ChunkCall(slot, "forward", lambda *_: None, 1) for slot in slots]
     for run in (kept.begin(jobs), kept.begin(jobs)):
-        names = [run.sends(i, slot, NO_MAIL).name for i, slot in enumerate(slots)]
+        names = [run.sends(i, slot, NO_ATTACHMENTS).name for i, slot in enumerate(slots)]
         assert names == ["forward chunk 1/2", "forward chunk 2/2"]
-    again = kept.begin(jobs).sends(0, slots[0], NO_MAIL, "forward")
+    again = kept.begin(jobs).sends(0, slots[0], NO_ATTACHMENTS, "forward")
     assert again.name == "forward again chunk 1/2"
 
 
@@ -309,7 +309,7 @@ def test_executors_of_one_name_are_told_apart() -> None:
 def test_reports_while_calls_run(clock: Time) -> None:
     """A model that runs for the first time while a report was made broke the reporter's thread."""
     kept = Recorder("busy")
-    (slot,) = sit(kept, 1)
+    (slot,) = install(kept, 1)
     done = threading.Event()
     failed: list[BaseException] = []
 
@@ -354,7 +354,7 @@ def test_steps_with_the_verbs_open_one_account_for_each_replica() -> None:
 
 
 def test_modules_that_are_gone_leave_one_account(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search over many modules in one program: the sums stay, and the books do not grow."""
+    """A search over many modules in one program: the sums stay, and the recorder does not grow."""
     with Executor(options=Options(in_process=True), device_ids=["cpu", "cpu"]) as executor:
         for _ in range(60):
             step_with_verbs(nn.Linear(2, 2), executor)
@@ -370,7 +370,7 @@ def test_modules_that_are_gone_leave_one_account(monkeypatch: pytest.MonkeyPatch
         assert executor.recorder.report(stats, (), False).accounts == []
 
 
-def test_books_hold_nothing_of_the_users() -> None:
+def test_a_recorder_holds_nothing_of_the_users() -> None:
     """Inputs, outputs and graphs go at once."""
     with Executor(options=Options(in_process=True), device_ids=["cpu", "cpu"]) as executor:
         model = DataParallel(nn.Linear(2, 2), executor=executor)
