@@ -46,6 +46,9 @@ _TURN = 0.2
 """Seconds after which a thread that waits for another's reading looks by itself. Ctrl-C may have
 hit that one before it could say that it reads no more."""
 
+_SIGNAL_TURN = 0.5
+"""Seconds of a wait between two looks for signals."""
+
 _GLANCE = 0.001
 """Seconds that `Line.look` leaves to another thread that reads."""
 
@@ -230,10 +233,17 @@ class Connection:
     def _await_frame(self, deadline: float) -> None:
         """Wait until there is something to read. Ctrl-C does no harm here: most of the time is
         spent so.
+
+        The wait is in turns: a signal that comes just before a wait begins does not end it, and
+        Python looks for signals between two of them.
         """
         try:
-            if self._reads and not self._readable(max(0.0, deadline - time.monotonic())):
-                raise TimeoutError(_LATE)
+            while self._reads:
+                left = max(0.0, deadline - time.monotonic())
+                if self._readable(min(left, _SIGNAL_TURN)):
+                    return
+                if left <= _SIGNAL_TURN:
+                    raise TimeoutError(_LATE)
         except ValueError as error:  # a closed socket has no number to wait for
             raise LineCut("the line was closed") from error
 
@@ -299,7 +309,7 @@ class Connection:
     def _readable(self, timeout: float) -> bool:
         waiting = select.poll()
         waiting.register(self._socket, select.POLLIN)
-        return bool(waiting.poll(timeout * 1e3 if timeout < math.inf else None))
+        return bool(waiting.poll(timeout * 1e3))
 
     def give_up(self, number: int) -> None:
         """Nothing waits for this answer any more. It is owed all the same, and read when it

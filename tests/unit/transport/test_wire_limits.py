@@ -94,6 +94,25 @@ def test_an_answer_that_stood_still_is_not_completed_by_the_next() -> None:
         assert caller.look([2]) == {2}
 
 
+def test_a_wait_without_a_limit_looks_for_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C that comes just before a wait begins does not end the wait: it goes on in turns."""
+    waits: list[float] = []
+    with ends() as (caller, other):
+        readable = caller._readable
+
+        def turn(seconds: float) -> bool:
+            waits.append(seconds)
+            if len(waits) == 3:
+                write_frame(other, 1, [b"answer"])
+            return readable(seconds) if len(waits) > 2 else False
+
+        monkeypatch.setattr(caller, "_readable", turn)
+        caller.send(1, [b"one"])
+        waits.clear()
+        assert caller.receive(1, None) == [b"answer"]
+    assert len(waits) >= 3 and max(waits) <= 1
+
+
 def test_what_came_before_a_send_failed_is_read() -> None:
     """Another thread's answer does not end with this one's call."""
     with ends() as (caller, other):
