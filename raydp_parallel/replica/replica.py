@@ -127,7 +127,7 @@ class Replica:
         for leg in request.relay.legs:
             self.groups.leave(leg.group)
         laps = self._laps.end()
-        return Reply(None, None, (), None, laps[-1] - laps[0], 0, 0, laps=laps, missed=True)
+        return Reply(seconds=laps[-1] - laps[0], laps=laps, missed=True)
 
     def backward(
         self, request: BackwardRequest, attachments: Attachments, back: Attachments
@@ -198,17 +198,17 @@ class Replica:
             else ()
         )
         return Reply(
-            value,
-            written,
-            exceptions.caught(caught),
-            failure,
-            laps[-1] - laps[0],
-            revision,
-            back.size,
-            reached,
-            laps,
-            self._memory.now(),
-            self._reduced,
+            value=value,
+            written=written,
+            warnings=exceptions.caught(caught),
+            failure=failure,
+            seconds=laps[-1] - laps[0],
+            revision=revision,
+            size=back.size,
+            reached=reached,
+            laps=laps,
+            memory=self._memory.now(),
+            reduced=self._reduced,
         )
 
     def _written(
@@ -283,14 +283,14 @@ class Replica:
         if request.graph is not None and any(t.requires_grad for t in outputs):
             stays = self._lasts(request)
             self._graphs[request.graph] = KeptGraph(
-                outputs,
-                {request.graph: leaves},
-                request.detach,
-                replica_module,
-                stays,
-                replica_module.tensors(),
-                replica_module.held,
-                replica_module.held.edits,
+                outputs=outputs,
+                leaves={request.graph: leaves},
+                partial=request.detach,
+                replica_module=replica_module,
+                lasts=stays,
+                tensors=replica_module.tensors(),
+                held=replica_module.held,
+                edits=replica_module.held.edits,
             )
         return parcel
 

@@ -103,13 +103,13 @@ class ReplicaServer:
             packets.
         """
         return ReplicaServer._answer_task(
-            self, self._replica.forward, ended, header, beside, self._span
+            self, self._replica.forward, ended, header, beside=beside, span=self._span
         )
 
     def backward(self, ended: bytes, header: bytes, *beside: Any) -> Any:
         """Differentiate one chunk's graph."""
         return ReplicaServer._answer_task(
-            self, self._replica.backward, ended, header, beside, self._span
+            self, self._replica.backward, ended, header, beside=beside, span=self._span
         )
 
     def forget(self, ended: bytes, header: bytes) -> Any:
@@ -290,7 +290,7 @@ class ReplicaServer:
         """
         with self._working:
             self._caller = None
-            answer = ReplicaServer._lend_answer(self, work, ended, header, beside, span)
+            answer = ReplicaServer._lend_answer(self, work, ended, header, beside=beside, span=span)
             return tuple(
                 [part.descriptor if isinstance(part, SharedBuffer) else part for part in answer]
             )
@@ -339,7 +339,7 @@ class ReplicaServer:
             self._check_process(process, error)
             self._spoiled = devices.spoiled(self._device)
             return seal(
-                Reply(None, None, (), exceptions.failure(error, None), 0.0, 0, 0),
+                Reply(failure=exceptions.failure(error, None)),
                 Attachments(self._link),
             )
 

@@ -325,13 +325,13 @@ class Reply(NamedTuple):
         passed: Bytes that this replica passed on to others.
     """
 
-    value: Parcel | None
-    written: WriteBack | None
-    warnings: tuple[CaughtWarning, ...]
-    failure: Failure | None
-    seconds: float
-    revision: int
-    size: int
+    value: Parcel | None = None
+    written: WriteBack | None = None
+    warnings: tuple[CaughtWarning, ...] = ()
+    failure: Failure | None = None
+    seconds: float = 0.0
+    revision: int = 0
+    size: int = 0
     reached: tuple[int, ...] = ()
     laps: tuple[float, ...] = ()
     memory: tuple[int, int] | None = None

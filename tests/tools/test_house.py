@@ -141,6 +141,86 @@ def test_ray_is_imported_in_few_files() -> None:
     assert found == FILES_WITH_RAY
 
 
+_OTHERS = ("torch", "nn", "F", "Tensor", "ray", "worker", "cloudpickle")
+
+
+def private_names(file: str) -> set[str]:
+    """The private names of torch, Ray and cloudpickle that a file uses."""
+    found = set()
+    for node in ast.walk(parsed(file)):
+        if isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
+            found.add(f"{ast.unparse(node.value)}.{node.attr}")
+    return {
+        name
+        for name in found
+        if name.split(".")[0] in _OTHERS
+        and any(re.match("_[^_]", part) for part in name.split("."))
+    }
+
+
+def test_private_names_of_others_are_listed() -> None:
+    """With what is done without them; and no name is listed that is used no more."""
+    text = (PACKAGE.parent / "docs" / "private_names.md").read_text()
+    listed = set(re.findall(r"^\| `([\w.]+)` \|", text, re.MULTILINE))
+    assert listed == set().union(*map(private_names, FILES))
+
+
+_LARGE_CLASSES = {
+    "BlockContents",
+    "Connection",
+    "ForwardCall",
+    "ModuleTracker",
+    "PythonState",
+    "RayBackend",
+    "Recorder",
+    "Reducer",
+    "ReplicaClient",
+    "ReplicaModule",
+    "ReplicaSlot",
+}
+"""Classes with more attributes than a reader keeps in mind; no others are to come."""
+
+
+def _attributes(node: ast.ClassDef) -> set[str]:
+    return {
+        found.attr
+        for found in ast.walk(node)
+        if isinstance(found, ast.Attribute)
+        and isinstance(found.ctx, ast.Store)
+        and isinstance(found.value, ast.Name)
+        and found.value.id == "self"
+    }
+
+
+def test_a_class_has_at_most_twelve_attributes() -> None:
+    """But for those that are known; one that has become smaller is known no more."""
+    classes = (node for file in FILES for node in parsed(file).body)
+    large = {n.name for n in classes if isinstance(n, ast.ClassDef) and len(_attributes(n)) > 12}
+    assert large == _LARGE_CLASSES
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_a_call_has_at_most_five_positional_arguments(file: str) -> None:
+    """More have names; C's functions have none to give, nor has what only takes names."""
+    nameless = re.compile(r"_libc\..*|attrgetter")
+    calls = (node for node in ast.walk(parsed(file)) if isinstance(node, ast.Call))
+    many = [
+        call.lineno
+        for call in calls
+        if len([given for given in call.args if not isinstance(given, ast.Starred)]) > 5
+        and not nameless.fullmatch(ast.unparse(call.func))
+    ]
+    assert not many, f"{file}: lines {many}"
+
+
+def test_the_glossary_is_short() -> None:
+    """At most 25 words of our own."""
+    text = (PACKAGE.parent / "docs" / "glossary.md").read_text()
+    assert 1 <= len(re.findall(r"^\| [a-z]", text, re.MULTILINE)) - 1 <= 25
+
+
 @pytest.mark.parametrize("file", FILES)
 def test_imports_stand_at_the_top(file: str) -> None:
     """None inside functions."""
