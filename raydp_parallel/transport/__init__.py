@@ -1,1 +1,1 @@
-"""How calls and their bytes travel between the driver and a replica."""
+"""Messages between the driver and a replica, and how their bytes are sent."""

@@ -1,20 +1,19 @@
-"""Bytes between two processes on the same physical GPU: copied on the device, never through the
-host.
+"""Bytes between two processes on the same physical GPU: copied on the device, not through the host.
 
 [Note: what CUDA shares]
-CUDA lends another process a whole allocation, by a handle that may be opened once per process, and
-the memory must live on until the other has closed it; opening takes long. So what travels is not
-each tensor's own memory but a segment of an arena, shared once and used again, as segments in the
-machine's memory are: the sender copies on the device, records the segment's event, and sends a
-descriptor; the receiver's stream waits for that event, copies out, and says with a later message
-that it is done, once its copy has run. Torch counts who has opened a storage and keeps a freed one
-until that is nobody; here a segment stays open while it is in use, and both sides let go of those
-that no longer are. The memory of segments comes from a pool of its own, so that they do not lie
-between tensors that come and go.
+CUDA shares a whole allocation with another process, by a handle that may be opened once per
+process, and the memory must stay allocated until the other process has closed it; opening takes
+long. So not each tensor's own memory is shared but a segment of an arena, which is shared once and
+used again, like segments in the machine's memory: the sender copies on the device, records the
+segment's event, and sends a descriptor; the receiver's stream waits for that event, copies from the
+segment, and says with a later message that it is done, once its copy has run. Torch counts the
+processes that have opened a storage, and keeps a freed one until none is left; here a segment stays
+open while it is in use, and both sides free segments that are no longer used. The memory of
+segments comes from a pool of its own, so that they do not lie between short-lived tensors.
 
-Upstream's first replica works on the master's own memory. Ours has a copy, also on the same GPU: a
-forward that is run again, after a death or an edit behind a version, must not find what its first
-attempt wrote.
+Upstream's first replica works on the memory of the user's module. Here it has a copy, also on the
+same GPU: a forward that runs again, after a death or a change that no version shows, must not see
+what its first attempt wrote.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from raydp_parallel.transport.links.link import Link, MappedBuffer, ReservedMemo
 log = logging.getLogger("raydp_parallel")
 
 LIMIT = 1 << 16
-"""Bytes up to which a packet rides in the message."""
+"""Bytes up to which a packet lies in the message."""
 
 _SMALLEST = 1 << 20
 _SAMPLE = 4096
@@ -53,26 +52,28 @@ class _DeviceSegment:
 
     def __init__(self, length: int, device: torch.device) -> None:
         self.used = 0
-        # made in inference mode, it could not be written to outside
+        # a tensor made in inference mode could not be written to outside of it
         with torch.inference_mode(False):
             self.tensor = torch.empty(length, dtype=torch.uint8, device=device)
         self.written = torch.cuda.Event(interprocess=True)
-        self.written.record(torch.cuda.current_stream(device))  # before which there is no handle
+        self.written.record(
+            torch.cuda.current_stream(device)
+        )  # there is no handle before the first record
         handle = self.tensor.untyped_storage()._share_cuda_()
         known = pickle.dumps((handle[1:], self.tensor.storage_offset(), self.written.ipc_handle()))
         self.descriptor = Descriptor(new_token(), "", 0, length, length, device=known)
 
 
 class DeviceBuffer(SharedBuffer):
-    """A segment of a GPU's memory lent out; free again when this is garbage.
+    """A segment of a GPU's memory that is lent; free again when this object is garbage.
 
     Args:
         segment: The memory.
-        size: Bytes that count.
+        size: Bytes that are in use.
         free: Takes the segment back.
 
     Attributes:
-        near: The link by which it goes to those who cannot open it.
+        near: The link by which the bytes are sent to processes that cannot open the segment.
     """
 
     def __init__(self, segment: _DeviceSegment, size: int, free: Any) -> None:
@@ -84,28 +85,25 @@ class DeviceBuffer(SharedBuffer):
         self._return.atexit = False
 
     def spend(self) -> None:
-        """Nothing: who got it copies from it and never writes to it, so that it is lent again,
-        whoever died.
+        """Nothing: a receiver copies from a segment and never writes to it, so it can be lent
+        again, whichever process died.
         """
 
     @property
     def piece(self) -> MemoryRange:
-        """The bytes, where they are."""
-        return MemoryRange(
-            0, self.descriptor.size, self, DeviceBytes(self.segment.tensor[: self.descriptor.size])
-        )
+        """The bytes, without a copy."""
+        size = self.descriptor.size
+        return MemoryRange(0, size, self, DeviceBytes(self.segment.tensor[:size]))
 
     def elsewhere(self) -> Attachment:
-        """The bytes for those who cannot open a GPU's memory: copied once, however many
-        they are.
-        """
+        """The bytes for processes that cannot open a GPU's memory, copied once for all of them."""
         if self._elsewhere is None:
             self._elsewhere = self.near.send([self.piece], [0], self.descriptor.size)
         return self._elsewhere
 
     @property
     def array(self) -> np.ndarray:  # type: ignore[override]  # an attribute of slices that the host reads
-        """A copy on the host, for a call that Ray carries."""
+        """A copy on the host, for a call that is made through Ray."""
         found = on_host(self.piece)
         return found.owner.numpy()  # type: ignore[no-any-return]
 
@@ -128,7 +126,7 @@ class DeviceArena(Arena):
         return DeviceBuffer(self._segment(-(-size // step) * step), size, self._give_back)
 
     def _new(self, length: int) -> _DeviceSegment:
-        with self._making:  # torch refuses two threads at once that allocate in one pool
+        with self._making:  # torch refuses two threads that allocate in one pool at the same time
             if self._pool is None:
                 with torch.cuda.device(self.device):  # a pool belongs to the current one
                     self._pool = _pool()
@@ -141,21 +139,21 @@ class DeviceArena(Arena):
         """Copies of bytes that lie on the device, ready for another process."""
         lent = self.take(size)
         whole = lent.segment.tensor
-        sources = [
-            (offset, piece.origin.tensor)
-            for piece, offset in zip(pieces, offsets, strict=True)
-            if piece.origin
-        ]
-        torch._foreach_copy_(
-            [whole[at : at + len(data)] for at, data in sources], [data for _, data in sources]
-        )
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for piece, offset in zip(pieces, offsets, strict=True):
+            if piece.origin:
+                data = piece.origin.tensor
+                targets.append(whole[offset : offset + len(data)])
+                sources.append(data)
+        torch._foreach_copy_(targets, sources)
         lent.segment.written.record(torch.cuda.current_stream(self.device))
         return lent
 
 
 def _pool() -> torch.cuda.MemPool:
-    """A pool whose free memory others get when there is none left elsewhere, where torch knows such
-    pools.
+    """A memory pool that gives its free memory to other allocations when there is no other, where
+    torch has such pools.
     """
     try:
         return torch.cuda.MemPool(use_on_oom=True)
@@ -164,32 +162,29 @@ def _pool() -> torch.cuda.MemPool:
 
 
 class _Opened(DeviceBytes):
-    """Another process's segment, seen from here."""
+    """Another process's segment, opened in this one."""
 
     def __init__(
         self, tensor: Tensor, written: torch.cuda.Event, whole: _Opened | None = None
     ) -> None:
         super().__init__(tensor)
         self._written = written
-        self._whole = whole  # as long as a part is in use, it is open
+        self._whole = whole  # kept open as long as a part is in use
 
     @property
     def tensor(self) -> Tensor:
-        # Whatever reads it comes behind what the other process wrote.
+        # Reads wait for what the other process wrote.
         self._written.wait(torch.cuda.current_stream(self._tensor.device))
         return super().tensor
 
     def part(self, offset: int, size: int) -> _Opened:
-        return _Opened(
-            DeviceBytes(self._tensor).tensor[offset : offset + size],
-            self._written,
-            self._whole or self,
-        )
+        tensor = DeviceBytes(self._tensor).tensor[offset : offset + size]
+        return _Opened(tensor, self._written, self._whole or self)
 
 
 _PATIENCE = 256
-"""A segment that was not used while so many others were is closed. More than its owner's, who may
-then free it.
+"""A segment that was not used by so many calls is closed. More than the owner's number, so that the
+owner frees a segment first.
 """
 
 
@@ -197,7 +192,7 @@ class Opener:
     """Opens another process's segments, each once while it is in use.
 
     Args:
-        device: The GPU, as this process counts.
+        device: The GPU, by this process's index.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -210,9 +205,8 @@ class Opener:
         """The bytes of a segment."""
         self._clock += 1
         if self._clock % _PATIENCE == 0:
-            self._known = {
-                t: known for t, known in self._known.items() if known[1] > self._clock - _PATIENCE
-            }
+            oldest = self._clock - _PATIENCE
+            self._known = {t: known for t, known in self._known.items() if known[1] > oldest}
         found = self._open.get(descriptor.token)
         if found is None:
             found = self._open[descriptor.token] = self._opened(descriptor)
@@ -222,15 +216,14 @@ class Opener:
     def _opened(self, descriptor: Descriptor) -> _Opened:
         handle, offset, event = pickle.loads(descriptor.device)
         try:
-            # The other process may count its GPUs in another way: the handle is the same, the index
-            # is this one's.
+            # The index is this process's: the other process may number the GPUs in another order.
             storage = torch.UntypedStorage._new_shared_cuda(self._device.index or 0, *handle)
             written = torch.cuda.Event.from_ipc_handle(self._device, event)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             if spoiled(self._device):
-                raise  # it is this process that cannot open anything any more
+                raise  # this process cannot use its GPU any more
             raise OSError(f"a GPU's memory cannot be opened: {error}") from error
         with torch.inference_mode(False):
             whole = torch.empty(0, dtype=torch.uint8, device=self._device)
@@ -239,12 +232,12 @@ class Opener:
 
 
 class DeviceLink(Link):
-    """What lies on the GPU goes by its memory, once that is known to work, and everything else by
-    another link.
+    """Sends bytes on the GPU by its memory, once that is known to work, and all others by another
+    link.
 
     Args:
         near: The other link.
-        arena: Where the memory comes from; None for now.
+        arena: The arena of GPU memory; None until that is known to work.
     """
 
     def __init__(self, near: Link, arena: DeviceArena | None = None) -> None:
@@ -253,12 +246,12 @@ class DeviceLink(Link):
 
     @property
     def name(self) -> str:  # type: ignore[override]  # a constant in links that are one
-        """The other link's, and this."""
+        """The other link's name, and this link's."""
         return f"{self.near.name} and CUDA IPC" if self.arena is not None else self.near.name
 
     @property
     def exposes(self) -> bool:  # type: ignore[override]
-        """Whether the other link does."""
+        """Whether the other link exposes storages."""
         return self.near.exposes
 
     def send(self, pieces: Sequence[MemoryRange], offsets: Sequence[int], size: int) -> Attachment:
@@ -281,7 +274,7 @@ class DeviceLink(Link):
             except RuntimeError as error:
                 if not str(error).startswith("CUDA error"):
                     raise
-                # which raises if the GPU works no more at all
+                # raises if the GPU has failed for good
                 packet = self.near.send(pieces, offsets, size)
                 self.arena = None
                 refused(error)
@@ -289,7 +282,7 @@ class DeviceLink(Link):
         return self.near.send(pieces, offsets, size)
 
     def room(self, size: int) -> ReservedMemory | None:
-        # Copies on the device are over before anybody notices.
+        # Nothing is reserved where the GPU copies: such copies are too fast to overlap with.
         return self.near.room(size) if self.arena is None else None
 
     def open(self, packet: Attachment) -> MemoryRange:
@@ -316,8 +309,8 @@ class DeviceLink(Link):
 
 
 def by_host(link: Link) -> Link:
-    """A link without the memory of the GPU that both ends use, for what is wanted on the other's
-    CPU.
+    """A link without the memory of the GPU that both ends use, for bytes that the receiver needs on
+    its CPU.
     """
     return link.near if isinstance(link, DeviceLink) else link
 
@@ -327,15 +320,15 @@ def _lies_on(device: torch.device, piece: MemoryRange) -> bool:
 
 
 def reaching(near: Link) -> Link:
-    """A link that may come to reach into a GPU's memory, where there is one."""
+    """A link that can be extended to a GPU's memory, on a machine with GPUs."""
     return DeviceLink(near) if torch.cuda.is_available() else near
 
 
 def gpu_in_use(uuid: str) -> torch.device | None:
-    """This process's name for the GPU with some uuid, if something of this process lies there.
+    """This process's name for the GPU with some uuid, if this process has memory there.
 
-    A process sees all GPUs of its machine. To use one more costs half a gigabyte there, for memory
-    that nothing needs.
+    A process sees all GPUs of its machine. Using one more would cost half a gigabyte of that GPU's
+    memory for nothing.
     """
     if not uuid or not torch.cuda.is_initialized():
         return None
@@ -349,27 +342,26 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def expandable() -> bool:
-    """Whether torch's allocator makes segments that grow, which other processes cannot open, or
-    hang over.
+    """Whether torch's allocator makes expandable segments, which other processes cannot open, or
+    hang on opening.
     """
-    if any(
-        "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower()
-        for name in _ALLOCATOR
-    ):
-        return True
+    for name in _ALLOCATOR:
+        settings = os.environ.get(name, "").replace(" ", "").lower()
+        if "expandable_segments:true" in settings:
+            return True
     segments = torch.cuda.memory_snapshot() if torch.cuda.is_initialized() else ()
     return any(segment.get("is_expandable", False) for segment in segments)
 
 
 def sample(arena: DeviceArena) -> tuple[DeviceBuffer, bytes]:
-    """Some memory of the GPU to try, and what lies in it."""
+    """Some memory of the GPU for a test, and its contents."""
     shown = os.urandom(_SAMPLE)
     data = torch.frombuffer(bytearray(shown), dtype=torch.uint8).to(arena.device)
     return arena.fill([MemoryRange(0, _SAMPLE, data, DeviceBytes(data))], [0], _SAMPLE), shown
 
 
 def shows(piece: MemoryRange, expected: bytes) -> bool:
-    """Whether another process's memory holds what it should."""
+    """Whether another process's memory holds the expected bytes."""
     if piece.origin is None:
         return False
     return bool(on_host(piece).owner.numpy().tobytes() == expected)
@@ -379,11 +371,11 @@ _COUNTERS = "/dev/shm"
 
 
 def clear_after(process: int) -> None:
-    """Remove the files in which a process that was ended counted who uses its GPU's memory: 80 KB
+    """Remove the files in which a process that was ended counted the users of its GPU memory, 80 KB
     each time.
     """
     for file in Path(_COUNTERS).glob(f"torch_{process}_*"):
-        # another user's: of another container, which counts in another way
+        # the file of another user, or of another container that has its own process ids
         with contextlib.suppress(OSError):
             file.unlink()
 
@@ -392,7 +384,7 @@ _told: set[str] = set()
 
 
 def refused(error: object) -> None:
-    """Say once that a GPU's memory cannot be shared, and what happens instead."""
+    """Log once that a GPU's memory cannot be shared, and what is done instead."""
     if not _told:
         _told.add("refused")
         log.warning(
@@ -404,5 +396,5 @@ def refused(error: object) -> None:
 
 
 def lies_on_a_gpu(packet: Attachment) -> bool:
-    """Whether a packet of this process lies there, where it can be compared."""
+    """Whether a packet of this process lies on a GPU, where it can be compared."""
     return isinstance(packet, DeviceBuffer)

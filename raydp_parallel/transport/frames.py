@@ -1,9 +1,9 @@
-"""Frames: how messages lie in a socket.
+"""Frames: the form of messages in a socket.
 
-A frame: how many buffers, the call's number, the size of what follows in one piece: each buffer's
-length, and the small buffers; then the large ones. Of a buffer in shared memory only the descriptor
-travels, which its length says in its highest bit; of one that Ray brings its number, which the next
-bit says.
+A frame begins with the number of buffers, the call's number, and the size of the body. The body
+holds each buffer's length and the small buffers; the large buffers follow it. For a buffer in
+shared memory only the descriptor is sent, which the highest bit of its length marks; for a buffer
+that Ray delivers only its number, which the next bit marks.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _DELIVERED = 1 << 62
 _NUMBER = struct.Struct("<Q")
 
 QUIETLY = getattr(socket, "MSG_NOSIGNAL", 0)
-"""A program may have given SIGPIPE its default back: to send to a process that died would
-end it.
+"""Without this flag, sending to a process that died would end a program that has restored the
+default action of SIGPIPE.
 """
 
 
@@ -38,11 +38,11 @@ class LineCut(ConnectionError):
 
 
 class StoodStill(TimeoutError):
-    """The other end hung in the midst of a frame, and the line was cut."""
+    """The other end stopped in the middle of a frame, and the connection was shut down."""
 
 
 def write_frame(connection: socket.socket, number: int, buffers: Sequence[Any]) -> None:
-    """Send some buffers under a number."""
+    """Send the buffers of a call with its number."""
     lengths: list[int] = []
     small: list[Any] = []
     large: list[Any] = []
@@ -67,19 +67,19 @@ def write_frame(connection: socket.socket, number: int, buffers: Sequence[Any]) 
 
 
 def size_of(buffers: Sequence[Any]) -> int:
-    """Bytes of a frame that lie in it, and not in shared memory."""
+    """Bytes of the buffers that are sent in the frame, without those in shared memory."""
     elsewhere = (SharedBuffer, Exposed, Delivered)
     return sum(memoryview(buffer).nbytes for buffer in buffers if not isinstance(buffer, elsewhere))
 
 
 def read_frame(connection: socket.socket) -> tuple[int, list[Any]]:
-    """Wait for a frame: its number, and its buffers.
+    """Wait for a frame; returns the call's number and the buffers.
 
-    These are bytes, arrays if they are large, descriptors of shared memory, and numbers of what Ray
-    brings.
+    A buffer is bytes, an array if it is large, a descriptor of shared memory, or the number of a
+    buffer that Ray delivers.
 
-    Where there is no memory for a buffer, the `MemoryError` stands in its place: the frame is read
-    to its end, and the next one is found.
+    Where there is no memory for a buffer, the `MemoryError` takes its place: the frame is read to
+    its end, so that the next one can be read.
     """
     count, number, size = _HEAD.unpack(_read(connection, _HEAD.size))
     body = _read(connection, size)
@@ -97,15 +97,17 @@ def read_frame(connection: socket.socket) -> tuple[int, list[Any]]:
 
 
 def _described(found: bytes, length: int) -> bytes | Descriptor | Delivered:
-    """A small buffer, or what the two bits of its length say that it stands for."""
+    """A small buffer, or the object that it describes, by the two highest bits of its length."""
     if length & _SHARED:
         return Descriptor(*pickle.loads(found))
-    return Delivered(*_NUMBER.unpack(found)) if length & _DELIVERED else found
+    if length & _DELIVERED:
+        return Delivered(*_NUMBER.unpack(found))
+    return found
 
 
 def _read(connection: socket.socket, size: int) -> bytes:
     data = connection.recv(size, socket.MSG_WAITALL)
-    while len(data) < size:  # a signal, or more than the socket's buffer holds
+    while len(data) < size:  # after a signal, or if the socket's buffer is smaller
         more = connection.recv(size - len(data), socket.MSG_WAITALL)
         if not more:
             raise LineCut("the other end of the line is gone")

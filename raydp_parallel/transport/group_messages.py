@@ -1,6 +1,4 @@
-"""What replicas are told of groups among themselves, and what they say of it. Frozen types that
-cross the wall.
-"""
+"""Messages about groups of replicas: requests to form, use and leave them, and their results."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class HostStore(NamedTuple):
-    """Let members of groups find each other at this replica.
+    """Host the store by which members of groups find each other.
 
     Attributes:
         patience: Seconds that they may take for that.
@@ -19,24 +17,24 @@ class HostStore(NamedTuple):
 
 
 class GroupKind(Enum):
-    """What members exchange tensors by."""
+    """The backend that members exchange tensors by."""
 
     GLOO = "gloo"
-    """Sockets, from and to the machine's memory."""
+    """Sockets, between the memories of machines."""
     NCCL = "nccl"
-    """Whatever there is between GPUs."""
+    """NVIDIA's library, between the memories of GPUs."""
 
 
 class JoinGroup(NamedTuple):
     """Become a member of a group of replicas, which exchange tensors without the driver.
 
     Attributes:
-        group: Its name, which no other group of the executor had.
-        rank: Which member this is.
-        size: How many members there are.
-        store: Where they find each other: host and port.
+        group: The group's name, which no other group of the executor had.
+        rank: The member's number.
+        size: The number of members.
+        store: Host and port of the store by which they find each other.
         patience: Seconds that they may take for that.
-        kind: What they exchange tensors by.
+        kind: The backend.
     """
 
     group: str
@@ -48,16 +46,16 @@ class JoinGroup(NamedTuple):
 
 
 class Reduce(NamedTuple):
-    """Let the members of a group sum their gradients, and only one of them send the sum.
+    """Sum the gradients of a group's members; only one member sends the sum to the driver.
 
     Attributes:
         group: The group.
         root: The member that gets the sum.
         order: The members in the order of their chunks, in which the gradients are added.
-        leaves: The leaves of the graph whose gradients are summed, by number; the same ones in all
+        leaves: The leaves of the graph with gradients to sum, by number; the same ones in all
             members.
-        kept: The key under which each keeps its own gradients until the driver has the sum.
-        patience: Seconds that one may wait for the others.
+        kept: The key under which each member keeps its own gradients until the driver has the sum.
+        patience: Seconds that one member may wait for the others.
         overlap: Whether to begin while backward still runs.
     """
 
@@ -71,11 +69,11 @@ class Reduce(NamedTuple):
 
 
 class Leg(NamedTuple):
-    """One part of the way that contents take from replica to replica.
+    """One broadcast on the route of contents from replica to replica.
 
     Attributes:
-        group: Among whom.
-        root: Who has them.
+        group: The group of the sender and the receivers.
+        root: The member that sends.
     """
 
     group: str
@@ -86,11 +84,11 @@ class Relay(NamedTuple):
     """Pass new contents on from one replica to the others.
 
     Attributes:
-        legs: The legs that this replica is in. The source gives in all of them; any other gets the
-            contents in the first, and hands them on in the rest.
-        sizes: The bytes of each block, in the order in which they travel.
+        legs: The legs that this replica is in. The source sends in all of them; any other replica
+            receives the contents in the first leg, and sends them in the rest.
+        sizes: The bytes of each block, in the order in which they are sent.
         source: Whether this replica gets the contents from the driver.
-        patience: Seconds that one may wait for the others.
+        patience: Seconds that one replica may wait for the others.
     """
 
     legs: tuple[Leg, ...]
@@ -100,30 +98,30 @@ class Relay(NamedTuple):
 
 
 class SumOutcome(Enum):
-    """What came of a `Reduce` in one member."""
+    """The outcome of a `Reduce` in one member."""
 
     DONE = "done"
-    """Its gradients are in the sum. It keeps them, and answers without."""
+    """The member's gradients are in the sum. It keeps them, and they are not in the answer."""
     FAILED = "failed"
-    """The group broke. Its gradients are in the answer."""
+    """The group broke. The member's gradients are in the answer."""
     SPOILED = "spoiled"
-    """It began to sum a gradient that was not whole yet: the sum is of no use. It keeps its
-    gradients.
+    """The member began to sum a gradient that changed afterwards: the sum is wrong. The member
+    keeps its gradients.
     """
 
 
 class Reduced(NamedTuple):
-    """What a member says of a `Reduce`.
+    """A member's result of a `Reduce`.
 
     Attributes:
-        outcome: What came of it.
+        outcome: The outcome in this member.
         marks: For each of the leaves: 0 where this member has no gradient, 1 where it is in the
-            sum, 2 where it cannot be summed so (it is sparse, for one) and is in the answer
-            instead.
+            sum, 2 where it cannot be summed in a group (it is sparse, for example) and is in the
+            answer instead.
         sums: In the root, the parcel of the sums; zeros where no member has a gradient. Elsewhere
             None.
-        seconds: How long it waited for others.
-        size: Bytes that it gave into the sum.
+        seconds: Seconds that it waited for other members.
+        size: Bytes of the gradients that it summed.
     """
 
     outcome: SumOutcome

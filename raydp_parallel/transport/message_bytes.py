@@ -1,8 +1,8 @@
-"""How messages become bytes.
+"""Messages as bytes.
 
-Names cost: pickle asks each named tuple for its fields, in Python, and looks its type up by name at
-the other end. What every message has goes as plain tuples, in a third of the time; with a hundred
-tensors that is a hundred specs. What is rare goes as it is.
+Named tuples are slow to pickle: pickle calls Python code for each, and looks its type up by name
+when it unpickles. The fields of frequent messages are pickled as plain tuples, in a third of the
+time; a message with a hundred tensors has a hundred specs. Rare messages are pickled as they are.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from raydp_parallel.transport.messages import (
 
 
 def _named(kind: Any) -> Callable[[Any], Any]:
-    """What makes a named tuple of all its fields, and nothing of it in Python."""
+    """A function that makes a named tuple from all its fields, without Python code."""
     return functools.partial(tuple.__new__, kind)
 
 
@@ -59,18 +59,15 @@ def _writes(found: Any) -> WriteBack:
 
 
 _Part = tuple[int, Callable[[Any], Any], Callable[[Any], Any]]
-"""A field of a message, and how to take it out of its names and put it back."""
+"""A field of a message by its index, and functions from and to its named tuples."""
 
 _Kind = tuple[Any, Callable[[Any], Any], tuple[_Part, ...]]
-"""A message's type, what makes one, and those of its fields that have names of their own."""
+"""A message's type, a function that makes one, and its fields that contain named tuples."""
 
 
 def _parts(kind: Any, **ways: tuple[Callable[[Any], Any], Callable[[Any], Any]]) -> _Kind:
-    return (
-        kind,
-        _named(kind),
-        tuple((kind._fields.index(field), *way) for field, way in ways.items()),
-    )
+    parts = [(kind._fields.index(field), plain, back) for field, (plain, back) in ways.items()]
+    return kind, _named(kind), tuple(parts)
 
 
 _TENSORS = _plain, _parcel
@@ -104,7 +101,7 @@ def pack(message: Any) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """The message that `pack` made bytes of."""
+    """The message for the bytes that `pack` made."""
     number, fields = pickle.loads(data)
     if number is None:
         return fields

@@ -1,5 +1,5 @@
-"""What crosses the process wall, each a named frozen type. How they become bytes is
-`message_bytes`'s matter.
+"""The messages between the driver and a replica, as named tuples. `message_bytes` makes bytes of
+them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from raydp_parallel.transport.module_origins import Origins
 
 
 class Parcel(NamedTuple):
-    """One nested value on its way: its structure, and where its tensors lie.
+    """One nested value in a message: its structure, and the places of its tensors.
 
     Attributes:
         skeleton: The pickled value, with tensors replaced by their index in ``specs``.
         specs: One spec per tensor.
-        packet: The tensors' bytes, as the link wrapped them.
+        packet: The packet that a link made of the tensors' bytes.
     """
 
     skeleton: bytes
@@ -27,7 +27,7 @@ class Parcel(NamedTuple):
 
 
 class Arguments(NamedTuple):
-    """What a module is called with, under the names that errors use.
+    """The arguments of a module's call, under the names that errors use.
 
     Attributes:
         inputs: Positional.
@@ -39,7 +39,7 @@ class Arguments(NamedTuple):
 
 
 class Produced(NamedTuple):
-    """What one chunk's forward gives.
+    """The results of one chunk's forward.
 
     Attributes:
         output: What the module returned.
@@ -57,9 +57,9 @@ class Blob(NamedTuple):
 
     Attributes:
         blocks: Block ids.
-        offsets: Where each block starts in the packet.
-        sizes: How many bytes each has.
-        packet: The bytes, as the link wrapped them.
+        offsets: The offset of each block in the packet.
+        sizes: The size of each block in bytes.
+        packet: The packet that a link made of the bytes.
     """
 
     blocks: tuple[int, ...]
@@ -69,7 +69,7 @@ class Blob(NamedTuple):
 
 
 class SlotSpec(NamedTuple):
-    """One tensor of a model: which bytes it shows, and as what.
+    """One tensor of a model: its place in a block, its shape and its type.
 
     Attributes:
         block: The block it lies in.
@@ -83,14 +83,14 @@ class SlotSpec(NamedTuple):
 
 
 class Structure(NamedTuple):
-    """A model but for the bytes of its tensors.
+    """A model without the bytes of its tensors.
 
     Attributes:
         module: The pickled module, with tensors as slot ids.
-        origins: Where the driver's process finds its modules, and what they are made of.
+        origins: The search path and the source files of the driver's modules.
         slots: The spec of every slot, by id.
         block_sizes: The size in bytes of every block, by id.
-        specials: Slots of tensors that are no plain window on a storage, and the parcel of them.
+        specials: Slots of tensors that are not plain strided views of a storage, and their parcel.
     """
 
     module: bytes
@@ -101,20 +101,20 @@ class Structure(NamedTuple):
 
 
 class StateUpdate(NamedTuple):
-    """What of a model changed since the revision that a replica holds. Mostly no more than
+    """The changes of a model since the revision that a replica holds. Most updates contain only
     versions.
 
     Attributes:
         model: The model's id.
         revision: The revision the replica holds afterwards.
-        bumped: Slots whose version moved in the driver.
-        structure: The structure, None where it is as it was.
+        bumped: Slots with a new version in the driver.
+        structure: The structure, None if it has not changed.
         edits: Plain attributes that changed: index among ``module.modules()``, name, value.
-        flags: Slots whose ``requires_grad`` changed, with the new value.
+        flags: Slots with a new ``requires_grad``, and its value.
         blobs: New contents.
-        report: The last `WriteBack` that the driver took over, by its number.
-        kept: The blocks among the new contents that are as that one reported them: the replica that
-            did has them.
+        report: The number of the last `WriteBack` that the driver applied.
+        kept: The blocks among the new contents that equal those of that report: the replica that
+            sent it has them.
     """
 
     model: int
@@ -133,30 +133,30 @@ class ForwardRequest(NamedTuple):
 
     Attributes:
         model: The model to run.
-        update: What to adopt first, None if the replica is up to date.
+        update: The state to adopt first, None if the replica is up to date.
         graph: The key to keep the graph under; None keeps none.
         chunk: Which chunk of the call this is.
-        where: Names chunk and device in an exception's text; None leaves exceptions as they are.
+        where: The chunk and device for an exception's text; None leaves exceptions unchanged.
         inputs: The parcel of the `Arguments`, or of the positional ones alone.
         context: The caller's ambient torch state.
         seed: The call's seed.
-        threads: Torch's threads, on a CPU; None leaves them.
+        threads: The number of torch's threads on a CPU; None leaves it unchanged.
         write_back: Whether in-place changes of state are reported.
-        capture: Names of submodules whose outputs come back too.
-        detach: Whether the module's own tensors take no gradients.
-        alone: Whether attributes that the forward rebinds come back, as with one device of
-            upstream's.
-        doubtful: Leaves of the graph, by number, of which the driver asks whether the outputs
+        capture: Names of submodules that return their outputs too.
+        detach: Whether the module's own tensors get no gradients.
+        alone: Whether attributes that the forward rebinds are returned, as upstream's call on a
+            single device keeps them.
+        doubtful: Leaves of the graph, by number, for which the driver asks whether the outputs
             depend on them.
         forget: Graph keys and models that the driver no longer needs.
-        overlay: State as it was when the call was first made, where write-backs have changed it
+        overlay: The state at the time of the original call, where write-backs have changed it
             since.
-        graph_only: Whether the call runs again for its graph alone, after a death: the outputs are
+        graph_only: Whether the call runs again only for its graph, after a death: the outputs are
             known already.
-        relay: How the update's contents come here, or go on from here; None if they come with the
-            message for this replica alone.
-        by_host: Whether the answer is wanted on the driver's CPU: memory of a GPU that both use
-            would be a detour.
+        relay: The relay by which the update's contents arrive here, or are passed on; None if they
+            are in the message and for this replica only.
+        by_host: Whether the driver needs the answer on its CPU, so that memory of a GPU that both
+            use is not the fastest way.
     """
 
     model: int
@@ -184,23 +184,23 @@ class BackwardRequest(NamedTuple):
     """The gradients that one chunk's outputs received.
 
     Attributes:
-        model: The model that the graph came from.
-        graph: The graph whose leaves are asked for.
-        outputs: What is differentiated: by the key of a graph, that one's or of one derived from
-            it, indices of its outputs.
+        model: The model of the graph.
+        graph: The graph for which gradients of leaves are requested.
+        outputs: The outputs to differentiate: the key of that graph, or of one derived from it,
+            with the indices of the outputs.
         grads: The parcel of their gradients, in that order.
-        needed: Which of the leaves are asked for.
+        needed: Which of the leaves' gradients are requested.
         partial: Whether the caller asked for a subset of what requires gradients.
         keep: Whether the graph is kept (``retain_graph``).
         derived: With ``create_graph``: the key to keep the derived graph under.
-        bumped: Slots whose version moved in the driver since the forward.
+        bumped: Slots with a new version in the driver since the forward.
         write_back: Whether in-place changes of state are reported.
-        threads: Torch's threads, on a CPU; None leaves them.
+        threads: The number of torch's threads on a CPU; None leaves it unchanged.
         context: The caller's ambient torch state.
         forget: Graph keys and models that the driver no longer needs.
         reduce: Gradients to be summed among replicas, None if the driver sums.
-        kept: Nothing is differentiated: the gradients are asked for that are kept under this key.
-        by_host: As in a forward.
+        kept: If given, nothing is differentiated: the gradients kept under this key are requested.
+        by_host: As in `ForwardRequest`.
     """
 
     model: int
@@ -222,7 +222,7 @@ class BackwardRequest(NamedTuple):
 
 
 class Forget(NamedTuple):
-    """What the driver no longer needs; rides on the next call.
+    """The objects that the driver no longer needs; part of the next call.
 
     Attributes:
         graphs: Keys of graphs, and of gradients that were kept.
@@ -234,12 +234,12 @@ class Forget(NamedTuple):
 
 
 class Overlay(NamedTuple):
-    """State as it was at an earlier moment, for one forward that runs again.
+    """The state at an earlier time, for one forward that runs again.
 
     Attributes:
-        slots: The slots that are different now.
-        tensors: The parcel of their contents then, a tuple.
-        undone: Whether the state is to be today's again, once the forward has run.
+        slots: The slots that have changed since.
+        tensors: The parcel of their contents at that time, a tuple.
+        undone: Whether the present state is restored after the forward.
     """
 
     slots: tuple[int, ...]
@@ -251,13 +251,13 @@ class WriteBack(NamedTuple):
     """State that a forward changed in place.
 
     Attributes:
-        report: The report's number, which no other one has.
+        report: The unique number of the report.
         slots: The slots that changed, with whether their version moved (it does not for edits
             through ``.data``).
-        blob: The blocks in which they lie, as they are now.
-        replaced: Those slots that were given other memory (``self.x.data = ...``), maybe of another
-            shape or dtype.
-        tensors: The parcel of what they show now, a tuple.
+        blob: The present contents of their blocks.
+        replaced: The slots that were given other memory (``self.x.data = ...``), which may have
+            another shape or dtype.
+        tensors: The parcel of these slots' present tensors, a tuple.
     """
 
     report: int
@@ -268,13 +268,13 @@ class WriteBack(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """An exception on its way to the driver.
+    """An exception in a replica, for the driver.
 
     Attributes:
         kind: Pickled exception class, None if it cannot be pickled.
         name: Its qualified name.
         text: The formatted traceback.
-        where: Which replica, in upstream's words; None leaves the exception as it was.
+        where: The replica, in upstream's words; None leaves the exception unchanged.
         exception: The pickled exception itself, where it can be pickled and ``where`` is None.
         exit: Whether the module asked the process to end.
     """
@@ -293,7 +293,7 @@ class CaughtWarning(NamedTuple):
     Attributes:
         category: Its pickled class.
         text: Its message.
-        filename: Where it was raised.
+        filename: The file in which it was raised.
         lineno: Its line there.
     """
 
@@ -304,25 +304,24 @@ class CaughtWarning(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What a replica answers to a forward or backward.
+    """A replica's answer to a forward or backward.
 
     Attributes:
         value: The parcel of the outputs, or of the leaves' gradients.
         written: In-place changes of state, None if there were none.
-        warnings: What was warned.
-        failure: What was raised instead of an answer.
-        seconds: How long the replica's device worked on it.
+        warnings: The warnings.
+        failure: The exception that was raised.
+        seconds: Seconds that the replica's device worked on it.
         revision: The revision that the replica holds of the model now, 0 for none.
         size: Bytes of tensors in the answer.
-        reached: Those of the doubtful leaves that the outputs depend on.
-        laps: When each of the replica's phases began, and when the last ended, by its clock; see
-            `phases`.
+        reached: The doubtful leaves that the outputs depend on.
+        laps: The times at which each of the replica's phases began and the last one ended, by its
+            clock; see `phases`.
         memory: Bytes of the GPU's memory that are allocated, and the most that were; None on a CPU,
-            and mostly.
-        reduced: What came of summing gradients among replicas, if that was asked for.
-        missed: Whether nothing was done, because contents did not arrive that another replica was
-            to pass on.
-        passed: Bytes that this replica passed on to others.
+            and in most answers.
+        reduced: The result of summing gradients among replicas, if that was requested.
+        missed: Whether nothing was done, because contents from another replica did not arrive.
+        passed: Bytes that this replica passed on to other replicas.
     """
 
     value: Parcel | None = None
@@ -345,8 +344,8 @@ class Package(NamedTuple):
 
     Attributes:
         name: Its name.
-        digest: Names its contents.
-        files: Their paths, from the folder that goes on Python's path, and what is in them.
+        digest: The digest of its contents.
+        files: The paths of its files, relative to a folder for Python's path, and their contents.
     """
 
     name: str

@@ -1,5 +1,5 @@
-"""What replicas are told of the driver's modules, so that they run the same source. `loaded` finds
-it out.
+"""Descriptions of the driver's modules, by which replicas run the same source. `loaded` makes
+them.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 
 class ModuleSource(NamedTuple):
-    """What a module was made of.
+    """The source of a module.
 
     Attributes:
         file: Its file.
-        digest: Names the text; empty if the file has been changed since.
+        digest: The digest of the text; empty if the file has been changed since.
     """
 
     file: str
@@ -21,13 +21,13 @@ class ModuleSource(NamedTuple):
 
 
 class Origins(NamedTuple):
-    """Where the driver finds its modules, for replicas to find the same.
+    """The driver's search path and its modules, so that replicas load the same.
 
     Attributes:
         process: The driver's process.
-        paths: Its search path, in its order.
-        installed: What of that belongs to Python and to installed packages.
-        sources: The modules that it has loaded, by name.
+        paths: Its search path, in order.
+        installed: The entries of the path that belong to Python and to installed packages.
+        sources: The sources of the modules that it has loaded, by name.
     """
 
     process: str

@@ -1,13 +1,12 @@
-"""Says at once that another process of this machine died.
+"""Detects at once that another process of this machine died.
 
-The sockets of a process that was killed close late: the kernel takes down its memory first, which
-takes 20 to 80 ms where torch is in it, and a child that it forked may keep them open. Locks that
-its threads held are freed before that. So a replica's thread holds a lock in shared memory for as
-long as it serves its line, a thread of the driver waits for that lock, and gets it 0.3 ms after a
-SIGKILL.
+The sockets of a killed process close late: the kernel frees its memory first, which takes 20 to
+80 ms for a process with torch, and a forked child may keep them open. Locks that its threads held
+are freed before that. So a replica's thread holds a lock in shared memory for as long as it serves
+its connection, and a thread of the driver waits for that lock, and gets it 0.3 ms after a SIGKILL.
 
-POSIX calls such a lock a robust mutex: who takes it after its owner's death is told so instead of
-waiting for ever.
+POSIX calls such a lock a robust mutex: a thread that takes it after its owner's death gets an error
+code instead of waiting for ever.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ import sys
 
 _SIZE = 4096
 _ATTRIBUTES = 64
-"""Bytes; both C libraries of Linux need less for a lock's attributes, and far less than a page for
-a lock.
+"""Bytes for a lock's attributes; both C libraries of Linux need less. A lock needs far less than a
+page.
 """
 
 _SHARED = 1
@@ -30,7 +29,7 @@ _ROBUST = 1
 
 
 class Pulse:
-    """A lock in a file without a name, which two processes have mapped.
+    """A robust mutex in an anonymous file that two processes have mapped.
 
     Args:
         file: The file's descriptor, which may be closed afterwards.
@@ -42,9 +41,7 @@ class Pulse:
         self._library = ctypes.CDLL(None)
 
     def hold(self) -> bool:
-        """Take the lock, for as long as this thread lives or until `let_go`; whether that
-        worked.
-        """
+        """Take the lock, until `let_go` or the end of this thread; returns whether that worked."""
         return self._library.pthread_mutex_lock(ctypes.byref(self._lock)) in (0, errno.EOWNERDEAD)
 
     def let_go(self) -> None:
@@ -52,8 +49,8 @@ class Pulse:
         self._library.pthread_mutex_unlock(ctypes.byref(self._lock))
 
     def wait(self) -> bool:
-        """Return when nothing holds the lock any more, whether it was let go or its holder died.
-        False: not known.
+        """Wait until no thread holds the lock, because it was freed or its holder died. Returns
+        False if that cannot be told.
         """
         held = self.hold()
         if held:
@@ -62,8 +59,8 @@ class Pulse:
 
 
 def make() -> int | None:
-    """A new file with a free lock in it, for the caller to close. None where there is no such
-    thing.
+    """A new file with a free lock, which the caller closes; None where there are no robust
+    mutexes.
     """
     if not sys.platform.startswith("linux"):
         return None
@@ -81,7 +78,7 @@ def make() -> int | None:
 
 
 def _prepare(pulse: Pulse) -> bool:
-    """Make the lock; whether this system has such locks."""
+    """Initialize the lock; returns whether this system has such locks."""
     library, attributes = pulse._library, (ctypes.c_char * _ATTRIBUTES)()
     if library.pthread_mutexattr_init(attributes):
         return False

@@ -51,7 +51,7 @@ class Group:
         patience: float,
         into: Tensor | None = None,
     ) -> Summation:
-        """Begin to sum a tensor of each member, whose length `padded` gives, for the root.
+        """Begin to sum a tensor of each member for the root. `padded` gives its length.
 
         Args:
             tensor: The tensor. Its values are lost, unless the group `spares` it.

@@ -1,8 +1,8 @@
-"""How bytes travel between the driver and a replica.
+"""Links: how bytes are sent between the driver and a replica.
 
-A link turns runs of memory into a packet (``send``) that rides in a call to the other process, and
-a packet back into memory that can be read (``open``). Between processes of one machine nothing need
-travel at all: see `shared`.
+A link turns memory ranges into a packet (``send``) that is part of a call to the other process, and
+a packet back into memory that can be read (``open``). Between processes of one machine no bytes
+have to be sent: see `shared`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The link for everyday use: each amount of bytes goes the way that is fastest for it."""
+"""The default link: each packet is sent by the link that is fastest for its size."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from raydp_parallel.transport.links.object_store import ObjectStoreLink
 from raydp_parallel.transport.links.shared import SharedLink
 
 INLINE_LIMIT = 64 * 1024
-"""Bytes up to which a packet rides in the call. Ray moves arguments over 100 KB through its object
-store, which makes a call of 120 KB cost four times one of 80 KB (measured), and a call carries more
-than one packet."""
+"""Bytes up to which a packet lies in the call. Ray moves arguments over 100 KB through its object
+store, so that a call of 120 KB takes four times as long as one of 80 KB (measured), and a call
+holds more than one packet."""
 
 SHARE_LIMIT = 32 * 1024 * 1024
-"""Bytes up to which each replica gets a copy of its own over its line. What is larger is put into
-the object store, once for all replicas; that costs 5 ms however little it is."""
+"""Bytes up to which each replica gets its own copy over its direct connection. Larger packets are
+put into the object store, once for all replicas, which takes at least 5 ms."""
 
 
 class BySize(Link):
     """Small packets by one link, large ones by another.
 
     Attributes:
-        name: The large packets' link; that small ones ride in the call goes without saying.
+        name: The name of the large packets' link.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class BySize(Link):
 
     @property
     def exposes(self) -> bool:  # type: ignore[override]  # a constant in links that never do
-        """Whether the large packets' link does."""
+        """Whether the large packets' link exposes storages."""
         return self._large.exposes
 
     def send(self, pieces: Sequence[MemoryRange], offsets: Sequence[int], size: int) -> Attachment:
@@ -72,36 +72,34 @@ class BySize(Link):
 
 
 _NAMES = ("auto", "shared", "inline", "object_store", "collective")
-"""All that `Options.link` may be."""
+"""The values that `Options.link` may have."""
 
 
 def link_for(name: str, put: Any = None, get: Any = None) -> Link:
-    """The link that `Options.link` names, for one side: the driver gives its ``put`` and ``get``.
+    """The link that `Options.link` names, for one side. The driver passes its ``put`` and ``get``.
 
-    Shared memory needs both sides' consent; until then, and for calls that Ray carries, bytes are
-    copied.
+    Shared memory is used once both sides have agreed to it; until then, and for calls that are made
+    through Ray, bytes are copied.
     """
     if name not in _NAMES:
         raise ValueError(f"link {name!r}: expected one of {', '.join(_NAMES)}")
-    arrays = ObjectStoreLink()
-    store = arrays if put is None else ObjectStoreLink(put, get)
     if name == "inline":
         return InlineLink()
-    return (
-        store
-        if name == "object_store"
-        else BySize(InlineLink(), BySize(arrays, store, SHARE_LIMIT))
-    )
+    arrays = ObjectStoreLink()
+    store = arrays if put is None else ObjectStoreLink(put, get)
+    if name == "object_store":
+        return store
+    return BySize(InlineLink(), BySize(arrays, store, SHARE_LIMIT))
 
 
 def shared_link(arena: Arena, exposes: bool, always: bool, promised: int = 0) -> Link:
     """The link between processes of one machine.
 
     Args:
-        arena: Where the memory comes from.
-        exposes: Whether storages may be shown where they lie.
-        always: Whether also the smallest things go that way.
-        promised: Bytes of the memory for storages that are left to others.
+        arena: The arena of shared memory.
+        exposes: Whether storages may be moved into shared memory and shown without a copy.
+        always: Whether also the smallest packets go into shared memory.
+        promised: Bytes of ``/dev/shm`` that are reserved for others.
     """
     shared = SharedLink(arena, exposes, always, promised)
     return shared if always else BySize(InlineLink(), shared, name=shared.name)

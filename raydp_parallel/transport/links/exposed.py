@@ -1,10 +1,9 @@
-"""Tensors whose own memory other processes of the machine see: nothing of them has to be sent,
-whatever changes.
+"""Storages in shared memory, which other processes of the machine see, so that they are not sent.
 
-Torch can move a storage into shared memory in place (``_share_fd_cpu_``), so that all tensors over
-it go along: views, ties, parameters that an optimizer holds. It cannot take NumPy arrays along, nor
-whoever else goes by the address. So a storage moves only if torch allocated it and every tensor
-over it is known; else its bytes are sent, as ever.
+Torch can move a storage into shared memory in place (``_share_fd_cpu_``), with all tensors over it:
+views, tied parameters, parameters that an optimizer holds. NumPy arrays, and other code that holds
+the address, do not follow. So a storage is moved only if torch allocated it and every tensor over
+it is known; otherwise its bytes are sent.
 """
 
 from __future__ import annotations
@@ -24,21 +23,19 @@ from raydp_parallel.transport.links.mapped import keep_to_itself
 
 log = logging.getLogger("raydp_parallel")
 
-_PLACE = "/dev/shm"  # where torch makes its shared memory
+_FOLDER = "/dev/shm"  # where torch makes its shared memory
 _MOST = 8192
-"""So many storages at most are exposed. Each is a file, and a mapping in every replica, which may
-have 65,530.
+"""The most storages that are exposed. Each is a file, and a mapping in every replica, which may
+have 65,530 mappings.
 """
 
 _SPARE = 64 * 1024 * 1024
-"""Bytes of it that are left to others. Memory that cannot be had there ends the process when it is
-written to.
+"""Bytes of ``/dev/shm`` that stay free. A process that writes to memory there, when none is left,
+is ended by a signal.
 """
 
 _MUCH = 1 << 16
-"""Bytes that cannot be had from which that is worth a word: a copy of less is no loss to
-speak of.
-"""
+"""Bytes from which a storage that finds no memory is logged. Copying less costs next to nothing."""
 
 
 class Exposed:
@@ -46,7 +43,7 @@ class Exposed:
 
     Args:
         storage: The storage, moved to shared memory.
-        descriptor: Where they find it.
+        descriptor: The descriptor by which they map it.
     """
 
     def __init__(self, storage: Any, descriptor: Descriptor) -> None:
@@ -54,7 +51,7 @@ class Exposed:
         self.descriptor = descriptor
 
     def copy(self) -> np.ndarray:
-        """Its bytes as they are now."""
+        """A copy of its bytes as they are now."""
         return _seen_by_numpy(self.storage).copy()
 
 
@@ -62,18 +59,18 @@ _known: weakref.WeakValueDictionary[int, Exposed] = weakref.WeakValueDictionary(
 
 
 def expose(storage: Any, known: int, promised: int = 0) -> Exposed | None:
-    """Move a storage to shared memory, if it may move and there is room. See `Link.expose`."""
+    """Move a storage to shared memory, if that is allowed and there is space. See `Link.expose`."""
     found = _known.get(storage._cdata)
     if found is not None:
         return found
     if _own and storage.data_ptr() in _own:
         return None
-    theirs = _is_shared(storage)
-    if not (theirs or (_may_move(storage, known) and _has_room(storage.nbytes(), promised))):
+    already = _is_shared(storage)
+    if not (already or (_may_move(storage, known) and _has_space(storage.nbytes(), promised))):
         return None
     file, size = storage._share_fd_cpu_()
     descriptor = describe(file, size, size)
-    if not theirs:
+    if not already:
         _fix(storage)
         _note_moved(storage.data_ptr(), file, descriptor)
     found = _known[storage._cdata] = Exposed(storage, descriptor)
@@ -81,12 +78,14 @@ def expose(storage: Any, known: int, promised: int = 0) -> Exposed | None:
 
 
 _own: set[int] = set()
-"""In a forked process: where what was moved lies. The file, which the parent shows, does not show
-it any more.
+"""In a forked process: the addresses of storages that were moved. Their files, which belong to the
+parent, no longer hold the child's contents.
 """
 
 _moved: dict[int, tuple[int, Descriptor]] = {}
-"""Where storages were moved to, and the file, which torch closes with the storage."""
+"""By address the storages that were moved: the file, which torch closes with the storage, and the
+descriptor.
+"""
 
 
 def _note_moved(address: int, file: int, descriptor: Descriptor) -> None:
@@ -106,7 +105,9 @@ def _is_there(file: int, meant: Descriptor) -> bool:
 
 
 def _keep_to_itself() -> None:
-    """A forked child may write to its copy of the weights, and none of that is its parent's."""
+    """In a forked child: make its moved storages private, so that its parent sees none of its
+    writes.
+    """
     for address, (file, meant) in _moved.items():
         if _is_there(file, meant):
             keep_to_itself(address, meant.length, file)
@@ -119,33 +120,29 @@ forks.call_in_child(_keep_to_itself)
 
 
 def _fix(storage: Any) -> None:
-    """Let torch refuse to resize a storage: in shared memory it would not, and the process would
-    end by a signal.
+    """Let torch refuse to resize a storage: in shared memory it would resize, and the process would
+    be ended by a signal.
 
-    It refuses once NumPy has looked at the memory.
+    Torch refuses once NumPy has an array over the memory.
     """
     _seen_by_numpy(storage)
 
 
 def _seen_by_numpy(storage: Any) -> np.ndarray:
-    looker = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
-    found: np.ndarray = torch._C.TensorBase.numpy(looker)
+    tensor = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
+    found: np.ndarray = torch._C.TensorBase.numpy(tensor)
     return found
 
 
 def _is_shared(storage: Any) -> bool:
-    """Whether it is in such memory already. By the other of torch's two strategies it would have a
-    name there.
-    """
-    return (
-        bool(storage.is_shared())
-        and torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
-    )
+    """Whether a storage lies in shared memory already, and has a file descriptor and not a name."""
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    return bool(storage.is_shared()) and strategy == "file_descriptor"
 
 
 def _may_move(storage: Any, known: int) -> bool:
-    # One reference is the storage object's in our hand. Memory that torch did not allocate cannot
-    # be resized.
+    # One reference is that of ``storage`` itself. Memory that torch did not allocate cannot be
+    # resized.
     users = torch._C._storage_Use_Count(storage._cdata) - 1
     return (
         storage.device.type == "cpu"
@@ -155,18 +152,18 @@ def _may_move(storage: Any, known: int) -> bool:
     )
 
 
-def _has_room(size: int, promised: int) -> bool:
+def _has_space(size: int, promised: int) -> bool:
     if len(_known) >= min(_MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4):
         return False
     try:
-        found = os.statvfs(_PLACE)
+        found = os.statvfs(_FOLDER)
     except OSError:
-        _tell_once(size, f"{_PLACE} is missing")
+        _tell_once(size, f"{_FOLDER} is missing")
         return False
     free = found.f_bavail * found.f_frsize - promised
     if free < size + _SPARE:
         mine = f"{max(0, free) / 1e6:.0f} MB left beside Ray's object store"
-        _tell_once(size, f"{_PLACE} has {mine}, and {size / 1e6:.1f} MB are wanted")
+        _tell_once(size, f"{_FOLDER} has {mine}, and {size / 1e6:.1f} MB are wanted")
     return free >= size + _SPARE
 
 

@@ -1,4 +1,4 @@
-"""Small amounts ride in the call itself: one round trip, and no object store."""
+"""The link that puts bytes into the message itself, for small amounts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every link does, and the packets of one message."""
+"""The interface of links, and the packets of one message."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from raydp_parallel.devices.ranges import Attachment, MemoryRange, in_bytes
 
 
 class MappedBuffer(Protocol):
-    """Memory of this process that shows bytes of another's; what is written to it stays here."""
+    """A private mapping of another process's bytes: writes to it are not seen by that process."""
 
     @property
     def piece(self) -> MemoryRange:
         """The memory."""
 
     def again(self) -> MappedBuffer:
-        """Another window on the same bytes."""
+        """Another mapping of the same bytes."""
 
     def refresh(self) -> None:
-        """Show the other's bytes again, as they are now."""
+        """Discard what was written, and show the other process's bytes as they are now."""
 
     def turn_to(self, packet: Attachment, offset: int, size: int) -> bool:
-        """Show other bytes, at the same address. False if that is not possible."""
+        """Show other bytes at the same address; returns False if that is not possible."""
 
     def source(self) -> MemoryRange:
-        """The other's bytes themselves, to be read."""
+        """The other process's bytes themselves, to be read."""
 
 
 class ReservedMemory(NamedTuple):
-    """Memory for a packet that is filled bit by bit.
+    """Memory for a packet that is filled in several steps.
 
     Attributes:
-        address: Where it begins.
-        size: Its bytes.
-        packet: The packet, of which so many bytes count.
+        address: The first byte's address.
+        size: The number of bytes.
+        packet: Makes the packet, given how many bytes are in use.
     """
 
     address: int
@@ -43,20 +43,22 @@ class ReservedMemory(NamedTuple):
 
 
 class Link(Protocol):
-    """Two verbs and ``close``; and some that spare a copy or time, where a link can."""
+    """The interface: ``send``, ``open`` and ``close``; the other methods save copies where
+    possible.
+    """
 
     name: str
     inline: int = 0
-    """Bytes up to which a packet is plain bytes that lie in the message."""
+    """Bytes up to which a packet is a bytes object in the message."""
     exposes: bool = False
-    """Whether `expose` may give anything, now."""
+    """Whether `expose` may currently return a packet."""
 
     def send(self, pieces: Sequence[MemoryRange], offsets: Sequence[int], size: int) -> Attachment:
-        """Take ``pieces`` to their ``offsets`` in a buffer of ``size`` bytes, ready to travel."""
+        """A packet of ``size`` bytes with the ``pieces`` at their ``offsets``."""
 
     def room(self, size: int) -> ReservedMemory | None:
-        """Memory for a packet of at most so many bytes, which become known one after the other;
-        None: only `send`.
+        """Memory for a packet of at most ``size`` bytes that is filled in several steps; None if
+        the link supports only `send`.
         """
         return None
 
@@ -64,43 +66,43 @@ class Link(Protocol):
         """The bytes of a packet, to be read and never written."""
 
     def take(self, packet: Attachment) -> MemoryRange | None:
-        """The bytes of a packet as memory of one's own, to be written too; None: they have to be
+        """The bytes of a packet as memory that the receiver may write to; None if they have to be
         copied.
         """
         return None
 
     def show(self, packet: Attachment, offset: int, size: int) -> MappedBuffer | None:
-        """A window on some bytes of a packet; None: they have to be copied."""
+        """A private mapping of some bytes of a packet; None if they have to be copied."""
         return None
 
     def expose(
         self, storage: Any, known: Callable[[], int], often: bool = False
     ) -> Attachment | None:
-        """A packet that is a tensor's storage itself, whose every change is seen at the other end.
+        """A packet that is a tensor's storage itself, so that the other process sees each change.
 
         Args:
-            storage: The storage. It may move in memory, with all tensors that look at it.
-            known: Says how many tensors the caller knows to look at it. If there are more, it
-                cannot be moved: something else, such as a NumPy array, may go by the address. Asked
-                if it is worth it.
-            often: Whether it is worth it however small, because its bytes are sent again and again.
+            storage: The storage. It may be moved in memory, with all tensors over it.
+            known: Gives the number of tensors over it that the caller knows. If there are more, it
+                cannot be moved: other code, such as a NumPy array, may hold the address. Called
+                only if the storage is large enough.
+            often: Whether also a small storage is exposed, because its bytes are sent repeatedly.
 
         Returns:
-            None: its bytes have to be sent.
+            The packet; None if the bytes have to be sent.
         """
         return None
 
     def withdraw(self) -> None:
-        """Expose nothing any more: somebody cannot see it."""
+        """Expose no storage any more, because a process cannot map it."""
         self.exposes = False
 
     def close(self) -> None:
-        """Let go of what the link holds. May be called twice."""
+        """Free the memory that the link holds. May be called twice."""
 
 
 class Attachments:
-    """The packets of one message: small ones lie in the message, the others beside it, and are
-    known by number.
+    """The packets of one message: small packets lie in the message, the others beside it, under
+    numbers.
     """
 
     def __init__(self, link: Link, beside: Sequence[Attachment] = ()) -> None:
@@ -109,28 +111,28 @@ class Attachments:
         self.size = 0
 
     def send(self, pieces: Sequence[MemoryRange], offsets: Sequence[int], size: int) -> Attachment:
-        """What to write into the message for these bytes."""
+        """Send bytes; returns what stands for them in the message: bytes or a number."""
         self.size += size
         return self.place(self.link.send(pieces, offsets, size))
 
     def room(self, size: int) -> ReservedMemory | None:
-        """Memory for bytes that become known one after the other. See `Link.room`."""
+        """Memory for bytes that are filled in in several steps. See `Link.room`."""
         return self.link.room(size)
 
-    def filled(self, room: ReservedMemory, size: int) -> Attachment:
-        """What to write into the message for the bytes that are there now."""
+    def filled(self, reserved: ReservedMemory, size: int) -> Attachment:
+        """Send reserved memory that is filled now; returns what stands for it in the message."""
         self.size += size
-        return self.place(room.packet(size))
+        return self.place(reserved.packet(size))
 
     def place(self, packet: Attachment) -> Attachment:
-        """What to write into the message for a packet that a link has made."""
+        """Add a packet that a link has made; returns what stands for it in the message."""
         if type(packet) is bytes:
             return packet
         self.beside.append(packet)
         return len(self.beside) - 1
 
     def find(self, packet: Attachment) -> Attachment:
-        """The packet that stands for ``packet`` in the message."""
+        """The packet for what stands in the message."""
         return self.beside[packet] if isinstance(packet, int) else packet
 
     def open(self, packet: Attachment) -> MemoryRange:
@@ -138,5 +140,7 @@ class Attachments:
         return in_bytes(packet) if type(packet) is bytes else self.link.open(self.find(packet))
 
     def take(self, packet: Attachment) -> MemoryRange | None:
-        """The bytes of a packet of the message, as memory of one's own."""
+        """The bytes of a packet of the message, as memory that may be written to. See
+        `Link.take`.
+        """
         return None if type(packet) is bytes else self.link.take(self.find(packet))

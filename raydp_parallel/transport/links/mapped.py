@@ -1,10 +1,9 @@
-"""Another process's memory, seen from here: as it is, or through a window that keeps to itself what
-is written to it.
+"""Mappings of another process's memory: shared with it, or private to this process.
 
-[Note: what is written stays here]
-A window is a private mapping (``MAP_PRIVATE``): it shows the file, and a page that is written to
-becomes this process's own. Such a page no longer follows the file; `Private.refresh` drops it, so
-that the file shows again.
+[Note: private mappings]
+A private mapping (``MAP_PRIVATE``) shows the file, and a page that is written to becomes a copy of
+this process. Such a page no longer follows the file; `Private.refresh` drops it, so that the
+mapping shows the file again.
 """
 
 from __future__ import annotations
@@ -22,12 +21,10 @@ from raydp_parallel.devices.buffers import Descriptor, Pin
 from raydp_parallel.devices.ranges import PAGE, Attachment, DeviceRange, MemoryRange
 
 _PATIENCE = 64
-"""A mapping that was not used while so many others were goes."""
+"""A mapping that was not used in so many requests is removed."""
 
-_CROWD = 64
-"""So many packets may be in use where they lie. More are copied: each keeps a file open on both
-sides.
-"""
+_MOST_IN_USE = 64
+"""The most packets that are used without a copy. Each keeps a file open on both sides."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -47,13 +44,13 @@ _WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 class _Region:
-    """A mapped run of a file, until it is garbage. Python's own ``mmap`` would keep the file open
-    for each.
+    """A mapping of a part of a file, removed when this object is garbage. Python's ``mmap`` would
+    keep the file open for each mapping.
 
     Args:
         file: The file.
-        offset: Where the run begins, on a page.
-        length: Its bytes.
+        offset: The first byte, at the beginning of a page.
+        length: The number of bytes.
         flags: Private or shared.
         pin: See `Mappings`.
     """
@@ -74,8 +71,8 @@ def _unmap(address: int, length: int, unpin: Callable[[], object] | None) -> Non
 
 
 def keep_to_itself(address: int, length: int, file: int) -> None:
-    """Let mapped memory show what its file shows, and not be seen there any more when this process
-    writes to it.
+    """Make mapped memory private: it shows its file, and writes of this process do not reach the
+    file any more.
     """
     _mmap(address, length, mmap.MAP_PRIVATE | _MAP_FIXED, file, 0)
 
@@ -92,11 +89,11 @@ def _mmap(address: int | None, length: int, flags: int, file: int, offset: int) 
 
 
 class ForeignMemory:
-    """Memory of another process that a message brought here.
+    """Memory of another process that a message describes.
 
     Args:
-        descriptor: Which.
-        mappings: Where it is mapped.
+        descriptor: The description.
+        mappings: The mappings of that process's memory.
     """
 
     def __init__(self, descriptor: Descriptor, mappings: Mappings) -> None:
@@ -106,34 +103,33 @@ class ForeignMemory:
         self._region: _Region | None = None
 
     def keep_copy(self) -> None:
-        """In a forked child: show from now on what lies there now, whatever its owner and the
-        parent do with it.
+        """In a forked child: keep the contents as they are now, whatever the owner and the parent
+        do with the memory.
         """
         if self._region is not None and self._file is not None:
             keep_to_itself(self._region.address, self._region.length, self._file)
             _libc.madvise(self._region.address, self._region.length, _POPULATE_WRITE)
 
     def piece(self) -> MemoryRange:
-        """The memory itself."""
+        """The memory as a range, without a copy."""
         if self.on_device:
-            whole = MemoryRange(
-                0, self.descriptor.length, self, self._mappings.opener(self.descriptor)
-            )
+            opened = self._mappings.opener(self.descriptor)
+            whole = MemoryRange(0, self.descriptor.length, self, opened)
             return whole.part(0, self.descriptor.size)
         region = self._region = self._mappings.map(self)
         return MemoryRange(region.address, self.descriptor.size, (region, self))
 
     @property
     def on_device(self) -> bool:
-        """Whether it is a GPU's memory, to be copied from there."""
+        """Whether it is a GPU's memory, which has to be copied."""
         return bool(self.descriptor.device)
 
     def take(self) -> MemoryRange | None:
-        """The memory for one's own use; None if too much is in use already."""
+        """The memory for this process to write to; None if too many are in use already."""
         return self.piece() if self._mappings.admit(self) else None
 
     def file(self) -> int:
-        """The file, open as long as this is in use: its owner may close it before."""
+        """The file, which stays open as long as this object lives: its owner may close its own."""
         if self._file is None:
             file = os.open(self.descriptor.path, os.O_RDWR | os.O_CLOEXEC)
             weakref.finalize(self, os.close, file).atexit = False
@@ -145,59 +141,53 @@ class ForeignMemory:
 
 
 class Private:
-    """A window on a run of found memory.
+    """A private mapping of a part of another process's memory.
 
     Args:
-        found: The memory.
-        offset: Where the run begins.
-        size: Its bytes.
+        memory: The memory.
+        offset: The first byte.
+        size: The number of bytes.
     """
 
-    def __init__(self, found: ForeignMemory, offset: int, size: int) -> None:
-        self._found, self._offset, self._size = found, offset, size
+    def __init__(self, memory: ForeignMemory, offset: int, size: int) -> None:
+        self._memory, self._offset, self._size = memory, offset, size
         within = offset % PAGE
         self._region = region = _Region(
-            found.file(), offset - within, size + within, mmap.MAP_PRIVATE
+            memory.file(), offset - within, size + within, mmap.MAP_PRIVATE
         )
-        # All pages at once, to be read; where the kernel does not know how, they come one by one.
+        # Read all pages at once; where the kernel does not support that, they come one by one.
         _libc.madvise(region.address, region.length, _POPULATE_READ)
 
     @property
     def piece(self) -> MemoryRange:
-        """The memory of the window; the window lives as long as anybody uses it."""
+        """The mapped memory, which keeps the mapping alive."""
         return MemoryRange(self._region.address + self._offset % PAGE, self._size, self)
 
     def again(self) -> Private:
-        """Another window on the same bytes."""
-        return Private(self._found, self._offset, self._size)
+        """Another mapping of the same bytes."""
+        return Private(self._memory, self._offset, self._size)
 
     def refresh(self) -> None:
-        """Drop what was written."""
+        """Discard what was written."""
         _libc.madvise(self._region.address, self._region.length, mmap.MADV_DONTNEED)
 
     def turn_to(self, packet: Attachment, offset: int, size: int) -> bool:
-        """Show other memory at the same address, if it lies there as this does."""
+        """Show other memory at the same address, if its size and its place in a page are the
+        same.
+        """
         within = offset % PAGE
-        if (
-            not isinstance(packet, ForeignMemory)
-            or size != self._size
-            or within != self._offset % PAGE
-        ):
+        if not isinstance(packet, ForeignMemory):
             return False
-        region = self._region
-        _mmap(
-            region.address,
-            region.length,
-            mmap.MAP_PRIVATE | _MAP_FIXED,
-            packet.file(),
-            offset - within,
-        )
-        self._found, self._offset = packet, offset
+        if size != self._size or within != self._offset % PAGE:
+            return False
+        region, flags = self._region, mmap.MAP_PRIVATE | _MAP_FIXED
+        _mmap(region.address, region.length, flags, packet.file(), offset - within)
+        self._memory, self._offset = packet, offset
         return True
 
     def source(self) -> MemoryRange:
-        """The memory itself."""
-        whole = self._found.piece()
+        """The other process's memory itself."""
+        whole = self._memory.piece()
         return MemoryRange(whole.address + self._offset, self._size, whole.owner)
 
 
@@ -206,13 +196,14 @@ def _unopened(descriptor: Descriptor) -> DeviceRange:
 
 
 class Mappings:
-    """Memory of another process, mapped once each, and the word which of it is no longer used.
+    """The memory of another process that is mapped here, each segment once, and the leases that
+    have ended.
 
     Args:
-        pin: What to do with memory that a GPU is to copy from; None where there is none.
+        pin: Registers memory that a GPU copies from; None where there is no GPU.
 
     Attributes:
-        opener: Opens a GPU's memory, once both sides have seen that this works.
+        opener: Opens a GPU's memory, once both sides have tested that this works.
     """
 
     def __init__(self, pin: Pin | None = None) -> None:
@@ -228,13 +219,13 @@ class Mappings:
         forks.tell_child(self)
 
     def after_fork(self) -> None:
-        """What is in use is the child's own from now on."""
+        """Replace the lock, and make the memory in use private to the child."""
         self._mapping = threading.Lock()
         for found in [*self._found.values()]:
             found.keep_copy()
 
     def find(self, descriptor: Descriptor) -> ForeignMemory:
-        """What a message brought."""
+        """The memory for a descriptor that a message contains."""
         if not descriptor.lease:
             return ForeignMemory(descriptor, self)
         found = self._found.get(descriptor.lease)
@@ -248,8 +239,8 @@ class Mappings:
         self.ended.append((lease, self._times.pop(lease, 0)))
 
     def released(self) -> list[tuple[int, int]]:
-        """The leases that nobody here uses any more, and how often each had come. Each is told
-        once.
+        """The leases that this process no longer uses, and how often each was received. Each is
+        returned once.
         """
         found: list[tuple[int, int]] = []
         while self.ended:
@@ -257,35 +248,31 @@ class Mappings:
         return found
 
     def held(self) -> dict[int, int]:
-        """The leases in use, and how often each came; what `released` had to tell is contained in
-        that.
+        """The leases in use, and how often each was received. After that `released` has no older
+        ones to return.
         """
         self.ended.clear()
         return dict(self._times)
 
     def admit(self, found: ForeignMemory) -> bool:
-        """Whether this may be used where it lies."""
-        if len(self._used) >= _CROWD:
+        """Whether some memory may be used without a copy."""
+        if len(self._used) >= _MOST_IN_USE:
             return False
         self._used.add(found)
         return True
 
     def map(self, found: ForeignMemory) -> _Region:
-        """All of some memory."""
+        """The shared mapping of a whole segment."""
         with self._mapping:
             self._clock += 1
             if self._clock % _PATIENCE == 0:
-                self._known = {
-                    t: known
-                    for t, known in self._known.items()
-                    if known[1] > self._clock - _PATIENCE
-                }
+                oldest = self._clock - _PATIENCE
+                self._known = {t: known for t, known in self._known.items() if known[1] > oldest}
             token = found.descriptor.token
-            known = self._known.get(token)
-            if known is None:
-                known = (
-                    _Region(found.file(), 0, found.descriptor.length, mmap.MAP_SHARED, self._pin),
-                    self._clock,
-                )
-            self._known[token] = known[0], self._clock
-            return known[0]
+            if token in self._known:
+                region, _ = self._known[token]
+            else:
+                length = found.descriptor.length
+                region = _Region(found.file(), 0, length, mmap.MAP_SHARED, self._pin)
+            self._known[token] = region, self._clock
+            return region

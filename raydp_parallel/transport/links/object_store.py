@@ -1,7 +1,7 @@
-"""Large amounts go through Ray's object store, as one flat buffer.
+"""The link through Ray's object store, for large amounts, as one flat buffer.
 
-Never as torch tensors: Ray pickles the whole storage behind a view, and 100 MB take 115 ms where a
-flat buffer takes 8.
+Tensors are never put there: Ray pickles the whole storage behind a view, and 100 MB take 115 ms
+where a flat buffer takes 8 ms.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ def _as_it_is(value: Any) -> Any:
 
 
 class ObjectStoreLink(Link):
-    """Flat NumPy buffers.
+    """Sends flat NumPy buffers through Ray's object store.
 
     Args:
         put: Stores a buffer and returns its reference: ``ray.put`` in the driver, which sends one
             buffer to many. A replica returns its buffer as it is, and Ray stores the return value.
-        get: Fetches what ``put`` returned, for the one that stored it.
+        get: Fetches the buffer for a reference that ``put`` returned, in the process that stored
+        it.
     """
 
     name = "object_store"
@@ -46,13 +47,13 @@ class ObjectStoreLink(Link):
 
     def room(self, size: int) -> ReservedMemory | None:
         if self._put is not _as_it_is:
-            return None  # its buffer serves every call
+            return None  # one buffer serves every call
         buffer = np.empty(size, dtype=np.uint8)
         return ReservedMemory(buffer.ctypes.data, size, lambda counts: buffer[:counts])
 
     def open(self, packet: Any) -> MemoryRange:
         if isinstance(packet, bytes):
-            return in_bytes(packet)  # of a message without tensors, or small and from a line
+            return in_bytes(packet)  # without tensors, or small and from a direct connection
         buffer = packet if isinstance(packet, np.ndarray) else self._get(packet)
         return MemoryRange(buffer.__array_interface__["data"][0], buffer.nbytes, buffer)
 
@@ -62,7 +63,7 @@ class ObjectStoreLink(Link):
     def _buffer(self, size: int) -> np.ndarray:
         if self._put is _as_it_is:
             return np.empty(size, dtype=np.uint8)
-        # ``put`` copies, so one buffer serves every call; its pages are touched already, which
+        # ``put`` copies, so one buffer serves every call; its pages were touched before, which
         # halves the time.
         if self._scratch is None or len(self._scratch) < size:
             self._scratch = np.empty(size, dtype=np.uint8)
@@ -70,17 +71,17 @@ class ObjectStoreLink(Link):
 
 
 class Delivered(NamedTuple):
-    """A buffer of a message that Ray brings from its object store, beside the message's line.
+    """A buffer of a message that Ray delivers from its object store, beside the direct connection.
 
     Attributes:
-        number: Names it among those for one receiver; a later one has a higher number.
+        number: Its number among the buffers for one receiver; later buffers have higher numbers.
     """
 
     number: int
 
 
 class Deliveries:
-    """The buffers that Ray has brought and no message has asked for yet."""
+    """The buffers that Ray has delivered and no message has asked for yet."""
 
     def __init__(self) -> None:
         self._arrived: dict[int, Any] = {}
@@ -89,11 +90,11 @@ class Deliveries:
         forks.tell_child(self)
 
     def after_fork(self) -> None:
-        """No other thread has the lock."""
+        """Replace the lock, which a thread that the child does not have may hold."""
         self._changed = threading.Condition()
 
     def arrive(self, number: int, buffer: Any) -> None:
-        """Keep a buffer for its message, unless a later one was taken: then its message was
+        """Keep a buffer for its message, unless a later buffer was taken: then its message was
         lost.
         """
         with self._changed:
@@ -105,7 +106,7 @@ class Deliveries:
         """Wait for a buffer.
 
         Raises:
-            TimeoutError: Ray has not brought it.
+            TimeoutError: Ray has not delivered it in time.
         """
         number = wanted.number
         with self._changed:

@@ -1,12 +1,12 @@
-"""The link between processes of one machine: bytes are written once, and used where they lie.
+"""The link between processes of one machine: bytes are written once, and used without a copy.
 
-[Note: who may write when]
-A slice holds what one receiver was sent, and is that one's to write to. It is kept by its owner
-until the receiver says that nothing there uses it any more (`Mappings.released`), which rides on
-the next message; tensors that a graph saved, or that a user keeps, are such uses. When a line is
-opened anew both sides first compare what they hold. What was lent to one that is taken for dead is
-lent to nobody else: it may still write. State that all replicas are sent, and what lies where it
-always does (`expose`), a receiver sees through a private window (`show`).
+[Note: which process may write]
+A buffer holds the bytes for one receiver, which may write to it. Its owner keeps it until the
+receiver says, with its next message, that nothing there uses it any more (`Mappings.released`);
+tensors that a graph saved, or that a user keeps, are such uses. When a connection is opened again,
+both sides first compare what they hold. A buffer that was lent to a process that is taken for dead
+is never lent again, because that process may still write to it. State for all replicas, and exposed
+storages (`expose`), are seen by a receiver through a private mapping (`show`).
 """
 
 from __future__ import annotations
@@ -24,22 +24,20 @@ from raydp_parallel.transport.links.link import Link, ReservedMemory
 from raydp_parallel.transport.links.mapped import ForeignMemory, Private
 
 _IN_PLACE = 1 << 18
-"""Bytes from which it is cheaper to use a packet where it lies than to copy it and be done with it,
-by estimate.
-"""
+"""Bytes from which using a packet without a copy is cheaper than copying it, by estimate."""
 
 _EXPOSED = 1 << 16
-"""Bytes from which a storage is worth a file of its own at once."""
+"""Bytes from which a storage gets a file of its own the first time that it is sent."""
 
 
 class SharedLink(Link):
-    """Slices of an arena, written once.
+    """Sends buffers of an arena of shared memory.
 
     Args:
-        arena: Where the memory comes from.
-        exposes: Whether storages may be shown where they lie.
-        always: Whether also the smallest things go the way that pays for large ones.
-        promised: Bytes of ``/dev/shm`` that are left to others, who have not touched them yet.
+        arena: The arena.
+        exposes: Whether storages may be moved into shared memory and shown without a copy.
+        always: Whether also the smallest packets are used without a copy.
+        promised: Bytes of ``/dev/shm`` that are reserved for others, which have not used them yet.
     """
 
     name = "shared"
@@ -68,39 +66,40 @@ class SharedLink(Link):
         if isinstance(packet, ForeignMemory):
             return packet.piece()
         if isinstance(packet, bytes):
-            return in_bytes(packet)  # of a message without tensors, or small and from a line
-        # One's own, or a copy: Ray carried it, or a line without shared memory.
+            return in_bytes(packet)  # without tensors, or small and from a direct connection
+        # This process's own buffer, or a copy that came without shared memory.
         array = packet.array if isinstance(packet, SharedBuffer) else packet
         return MemoryRange(array.__array_interface__["data"][0], array.nbytes, packet)
 
     def take(self, packet: Attachment) -> MemoryRange | None:
-        large = (
-            isinstance(packet, ForeignMemory)
-            and packet.descriptor.size >= self._in_place
-            and not packet.on_device
-        )
-        return packet.take() if large else None
+        if not isinstance(packet, ForeignMemory) or packet.on_device:
+            return None
+        if packet.descriptor.size < self._in_place:
+            return None
+        return packet.take()
 
     def show(self, packet: Attachment, offset: int, size: int) -> Private | None:
         if not isinstance(packet, ForeignMemory) or packet.on_device:
             return None
-        # What lies where it always does changes there: a copy would not follow.
+        # An exposed storage has no lease. It is never copied, because a copy would not follow it.
         worth = size >= self._exposed or (size and not packet.descriptor.lease)
         return Private(packet, offset, size) if worth else None
 
     def expose(
         self, storage: Any, known: Callable[[], int], often: bool = False
     ) -> Attachment | None:
-        worth = storage.nbytes() >= (1 if often else self._exposed)
-        return exposed.expose(storage, known(), self._promised) if self.exposes and worth else None
+        least = 1 if often else self._exposed
+        if not self.exposes or storage.nbytes() < least:
+            return None
+        return exposed.expose(storage, known(), self._promised)
 
     def close(self) -> None:
         self._arena.close()
 
 
 def exists() -> bool:
-    """Whether this process may have such memory at all: a container's filter of system calls may
-    refuse it.
+    """Whether this process can make shared memory: a container's filter of system calls may refuse
+    it.
     """
     if not (hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")):
         return False

@@ -119,7 +119,7 @@ def test_strangers_who_say_nothing_are_not_waited_for(
     station: Station, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The right one is heard at once, however many wait; the first of too many are hung up on."""
-    monkeypatch.setattr(handshake, "_CALLERS", 3)
+    monkeypatch.setattr(handshake, "_MOST_CLIENTS", 3)
     strangers = [station.connect() for _ in range(5)]
     caller = direct_connection.Connection(station.address, list)
     caller.send(1, [])
@@ -263,7 +263,7 @@ def test_strangers_are_hung_up_on(
     """Who does not know the secret gets a number that is of no use, and is not in the way of who
     does.
     """
-    monkeypatch.setattr(handshake, "_GREETING", 0.05)
+    monkeypatch.setattr(handshake, "_AUTHENTICATION", 0.05)
     with station.connect() as stranger:
         stranger.sendall(said)
         heard, more = b"", b"?"

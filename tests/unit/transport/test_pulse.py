@@ -136,7 +136,7 @@ def test_who_answers_the_call_with_silence_is_no_line() -> None:
         socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(handshake, "_GREETING", 0.05)
+        patch.setattr(handshake, "_AUTHENTICATION", 0.05)
         silent.bind(address)
         silent.listen(1)
         with pytest.raises(OSError, match="timed out"):
