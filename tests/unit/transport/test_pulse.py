@@ -18,8 +18,8 @@ from raydp_parallel.transport import direct_connection, handshake, process_end
 
 HOLDER = """
 import os, sys, time
-from raydp_parallel import dial, line
-found = dial.listen()
+from raydp_parallel.transport import direct_connection, handshake
+found = handshake.listen()
 print(found[0], flush=True)
 def answer(number, buffers):
     if number == 1 and not os.fork():  # as a data loader's worker would, it keeps the socket open
@@ -29,7 +29,7 @@ def answer(number, buffers):
         print("hangs", flush=True)
         time.sleep(60)
     return buffers
-line.serve(found[1], answer)
+direct_connection.serve(found[1], answer)
 """
 
 
