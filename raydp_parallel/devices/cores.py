@@ -1,13 +1,11 @@
-"""How many cores there are, and how the driver leaves them to replicas.
+"""The number of cores, and how the driver leaves them to replicas on the same machine.
 
-The driver's threads rest while replicas compute on the same cores.
-
-A thread of OpenMP's that has done its part of an operation looks for the next one for a while
-before it sleeps; GCC's did so for 8 ms, on a core of its own. Of a training step of 23 ms on two
-cores, the driver's second thread looked for 17, and two replicas waited for that core. So where
-replicas are on the driver's node, a thread that calls them sends its helpers away first, which
-takes 20 us; its next operation that needs them starts others, in 30 us. Nothing else of the process
-is changed: what it computes between calls is as fast as without replicas.
+An OpenMP thread that has finished its part of an operation spins before it sleeps, in case another
+operation begins; GCC's threads were measured to spin for 8 ms, each on a core. In a training step
+of 23 ms on two cores, the driver's second thread spun for 17 ms, and two replicas waited for that
+core. So if replicas are on the driver's node, a thread that calls them first ends its helper
+threads, which takes 20 us; its next parallel operation starts new ones, which takes 30 us. Nothing
+else changes: the driver's own operations between calls are as fast as without replicas.
 """
 
 from __future__ import annotations
@@ -26,20 +24,21 @@ _TORCH = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 
 _SOFT = 1
 _CHOSEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-"""By these the user says how threads wait."""
+"""Variables of the environment by which the user chooses how threads wait."""
 
 
 def cores(mounted: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> int:
-    """How many cores this process may use: by its affinity, and by the quotas of its control
-    groups, 1 and 2.
+    """The number of cores that this process may use: by its affinity, and by the quotas of its
+    control groups, version 1 and 2.
 
     Args:
-        mounted: Where control groups are seen.
-        own: Says which groups the process is in.
+        mounted: The folder of control groups.
+        own: The file that lists the groups of the process.
     """
-    allowed = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    if hasattr(os, "sched_getaffinity"):
+        allowed = len(os.sched_getaffinity(0))
+    else:
+        allowed = os.cpu_count() or 1
     return max(1, int(min([allowed, *_quotas(mounted, own)])))
 
 
@@ -53,7 +52,7 @@ def _quotas(mounted: Path, own: Path) -> Iterator[float]:
         _, kinds, path = line.split(":", 2)
         if kinds and "cpu" not in kinds.split(","):
             continue
-        # In a container the path may be the host's, of which only the root is seen here.
+        # In a container the path may be the host's, and only its root is visible here.
         group = PurePosixPath(path.lstrip("/"))
         for name in ("", kinds, "cpu") if kinds else ("", "unified"):
             for folder in (group, *group.parents):
@@ -61,7 +60,7 @@ def _quotas(mounted: Path, own: Path) -> Iterator[float]:
 
 
 def _quota(folder: Path) -> Iterator[float]:
-    """What one group allows, if it limits anything."""
+    """The cores that one group allows, if it has a limit."""
     try:
         if (folder / "cpu.max").exists():
             limit, period = (folder / "cpu.max").read_text(encoding="utf-8").split()
@@ -75,16 +74,16 @@ def _quota(folder: Path) -> Iterator[float]:
 
 
 def rest() -> None:
-    """End the threads that help this one compute, until it needs them again; where that can be had.
+    """End the helper threads of this thread until it needs them again, where that is possible.
 
-    Inside of a parallel region nothing happens, and helpers of other threads are theirs.
+    Inside a parallel region nothing happens. Helpers of other threads are not affected.
     """
     _pause()
 
 
 def _nothing() -> None:
-    """Where torch computes with another library than GCC's, or the user has said how
-    threads wait.
+    """Do nothing: torch uses another library than GCC's, or the user has chosen how threads
+    wait.
     """
 
 
@@ -96,13 +95,13 @@ def _find_pause() -> Callable[[], object]:
 
 
 def _openmp() -> ctypes.CDLL | None:
-    """The library that torch's operations run in parallel by, if it is GCC's."""
+    """The OpenMP library that torch uses, if it is GCC's."""
     try:
-        # and with it what that one uses
+        # Symbols of the libraries that torch links to are found by this handle too.
         library = ctypes.CDLL(str(_TORCH), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except (OSError, AttributeError):
         return None
-    other = hasattr(library, "kmp_set_blocktime")  # Intel's, which goes by GCC's names, too
+    other = hasattr(library, "kmp_set_blocktime")  # Intel's, which has GCC's names too
     return library if hasattr(library, "GOMP_parallel") and not other else None
 
 

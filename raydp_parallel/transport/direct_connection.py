@@ -1,16 +1,16 @@
-"""A direct line between the driver and a replica: a socket instead of a Ray call.
+"""The direct connection between the driver and a replica: a socket instead of Ray calls.
 
-A Ray call of two actors takes 1 ms however little it carries, and a step pays two; the same trip
-over sockets takes a fifth (`benchmarks/step_latency.py`). And a Ray call takes what is larger than
-100 KB through the object store, which to another machine costs 7 ms and more. A replica that has a
-line gets all its calls over it. What lies in the object store, once for all replicas of a node, Ray
-brings beside the line (`links.Delivered`).
+A Ray call to two actors takes at least 1 ms, and a step makes two; the same calls over sockets take
+a fifth of that (`benchmarks/step_latency.py`). Also, Ray sends arguments over 100 KB through the
+object store, which takes 7 ms and more to another machine. A replica that has a direct connection
+gets all its calls over it. Buffers in the object store, which are there once for all replicas of a
+node, are delivered by Ray beside the connection (`links.Delivered`).
 
 [Note: calls that wait]
-The replica reads nothing while it computes, nor while it sends an answer that is not taken. A
-thread that sent it more than the socket holds would wait for it, with locks in hand. So a call that
-does not fit beside those that are not answered yet waits in `Line`, and so do those behind it; they
-are sent by the thread that reads the answers, one by one.
+The replica does not read while it computes, nor while it sends an answer that the driver does not
+read. A thread that sent more than the socket's buffer holds would block, with locks held. So a call
+that does not fit beside the calls that are not answered yet waits in `Connection`, and so do the
+calls behind it; the thread that reads the answers sends them, one by one.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from raydp_parallel.transport.frames import (
 
 _PULSE, _NO_PULSE = b"p", b"-"
 _ROOM = 1 << 15
-"""Bytes that a socket takes in whether or not anything reads them."""
+"""Bytes that a socket's buffer holds even if the other end does not read."""
 
 _TURN = 0.2
 """Seconds after which a thread that waits for another's reading looks by itself. Ctrl-C may have
@@ -55,8 +55,8 @@ _GLANCE = 0.001
 _LATE = "no answer in time"
 
 _GREETING = 5.0
-"""Seconds in which the other end has to say that it holds the pulse. It is awake: it has just said
-where it listens.
+"""Seconds in which the other end has to answer that it holds the lock. It runs: it has just given
+its address.
 """
 
 
@@ -64,8 +64,8 @@ class Connection:
     """The driver's end.
 
     Args:
-        address: Where the replica listens.
-        unread: Takes the buffers of answers that nobody waits for.
+        address: The replica's address.
+        unread: Takes the buffers of answers that no thread waits for.
 
     Attributes:
         near: Whether the replica is on this machine.
@@ -77,30 +77,31 @@ class Connection:
         forks.tell_child(self)
         self._ending = threading.Lock()
         if self.near:
-            self._listen_for_its_end()
+            self._watch_process()
         self._unread = unread
         self._sends = self._reads = True
         self._stood_still = False
-        # What follows changes under this lock. Entered as it is, and not as the condition, whose
-        # way there is Python that Ctrl-C may leave with the lock in hand.
+        # The attributes below change under this lock. It is entered directly and not through the
+        # condition, which is Python code that Ctrl-C may leave with the lock held.
         self._state = threading.Lock()
         self._changed = threading.Condition(self._state)
         self._reader: object = None
-        # Taken before that one, and held while something is sent, so that calls keep their order.
+        # Taken before the other lock, and held while a call is sent, so that calls keep their
+        # order.
         self._sending = threading.Lock()
         self._held: deque[tuple[int, Sequence[Any]]] = deque()
         self._owed: dict[int, int] = {}
         self._waiting: set[int] = set()
         self._arrived: dict[int, list[Any]] = {}
 
-    def _listen_for_its_end(self) -> None:
-        """Hand over a pulse, and cut the line as soon as that stops: long before the kernel
-        would.
+    def _watch_process(self) -> None:
+        """Send the replica a lock, and shut the connection down as soon as that lock is free: long
+        before the kernel closes the socket.
         """
         file = process_end.make()
-        felt = None
+        lock = None
         try:
-            felt = process_end.Pulse(file) if file is not None else None
+            lock = process_end.Pulse(file) if file is not None else None
             socket.send_fds(self._socket, [_PULSE], [file] if file is not None else [], QUIETLY)
         finally:
             if file is not None:
@@ -110,30 +111,32 @@ class Connection:
         self._socket.settimeout(None)
         if not greeting:
             raise LineCut("the other end hung up at once")
-        if felt is not None and greeting == _PULSE:
+        if lock is not None and greeting == _PULSE:
             threading.Thread(
-                target=self._cut_after, args=(felt,), name="raydp-pulse", daemon=True
+                target=self._cut_after, args=(lock,), name="raydp-pulse", daemon=True
             ).start()
 
-    def _cut_after(self, felt: process_end.Pulse) -> None:
-        if felt.wait():
+    def _cut_after(self, lock: process_end.Pulse) -> None:
+        if lock.wait():
             self.cut()
 
     def after_fork(self) -> None:
-        """The socket is closed already, and not shut down: it is the parent's as well."""
+        """Replace the locks. The socket is closed already; it is not shut down, because the parent
+        uses it.
+        """
         self._ending, self._state, self._sending = (threading.Lock() for _ in range(3))
         self._changed = threading.Condition(self._state)
         self._reader = None
 
     def process(self, number: int) -> int | None:
-        """A descriptor of the process at the other end, if it is the one that calls itself so. See
-        `handshake`.
+        """A descriptor of the process at the other end, if its id is ``number``. See
+        `handshake.descriptor`.
         """
         return handshake.descriptor(self._socket, number) if self.near else None
 
     def limit(self, seconds: float) -> None:
-        """Take the line for cut when a frame stands still for so long: the other end hangs in the
-        midst of it.
+        """Shut the connection down if no byte of a begun frame comes for so long: the other end
+        hangs.
         """
         interval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -141,16 +144,14 @@ class Connection:
 
     @property
     def intact(self) -> bool:
-        """Whether frames begin where they should. What breaks off in the midst of one ends that
-        direction.
-        """
+        """Whether both directions work. A direction ends when a frame breaks off in the middle."""
         return self._sends and self._reads
 
     def send(self, number: int, buffers: Sequence[Any]) -> None:
-        """Send a call, or keep it back until it fits; its answer comes under the same number."""
+        """Send a call, or hold it back until it fits; its answer has the same number."""
         size = size_of(buffers)
         if self._owed and not self._fits(size) and not self._owed.keys() <= self._waiting:
-            self.look(())  # nobody waits for some of what is owed; it may have come
+            self.look(())  # no thread waits for some of the answers; they may have arrived
         with self._sending:
             with self._state:
                 self._waiting.add(number)
@@ -166,18 +167,20 @@ class Connection:
         except OSError as error:
             self._sends = False
             self._stood_still |= isinstance(error, BlockingIOError)
-            self.cut()  # the reader finds it so, and says so as for any death
+            self.cut()  # the reader then reports it like any death
         except BaseException:
             self._sends = False
             raise
 
     def _fits(self, size: int) -> bool:
-        """Whether the socket takes so many bytes now. What was given up is owed all the same."""
+        """Whether the socket has space for so many bytes now. Calls that were given up count
+        too.
+        """
         return not self._owed or size + sum([*self._owed.values()]) <= _ROOM
 
     @property
     def holds_back(self) -> bool:
-        """Whether calls wait here to be sent, until somebody reads what comes before."""
+        """Whether calls wait here to be sent, until earlier answers are read."""
         return bool(self._held)
 
     def _send_held(self) -> None:
@@ -197,7 +200,7 @@ class Connection:
         Raises:
             LineCut: The replica's process ended.
             TimeoutError: No answer came in time.
-            StoodStill: A frame stood still for longer than `limit` allows; there will be no answer.
+            StoodStill: A frame stopped for longer than `limit` allows; there will be no answer.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         me = object()
@@ -217,14 +220,14 @@ class Connection:
             self._leave(me)
 
     def _leave(self, reader: object) -> None:
-        # nothing is called on the way, so that Ctrl-C cannot come between
+        # no function is called before the reset, so that Ctrl-C cannot interrupt it
         if self._reader is reader:
             self._reader = None
         with self._state:
             self._changed.notify_all()
 
     def _await_reader(self, deadline: float) -> None:
-        """Wait a turn for the thread that reads."""
+        """Wait for the thread that reads, at most `_TURN` seconds."""
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError(_LATE)
@@ -248,7 +251,7 @@ class Connection:
             raise LineCut("the line was closed") from error
 
     def _take_in(self) -> None:
-        """Read a frame, and put it where the one who waits for it looks."""
+        """Read a frame, and keep it for the thread that waits for it."""
         if not self._reads:
             raise self._why()
         try:
@@ -271,14 +274,14 @@ class Connection:
         self._send_held()
 
     def _why(self) -> Exception:
-        """What to raise where nothing can be read any more."""
-        return (
-            StoodStill(_LATE) if self._stood_still else LineCut("the other end of the line is gone")
-        )
+        """The exception to raise when nothing can be read any more."""
+        if self._stood_still:
+            return StoodStill(_LATE)
+        return LineCut("the other end of the line is gone")
 
     def look(self, numbers: Collection[int]) -> set[int]:
-        """Read what has come. Returns which answers are here: `receive` would not wait; all if the
-        line is cut.
+        """Read the frames that have arrived. Returns the numbers for which `receive` would not
+        wait; all if the connection is shut down.
         """
         me = object()
         try:
@@ -294,16 +297,16 @@ class Connection:
             self._reads = False
         finally:
             self._leave(me)
-        return (
-            {number for number in numbers if number in self._arrived} if self._reads else {*numbers}
-        )
+        if not self._reads:
+            return {*numbers}
+        return {number for number in numbers if number in self._arrived}
 
     def file(self) -> int:
-        """The number of the socket, for who waits for several; -1 once it is closed."""
+        """The socket's file descriptor, to wait for several connections; -1 once it is closed."""
         return self._socket.fileno()
 
     def waits_for(self) -> int:
-        """How many answers are waited for, by whomever."""
+        """The number of answers that are waited for, by all threads."""
         return len(self._waiting)
 
     def _readable(self, timeout: float) -> bool:
@@ -322,13 +325,13 @@ class Connection:
             self._unread(arrived)
 
     def close(self) -> None:
-        """Hang up, also if a thread waits for an answer. May be called twice."""
+        """Close the connection, also if a thread waits for an answer. May be called twice."""
         self.cut()
         with self._ending:
             self._socket.close()
 
     def cut(self) -> None:
-        """Nobody is there any more: nothing is read but what has come already."""
+        """Shut the connection down: only what has arrived already is read."""
         with self._ending, contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # what came before can still be read
 
@@ -338,30 +341,31 @@ def serve(
     answer: Callable[[int, list[Any]], Sequence[Any]],
     meet: Callable[[int], None] = lambda process: None,
 ) -> None:
-    """Answer one caller's calls, until it hangs up; nobody's, if it does not come in time.
+    """Answer the calls of one client, until it closes the connection; return if none connects in
+    time.
 
     Args:
-        listener: Where it calls.
+        listener: The listener that the client connects to.
         answer: Answers a call.
-        meet: Is told the caller's process, as this one knows it; 0 if it cannot be seen from here.
+        meet: Is called with the id of the client's process; 0 if it has none in this namespace.
     """
     forks.close_in_child(listener)
-    caller = listener.accept()
-    if caller is None:
+    client = listener.accept()
+    if client is None:
         return
-    connection, process, near = caller
+    connection, process, near = client
     forks.close_in_child(connection)
     meet(process)
-    beating = _pulse(connection) if near else contextlib.nullcontext()
-    with contextlib.closing(connection), contextlib.suppress(OSError), beating:
+    lock = _held_lock(connection) if near else contextlib.nullcontext()
+    with contextlib.closing(connection), contextlib.suppress(OSError), lock:
         while True:
             number, buffers = read_frame(connection)
             write_frame(connection, number, answer(number, buffers))
 
 
 @contextlib.contextmanager
-def _pulse(connection: socket.socket) -> Iterator[None]:
-    """Hold the caller's pulse, if it brings one, while this thread serves."""
+def _held_lock(connection: socket.socket) -> Iterator[None]:
+    """Hold the lock that the client sends, if any, while this thread serves."""
     _, files, _, _ = socket.recv_fds(connection, 1, 1)
     if not files:
         connection.sendall(_NO_PULSE, QUIETLY)
