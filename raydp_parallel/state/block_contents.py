@@ -1,9 +1,7 @@
-"""The contents of a module's tensors: which blocks changed since when, and where their bytes lie as
-they were sent.
+"""The contents of a module's tensors: which blocks changed when, and where the sent bytes lie.
 
-The bytes that were sent stay in reach as long as they are current. They serve replicas that start
-later, and they are what `differing` compares with, at memory speed, to find edits that moved no
-version.
+The sent bytes are kept as long as they are current. Replicas that start later get them, and
+`differing` compares the tensors with them, at memory speed, to find edits that moved no version.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ _AT_ONCE = 64
 
 
 class _Place(NamedTuple):
-    """Where a block's bytes lie, as they were sent."""
+    """The place of a block's bytes in the packet in which they were sent."""
 
     packet: Attachment
     packet_size: int
@@ -47,7 +45,7 @@ class _Place(NamedTuple):
 
 
 def _stragglers(places: dict[int, _Place]) -> list[int]:
-    """Blocks that alone keep a mostly outdated packet alive; they move to a packet of their own,
+    """Blocks that alone keep a mostly outdated packet alive. They are moved to their own packet,
     once.
     """
     live: dict[int, list[int]] = defaultdict(list)
@@ -67,13 +65,13 @@ class BlockContents:
     """The plain tensors of one module, by slot.
 
     Args:
-        link: What the bytes travel by.
+        link: The link that carries the bytes.
 
     Attributes:
         layout: The blocks that they lie in.
         slots: Their slots.
         tensors: The tensors, in the order of the slots.
-        seen: What there was to see of them when it was last taken up.
+        seen: Their versions, addresses and flags when changes were last taken over.
     """
 
     def __init__(self, link: Link) -> None:
@@ -100,17 +98,17 @@ class BlockContents:
         self._kept: tuple[int, set[int]] = UNNAMED, set()
 
     def news(self) -> Look | None:
-        """What there is to see now, if anything moved that is cheap to see."""
+        """The versions, addresses and flags of now; None if there are no changes to take over."""
         now = self.look()
         return now if now != self.seen or self._stale or self._withdrawn() else None
 
     def write_back(
         self, written: WriteBack, attachments: Attachments
     ) -> Callable[[], dict[int, Tensor]]:
-        """Take over, in place, what a replica wrote.
+        """Apply, in place, what a replica wrote.
 
         Returns:
-            What gives the contents that were there before.
+            A function that returns the overwritten contents, by slot.
         """
         blob, moved, replaced = written.blob, dict(written.slots), {*written.replaced}
         source = attachments.open(blob.packet)
@@ -136,9 +134,9 @@ class BlockContents:
         ]
         copy(targets, [news[slot] for slot in chosen])
         self._replace(written, attachments)
-        stale = {self.layout.specs[slot].block for slot in moved}.union(
-            rows.flat.blocks if rows else ()
-        )
+        stale = {self.layout.specs[slot].block for slot in moved}
+        if rows is not None:
+            stale.update(rows.flat.blocks)
         stale -= self._exposed
         self._homes.written(stale)
         self._stale |= stale
@@ -148,7 +146,7 @@ class BlockContents:
         return lambda: {**{s: t for s, t in before().items() if s in moved}, **alone}
 
     def _run_of(self, blocks: Sequence[int]) -> Told | None:
-        """A run for some small blocks: the one of the last report, if it was of the same ones."""
+        """A run for some small blocks: that of the last report, if it had the same blocks."""
         if not blocks:
             return None
         told, device = self._told.take(), self._device_of(blocks[0])
@@ -160,7 +158,7 @@ class BlockContents:
         return self.tensors[self.layout.members[block][0]].device
 
     def _shown(self, block: int, source: MemoryRange) -> dict[int, Tensor]:
-        """What the slots of a block show in bytes that were sent of it."""
+        """The tensors of a block's slots over bytes that were sent of it."""
         slots = self.layout.members[block]
         specs = [self.layout.specs[slot] for slot in slots]
         kinds = [codec.DTYPES[spec.tensor.dtype] for spec in specs]
@@ -172,7 +170,7 @@ class BlockContents:
         return dict(zip(slots, found, strict=True))
 
     def _replace(self, written: WriteBack, attachments: Attachments) -> None:
-        """Give tensors other memory, where those of the replica have."""
+        """Give tensors other memory, if those of the replica were given other memory."""
         if not written.replaced:
             return
         moved, device = dict(written.slots), self.tensors[written.replaced[0]].device
@@ -191,11 +189,10 @@ class BlockContents:
         return versions(self._row)
 
     def take_versions(self, now: Look, revision: int) -> tuple[int, ...] | None:
-        """Take up that versions moved, where replicas see everything and there is no other news;
-        whose did.
+        """Take over that versions moved, if replicas see all blocks and nothing else changed.
+        Returns the slots.
 
-        That is what an optimizer's step leaves, where memory is shared. None if there is more to be
-        taken up.
+        An optimizer's step leaves that where memory is shared. None if there are other changes.
         """
         then, sees_all = self.seen, len(self._exposed) == len(self.layout.sizes)
         if not sees_all or self._stale or not self._link.exposes or now[1:] != then[1:]:
@@ -210,14 +207,14 @@ class BlockContents:
         return tuple(written)
 
     def take(self, now: Look, revision: int) -> bool:
-        """Take up what moved. False if a tensor no longer lies as the layout says: then only
-        `adopt` helps.
+        """Take over what moved. False if a tensor no longer lies as the layout says: then `adopt`
+        must follow.
         """
         then = self.seen
         elsewhere: list[int] = []
         if now.pointers != then.pointers:
             elsewhere = unlike(then.pointers, now.pointers)
-            # `verify` looks at all of them, while the replicas work
+            # `verify` checks all of them, while the replicas work
             slots = [self.slots[i] for i in elsewhere]
             if not self.fits(elsewhere) or not block_layout.lie_as(
                 self.layout, self.tensors, slots
@@ -238,7 +235,7 @@ class BlockContents:
         return True
 
     def _withdraw(self) -> set[int]:
-        """The blocks that have to be sent whatever their versions say."""
+        """The blocks that must be sent, whatever their versions."""
         stale, self._stale = self._stale, set()
         if self._withdrawn():
             stale |= self._exposed
@@ -257,7 +254,7 @@ class BlockContents:
         return block_layout.start([self.tensors[slot] for slot in self.layout.members[block]])
 
     def adopt(self, tensors: dict[int, Tensor], revision: int) -> None:
-        """Take up a new set of tensors. Blocks that lie as they did, unmoved, keep their places."""
+        """Take over a new set of tensors. Blocks that did not move keep their places."""
         stale = self._withdraw()
         before = dict(zip(self.slots, zip(*self.seen, strict=True), strict=True))
         layout, old = block_layout.lay_out(tensors), self.layout
@@ -304,23 +301,23 @@ class BlockContents:
         return fit
 
     def differing(self, revision: int) -> list[int]:
-        """The blocks whose contents are not what was sent up to ``revision``, though no version
-        tells.
+        """The blocks with contents other than those sent up to ``revision``, although no version
+        moved.
         """
         return self._unlike(
             [b for b, at in self._block_at.items() if at <= revision and b not in self._exposed]
         )
 
     def edited(self, besides: set[int]) -> list[int]:
-        """The blocks, ``besides`` some, that are not what was sent last, though no version
-        tells.
+        """The blocks, except ``besides``, that differ from what was sent last, although no version
+        moved.
         """
         besides = besides | self._stale | self._exposed
         return self._unlike([block for block in self._places if block not in besides])
 
     def _unlike(self, chosen: list[int]) -> list[int]:
-        """Those of some blocks that are not what was sent. On a GPU fingerprints are compared, not
-        bytes.
+        """The blocks among those chosen that differ from what was sent. On a GPU fingerprints are
+        compared, not bytes.
         """
         if not chosen:
             return []
@@ -334,8 +331,8 @@ class BlockContents:
         return _unlike(chosen, self._prints.of(chosen), self._read, self._sent)
 
     def _unlike_together(self, chosen: list[int]) -> list[int]:
-        """Those of some small blocks that are not what was sent: all are read and compared
-        at once.
+        """The small blocks among those chosen that differ from what was sent: all are compared at
+        once.
         """
         (places, told), now = self._as_sent, [*map(self._places.get, chosen)]
         if told is None or places != now or not told.rows.fit(tuple(chosen), self.layout, CPU):
@@ -347,9 +344,9 @@ class BlockContents:
         return told.now.flat.compare(told.rows.flat)()
 
     def _print(self, chosen: Sequence[int]) -> None:
-        """Make the fingerprints of blocks as they were sent by the host, now that somebody asks.
+        """Make the fingerprints of blocks that the host sent, when they are first compared.
 
-        Where training changes all weights with each step nobody ever does.
+        Where training changes all weights in each step, they are never compared.
         """
         for start in range(0, len(chosen), _AT_ONCE):
             some = chosen[start : start + _AT_ONCE]
@@ -362,7 +359,7 @@ class BlockContents:
         self._unprinted.difference_update(chosen)
 
     def send(self, chosen: list[int], revision: int, written: Collection[int] = ()) -> None:
-        """Put the contents of some blocks where replicas get them, which wrote to some of them."""
+        """Pack or expose the contents of some blocks; replicas wrote to those in ``written``."""
         self._exposed -= {*chosen}
         if self._link.exposes and chosen:
             small = {block for block in written if self.layout.sizes.get(block, 0) <= SMALL}
@@ -375,7 +372,7 @@ class BlockContents:
         self._pack(sorted({*_stragglers(packed)} - {*chosen}), revision)
 
     def specs(self) -> dict[int, SlotSpec]:
-        """The specs of all slots, with today's flags."""
+        """The specs of all slots, with their current flags."""
         flags = zip(self.slots, self.seen.flags, strict=True)
         specs = self.layout.specs
         return {
@@ -386,11 +383,9 @@ class BlockContents:
     def flags_since(self, held: int) -> tuple[tuple[int, bool], ...]:
         """The slots whose ``requires_grad`` changed after revision ``held``."""
         known, flags = self._flag_at, zip(self.slots, self.seen.flags, strict=True)
-        return (
-            tuple([(slot, flag) for slot, flag in flags if known.get(slot, 0) > held])
-            if known
-            else ()
-        )
+        if not known:
+            return ()
+        return tuple([(slot, flag) for slot, flag in flags if known.get(slot, 0) > held])
 
     def moved_since(self, held: int) -> tuple[int, ...]:
         """The slots whose version moved after revision ``held``."""
@@ -399,27 +394,26 @@ class BlockContents:
         )
 
     def moved_from(self, slots: list[int], then: list[int], held: int) -> tuple[int, ...]:
-        """The slots whose version is not what it was ``then``, and was not when revision ``held``
-        was taken either.
+        """The slots with a version that differs both from ``then`` and from that at revision
+        ``held``.
 
-        Of those ``slots`` that there were then, in their order: the structure may be another now.
+        ``slots`` are those of ``then``, in their order: the structure may have changed since.
         """
         now = self.versions()
         if slots is not self.slots:
             before = dict(zip(slots, then, strict=True))
-            then = [
-                before.get(slot, version) for slot, version in zip(self.slots, now, strict=True)
-            ]
+            pairs = zip(self.slots, now, strict=True)
+            then = [before.get(slot, version) for slot, version in pairs]
         if now == then:
             return ()
         rows = zip(self.slots, then, now, self.seen.versions, strict=True)
-        told = {slot for slot in self.slots if self._version_at.get(slot, 0) <= held}
+        known = {slot for slot in self.slots if self._version_at.get(slot, 0) <= held}
         return tuple(
-            s for s, old, new, seen in rows if old != new and (new != seen or s not in told)
+            s for s, old, new, seen in rows if old != new and (new != seen or s not in known)
         )
 
     def kept_since(self, held: int) -> tuple[int, tuple[int, ...]]:
-        """A report, and the blocks that changed after revision ``held`` and are as it said."""
+        """A report, and the blocks that changed after revision ``held`` but are as reported."""
         report, kept = self._kept
         return report, tuple([b for b, at in self._block_at.items() if b in kept and at > held])
 
@@ -428,12 +422,10 @@ class BlockContents:
         groups: dict[int, list[int]] = defaultdict(list)
         for block in [block for block, at in self._block_at.items() if at > held]:
             groups[id(self._places[block].packet)].append(block)
-        return (
-            tuple([self._blob(group, attachments) for group in groups.values()]) if groups else ()
-        )
+        return tuple([self._blob(group, attachments) for group in groups.values()])
 
     def sent(self, blobs: Iterable[Blob]) -> int:
-        """The bytes of contents that travel with some blobs; what is exposed lies where it lay."""
+        """The bytes of contents that are sent with some blobs; exposed blocks are not sent."""
         sizes = (zip(blob.blocks, blob.sizes, strict=True) for blob in blobs)
         return sum(
             size
@@ -447,7 +439,7 @@ class BlockContents:
         return Blob(tuple(group), offsets, sizes, attachments.place(places[0].packet))
 
     def look(self) -> Look:
-        """What there is to see now."""
+        """The versions, addresses and flags of now."""
         return look(self._row)
 
     def _note(self, now: Look, written: list[int], revision: int) -> None:
@@ -458,27 +450,25 @@ class BlockContents:
         self.seen = now
 
     def _expose(self, chosen: list[int], revision: int) -> None:
-        """Let replicas see the blocks themselves, where that can be."""
-        everybody, nobody = Lookers(self._row), Lookers(())
+        """Let replicas see the memory of blocks itself, where the link can."""
+        lookers, none = Lookers(self._row), Lookers(())
         for block in chosen:
             first = self.tensors[self.layout.members[block][0]]
             if not devices.is_cpu(first.device):
                 # no CPU replica sees a GPU's memory, of which torch says that it is shared
                 continue
             if len(self.layout.members[block]) == 1 and block_layout.is_loose(first):
-                continue  # it travels as a compact copy
+                continue  # it is sent as a compact copy
             storage = first.untyped_storage()
-            lookers = everybody if self._homes.settled(block, storage, revision) else nobody
-            packet = self._link.expose(
-                storage, partial(lookers.of, storage), self._homes.often(block)
-            )
+            chosen_lookers = lookers if self._homes.settled(block, storage, revision) else none
+            count = partial(chosen_lookers.of, storage)
+            packet = self._link.expose(storage, count, self._homes.often(block))
             if packet is not None:
-                self._places[block] = _Place(
-                    packet, 0, self._start(block), self.layout.sizes[block]
-                )
+                size = self.layout.sizes[block]
+                self._places[block] = _Place(packet, 0, self._start(block), size)
                 self._block_at[block] = revision
                 self._exposed.add(block)
-        if everybody.asked:  # some may have moved
+        if lookers.asked:  # some may have moved
             self.seen = self.seen._replace(pointers=pointers(self._row))
 
     def _pack(self, chosen: list[int], revision: int) -> None:
@@ -506,13 +496,13 @@ class BlockContents:
         self._prints = self._prints.without(chosen)
         self._unprinted.difference_update(chosen)
         far = not all(map(devices.is_cpu, {*map(_device, self._row)}))
-        if far and not cuda_ipc.lies_on_a_gpu(packet):  # there it is compared with itself
+        if far and not cuda_ipc.lies_on_a_gpu(packet):  # such a packet needs no fingerprints
             self._unprinted.update(b for b in chosen if not devices.is_cpu(self._device_of(b)))
         self._places.update((block, _Place(packet, end, *found[block])) for block in chosen)
         self._block_at.update(dict.fromkeys(chosen, revision))
 
     def _in_runs(self, chosen: Sequence[int]) -> list[Rows]:
-        """The small ones of some blocks as they are now, those together that were reported so."""
+        """The small blocks among those chosen, in runs; blocks reported together share one."""
         device = self._device_of(chosen[0])
         small = [block for block in chosen if block in self._small]
         if {*map(_device, self._row)} != {device}:
@@ -533,7 +523,7 @@ class BlockContents:
         return found
 
     def _as_told(self, told: Told) -> Rows:
-        """Blocks that a replica reported, as they are now; notes which are as that said."""
+        """The run of blocks that a replica reported, read anew; notes which are as reported."""
         told.now.take(self.tensors)
         if devices.is_cpu(told.now.flat.bytes.device):  # a GPU would have to be waited for
             unlike = {*told.now.flat.compare(told.rows.flat)()}

@@ -1,10 +1,9 @@
-"""Small blocks, one after the other in one run of bytes: what is done to many of them is done once.
+"""Small blocks in one run of bytes, so that an operation on many of them is done once.
 
 [Note: one run]
 A ResNet-50 has 159 buffers, most of them with a few hundred bytes. To read, compare, send and write
-each by itself takes Python longer than the network takes for its forward. So both sides copy them
-into one run of bytes, and out of it, by one call of torch's; the run is what is compared, and what
-travels.
+each of them separately takes Python longer than the network takes for its forward. So both sides
+copy them into one run of bytes, and out of it, by one call of torch; the run is compared and sent.
 """
 
 from __future__ import annotations
@@ -20,26 +19,19 @@ from raydp_parallel.transport import codec
 from raydp_parallel.transport.messages import SlotSpec
 
 SMALL = 1 << 16
-"""Bytes up to which a block lies in a run with others. To copy a larger one costs more than to
-handle it by itself.
+"""Bytes up to which a block lies in a run with others. A larger one costs more to copy than to
+handle separately.
 """
 
 PLAIN = {
     codec.DTYPE_NAMES[kind]
     for kind in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128),
-        *(
-            torch.complex64,
-            torch.int64,
-            torch.int32,
-            torch.int16,
-            torch.int8,
-            torch.uint8,
-            torch.bool,
-        ),
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.complex128, torch.complex64, torch.bool),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
     )
 }
-"""Dtypes whose tensors lie there. Others may have no copy of torch's."""
+"""The dtypes of tensors in such runs. Others may lack a copy operation."""
 
 UNNAMED = 0
 """No report has this number."""
@@ -50,7 +42,7 @@ class Flat:
 
     Args:
         sizes: The bytes of each block, by its number.
-        device: Where the run lies.
+        device: The device of the run.
 
     Attributes:
         blocks: The blocks, in order.
@@ -63,18 +55,16 @@ class Flat:
     def __init__(self, sizes: Mapping[int, int], device: torch.device) -> None:
         self.blocks = tuple(sizes)
         self.sizes = tuple(sizes.values())
-        room = [*map(aligned, self.sizes)]
+        spaces = [*map(aligned, self.sizes)]
         starts = [0]
-        for size in room:
-            starts.append(starts[-1] + size)
+        for space in spaces:
+            starts.append(starts[-1] + space)
         self.offsets = tuple(starts[:-1])
         with torch.inference_mode(False):
             self.bytes = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
-            parts = [
-                part
-                for pair in zip(self.sizes, room, strict=True)
-                for part in (pair[0], pair[1] - pair[0])
-            ]
+            parts: list[int] = []  # the bytes of each block, and the gap behind it
+            for size, space in zip(self.sizes, spaces, strict=True):
+                parts += [size, space - size]
             self.runs = [*self.bytes.split_with_sizes(parts)[::2]]
 
     def like(self) -> Flat:
@@ -86,9 +76,7 @@ class Flat:
         return devices.piece(self.bytes)
 
     def load(self, blocks: Sequence[int], offsets: Sequence[int], source: MemoryRange) -> None:
-        """Copy some blocks, each from an offset of ``source``; as few copies as there are runs of
-        neighbours.
-        """
+        """Copy some blocks, each from an offset of ``source``; neighbours are copied together."""
         for here, there, size in self._joined(blocks, offsets):
             devices.load(self.bytes[here : here + size], source.part(there, size))
 
@@ -106,7 +94,7 @@ class Flat:
         return offsets, pieces, end
 
     def rows(self, blocks: Sequence[int]) -> list[int]:
-        """The places of some blocks in the order."""
+        """The positions of some blocks in the run."""
         if tuple(blocks) == self.blocks:
             return [*range(len(self.blocks))]
         at = {block: row for row, block in enumerate(self.blocks)}
@@ -128,17 +116,18 @@ class Flat:
         return found
 
     def compare(self, other: Flat) -> Callable[[], list[int]]:
-        """The blocks that are not as they are in another such run.
+        """Compare with another run of the same blocks.
 
         Returns:
-            What gives them. A GPU begins at once, and is waited for when they are asked for.
+            A function that returns the blocks that differ. A GPU begins at once; the function waits
+            for it.
         """
         alike = devices.compare_runs(self.bytes, other.bytes, self.offsets, self.sizes)
         return lambda: [block for block, same in zip(self.blocks, alike(), strict=True) if not same]
 
 
 def tensors_in(run: Tensor, starts: Mapping[int, int], specs: Iterable[SlotSpec]) -> list[Tensor]:
-    """Tensors over a run of bytes, such as some slots of its blocks show.
+    """The tensors of some slots over a run of bytes.
 
     Args:
         run: The bytes.

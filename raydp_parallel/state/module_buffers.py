@@ -1,11 +1,11 @@
-"""A replica's small blocks that kernels write to without telling, such as batch norm's running
-means.
+"""A replica's small blocks that kernels write to without moving a version, such as batch norm's
+running means.
 
-[Note: what was reported is there]
+[Note: reported blocks]
 After each forward they are copied into one run of bytes and compared with another. What the forward
-changed is reported, and the driver writes it to the master copy. With its next update the driver
-sends it to all replicas, and says which blocks are as which report left them. The replica that made
-the report holds them already.
+changed is reported, and the driver writes it to the master. With its next update the driver sends
+it to all replicas, and says which blocks are as which report left them. The replica that made the
+report has them already.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from raydp_parallel.state.replica_memory import BlockMemory, BlockSource, Copied
 
 
 class Buffers:
-    """The blocks, in runs of bytes: the driver's, as they were reported, and as a forward left
-    them.
+    """The blocks in three runs of bytes: the driver's, as last reported, as a forward left them.
 
     Args:
         memory: The memory of all blocks of the model.
-        blocks: Those that are written to without telling.
-        device: Where they lie.
+        blocks: The blocks that kernels write to without moving a version.
+        device: Their device.
 
     Attributes:
-        blocks: Which they are: what is large, or a window, is handled by itself.
+        blocks: The small ones among them; large blocks and windows are handled separately.
     """
 
     def __init__(
@@ -53,27 +52,27 @@ class Buffers:
         self._told.bytes.copy_(self._driver.bytes)
 
     def look(self) -> None:
-        """Begin to find what was written to."""
+        """Begin to compare, to find the blocks that were written to."""
         if self.blocks:
             copy(self._now.runs, [self._memory[block].tensor for block in self._now.blocks])
             self._answer = self._now.compare(self._told)
 
-    def hear(self) -> set[int]:
-        """The blocks that are not as they were reported last, or as the driver has them if they
-        never were.
+    def written(self) -> set[int]:
+        """The blocks that differ from what was last reported, or from the driver's bytes if they
+        never were; it waits for the comparison.
         """
         found, self._answer = self._answer(), list
         return {*found}
 
     def together(self, changed: Sequence[int]) -> Sequence[int]:
-        """What is reported if some blocks changed: all of them if most did, so that the next report
-        is alike.
+        """The blocks to report if some changed: all if most did, so that the next report has the
+        same blocks.
         """
         return self._now.blocks if 2 * len(changed) > len(self._now.blocks) else changed
 
     def report(self, changed: Sequence[int]) -> int:
-        """Take some blocks for reported, as they were looked at last; returns the report's
-        number.
+        """Note that some blocks are reported with their last compared contents; returns the number
+        of the report.
         """
         self._report = secrets.randbits(62) + 1
         self._told.load(changed, self._places(changed), self._now.piece())
@@ -82,12 +81,12 @@ class Buffers:
     def packed(
         self, changed: Sequence[int]
     ) -> tuple[Sequence[int], list[tuple[MemoryRange, int]], int]:
-        """Some blocks, as they were looked at last, for a packet. See `Flat.packed`."""
+        """Some blocks with their last compared contents, for a packet. See `Flat.packed`."""
         return self._now.packed(changed)
 
     def keep(self, report: int, kept: Sequence[int]) -> set[int]:
-        """Take those blocks for the driver's that it has as ``report`` said; which they are, none
-        if it was another.
+        """Take over as the driver's bytes the blocks ``kept`` as they were in ``report``; returns
+        them, or none if the last report was another.
         """
         if report != self._report or report == UNNAMED:
             return set()
@@ -96,16 +95,16 @@ class Buffers:
         return {*found}
 
     def forget_report(self) -> None:
-        """What was reported last is not what is there."""
+        """Note that the blocks are no longer as last reported."""
         self._report = UNNAMED
 
     def settle(self) -> None:
-        """All blocks are as the driver has them."""
+        """Note that all blocks hold the driver's bytes."""
         self._told.bytes.copy_(self._driver.bytes)
         self._answer, self._report = list, UNNAMED
 
     def adopt(self, sources: Mapping[int, BlockSource]) -> None:
-        """Take over new bytes of the driver's for some blocks."""
+        """Copy new bytes of the driver into some blocks."""
         packets: dict[int, list[int]] = {}
         for block, source in sources.items():
             packets.setdefault(id(source.packet), []).append(block)

@@ -1,6 +1,4 @@
-"""The memory that one block of a replica lies in: a copy of the driver's bytes, or a window on
-them.
-"""
+"""The memory of one block in a replica: a copy of the driver's bytes, or a window on them."""
 
 from __future__ import annotations
 
@@ -16,13 +14,13 @@ from raydp_parallel.transport.links import Attachments, MappedBuffer
 
 
 class BlockSource(NamedTuple):
-    """Where the driver's bytes of a block are.
+    """The place of the driver's bytes of a block.
 
     Attributes:
         attachments: Opens the packet.
         packet: The packet, as the message names it.
-        offset: Where they begin in it.
-        size: How many they are.
+        offset: Their offset in it.
+        size: Their number.
         near: The bytes of the packet where the device reads them fastest, if they are there.
     """
 
@@ -41,12 +39,11 @@ class BlockSource(NamedTuple):
         return self.whole().part(self.offset, self.size)
 
     def window(self, device: torch.device) -> MappedBuffer | None:
-        """A window on them, None if they are to be copied."""
+        """A window on them; None if they must be copied."""
         if not devices.is_cpu(device):
             return None
-        return self.attachments.link.show(
-            self.attachments.find(self.packet), self.offset, self.size
-        )
+        packet = self.attachments.find(self.packet)
+        return self.attachments.link.show(packet, self.offset, self.size)
 
 
 class BlockMemory(Protocol):
@@ -56,15 +53,13 @@ class BlockMemory(Protocol):
     """All of it, as bytes."""
 
     def takes(self, source: BlockSource) -> bool:
-        """Whether new bytes of the driver's can be taken over where the old ones are. A window
-        shows them then.
-        """
+        """Whether this memory can take over new bytes of the driver. A window shows them then."""
 
     def copies(self, source: BlockSource) -> tuple[Tensor, MemoryRange] | None:
-        """Where new bytes have to be copied to, and from."""
+        """The target and the source of the copy that new bytes need; None if they need none."""
 
     def refresh(self) -> None:
-        """Undo what was written since."""
+        """Undo all writes since."""
 
     def renewed(self) -> BlockMemory:
         """Other memory with the driver's bytes."""
@@ -77,8 +72,8 @@ class CopiedMemory:
     """A copy, on any device.
 
     Args:
-        size: Bytes of it.
-        device: Where.
+        size: Its bytes.
+        device: Its device.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -87,8 +82,7 @@ class CopiedMemory:
         self._near: MemoryRange | None = None
 
     def takes(self, source: BlockSource) -> bool:
-        # What lies in the driver's own memory is not sent again when it changes: it has to be
-        # shown.
+        # Exposed memory of the driver is not sent again when it changes, so it needs a window.
         return source.window(self.tensor.device) is None
 
     def copies(self, source: BlockSource) -> tuple[Tensor, MemoryRange] | None:
@@ -99,7 +93,7 @@ class CopiedMemory:
         devices.load(self.tensor, self._near or self._driver)
 
     def lie(self, driver: MemoryRange) -> None:
-        """The driver's bytes are elsewhere from now on, and change there."""
+        """Note another place of the driver's bytes, where they change from now on."""
         self._driver, self._near = driver, None
 
     def renewed(self) -> CopiedMemory:
@@ -109,21 +103,18 @@ class CopiedMemory:
         return other
 
     def driver(self) -> MemoryRange:
-        if (
-            devices.is_cpu(self.tensor.device)
-            or not self._driver.size
-            or self._driver.origin is not None
-        ):
+        if devices.is_cpu(self.tensor.device) or self._driver.origin is not None:
             return self._driver
-        # Kept on the device for the few blocks that are asked for: buffers, after each forward.
+        if not self._driver.size:
+            return self._driver
+        # Kept on the device for the few blocks that are compared: buffers, after each forward.
         if self._near is None:
             self._near = devices.piece(devices.upload(self._driver, self.tensor.device))
         return self._near
 
 
 class ShownMemory:
-    """A window on the driver's memory, on the same machine: nothing is copied but what is written
-    to.
+    """A window on the driver's memory, on the same machine: only pages that are written are copied.
 
     Args:
         window: The window.
@@ -152,7 +143,7 @@ class ShownMemory:
 
 
 def make(source: BlockSource, device: torch.device) -> BlockMemory:
-    """The memory of a block whose bytes are at ``source``."""
+    """The memory of a block with its bytes at ``source``."""
     window = source.window(device)
     if window is not None:
         return ShownMemory(window)
@@ -162,13 +153,10 @@ def make(source: BlockSource, device: torch.device) -> BlockMemory:
 
 
 def adopt(memory: Mapping[int, BlockMemory], sources: Mapping[int, BlockSource]) -> None:
-    """Take over new bytes of the driver's for some blocks, which take them, by as few copies as a
+    """Take over new bytes of the driver for blocks that `takes` allowed, with as few copies as the
     device needs.
     """
-    found = [
-        pair
-        for block, source in sources.items()
-        if (pair := memory[block].copies(source)) is not None
-    ]
+    pairs = [memory[block].copies(source) for block, source in sources.items()]
+    found = [pair for pair in pairs if pair is not None]
     if found:
         devices.load_all([target for target, _ in found], [piece for _, piece in found])

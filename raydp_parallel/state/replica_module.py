@@ -1,10 +1,9 @@
-"""The replica's side: a module that is, at the start of each forward, what the driver's master copy
-is.
+"""The replica's side: a module that begins each forward in the state of the master.
 
-What a forward does to its module is undone before the next one: attributes are put back
-(`PythonState.restore`), and blocks that were written to get the driver's bytes again. Where a graph
-is still alive that may have saved the old tensor, the block gets new tensors instead, so that the
-graph keeps what it saw.
+What a forward did to the module is undone before the next one: attributes are restored
+(`PythonState.restore`), and blocks that were written to get the driver's bytes again. If a graph is
+still alive that may have saved the old tensor, the block gets new tensors instead, so that the
+graph keeps its values.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _flag = attrgetter("requires_grad")
 _leaf = attrgetter("is_leaf")
 
 _HOLDERS = ("_parameters", "_buffers", "_modules")
-"""What of a module's attributes is not a user's to rebind."""
+"""The attributes of a module that users do not rebind."""
 
 
 class Written(NamedTuple):
@@ -45,11 +44,11 @@ class Written(NamedTuple):
         report: The report's number.
         slots: The slots, with whether their version moved.
         blob: The blocks that they lie in, without a packet yet.
-        pieces: What is to be put into the packet.
-        starts: Where each piece goes.
+        pieces: The contents of the packet.
+        starts: The offset of each piece.
         size: Bytes of the packet.
-        replaced: Those of the slots that were given other memory.
-        tensors: These, as they are now.
+        replaced: The slots among them that were given other memory.
+        tensors: The tensors of these, as they are now.
     """
 
     report: int
@@ -66,11 +65,11 @@ class ReplicaModule:
     """One model's replica.
 
     Args:
-        device: Where it lives.
+        device: Its device.
 
     Attributes:
-        module: The module as it is to run next; one that was made before it may live on in graphs.
-        revision: What it holds of the driver's, 0 for nothing.
+        module: The module for the next forward; graphs may keep an earlier one alive.
+        revision: The revision of the master that it holds, 0 for none.
         held: The tensors that the module holds.
     """
 
@@ -102,12 +101,10 @@ class ReplicaModule:
     def prepare(
         self, update: StateUpdate | None, attachments: Attachments, graphs_alive: bool
     ) -> None:
-        """Undo what the last forward left, and adopt what changed in the driver."""
-        kept = (
-            self._keep(update, graphs_alive)
-            if update is not None and update.structure is None
-            else set()
-        )
+        """Undo what the last forward changed, and adopt what changed in the driver."""
+        kept: set[int] = set()
+        if update is not None and update.structure is None:
+            kept = self._keep(update, graphs_alive)
         if self.revision:
             self._undo(graphs_alive)
         if update is not None:
@@ -124,16 +121,16 @@ class ReplicaModule:
         """The blocks that hold the driver's new contents already, because this replica reported
         them.
         """
-        self._hear()
+        self._take_answers()
         kept = self._buffers.keep(update.report, update.kept)
         coming = kept.union(*[blob.blocks for blob in update.blobs]) & self._buffers.blocks
-        # what is going to be written over need not be undone before
+        # blocks that the update overwrites need not be undone before
         if not graphs_alive and coming:
             self._dirty -= coming.difference(self._spoiled_blocks(coming))
         return kept
 
     def overlay(self, slots: Sequence[int], tensors: Sequence[Tensor], graphs_alive: bool) -> None:
-        """Show some slots as they were, until what the next forward leaves is undone."""
+        """Give some slots earlier contents for the next forward; undoing that forward ends it."""
         chosen = {self._specs[slot].block for slot in slots}
         if graphs_alive and chosen and not self._renew(chosen):
             self._load()
@@ -143,15 +140,13 @@ class ReplicaModule:
         self._row.settle()
 
     def pass_over(self) -> None:
-        """Nobody asks what was written."""
-        self._hear()
+        """Drop the record of writes: this chunk's are not reported."""
+        self._take_answers()
         self._buffers.forget_report()
         self._fresh = set()
 
     def import_anew(self) -> None:
-        """Make the module anew before its next forward: the modules that its classes came from were
-        dropped.
-        """
+        """Build the module anew before the next forward: modules of its classes were unloaded."""
         self._outdated = True
 
     def _undo(self, graphs_alive: bool) -> None:
@@ -164,39 +159,35 @@ class ReplicaModule:
         return [tensor for _, tensor in sorted(self._slots.items()) if tensor.requires_grad]
 
     def tensors(self) -> dict[int, Tensor]:
-        """The tensors as they are now, by slot: later ones may take their places while a graph
-        keeps these.
-        """
+        """The tensors of now, by slot: later ones may replace them while a graph keeps these."""
         return dict(self._slots)
 
     def settle(self) -> None:
-        """From now on it is asked what is written to after this."""
+        """Let `stirred` and `note` consider later writes only."""
         self._row.settle()
 
     def stirred(self, touched: Collection[int]) -> bool:
-        """Whether a version moved since, or somebody reached for the memory of a block."""
+        """Whether a version moved since, or Python code accessed the memory of a block."""
         return self._row.stirred() or (
             bool(touched) and any(self._address(b) in touched for b in self._memory)
         )
 
     def hold_own(self) -> None:
-        """Let the module hold what it did before a backward let it hold what a graph's forward had
-        left.
-        """
+        """Give the module its own tensors back after a backward gave it those of a graph."""
         if not self.held.holds(self._slots) and not self.held.replace(self._slots):
             self._load()
 
     def running(self) -> _Running:
-        """Watch what the module writes to, for a block."""
+        """Record what the module writes to, in a ``with`` block."""
         return _Running(self)
 
     def written(self, lasts: Callable[[Tensor], bool]) -> Written | None:
-        """What the module changed in place since it last began to run, None if nothing.
+        """What the module changed in place since it last began to run; None if nothing.
 
         Args:
-            lasts: Whether it is reported, too, if a tensor was given other memory.
+            lasts: Whether a tensor that was given other memory is reported too.
         """
-        self._hear()
+        self._take_answers()
         lasting = {slot for slot in self._replaced.slots if lasts(self._slots[slot])}
         changed = sorted(self._fresh & self._buffers.blocks)
         others = self._changed_besides(sorted(self._fresh - self._buffers.blocks))
@@ -231,8 +222,8 @@ class ReplicaModule:
         )
 
     def _changed_besides(self, chosen: Sequence[int]) -> list[int]:
-        """Those of some other blocks that are not as they were reported last; they are from
-        now on.
+        """The blocks among those chosen that differ from the last report; they count as reported
+        from now on.
         """
         pairs = [
             (self._bytes(b), self._reported.get(b) or self._memory[b].driver()) for b in chosen
@@ -243,8 +234,8 @@ class ReplicaModule:
         return changed
 
     def rebound(self) -> tuple[tuple[int, str, Any], ...]:
-        """The attributes and buffers that the last forward gave new values: which module's, name,
-        value.
+        """The attributes and buffers that the last forward gave new values: the number of the
+        module, name, value.
         """
         if not self._python_state.attributes_changed():
             return ()
@@ -255,19 +246,18 @@ class ReplicaModule:
         return tuple((at // 2, name, value) for at, name, value in found if name not in _HOLDERS)
 
     def _shown(self, slot: int) -> Tensor:
-        # What lies in the block, also where a tensor was given other memory that does not last.
-        return block_layout.build(
-            self._specs[slot], self._memory[self._specs[slot].block].tensor
-        ).detach()
+        # The contents of the block, even if a tensor was given other memory that does not last.
+        spec = self._specs[slot]
+        return block_layout.build(spec, self._memory[spec.block].tensor).detach()
 
     def note(self, touched: Collection[int] = ()) -> None:
-        """See what was written to. Not only in forward: a checkpoint runs modules again in
+        """Find what was written to, after a forward, or after a checkpoint ran the module in
         backward.
         """
-        self._hear()
+        self._take_answers()
         self._moved, self._fresh = self._row.moved(), set()
-        # A tensor that shows other memory has another version or address, or somebody asked for its
-        # ``.data``.
+        # A tensor that shows other memory has another version or address, or its ``.data`` was
+        # accessed.
         doubtful = self._specs if touched else self._moved | self._row.elsewhere()
         self._replaced.slots = {slot for slot in doubtful if self._shows_other(slot)}
         written = {self._specs[slot].block for slot in self._moved | self._replaced.slots}
@@ -275,20 +265,19 @@ class ReplicaModule:
             written.update(block for block in self._memory if self._address(block) in touched)
         self._dirty |= written
         self._fresh = written - self._buffers.blocks
-        # A GPU begins to compare now, and is asked for its answer when the outputs are on their
-        # way.
+        # A GPU begins to compare now; its answer is read after the outputs were sent.
         self._buffers.look()
         self._alike = devices.compare(
             [(self._bytes(b), self._memory[b].driver()) for b in self._unversioned]
         )
 
-    def _hear(self) -> None:
-        """Take up which of the blocks that kernels write to without telling were written to."""
+    def _take_answers(self) -> None:
+        """Take the answers of the comparisons: the blocks that were written without a version."""
         answers, self._alike = self._alike(), list
         written = {
             block for block, alike in zip(self._unversioned, answers, strict=False) if not alike
         }
-        written |= self._buffers.hear()
+        written |= self._buffers.written()
         self._fresh |= written
         self._dirty |= written
 
@@ -304,10 +293,10 @@ class ReplicaModule:
         return devices.piece(self._memory[block].tensor)
 
     def _restore_blocks(self, graphs_alive: bool) -> bool:
-        """Give what was written to the driver's bytes. False if the module still holds tensors that
+        """Fill written blocks with the driver's bytes. False if the module still holds tensors that
         were replaced.
         """
-        self._hear()
+        self._take_answers()
         dirty, self._dirty = self._dirty, set()
         self._reported.clear()
         self._replaced.clear()
@@ -322,7 +311,7 @@ class ReplicaModule:
         return True
 
     def _spoiled_blocks(self, chosen: Collection[int]) -> set[int]:
-        """Those of some blocks whose tensors are of no more use."""
+        """The blocks among those chosen with tensors that cannot be used again."""
         if not self._replaced.slots and all(map(_leaf, self._slots.values())):
             return set()
         return {
@@ -330,15 +319,13 @@ class ReplicaModule:
         }
 
     def _lies_flat(self, block: int, source: BlockSource) -> bool:
-        """Whether new contents go where the small buffers' are, and are no window on the driver's
+        """Whether new contents go into the run of small buffers, and are no window on the driver's
         memory.
         """
         return block in self._buffers.blocks and source.window(self._device) is None
 
     def _spoiled(self, slot: int) -> bool:
-        """Whether a tensor itself is of no more use: it shows other memory, or became part of a
-        graph.
-        """
+        """Whether a tensor cannot be used again: it shows other memory, or is part of a graph."""
         return self._shows_other(slot) or not self._slots[slot].is_leaf
 
     def _restore_flags(self) -> None:
@@ -349,7 +336,7 @@ class ReplicaModule:
                 tensor.requires_grad_(self._flags[slot])
 
     def _renew(self, chosen: Collection[int]) -> bool:
-        """Give blocks other memory, which holds the driver's bytes, and new tensors over it."""
+        """Give blocks other memory with the driver's bytes, and new tensors over it."""
         for block in chosen:
             self._memory[block] = self._memory[block].renewed()
         return self._rebuild(chosen)
@@ -402,7 +389,7 @@ class ReplicaModule:
         self._edits.clear()
 
     def _load(self) -> None:
-        """Make the module of its structure, around the tensors that are here."""
+        """Build the module from its structure, around the present tensors."""
         self.module = structure.load(self._structure, self._slots, self._device)
         self._outdated = False
         self._modules = [*self.module.modules()]
@@ -416,7 +403,7 @@ class ReplicaModule:
         self._watch_buffers()
 
     def _watch_buffers(self) -> None:
-        """Begin to look at the small blocks that kernels write to without telling."""
+        """Begin to compare the small blocks that kernels write to without moving a version."""
         self._buffers = Buffers(self._memory, self._unversioned, self._device)
         self._unversioned = [
             block for block in self._unversioned if block not in self._buffers.blocks
@@ -433,24 +420,20 @@ class ReplicaModule:
     def _adopt(
         self, update: StateUpdate, attachments: Attachments, graphs_alive: bool, kept: set[int]
     ) -> None:
-        """Take up more than that versions moved, and than what is ``kept`` because it is here."""
+        """Adopt an update with more than moved versions; blocks in ``kept`` are here already."""
         sources = _sources(update, attachments, self._device, kept)
         if update.structure is not None:
             self._build(update.structure, sources)
         self._flags.update(update.flags)
-        # New contents that come with a new version are for torch's check to find, as after an
-        # optimizer's step. Those that come without are new memory in the driver (``p.data = q``),
-        # where graphs keep the old.
+        # New contents with a new version must be found by torch's check, as after an optimizer's
+        # step. Those without are new memory in the driver (``p.data = q``): graphs keep the old.
         untold = set()
         if graphs_alive and sources:
-            untold = sources.keys() - {
-                self._specs[slot].block for slot in update.bumped if slot in self._specs
-            }
-        flat = (
-            {b: s for b, s in sources.items() if self._lies_flat(b, s)}
-            if update.structure is None
-            else {}
-        )
+            bumped = [self._specs[slot].block for slot in update.bumped if slot in self._specs]
+            untold = sources.keys() - {*bumped}
+        flat: dict[int, BlockSource] = {}
+        if update.structure is None:
+            flat = {b: s for b, s in sources.items() if self._lies_flat(b, s)}
         self._buffers.adopt(flat)
         others = {b: source for b, source in sources.items() if b not in flat}
         plain = {b: s for b, s in others.items() if b not in untold and self._memory[b].takes(s)}
@@ -477,7 +460,7 @@ class ReplicaModule:
 
 
 class _Running(RawAccess):
-    """Watches what a module writes to."""
+    """Records what a module writes to."""
 
     def __init__(self, replica_module: ReplicaModule) -> None:
         self._replica_module = replica_module
@@ -491,14 +474,14 @@ class _Running(RawAccess):
 def _sources(
     update: StateUpdate, attachments: Attachments, device: torch.device, besides: set[int]
 ) -> dict[int, BlockSource]:
-    """Where the bytes of each block are that an update brings, ``besides`` some."""
+    """The places of the bytes of each block in an update, except ``besides``."""
     found: dict[int, BlockSource] = {}
     for blob in update.blobs:
         if besides and besides >= {*blob.blocks}:
             continue
-        near = (
-            None if devices.is_cpu(device) else devices.near(attachments.open(blob.packet), device)
-        )
+        near = None
+        if not devices.is_cpu(device):
+            near = devices.near(attachments.open(blob.packet), device)
         for block, offset, size in zip(blob.blocks, blob.offsets, blob.sizes, strict=True):
             if block not in besides:
                 found[block] = BlockSource(attachments, blob.packet, offset, size, near)
@@ -508,8 +491,8 @@ def _sources(
 def _unversioned(
     module: nn.Module, specs: dict[int, SlotSpec], slots: dict[int, Tensor]
 ) -> list[int]:
-    """Blocks that kernels write to without telling, such as batch norm's running means: all but
-    parameters.
+    """Blocks that kernels write to without moving a version, such as batch norm's running means:
+    all without parameters.
     """
     parameters = {id(p) for p in module.parameters()}
     return sorted({spec.block for slot, spec in specs.items() if id(slots[slot]) not in parameters})

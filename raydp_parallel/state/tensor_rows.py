@@ -1,4 +1,4 @@
-"""Small blocks of a master copy in one run of bytes, and what of them a replica reported last."""
+"""Small blocks of a master in one run of bytes, and what a replica last reported of them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Rows:
 
     Args:
         blocks: The blocks.
-        layout: The layout of the master copy's tensors.
-        device: Where the run lies.
+        layout: The layout of the master's tensors.
+        device: The device of the run.
 
     Attributes:
         layout: The layout.
-        flat: The blocks' bytes, as they were taken or loaded last.
-        slots: The slots whose tensors lie in them.
-        views: Their contents in the run.
+        flat: The bytes of the blocks, as they were last read or loaded.
+        slots: The slots of the tensors in them.
+        views: The tensors in the run.
     """
 
     def __init__(self, blocks: tuple[int, ...], layout: BlockLayout, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class Rows:
         self.views = self._shown(self.flat.bytes)
 
     def fit(self, blocks: tuple[int, ...], layout: BlockLayout, device: torch.device) -> bool:
-        """Whether these are those blocks."""
+        """Whether the run has these blocks of this layout on this device."""
         return (
             self.flat.blocks == blocks
             and self.layout is layout
@@ -55,27 +55,26 @@ class Rows:
         copy(self.views, [tensors[slot] for slot in self.slots])
 
     def kept(self) -> Callable[[], dict[int, Tensor]]:
-        """What gives the contents of today, by slot, whatever is taken later."""
+        """A function that returns the contents of now, by slot, whatever is read later."""
         return functools.partial(self._by_slot, self.flat.bytes.clone())
 
     def _by_slot(self, run: Tensor) -> dict[int, Tensor]:
         return dict(zip(self.slots, self._shown(run), strict=True))
 
     def _shown(self, run: Tensor) -> list[Tensor]:
-        return tensors_in(
-            run, dict(zip(self.flat.blocks, self.flat.offsets, strict=True)), self._specs
-        )
+        starts = dict(zip(self.flat.blocks, self.flat.offsets, strict=True))
+        return tensors_in(run, starts, self._specs)
 
 
 class Told:
-    """What a replica reported last.
+    """The blocks that a replica last reported.
 
     Args:
         rows: The blocks, as they were reported.
 
     Attributes:
         report: The report's number.
-        now: The same blocks, to be compared with that.
+        now: Another run of the same blocks, to read and compare.
     """
 
     def __init__(self, rows: Rows) -> None:
@@ -85,18 +84,18 @@ class Told:
 
 
 class Spare(Generic[T]):
-    """One thing that is kept for the next time. A thread that takes it has it alone."""
+    """One object that is kept for later use. A thread that takes it has it alone."""
 
     def __init__(self) -> None:
         self._kept: deque[T] = deque(maxlen=1)
 
     def take(self) -> T | None:
-        """What was kept, if another thread does not have it."""
+        """The kept object; None if another thread has it."""
         try:
             return self._kept.pop()
         except IndexError:
             return None
 
     def keep(self, thing: T) -> None:
-        """Keep something, and let go of what was kept."""
+        """Keep an object instead of the one before."""
         self._kept.append(thing)
