@@ -27,6 +27,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from raydp_parallel.devices import forks
 from raydp_parallel.transport import handshake, process_end
 from raydp_parallel.transport.frames import (
@@ -58,6 +60,11 @@ _GREETING = 5.0
 """Seconds in which the other end has to answer that it holds the lock. It runs: it has just given
 its address.
 """
+
+
+def _kept(buffer: Any) -> Any:
+    """A buffer that can be sent later: a link writes the next call into the same array."""
+    return buffer.copy() if isinstance(buffer, np.ndarray) else buffer
 
 
 class Connection:
@@ -156,7 +163,7 @@ class Connection:
             with self._state:
                 self._waiting.add(number)
                 if self._held or not self._fits(size):
-                    self._held.append((number, buffers))
+                    self._held.append((number, [_kept(buffer) for buffer in buffers]))
                     return
                 self._owed[number] = size
             self._write(number, buffers)

@@ -166,7 +166,7 @@ def test_locks_that_a_thread_held_at_the_fork(model: DataParallel[Any]) -> None:
         slot.client._mappings._mapping,
     ]
     if executor._reporter is not None:
-        held.append(executor._reporter._telling)
+        held.append(executor._reporter._guard)
     ready, over = threading.Event(), threading.Event()
 
     def hold() -> None:

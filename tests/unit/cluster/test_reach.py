@@ -16,6 +16,7 @@ from mortal import Mortal, arm, armed, rows
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, Options, PlacementError, cluster
+from raydp_parallel.devices.buffers import Arena
 from raydp_parallel.replica import server
 from raydp_parallel.transport import call_bytes, direct_connection, links
 
@@ -80,7 +81,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, error: OSError, which: Collection[in
             raise error
         return direct_connection.Connection(address, *arguments)
 
-    monkeypatch.setattr(cluster.client, "Line", open_line)
+    monkeypatch.setattr(cluster.client, "Connection", open_line)
     return called
 
 
@@ -133,7 +134,7 @@ def test_memory_that_a_filter_of_system_calls_refuses(
     def refused(*_: object) -> int:
         raise PermissionError(1, "Operation not permitted")
 
-    probe, shown = call_bytes.sample(links.Arena())
+    probe, shown = call_bytes.sample(Arena())
     monkeypatch.setattr(os, "memfd_create", refused)
     assert (
         server.ReplicaServer("cpu", links.link_for("auto")).share(probe.descriptor, shown) is None

@@ -155,7 +155,9 @@ def test_an_entry_while_it_runs_and_none_afterwards(
     with Executor(["cpu", "cpu"], options=Options(name="posted")) as executor:
         train(DataParallel(nn.Linear(4, 2), executor=executor))
         assert executor._reporter is not None
-        executor._reporter._tell(False)
+        now = executor._reporter._report(False)
+        assert now is not None
+        executor._reporter._tell(now)
         assert command.main(["status", "--address", address]) == 0
         assert "posted  pid" in capsys.readouterr().out
         page = tmp_path / "report.html"

@@ -113,6 +113,21 @@ def test_a_wait_without_a_limit_looks_for_signals(monkeypatch: pytest.MonkeyPatc
     assert len(waits) >= 3 and max(waits) <= 1
 
 
+def test_a_call_that_waits_is_sent_as_it_was() -> None:
+    """A link writes the next call into the same array."""
+    with ends() as (caller, other):
+        caller.send(1, [np.zeros(1 << 15, dtype=np.uint8)])
+        scratch = np.full(1 << 15, 7, dtype=np.uint8)
+        caller.send(2, [scratch])
+        assert caller.holds_back
+        scratch[:] = 9
+        assert read_frame(other)[0] == 1
+        write_frame(other, 1, [b"answer"])
+        assert caller.receive(1, 60) == [b"answer"]
+        number, (found,) = read_frame(other)
+        assert number == 2 and {*bytes(found)} == {7}
+
+
 def test_what_came_before_a_send_failed_is_read() -> None:
     """Another thread's answer does not end with this one's call."""
     with ends() as (caller, other):
