@@ -38,10 +38,10 @@ def test_the_journey_passes_through_driver_and_replica() -> None:
     """Each side's own functions are among those that are entered, and none of the other side's."""
     driver, replica = journey.record()
     assert ("data_parallel.py", "DataParallel.forward") in driver and (
-        "replica.py",
+        "replica/replica.py",
         "Replica._forward",
     ) not in driver
-    assert ("replica.py", "Replica._forward") in replica and (
+    assert ("replica/replica.py", "Replica._forward") in replica and (
         "data_parallel.py",
         "DataParallel.forward",
     ) not in replica
