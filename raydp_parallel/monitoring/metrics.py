@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from raydp_parallel.monitoring.accounts import Account
 from raydp_parallel.monitoring.reporter import Report
-from raydp_parallel.monitoring.stats import ReplicaInfo, ReplicaStats, asked_for
+from raydp_parallel.monitoring.stats import NO_FAULTS, ReplicaInfo, ReplicaStats, asked_for
 
 LABELS = ("executor", "model", "replica", "device", "node", "gpu_uuid")
 """The labels that every metric has. ``model`` is empty where a number belongs to none."""
@@ -97,23 +97,8 @@ MEASURES = (
 )
 
 _SECONDS = ("adopt", "copy in", "forward", "backward", "copy out", "wait")
-_NOT_FAULTS = {
-    "index",
-    "pid",
-    "calls",
-    "rows",
-    "bytes_in",
-    "bytes_out",
-    "state_sent",
-    "state_skipped",
-    "chunk_rows",
-    "memory",
-    "memory_peak",
-    "memory_total",
-}
-
 FAULT_KINDS = tuple(
-    f.name for f in fields(ReplicaStats) if f.type == "int" and f.name not in _NOT_FAULTS
+    f.name for f in fields(ReplicaStats) if f.type == "int" and f.name not in NO_FAULTS
 )
 """The counters of a replica that count faults: all that `ReplicaStats` has."""
 

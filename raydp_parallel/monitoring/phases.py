@@ -20,9 +20,6 @@ BACKWARD = ("adopt", "copy in", "backward", "copy out")
 IN_REPLICA = {"forward": FORWARD, "backward": BACKWARD}
 """The phases of a replica's call, by the method that is called."""
 
-PHASES = ("adopt", "copy in", "forward", "backward", "copy out", "wait", "reduce", "idle")
-"""All phases. For each replica their seconds add up to the time since it started."""
-
 OpenSpan = Callable[[str], contextlib.AbstractContextManager[Any] | None]
 """Opens a span for a phase, for a profiler; None where no profiler runs."""
 

@@ -168,6 +168,23 @@ class ReplicaStats(ReplicaInfo):
     recent_copies_ms: float = 0.0
 
 
+NO_FAULTS = {
+    "index",
+    "pid",
+    "calls",
+    "rows",
+    "bytes_in",
+    "bytes_out",
+    "state_sent",
+    "state_skipped",
+    "chunk_rows",
+    "memory",
+    "memory_peak",
+    "memory_total",
+}
+"""Counts of a replica that are no faults; its other counts are."""
+
+
 @dataclass(frozen=True)
 class ExecutorStats:
     """What an executor did so far. Prints as a table.

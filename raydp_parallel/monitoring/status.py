@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from raydp_parallel.monitoring.reporter import Report
-from raydp_parallel.monitoring.stats import asked_for, printable, table
+from raydp_parallel.monitoring.stats import NO_FAULTS, asked_for, printable, table
 
 _EVENTS = 6
 """Events that are shown."""
@@ -19,21 +19,6 @@ _WINDOW = 10
 
 _OLD = 5.0
 """Seconds after which the text says that an entry is old."""
-
-_KNOWN = {
-    "index",
-    "pid",
-    "calls",
-    "rows",
-    "bytes_in",
-    "bytes_out",
-    "state_sent",
-    "state_skipped",
-    "chunk_rows",
-    "memory",
-    "memory_peak",
-    "memory_total",
-}
 
 
 class DriverStatus(NamedTuple):
@@ -182,7 +167,7 @@ def _rows(entry: Mapping[str, Any]) -> list[list[str]]:
 
 def _is_fault(name: str, replicas: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a field counts faults and is not 0; entries of later versions may have more such."""
-    return name not in _KNOWN and any(
+    return name not in NO_FAULTS and any(
         type(replica.get(name)) is int and replica[name] for replica in replicas
     )
 

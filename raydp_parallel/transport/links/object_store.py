@@ -63,8 +63,9 @@ class ObjectStoreLink(Link):
     def _buffer(self, size: int) -> np.ndarray:
         if self._put is _as_it_is:
             return np.empty(size, dtype=np.uint8)
-        # ``put`` copies, so one buffer serves every call; its pages were touched before, which
-        # halves the time.
+        # One buffer serves every call: its pages were touched before, which halves the time.
+        # ``put`` copies it, or it is sent before the next call; a connection that has to hold a
+        # call back copies it.
         if self._scratch is None or len(self._scratch) < size:
             self._scratch = np.empty(size, dtype=np.uint8)
         return self._scratch[:size]
