@@ -6,6 +6,7 @@ forms need a dashboard.
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import math
 import time
@@ -68,12 +69,35 @@ def connected() -> bool:
     return bool(ray.is_initialized())
 
 
-_parents: Any = None
+class _ParentsConnection:
+    """The connection of the process from which this one was forked, which shares its sockets.
+
+    An object or an actor of Ray that goes out of use is reported to the cluster. If the child did
+    so, by collecting garbage for example, its message would change the state of the parent's
+    connection, and the parent would wait for its next answer for ever.
+    """
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def remove_actor_handle_reference(self, actor: object) -> None:
+        """Called by an actor handle at its end."""
+
+    def remove_object_ref_reference(self, ref: object) -> None:
+        """Called by a reference at its end."""
+
+    def async_delete_object_ref_stream(self, ref: object) -> None:
+        """Called by a generator of references at its end."""
 
 
 def _leave_to_parent() -> None:
-    global _parents
-    _parents = global_worker.core_worker if connected() else None  # type: ignore[attr-defined]
+    if connected() and not inherited():
+        global_worker.core_worker = _ParentsConnection(global_worker.core_worker)  # type: ignore[attr-defined]
+        # At exit it would end the parent's cluster, and wait for threads that are not here.
+        atexit.unregister(ray.shutdown)
 
 
 forks.call_in_child(_leave_to_parent)
@@ -83,7 +107,7 @@ def inherited() -> bool:
     """Whether the session is that of the process from which this one was forked. Ray cannot be used
     by both.
     """
-    return _parents is not None and connected() and global_worker.core_worker is _parents  # type: ignore[attr-defined]
+    return connected() and isinstance(global_worker.core_worker, _ParentsConnection)  # type: ignore[attr-defined]
 
 
 def through_client() -> bool:

@@ -306,6 +306,55 @@ def test_a_child_of_a_process_that_has_no_replicas_yet() -> None:
     ], done.stderr
 
 
+GARBAGE = """
+import gc, os, torch
+from raydp_parallel import DataParallel, Executor
+from raydp_parallel.cluster import ray_api
+import ray
+
+model = DataParallel(torch.nn.Linear(3, 2), ["cpu"])
+expected = model(torch.ones(4, 3))
+
+
+@ray.remote(num_cpus=0)
+class Other:
+    pass
+
+
+gc.disable()
+dead = Other.remote()
+ray.kill(dead)
+for unused in ([dead], [ray.put(bytes(1 << 20))]):
+    unused.append(unused)
+del dead, unused
+child = os.fork()
+if not child:
+    os._exit(0 if gc.collect() else 1)
+print("status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+for _ in range(3):
+    ray_api.nodes()
+    with Executor(["cpu"]) as executor:
+        DataParallel(torch.nn.Linear(3, 2), executor=executor)(torch.ones(4, 3))
+print("parent", torch.equal(model(torch.ones(4, 3)), expected), flush=True)
+"""
+
+
+@pytest.mark.long
+def test_a_child_that_collects_the_parent_s_garbage() -> None:
+    """Ray reports each actor handle that goes out of use: from a child that would be a message in
+    the middle of the parent's.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    done = subprocess.run(
+        [sys.executable, "-c", GARBAGE],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+    )
+    assert done.stdout.splitlines() == ["status 0", "parent True"], done.stderr
+
+
 class Forks(nn.Module):
     """Forks in its forward; the child ends in one way or another, none of which is an answer."""
 
