@@ -7,10 +7,12 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from record import Record
 
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
@@ -31,6 +33,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--minutes", type=float, default=10.0, help="how long the soak of test_soak.py runs"
     )
     parser.addoption("--long", action="store_true", help="run the tests that are marked long, too")
+    help = "note in this file how each test ends, and leave out those that it says have passed"
+    parser.addoption("--record", type=Path, help=help)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,6 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     global _nodes
     _nodes = config.getoption("--nodes")
+    if config.getoption("--record"):
+        config.pluginmanager.register(Record(config.getoption("--record")))
     Options.__init__.__kwdefaults__.update(link=config.getoption("--link"), threads=1)
     # A shell starts what runs in the background with SIGINT ignored, and tests of Ctrl-C would wait
     # for ever.

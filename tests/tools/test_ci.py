@@ -14,9 +14,19 @@ import pytest
 
 CHECK = Path(__file__).parents[2] / ".ci" / "run"
 
-OPTION = """
+OPTIONS = f"""
+import sys
+from pathlib import Path
+
+sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
+from record import Record
+
 def pytest_addoption(parser):
     parser.addoption("--long", action="store_true")
+    parser.addoption("--record", type=Path)
+
+def pytest_configure(config):
+    config.pluginmanager.register(Record(config.getoption("--record")))
 """
 
 PASSES = """
@@ -54,6 +64,16 @@ def test_ends():
     os._exit(0)
 """
 
+HANGS_ONCE = """
+import os, time
+
+def test_hangs():
+    if not os.path.exists("hung"):
+        open("hung", "w").close()
+        while True:
+            time.sleep(60)
+"""
+
 
 def check(root: Path, tests: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the check in a checkout whose suite is ``tests``; no browser is installed for it."""
@@ -70,7 +90,8 @@ def check(root: Path, tests: str, *arguments: str) -> subprocess.CompletedProces
         path.chmod(0o755)
     (root / ".ci").mkdir()
     shutil.copy(CHECK, root / ".ci" / "run")
-    (root / "conftest.py").write_text(OPTION)
+    (root / "conftest.py").write_text(OPTIONS)
+    (root / "pytest.ini").write_text("[pytest]\n")
     (root / "test_it.py").write_text(tests)
     path = os.pathsep.join([str(root / "tools"), os.environ["PATH"]])
     env = {**os.environ, "PATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
@@ -85,7 +106,21 @@ def test_what_passes_when_it_is_run_again_is_named(tmp_path: Path) -> None:
     done = check(tmp_path, PASSES + FLAKY)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "ran").read_text() == "passes flaky flaky "
-    assert "PASSED ONLY WHEN RUN AGAIN: 1 of 2 tests\ntest_it::test_flaky\n" in done.stdout
+    named = "PASSED ONLY WHEN RUN AGAIN: 1 of 2 tests\ntest_it.py::test_flaky\n"
+    assert named in done.stdout
+
+
+def test_a_test_that_does_not_end(tmp_path: Path) -> None:
+    """It is ended, with the traces of its threads, and run again, as is what was to come after
+    it; what has passed is not.
+    """
+    limit = ("-o", "faulthandler_timeout=3", "-o", "faulthandler_exit_on_timeout=true")
+    after = PASSES.replace("passes", "after")
+    done = check(tmp_path, PASSES + HANGS_ONCE + after, *limit)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "ran").read_text() == "passes after "
+    assert "Timeout" in done.stderr and "in test_hangs" in done.stderr
+    assert "AGAIN: 1 of 3 tests\ntest_it.py::test_hangs\n" in done.stdout
 
 
 def test_a_suite_that_passes_is_run_once(tmp_path: Path) -> None:
@@ -99,11 +134,11 @@ def test_a_suite_that_passes_is_run_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tests", "why"),
     [
-        (FLAKY + FAILS, "pytest ended with status 1"),
-        (SKIPPED, "No test ran."),
+        (PASSES + FLAKY + FAILS, "failed twice, or did not end:\ntest_it.py::test_fails\n"),
+        (SKIPPED, "no test ran"),
         ("", "pytest ended with status 5"),
         ("import nothing_of_this_name", "pytest ended with status 2"),
-        (PASSES + ENDS, "No test ran."),
+        (PASSES + ENDS, "failed twice, or did not end:\ntest_it.py::test_ends\n"),
     ],
     ids=["fails twice", "all skipped", "no test", "not collected", "no report"],
 )
