@@ -20,6 +20,7 @@ from raydp_parallel.calls.weight_relay import RelayRoute, WeightRelay, begin_rel
 from raydp_parallel.cluster.chunk_calls import ChunkAnswer, ChunkCall, GraphHandle, RemoteGraph
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
 from raydp_parallel.devices import ambient_state
+from raydp_parallel.errors import TransferError
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.state.history import Mark
 from raydp_parallel.state.tracker import ModuleTracker
@@ -145,7 +146,13 @@ class ForwardCall:
             self.token = autograd.fork(self.call)
         first = self.chunks[0].tracker
         # [8]
-        autograd.finish([(first if i == 0 else None, answer) for i, answer in enumerate(answers)])
+        try:
+            autograd.finish([(first if i == 0 else None, a) for i, a in enumerate(answers)])
+        except Exception as error:
+            named = self._unloadable(answers)
+            if named is None:
+                raise
+            raise named from error
         self._note_parts()
         return self._outputs(answers)  # [9]
 
@@ -346,6 +353,24 @@ class ForwardCall:
                     own=self.own[i],
                 )
             self.call.parts.append(part)
+
+    def _unloadable(self, answers: Sequence[ChunkAnswer]) -> TransferError | None:
+        """The error that names what the replica of the first failed chunk could not load, if that
+        is why it failed, and if it can be found here.
+        """
+        failed = (at for at, answer in enumerate(answers) if answer.reply.failure is not None)
+        first = next(failed, None)
+        if first is None:
+            return None
+        chunk, failure = self.chunks[first], answers[first].reply.failure
+        if failure is None or not failure.loading:
+            return None
+        why = failure.text.strip().splitlines()[-1]
+        if failure.loading == "module":
+            return codec.unloadable(chunk.tracker.module, "module", why)
+        if chunk.kwargs:
+            return codec.unloadable(Arguments(chunk.args, chunk.kwargs), "", why)
+        return codec.unloadable(chunk.args, "inputs", why)
 
     def _outputs(self, answers: Sequence[ChunkAnswer]) -> list[Any]:
         unpacked = [

@@ -12,6 +12,7 @@ import cloudpickle
 from torch._utils import ExceptionWrapper
 
 from raydp_parallel.errors import ReplicaError, ReplicaExit
+from raydp_parallel.transport import codec
 from raydp_parallel.transport.messages import CaughtWarning, Failure
 
 NO_DEBUGGER = (
@@ -34,6 +35,9 @@ class ReplicaTraceback(Exception):
 
 def failure(error: BaseException, where: str | None) -> Failure:
     """Take down the exception that is being handled."""
+    what = ""
+    if isinstance(error, codec.NotLoaded) and error.__cause__ is not None:
+        what, error = error.args[0], error.__cause__
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     return Failure(
         kind=_pickled(type(error)),
@@ -42,6 +46,7 @@ def failure(error: BaseException, where: str | None) -> Failure:
         where=where,
         exception=_pickled_whole(error) if where is None else None,
         exit=not isinstance(error, Exception),
+        loading=what,
     )
 
 

@@ -251,7 +251,8 @@ class Replica:
     ) -> Parcel:
         replica_module = self._replica_module(request, attachments)  # [4]
         self._laps.begin(1)
-        value, inputs = codec.decode(request.inputs, attachments, self.device)
+        with codec.loading("inputs"):
+            value, inputs = codec.decode(request.inputs, attachments, self.device)
         args, kwargs = value if isinstance(value, Arguments) else (value, {})
         own = [] if request.detach else replica_module.leaves()
         leaves = (

@@ -390,7 +390,8 @@ class ReplicaModule:
 
     def _load(self) -> None:
         """Build the module from its structure, around the present tensors."""
-        self.module = structure.load(self._structure, self._slots, self._device)
+        with codec.loading("module"):
+            self.module = structure.load(self._structure, self._slots, self._device)
         self._outdated = False
         self._modules = [*self.module.modules()]
         for module in self._modules:

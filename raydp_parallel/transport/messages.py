@@ -277,6 +277,7 @@ class Failure(NamedTuple):
         where: The replica, in upstream's words; None leaves the exception unchanged.
         exception: The pickled exception itself, where it can be pickled and ``where`` is None.
         exit: Whether the module asked the process to end.
+        loading: What the replica could not load, "inputs" or "module"; "" if it was something else.
     """
 
     kind: bytes | None
@@ -285,6 +286,7 @@ class Failure(NamedTuple):
     where: str | None
     exception: bytes | None
     exit: bool
+    loading: str = ""
 
 
 class CaughtWarning(NamedTuple):

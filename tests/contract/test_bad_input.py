@@ -410,6 +410,58 @@ def test_unpicklable_input(call: Callable[[Any], Any], path: list[str], ids: lis
     assert torch.equal(model(torch.ones(2, 4)), torch.ones(2, 4))
 
 
+class NotBack:
+    """Pickles; loading it raises."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        raise state["error"]
+
+
+@pytest.mark.parametrize("ids", [["cpu"], TWO])
+def test_what_cannot_be_loaded_is_named(ids: list[str]) -> None:
+    """The path to it, also when it is in the module or one of many; the cause is the replica's
+    exception. Without it the same wrapper works.
+    """
+    net, bad = nn.Sequential(nn.Linear(4, 2)), NotBack(LookupError("gone"))
+    model, x = DataParallel(net, ids), torch.ones(2, 4)
+    expected = model(x)
+    for call, path in (
+        (lambda: model(x, [0, Holder({"a": bad})]), "inputs[1][1].content['a']"),
+        (lambda: model(x, key=(0, bad)), "kwargs['key'][1]"),
+    ):
+        error = raised(call)
+        assert isinstance(error, TransferError), error
+        assert str(error).startswith(f"{path} is a test_bad_input.NotBack, which can be pickled")
+        assert "LookupError: gone" in str(error) and isinstance(error.__cause__, LookupError)
+    net[0].held = {"bad": bad}
+    error = raised(lambda: model(x))
+    assert isinstance(error, TransferError)
+    assert "0.held['bad'] is a test_bad_input.NotBack" in str(error), error
+    del net[0].held
+    assert torch.equal(model(x), expected)
+
+
+class OnlyHere:
+    """Can be loaded in the process that made it, and nowhere else."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if state["process"] != os.getpid():
+            raise LookupError("elsewhere")
+
+
+def test_what_only_a_replica_cannot_load() -> None:
+    """The replica's own exception: the driver cannot tell what it was."""
+    model = DataParallel(nn.Identity(), TWO)
+    error = raised(lambda: model(torch.ones(2, 4), OnlyHere()))
+    assert type(error) is LookupError and "elsewhere" in str(error)
+
+
 class Adds(nn.Module):
     """Takes two arguments."""
 

@@ -26,7 +26,15 @@ from raydp_parallel.transport.codec.tensor_bytes import (
     spec_of,
     write,
 )
-from raydp_parallel.transport.codec.values import in_rows, is_row, load, unsendable
+from raydp_parallel.transport.codec.values import (
+    NotLoaded,
+    in_rows,
+    is_row,
+    load,
+    loading,
+    unloadable,
+    unsendable,
+)
 
 __all__ = [
     "DTYPES",
@@ -46,6 +54,9 @@ __all__ = [
     "stream_name",
     "tensors_in",
     "unpack",
+    "NotLoaded",
+    "loading",
+    "unloadable",
     "unsendable",
     "write",
 ]

@@ -5,9 +5,10 @@ Tensors are found wherever pickle reaches, also in objects of the user's classes
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -70,6 +71,21 @@ def is_row(value: tuple[Any, ...]) -> bool:
     return {*map(type, tensors)} <= {Tensor} and len({*map(id, tensors)}) == len(tensors)
 
 
+class NotLoaded(Exception):
+    """What was sent cannot be loaded; the reason is this exception's cause."""
+
+
+@contextlib.contextmanager
+def loading(what: str) -> Iterator[None]:
+    """Tell an exception of loading, which runs code of the user's classes, from one of the
+    module's.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise NotLoaded(what) from error
+
+
 class _ValuePickler(Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -94,6 +110,20 @@ class _ValueUnpickler(pickle.Unpickler):
         return self.tensors[index]
 
 
+_ADVICE = "Leave it out, make it where it is used, or give its class a __reduce__"
+
+
+def _loadable(value: Any) -> bool:
+    file = io.BytesIO()
+    pickler = _ValuePickler(file)
+    try:
+        pickler.dump(value)
+        _ValueUnpickler(io.BytesIO(file.getvalue()), pickler.tensors).load()
+    except Exception:
+        return False
+    return True
+
+
 def _picklable(value: Any) -> bool:
     try:
         _ValuePickler(io.BytesIO()).dump(value)
@@ -108,18 +138,37 @@ def unsendable(
     """The error for a value that cannot be pickled, with the path to the innermost part that
     cannot.
     """
+    path, kind = _innermost(value, path, picklable)
+    return TransferError(
+        f"{path} is a {kind}, which cannot be sent to another process: {error}. {_ADVICE}"
+    )
+
+
+def unloadable(value: Any, path: str, error: str) -> TransferError | None:
+    """The error for a value that a replica could not load, with the path to the innermost part that
+    cannot be loaded here either; None if all can be loaded here.
+    """
+    if _loadable(value):
+        return None
+    path, kind = _innermost(value, path, _loadable)
+    return TransferError(
+        f"{path} is a {kind}, which can be pickled, but not loaded in another process: {error}. "
+        f"{_ADVICE}"
+    )
+
+
+def _innermost(value: Any, path: str, works: Callable[[Any], bool]) -> tuple[str, str]:
+    """The path to the innermost part for which something does not work, and the name of its
+    class.
+    """
     seen: set[int] = set()
     while id(value) not in seen:
         seen.add(id(value))
-        inner = next(((name, part) for name, part in _parts(value) if not picklable(part)), None)
+        inner = next(((name, part) for name, part in _parts(value) if not works(part)), None)
         if inner is None:
             break
         path, value = path + inner[0], inner[1]
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    return TransferError(
-        f"{path.lstrip('.')} is a {kind}, which cannot be sent to another process: {error}. "
-        "Leave it out, make it where it is used, or give its class a __reduce__"
-    )
+    return path.lstrip("."), f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _parts(value: Any) -> list[tuple[str, Any]]:
