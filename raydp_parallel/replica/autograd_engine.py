@@ -28,7 +28,7 @@ def differentiate(
 
     Args:
         leaves: What gradients may be asked for.
-        partial: Whether there are leaves besides, for which nobody will ask.
+        partial: Whether there are leaves besides, which are never asked for.
         outputs: What is differentiated.
         grads: Its gradients.
         request: The driver's.

@@ -45,7 +45,7 @@ class GradientStream:
     Args:
         leaves: The leaves of the graph.
         room: Where their gradients go.
-        courier: Who copies.
+        courier: The thread that copies.
     """
 
     def __init__(

@@ -182,7 +182,7 @@ class Replica:
                 self._show_the_present(request)
             except BaseException as error:  # what a kernel ran into may be told here, too
                 failure = failure or exceptions.failure(error, where)
-                # nobody knows what is in it: the driver sends everything
+                # its contents are unknown: the driver sends everything
                 self._models.pop(request.model, None)
                 written, revision = None, 0
         try:

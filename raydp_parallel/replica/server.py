@@ -162,7 +162,7 @@ class ReplicaServer:
         return versions()
 
     def hello(self) -> ReplicaHello:
-        """Who is here."""
+        """The device and the process."""
         found = devices.describe(self._device, os.getpid(), self._node())
         return found._replace(gpu_index=self._gpu()) if found.gpu else found
 

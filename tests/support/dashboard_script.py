@@ -265,7 +265,11 @@ def history() -> None:
         task.name for task in tasks if not WORK.fullmatch(task.name) and "__init__" not in task.name
     ]
     print(f"tasks: {len(working)} replicas say what they do, others {others}")
-    print("timeline:", any(WORK.fullmatch(event["name"]) for event in ray.timeline()))
+    # The span of a task comes with a later report than the task itself.
+    spans, _ = within(
+        10, lambda: any(WORK.fullmatch(event["name"]) for event in ray.timeline()) or None
+    )
+    print(f"timeline: {spans is True}")
 
 
 def phases() -> None:
