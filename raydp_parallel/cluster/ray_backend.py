@@ -366,7 +366,7 @@ class RayBackend:
 
     def show(self, client: ReplicaClient, text: str) -> None:
         if client.line is not None and self.alive():
-            client.actor.work.options(name=text).remote()
+            client.actor.work.options(name=text).remote(text)
 
     def note(self, client: ReplicaClient, text: str) -> None:
         client.actor.note.remote(text)

@@ -269,7 +269,7 @@ def history() -> None:
     spans, _ = within(
         10, lambda: any(WORK.fullmatch(event["name"]) for event in ray.timeline()) or None
     )
-    print(f"timeline: {spans is True}")
+    print(f"work in the timeline: {spans is True}")
 
 
 def phases() -> None:

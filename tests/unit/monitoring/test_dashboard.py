@@ -94,7 +94,7 @@ def test_tasks_and_timeline_read_well(seen: str) -> None:
     them.
     """
     assert "tasks: 2 replicas say what they do, others []" in seen
-    assert "timeline: True" in seen
+    assert "work in the timeline: True" in seen
 
 
 def test_each_phase_is_a_task_where_that_is_asked(seen: str) -> None:

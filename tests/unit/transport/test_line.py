@@ -391,7 +391,7 @@ def test_one_thread_of_a_replica_computes(cluster: None, direct: bool) -> None:
             ray.get([slot.client.actor.hello.remote(), slot.client.actor.versions.remote()])
             backend = executor._replica_set.backend
             backend.note(slot.client, "a line")
-            ray.get(slot.client.actor.work.remote())
+            ray.get(slot.client.actor.work.remote("work"))
         assert max(counted) - counted[0] < 8, counted
 
 
