@@ -24,7 +24,7 @@ import contextlib
 import functools
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -33,7 +33,7 @@ from torch import nn
 from torch._C._profiler import _RecordFunctionFast as record_function
 
 from raydp_parallel import batch, devices, functional
-from raydp_parallel.calls import forward
+from raydp_parallel.calls import batch_inference, forward
 from raydp_parallel.calls.executor import Executor, normalize, shared
 from raydp_parallel.cluster.backend import DeviceId
 from raydp_parallel.devices import ambient_state
@@ -251,6 +251,78 @@ class DataParallel(nn.DataParallel[T]):
         finally:
             forward.capturing.reset(reset)
 
+    def map(
+        self,
+        batches: Iterable[Any],
+        *,
+        in_flight: int | None = None,
+        split: bool | None = None,
+        ordered: bool = True,
+        on_error: batch_inference.OnError = "raise",
+        progress: bool = False,
+    ) -> Generator[Any, None, None]:
+        """Compute many batches without gradients, several at once, and give their outputs.
+
+        ::
+
+            for out in model.map(batches):
+                save(out)
+
+        A batch that is a tuple or a list is called as ``model(*batch)``, a mapping as
+        ``model(**batch)``, anything else as ``model(batch)``. The loader and the loop run in the
+        caller's thread, while replicas compute. A batch must stay as it is until its output was
+        given, and the module while the map runs: batches in flight might see a change. What
+        forward writes into the module, such as batch norm's running statistics, is dropped; only
+        where the module runs in place does it stay.
+
+        Args:
+            batches: The batches; they are loaded one by one.
+            in_flight: The most batches that are loaded, and whose outputs were not yet given. By
+                default two for each replica, or two if batches are split.
+            split: Whether each batch is split among the replicas, as in a call of the model; or
+                goes to one replica as a whole. None splits if ``in_flight`` is less than the
+                number of replicas, because some would have nothing to do.
+            ordered: Whether outputs come in the order of batches, or as they end.
+            on_error: ``"raise"`` raises what the module raised, in place of the batch's output, and
+                ends; ``"skip"`` gives no output for that batch, and warns of all of them at the
+                end. What the loader raises is raised after the outputs of the batches before.
+            progress: Whether to count batches on standard error.
+
+        Yields:
+            One output for each batch. Leaving the loop early waits for the batches in flight.
+        """
+        count = len(self.device_ids)
+        _check_map(in_flight, on_error)
+        if split is None:
+            split = in_flight is not None and in_flight < count
+        whole = count > 0 and not (split and count > 1)
+        in_place = not count or replica.running
+        if not in_place:
+            self._replicate(self.device_ids)  # starts in the caller's thread, which Ctrl-C can end
+        ahead = not in_place and not self.executor.options.in_process
+        limit = in_flight or (2 * count if whole else 2)
+        settings = batch_inference.MapSettings(
+            replicas=count if whole else 1,
+            in_flight=limit if ahead else 1,
+            at_once=min(count, limit) if whole else None,
+            device=_module_device(self.module),
+            place=None if in_place else self._output_device,
+            threads=ahead,
+            ordered=ordered,
+            on_error=on_error,
+            progress=progress,
+        )
+        compute = self._compute_whole if whole and not in_place else self._compute_split
+        return batch_inference.outputs(batches, compute, settings)
+
+    def _compute_whole(self, at: int, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of a batch that one replica computes."""
+        return self._replicate(self.device_ids)[at](*inputs, **kwargs)
+
+    def _compute_split(self, at: int, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of a batch that all replicas compute, or the module in place."""
+        return self.forward(*inputs, **kwargs)
+
     def _warn_of_sizes(self, sizes: str) -> None:
         """Once: the chunks of such arguments do not belong together, row by row; some programs mean
         that.
@@ -405,6 +477,15 @@ def _own_device(entry: Any, ids: Sequence[DeviceId]) -> torch.device:
             f"output_device={entry} is neither one of device_ids {list(ids)} nor a CUDA device here"
         )
     return devices.output_place(entry)
+
+
+def _check_map(in_flight: Any, on_error: Any) -> None:
+    if in_flight is not None and (isinstance(in_flight, bool) or not isinstance(in_flight, int)):
+        raise TypeError(f"map: in_flight must be an int or None, got {in_flight!r}")
+    if in_flight is not None and in_flight < 1:
+        raise ValueError(f"map: in_flight={in_flight}, expected at least 1")
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f"map: on_error={on_error!r}, expected 'raise' or 'skip'")
 
 
 def _check_types(module: Any, executor: Any, options: Any, dim: Any) -> None:

@@ -4,12 +4,13 @@ elsewhere.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 log = logging.getLogger("raydp_parallel")
 
@@ -81,6 +82,49 @@ class Progress:
         if self._live and self._drawn:
             self._stream.write("\n")
             self._stream.flush()
+
+
+class BatchCount:
+    """Counts batches on standard error: by tqdm if it is installed, else with a line of text.
+
+    Args:
+        total: How many there are; None if that is not known.
+    """
+
+    def __init__(self, total: int | None) -> None:
+        self._total = total
+        self._done = 0
+        self._next = 0.0
+        self._stream = sys.stderr
+        self._bar: Any = None
+        try:
+            tqdm = importlib.import_module("tqdm")
+        except ImportError:
+            return
+        self._bar = tqdm.tqdm(total=total, desc="map", unit="batch", file=self._stream)
+
+    def advance(self) -> None:
+        """Count one more batch."""
+        self._done += 1
+        if self._bar is not None:
+            self._bar.update()
+        elif redraws(self._stream) and time.monotonic() >= self._next:
+            self._next = time.monotonic() + 0.1
+            self._stream.write(f"\r{self._text()}")
+            self._stream.flush()
+
+    def close(self) -> None:
+        """Leave the last count on the screen."""
+        if self._bar is not None:
+            self._bar.close()
+            return
+        start = "\r" if redraws(self._stream) else ""
+        self._stream.write(f"{start}{self._text()}\n")
+        self._stream.flush()
+
+    def _text(self) -> str:
+        of = "" if self._total is None else f" of {self._total}"
+        return f"map: {self._done}{of} batches"
 
 
 class Waiting:

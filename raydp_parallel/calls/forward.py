@@ -89,6 +89,26 @@ joining: ContextVar[bool] = ContextVar("raydp_parallel_joining", default=False)
 capturing: ContextVar[Capture | None] = ContextVar("raydp_parallel_capturing", default=None)
 
 
+class MapCall(NamedTuple):
+    """What a forward knows that computes one of several batches at once.
+
+    Its effects on the module are dropped: those of several batches have no order.
+
+    Attributes:
+        at_once: How many such forwards run at the same time, each with one chunk; None if each has
+            all replicas.
+        sent: Called once its chunks were sent, and the module is not read any more.
+        place: Where its outputs go; None is where the master is.
+    """
+
+    at_once: int | None
+    sent: Callable[[], None]
+    place: torch.device | None
+
+
+mapping: ContextVar[MapCall | None] = ContextVar("raydp_parallel_mapping", default=None)
+
+
 def run(executor: Executor, chunks: Sequence[ForwardChunk], unused: UnusedGrads) -> list[Any]:
     """Run every chunk, and make the outputs part of torch's graph."""
     return ForwardCall(executor, chunks, unused).run()
@@ -115,7 +135,9 @@ class ForwardCall:
         on_cpu = devices.is_cpu(chunks[0].tracker.device)
         self.joins = joining.get() and self.capture is None and len(chunks) > 1 and on_cpu
         self.call = autograd.CallNode(executor, [], [], unused)
-        self.threads = executor.threads(len(chunks))
+        self.mapping = mapping.get()
+        at_once = self.mapping.at_once if self.mapping is not None else None
+        self.threads = executor.threads(at_once or len(chunks))
         self.sends: list[int] = []
         self.verified = True
         self.token: Tensor | None = None
@@ -246,7 +268,7 @@ class ForwardCall:
             context=self.ambient,
             seed=self.seed,
             threads=self.threads,
-            write_back=number == 0,
+            write_back=number == 0 and self.mapping is None,
             capture=self.capture.names if self.capture is not None else (),
             detach=chunk.detach,
             alone=chunk.alone,
@@ -288,6 +310,8 @@ class ForwardCall:
             self.token = autograd.fork(self.call)
         verified = [tracker.verify() for tracker in self.trackers]  # [5]
         self.verified = all(verified)
+        if self.mapping is not None:
+            self.mapping.sent()
 
     def _plan(self) -> None:
         """Collect the call's leaves, each once, and which of them each chunk has, in the order of
@@ -377,6 +401,9 @@ class ForwardCall:
             codec.unpack(a.reply.value, a.attachments, c.tracker.device) if a.reply.value else []
             for c, a in zip(self.chunks, answers, strict=True)
         ]
+        if self.mapping is not None and self.mapping.place is not None:
+            place = self.mapping.place
+            unpacked = [[tensor.to(place) for tensor in row] for row in unpacked]
         if self.token is not None:
             joined = self.joins and not batch.any_registered()
             joined = joined and codec.in_rows([a.reply.value for a in answers])

@@ -31,7 +31,15 @@ from raydp_parallel.devices.memory import (
 )
 from raydp_parallel.devices.process import keep_freed_memory, seed, start_thread, use_threads
 from raydp_parallel.devices.raw import view
-from raydp_parallel.devices.streams import Courier, Track, courier, follow, hand_over, track
+from raydp_parallel.devices.streams import (
+    Courier,
+    Track,
+    courier,
+    follow,
+    hand_over,
+    same_stream,
+    track,
+)
 
 __all__ = [
     "RECYCLED",
@@ -68,6 +76,7 @@ __all__ = [
     "reader",
     "recycled",
     "rest",
+    "same_stream",
     "scratch",
     "seed",
     "spoiled",

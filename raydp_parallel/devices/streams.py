@@ -8,6 +8,7 @@ freed on one stream may be allocated again by torch before the other stream has 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 from collections.abc import Iterable, Sequence
@@ -86,6 +87,15 @@ def follow(tracks: Iterable[Track]) -> None:
             here.wait_stream(stream)
             if tensor.layout is torch.strided:
                 tensor.record_stream(here)
+
+
+def same_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A context in which another thread works on this thread's current stream of a device; one
+    that does nothing on a CPU.
+    """
+    if is_cpu(device):
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.current_stream(device))
 
 
 def hand_over(tensors: Iterable[Tensor | None]) -> None:
