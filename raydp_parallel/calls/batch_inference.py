@@ -3,13 +3,13 @@
 ```
  caller's thread:   load, send, load, send ...  take an output, give it, load, send ...
                           │           │         ▲
- a pool's threads:     forward     forward ─────┘   each an ordinary forward
+ other threads:        forward     forward ─────┘   each an ordinary forward
 ```
 
 [Note: threads of a map]
-The caller's thread alone runs the loader and the consumer, and waits while a pool's thread sends a
+The caller's thread alone runs the loader and the consumer, and waits while another thread sends a
 batch: so batches are loaded, seeds drawn and weights read in the order of a plain loop, and never
-while the caller's code runs. The pool's threads read answers, so that a replica whose answer was
+while the caller's code runs. The other threads read answers, so that a replica whose answer was
 read gets its next batch, whatever the caller does. They are never interrupted: Ctrl-C ends the
 caller's wait, and leaves no call half done.
 """
@@ -17,11 +17,12 @@ caller's wait, and leaves no call half done.
 from __future__ import annotations
 
 import contextvars
+import functools
 import os
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -77,27 +78,46 @@ class SentBatch:
         wanted: What `capture` asks for around the map.
 
     Attributes:
-        future: Its output, once it was sent.
-        captured: The outputs of submodules in this batch's forward.
+        captured: Takes the outputs of submodules in this batch's forward.
+        ended: Whether it has an output or an error.
     """
 
     def __init__(self, number: int, replica: int, wanted: forward.Capture | None) -> None:
         self.number = number
         self.replica = replica
-        self.future: Future[Any] = Future()
         self._wanted = wanted
         self.captured = None if wanted is None else forward.Capture(wanted.module, wanted.names)
+        self._output: Any = None
+        self._error: BaseException | None = None
+        self.ended = False
+
+    def run(self, compute: Callable[[], Any]) -> None:
+        """Compute it, and keep what comes of it."""
+        try:
+            self._output = compute()
+        except BaseException as error:
+            self._error = error
+        self.ended = True
 
     def output(self) -> Any:
-        """Its output; what it captured is then what was captured last."""
-        output = self.future.result()
+        """Its output, once; what it captured is then what was captured last."""
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame
         if self._wanted is not None and self.captured is not None:
             self._wanted.parts = self.captured.parts
+        output, self._output = self._output, None
         return output
 
 
 class BatchPipeline:
     """The batches whose outputs were not yet taken.
+
+    It waits by `SimpleQueue` alone. Events and futures are Python code, in which Ctrl-C may leave a
+    lock held that a thread then waits for.
 
     Args:
         compute: Computes a batch.
@@ -108,9 +128,9 @@ class BatchPipeline:
         self._compute = compute
         self._settings = settings
         self._process = os.getpid()
-        self._pool: ThreadPoolExecutor | None = None
-        if settings.threads:
-            self._pool = ThreadPoolExecutor(settings.in_flight, "raydp-map")
+        self._threads = 0
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._ended: SimpleQueue[None] = SimpleQueue()
         self._batches: list[SentBatch] = []
         self._count = 0
 
@@ -119,54 +139,75 @@ class BatchPipeline:
 
     def send(self, batch: Any) -> None:
         """Send a batch to the replica that has the fewest, and return once it was sent."""
-        args, kwargs = arguments(batch)
         waiting = [0] * self._settings.replicas
-        for one in self._batches:
-            waiting[one.replica] += not one.future.done()
+        for other in self._batches:
+            waiting[other.replica] += not other.ended
         one = SentBatch(self._count, waiting.index(min(waiting)), forward.capturing.get())
         self._count += 1
-        sent = threading.Event()
-        context, ambient = contextvars.copy_context(), ambient_state.capture()
-        stream = devices.same_stream(self._settings.device)
-
-        def run() -> Any:
-            settings = self._settings
-            forward.mapping.set(forward.MapCall(settings.at_once, sent.set, settings.place))
-            forward.capturing.set(one.captured)
-            try:
-                with ambient_state.enter(ambient._replace(grad=False)), stream:
-                    return self._compute(one.replica, args, kwargs)
-            finally:
-                sent.set()
-
-        self._batches.append(one)
-        if self._pool is not None:
-            one.future = self._pool.submit(context.run, run)
-            sent.wait()
+        sent: SimpleQueue[None] = SimpleQueue()
+        compute = self._job(one, *arguments(batch), sent)
+        if not self._settings.threads:
+            self._batches.append(one)
+            one.run(compute)
             return
-        try:
-            one.future.set_result(context.run(run))
-        except Exception as error:
-            one.future.set_exception(error)
+
+        def run() -> None:
+            one.run(compute)
+            sent.put(None)
+            self._ended.put(None)
+
+        if self._threads < self._settings.in_flight:
+            self._threads += 1
+            name, jobs = "raydp-map", (self._work,)
+            threading.Thread(target=_work, args=jobs, name=name, daemon=True).start()
+        self._work.put(run)
+        self._batches.append(one)  # after that, so that `close` waits for nothing that never comes
+        sent.get()
+
+    def _job(
+        self, one: SentBatch, args: tuple[Any, ...], kwargs: dict[str, Any], sent: SimpleQueue[None]
+    ) -> Callable[[], Any]:
+        """What computes a batch in any thread as the calling thread would, now."""
+        settings = self._settings
+        context, ambient = contextvars.copy_context(), ambient_state.capture()
+        stream = devices.same_stream(settings.device)
+        call = forward.MapCall(settings.at_once, functools.partial(sent.put, None), settings.place)
+
+        def compute() -> Any:
+            forward.mapping.set(call)
+            forward.capturing.set(one.captured)
+            with ambient_state.enter(ambient._replace(grad=False)), stream:
+                return self._compute(one.replica, args, kwargs)
+
+        return functools.partial(context.run, compute)
 
     def take(self) -> SentBatch:
         """Wait for the next batch that has ended, and let go of it."""
-        if self._settings.ordered:
-            wait([self._batches[0].future])
-        else:
-            wait([one.future for one in self._batches], return_when=FIRST_COMPLETED)
-        ended = next(at for at, one in enumerate(self._batches) if one.future.done())
-        return self._batches.pop(ended)
+        candidates = self._batches[:1] if self._settings.ordered else self._batches
+        while True:
+            for one in candidates:
+                if one.ended:
+                    self._batches.remove(one)
+                    return one
+            self._ended.get()
 
     def close(self) -> None:
         """Wait for all calls that run. A forked process has none: the threads are the parent's."""
-        if self._pool is None or os.getpid() != self._process:
+        if os.getpid() != self._process:
             return
         try:
-            wait([one.future for one in self._batches])
+            while not all(one.ended for one in self._batches):
+                self._ended.get()
         finally:
-            self._batches.clear()
-            self._pool.shutdown(wait=False)
+            for _ in range(self._threads):
+                self._work.put(None)
+
+
+def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
+    """Run jobs, until there is a None."""
+    while (job := jobs.get()) is not None:
+        job()
+        del job
 
 
 class BatchSource:
