@@ -21,6 +21,7 @@ NAMES = (
         "payload_sweep",
         "weights_sweep",
         "scaling",
+        "inference",
     ),
     *("memory", "scale"),
 )

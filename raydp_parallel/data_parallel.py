@@ -265,8 +265,8 @@ class DataParallel(nn.DataParallel[T]):
 
         ::
 
-            for out in model.map(batches):
-                save(out)
+            for out in model.map([x, x, x]):
+                print(out.shape)
 
         A batch that is a tuple or a list is called as ``model(*batch)``, a mapping as
         ``model(**batch)``, anything else as ``model(batch)``. The loader and the loop run in the

@@ -1,0 +1,159 @@
+"""How fast is batch inference, beside one replica's rate and Ray Data?
+
+`python -m benchmarks.inference` computes the same batches with a net that is bound by the CPU,
+interleaved: `map` on one replica, `map` on two, `map` on two with a loader that waits as long per
+batch as two replicas compute, a loop that calls the wrapper on two replicas, and Ray Data's
+`map_batches` with two actors. Each replica and each actor has one thread. Ray Data starts its
+actors anew each time; its time counts from when the first of them begins its first batch. All
+outputs are compared.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import raydp_parallel
+from benchmarks.measure import Asked, Effort, Report, Table, alone, interleaved, timed
+from benchmarks.nets import perceptron
+
+REPLICAS = 2
+WIDTH, ROWS = 1024, 128
+_ROUNDS = 16
+ONE, TWO, LOADED = "one replica", "two replicas", "two replicas, a loader as slow"
+LOOP, RAY_DATA = "two replicas, a loop of calls", "Ray Data, two actors"
+_LIMIT_TWO = 1 / 0.95
+_LIMIT_LOADED = 1.1
+_LIMIT_RAY_DATA = 1.0
+
+
+class Predictor:
+    """What Ray Data's actors compute.
+
+    Args:
+        net: The net.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        torch.set_num_threads(1)
+        self._net = net
+        with torch.no_grad():
+            net(torch.zeros(ROWS, WIDTH))
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        began = time.time()
+        with torch.no_grad():
+            out = self._net(torch.from_numpy(np.ascontiguousarray(batch["data"])))
+        return {"out": out.numpy(), "began": np.full(len(out), began)}
+
+
+def ray_data(net: nn.Module, batches: list[Tensor], check: Callable[[Any], None]) -> Any:
+    """A contender that runs `map_batches`, and times itself."""
+    import ray.data  # optional: it needs pyarrow
+
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    loaded = ray.data.from_numpy([x.numpy() for x in batches]).materialize()
+    actors = ray.data.ActorPoolStrategy(size=REPLICAS)
+
+    def run() -> float:
+        computed = loaded.map_batches(
+            Predictor,
+            fn_constructor_kwargs={"net": net},
+            compute=actors,
+            batch_size=ROWS,
+            num_cpus=0.5,
+        )
+        began, total = [], 0.0
+        for out in computed.iter_batches(batch_size=ROWS, batch_format="numpy"):
+            began.append(float(out["began"][0]))
+            total += float(out["out"].sum())
+        seconds = time.time() - min(began)
+        check(total)
+        return seconds
+
+    return run
+
+
+def measure(effort: Effort) -> tuple[dict[str, float], int]:
+    """Milliseconds that all batches take, and how many there are."""
+    count = 8 if effort is Effort.SMOKE else 48
+    net = perceptron(WIDTH).eval()
+    batches = [*torch.randn(count, ROWS, WIDTH, generator=torch.Generator().manual_seed(1))]
+    with torch.no_grad():
+        expected = sum(float(net(x).sum()) for x in batches)
+
+    def check(total: float) -> None:
+        if abs(total - expected) > 1e-2 * count:
+            raise RuntimeError(f"other outputs: they add up to {total}, expected {expected}")
+
+    options = raydp_parallel.Options(threads=1)
+    with raydp_parallel.Executor(["cpu"] * REPLICAS, options=options) as executor:
+        one = raydp_parallel.DataParallel(net, ["cpu"], executor=executor)
+        two = raydp_parallel.DataParallel(net, executor=executor)
+
+        def mapped(model: Any, loader: Callable[[], Any]) -> None:
+            check(sum(float(out.sum()) for out in model.map(loader())))
+
+        def called() -> None:
+            with torch.no_grad():
+                check(sum(float(two(x).sum()) for x in batches))
+
+        mapped(two, lambda: batches)
+        wait = min(timed(lambda: mapped(two, lambda: batches)) for _ in range(3)) / count
+
+        def slow() -> Iterator[Tensor]:
+            for x in batches:
+                time.sleep(wait)
+                yield x
+
+        contenders: dict[str, Callable[[], Any]] = {
+            ONE: lambda: mapped(one, lambda: batches),
+            TWO: lambda: mapped(two, lambda: batches),
+            LOADED: lambda: mapped(two, slow),
+            LOOP: called,
+        }
+        if importlib.util.find_spec("pyarrow") is not None:
+            contenders[RAY_DATA] = ray_data(net, batches, check)
+        return interleaved(contenders, effort.rounds(_ROUNDS), min(effort.warmup, 2)), count
+
+
+def run(effort: Effort) -> Report:
+    """Batch inference."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        medians, count = measure(effort)
+    finally:
+        torch.set_num_threads(threads)
+    rows = [[name, ms, count / ms * 1e3, medians[ONE] / ms] for name, ms in medians.items()]
+    table = Table(
+        f"{count} batches of {ROWS} rows", ["", "ms", "batches per s", f"rate to {ONE}"], rows
+    )
+    asked = [
+        Asked(
+            "map: two replicas to half of one replica's time",
+            2 * medians[TWO] / medians[ONE],
+            _LIMIT_TWO,
+        ),
+        Asked(
+            "map: with a loader as slow to without", medians[LOADED] / medians[TWO], _LIMIT_LOADED
+        ),
+    ]
+    notes = ["One thread each. Ray Data's time is without the start of its actors."]
+    if RAY_DATA in medians:
+        ratio = medians[TWO] / medians[RAY_DATA]
+        asked.append(Asked("map: two replicas to Ray Data", ratio, _LIMIT_RAY_DATA))
+    else:
+        notes.append("Left out: Ray Data. Not installed: pyarrow")
+    question = "How fast is batch inference, beside one replica's rate and Ray Data?"
+    return Report("inference", question, [table], asked, {"median_ms": medians}, notes)
+
+
+if __name__ == "__main__":
+    alone(run)
