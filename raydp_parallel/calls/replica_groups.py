@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from raydp_parallel.cluster.backend import Death
 from raydp_parallel.cluster.replica_set import ReplicaSet
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
+from raydp_parallel.devices import forks
 from raydp_parallel.transport import handshake
 from raydp_parallel.transport.call_bytes import unseal
 from raydp_parallel.transport.group_messages import GroupKind, HostStore, JoinGroup
@@ -108,6 +109,11 @@ class ReplicaGroups:
         self._numbers = itertools.count(1)
         self._not_before = 0.0
         self._pause = _PAUSE
+        forks.tell_child(self)
+
+    def after_fork(self) -> None:
+        """Make the locks anew: the thread that held one is not in the child."""
+        self._guard, self._making = threading.Lock(), threading.Lock()
         self._wait = _PATIENCE
         self._told = self._no_nccl = False
 

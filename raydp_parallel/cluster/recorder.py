@@ -81,8 +81,9 @@ class Recorder:
         forks.tell_child(self)
 
     def after_fork(self) -> None:
-        """Make the lock anew: the thread that held it is not in the child."""
-        self._lock = threading.Lock()
+        """Make the locks anew: the thread that held one is not in the child."""
+        global _naming
+        _naming = self._lock = threading.Lock()
 
     def installed(self, slot: ReplicaSlot) -> None:
         """Note that a slot got a new replica."""

@@ -58,7 +58,7 @@ class ReplicaSet:
         """Note that replicas in other processes belong to the parent."""
         self._lock = threading.RLock()
         backend = self._backend
-        self._forked = (
+        self._forked = self._forked or (
             backend is not None and not isinstance(backend, InProcessBackend) and backend.alive()
         )
 

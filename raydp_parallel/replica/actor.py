@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -70,6 +71,8 @@ class ReplicaActor(ReplicaServer):
         given = [*map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))]
         super().__init__(devices.take_given(device, given), link_for(link), _task_span)
         self._rank = rank
+        # A child does not get so far as to write its answer, into the same shared memory.
+        self._replica.check_process = functools.partial(self._check_process, os.getpid(), None)
         devices.rest()
 
     def __repr__(self) -> str:

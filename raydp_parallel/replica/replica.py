@@ -86,11 +86,14 @@ class Replica:
 
     Attributes:
         span: Opens a span for each phase of a call, where somebody wants to see them.
+        check_process: Called when code of the module has ended: it may have forked, and then ended
+            twice.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.span: OpenSpan = unseen
+        self.check_process: Callable[[], object] = lambda: None
         self._laps = Laps(IN_REPLICA["forward"])
         self._memory = devices.MemoryLook(device)
         self._worked = devices.Stopwatch(device)
@@ -270,6 +273,7 @@ class Replica:
         ):
             self._laps.begin(2)
             value = replica_module.module(*args, **kwargs)
+            self.check_process()
             self._finish_work()
         keep = request.graph is not None
         # [6]
@@ -372,6 +376,7 @@ class Replica:
         ):
             self._laps.begin(2)
             found = autograd_engine.differentiate(leaves, partial, outputs, grads, request)
+            self.check_process()
             self._finish_work()
         if request.derived is not None:
             brought: dict[int, Sequence[Tensor]] = {request.derived: grads}

@@ -159,7 +159,7 @@ class Connection:
         size = size_of(buffers)
         if self._owed and not self._fits(size) and not self._owed.keys() <= self._waiting:
             self.look(())  # no thread waits for some of the answers; they may have arrived
-        with self._sending:
+        with self._sending, self._unbroken():
             with self._state:
                 self._waiting.add(number)
                 if self._held or not self._fits(size):
@@ -168,6 +168,17 @@ class Connection:
                 self._owed[number] = size
             self._write(number, buffers)
 
+    @contextlib.contextmanager
+    def _unbroken(self) -> Iterator[None]:
+        """End this direction if Ctrl-C comes between noting that a call is sent, and the end of
+        sending it.
+        """
+        try:
+            yield
+        except BaseException:
+            self._sends = False
+            raise
+
     def _write(self, number: int, buffers: Sequence[Any]) -> None:
         try:
             write_frame(self._socket, number, buffers)
@@ -175,9 +186,6 @@ class Connection:
             self._sends = False
             self._stood_still |= isinstance(error, BlockingIOError)
             self.cut()  # the reader then reports it like any death
-        except BaseException:
-            self._sends = False
-            raise
 
     def _fits(self, size: int) -> bool:
         """Whether the socket has space for so many bytes now. Calls that were given up count
@@ -191,9 +199,12 @@ class Connection:
         return bool(self._held)
 
     def _send_held(self) -> None:
-        """Send what fits now, after an answer was read."""
+        """Send what fits now, after an answer was read.
+
+        Ctrl-C between the two leaves it to the next that waits.
+        """
         while self._held:
-            with self._sending:
+            with self._sending, self._unbroken():
                 with self._state:
                     if not (self._sends and self._held and self._fits(size_of(self._held[0][1]))):
                         return
@@ -252,6 +263,7 @@ class Connection:
                 left = max(0.0, deadline - time.monotonic())
                 if self._readable(min(left, _SIGNAL_TURN)):
                     return
+                self._send_held()
                 if left <= _SIGNAL_TURN:
                     raise TimeoutError(_LATE)
         except ValueError as error:  # a closed socket has no number to wait for
@@ -300,6 +312,7 @@ class Connection:
             if self._reader is me:
                 while self._reads and self._readable(0):
                     self._take_in()
+                self._send_held()
         except (OSError, ValueError):  # a closed socket has no number to wait for
             self._reads = False
         finally:

@@ -8,6 +8,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -109,6 +110,16 @@ def test_a_child_cannot_use_its_parent_s_replicas(model: DataParallel[Any]) -> N
     out.sum().backward()
     assert torch.equal(model(x), out)
     assert [info.pid for info in executor.replicas()] == pids and executor.stats().deaths == 0
+
+
+def test_a_child_s_child_cannot_either(model: DataParallel[Any]) -> None:
+    """A pool in a worker, a daemon that forks twice."""
+    x, out = torch.ones(4, 300), model(torch.ones(4, 300))
+    for use in (lambda: model(x), model.executor.stats, lambda: out.sum().backward()):
+        found = in_child(lambda use=use: in_child(use))
+        assert isinstance(found, ForkedProcess), found
+    assert in_child(lambda: in_child(model.executor.close)) is None
+    assert torch.equal(model(x), out) and model.executor.stats().deaths == 0
 
 
 @pytest.mark.parametrize("how", ["close", "shutdown", "sys.exit", "collect"])
@@ -395,4 +406,63 @@ def test_a_child_of_a_replica_answers_nothing(
     for _ in range(2):
         assert model(torch.arange(3.0)).tolist() == [1, 2, 3]
     assert [path.read_text() for path in tmp_path.iterdir()] == [status] * 2
+    assert alone.stats().deaths == 0
+
+
+class ReturnsTwice(nn.Module):
+    """Forks in its forward, or in a hook of its backward. The child goes on when it is told to."""
+
+    def __init__(self, folder: Path, backward: bool) -> None:
+        super().__init__()
+        self.folder = folder
+        self.backward = backward
+        self.forks = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.backward:
+            return x + self.fork()
+        y = x * 1
+        y.register_hook(lambda grad: grad * self.fork())
+        return y
+
+    def fork(self) -> int:
+        """1 in the process itself, and later -1 in the child."""
+        if not self.forks:
+            return 1
+        child = os.fork()
+        if child:
+            (self.folder / "child").write_text(str(child))
+            return 1
+        (self.folder / "told").read_bytes()
+        return -1
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_child_that_returns_writes_into_no_answer(
+    backward: bool, alone: Executor, tmp_path: Path
+) -> None:
+    """Its memory for answers is the replica's, which has been used before, and where the
+    replica's answer lies already.
+    """
+    os.mkfifo(tmp_path / "told")
+    net = ReturnsTwice(tmp_path, backward)
+    model = DataParallel(net, executor=alone)
+    x = torch.ones(1 << 20, requires_grad=True)
+
+    def call() -> Tensor:
+        out = model(x)
+        return torch.autograd.grad(out.sum(), x)[0] if backward else out.detach()
+
+    for _ in range(3):
+        call()
+    net.forks = True
+    found = call()
+    expected = found.clone()
+    child = os.pidfd_open(int((tmp_path / "child").read_text()))
+    (tmp_path / "told").write_bytes(b"")
+    waiting = select.poll()
+    waiting.register(child, select.POLLIN)
+    assert waiting.poll(60_000)
+    os.close(child)
+    assert torch.equal(found, expected) and {*expected.tolist()} == {1.0 if backward else 2.0}
     assert alone.stats().deaths == 0

@@ -128,6 +128,62 @@ def test_a_call_that_waits_is_sent_as_it_was() -> None:
         assert number == 2 and {*bytes(found)} == {7}
 
 
+class Interrupted(dict[int, int]):
+    """Raises KeyboardInterrupt after the next change, as Ctrl-C may."""
+
+    def __setitem__(self, key: int, value: int) -> None:
+        super().__setitem__(key, value)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_ctrl_c_between_the_books_and_the_socket(held: bool) -> None:
+    """What is noted as sent was not: nothing goes that way any more, and calls do not wait for
+    ever.
+    """
+    with ends() as (caller, other):
+        if held:
+            caller.send(1, [np.zeros(LARGE // 100, dtype=np.uint8)])
+            caller.send(2, [np.zeros(LARGE // 100, dtype=np.uint8)])
+            assert caller.holds_back and read_frame(other)[0] == 1
+            write_frame(other, 1, [b"answer"])
+        caller._owed = Interrupted(caller._owed)
+        with pytest.raises(KeyboardInterrupt):
+            if held:
+                caller.receive(1, 60)
+            else:
+                caller.send(1, [b"one"])
+        assert not caller.intact
+
+
+@pytest.mark.parametrize("how", ["receive", "look"])
+def test_ctrl_c_before_what_waits_is_sent(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer that it waited for has been read, and no other will come: the next that waits
+    sends it.
+    """
+    with ends() as (caller, other):
+        caller.send(1, [np.zeros(LARGE // 100, dtype=np.uint8)])
+        caller.send(2, [np.full(LARGE // 100, 2, dtype=np.uint8)])
+        assert caller.holds_back and read_frame(other)[0] == 1
+        write_frame(other, 1, [b"answer"])
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(caller, "_send_held", _ctrl_c)
+            caller.receive(1, 60)
+        assert caller.intact
+        caller.give_up(1)
+
+        def answer() -> None:
+            number, _ = read_frame(other)
+            write_frame(other, number, [b"second"])
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        if how == "look":
+            assert caller.look([2]) <= {2} and not caller.holds_back
+        assert caller.receive(2, 60) == [b"second"]
+        thread.join(60)
+
+
 def test_what_came_before_a_send_failed_is_read() -> None:
     """Another thread's answer does not end with this one's call."""
     with ends() as (caller, other):
