@@ -24,7 +24,7 @@ import contextlib
 import functools
 import logging
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -41,6 +41,7 @@ from raydp_parallel.monitoring.stats import Advice, ExecutorStats
 from raydp_parallel.options import Options
 from raydp_parallel.replica import replica
 from raydp_parallel.state.tracker import check_devices
+from raydp_parallel.transport.messages import Called
 
 T = TypeVar("T", bound=nn.Module)
 
@@ -161,27 +162,129 @@ class DataParallel(nn.DataParallel[T]):
             raise AttributeError(
                 f"'{type(self).__name__}' object has no attribute '{name}': {_IN_PLACE}"
             )
-        return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if not self._passes(name):
+                raise
+        return getattr(self.module, name)
 
     @ambient_state.uncompiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Split, run, gather."""
-        with record_function("raydp_parallel.DataParallel.forward"):
+        return self._evaluate(None, inputs, kwargs)
+
+    @ambient_state.uncompiled
+    def call(
+        self, method: str, /, *args: Any, split: bool = True, gather: bool = True, **kwargs: Any
+    ) -> Any:
+        """Call a method of the module on the replicas, differentiable as forward is.
+
+        ::
+
+            outputs = model.call("forward", x)
+
+        All else is as in forward: seeds, gradients, what is written in place, errors, deaths. Hooks
+        of the module run if the method calls the module, as in one process.
+
+        Args:
+            method: The method's name.
+            args: Its positional arguments.
+            split: Whether the arguments are split into one chunk per device. Otherwise one replica
+                gets them as they are; what comes of it is what the plain module gives, as with one
+                device.
+            gather: Whether the chunks' outputs become one; otherwise they are a list, in this
+                process's memory.
+            kwargs: Its keyword arguments.
+
+        Raises:
+            AttributeError: The module has no such attribute.
+            TypeError: It cannot be called.
+        """
+        if not isinstance(method, str):
+            raise TypeError(
+                f"call: expected the name of a method, got {type(method).__name__}; run() takes "
+                "functions"
+            )
+        if not callable(getattr(self.module, method)):
+            raise TypeError(f"call: {type(self.module).__name__}.{method} is not a method")
+        return self._evaluate(method, args, kwargs, split, gather)
+
+    @ambient_state.uncompiled
+    def run(
+        self,
+        function: Callable[..., Any],
+        /,
+        *args: Any,
+        split: bool = True,
+        gather: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Call ``function(module, *args, **kwargs)`` on the replicas, differentiable as forward is.
+
+        ::
+
+            likely = model.run(lambda net, x: net(x).softmax(1), x)
+
+        The function is sent by name if it can be imported, otherwise with its code. Tensors that
+        it closes over go whole to each replica, and get gradients; of other objects it changes a
+        copy.
+
+        Args:
+            function: The function; its first argument is the module of a replica.
+            args: Its further positional arguments.
+            split: As in `call`.
+            gather: As in `call`.
+            kwargs: Its keyword arguments.
+
+        Raises:
+            TypeError: It is no function, or a method of the module in this process.
+        """
+        if not callable(function):
+            raise TypeError(
+                "run: expected a function that takes the module first, got "
+                f"{type(function).__name__}; call() takes names of methods"
+            )
+        if getattr(function, "__self__", None) is self.module:
+            raise TypeError(
+                f"run: {function.__name__} is bound to the module of this process; call() with its "
+                "name runs it on the replicas"
+            )
+        return self._evaluate(function, args, kwargs, split, gather)
+
+    def _evaluate(
+        self,
+        called: Called,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        split: bool = True,
+        gather: bool = True,
+    ) -> Any:
+        """Split, run, gather, for what is called."""
+        verb = "forward" if called is None else "call" if isinstance(called, str) else "run"
+        with record_function(f"raydp_parallel.DataParallel.{verb}"):
             if not self.device_ids or replica.running:
-                return self._in_place(inputs, kwargs)
-            # [1]
-            chunks, chunk_kwargs = self.scatter(inputs, kwargs, self.device_ids)
-            if not chunks and not chunk_kwargs:
-                chunks, chunk_kwargs = ((),), ({},)
-            if len(self.device_ids) == 1:
-                (alone,) = self._replicate(self.device_ids)
-                return functional.apply_one(alone, chunks[0], chunk_kwargs[0], self.dim)
-            replicas = self.replicate(self.module, self.device_ids[: len(chunks)])
-            joining = forward.joining.set(self._joins_alone())
+                output = self._in_place(called, inputs, kwargs)
+                return output if gather else [output]
+            chunks, chunk_kwargs = (inputs,), (kwargs,)
+            if split:
+                # [1]
+                chunks, chunk_kwargs = self.scatter(inputs, kwargs, self.device_ids)
+                if not chunks and not chunk_kwargs:
+                    chunks, chunk_kwargs = ((),), ({},)
+            if len(self.device_ids) == 1 or not split:
+                (alone,) = functional.calling(self._replicate(self.device_ids[:1]), called)
+                output = functional.apply_one(alone, chunks[0], chunk_kwargs[0], self.dim)
+                return output if gather else [output]
+            made = self.replicate(self.module, self.device_ids[: len(chunks)])
+            replicas = functional.calling(made, called)
+            joining = forward.joining.set(gather and self._joins_alone())
             try:
                 outputs = self.parallel_apply(replicas, chunks, chunk_kwargs)
             finally:
                 forward.joining.reset(joining)
+            if not gather:
+                return outputs
             if self._options.scalars == "weighted_mean":
                 with self._weighing(chunks, chunk_kwargs):
                     return self.gather(outputs, self.output_device)
@@ -340,12 +443,25 @@ class DataParallel(nn.DataParallel[T]):
                 stacklevel=2,
             )
 
-    def _in_place(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _passes(self, name: str) -> bool:
+        """Whether a name that was not found is looked up on the module. This is asked of objects
+        without attributes too, by copy and pickle.
+        """
+        own = vars(self)
+        options, children = own.get("_options"), own.get("_modules", {})
+        if options is None or not options.passthrough or "module" not in children:
+            return False
+        # What the wrapper's class has was found, and has raised.
+        has_it = any(name in vars(kind) for kind in type(self).__mro__)
+        return not has_it and not (name.startswith("__") and name.endswith("__"))
+
+    def _in_place(self, called: Called, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        function = replica.callee(self.module, called)
         wanted = forward.capturing.get()
         if wanted is None or wanted.module is not self.module:
-            return self.module(*inputs, **kwargs)
+            return function(*inputs, **kwargs)
         with replica.capturing(self.module, wanted.names) as captured:
-            output = self.module(*inputs, **kwargs)
+            output = function(*inputs, **kwargs)
         wanted.parts = [captured]
         return output
 

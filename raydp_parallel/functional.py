@@ -19,6 +19,7 @@ from raydp_parallel.devices import ambient_state
 from raydp_parallel.options import Options, UnusedGrads
 from raydp_parallel.state.structure import refuse_unreplicable
 from raydp_parallel.state.tracker import ModuleTracker
+from raydp_parallel.transport.messages import Called
 
 __all__ = ["RemoteReplica", "gather", "parallel_apply", "replicate", "scatter", "scatter_kwargs"]
 
@@ -42,6 +43,7 @@ class RemoteReplica:
         tracker: ModuleTracker,
         executor: Executor,
         detach: bool,
+        called: Called = None,
     ) -> None:
         self.module = module
         self.device_id = device
@@ -49,6 +51,7 @@ class RemoteReplica:
         self._tracker = tracker
         self._executor = executor
         self._detach = detach
+        self._called = called
 
     @ambient_state.uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -69,19 +72,32 @@ class RemoteReplica:
             where=where,
             rows=rows,
             detach=self._detach,
+            called=self._called,
+        )
+
+    def _calling(self, called: Called) -> RemoteReplica:
+        return RemoteReplica(
+            self.module,
+            self.device_id,
+            self._slot,
+            tracker=self._tracker,
+            executor=self._executor,
+            detach=self._detach,
+            called=called,
         )
 
     def __reduce__(self) -> Any:
-        return _replica_again, (self.module, self.device_id, self._detach, self._executor)
+        again = self.module, self.device_id, self._detach, self._executor, self._called
+        return _replica_again, again
 
     def __repr__(self) -> str:
         return f"RemoteReplica({type(self.module).__name__} on {self._slot})"
 
 
 def _replica_again(
-    module: nn.Module, device: DeviceId, detach: bool, executor: Executor
+    module: nn.Module, device: DeviceId, detach: bool, executor: Executor, called: Called
 ) -> RemoteReplica:
-    return replicate(module, [device], detach, executor=executor)[0]
+    return replicate(module, [device], detach, executor=executor)[0]._calling(called)
 
 
 @ambient_state.uncompiled
@@ -157,6 +173,19 @@ def apply(
         for i, (replica, args, kwarg) in enumerate(zip(replicas, inputs, kwargs, strict=True))
     ]
     return forward.run(replicas[0]._executor, chunks, unused)
+
+
+def calling(replicas: Sequence[Any], called: Called) -> Sequence[Any]:
+    """The same replicas, of which a call runs a method of the module, or a function with it."""
+    if called is None:
+        return replicas
+    for replica in replicas:
+        if not isinstance(replica, RemoteReplica):
+            raise TypeError(
+                "call and run need replicas that replicate() of raydp_parallel made, got "
+                f"{type(replica).__name__}"
+            )
+    return [replica._calling(called) for replica in replicas]
 
 
 def apply_one(replica: RemoteReplica, args: Any, kwargs: dict[str, Any], dim: int = 0) -> Any:

@@ -98,6 +98,11 @@ class Options:
             background.
         profile_dir: A folder to write all calls to, as a trace for Chrome or Perfetto with the
             driver and the replicas on one clock. It grows by about 1 KB per call and chunk.
+        passthrough: Names that the wrapper has not got are looked up on the module: with
+            ``model.config`` for ``model.module.config``. What is found is the master's, so that
+            ``model.generate(x)`` runs in this process; ``model.call("generate", x)`` runs on the
+            replicas. Setting an attribute, names with two underscores on each side, and those of
+            the wrapper's own, stay the wrapper's.
         in_process: Run the replicas inside the driver's process, one after the other, without Ray.
             For debuggers.
     """
@@ -119,6 +124,7 @@ class Options:
     name: str | None = None
     metrics: bool = True
     profile_dir: str | None = None
+    passthrough: bool = False
     in_process: bool = False
 
     @property

@@ -343,8 +343,8 @@ def shared(options: Options) -> Executor:
     executor = _shared.get(options)
     if executor is None or executor.closed:
         with _shared_lock:
-            # Only wrappers read these two options.
-            plain = replace(options, unused_grads="zeros", scalars="vector")
+            # Only wrappers read these three options.
+            plain = replace(options, unused_grads="zeros", scalars="vector", passthrough=False)
             if plain not in _shared or _shared[plain].closed:
                 _shared[plain] = Executor((), options=plain)
             executor = _shared[options] = _shared[plain]

@@ -22,6 +22,7 @@ from raydp_parallel.cluster.replica_slots import ReplicaSlot
 from raydp_parallel.devices import ambient_state
 from raydp_parallel.errors import TransferError
 from raydp_parallel.options import UnusedGrads
+from raydp_parallel.state import module_sources
 from raydp_parallel.state.history import Mark
 from raydp_parallel.state.tracker import ModuleTracker
 from raydp_parallel.transport import codec
@@ -29,6 +30,7 @@ from raydp_parallel.transport.group_messages import Relay
 from raydp_parallel.transport.links import Attachments
 from raydp_parallel.transport.messages import (
     Arguments,
+    Called,
     ForwardRequest,
     Produced,
     Reply,
@@ -57,6 +59,7 @@ class ForwardChunk(NamedTuple):
         rows: Rows of the batch in it, for statistics.
         detach: Whether its module takes no gradients.
         alone: Whether there is one device only, where upstream runs the master itself.
+        called: What gets the arguments.
     """
 
     slot: ReplicaSlot
@@ -67,6 +70,13 @@ class ForwardChunk(NamedTuple):
     rows: int = 0
     detach: bool = False
     alone: bool = False
+    called: Called = None
+
+    def message(self) -> tuple[Any, str]:
+        """What the replica gets, and its name in an error about a part of it."""
+        if self.kwargs or self.called is not None:
+            return Arguments(self.args, self.kwargs, self.called), ""
+        return self.args, "inputs"
 
 
 class Capture:
@@ -249,10 +259,7 @@ class ForwardCall:
             self.doubts = {tracker: tracker.doubtful() for tracker in self.trackers}
             self.relays = {tracker: self._begin_relay(tracker) for tracker in self.trackers}
         chunk, graph = self.chunks[number], self.graphs[number]
-        value: Any = chunk.args
-        root = "inputs"
-        if chunk.kwargs:
-            value, root = Arguments(chunk.args, chunk.kwargs), ""
+        value, root = chunk.message()
         grad = self.ambient.grad
         parcel, tensors = codec.encode(value, attachments, root, requires_grad=grad)
         self.inputs[number] = [t for t in tensors if t.requires_grad] if grad else []
@@ -277,6 +284,7 @@ class ForwardCall:
             overlay=replay.overlay(chunk.tracker, self.marks[chunk.tracker], attachments),
             relay=relay,
             by_host=devices.is_cpu(chunk.tracker.device),
+            origins=module_sources.origins_of(chunk.called) if callable(chunk.called) else None,
         )
         if graph is not None and self.executor.replays:
             self.made[number] = request, replay.keep(parcel, tensors, "arguments")
@@ -392,9 +400,7 @@ class ForwardCall:
         why = failure.text.strip().splitlines()[-1]
         if failure.loading == "module":
             return codec.unloadable(chunk.tracker.module, "module", why)
-        if chunk.kwargs:
-            return codec.unloadable(Arguments(chunk.args, chunk.kwargs), "", why)
-        return codec.unloadable(chunk.args, "inputs", why)
+        return codec.unloadable(*chunk.message(), why)
 
     def _outputs(self, answers: Sequence[ChunkAnswer]) -> list[Any]:
         unpacked = [

@@ -23,6 +23,7 @@ from raydp_parallel.devices import ambient_state
 from raydp_parallel.errors import GraphLost
 from raydp_parallel.monitoring.phases import IN_REPLICA, Laps, OpenSpan, unseen
 from raydp_parallel.replica import autograd_engine, exceptions, gradient_stream
+from raydp_parallel.state import module_sources
 from raydp_parallel.state.held_tensors import Held
 from raydp_parallel.state.raw_access import RawAccess
 from raydp_parallel.state.replaced_memory import lasts
@@ -34,6 +35,7 @@ from raydp_parallel.transport.links import Attachments, InlineLink
 from raydp_parallel.transport.messages import (
     Arguments,
     BackwardRequest,
+    Called,
     Forget,
     ForwardRequest,
     Parcel,
@@ -254,9 +256,11 @@ class Replica:
     ) -> Parcel:
         replica_module = self._replica_module(request, attachments)  # [4]
         self._laps.begin(1)
+        if request.origins is not None:
+            module_sources.expect(request.origins)
         with codec.loading("inputs"):
             value, inputs = codec.decode(request.inputs, attachments, self.device)
-        args, kwargs = value if isinstance(value, Arguments) else (value, {})
+        args, kwargs, called = value if isinstance(value, Arguments) else (value, {}, None)
         own = [] if request.detach else replica_module.leaves()
         leaves = (
             [*own, *(t for t in inputs if t.requires_grad)] if request.graph is not None else []
@@ -272,7 +276,7 @@ class Replica:
             captures as captured,
         ):
             self._laps.begin(2)
-            value = replica_module.module(*args, **kwargs)
+            value = callee(replica_module.module, called)(*args, **kwargs)
             self.check_process()
             self._finish_work()
         keep = request.graph is not None
@@ -499,6 +503,15 @@ class _InReplica:
     def __exit__(self, *_: object) -> None:
         global running
         running = self._before
+
+
+def callee(module: nn.Module, called: Called) -> Callable[..., Any]:
+    """What gets the arguments of a call: a module, a method of it, or a function with it."""
+    if called is None:
+        return module
+    if isinstance(called, str):
+        return getattr(module, called)  # type: ignore[no-any-return]
+    return functools.partial(called, module)
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ import sysconfig
 import time
 import types
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -160,21 +160,37 @@ def origins(kinds: Sequence[type]) -> Origins:
     used = {kind.__module__ for kind in kinds}
     sources = {}
     for name in [*sys.modules]:
-        spec = spec_of(name)
-        file = getattr(spec, "origin", None)
-        if (
-            not isinstance(file, str)
-            or name.startswith("__")
-            or name.partition(".")[0] in _BY_VERSION
-        ):
-            continue
-        if name in used or not is_installed(file):
+        file = _file_compared(name)
+        if file is not None and (name in used or not is_installed(file)):
             found = _checked(name)
             if found is not None:
                 sources[name] = found
     absolute = [os.path.abspath(path) for path in sys.path if isinstance(path, str)]
     paths = tuple(dict.fromkeys(absolute))
     return Origins(PROCESS, paths, tuple(filter(is_installed, paths)), sources)
+
+
+def origins_of(function: Callable[..., Any]) -> Origins | None:
+    """What replicas must know of the module that a function is imported from; None if it is sent
+    by value, or if its module is compared by version. The model's own origins need not have it,
+    because it may have been loaded since.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__module__", None)
+    if not isinstance(name, str) or _file_compared(name) is None:
+        return None
+    found = _checked(name)
+    if found is None or not found.digest:
+        return None
+    return Origins(PROCESS, (), (), {name: found})
+
+
+def _file_compared(name: str) -> str | None:
+    """The file of a module whose text replicas compare."""
+    file = getattr(spec_of(name), "origin", None)
+    by_version = name.startswith("__") or name.partition(".")[0] in _BY_VERSION
+    return file if isinstance(file, str) and not by_version else None
 
 
 def _checked(name: str) -> ModuleSource | None:
@@ -258,6 +274,17 @@ def follow(origins: Origins) -> None:
         return  # a replica in the driver's process
     sys.path[:] = dict.fromkeys([*_sent.values(), *_in_order(sys.path, origins)])
     _wanted.clear()
+    expect(origins)
+
+
+def expect(origins: Origins) -> None:
+    """Refuse further modules that differ from the driver's.
+
+    Raises:
+        SourceMismatch: A module that differs is loaded already.
+    """
+    if origins.process == PROCESS:
+        return
     _wanted.update(origins.sources)
     if _GUARD not in sys.meta_path:
         sys.meta_path.insert(0, _GUARD)

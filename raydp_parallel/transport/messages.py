@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from raydp_parallel.devices.ambient_state import CallContext
@@ -26,16 +27,24 @@ class Parcel(NamedTuple):
     packet: Any
 
 
+Called = str | Callable[..., Any] | None
+"""What a call runs: None is the module itself, a name one of its methods, and a function gets the
+module before the arguments.
+"""
+
+
 class Arguments(NamedTuple):
     """The arguments of a module's call, under the names that errors use.
 
     Attributes:
         inputs: Positional.
         kwargs: By keyword.
+        function: What gets them.
     """
 
     inputs: tuple[Any, ...]
     kwargs: dict[str, Any]
+    function: Called = None
 
 
 class Produced(NamedTuple):
@@ -137,7 +146,8 @@ class ForwardRequest(NamedTuple):
         graph: The key to keep the graph under; None keeps none.
         chunk: Which chunk of the call this is.
         where: The chunk and device for an exception's text; None leaves exceptions unchanged.
-        inputs: The parcel of the `Arguments`, or of the positional ones alone.
+        inputs: The parcel of the `Arguments`, or of the positional ones alone, which the module
+            itself gets.
         context: The caller's ambient torch state.
         seed: The call's seed.
         threads: The number of torch's threads on a CPU; None leaves it unchanged.
@@ -157,6 +167,8 @@ class ForwardRequest(NamedTuple):
             are in the message and for this replica only.
         by_host: Whether the driver needs the answer on its CPU, so that memory of a GPU that both
             use is not the fastest way.
+        origins: The origins of a function among the `Arguments`; None if there is none, or if it
+            is not imported from a file.
     """
 
     model: int
@@ -178,6 +190,7 @@ class ForwardRequest(NamedTuple):
     graph_only: bool = False
     relay: Relay | None = None
     by_host: bool = False
+    origins: Origins | None = None
 
 
 class BackwardRequest(NamedTuple):
