@@ -139,7 +139,7 @@ def entries(address: str | None = None) -> list[dict[str, Any]]:
     jobs = {job.job_id.hex(): job.is_dead for job in store.get_all_job_info().values()}
     found = []
     for key in store.internal_kv_keys(b"", _NAMESPACE):
-        if jobs.get(key.decode().partition(":")[0], True):
+        if jobs.get(_job(key), True):
             store.internal_kv_del(key, False, _NAMESPACE)
             continue
         value = store.internal_kv_get(key, _NAMESPACE)
@@ -148,15 +148,17 @@ def entries(address: str | None = None) -> list[dict[str, Any]]:
     return sorted(found, key=_order)
 
 
+def _job(key: bytes) -> str:
+    return key.decode(errors="replace").partition(":")[0]
+
+
 def _read(key: bytes, value: bytes) -> dict[str, Any]:
     """An entry. If it cannot be read, only its job is known."""
     try:
         found = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
-    if isinstance(found, dict):
-        return found
-    return {"job": key.decode(errors="replace").partition(":")[0]}
+    return found if isinstance(found, dict) else {"job": _job(key)}
 
 
 def _order(entry: dict[str, Any]) -> tuple[str, str]:

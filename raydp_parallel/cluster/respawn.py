@@ -145,7 +145,7 @@ class Respawner:
 
         self._awaited.set()
         with self._changed:
-            self._changed.wait_for(settled, timeout)
+            self._changed.wait_for(settled, min(timeout, threading.TIMEOUT_MAX))
             if self._ended.is_set():
                 raise ExecutorClosed(
                     "this executor was closed while a call waited for a new replica"

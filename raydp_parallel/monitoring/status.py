@@ -48,8 +48,10 @@ def entry(report: Report, driver: DriverStatus) -> dict[str, Any]:
     }
 
 
-UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
-"""The errors of reading an entry that another version or another program wrote."""
+UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError)
+"""The errors of reading an entry that another version or another program wrote. OSError is that of
+a time in no calendar.
+"""
 
 
 def render(entries: Sequence[Mapping[str, Any]], now: float | None = None) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from looking import posted, replica, report
 
 from raydp_parallel import command
+from raydp_parallel.cluster import registry
 from raydp_parallel.monitoring import html_report, status
 
 
@@ -81,8 +84,44 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
     assert status.table([["a", evil], ["b", ""]])[0].isprintable()
 
 
+class Store:
+    """Ray's key-value store, with entries of another program's."""
+
+    def __init__(self, held: dict[bytes, bytes]) -> None:
+        self._held = held
+        self.internal_kv_get = lambda key, _namespace: held.get(key)
+        self.internal_kv_del = lambda key, _prefix, _namespace: held.pop(key)
+
+    def internal_kv_keys(self, prefix: bytes, _namespace: bytes) -> list[bytes]:
+        return [key for key in self._held if key.startswith(prefix)]
+
+    def get_all_job_info(self) -> dict[str, Any]:
+        job = SimpleNamespace(job_id=bytes([7]), is_dead=False)
+        return {"07": job}
+
+
+@pytest.mark.parametrize("value", [b"no json", b"[1]", b"[" * 100_000, b"\xff", b"{}"])
+def test_an_entry_that_is_no_entry(value: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are found; what belongs to no running job goes, whatever its key is."""
+    good = json.dumps(posted()).encode()
+    held = {b"07:1:a": good, b"07:2:b": value, b"\xff:3:c": value}
+    monkeypatch.setattr(registry, "_store", lambda address: Store(held))
+    found = registry.entries()
+    assert len(found) == 2 and json.loads(good) in found
+    assert {*held} == {b"07:1:a", b"07:2:b"}
+    assert "replica 1 on cuda:1" in status.render(found)
+
+
 @pytest.mark.parametrize(
-    "entry", [{}, {"job": "07", "stats": None}, {**posted(), "stats": {"name": "old"}}, [], None]
+    "entry",
+    [
+        {},
+        {"job": "07", "stats": None},
+        {**posted(), "stats": {"name": "old"}},
+        {**posted(), "events": [[1e17, "in no calendar"]]},
+        [],
+        None,
+    ],
 )
 def test_one_entry_that_cannot_be_read(entry: Any) -> None:
     """Of another version, or somebody's: the others are shown, as text and as a page."""
