@@ -11,6 +11,7 @@ outputs are compared.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +26,7 @@ from benchmarks.nets import perceptron
 
 REPLICAS = 2
 WIDTH, ROWS = 1024, 128
-_ROUNDS = 16
+_ROUNDS = 12
 ONE, TWO, LOADED = "one replica", "two replicas", "two replicas, a loader as slow"
 LOOP, RAY_DATA = "two replicas, a loop of calls", "Ray Data, two actors"
 _LIMIT_TWO = 1 / 0.95
@@ -57,6 +58,7 @@ def ray_data(net: nn.Module, batches: list[Tensor], check: Callable[[Any], None]
     """A contender that runs `map_batches`, and times itself."""
     import ray.data  # optional: it needs pyarrow
 
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
     loaded = ray.data.from_numpy([x.numpy() for x in batches]).materialize()
     actors = ray.data.ActorPoolStrategy(size=REPLICAS)
@@ -120,7 +122,7 @@ def measure(effort: Effort) -> tuple[dict[str, float], int]:
         }
         if importlib.util.find_spec("pyarrow") is not None:
             contenders[RAY_DATA] = ray_data(net, batches, check)
-        return interleaved(contenders, effort.rounds(_ROUNDS), min(effort.warmup, 2)), count
+        return interleaved(contenders, effort.rounds(_ROUNDS), 1), count
 
 
 def run(effort: Effort) -> Report:

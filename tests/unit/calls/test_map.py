@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from mortal import Mortal, arm, armed, whole
+from mortal import Mortal, arm, armed
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
@@ -492,25 +492,6 @@ def test_ctrl_c_in_the_loader_ends_the_map_at_once(executor: Executor) -> None:
     assert usable(model)
 
 
-def test_a_replica_that_dies_is_no_event(executor: Executor, tmp_path: Path) -> None:
-    """Another one computes its batches, with the same bits."""
-    torch.manual_seed(3)
-    net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 2))
-    model = DataParallel(Mortal(net, tmp_path), executor=executor)
-    batches = [torch.cat([torch.full((4, 1), float(n)), torch.randn(4, 6)], 1) for n in range(12)]
-    torch.manual_seed(4)
-    expected = list(model.map(batches))
-    before = executor.stats()
-    for moment in ("forward 2", "late forward 3", "forward 9"):
-        arm(tmp_path, moment)
-    torch.manual_seed(4)
-    found = list(model.map(batches))
-    assert armed(tmp_path) == []
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert sum(r.deaths for r in executor.stats().replicas) > sum(r.deaths for r in before.replicas)
-    assert usable(DataParallel(Picky(), executor=whole(executor)))
-
-
 # --- where there are no processes ---
 
 
@@ -641,3 +622,35 @@ def test_progress_by_tqdm(executor: Executor, monkeypatch: pytest.MonkeyPatch) -
     assert first.done == ["update", "update", "close"]
     assert second.made[0] is None
     assert second.done == ["update", "close"]
+
+
+# --- deaths, at the end: the tests before have both replicas ---
+
+
+@pytest.mark.parametrize(
+    "moments",
+    [
+        ("late forward 5",),
+        pytest.param(("forward 2", "late forward 3", "forward 9"), marks=pytest.mark.long),
+    ],
+    ids=["one", "three"],
+)
+def test_a_replica_that_dies_is_no_event(
+    executor: Executor, tmp_path: Path, moments: Sequence[str]
+) -> None:
+    """Another one computes its batches, with the same bits."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 2))
+    model = DataParallel(Mortal(net, tmp_path), executor=executor)
+    batches = [torch.cat([torch.full((4, 1), float(n)), torch.randn(4, 6)], 1) for n in range(12)]
+    torch.manual_seed(4)
+    expected = list(model.map(batches))
+    before = sum(tally.deaths for tally in executor.stats().replicas)
+    arm(tmp_path, *moments)
+    torch.manual_seed(4)
+    found = list(model.map(batches))
+    assert armed(tmp_path) == []
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    after = sum(tally.deaths for tally in executor.stats().replicas)
+    assert after - before == len(moments)
+    assert usable(DataParallel(Picky(), executor=executor))
