@@ -91,9 +91,9 @@ class DeviceBuffer(SharedBuffer):
 
     @property
     def piece(self) -> MemoryRange:
-        """The bytes, without a copy."""
+        """The bytes, without a copy. The stream that reads them waits for what `fill` wrote."""
         size = self.descriptor.size
-        return MemoryRange(0, size, self, DeviceBytes(self.segment.tensor[:size]))
+        return MemoryRange(0, size, self, _Opened(self.segment.tensor[:size], self.segment.written))
 
     def elsewhere(self) -> Attachment:
         """The bytes for processes that cannot open a GPU's memory, copied once for all of them."""
@@ -146,8 +146,11 @@ class DeviceArena(Arena):
                 data = piece.origin.tensor
                 targets.append(whole[offset : offset + len(data)])
                 sources.append(data)
+        stream = torch.cuda.current_stream(self.device)
+        # Another stream may still have to write what nothing read.
+        lent.segment.written.wait(stream)
         torch._foreach_copy_(targets, sources)
-        lent.segment.written.record(torch.cuda.current_stream(self.device))
+        lent.segment.written.record(stream)
         return lent
 
 
@@ -162,7 +165,7 @@ def _pool() -> torch.cuda.MemPool:
 
 
 class _Opened(DeviceBytes):
-    """Another process's segment, opened in this one."""
+    """A segment, of this process or opened from another one, behind the event of its writer."""
 
     def __init__(
         self, tensor: Tensor, written: torch.cuda.Event, whole: _Opened | None = None
@@ -173,7 +176,7 @@ class _Opened(DeviceBytes):
 
     @property
     def tensor(self) -> Tensor:
-        # Reads wait for what the other process wrote.
+        # Reads wait for what the owner wrote.
         self._written.wait(torch.cuda.current_stream(self._tensor.device))
         return super().tensor
 
@@ -316,7 +319,7 @@ def by_host(link: Link) -> Link:
 
 
 def _lies_on(device: torch.device, piece: MemoryRange) -> bool:
-    return piece.origin is not None and bool(piece.origin.tensor.device == device)
+    return piece.origin is not None and bool(piece.origin.device == device)
 
 
 def reaching(near: Link) -> Link:

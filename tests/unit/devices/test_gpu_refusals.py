@@ -289,6 +289,33 @@ def test_evaluation_first_leaves_training_its_memory(fake: FakeGpu) -> None:
     assert link.name == "shared and CUDA IPC"
 
 
+def test_the_owner_waits_for_its_own_copies(fake: FakeGpu) -> None:
+    """Under another stream of the user's: one reads what was sent, or sends in the same memory what
+    comes next, while the stream that copied has not come to it. No other process read it.
+    """
+    link = cuda_ipc.DeviceLink(shared_link(Arena(), True, False), cuda_ipc.DeviceArena(CPU))
+    x, stream, done = torch.randn(30000), fake.stream(), list[str]()
+
+    def sent_there(name: str) -> Any:
+        with torch.cuda.stream(stream):  # type: ignore[arg-type]  # the fake's
+            stream.later(lambda: done.append(name))
+            return sent(link, x)
+
+    for part in (False, True):
+        packet = sent_there("copied")
+        piece = packet.piece.part(0, x.nbytes) if part else packet.piece
+        assert torch.equal(devices.on_host(piece).owner.view(torch.float32), x)
+        assert done == ["copied"]
+        del packet, piece, done[:]
+    packet = sent_there("copied")
+    del packet
+    again = sent(link, x.neg())
+    devices.finish(CPU)
+    assert done == ["copied"]
+    assert torch.equal(devices.on_host(again.piece).owner.view(torch.float32), x.neg())
+    assert len(fake.shares) == 1  # one segment, each time
+
+
 def test_only_cudas_own_errors_end_the_sharing(
     fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
