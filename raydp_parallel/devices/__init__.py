@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from raydp_parallel.devices.comparison import Prints, compare, compare_runs, copied, prints
+from raydp_parallel.devices.comparison import (
+    Prints,
+    compare,
+    compare_runs,
+    copied,
+    prints,
+    prints_of_host,
+)
 from raydp_parallel.devices.cores import rest
 from raydp_parallel.devices.cuda import Stopwatch, finish, let_go, on_host, pinner, spoiled
 from raydp_parallel.devices.info import (
@@ -73,6 +80,7 @@ __all__ = [
     "piece",
     "pinner",
     "prints",
+    "prints_of_host",
     "reader",
     "recycled",
     "rest",

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from raydp_parallel.devices.cuda import DeviceBytes, behind
+from raydp_parallel.devices.cuda import DeviceBytes, behind, on_device, upload
 from raydp_parallel.devices.ranges import MemoryRange
 
 _libc = ctypes.CDLL(None)
@@ -28,6 +28,9 @@ _LARGE = 1 << 22
 """Bytes up to which runs are compared together, so that a model of many small tensors takes few
 kernels.
 """
+
+_AT_ONCE = 16 * _LARGE
+"""Bytes of the host's that are brought to a GPU together to have fingerprints made of them."""
 
 _SEED = 20261
 
@@ -123,11 +126,11 @@ def _unlike(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
     return found
 
 
-def _groups(sizes: Sequence[int]) -> list[range]:
-    """Ranges of neighbours that are small together."""
+def _groups(sizes: Sequence[int], most: int = _LARGE) -> list[range]:
+    """Ranges of neighbours that have at most so many bytes together; a larger one is alone."""
     groups, start, total = [], 0, 0
     for i, size in enumerate(sizes):
-        if i > start and total + size > _LARGE:
+        if i > start and total + size > most:
             groups.append(range(start, i))
             start, total = i, 0
         total += size
@@ -228,6 +231,31 @@ def prints(runs: Mapping[int, MemoryRange]) -> Prints:
     groups = _groups([-(-len(part) // 4) * 4 for part in tensors])
     rows = [_print(tensors[group.start : group.stop]) for group in groups]
     return Prints(tuple(key for key, _ in parts), torch.cat(rows))
+
+
+def prints_of_host(runs: Mapping[int, MemoryRange], device: torch.device) -> Prints:
+    """The fingerprints of runs that lie in the machine's memory, made on a GPU.
+
+    The runs are brought there a few at a time, and large ones in parts, so that this takes no more
+    of the GPU's memory for a larger model.
+    """
+    parts: list[tuple[int, MemoryRange]] = []
+    for key, run in runs.items():
+        for start in range(0, run.size, _AT_ONCE):
+            parts.append((key, run.part(start, min(_AT_ONCE, run.size - start))))
+    made = [
+        _prints_of_host(parts[group.start : group.stop], device)
+        for group in _groups([part.size for _, part in parts], _AT_ONCE)
+    ]
+    values = [each.values for each in made if each.values is not None]
+    keys = tuple(key for each in made for key in each.keys)
+    return Prints(keys, torch.cat(values) if values else None)
+
+
+def _prints_of_host(parts: Sequence[tuple[int, MemoryRange]], device: torch.device) -> Prints:
+    """The fingerprints of one group. What was brought for it is free again afterwards."""
+    # Each part of a larger run but its last one fills a group: no key comes twice.
+    return prints({key: on_device(upload(part, device)) for key, part in parts})
 
 
 def _print(group: Sequence[Tensor]) -> Tensor:

@@ -31,9 +31,6 @@ from raydp_parallel.transport.messages import Blob, SlotSpec, WriteBack
 CPU = torch.device("cpu")
 _device = attrgetter("device")
 
-_AT_ONCE = 64
-"""Blocks that are brought to a GPU together to be compared."""
-
 
 class _Place(NamedTuple):
     """The place of a block's bytes in the packet in which they were sent."""
@@ -348,13 +345,9 @@ class BlockContents:
 
         Where training changes all weights in each step, they are never compared.
         """
-        for start in range(0, len(chosen), _AT_ONCE):
-            some = chosen[start : start + _AT_ONCE]
-            sent = {
-                b: devices.upload(self._sent(b), self.tensors[self.layout.members[b][0]].device)
-                for b in some
-            }
-            newer = devices.prints({block: devices.piece(tensor) for block, tensor in sent.items()})
+        if chosen:
+            sent = {block: self._sent(block) for block in chosen}
+            newer = devices.prints_of_host(sent, self._device_of(chosen[0]))
             self._prints = self._prints.joined(newer)
         self._unprinted.difference_update(chosen)
 

@@ -104,6 +104,8 @@ class FakeGpu:
         current: The current streams of each device, last, and those that were it around.
         recorded: Tensors that were said to be in use on a stream, by name.
         pools: How many pools of memory were made, and which is in use.
+        brought: Bytes of the device's that hold what copies from the host brought there, and the
+            most that there were.
     """
 
     def __init__(self) -> None:
@@ -127,6 +129,7 @@ class FakeGpu:
         self._recording: int | None = None
         self.recorded: list[str] = []
         self.pools: list[Any] = []
+        self.brought = [0, 0]
 
     # what is refused
 
@@ -173,7 +176,17 @@ class FakeGpu:
             self.read_later(source, args[0])
         found = _to(source, *args, **more)
         crosses = found is source and not source.untyped_storage().resizable()
-        return source.clone() if crosses and isinstance(args[0], torch.device) else found
+        if crosses and isinstance(args[0], torch.device):
+            found = source.clone()
+        if more.get("non_blocking") and not source.untyped_storage().resizable():
+            self.hold(found.nbytes)
+            weakref.finalize(found, self.hold, -found.nbytes)
+        return found
+
+    def hold(self, size: int) -> None:
+        """Count bytes that were brought, or are free again."""
+        now = self.brought[0] + size
+        self.brought = [now, max(now, self.brought[1])]
 
     def read_later(self, source: Tensor, device: torch.device) -> None:
         """A copy from the host, if the source lies there: it must be the same when the stream comes

@@ -412,6 +412,30 @@ def test_training_takes_no_fingerprints(monkeypatch: pytest.MonkeyPatch) -> None
     assert model.executor.stats().reruns == 1
 
 
+def test_what_was_sent_comes_back_a_few_blocks_at_a_time(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To have fingerprints made of it: so many bytes, whatever the blocks and their sizes are."""
+    most = comparison._LARGE
+    monkeypatch.setattr(comparison, "_AT_ONCE", most)
+    sizes = (1000, 2 * most + 7, most // 2, most // 4, 70001, most)
+    net = nn.ParameterList(torch.randn(-(-size // 4)) for size in sizes)
+    tracker = ModuleTracker(net, shared_link(Arena(), True, False))
+    tracker.sync()
+    contents = tracker._contents
+    fake.brought = [0, 0]
+    assert contents.edited(set()) == []
+    assert most <= fake.brought[1] <= most + 4096  # and a small index
+    assert fake.brought[0] <= 4096
+    as_sent = devices.prints({b: contents._read(b) for b in dict.fromkeys(contents._prints.keys)})
+    assert contents._prints.keys == as_sent.keys
+    assert not contents._prints.unlike(as_sent)
+    for number in (1, 5):
+        net[number].data[-1] += 1
+    edited = [contents.layout.specs[number].block for number in (1, 5)]
+    assert sorted(contents.edited(set())) == sorted(edited)
+
+
 class Flat(nn.Module):
     """A recurrent net whose weights are one run of memory, as on a GPU."""
 
