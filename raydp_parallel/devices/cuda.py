@@ -218,14 +218,35 @@ def pinner(device: torch.device | None) -> Callable[[int, int], Callable[[], obj
 
 
 def _pin_if_used(address: int, size: int) -> Callable[[], object] | None:
-    # Only if CUDA runs already: registering would start it in a driver that does not need it.
-    if not torch.cuda.is_initialized():
-        return None
-    return _registry.pin(torch.device("cuda"), address, size)
+    # Only if a GPU is used already: registering would start CUDA in a driver that does not need it.
+    device = _in_use()
+    return _registry.pin(device, address, size) if device is not None else None
+
+
+def _in_use() -> torch.device | None:
+    """The first GPU on which this process has memory."""
+    if torch.cuda.is_initialized():
+        for index in range(torch.cuda.device_count()):
+            if has_memory(index):
+                return torch.device("cuda", index)
+    return None
+
+
+def has_memory(index: int) -> bool:
+    """Whether this process has memory on a GPU; False with an allocator of the user's that does not
+    count.
+    """
+    try:
+        return bool(torch.cuda.memory_allocated(index))
+    except RuntimeError:
+        return False
 
 
 class _Registry:
     """Registers memory of the host with CUDA, until that is refused once.
+
+    CUDA does it for all GPUs, but by the current one, which it starts if this process did not use
+    it: that takes half a gigabyte there.
 
     Attributes:
         refused: Whether it was. A process that lacks the memory or the right to lock memory will
@@ -239,10 +260,11 @@ class _Registry:
         """Register a run of memory; returns a function that ends this, None if it is refused."""
         if self.refused:
             return None
-        runtime = torch.cuda.cudart()
-        code = int(runtime.cudaHostRegister(address, size, 0))
+        runtime, block = torch.cuda.cudart(), torch.cuda.device(device)
+        with block:
+            code = int(runtime.cudaHostRegister(address, size, 0))
         if not code:
-            return functools.partial(runtime.cudaHostUnregister, address)
+            return functools.partial(_unpin, block, runtime, address)
         self.refused = True
         _take_error(device)
         log.info(
@@ -251,6 +273,12 @@ class _Registry:
             code,
         )
         return None
+
+
+def _unpin(block: torch.cuda.device, runtime: Any, address: int) -> None:
+    """End the registration of memory that begins at an address, in a block of its device."""
+    with block:
+        runtime.cudaHostUnregister(address)
 
 
 def _take_error(device: torch.device) -> None:

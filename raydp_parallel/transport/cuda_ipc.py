@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from raydp_parallel.devices.buffers import Arena, Descriptor, SharedBuffer, new_lease, new_token
-from raydp_parallel.devices.cuda import DeviceBytes, on_host, spoiled
+from raydp_parallel.devices.cuda import DeviceBytes, has_memory, on_host, spoiled
 from raydp_parallel.devices.ranges import Attachment, MemoryRange
 from raydp_parallel.transport.links.inline import InlineLink
 from raydp_parallel.transport.links.link import Link, MappedBuffer, ReservedMemory
@@ -337,7 +337,7 @@ def gpu_in_use(uuid: str) -> torch.device | None:
         return None
     for index in range(torch.cuda.device_count()):
         if str(torch.cuda.get_device_properties(index).uuid) == uuid:
-            return torch.device("cuda", index) if torch.cuda.memory_allocated(index) else None
+            return torch.device("cuda", index) if has_memory(index) else None
     return None
 
 

@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,6 +86,20 @@ class Stream:
         self.gpu.waits(self, other, other.asked)
 
 
+class _Inside:
+    """A block in which a device is the current one. It may be entered more than once."""
+
+    def __init__(self, stack: list[int], index: int) -> None:
+        self._stack = stack
+        self._index = index
+
+    def __enter__(self) -> None:
+        self._stack.append(self._index)
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.pop()
+
+
 class FakeGpu:
     """The device, and what was asked of it.
 
@@ -94,6 +108,8 @@ class FakeGpu:
         pinned: Addresses of registered memory, with its sizes.
         refuses: Whether memory cannot be registered.
         asked_to_pin: How often memory was to be registered.
+        registering: The devices by which memory was registered, or ceased to be.
+        counts: Whether the allocator says how much memory there is.
         last_error: An error that nobody took, which the next kernel tells.
         broken: What everything is refused with, once a kernel failed an assertion.
         torn: Copies from the host whose source was not there any more when they took place.
@@ -113,6 +129,9 @@ class FakeGpu:
         self.pinned: dict[int, int] = {}
         self.refuses = False
         self.asked_to_pin = 0
+        self.registering: list[int] = []
+        self.counts = True
+        self._inside: list[int] = [0]
         self.last_error = ""
         self.broken = ""
         self.torn: list[str] = []
@@ -260,6 +279,9 @@ class FakeGpu:
     def empty(self, *shape: Any, pin_memory: bool = False, **more: Any) -> Tensor:
         """``torch.empty``."""
         found = _empty(*shape, **more)
+        where = more.get("device")
+        if isinstance(where, torch.device) and where.index:
+            self.put(found, where.index)
         if pin_memory:
             self.pinned[found.data_ptr()] = found.nbytes
             self.log.append("pinned buffer")
@@ -320,13 +342,29 @@ class FakeGpu:
 
         def register(address: int, size: int, _flags: int) -> int:
             self.asked_to_pin += 1
+            self.registering.append(self._inside[-1])
             if not self.refuses:
                 self.pinned[address] = size
                 return 0
             self.last_error = "CUDA error: operation not supported"
             return 801
 
-        return SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=self.pinned.pop)
+        def unregister(address: int) -> int:
+            self.registering.append(self._inside[-1])
+            del self.pinned[address]
+            return 0
+
+        return SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+
+    def inside(self, device: torch.device) -> _Inside:
+        """``torch.cuda.device``."""
+        return _Inside(self._inside, device.index or 0)
+
+    def allocated(self, device: Any) -> int:
+        """``torch.cuda.memory_allocated``."""
+        if not self.counts:
+            raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
+        return 5 if getattr(device, "index", device) in self.used else 0
 
     def event_class(self) -> type:
         """Events of this device."""
@@ -434,10 +472,10 @@ def installed(patch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         "MemPool": lambda **_: object(),
         "empty_cache": lambda: None,
         "use_mem_pool": gpu.allocating,
-        "device": lambda _device: nullcontext(),
+        "device": gpu.inside,
         "cudart": gpu.cudart,
         "default_generators": [torch.Generator()],
-        "memory_allocated": lambda device: 5 if getattr(device, "index", device) in gpu.used else 0,
+        "memory_allocated": gpu.allocated,
         "max_memory_allocated": lambda _device: 7,
         "memory_snapshot": lambda: [{"is_expandable": gpu.expandable}],
         "get_device_properties": lambda index: gpu.properties(index),

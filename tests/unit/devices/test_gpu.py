@@ -52,6 +52,7 @@ from raydp_parallel.transport.message_bytes import pack, unpack
 from raydp_parallel.transport.messages import BackwardRequest, Reply
 
 CPU = torch.device("cpu")
+SECOND = torch.device("cpu", 1)
 IN_PROCESS = Options(in_process=True)
 
 
@@ -160,12 +161,26 @@ def test_segments_are_pinned_where_a_gpu_copies(fake: FakeGpu) -> None:
 def test_a_drivers_memory_is_pinned_once_it_uses_cuda(
     fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not before: it would be started for that."""
+    """Not before: it would be started for that. And by a GPU that it uses: another one would lose
+    half a gigabyte.
+    """
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    pin: Any = devices.pinner(None)
+    assert pin(4096, 64) is None
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    unpin = devices.pinner(None)(4096, 64)  # type: ignore[misc]
+    fake.used = set()
+    assert pin(4096, 64) is None
+    fake.used = {1, 2}
+    unpin = pin(4096, 64)
     assert fake.pinned == {4096: 64}
-    unpin()  # type: ignore[misc]
+    fake.used = {0}
+    unpin()
     assert not fake.pinned
+    assert fake.registering == [1, 1]
+    fake.counts = False  # with an allocator of the user's
+    assert pin(4096, 64) is None
+    devices.pinner(SECOND)(4096, 64)  # type: ignore[misc]
+    assert fake.registering == [1, 1, 1]
 
 
 # --- comparisons ---
