@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
+
 from raydp_parallel import devices
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.answers import Lost, Pending
@@ -56,6 +58,8 @@ class ReplicaClient:
         code_version: The backend's `CodeDelivery.version` of which it has all modules.
         line: Its direct connection, which takes all calls; None if all are Ray tasks.
         shares: Whether both processes can read the other's memory.
+        gpu: The GPU whose memory both processes can open, by this process's index; None if there
+            is none.
     """
 
     def __init__(self, actor: Any, patience: float | None = None) -> None:
@@ -66,7 +70,7 @@ class ReplicaClient:
         self._patience = patience
         self.line: Connection | None = None
         self.shares = False
-        self.shares_device = False
+        self.gpu: torch.device | None = None
         self._number = 0
         self._deliveries = 0
         self._given_up: deque[Any] = deque()
@@ -232,11 +236,12 @@ class ReplicaClient:
 
     def _within_reach(self, beside: Sequence[Attachment]) -> Sequence[Attachment]:
         """Attachments in a form that the replica can open."""
-        if not self.shares_device:
-            beside = [
-                packet.elsewhere() if isinstance(packet, cuda_ipc.DeviceBuffer) else packet
-                for packet in beside
-            ]
+        beside = [
+            packet.elsewhere()
+            if isinstance(packet, cuda_ipc.DeviceBuffer) and packet.device != self.gpu
+            else packet
+            for packet in beside
+        ]
         if self.shares:
             return beside
         stored = [_stored(packet) for packet in beside]
@@ -326,7 +331,7 @@ class ReplicaClient:
             return f"the replica did not say within {_TRIAL:g} s what it saw"
         except (RuntimeError, OSError, AttributeError, TypeError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
-        self.shares_device = True
+        self.gpu = arena.device
         return ""
 
     def close(self) -> None:

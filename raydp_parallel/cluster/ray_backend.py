@@ -229,21 +229,21 @@ class RayBackend:
     def _meet_on_device(
         self, client: ReplicaClient, hello: ReplicaHello, link: cuda_ipc.DeviceLink
     ) -> None:
-        """Share a GPU's memory with the replica that is on it too; replicas on other GPUs get
+        """Share a GPU's memory with the replicas that are on it too; replicas on other GPUs get
         copies through host memory.
 
-        Only one GPU's memory is shared: a replica on another GPU may be unable to open it, or only
-        by way of its own.
+        A replica opens the memory of its own GPU alone: it may be unable to open that of another,
+        or only by way of its own.
         """
         device = cuda_ipc.gpu_in_use(hello.gpu_uuid)
-        if device is None or (link.arena is not None and link.arena.device != device):
+        if device is None:
             return
-        arena = link.arena or cuda_ipc.DeviceArena(device)
+        arena = link.arenas.get(device) or cuda_ipc.DeviceArena(device)
         why = client.share_device(arena)
         if why:
             cuda_ipc.refused(why)
         else:
-            link.arena = arena
+            link.arenas[device] = arena
 
     def _go_without(self, hello: ReplicaHello, near: bool) -> None:
         """Warn, or raise, because a replica and this process cannot read each other's memory. That
@@ -303,9 +303,9 @@ class RayBackend:
             yield place, ReplicaClient(actor, self._options.call_timeout)
 
     def link_to(self, client: ReplicaClient) -> Link:
-        if self._device_link is not None and not client.shares_device:
-            return self._device_link.near
-        return self.link
+        if self._device_link is None:
+            return self.link
+        return self._device_link.to(client.gpu) if client.gpu else self._device_link.near
 
     def rest(self) -> None:
         if self._beside:

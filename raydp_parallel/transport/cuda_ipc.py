@@ -90,6 +90,12 @@ class DeviceBuffer(SharedBuffer):
         """
 
     @property
+    def device(self) -> torch.device:
+        """The GPU."""
+        found: torch.device = self.segment.tensor.device
+        return found
+
+    @property
     def piece(self) -> MemoryRange:
         """The bytes, without a copy. The stream that reads them waits for what `fill` wrote."""
         size = self.descriptor.size
@@ -235,22 +241,34 @@ class Opener:
 
 
 class DeviceLink(Link):
-    """Sends bytes on the GPU by its memory, once that is known to work, and all others by another
+    """Sends bytes on a GPU by its memory, once that is known to work, and all others by another
     link.
 
     Args:
         near: The other link.
-        arena: The arena of GPU memory; None until that is known to work.
+        arena: An arena of GPU memory that is known to work.
+
+    Attributes:
+        arenas: The arenas that are known to work, by their GPU.
     """
 
     def __init__(self, near: Link, arena: DeviceArena | None = None) -> None:
         self.near = near
-        self.arena = arena
+        self.arenas = {arena.device: arena} if arena is not None else {}
+        self._only: torch.device | None = None
+
+    def to(self, device: torch.device) -> DeviceLink:
+        """A link for a process that can open the memory of one GPU alone."""
+        if self.arenas.keys() <= {device}:
+            return self
+        found = DeviceLink(self.near)
+        found.arenas, found._only = self.arenas, device
+        return found
 
     @property
     def name(self) -> str:  # type: ignore[override]  # a constant in links that are one
         """The other link's name, and this link's."""
-        return f"{self.near.name} and CUDA IPC" if self.arena is not None else self.near.name
+        return f"{self.near.name} and CUDA IPC" if self.arenas else self.near.name
 
     @property
     def exposes(self) -> bool:  # type: ignore[override]
@@ -258,12 +276,8 @@ class DeviceLink(Link):
         return self.near.exposes
 
     def send(self, pieces: Sequence[MemoryRange], offsets: Sequence[int], size: int) -> Attachment:
-        arena = self.arena
-        if (
-            arena is not None
-            and size > LIMIT
-            and all(_lies_on(arena.device, piece) for piece in pieces if piece.size)
-        ):
+        arena = self._arena_for(pieces) if size > LIMIT else None
+        if arena is not None:
             try:
                 lent = arena.fill(pieces, offsets, size)
                 lent.near = self.near
@@ -279,14 +293,22 @@ class DeviceLink(Link):
                     raise
                 # raises if the GPU has failed for good
                 packet = self.near.send(pieces, offsets, size)
-                self.arena = None
+                self.arenas.pop(arena.device, None)
                 refused(error)
                 return packet
         return self.near.send(pieces, offsets, size)
 
+    def _arena_for(self, pieces: Sequence[MemoryRange]) -> DeviceArena | None:
+        """The arena of the GPU on which all the pieces lie."""
+        if not self.arenas:
+            return None
+        places = {piece.origin.device if piece.origin else None for piece in pieces if piece.size}
+        device: Any = places.pop() if len(places) == 1 else None
+        return self.arenas.get(device) if self._only in (None, device) else None
+
     def room(self, size: int) -> ReservedMemory | None:
         # Nothing is reserved where the GPU copies: such copies are too fast to overlap with.
-        return self.near.room(size) if self.arena is None else None
+        return None if self.arenas else self.near.room(size)
 
     def open(self, packet: Attachment) -> MemoryRange:
         return packet.piece if isinstance(packet, DeviceBuffer) else self.near.open(packet)
@@ -306,8 +328,8 @@ class DeviceLink(Link):
         self.near.withdraw()
 
     def close(self) -> None:
-        if self.arena is not None:
-            self.arena.close()
+        for arena in self.arenas.values():
+            arena.close()
         self.near.close()
 
 
@@ -316,10 +338,6 @@ def by_host(link: Link) -> Link:
     its CPU.
     """
     return link.near if isinstance(link, DeviceLink) else link
-
-
-def _lies_on(device: torch.device, piece: MemoryRange) -> bool:
-    return piece.origin is not None and bool(piece.origin.device == device)
 
 
 def reaching(near: Link) -> Link:

@@ -652,7 +652,7 @@ def test_tensors_go_by_the_gpus_memory(fake: FakeGpu, ends: Ends) -> None:
     opened once.
     """
     assert ends.remote.share_device(ends.arena) == ""
-    ends.link.arena = ends.arena
+    ends.link.arenas[CPU] = ends.arena
     assert ends.link.name == "shared and CUDA IPC"
     ledger = LeaseTable()
     for number in range(3):
@@ -692,7 +692,7 @@ def test_answers_come_by_the_gpus_memory(ends: Ends) -> None:
         parcel, Attachments(ends.link, over(answer.beside, ends.remote._mappings)), CPU
     )
     assert torch.equal(found[0], torch.arange(90000.0))
-    ends.link.arena = ends.arena
+    ends.link.arenas[CPU] = ends.arena
     assert isinstance(ends.link.send([devices.piece(torch.ones(2))], [0], 8), bytes)
     near = torch.ones(90000)
     assert not isinstance(
@@ -749,7 +749,7 @@ def test_requests_say_where_their_answers_are_wanted(
 def test_who_cannot_open_it_gets_a_copy(fake: FakeGpu, ends: Ends) -> None:
     """Through memory of the host, which all of them share: copied once."""
     assert not cuda_ipc.shows(MemoryRange(0, 0, None), b"")
-    ends.link.arena = ends.arena
+    ends.link.arenas[CPU] = ends.arena
     x = torch.randn(30000)
     lent = ends.link.send([devices.piece(x)], [0], x.nbytes)
     sent: list[Any] = []
@@ -777,7 +777,7 @@ def test_who_cannot_open_it_gets_a_copy(fake: FakeGpu, ends: Ends) -> None:
 
 def test_own_packets_are_compared_and_opened_in_place(ends: Ends) -> None:
     """The driver looks at what it sent."""
-    ends.link.arena = ends.arena
+    ends.link.arenas[CPU] = ends.arena
     x = torch.randn(30000)
     packet = ends.link.send([devices.piece(x)], [0], x.nbytes)
     assert devices.compare([(ends.link.open(packet), devices.piece(x))])() == [True]
@@ -800,12 +800,44 @@ def test_own_packets_are_compared_and_opened_in_place(ends: Ends) -> None:
 def test_messages_to_other_gpus_do_not_take_this_ones_memory(ends: Ends) -> None:
     """What one replica alone gets goes by the link that it can read; what all get is sent once."""
     ours: Any = SimpleNamespace(link=ends.link, _device_link=ends.link)
-    ends.link.arena = ends.arena
+    ends.link.arenas[CPU] = ends.arena
     assert RayBackend.link_to(ours, ends.remote) is ends.link.near
-    ends.remote.shares_device = True
+    ends.remote.gpu = CPU
     assert RayBackend.link_to(ours, ends.remote) is ends.link
     ours.link, ours._device_link = ends.link.near, None
     assert RayBackend.link_to(ours, ends.remote) is ours.link
+
+
+def test_each_gpu_of_the_drivers_has_memory_to_share(fake: FakeGpu, ends: Ends) -> None:
+    """What lies on one goes by its memory to all that can open that; to a replica that is on
+    another GPU alone, by the host.
+    """
+    ends.link.arenas = {CPU: ends.arena, SECOND: cuda_ipc.DeviceArena(SECOND)}
+    here, there = torch.randn(30000), fake.put(torch.randn(30000), 1)
+    ours: Any = SimpleNamespace(link=ends.link, _device_link=ends.link)
+    links: dict[Any, Any] = {None: ends.link}
+    ends.remote.shares = True
+    for device in (CPU, SECOND):
+        ends.remote.gpu = device
+        links[device] = RayBackend.link_to(ours, ends.remote)
+    for place, link in links.items():
+        for x in (here, there):
+            packet = link.send([devices.piece(x)], [0], x.nbytes)
+            assert isinstance(packet, cuda_ipc.DeviceBuffer) == (place in (None, x.device))
+            if place is None:
+                assert packet.device == x.device
+                ends.remote.gpu = x.device
+                assert ends.remote._within_reach([packet])[0] is packet
+                ends.remote.gpu = SECOND if x is here else CPU
+                assert not isinstance(ends.remote._within_reach([packet])[0], cuda_ipc.DeviceBuffer)
+    both = [devices.piece(here), devices.piece(there)]
+    packet = ends.link.send(both, [0, here.nbytes], 2 * here.nbytes)
+    assert not isinstance(packet, cuda_ipc.DeviceBuffer)
+    assert ends.link.open(packet).size >= 2 * here.nbytes
+    ends.link.arenas[SECOND].take = refuse  # type: ignore[method-assign]
+    links[SECOND].send([devices.piece(there)], [0], there.nbytes)
+    assert ends.link.arenas == links[SECOND].arenas == {CPU: ends.arena}
+    assert links[CPU].name == ends.link.name == "shared and CUDA IPC"
 
 
 def test_segments_that_are_no_longer_used_go(
@@ -871,8 +903,8 @@ def test_a_failed_trial_leaves_host_copies(
             nobody, ends.remote, ReplicaHello(1, "n", "cuda:0", "G", UUID, 1, 1), ends.link
         )
         seen = iter([True, False])
-    assert not ends.remote.shares_device
-    assert ends.link.arena is None
+    assert ends.remote.gpu is None
+    assert not ends.link.arenas
     assert ends.link.name == "shared"
     (said,) = [r for r in caplog.records if "CUDA IPC is refused" in r.getMessage()]
     assert said.levelname == "WARNING"
@@ -889,11 +921,11 @@ def test_only_the_drivers_own_gpu_is_shared(ends: Ends, monkeypatch: pytest.Monk
     assert cuda_ipc.gpu_in_use(UUID) == torch.device("cuda", 0)
     other: Any = None
     RayBackend._meet_on_device(other, ends.remote, hello._replace(gpu_uuid="GPU-other"), ends.link)
-    assert ends.link.arena is None
+    assert not ends.link.arenas
     monkeypatch.setattr(cuda_ipc, "gpu_in_use", lambda _uuid: CPU)
     RayBackend._meet_on_device(other, ends.remote, hello, ends.link)
-    assert ends.link.arena is not None
-    assert ends.remote.shares_device
+    assert ends.link.arenas
+    assert ends.remote.gpu == CPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     near = shared_link(Arena(), True, False)
     assert isinstance(cuda_ipc.reaching(near), cuda_ipc.DeviceLink)
@@ -903,7 +935,7 @@ def test_only_the_drivers_own_gpu_is_shared(ends: Ends, monkeypatch: pytest.Monk
 
 def test_a_full_gpu_sends_another_way(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     """For want of memory this time only; for any other reason from now on."""
-    ends.link.arena = ends.arena
+    ends.link.arenas[CPU] = ends.arena
     x = torch.randn(30000)
 
     def full(*_: object) -> Any:
@@ -911,15 +943,15 @@ def test_a_full_gpu_sends_another_way(ends: Ends, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(ends.arena, "take", full)
     assert not isinstance(ends.link.send([devices.piece(x)], [0], x.nbytes), cuda_ipc.DeviceBuffer)
-    assert ends.link.arena is not None
+    assert ends.link.arenas
     monkeypatch.setattr(ends.arena, "take", refuse)
     assert not isinstance(ends.link.send([devices.piece(x)], [0], x.nbytes), cuda_ipc.DeviceBuffer)
-    assert ends.link.arena is None
+    assert not ends.link.arenas
 
 
 def test_what_went_by_the_gpus_memory_is_compared_with_itself(ends: Ends) -> None:
     """It has no fingerprints, and an edit behind its version is found."""
-    ends.link.arena = ends.arena
+    ends.link.arenas[CPU] = ends.arena
     ends.link.withdraw()  # as for every replica on a GPU
     net = nn.Linear(300, 200)
     tracker = ModuleTracker(net, ends.link)
@@ -930,7 +962,7 @@ def test_what_went_by_the_gpus_memory_is_compared_with_itself(ends: Ends) -> Non
 
     assert sound()
     for arena in (ends.arena, None, None):
-        ends.link.arena = arena
+        ends.link.arenas = {CPU: arena} if arena else {}
         net.weight.data.neg_()
         assert not sound()
         assert sound()

@@ -338,7 +338,7 @@ def test_only_cudas_own_errors_end_the_sharing(
     with pytest.raises(RuntimeError, match="device-side assert"):
         sent(link, x)
     fake.broken = ""
-    assert link.arena is arena
+    assert link.arenas == {CPU: arena}
 
 
 def test_one_pool_is_used_by_one_thread_at_a_time(
@@ -384,8 +384,9 @@ def test_a_replica_gets_the_memory_of_its_own_gpu_alone(
         RayBackend._meet_on_device(
             nobody, client, ReplicaHello(1, "n", "cuda:0", "G", uuid, 1, 1), link
         )
-    one = torch.device("cuda", 1)
-    assert tried == [(1, one), (3, one)]
+    one, two = torch.device("cuda", 1), torch.device("cuda", 2)
+    assert tried == [(1, one), (2, two), (3, one)]
+    assert {device: arena.device for device, arena in link.arenas.items()} == {one: one, two: two}
 
 
 @pytest.mark.parametrize(
@@ -432,7 +433,7 @@ def test_a_replica_that_hangs_over_it_is_not_waited_for(
     client = cluster.ReplicaClient(actor)
     assert "did not say within 10 s" in client.share_device(cuda_ipc.DeviceArena(CPU))
     assert limits == [10.0]
-    assert not client.shares_device
+    assert client.gpu is None
 
 
 def test_what_a_dead_replica_was_lent_is_lent_again(fake: FakeGpu) -> None:
