@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from raydp_parallel.cluster.backend import DevicePlace
-from raydp_parallel.devices.ambient_state import environment
+from raydp_parallel.devices.ambient_state import environment, environment_at_load
 from raydp_parallel.replica.actor import ReplicaActor
 
 
@@ -42,6 +42,9 @@ class ActorNames:
         """Start a replica. Its name ends in a number if there is or was another of that name."""
         rank = self._ranks.setdefault(place, len(self._ranks))
         device = "cpu" if place.kind == "cpu" else f"cuda:{place.number}"
+        early = environment_at_load() if place.kind == "gpu" else None
+        if early:  # a process of its own: those that Ray keeps ready have loaded without them
+            options = {**options, "runtime_env": {"env_vars": early}}
         for number in itertools.count(1):
             name = f"raydp:{self.executor}:{rank}@{device}" + (f"~{number}" if number > 1 else "")
             if name in self._used:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -53,13 +53,17 @@ _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
 deterministic.
 """
 
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables that torch reads when its library is loaded. Set later they do nothing, or end the
+start of CUDA, because torch's allocator is another one by then.
+"""
+
 VARIABLES = (
     _WORKSPACES,
     "CUBLASLT_WORKSPACE_SIZE",
     "CUDA_LAUNCH_BLOCKING",
     "NVIDIA_TF32_OVERRIDE",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
+    *ALLOCATOR,
 )
 """Variables of the environment that control how a process computes on a GPU. A replica inherits
 those of its node, which may differ from the driver's, so it is given the driver's."""
@@ -67,7 +71,18 @@ those of its node, which may differ from the driver's, so it is given the driver
 
 def environment() -> dict[str, str]:
     """The variables among `VARIABLES` that are set in this process, for a replica that starts."""
-    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    return _set_among(VARIABLES)
+
+
+def environment_at_load() -> dict[str, str]:
+    """The variables among `ALLOCATOR` that are set in this process: a replica's process that is to
+    use a GPU has to begin with them.
+    """
+    return _set_among(ALLOCATOR)
+
+
+def _set_among(names: Sequence[str]) -> dict[str, str]:
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def _deterministic() -> tuple[bool, bool, str]:

@@ -64,7 +64,8 @@ class ReplicaActor(ReplicaServer):
     """
 
     def __init__(self, device: str, link: str, rank: int, environment: Mapping[str, str]) -> None:
-        os.environ.update(environment)  # before CUDA starts, which reads them
+        # Before CUDA starts, which reads them. What is read even earlier is there already.
+        os.environ.update(environment)
         devices.keep_freed_memory()
         raw_access.stay()
         sys.breakpointhook = _refuse_debugger  # Ray's own waits for somebody to connect

@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raydp_parallel.devices.ambient_state import ALLOCATOR
 from raydp_parallel.devices.buffers import Arena, Descriptor, SharedBuffer, new_lease, new_token
 from raydp_parallel.devices.cuda import DeviceBytes, has_memory, on_host, spoiled
 from raydp_parallel.devices.ranges import Attachment, MemoryRange
@@ -359,14 +360,11 @@ def gpu_in_use(uuid: str) -> torch.device | None:
     return None
 
 
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-
-
 def expandable() -> bool:
     """Whether torch's allocator makes expandable segments, which other processes cannot open, or
     hang on opening.
     """
-    for name in _ALLOCATOR:
+    for name in ALLOCATOR:
         settings = os.environ.get(name, "").replace(" ", "").lower()
         if "expandable_segments:true" in settings:
             return True

@@ -17,6 +17,7 @@ from torch import nn
 from raydp_parallel import DataParallel, Executor, Options, PlacementError
 from raydp_parallel.cluster import actor_names, ray_api
 from raydp_parallel.cluster.backend import DevicePlace
+from raydp_parallel.devices import ambient_state
 
 pytestmark = pytest.mark.usefixtures("cluster")
 X = torch.ones(4, 2)
@@ -118,3 +119,28 @@ def test_a_replica_s_name_that_another_program_has(
         == "raydp:train:0@cpu~2"
     )
     assert asked == ["raydp:train:0@cpu", "raydp:train:0@cpu~2"]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+@pytest.mark.parametrize("wanted", [None, "expandable_segments:True"])
+def test_the_allocator_s_variables_are_there_when_a_process_begins(
+    monkeypatch: pytest.MonkeyPatch, kind: str, wanted: str | None
+) -> None:
+    """Torch reads them when it is loaded. Other replicas start as Ray has prepared them."""
+    for name in ambient_state.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    if wanted is not None:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", wanted)
+    asked: list[dict[str, Any]] = []
+
+    def options(**given: Any) -> Any:
+        asked.append(given)
+        return SimpleNamespace(remote=lambda *_: None)
+
+    monkeypatch.setattr(actor_names, "ReplicaActor", SimpleNamespace(options=options))
+    actor_names.ActorNames("train", {}).start(DevicePlace(kind, 0), "auto", {"num_cpus": 1})
+    early = {"runtime_env": {"env_vars": {"PYTORCH_CUDA_ALLOC_CONF": wanted}}}
+    name = f"raydp:train:0@{'cpu' if kind == 'cpu' else 'cuda:0'}"
+    expected = {"name": name, "num_cpus": 1}
+    assert asked == [expected | (early if wanted and kind == "gpu" else {})]
