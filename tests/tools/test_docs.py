@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import fnmatch
 import functools
+import pkgutil
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -134,6 +135,15 @@ def test_documents_name_files_that_exist(document: Path) -> None:
 
 
 PACKAGES = sorted({Path(file).parts[0] for file in FILES if len(Path(file).parts) > 1})
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_documents_name_code_that_exists(document: Path) -> None:
+    """Modules in code marks, such as `devices.cuda`, and what is in them."""
+    dotted = rf"`(?:raydp_parallel\.)?((?:{'|'.join(PACKAGES)})(?:\.\w+)+)(?:\(\))?`"
+    for name in re.findall(dotted, document.read_text()):
+        if not name.endswith((".py", ".md")):
+            assert pkgutil.resolve_name(f"raydp_parallel.{name}") is not None
 
 
 @pytest.mark.parametrize("package", PACKAGES)
