@@ -109,13 +109,13 @@ class ReplicaGroups:
         self._numbers = itertools.count(1)
         self._not_before = 0.0
         self._pause = _PAUSE
+        self._wait = _PATIENCE
+        self._told = self._no_nccl = False
         forks.tell_child(self)
 
     def after_fork(self) -> None:
         """Make the locks anew: the thread that held one is not in the child."""
         self._guard, self._making = threading.Lock(), threading.Lock()
-        self._wait = _PATIENCE
-        self._told = self._no_nccl = False
 
     @property
     def patience(self) -> float:
