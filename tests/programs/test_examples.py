@@ -126,8 +126,8 @@ def test_primitives_compose_to_the_plain_module(
 
 
 def test_readme_examples_run_on_two_cpu_replicas() -> None:
-    """The two Python blocks of the README, one after the other."""
-    loop, executor = re.findall(
+    """The Python blocks of the README, one after the other."""
+    loop, executor, inference = re.findall(
         r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
     )
     wrap = "DataParallel(net)"
@@ -135,6 +135,7 @@ def test_readme_examples_run_on_two_cpu_replicas() -> None:
     loop = loop.replace(wrap, 'DataParallel(net, ["cpu", "cpu"])')
     printed = run(
         "-c",
-        f"{loop}\nprint([replica.rows for replica in model.executor.stats().replicas])\n{executor}",
+        f"{loop}\nprint([replica.rows for replica in model.executor.stats().replicas])\n{executor}"
+        f"\n{inference}",
     )
-    assert "[300, 300]" in printed
+    assert "[300, 300]" in printed and printed.count("torch.Size([30, 2])") == 3
