@@ -4,6 +4,7 @@ values end to end.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import gc
@@ -187,6 +188,7 @@ def test_memory_that_a_gpu_copies_from_is_pinned_once(
     """As long as it is mapped; if the runtime refuses, it is used unpinned."""
     runtime, taken = Runtime(answer), []
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(cuda, "_registry", cuda._Registry())
     monkeypatch.setattr(cuda, "_take_error", taken.append)
     assert devices.pinner(torch.device("cpu")) is None
