@@ -26,8 +26,11 @@ handles free everything.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import weakref
 from collections.abc import Mapping, Sequence
+from operator import not_
 from typing import Any, NamedTuple
 
 import torch
@@ -57,7 +60,7 @@ class CallNode:
     Args:
         executor: The executor that runs it.
         leaves: The tensors that gradients may be asked for.
-        kinds: The kind of each leaf, see `Leaf.kind`; ``"input"`` for inputs.
+        kinds: The kind of each leaf, see `Leaves.kinds`; ``"input"`` for inputs.
         unused: What unused parameters get.
         shared: Whether it shares nodes with another call.
         parents: The calls that it is derived from.
@@ -247,7 +250,11 @@ def _needed(ctx: Any) -> list[bool]:
     """Which leaves this pass asks for. ``needs_input_grad`` is True for all of them, even under
     ``autograd.grad(y, x)``.
     """
-    return [_will_run(node) for node, _ in ctx.next_functions]
+    nodes = [node for node, _ in ctx.next_functions]
+    if None not in nodes:
+        with contextlib.suppress(RuntimeError):  # of a leaf whose gradient is captured
+            return [*map(torch._C._will_engine_execute_node, nodes)]
+    return [*map(_will_run, nodes)]
 
 
 def _will_run(node: Any) -> bool:
@@ -276,9 +283,7 @@ def _run(
     ambient = ambient_state.capture()
     # A leaf that was left out of torch's graph, because no chunk reached it, gets no gradient in a
     # replica either.
-    partial = any(
-        leaf.requires_grad and not need for leaf, need in zip(call.leaves, needed, strict=True)
-    )
+    partial = any(leaf.requires_grad for leaf in itertools.compress(call.leaves, map(not_, needed)))
     threads = call.executor.threads(len(call.parts))
 
     def job(number: int, i: int, part: ReductionPart) -> ChunkCall:

@@ -341,8 +341,14 @@ class ForwardCall:
         self.own: list[int] = []
         for chunk, inputs in zip(self.chunks, self.inputs, strict=True):
             model = chunk.tracker if self.ambient.grad and not chunk.detach else None
-            if model is not None and model not in known:
-                known[model] = [enter(leaf.tensor, leaf.kind) for leaf in model.leaves()]
+            if model is not None and not leaves:
+                # A model's tensors are distinct: those of the first are entered all at once.
+                tensors, found, _ = model.leaves()
+                leaves, kinds = dict(enumerate(tensors)), [*found]
+                index = dict(zip(map(id, tensors), leaves, strict=True))
+                known[model] = [*leaves]
+            elif model is not None and model not in known:
+                known[model] = [*map(enter, *model.leaves()[:2])]
             own = known[model] if model is not None else []
             self.own.append(len(own))
             self.owned.append([*own, *[enter(tensor, "input") for tensor in inputs]])

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import repeat
+from operator import attrgetter, is_, sub
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from raydp_parallel import devices
-from raydp_parallel.devices.specs import TensorSpec
+from raydp_parallel.devices.specs import SpecRow, TensorSpec
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.links import Attachments
@@ -50,9 +52,10 @@ def total(shares: Sequence[GradientShare], device: torch.device, count: int) -> 
         )
     for share, rows in zip(shares, found, strict=True):
         # A parameter that is also an input appears twice.
-        first = {leaf: row for leaf, row in reversed(rows) if sums[leaf] is None}
-        fresh = [*first.items()]
-        again = [(leaf, row) for leaf, row in rows if first.get(leaf) != row]
+        first = dict(reversed(rows))
+        fresh = [(leaf, row) for leaf, row in rows if sums[leaf] is None and first[leaf] == row]
+        taken = {row for _, row in fresh}
+        again = [(leaf, row) for leaf, row in rows if row not in taken]
         _take(share, fresh, sums, device)
         _add(share, again, sums, device)
     return sums
@@ -83,11 +86,16 @@ def _add_small(
     if len(mine) != len(rows) or len(theirs) != len(others):
         return rows, others
     specs, other_specs = one.parcel.specs, other.parcel.specs
-    leaves = [
-        leaf
-        for leaf, row in rows
-        if leaf in theirs and _small(specs[row], other_specs[theirs[leaf]])
-    ]
+    plan = specs.plan if specs is other_specs and isinstance(specs, SpecRow) else None
+    if plan is not None and mine == theirs:
+        sizes = [*map(sub, plan.ends, plan.starts)]
+        leaves = [leaf for leaf, row in rows if sizes[row] <= _SMALL]
+    else:
+        leaves = [
+            leaf
+            for leaf, row in rows
+            if leaf in theirs and _small(specs[row], other_specs[theirs[leaf]])
+        ]
     if leaves:
         added = torch._foreach_add(
             _windows(one, [mine[leaf] for leaf in leaves], device),
@@ -114,8 +122,13 @@ def _small(one: TensorSpec, other: TensorSpec) -> bool:
 
 def _windows(share: GradientShare, rows: Sequence[int], device: torch.device) -> list[Tensor]:
     """Some gradients of a share, where they lie."""
-    specs = [share.parcel.specs[row] for row in rows]
-    source = share.attachments.open(share.parcel.packet)
+    specs, source = share.parcel.specs, share.attachments.open(share.parcel.packet)
+    if isinstance(specs, SpecRow):
+        specs = specs.chosen(rows)
+        if specs.plan is not None:
+            return devices.row_windows(source, specs.plan, device)
+    else:
+        specs = tuple([specs[row] for row in rows])
     return devices.windows(source, specs, [codec.DTYPES[spec.dtype] for spec in specs], device)
 
 
@@ -169,6 +182,18 @@ def _dense(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.layout is torch.strided
 
 
+_layout, _device = attrgetter("layout"), attrgetter("device")
+
+
+def _settled(sums: Sequence[Tensor | None], leaves: Sequence[Tensor]) -> bool:
+    """Whether every leaf has a gradient, dense and on its device: nothing is left to do, which is
+    found without Python code for each.
+    """
+    if any(map(is_, sums, repeat(None))) or {*map(_layout, sums)} != {torch.strided}:
+        return False
+    return len({*map(_device, sums), *map(_device, leaves)}) == 1
+
+
 def settle(
     sums: Sequence[Tensor | None],
     leaves: Sequence[Tensor],
@@ -189,6 +214,8 @@ def settle(
             are (row B5).
         unused: What unused parameters get.
     """
+    if _settled(sums, leaves):
+        return [*sums]
     filled = {
         kind
         for total, kind in zip(sums, kinds, strict=True)

@@ -14,7 +14,7 @@ from raydp_parallel.devices.buffers import Arena
 from raydp_parallel.devices.kinds import is_cpu
 from raydp_parallel.devices.ranges import MemoryRange
 from raydp_parallel.devices.raw import shaped, view
-from raydp_parallel.devices.specs import TensorSpec
+from raydp_parallel.devices.specs import RowPlan, TensorSpec
 
 
 def piece(tensor: torch.Tensor) -> MemoryRange:
@@ -56,6 +56,18 @@ def _read_in_place(source: MemoryRange, spec: TensorSpec, dtype: torch.dtype) ->
     size = math.prod(spec.shape) * dtype.itemsize
     run = MemoryRange(source.address + spec.offset, size, source.owner)
     return tensor.set_(view(run).untyped_storage(), 0, spec.shape, spec.stride)
+
+
+def row_in_place(source: MemoryRange, plan: RowPlan) -> list[torch.Tensor]:
+    """The tensors of a row over the memory of ``source``, as `in_place` makes them, in the fewest
+    steps.
+    """
+    whole = view(source).untyped_storage()
+    tensors = [torch.empty(0, dtype=dtype, device="cpu") for dtype in plan.dtypes]
+    # A part of a storage is a storage of its own, which keeps the whole alive.
+    parts = [whole[start:end] for start, end in zip(plan.starts, plan.ends, strict=True)]
+    placed = zip(tensors, parts, plan.shapes, plan.strides, strict=True)
+    return [tensor.set_(part, 0, shape, stride) for tensor, part, shape, stride in placed]
 
 
 _recycled = Arena(shared=False)
@@ -107,6 +119,17 @@ def windows(
         offset = 0 if 0 in spec.shape else spec.offset // dtype.itemsize
         found.append(by_dtype[dtype].as_strided(spec.shape, spec.stride, offset))
     return found
+
+
+def row_windows(source: MemoryRange, plan: RowPlan, device: torch.device) -> list[torch.Tensor]:
+    """The tensors of a row as `windows` makes them, in the fewest steps."""
+    whole = view(cuda.on_host(source)) if is_cpu(device) else upload(source, device)
+    by_dtype = {
+        dtype: whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype)
+        for dtype in {*plan.dtypes}
+    }
+    runs = map(by_dtype.__getitem__, plan.dtypes)
+    return [*map(torch.as_strided, runs, plan.shapes, plan.strides, plan.elements)]
 
 
 SMALL = 1 << 22

@@ -59,17 +59,19 @@ class StateChange(NamedTuple):
         return self.message._replace(blobs=tuple(blobs))
 
 
-class Leaf(NamedTuple):
-    """A tensor of the master that may receive a gradient.
+class Leaves(NamedTuple):
+    """The tensors of the master that may receive gradients, each once.
 
     Attributes:
-        tensor: The tensor.
-        kind: ``"parameter"``, ``"buffer"``, or ``"attribute"`` for one that a plain attribute
-            holds.
+        tensors: The tensors.
+        kinds: Of each ``"parameter"``, ``"buffer"``, or ``"attribute"`` for one that a plain
+            attribute holds.
+        others: The numbers of those that are attributes.
     """
 
-    tensor: Tensor
-    kind: str
+    tensors: list[Tensor]
+    kinds: list[str]
+    others: list[int]
 
 
 class ModuleTracker:
@@ -95,7 +97,7 @@ class ModuleTracker:
         self._contents = BlockContents(link)
         self._specials = Specials({})
         self._kinds: dict[int, str] = {}
-        self._leaves: list[Leaf] | None = None
+        self._leaves: Leaves | None = None
         self._updates: dict[int, StateChange] = {}
         self._moment = StateMoment()
         self._disturbed_at = 0
@@ -123,24 +125,22 @@ class ModuleTracker:
         why, self._why = self._why, ""
         return why
 
-    def leaves(self) -> list[Leaf]:
+    def leaves(self) -> Leaves:
         """The tensors that may receive gradients, in the order in which replicas report them."""
         if self._leaves is None:
             tensors = {**self._contents.tensors, **self._specials.tensors}
             wanted = sorted([slot for slot, tensor in tensors.items() if tensor.requires_grad])
-            self._leaves = [
-                Leaf(tensors[slot], self._kinds.get(slot, "attribute")) for slot in wanted
-            ]
+            kinds = [self._kinds.get(slot, "attribute") for slot in wanted]
+            others = [k for k, kind in enumerate(kinds) if kind == "attribute"]
+            self._leaves = Leaves([tensors[slot] for slot in wanted], kinds, others)
         return self._leaves
 
     def doubtful(self) -> tuple[int, ...]:
         """The numbers of leaves that the driver computed; modules such as weight_norm's compute
         them anew in forward.
         """
-        found = enumerate(self.leaves())
-        return tuple(
-            [k for k, leaf in found if leaf.kind == "attribute" and not leaf.tensor.is_leaf]
-        )
+        tensors, _, others = self.leaves()
+        return tuple([k for k in others if not tensors[k].is_leaf])
 
     def versions(self) -> tuple[list[int], list[int]]:
         """A mark of this moment, for `moved_since`: the slots and their versions."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raydp_parallel.devices.ambient_state import CallContext
-from raydp_parallel.devices.specs import TensorSpec
+from raydp_parallel.devices.specs import SpecRow, TensorSpec
 from raydp_parallel.transport.messages import (
     BackwardRequest,
     Blob,
@@ -34,13 +34,20 @@ def _named(kind: Any) -> Callable[[Any], Any]:
 _new_spec, _new_parcel = _named(TensorSpec), _named(Parcel)
 
 
+_load_row = functools.lru_cache(maxsize=64)(SpecRow.load)
+"""Gives one object for the same bytes, so that what it has computed stays from step to step."""
+
+
 def _plain(parcel: Parcel) -> Any:
-    return parcel.skeleton, [*map(tuple, parcel.specs)], parcel.packet
+    specs: Any = parcel.specs
+    packed = specs.packed if isinstance(specs, SpecRow) else [*map(tuple, specs)]
+    return parcel.skeleton, packed, parcel.packet
 
 
 def _parcel(found: Any) -> Any:
     skeleton, specs, packet = found
-    return _new_parcel((skeleton, tuple(map(_new_spec, specs)), packet))
+    row = _load_row(specs) if type(specs) is bytes else tuple(map(_new_spec, specs))
+    return _new_parcel((skeleton, row, packet))
 
 
 def _plain_writes(written: WriteBack) -> Any:

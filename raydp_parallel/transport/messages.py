@@ -18,7 +18,7 @@ class Parcel(NamedTuple):
 
     Attributes:
         skeleton: The pickled value, with tensors replaced by their index in ``specs``.
-        specs: One spec per tensor.
+        specs: One spec per tensor; a `SpecRow` where they are the same in each step.
         packet: The packet that a link made of the tensors' bytes.
     """
 

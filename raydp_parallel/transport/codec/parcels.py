@@ -10,7 +10,7 @@ from torch import Tensor
 
 from raydp_parallel import devices
 from raydp_parallel.devices.ranges import Attachment, MemoryRange
-from raydp_parallel.devices.specs import TensorSpec
+from raydp_parallel.devices.specs import SpecRow, TensorSpec
 from raydp_parallel.transport.codec.tensor_bytes import (
     read_small,
     rebuild,
@@ -102,7 +102,9 @@ def unpack(
     """The tensors of a parcel without the value around them: all, or those with the numbers
     ``rows``.
     """
-    if rows is not None and [*rows] != [*range(len(parcel.specs))]:
+    if rows is not None and isinstance(parcel.specs, SpecRow):
+        parcel = parcel._replace(specs=parcel.specs.chosen(rows))
+    elif rows is not None:
         parcel = parcel._replace(specs=tuple([parcel.specs[number] for number in rows]))
     if not parcel.specs:
         return []
@@ -112,6 +114,9 @@ def unpack(
         if small is not None:
             return small
     own = attachments.take(parcel.packet) if on_cpu else None
+    plan = parcel.specs.plan if isinstance(parcel.specs, SpecRow) else None
+    if own is not None and plan is not None:
+        return devices.row_in_place(own, plan)
     if own is not None:
         read = devices.in_place(own)
     else:

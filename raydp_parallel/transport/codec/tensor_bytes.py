@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from raydp_parallel import devices
 from raydp_parallel.devices.ranges import MemoryRange, address_of, aligned
-from raydp_parallel.devices.specs import TensorSpec
+from raydp_parallel.devices.specs import SpecRow, TensorSpec
 from raydp_parallel.transport.links.link import Attachments
 from raydp_parallel.transport.messages import Parcel
 
@@ -130,7 +130,7 @@ class RowLayout(NamedTuple):
         end: The size of the packet in bytes.
     """
 
-    specs: tuple[TensorSpec, ...]
+    specs: SpecRow
     sizes: tuple[int, ...]
     offsets: tuple[int, ...]
     end: int
@@ -174,7 +174,7 @@ def _row(kinds: tuple[Any, ...], strides: tuple[tuple[int, ...], ...]) -> RowLay
         specs.append(TensorSpec(DTYPE_NAMES[dtype], tuple(shape), stride, end))
         sizes.append(size)
         end += aligned(size)
-    return RowLayout(tuple(specs), tuple(sizes), tuple([spec.offset for spec in specs]), end)
+    return RowLayout(SpecRow(specs), tuple(sizes), tuple([spec.offset for spec in specs]), end)
 
 
 def _is_run(shape: Sequence[int], stride: Sequence[int]) -> bool:
