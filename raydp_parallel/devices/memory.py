@@ -58,6 +58,16 @@ def _read_in_place(source: MemoryRange, spec: TensorSpec, dtype: torch.dtype) ->
     return tensor.set_(view(run).untyped_storage(), 0, spec.shape, spec.stride)
 
 
+def row_copied(source: MemoryRange, plan: RowPlan) -> list[torch.Tensor]:
+    """The tensors of a row in new memory of the CPU, as `reader` makes them, in few steps."""
+    begin, tensors = cuda.on_host(source).address, []
+    for dtype, shape, stride, start in zip(*plan[:3], plan.starts, strict=True):
+        tensor = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+        ctypes.memmove(tensor.data_ptr(), begin + start, tensor.nbytes)
+        tensors.append(tensor)
+    return tensors
+
+
 def row_in_place(source: MemoryRange, plan: RowPlan) -> list[torch.Tensor]:
     """The tensors of a row over the memory of ``source``, as `in_place` makes them, in the fewest
     steps.

@@ -103,7 +103,9 @@ def hand_over(tensors: Iterable[Tensor | None]) -> None:
 
     Torch's engine assumes that what a CPU node does on a GPU is done on the default stream.
     """
-    for device in {t.device for t in tensors if t is not None and not is_cpu(t.device)}:
+    for device in {t.device for t in tensors if t is not None}:
+        if is_cpu(device):
+            continue
         here, default = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
         if here != default:
             default.wait_stream(here)

@@ -53,7 +53,9 @@ def differentiate(
                 for leaf in leaves:
                     leaf.grad = None  # what a pass that failed had added so far
                 raise
-            found = iter([_take_grad(leaf) for leaf in wanted])
+            found = iter([leaf.grad for leaf in wanted])
+            for leaf in wanted:
+                leaf.grad = None
     return [next(found) if needed else None for needed in request.needed]
 
 
@@ -105,8 +107,3 @@ def reachable(outputs: Sequence[Tensor]) -> set[int]:
         seen |= fresh
         nodes.extend(fresh)
     return found
-
-
-def _take_grad(leaf: Tensor) -> Tensor | None:
-    grad, leaf.grad = leaf.grad, None
-    return grad

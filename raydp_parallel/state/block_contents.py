@@ -50,7 +50,7 @@ def _stragglers(places: dict[int, _Place]) -> list[int]:
         if not isinstance(place.packet, bytes):
             live[id(place.packet)].append(block)
     groups = [
-        g for g in live.values() if 2 * sum(places[b].size for b in g) < places[g[0]].packet_size
+        g for g in live.values() if 2 * sum([places[b].size for b in g]) < places[g[0]].packet_size
     ]
     return [block for group in groups for block in group]
 
@@ -420,15 +420,12 @@ class BlockContents:
     def sent(self, blobs: Iterable[Blob]) -> int:
         """The bytes of contents that are sent with some blobs; exposed blocks are not sent."""
         sizes = (zip(blob.blocks, blob.sizes, strict=True) for blob in blobs)
-        return sum(
-            size
-            for block, size in itertools.chain.from_iterable(sizes)
-            if block not in self._exposed
-        )
+        together = itertools.chain.from_iterable(sizes)
+        return sum([size for block, size in together if block not in self._exposed])
 
     def _blob(self, group: list[int], attachments: Attachments) -> Blob:
         places = [self._places[block] for block in group]
-        offsets, sizes = tuple(p.offset for p in places), tuple(p.size for p in places)
+        offsets, sizes = tuple([p.offset for p in places]), tuple([p.size for p in places])
         return Blob(tuple(group), offsets, sizes, attachments.place(places[0].packet))
 
     def look(self) -> Look:
@@ -476,7 +473,7 @@ class BlockContents:
             pieces.append(flat.piece())
             offsets.append(end)
             places = zip(flat.blocks, flat.offsets, flat.sizes, strict=True)
-            found.update((block, (end + offset, size)) for block, offset, size in places)
+            found.update([(block, (end + offset, size)) for block, offset, size in places])
             end += len(flat.bytes)
         for block in chosen:
             if block not in found:
@@ -491,7 +488,7 @@ class BlockContents:
         far = not all(map(devices.is_cpu, {*map(_device, self._row)}))
         if far and not cuda_ipc.lies_on_a_gpu(packet):  # such a packet needs no fingerprints
             self._unprinted.update(b for b in chosen if not devices.is_cpu(self._device_of(b)))
-        self._places.update((block, _Place(packet, end, *found[block])) for block in chosen)
+        self._places.update([(block, _Place(packet, end, *found[block])) for block in chosen])
         self._block_at.update(dict.fromkeys(chosen, revision))
 
     def _in_runs(self, chosen: Sequence[int]) -> list[Rows]:

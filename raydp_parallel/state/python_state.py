@@ -221,10 +221,7 @@ class PythonState:
         return (
             any(self._empty)
             or [*map(len, full)] != self._lengths
-            or (
-                not _identical(chain.from_iterable(full), self._keys)
-                and [*chain.from_iterable(full)] != self._keys
-            )
+            or [*chain.from_iterable(full)] != self._keys
             or not _identical(chain.from_iterable(values), self._values)
             or self._lists_changed()
         )

@@ -259,7 +259,10 @@ class ModuleTracker:
         """
         before = self._contents.look()
         overwritten = self._contents.write_back(written, attachments)
-        self._moment = self._moment.end(overwritten, before, self._contents.look())
+        after = before._replace(versions=self._contents.versions())  # writing moves nothing else
+        if written.replaced:
+            after = self._contents.look()
+        self._moment = self._moment.end(overwritten, before, after)
 
     def rebind(self, found: tuple[tuple[int, str, Any], ...]) -> None:
         """Set on the master the attributes that a forward set on its only replica: with one device

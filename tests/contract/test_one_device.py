@@ -306,3 +306,32 @@ def test_a_replica_does_not_receive_what_it_reported() -> None:
             model(torch.randn(4, 3))
     assert sum(adopted[1:-1]) == 0
     assert adopted[-1] == 1
+
+
+def calls_with_parameters(layers: int, places: list[str], link: str) -> int:
+    """The calls of the package's functions in a forward and backward of a net of so many layers."""
+    net = nn.Sequential(*(nn.Linear(72, 72) for _ in range(layers)))
+    options = raydp_parallel.Options(in_process=True, link=link)
+    x = torch.randn(4, 72)
+    with raydp_parallel.Executor(places, options=options) as executor:
+        model = raydp_parallel.DataParallel(net, executor=executor)
+        for _ in range(4):
+            model(x).sum().backward()
+        net.zero_grad()
+        with counted_package_calls() as counts:
+            model(x).sum().backward()
+        plain = copy.deepcopy(net)
+        plain.zero_grad()
+        plain(x).sum().backward()
+        for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad)
+    return counts.total()
+
+
+@pytest.mark.parametrize("places", [["cpu"], ["cpu", "cpu"]])
+@pytest.mark.parametrize("link", ["inline", "auto"])
+def test_a_parameter_more_costs_a_forward_and_its_backward_no_call(
+    places: list[str], link: str
+) -> None:
+    """Leaves, gradients and their sums are handled as rows, with nothing called for each."""
+    assert calls_with_parameters(40, places, link) == calls_with_parameters(10, places, link)

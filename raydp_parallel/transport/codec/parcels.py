@@ -115,8 +115,10 @@ def unpack(
             return small
     own = attachments.take(parcel.packet) if on_cpu else None
     plan = parcel.specs.plan if isinstance(parcel.specs, SpecRow) else None
-    if own is not None and plan is not None:
-        return devices.row_in_place(own, plan)
+    if on_cpu and plan is not None:
+        if own is not None:
+            return devices.row_in_place(own, plan)
+        return devices.row_copied(attachments.open(parcel.packet), plan)
     if own is not None:
         read = devices.in_place(own)
     else:

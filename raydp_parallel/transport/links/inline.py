@@ -19,7 +19,8 @@ class InlineLink(Link):
     def send(self, pieces: Sequence[MemoryRange], offsets: Sequence[int], size: int) -> bytes:
         if len(pieces) == 1 and pieces[0].origin is None:
             return ctypes.string_at(pieces[0].address, pieces[0].size)
-        if any(piece.origin is not None for piece in pieces):
+        far = [piece for piece in pieces if piece.origin is not None]
+        if far:
             whole = ctypes.create_string_buffer(size)
             fill(ctypes.addressof(whole), pieces, offsets)
             return whole.raw
