@@ -49,6 +49,13 @@ def test_fails():
     assert False
 """
 
+COLLECTED_ONCE = """
+import os
+
+assert not os.path.exists("collected")
+open("collected", "w").close()
+"""
+
 SKIPPED = """
 import pytest
 
@@ -138,9 +145,17 @@ def test_a_suite_that_passes_is_run_once(tmp_path: Path) -> None:
         (SKIPPED, "no test ran"),
         ("", "pytest ended with status 5"),
         ("import nothing_of_this_name", "pytest ended with status 2"),
+        (COLLECTED_ONCE + FAILS, "pytest ended with status 2"),
         (PASSES + ENDS, "failed twice, or did not end:\ntest_it.py::test_ends\n"),
     ],
-    ids=["fails twice", "all skipped", "no test", "not collected", "no report"],
+    ids=[
+        "fails twice",
+        "all skipped",
+        "no test",
+        "not collected",
+        "not collected again",
+        "no report",
+    ],
 )
 def test_what_fails_the_check(tests: str, why: str, tmp_path: Path) -> None:
     """A failure that comes again, a suite without a test that ran, and one that did not end
