@@ -83,9 +83,11 @@ def test_hangs():
 
 
 def check(root: Path, tests: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the check in a checkout whose suite is ``tests``; no browser is installed for it."""
+    """Run the check in a checkout whose suite is ``tests``, laid out as this one: its options stand
+    in the folder that pytest finds by itself. No browser is installed for it.
+    """
     scripts = {
-        "scripts/test": f'cd "{root}"\nexec "{sys.executable}" -m pytest -q test_it.py "$@"',
+        "scripts/test": f'cd "{root}"\nexec "{sys.executable}" -m pytest -q "$@"',
         ".venv/bin/python": f'exec "{sys.executable}" "$@"',
         "tools/chromedriver": "",
         "tools/prometheus": "",
@@ -97,9 +99,11 @@ def check(root: Path, tests: str, *arguments: str) -> subprocess.CompletedProces
         path.chmod(0o755)
     (root / ".ci").mkdir()
     shutil.copy(CHECK, root / ".ci" / "run")
-    (root / "conftest.py").write_text(OPTIONS)
-    (root / "pytest.ini").write_text("[pytest]\n")
-    (root / "test_it.py").write_text(tests)
+    suite = root / "tests"
+    suite.mkdir()
+    (suite / "conftest.py").write_text(OPTIONS)
+    (suite / "test_it.py").write_text(tests)
+    (root / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
     path = os.pathsep.join([str(root / "tools"), os.environ["PATH"]])
     env = {**os.environ, "PATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
     command = [str(root / ".ci" / "run"), *arguments]
@@ -113,7 +117,7 @@ def test_what_passes_when_it_is_run_again_is_named(tmp_path: Path) -> None:
     done = check(tmp_path, PASSES + FLAKY)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "ran").read_text() == "passes flaky flaky "
-    named = "PASSED ONLY WHEN RUN AGAIN: 1 of 2 tests\ntest_it.py::test_flaky\n"
+    named = "PASSED ONLY WHEN RUN AGAIN: 1 of 2 tests\ntests/test_it.py::test_flaky\n"
     assert named in done.stdout
 
 
@@ -127,7 +131,7 @@ def test_a_test_that_does_not_end(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "ran").read_text() == "passes after "
     assert "Timeout" in done.stderr and "in test_hangs" in done.stderr
-    assert "AGAIN: 1 of 3 tests\ntest_it.py::test_hangs\n" in done.stdout
+    assert "AGAIN: 1 of 3 tests\ntests/test_it.py::test_hangs\n" in done.stdout
 
 
 def test_a_suite_that_passes_is_run_once(tmp_path: Path) -> None:
@@ -141,12 +145,12 @@ def test_a_suite_that_passes_is_run_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tests", "why"),
     [
-        (PASSES + FLAKY + FAILS, "failed twice, or did not end:\ntest_it.py::test_fails\n"),
+        (PASSES + FLAKY + FAILS, "failed twice, or did not end:\ntests/test_it.py::test_fails\n"),
         (SKIPPED, "no test ran"),
         ("", "pytest ended with status 5"),
         ("import nothing_of_this_name", "pytest ended with status 2"),
         (COLLECTED_ONCE + FAILS, "pytest ended with status 2"),
-        (PASSES + ENDS, "failed twice, or did not end:\ntest_it.py::test_ends\n"),
+        (PASSES + ENDS, "failed twice, or did not end:\ntests/test_it.py::test_ends\n"),
     ],
     ids=[
         "fails twice",
