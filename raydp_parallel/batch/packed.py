@@ -44,7 +44,8 @@ def join_packed(parts: Sequence[PackedSequence], data: Tensor) -> PackedSequence
         data: The parts' data, one after the other.
     """
     lengths, rows = _layout(parts)
-    order = lengths.argsort(descending=True, stable=True)
+    # As torch packs them, sequences of one length too: targets packed by it are in the same order.
+    order = torch.sort(lengths, descending=True).indices
     sorted_already = all(part.sorted_indices is None for part in parts) and bool(
         (lengths.diff() <= 0).all()
     )

@@ -933,6 +933,16 @@ def test_G12_states_of_an_lstm():
     assert gather(parts, "cpu")[1].shape == (2, 2, 4)
 
 
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_G12_joined_sequences_lie_as_torch_packs_them(chunks):
+    """Among many of one length, too: a loss compares ``data`` with that of packed targets."""
+    lengths = torch.randint(4, 9, (64,), generator=torch.Generator().manual_seed(0)).tolist()
+    value = packed(lengths)
+    joined = gather(scatter(value, devices(chunks)), "cpu")
+    assert torch.equal(joined.data, value.data)
+    assert torch.equal(joined.sorted_indices, value.sorted_indices)
+
+
 def test_G12_packed_sequences_are_joined():
     """Packed sequences come back as one, sorted anew where they have to be."""
     value = packed(LENGTHS)
