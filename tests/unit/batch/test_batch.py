@@ -934,7 +934,7 @@ def test_G12_states_of_an_lstm():
 
 
 @pytest.mark.parametrize("chunks", [2, 3])
-def test_G12_joined_sequences_lie_as_torch_packs_them(chunks):
+def test_S12_joined_sequences_lie_as_torch_packs_them(chunks):
     """Among many of one length, too: a loss compares ``data`` with that of packed targets."""
     lengths = torch.randint(4, 9, (64,), generator=torch.Generator().manual_seed(0)).tolist()
     value = packed(lengths)
