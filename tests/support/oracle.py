@@ -125,6 +125,8 @@ _accelerator = _Instead(
     current_stream=_no_context,
     device_index=_no_context,
 )
+_cuda = _Instead(torch.cuda, current_stream=_no_context, stream=_no_context, device=_no_context)
+"""What sources of torch before 2.10 use in the place of `torch.accelerator`."""
 
 
 # --- upstream's modules ---
@@ -171,10 +173,11 @@ _copies = _Instead(
     torch._C, _broadcast_coalesced=_broadcast_coalesced, _scatter=_scatter, _gather=_gather
 )
 comm = _package.comm = _load("comm", torch=_Instead(torch, _C=_copies), reduce_add=_reduce_add)  # type: ignore[attr-defined]
-_functions = _load("_functions", torch=_Instead(torch, accelerator=_accelerator))
+_streams = _Instead(torch, accelerator=_accelerator, cuda=_cuda)
+_functions = _load("_functions", torch=_streams)
 _scatter_gather = _load("scatter_gather")
 _replicate = _load("replicate")
-_parallel_apply = _load("parallel_apply", torch=_Instead(torch, accelerator=_accelerator))
+_parallel_apply = _load("parallel_apply", torch=_streams)
 _data_parallel = _load(
     "data_parallel",
     # a tensor's device has no index on CPU
