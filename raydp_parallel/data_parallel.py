@@ -263,7 +263,7 @@ class DataParallel(nn.DataParallel[T]):
         """Split, run, gather, for what is called."""
         verb = "forward" if called is None else "call" if isinstance(called, str) else "run"
         with record_function(f"raydp_parallel.DataParallel.{verb}"):
-            if not self.device_ids or replica.running:
+            if not self.device_ids or replica.running():
                 output = self._in_place(called, inputs, kwargs)
                 return output if gather else [output]
             chunks, chunk_kwargs = (inputs,), (kwargs,)
@@ -399,7 +399,7 @@ class DataParallel(nn.DataParallel[T]):
         if split is None:
             split = in_flight is not None and in_flight < count
         whole = count > 0 and not (split and count > 1)
-        in_place = not count or replica.running
+        in_place = not count or replica.running()
         if not in_place:
             self._replicate(self.device_ids)  # starts in the caller's thread, which Ctrl-C can end
         ahead = not in_place and not self.executor.options.in_process

@@ -31,6 +31,22 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _SEED_BITS = (1 << 63) - 1
 
 
+_of_replica = False
+
+
+def belong_to_replica() -> None:
+    """Note that this process does a replica's work and no other."""
+    global _of_replica
+    _of_replica = True
+
+
+def of_replica() -> bool:
+    """Whether this process does a replica's work and no other; False also where replicas run in the
+    driver's process.
+    """
+    return _of_replica
+
+
 def seed(device: torch.device, call_seed: int, chunk: int) -> None:
     """Seed all random generators that a forward may use, from the call's seed and the chunk alone
     (row A10).

@@ -17,10 +17,10 @@ from ray._private import worker
 from ray._private.worker import global_worker
 
 from raydp_parallel import devices
+from raydp_parallel.devices import process
 from raydp_parallel.errors import ReplicaError
 from raydp_parallel.replica import exceptions
 from raydp_parallel.replica.server import ReplicaServer
-from raydp_parallel.state import raw_access
 from raydp_parallel.transport.links import (
     link_for,
 )
@@ -67,7 +67,7 @@ class ReplicaActor(ReplicaServer):
         # Before CUDA starts, which reads them. What is read even earlier is there already.
         os.environ.update(environment)
         devices.keep_freed_memory()
-        raw_access.stay()
+        process.belong_to_replica()
         sys.breakpointhook = _refuse_debugger  # Ray's own waits for somebody to connect
         given = [*map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))]
         super().__init__(devices.take_given(device, given), link_for(link), _task_span)

@@ -12,6 +12,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from raydp_parallel import devices
-from raydp_parallel.devices import ambient_state
+from raydp_parallel.devices import ambient_state, process
 from raydp_parallel.errors import GraphLost
 from raydp_parallel.monitoring.phases import IN_REPLICA, Laps, OpenSpan, unseen
 from raydp_parallel.replica import autograd_engine, exceptions, gradient_stream
@@ -47,10 +48,17 @@ from raydp_parallel.transport.messages import (
 _NO_CAPTURES: contextlib.nullcontext[Any] = contextlib.nullcontext({})
 _UNWATCHED = contextlib.nullcontext()
 
-running = False
-"""Whether this process is running a replica's module just now. A wrapper inside that module then
-runs in place.
+_inside: ContextVar[bool] = ContextVar("raydp_parallel_inside_replica", default=False)
+"""Whether the module of a replica runs here. Other threads of the driver's process may run
+replicas, or none, at the same time.
 """
+
+
+def running() -> bool:
+    """Whether the caller is the module of a replica. A wrapper inside that module then runs in
+    place.
+    """
+    return process.of_replica() or _inside.get()
 
 
 class KeptGraph(NamedTuple):
@@ -497,12 +505,10 @@ class _Watching(RawAccess):
 
 class _InReplica:
     def __enter__(self) -> None:
-        global running
-        self._before, running = running, True
+        self._token = _inside.set(True)
 
     def __exit__(self, *_: object) -> None:
-        global running
-        running = self._before
+        _inside.reset(self._token)
 
 
 def callee(module: nn.Module, called: Called) -> Callable[..., Any]:

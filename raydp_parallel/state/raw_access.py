@@ -8,23 +8,69 @@ forward would find it, but reads all weights twice. Recording each access to ``.
 from __future__ import annotations
 
 import contextlib
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from raydp_parallel.devices import forks, process
 
 _METHODS = ("numpy", "__array__", "__dlpack__")
 
 
 _PLAIN: Any = vars(torch._C.TensorBase)["data"]
 
-_touched: set[int] | None = None
-"""What the current block collects; None outside of a block."""
 
-_stays = False
-"""Whether `Tensor` keeps the recording attributes. Setting them makes Python drop its caches about
-the class.
-"""
+class _Collectors:
+    """The open blocks of `RawAccess`, of all threads of the process.
+
+    An access is entered into each of them: a module may start threads, and an entry too many only
+    costs a comparison.
+    """
+
+    def __init__(self) -> None:
+        self.open: list[set[int]] = []
+        self._before: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        forks.tell_child(self)
+
+    def after_fork(self) -> None:
+        """Make the lock anew: the thread that held it is not in the child."""
+        self._lock = threading.Lock()
+
+    def add(self, touched: set[int]) -> None:
+        """Enter accesses into a set from now on."""
+        with self._lock:
+            self.open.append(touched)
+            if "data" not in vars(Tensor):
+                self._watch()
+
+    def remove(self, touched: set[int]) -> None:
+        """Enter no more accesses into a set. In a replica's process `Tensor` keeps the recording
+        attributes, because setting them makes Python drop its caches about the class.
+        """
+        with self._lock:
+            self.open = [one for one in self.open if one is not touched]
+            if not self.open and not process.of_replica():
+                self._leave()
+
+    def _watch(self) -> None:
+        self._before = {name: vars(Tensor).get(name) for name in _METHODS}
+        type.__setattr__(Tensor, "data", property(_get, _set))
+        for name in _METHODS:
+            type.__setattr__(Tensor, name, _watched(getattr(Tensor, name)))
+
+    def _leave(self) -> None:
+        type.__delattr__(Tensor, "data")
+        for name, method in self._before.items():
+            if method is None:
+                type.__delattr__(Tensor, name)
+            else:
+                type.__setattr__(Tensor, name, method)
+
+
+_collectors = _Collectors()
 
 
 class RawAccess:
@@ -33,30 +79,20 @@ class RawAccess:
     """
 
     def __enter__(self) -> set[int]:
-        global _touched
         self.touched: set[int] = set()
-        self._before, _touched = _touched, self.touched
-        if "data" not in vars(Tensor):
-            _watch()
+        _collectors.add(self.touched)
         return self.touched
 
     def __exit__(self, *_: object) -> None:
-        global _touched
-        _touched = self._before
-        if _touched is None and not _stays:
-            _leave()
-
-
-def stay() -> None:
-    """Keep the recording attributes for good: a replica's process does nothing else."""
-    global _stays
-    _stays = True
+        _collectors.remove(self.touched)
 
 
 def _note(tensor: Tensor) -> None:
-    if _touched is not None:
+    if _collectors.open:
         with contextlib.suppress(Exception):  # tensors without a storage
-            _touched.add(torch._C.TensorBase.untyped_storage(tensor).data_ptr())
+            address = torch._C.TensorBase.untyped_storage(tensor).data_ptr()
+            for touched in _collectors.open:
+                touched.add(address)
 
 
 def _get(tensor: Tensor) -> Tensor:
@@ -76,19 +112,3 @@ def _watched(method: Any) -> Any:
         return method(tensor, *args, **kwargs)
 
     return call
-
-
-_before: dict[str, Any] = {}
-
-
-def _watch() -> None:
-    _before.update({name: vars(Tensor).get(name) for name in _METHODS})
-    type.__setattr__(Tensor, "data", property(_get, _set))
-    for name in _METHODS:
-        type.__setattr__(Tensor, name, _watched(getattr(Tensor, name)))
-
-
-def _leave() -> None:
-    type.__delattr__(Tensor, "data")
-    for name, method in _before.items():
-        type.__delattr__(Tensor, name) if method is None else type.__setattr__(Tensor, name, method)

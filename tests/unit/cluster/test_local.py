@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from harness import assert_same_grads, assert_same_state, raised
+from threaded import together
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, Options, shutdown
@@ -145,7 +147,7 @@ class Nested(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Says whether a replica runs, and on how many rows the block ran."""
-        inside = torch.full((len(x),), float(replica.running))
+        inside = torch.full((len(x),), float(replica.running()))
         return self.head(self.block(x)), inside
 
 
@@ -166,7 +168,7 @@ def test_a_wrapper_inside_a_replica_runs_in_place() -> None:
     ):
         torch.testing.assert_close(ours[name], grad)
     assert model.executor.stats().forwards == 1
-    assert not replica.running
+    assert not replica.running()
 
 
 def test_a_wrapper_in_a_plain_module_runs_on_replicas() -> None:
@@ -209,6 +211,61 @@ def test_replicas_say_that_they_are_here() -> None:
     assert {r.state for r in executor.replicas()} == {"closed"}
 
 
+class Meeting(NamedTuple):
+    """Two threads' forwards, the first of which is there until the second has ended.
+
+    Attributes:
+        begun: The first one has.
+        over: The second one is.
+    """
+
+    begun: threading.Event
+    over: threading.Event
+
+
+MEETINGS: dict[str, Meeting] = {}
+
+
+class Stays(nn.Module):
+    """Runs until another thread's forward is over."""
+
+    def __init__(self, meeting: str) -> None:
+        super().__init__()
+        self.meeting = meeting
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input."""
+        MEETINGS[self.meeting].begun.set()
+        assert MEETINGS[self.meeting].over.wait(60)
+        return x
+
+
+class Identity(nn.Module):
+    """Says in which object it runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The object, for each row."""
+        return torch.full((len(x),), id(self))
+
+
+def test_a_forward_runs_on_replicas_while_another_thread_s_replica_runs() -> None:
+    """It ran on the master, in the belief that it was inside of the other thread's module."""
+    meeting = MEETINGS["replicas"] = Meeting(threading.Event(), threading.Event())
+    longer, shorter = wrapped(Stays("replicas"), 1), wrapped(Identity(), name="other")
+
+    def second() -> None:
+        assert meeting.begun.wait(60)
+        try:
+            where = shorter(torch.zeros(4))
+            assert id(shorter.module) not in where.tolist()
+            assert len(set(where.tolist())) == 2
+        finally:
+            meeting.over.set()
+
+    together(lambda: longer(torch.zeros(1)), second)
+    assert not replica.running()
+
+
 class Raises(nn.Module):
     """Raises."""
 
@@ -223,4 +280,4 @@ def test_errors_have_the_same_text_and_leave_no_trace() -> None:
     assert type(error) is KeyError
     assert str(error).startswith("Caught KeyError in replica 0 on device cpu")
     assert wrapped(Warns(), 1).eval() is not None
-    assert not replica.running
+    assert not replica.running()
