@@ -125,6 +125,14 @@ def test_primitives_compose_to_the_plain_module(
     assert "output (10, 4), 4 gradients; equal to the plain module: True" in found
 
 
+def test_examples_beyond_upstream_run() -> None:
+    """The Python blocks of docs/beyond-data-parallel.md, one after the other."""
+    text = (ROOT / "docs" / "beyond-data-parallel.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == text.count("```python") > 0
+    run("-c", "\n".join(blocks))
+
+
 def test_readme_examples_run_on_two_cpu_replicas() -> None:
     """The Python blocks of the README, one after the other."""
     loop, executor, inference = re.findall(
