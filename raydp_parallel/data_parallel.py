@@ -34,6 +34,7 @@ from torch._C._profiler import _RecordFunctionFast as record_function
 
 from raydp_parallel import batch, devices, functional
 from raydp_parallel.calls import batch_inference, forward
+from raydp_parallel.calls.chunk_balance import ChunkBalance
 from raydp_parallel.calls.executor import Executor, normalize, shared
 from raydp_parallel.cluster.backend import DeviceId
 from raydp_parallel.devices import ambient_state
@@ -104,6 +105,7 @@ class DataParallel(nn.DataParallel[T]):
         if not ids:
             _say_in_place()
             return
+        _check_weights(self._options, ids)
         self.dim = dim
         self._executor = executor
         # from the wrapper that this one is to replace
@@ -279,9 +281,11 @@ class DataParallel(nn.DataParallel[T]):
             made = self.replicate(self.module, self.device_ids[: len(chunks)])
             replicas = functional.calling(made, called)
             joining = forward.joining.set(gather and self._joins_alone())
+            balancing = forward.balancing.set(self._balance(self.device_ids))
             try:
                 outputs = self.parallel_apply(replicas, chunks, chunk_kwargs)
             finally:
+                forward.balancing.reset(balancing)
                 forward.joining.reset(joining)
             if not gather:
                 return outputs
@@ -306,7 +310,12 @@ class DataParallel(nn.DataParallel[T]):
     ) -> Any:
         """Chunks of the arguments, one per device."""
         return batch.scatter_kwargs(
-            inputs, kwargs, device_ids, dim=self.dim, unequal=self._warn_of_sizes
+            inputs,
+            kwargs,
+            device_ids,
+            dim=self.dim,
+            unequal=self._warn_of_sizes,
+            sizes=self._chunk_sizes(device_ids),
         )
 
     @ambient_state.uncompiled
@@ -425,6 +434,29 @@ class DataParallel(nn.DataParallel[T]):
     def _compute_split(self, at: int, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of a batch that all replicas compute, or the module in place."""
         return self.forward(*inputs, **kwargs)
+
+    def _chunk_sizes(self, device_ids: Sequence[Any]) -> batch.ChunkSizes | None:
+        """The sizes of chunks, if `torch.chunk` does not give them."""
+        options = self._options
+        if options.chunk_weights is None and options.least_rows == 1:
+            return None
+        _check_weights(options, device_ids)
+        balance, weights = self._balance(device_ids), options.chunk_weights
+        if balance is not None:
+            weights = balance.weights()
+        assert weights != "auto"
+        return functools.partial(
+            batch.weighted_sizes, chunks=len(device_ids), weights=weights, least=options.least_rows
+        )
+
+    def _balance(self, device_ids: Sequence[Any]) -> ChunkBalance | None:
+        """What balances the chunks for these devices, if that is asked for."""
+        if self._options.chunk_weights != "auto":
+            return None
+        balance: ChunkBalance | None = self.__dict__.get("_chunk_balance")
+        if balance is None or balance.device_ids != tuple(device_ids):
+            balance = self._chunk_balance = ChunkBalance(device_ids)
+        return balance
 
     def _warn_of_sizes(self, sizes: str) -> None:
         """Once: the chunks of such arguments do not belong together, row by row; some programs mean
@@ -593,6 +625,15 @@ def _own_device(entry: Any, ids: Sequence[DeviceId]) -> torch.device:
             f"output_device={entry} is neither one of device_ids {list(ids)} nor a CUDA device here"
         )
     return devices.output_place(entry)
+
+
+def _check_weights(options: Options, ids: Sequence[Any]) -> None:
+    weights = options.chunk_weights
+    if isinstance(weights, tuple) and len(weights) != len(ids):
+        raise ValueError(
+            f"Options(chunk_weights={weights}): {len(weights)} weights for {len(ids)} devices "
+            f"{list(ids)}"
+        )
 
 
 def _check_map(in_flight: Any, on_error: Any) -> None:

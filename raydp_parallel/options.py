@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -12,6 +12,7 @@ UnusedGrads = Literal["zeros", "none"]
 Scalars = Literal["vector", "mean", "weighted_mean", "sum"]
 LinkName = Literal["auto", "shared", "inline", "object_store", "collective"]
 OnFault = Literal["replay", "raise"]
+ChunkWeights = Sequence[float] | Literal["auto"] | None
 
 _CHOICES = {
     "unused_grads": ("zeros", "none"),
@@ -56,6 +57,12 @@ class Options:
             ``"none"`` as a plain module would leave it.
         scalars: What 0-dim outputs become: upstream's ``"vector"``, one entry per chunk, or one
             number, their ``"mean"``, their mean weighted by the chunks' rows, or their ``"sum"``.
+        chunk_weights: What the rows of the chunks are in proportion to, one number for each of
+            ``device_ids``, such as ``(4, 1)``; or ``"auto"``, by what each device was measured to
+            compute per second; None cuts batches as upstream does. All arguments that are split
+            must have one size then.
+        least_rows: The fewest rows of a chunk, for batch norm. Smaller batches make fewer chunks,
+            and one that has fewer rows than this makes one.
         link: How bytes travel: ``"auto"`` sends small ones inside the call; large ones lie in
             shared memory if the cluster is one machine, the weights of CPU replicas included, else
             they go beside the call or through Ray's object store; replicas on several nodes sum
@@ -109,6 +116,8 @@ class Options:
 
     unused_grads: UnusedGrads = "zeros"
     scalars: Scalars = "vector"
+    chunk_weights: ChunkWeights = None
+    least_rows: int = 1
     link: LinkName = "auto"
     placement_timeout: float = 60.0
     call_timeout: float | None = None
@@ -138,6 +147,7 @@ class Options:
                 raise ValueError(
                     f"Options({name}={getattr(self, name)!r}): expected one of {', '.join(choices)}"
                 )
+        self._check_chunks()
         self._check_numbers()
         self._check_placement()
         if self.elastic and self.on_fault != "replay":
@@ -154,6 +164,26 @@ class Options:
             )
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"Options(threads={self.threads}): expected None or at least 1")
+
+    def _check_chunks(self) -> None:
+        weights: Any = self.chunk_weights
+        if weights is not None and not (isinstance(weights, str) and weights == "auto"):
+            if isinstance(weights, str) or not isinstance(weights, Sequence):
+                raise TypeError(
+                    f"Options(chunk_weights={weights!r}): expected 'auto', or one number for each "
+                    "device, such as (4, 1)"
+                )
+            good = all(_is_number(weight) and 0 < float(weight) < math.inf for weight in weights)
+            if not good or not weights:
+                raise ValueError(
+                    f"Options(chunk_weights={weights!r}): expected finite numbers above 0, one for "
+                    "each device"
+                )
+            object.__setattr__(self, "chunk_weights", tuple(weights))
+        if isinstance(self.least_rows, bool) or not isinstance(self.least_rows, int):
+            raise TypeError(f"Options(least_rows={self.least_rows!r}): expected an int")
+        if self.least_rows < 1:
+            raise ValueError(f"Options(least_rows={self.least_rows}): expected at least 1")
 
     def _check_numbers(self) -> None:
         for name in ("placement_timeout", "call_timeout", "cpus_per_replica", "gpus_per_replica"):

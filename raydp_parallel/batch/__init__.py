@@ -1,15 +1,18 @@
 """Scatter and gather of nested values: pure functions in the driver, with torch's own autograd."""
 
+from raydp_parallel.batch.chunk_sizes import ChunkSizes, weighted_sizes
 from raydp_parallel.batch.custom_types import BatchTypeHandle, any_registered, register_batch_type
 from raydp_parallel.batch.gathering import gather
 from raydp_parallel.batch.scattering import rows, scatter, scatter_kwargs
 
 __all__ = [
     "BatchTypeHandle",
+    "ChunkSizes",
     "any_registered",
     "gather",
     "register_batch_type",
     "rows",
     "scatter",
     "scatter_kwargs",
+    "weighted_sizes",
 ]

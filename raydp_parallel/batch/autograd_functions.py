@@ -9,6 +9,9 @@ import torch
 
 from raydp_parallel import devices
 
+Cut = int | list[int]
+"""The most chunks that `torch.chunk` makes; or the size of each chunk."""
+
 
 class Scatter(torch.autograd.Function):
     """Chunks of a tensor, as views; its backward is a concatenation, so it is differentiable any
@@ -16,12 +19,12 @@ class Scatter(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, chunks: int, dim: int, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Split ``tensor`` as ``torch.chunk`` does."""
+    def forward(ctx: Any, cut: Cut, dim: int, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Split ``tensor``."""
         # Without this, a chunk without a gradient would arrive as zeros, and "no gradient at all"
         # could not be told from that.
         ctx.set_materialize_grads(False)
-        views = tensor.chunk(chunks, dim)
+        views = _views(tensor, cut, dim)
         ctx.dim, ctx.sizes = dim, [view.shape for view in views]
         return views
 
@@ -80,9 +83,13 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return ordinary and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
-def split_tensor(tensor: torch.Tensor, chunks: int, dim: int) -> tuple[torch.Tensor, ...]:
-    """At most ``chunks`` views of a tensor along ``dim``."""
+def split_tensor(tensor: torch.Tensor, cut: Cut, dim: int) -> tuple[torch.Tensor, ...]:
+    """Views of a tensor along ``dim``."""
     if not (tensor.requires_grad and torch.is_grad_enabled()):
-        return tensor.chunk(chunks, dim)
-    views: tuple[torch.Tensor, ...] = Scatter.apply(chunks, dim, tensor)
+        return _views(tensor, cut, dim)
+    views: tuple[torch.Tensor, ...] = Scatter.apply(cut, dim, tensor)
     return views
+
+
+def _views(tensor: torch.Tensor, cut: Cut, dim: int) -> tuple[torch.Tensor, ...]:
+    return tensor.chunk(cut, dim) if isinstance(cut, int) else tensor.split(cut, dim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-Splitter = Callable[[Any, int, int], Sequence[Any]]
+Splitter = Callable[..., Sequence[Any]]
 Joiner = Callable[[Sequence[Any], torch.device, int], Any]
 
 
@@ -57,11 +58,31 @@ def register_batch_type(cls: type, *, scatter: Splitter, gather: Joiner) -> Batc
     A class of your own can have ``__scatter__(self, chunks, dim)`` and a classmethod
     ``__gather__(cls, parts, target_device, dim)`` instead.
 
+    ::
+
+        class Ragged:
+            def __init__(self, rows):
+                self.rows = rows
+
+        def split(value, chunks, dim, sizes):
+            rest = iter(value.rows)
+            counts = sizes(len(value.rows))
+            return [Ragged([next(rest) for _ in range(count)]) for count in counts]
+
+        def join(values, target_device, dim):
+            return Ragged([row for value in values for row in value.rows])
+
+        with register_batch_type(Ragged, scatter=split, gather=join):
+            parts = scatter(Ragged([[1], [2, 3], [4]]), ["cpu", "cpu"])
+        assert [part.rows for part in parts] == [[[1], [2, 3]], [[4]]]
+
     Args:
         cls: The class.
         scatter: ``(value, chunks, dim)`` to a sequence of at most ``chunks`` values, in the order
             of the rows. Split as ``torch.chunk`` does, so that the number of chunks agrees with
-            that of the other arguments.
+            that of the other arguments. A rule with a parameter named ``sizes`` is given a function
+            from the value's number of rows to the rows of each chunk, and so works with
+            ``Options(chunk_weights=...)``, too.
         gather: ``(values, target_device, dim)`` to one value, of what the replicas returned in the
             order of chunks.
 
@@ -84,11 +105,21 @@ def register_batch_type(cls: type, *, scatter: Splitter, gather: Joiner) -> Batc
     return BatchTypeHandle(cls, rules)
 
 
-def splitter_of(value: object) -> Callable[[int, int], Sequence[Any]] | None:
-    """The rule that splits a value, called with ``(chunks, dim)``; None if its class has none."""
+def splitter_of(value: object) -> Callable[..., Sequence[Any]] | None:
+    """The rule that splits a value, called with ``(chunks, dim)``, and with ``sizes`` if it
+    `takes_sizes`; None if its class has none.
+    """
     rules = _rules_of(type(value))
     own = getattr(type(value), "__scatter__", None) if rules is None else rules.scatter
     return None if own is None else partial(own, value)
+
+
+def takes_sizes(rule: Callable[..., Any]) -> bool:
+    """Whether a rule that splits has a parameter for the sizes of chunks."""
+    try:
+        return "sizes" in inspect.signature(rule).parameters
+    except (TypeError, ValueError):  # of a builtin
+        return False
 
 
 def joiner_of(value: object) -> Joiner | None:

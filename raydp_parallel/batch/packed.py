@@ -14,15 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from raydp_parallel.batch.autograd_functions import Cut, split_tensor
+
 
 def sequences(packed: PackedSequence) -> int:
     """How many sequences there are."""
     return int(packed.batch_sizes[0])
 
 
-def split_packed(packed: PackedSequence, chunks: int) -> list[PackedSequence]:
+def split_packed(packed: PackedSequence, cut: Cut) -> list[PackedSequence]:
     """Chunks of the user's sequences, in the user's order."""
-    return [_take(packed, ranks) for ranks in _ranks(packed).chunk(chunks)]
+    return [_take(packed, ranks) for ranks in split_tensor(_ranks(packed), cut, 0)]
 
 
 def _take(packed: PackedSequence, ranks: Tensor) -> PackedSequence:

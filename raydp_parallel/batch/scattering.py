@@ -7,12 +7,14 @@ before anything runs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
 import torch
 
-from raydp_parallel.batch.autograd_functions import split_tensor
+from raydp_parallel.batch.autograd_functions import Cut, split_tensor
+from raydp_parallel.batch.chunk_sizes import ChunkSizes, even_sizes
 from raydp_parallel.batch.containers import (
     ContainerKind,
     container_like,
@@ -21,7 +23,7 @@ from raydp_parallel.batch.containers import (
     kind_of,
     step,
 )
-from raydp_parallel.batch.custom_types import splitter_of
+from raydp_parallel.batch.custom_types import splitter_of, takes_sizes
 from raydp_parallel.batch.packed import sequences, split_packed
 from raydp_parallel.devices.ambient_state import uncompiled
 
@@ -41,12 +43,19 @@ class _Cut(NamedTuple):
 
 
 class _Plan:
-    """The most chunks to split into, the dimension, and the cuts made so far."""
+    """The most chunks to split into, the dimension, the sizes of chunks if `torch.chunk` does not
+    give them, and the cuts made so far.
+    """
 
-    def __init__(self, chunks: int, dim: int) -> None:
+    def __init__(self, chunks: int, dim: int, sizes: ChunkSizes | None = None) -> None:
         self.chunks = chunks
         self.dim = dim
+        self.sizes = sizes
         self.cuts: list[_Cut] = []
+
+    def cut(self, rows: int) -> Cut:
+        """How so many rows are cut."""
+        return self.chunks if self.sizes is None else self.sizes(rows)
 
     def note(self, path: str, size: int | None, pieces: Sequence[Any]) -> Sequence[Any]:
         """Note the cut of a value, and return its pieces."""
@@ -71,8 +80,15 @@ class _Plan:
                 f"Give all of them one size along dim {self.dim}; what every replica needs whole "
                 "may be a 0-dim tensor or anything that is no tensor."
             )
-        if unequal is not None and len({cut.size for cut in self.cuts} - {None}) > 1:
-            unequal("; ".join(map(str, self.cuts)))
+        if len({cut.size for cut in self.cuts} - {None}) > 1:
+            if self.sizes is not None:
+                raise ValueError(
+                    f"arguments have different sizes along dim {self.dim}, so chunks of chosen "
+                    f"sizes (chunk_weights, least_rows) would not pair their rows: "
+                    f"{'; '.join(map(str, self.cuts))}. Give all of them one size"
+                )
+            if unequal is not None:
+                unequal("; ".join(map(str, self.cuts)))
         return counts.pop() if counts else self.chunks
 
 
@@ -118,6 +134,7 @@ def scatter_kwargs(
     dim: int = 0,
     *,
     unequal: Callable[[str], object] | None = None,
+    sizes: ChunkSizes | None = None,
 ) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
     """Split positional and keyword arguments together, so that both results have one entry per
     chunk.
@@ -129,6 +146,8 @@ def scatter_kwargs(
         dim: The dimension along which tensors are split.
         unequal: Called with a text if arguments have different sizes, but split into the same
             number of chunks.
+        sizes: The rows of each chunk, for a number of rows; None splits as ``torch.chunk`` does.
+            All arguments must have one size then.
 
     Returns:
         Positional and keyword arguments per chunk; two empty tuples when there are no arguments at
@@ -137,11 +156,12 @@ def scatter_kwargs(
     Raises:
         RuntimeError: There is no device.
         IndexError: A tensor lacks the dimension.
-        ValueError: Tensors yield different numbers of chunks.
+        ValueError: Tensors yield different numbers of chunks; or ``sizes`` were given, and
+            tensors of different sizes, or a value whose class splits it without them.
     """
     if not inputs and not kwargs:
         return (), ()
-    plan = _plan(target_gpus, dim)
+    plan = _plan(target_gpus, dim, sizes)
     # nearly every call
     if not kwargs and {*map(type, inputs)} == {torch.Tensor} and splitter_of(inputs[0]) is None:
         split = [
@@ -178,10 +198,10 @@ def _sizes(value: Any, dim: int) -> Iterator[int]:
         yield from _sizes(part, dim)
 
 
-def _plan(target_gpus: Sequence[Any], dim: int) -> _Plan:
+def _plan(target_gpus: Sequence[Any], dim: int, sizes: ChunkSizes | None = None) -> _Plan:
     if len(target_gpus) == 0:
         raise RuntimeError("Expected at least one device to scatter to")
-    return _Plan(len(target_gpus), dim)
+    return _Plan(len(target_gpus), dim, sizes)
 
 
 def _split(value: Any, plan: _Plan, path: str) -> Sequence[Any]:
@@ -192,14 +212,23 @@ def _split(value: Any, plan: _Plan, path: str) -> Sequence[Any]:
     if kind is ContainerKind.TENSOR:
         return _split_tensor(value, plan, path)
     if kind is ContainerKind.PACKED:
-        return plan.note(path, sequences(value), split_packed(value, plan.chunks))
+        count = sequences(value)
+        return plan.note(path, count, split_packed(value, plan.cut(count)))
     return _split_parts(value, kind, plan, path)
 
 
-def _split_custom(
-    own: Callable[[int, int], Sequence[Any]], plan: _Plan, path: str
-) -> Sequence[Any]:
-    pieces = list(own(plan.chunks, plan.dim))
+def _split_custom(own: Callable[..., Sequence[Any]], plan: _Plan, path: str) -> Sequence[Any]:
+    if takes_sizes(own):
+        sizes = plan.sizes or functools.partial(even_sizes, chunks=plan.chunks)
+        pieces = list(own(plan.chunks, plan.dim, sizes=sizes))
+    elif plan.sizes is None:
+        pieces = list(own(plan.chunks, plan.dim))
+    else:
+        raise ValueError(
+            f"{path} is split by a rule of its class that takes no sizes, so it cannot be split "
+            "with chunk_weights or least_rows: give the rule a parameter sizes, a function from "
+            "a number of rows to the rows of each chunk"
+        )
     if not 1 <= len(pieces) <= plan.chunks:
         raise ValueError(
             f"{path} was split by its own rule into {len(pieces)} chunks, "
@@ -218,7 +247,8 @@ def _split_tensor(tensor: torch.Tensor, plan: _Plan, path: str) -> Sequence[Any]
             f"{plan.dim}): {path} has shape {tuple(tensor.shape)} and cannot be split along dim "
             f"{plan.dim}"
         )
-    return plan.note(path, tensor.size(plan.dim), split_tensor(tensor, plan.chunks, plan.dim))
+    size = tensor.size(plan.dim)
+    return plan.note(path, size, split_tensor(tensor, plan.cut(size), plan.dim))
 
 
 def _split_parts(value: Any, kind: ContainerKind, plan: _Plan, path: str) -> Sequence[Any]:

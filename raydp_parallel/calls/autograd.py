@@ -40,6 +40,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from raydp_parallel import devices
 from raydp_parallel.calls import gradients, replay
+from raydp_parallel.calls.chunk_balance import ChunkTimes
 from raydp_parallel.calls.executor import Executor
 from raydp_parallel.calls.group_reduction import GroupReduction, ReductionPart, plan, share
 from raydp_parallel.cluster.chunk_calls import ChunkAnswer, ChunkCall, GraphHandle, RemoteGraph
@@ -67,6 +68,7 @@ class CallNode:
 
     Attributes:
         token: The output of its `Fork`, once the leaves are part of torch's graph.
+        times: Takes the times of its chunks, if somebody balances them.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class CallNode:
         self.shared = shared
         self.parents = parents
         self.token: Tensor | None = None
+        self.times: ChunkTimes | None = None
         self.parts: list[ReductionPart | None] = []
         self._passes: dict[int, EnginePass] = {}
 
@@ -357,6 +360,8 @@ def _given(stash: Stash, chunk: int) -> list[tuple[RemoteGraph, list[tuple[int, 
 def _finish(call: CallNode, parts: Sequence[ReductionPart], answers: Sequence[ChunkAnswer]) -> None:
     """Count one trip back, and apply its effects."""
     call.executor.note_backward()
+    if call.times is not None:
+        call.times.note("backward", answers)
     finish(
         [(part.tracker if part.first else None, a) for part, a in zip(parts, answers, strict=True)]
     )

@@ -326,6 +326,17 @@ def _drop_model(executor: weakref.ref[Executor], model: int) -> None:
             slot.drop_model(model)
 
 
+_READ_BY_WRAPPERS: dict[str, Any] = {
+    "unused_grads": "zeros",
+    "scalars": "vector",
+    "passthrough": False,
+    "chunk_weights": None,
+    "least_rows": 1,
+}
+"""Options that executors do not read, with their defaults: wrappers that differ in them share an
+executor.
+"""
+
 _shared: dict[Options, Executor] = {}
 _shared_lock = threading.Lock()
 
@@ -343,8 +354,7 @@ def shared(options: Options) -> Executor:
     executor = _shared.get(options)
     if executor is None or executor.closed:
         with _shared_lock:
-            # Only wrappers read these three options.
-            plain = replace(options, unused_grads="zeros", scalars="vector", passthrough=False)
+            plain = replace(options, **_READ_BY_WRAPPERS)
             if plain not in _shared or _shared[plain].closed:
                 _shared[plain] = Executor((), options=plain)
             executor = _shared[options] = _shared[plain]

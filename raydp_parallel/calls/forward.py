@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from raydp_parallel import batch, devices
 from raydp_parallel.calls import autograd, replay
+from raydp_parallel.calls.chunk_balance import ChunkBalance, ChunkTimes
 from raydp_parallel.calls.executor import Executor
 from raydp_parallel.calls.group_reduction import ReductionPart
 from raydp_parallel.calls.weight_relay import RelayRoute, WeightRelay, begin_relay, route, size_of
@@ -99,6 +100,10 @@ joining: ContextVar[bool] = ContextVar("raydp_parallel_joining", default=False)
 capturing: ContextVar[Capture | None] = ContextVar("raydp_parallel_capturing", default=None)
 
 
+balancing: ContextVar[ChunkBalance | None] = ContextVar("raydp_parallel_balancing", default=None)
+"""What takes the times of a call's chunks."""
+
+
 class MapCall(NamedTuple):
     """What a forward knows that computes one of several batches at once.
 
@@ -145,6 +150,9 @@ class ForwardCall:
         on_cpu = devices.is_cpu(chunks[0].tracker.device)
         self.joins = joining.get() and self.capture is None and len(chunks) > 1 and on_cpu
         self.call = autograd.CallNode(executor, [], [], unused)
+        balance = balancing.get()
+        if balance is not None:
+            self.call.times = ChunkTimes(balance, [(chunk.slot, chunk.rows) for chunk in chunks])
         self.mapping = mapping.get()
         at_once = self.mapping.at_once if self.mapping is not None else None
         self.threads = executor.threads(at_once or len(chunks))
@@ -173,6 +181,8 @@ class ForwardCall:
             answers = self._attempt()
             reruns += 1
         self.executor.note_forward(reruns, len(self.sends), sum(self.sends))
+        if self.call.times is not None:
+            self.call.times.note("forward", answers)
         self._leave_out_unreached(answers)
         if self.token is None and self.call.leaves:
             self.token = autograd.fork(self.call)
