@@ -1,5 +1,9 @@
 """Only the middle block of a model is wrapped; the layers before and after it stay in the driver.
 All are trained.
+
+Output::
+
+    loss 1.0870 -> 0.0394
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
 """The first part of a model, an embedding, stays on the driver's CPU; the second part is wrapped.
 Both are trained.
+
+Output::
+
+    loss 1.3791 -> 0.0046
 """
 
 from __future__ import annotations

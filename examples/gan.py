@@ -1,5 +1,9 @@
 """Two wrapped nets that share the replicas: a Wasserstein GAN, whose gradient penalty needs second
 derivatives.
+
+Output::
+
+    distance 2.4135 -> 0.6386
 """
 
 from __future__ import annotations

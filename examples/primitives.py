@@ -1,5 +1,9 @@
 """Data parallelism by hand: replicate the module, scatter the input, apply in parallel, gather the
 outputs.
+
+Output::
+
+    output (10, 4), 4 gradients; equal to the plain module: True
 """
 
 from __future__ import annotations

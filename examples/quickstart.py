@@ -1,5 +1,9 @@
 """Trains a small model on every GPU of the Ray cluster, or else on two CPU replicas; shows what
 each replica did.
+
+Output::
+
+    Final loss 0.1258, at the start 0.6848
 """
 
 from __future__ import annotations

@@ -1,5 +1,10 @@
 """The classic tutorial of DataParallel: each replica prints the rows it was given, the loop sees
 the whole batch.
+
+Output::
+
+    Outside: input size torch.Size([30, 5]) output_size torch.Size([30, 2])
+    Outside: input size torch.Size([10, 5]) output_size torch.Size([10, 2])
 """
 
 from __future__ import annotations

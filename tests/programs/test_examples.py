@@ -50,11 +50,15 @@ def example(name: str, devices: str) -> str:
 
 def cell(name: str, devices: str, capsys: pytest.CaptureFixture[str]) -> str:
     """An example's output, run in this process, as a notebook would."""
+    run_cell(name, devices)
+    return "".join(capsys.readouterr())
+
+
+def run_cell(name: str, devices: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [f"{name}.py", "--devices", devices])
         patch.syspath_prepend(str(ROOT / "examples"))
         runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
-    return "".join(capsys.readouterr())
 
 
 def rows(line: str, text: str) -> Counter[int]:
@@ -113,6 +117,40 @@ def test_tutorial_runs_in_place_without_devices() -> None:
 def test_training_examples_get_better(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     first, last = map(float, LOSSES.search(cell(name, "cpu,cpu", capsys)).groups())
     assert last < first / 2
+
+
+def described(name: str) -> list[str]:
+    """The output that an example's header shows, line by line."""
+    text = (ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"\nOutput::\n\n((?:    .*\n)+)", text)
+    return [line.strip() for line in shown.splitlines()]
+
+
+def without_numbers(lines: list[str]) -> list[str]:
+    """Lines with each number as ``#``: other processors compute other last digits."""
+    return [re.sub(r"\d+(\.\d+)?", "#", line) for line in lines]
+
+
+SHORT = ("contrastive", "ema", "language_model", "packed_sequences")
+ALL = sorted(path.stem for path in (ROOT / "examples").glob("*.py") if path.stem != "command_line")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in SHORT else pytest.mark.long) for n in ALL]
+)
+def test_the_header_shows_the_output(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last lines that an example prints are those in its header; and it learns."""
+    run_cell(name, "cpu,cpu")
+    printed = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    printed = [line for line in printed if line and "pid=" not in line]
+    shown = described(name)
+    assert without_numbers(printed[-len(shown) :]) == without_numbers(shown)
+    text = "\n".join(printed[-len(shown) :])
+    for first, last in LOSSES.findall(text):
+        assert float(last) < 0.8 * float(first)
+    for first, last in re.findall(r"reward ([\d.]+) -> ([\d.]+)", text):
+        assert float(last) > 2 * float(first)
+    assert "False" not in text
 
 
 @pytest.mark.parametrize("devices", ["cpu,cpu", "none"])

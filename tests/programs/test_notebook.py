@@ -4,6 +4,8 @@ its group.
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +88,8 @@ class Notebook:
                 text += content["text"]
             elif message["msg_type"] == "error":
                 text += content["ename"]
+            elif message["msg_type"] == "execute_result":
+                text += content["data"].get("text/html", content["data"]["text/plain"])
             elif message["msg_type"] == "status" and content["execution_state"] == "idle":
                 return text.strip()
 
@@ -113,6 +117,21 @@ def notebook(cluster: None, tmp_path: Path) -> Iterator[Notebook]:
     assert found.run(CELL.format(address=address, folder=str(tmp_path))) == ""
     yield found
     found.close()
+
+
+def test_the_example(notebook: Notebook) -> None:
+    """Each of its cells, one after the other: it learns, and the statistics are a table."""
+    example = json.loads((ROOT / "examples" / "notebook.ipynb").read_text(encoding="utf-8"))
+    assert all(not cell.get("outputs") for cell in example["cells"])
+    sources = ["".join(c["source"]) for c in example["cells"] if c["cell_type"] == "code"]
+    printed = {source: notebook.run(source) for source in sources}
+    (losses,) = [text for text in printed.values() if text.startswith("loss ")]
+    first, last = map(float, re.fullmatch(r"loss ([\d.]+) -> ([\d.]+)", losses).groups())
+    assert last < first / 2
+    assert "<table" in printed["model.stats()"]
+    (zeros,) = [text for source, text in printed.items() if "zero_()" in source]
+    assert re.fullmatch(r"tensor\(\[(\[0\., 0\.\],?\s*){4}\]\)", zeros)
+    assert not [text for text in printed.values() if "Error" in text]
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
