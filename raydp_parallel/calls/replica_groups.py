@@ -220,7 +220,11 @@ class ReplicaGroups:
     def _make(self, kind: GroupKind, members: tuple[ReplicaSlot, ...]) -> GroupTicket | None:
         name = f"{os.getpid()}-{id(self):x}-{next(self._numbers)}"
         ticket = GroupTicket(name, kind, members, tuple(slot.incarnation for slot in members))
-        trouble = self._gather(ticket, min(_JOIN[kind], self._share(_JOIN[kind])))
+        try:
+            trouble = self._gather(ticket, min(_JOIN[kind], self._share(_JOIN[kind])))
+        except BaseException:  # Ctrl-C, for one
+            self._tell_to_leave(ticket)
+            raise
         if trouble:
             # All members are alive, so that NCCL itself does not work here.
             self._no_nccl |= kind is GroupKind.NCCL and ticket.whole
@@ -245,7 +249,7 @@ class ReplicaGroups:
 
     def _gather(self, ticket: GroupTicket, patience: float) -> str:
         """Let all members join; returns what went wrong."""
-        ((store, death),) = self._ask(ticket, ticket.slots[:1], [HostStore(patience)])
+        ((store, death),) = self._ask(ticket, ticket.slots[:1], [HostStore(ticket.name)])
         if death:
             return death
         size = len(ticket.slots)

@@ -12,6 +12,7 @@ from typing import Any
 from raydp_parallel.cluster.backend import DevicePlace
 from raydp_parallel.devices.ambient_state import environment, environment_at_load
 from raydp_parallel.replica.actor import ReplicaActor
+from raydp_parallel.transport import handshake
 
 
 def program() -> str:
@@ -35,6 +36,7 @@ class ActorNames:
 
     def __init__(self, name: str, ranks: Mapping[DevicePlace, int]) -> None:
         self.executor = name
+        self._secret = handshake.new_secret()
         self._ranks = {**ranks}
         self._used: set[str] = set()
 
@@ -52,7 +54,7 @@ class ActorNames:
             self._used.add(name)
             try:
                 return ReplicaActor.options(name=name, **options).remote(  # type: ignore[attr-defined]
-                    place.kind, link, rank, environment()
+                    place.kind, link, rank, environment(), self._secret
                 )
             # another program of this namespace has it, or got it at the same moment
             except ValueError as error:

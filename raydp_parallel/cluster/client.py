@@ -157,7 +157,7 @@ class ReplicaClient:
             self._asked = None
 
     def call_directly(self, near: bool, timeout: float | None = None) -> bool:
-        """Open a direct connection, if possible; else calls are Ray tasks.
+        """Open a direct connection, if possible; else calls are Ray tasks from now on.
 
         Args:
             near: Whether the replica is on this machine.
@@ -172,6 +172,7 @@ class ReplicaClient:
         opened = self.actor.open_line.remote(self._mappings.held(), near)
         found = ray_api.get(opened, timeout=timeout)
         if found is None:
+            self._warn_of_ray(near, "the replica cannot listen at its node's address")
             return True
         address, held = found
         self._ledger.settle(held)
@@ -180,14 +181,18 @@ class ReplicaClient:
             if self._patience is not None:
                 self.line.limit(self._patience)
         except OSError as error:
-            where = "this node" if near else "another node"
-            log.info(
-                "no direct line to a replica on %s (%s): calls go through Ray, 1 ms each",
-                where,
-                error,
-            )
+            self._warn_of_ray(near, str(error) or type(error).__name__)
             return not isinstance(error, TimeoutError)
         return True
+
+    def _warn_of_ray(self, near: bool, reason: str) -> None:
+        """Log that the replica is not called in the way that was configured."""
+        log.warning(
+            "no direct line to a replica on %s (%s): it is called through Ray, 1 ms for each call, "
+            "as long as it lives",
+            "this node" if near else "another node",
+            reason,
+        )
 
     def submit(
         self,
@@ -353,13 +358,6 @@ def await_ends(clients: Iterable[ReplicaClient], seconds: float) -> None:
             left.discard(process)
 
 
-def _copyable(packet: Attachment) -> Attachment:
-    """An attachment as Ray, or a connection without shared memory, can carry it."""
-    if isinstance(packet, Exposed):
-        return packet.descriptor
-    return packet.array if isinstance(packet, SharedBuffer) else packet
-
-
 _put: weakref.WeakKeyDictionary[SharedBuffer, Any] = weakref.WeakKeyDictionary()
 """Buffers of this process's shared memory that were put into the object store too, for replicas on
 other nodes.
@@ -372,8 +370,10 @@ def _stored(packet: Attachment) -> Attachment:
     """
     if isinstance(packet, Exposed):
         return packet.copy()  # it was made for a replica that shares memory, and died
-    if not isinstance(packet, SharedBuffer) or packet.array.nbytes <= SHARE_LIMIT:
-        return _copyable(packet)
+    if not isinstance(packet, SharedBuffer):
+        return packet
+    if packet.array.nbytes <= SHARE_LIMIT:
+        return packet.array
     if packet not in _put:
         _put[packet] = ray_api.put(packet.array)
     return _put[packet]

@@ -209,6 +209,12 @@ class RayBackend:
         wanted = direct and time.monotonic() >= self._mute.get(hello.node, -math.inf)
         if wanted and not client.call_directly(near, timeout=self._options.placement_timeout):
             self._mute[hello.node] = time.monotonic() + _MUTE
+            log.warning(
+                "replicas that start on node %s in the next %g s are called through Ray too: each "
+                "attempt takes seconds",
+                hello.node[:8],
+                _MUTE,
+            )
         if near:
             client.watch(hello.pid)
             if hello.device == "cpu":

@@ -61,9 +61,12 @@ class ReplicaActor(ReplicaServer):
         link: Name of the link for answers.
         rank: Which of the executor's replicas this is, for the dashboard and for what it prints.
         environment: Variables of the driver's that change what is computed.
+        secret: By this replicas of the same executor know each other when they form groups.
     """
 
-    def __init__(self, device: str, link: str, rank: int, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, device: str, link: str, rank: int, environment: Mapping[str, str], secret: str
+    ) -> None:
         # Before CUDA starts, which reads them. What is read even earlier is there already.
         os.environ.update(environment)
         devices.keep_freed_memory()
@@ -71,6 +74,7 @@ class ReplicaActor(ReplicaServer):
         sys.breakpointhook = _refuse_debugger  # Ray's own waits for somebody to connect
         given = [*map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))]
         super().__init__(devices.take_given(device, given), link_for(link), _task_span)
+        self._replica.groups.secret = secret
         self._rank = rank
         # A child does not get so far as to write its answer, into the same shared memory.
         self._replica.check_process = functools.partial(self._check_process, os.getpid(), None)

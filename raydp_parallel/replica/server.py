@@ -126,7 +126,7 @@ class ReplicaServer:
         groups = self._replica.groups
         if isinstance(what, HostStore):
             groups.address = self._address()
-            return groups.host(what.patience)
+            return groups.host(what.group)
         groups.address = self._address()
         return groups.join(what)
 
@@ -243,9 +243,9 @@ class ReplicaServer:
             Where to call, and what is used here of the driver's memory; None if there is no such
             thing here.
         """
-        found = handshake.listen(None if near else self._address())
         with self._working:
             caller = self._caller = object()
+            found = handshake.listen(None if near else self._address())
             if found is None:
                 return None
             address, listener = found

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 
 class HostStore(NamedTuple):
-    """Host the store by which members of groups find each other.
+    """Host the store by which the members of a group find each other.
 
     Attributes:
-        patience: Seconds that they may take for that.
+        group: The group's name.
     """
 
-    patience: float
+    group: str
 
 
 class GroupKind(Enum):

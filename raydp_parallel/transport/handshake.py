@@ -1,7 +1,8 @@
-"""How the two ends of a direct connection find each other, and authenticate each other.
+"""How the two ends of a socket find each other, and authenticate each other: of a direct connection
+between the driver and a replica, and of the store by which members of a group find each other.
 
-On one machine they use a Unix socket that has no name in the file system, and takes one connection
-of the same user. Between two machines they use TCP. The secret came through Ray and is never sent:
+On one machine a direct connection uses a Unix socket that has no name in the file system, and takes
+one connection of the same user. All others use TCP. The secret came through Ray and is never sent:
 each end sends a random number, and answers the other's number with a code that depends on the
 secret (HMAC, SHA-256). Before that no bytes of the other end are read as a message. The messages
 are not encrypted, like those of torch's groups and of Ray. If Ray is configured to encrypt, there
@@ -9,12 +10,20 @@ are no direct connections between machines.
 
 The standard library's `multiprocessing.connection` authenticates too, but accepts one client after
 the other and waits for each without a limit, and uses MD5 before Python 3.12.
+
+[Note: many clients]
+A client that has not proved yet that it knows the secret costs one descriptor and a nonce. If there
+are too many, the oldest ones are disconnected, because the right client needs one round trip only.
+A program that connects faster than that may still make the listener disconnect it; it then connects
+again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
+import math
 import os
 import secrets
 import selectors
@@ -23,6 +32,7 @@ import struct
 import sys
 import time
 import uuid
+from collections.abc import Generator
 from typing import NamedTuple
 
 _PEER = struct.Struct("3i")
@@ -40,13 +50,31 @@ one.
 _AUTHENTICATION = 5.0
 """Seconds in which each end has to prove that it knows the secret."""
 
-_OPEN = 60.0
-"""Seconds after which the listener closes. The driver connects as soon as it knows the address."""
-
-_MOST_CLIENTS = 64
-"""The most clients that may authenticate at the same time. If there are more, the first ones are
-disconnected.
+_TRIES = 3
+"""Connections that a client tries, if the listener closes them before either end has proved
+anything.
 """
+
+_OPEN = 60.0
+"""Seconds for which the listener of a direct connection waits, once it can answer. The driver
+connects as soon as it knows the address.
+"""
+
+_MOST_CLIENTS = 512
+"""The most clients that may authenticate at the same time, and the most connections that wait to be
+accepted.
+"""
+
+_SHARE_OF_DESCRIPTORS = 4
+"""The part of this process's descriptors that clients may use before they are authenticated: one in
+so many.
+"""
+
+_NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+_PAUSE = 0.01
+"""Seconds until the next try to accept a client, where there are no descriptors."""
+
+_HUNG_UP = "the other end closed the connection at once"
 
 _KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 15, "TCP_KEEPCNT": 4}
 """A firewall drops connections without traffic, and a connection has none while the driver does
@@ -107,75 +135,161 @@ class _Client:
         return True
 
 
+class _Refused(ConnectionError):
+    """The listener closed the connection before it had read a proof, or because of the proof."""
+
+
+class _Unproven:
+    """The connected clients that have not proved yet that they know the secret.
+
+    Args:
+        waiting: Notices what they send.
+    """
+
+    def __init__(self, waiting: selectors.BaseSelector) -> None:
+        self._waiting = waiting
+        self._clients: dict[socket.socket, _Client] = {}
+
+    def add(self, connection: socket.socket, client: _Client) -> None:
+        """Wait for this client too."""
+        while len(self._clients) >= _most_clients():
+            self.disconnect_oldest()
+        self._clients[connection] = client
+        self._waiting.register(connection, selectors.EVENT_READ)
+
+    def receive(self, connection: socket.socket) -> bool:
+        """Read what a client has sent. Returns whether it knows the secret, and then lets go of it;
+        a client that does not is disconnected.
+        """
+        client, authentic = self._clients.get(connection), None
+        if client is None:  # it was disconnected meanwhile
+            return False
+        try:
+            authentic = client.receive()
+        except OSError:
+            authentic = False
+        if authentic:
+            self._let_go(connection)
+        elif authentic is False:
+            self._disconnect(connection)
+        return bool(authentic)
+
+    def disconnect_late(self) -> float:
+        """Disconnect the clients whose time is over; returns when that of the next one is."""
+        now = time.monotonic()
+        for connection, client in [*self._clients.items()]:
+            if client.until <= now:
+                self._disconnect(connection)
+        return min([client.until for client in self._clients.values()], default=math.inf)
+
+    def disconnect_oldest(self) -> bool:
+        """Disconnect the client that came first; returns whether there was one."""
+        for connection in self._clients:
+            self._disconnect(connection)
+            return True
+        return False
+
+    def close(self) -> None:
+        """Disconnect all."""
+        while self.disconnect_oldest():
+            pass
+
+    def _disconnect(self, connection: socket.socket) -> None:
+        self._let_go(connection)
+        connection.close()
+
+    def _let_go(self, connection: socket.socket) -> None:
+        self._waiting.unregister(connection)
+        del self._clients[connection]
+
+
+def _most_clients() -> int:
+    """The most clients that may authenticate at the same time in this process."""
+    descriptors = 0
+    with contextlib.suppress(AttributeError, ValueError, OSError):  # where that is not known
+        descriptors = os.sysconf("SC_OPEN_MAX")
+    share = descriptors // _SHARE_OF_DESCRIPTORS
+    return min(_MOST_CLIENTS, share) if share > 0 else _MOST_CLIENTS
+
+
 class Listener:
-    """Waits for one client that knows the secret.
+    """Waits for clients that know the secret.
 
     Args:
         listening: The socket.
         secret: The secret.
-        near: Whether the client is a process of this machine.
+        near: Whether clients are processes of this machine.
     """
 
     def __init__(self, listening: socket.socket, secret: bytes, near: bool) -> None:
         self._listening = listening
         self._secret = secret
         self._near = near
-        self._until = time.monotonic() + _OPEN
+        # Closing a socket does not wake a thread that waits for it. The end of a pair does.
+        self._open, self._closed = socket.socketpair()
+        self._waits = False
 
     def accept(self) -> CallAddress | None:
-        """Wait for the client that knows the secret, and then close; None if it does not come.
-        Other clients do not delay it.
+        """Wait for one client that knows the secret, and then close; None if none comes within a
+        minute. Other clients do not delay it.
         """
-        with contextlib.ExitStack() as cleanup, selectors.DefaultSelector() as waiting:
-            cleanup.callback(self.close)
-            clients: dict[socket.socket, _Client] = {}
-            cleanup.callback(lambda: [*map(socket.socket.close, clients)])
-            self._listening.setblocking(False)
-            waiting.register(self._listening, selectors.EVENT_READ)
+        with contextlib.closing(self), contextlib.closing(self.clients(_OPEN)) as clients:
+            return next(clients, None)
 
-            def disconnect(connection: socket.socket) -> None:
-                waiting.unregister(connection)
-                del clients[connection]
-                connection.close()
+    def clients(self, seconds: float = math.inf) -> Generator[CallAddress, None, None]:
+        """The clients that know the secret, as they come, for so long, or until `close`."""
+        self._waits = True
+        end = time.monotonic() + seconds
+        with self._closed, selectors.DefaultSelector() as waiting:
+            unproven = _Unproven(waiting)
+            with contextlib.closing(unproven):
+                try:
+                    waiting.register(self._closed, selectors.EVENT_READ)
+                    self._listening.setblocking(False)
+                    waiting.register(self._listening, selectors.EVENT_READ)
+                except (OSError, ValueError):
+                    return  # it was closed already
+                while time.monotonic() < end:
+                    until = min(end, unproven.disconnect_late())
+                    left = None if until == math.inf else max(0.0, until - time.monotonic())
+                    for key, _ in waiting.select(left):
+                        if key.fileobj is self._closed:
+                            return
+                        if key.fileobj is self._listening:
+                            self._accept_one(unproven)
+                            continue
+                        connection: socket.socket = key.fileobj  # type: ignore[assignment]
+                        if not unproven.receive(connection):
+                            continue
+                        try:
+                            found = _ready(connection, self._near)
+                        except OSError:
+                            connection.close()  # the client is gone already
+                            continue
+                        yield found
 
-            while (now := time.monotonic()) < self._until:
-                for connection in [late for late, client in clients.items() if client.until <= now]:
-                    disconnect(connection)
-                until = min([self._until, *(client.until for client in clients.values())])
-                for key, _ in waiting.select(max(0.0, until - now)):
-                    if key.fileobj is self._listening:
-                        if (found := self._accept_one()) is not None:
-                            clients[found[0]] = found[1]
-                            waiting.register(found[0], selectors.EVENT_READ)
-                        continue
-                    connection = key.fileobj  # type: ignore[assignment]
-                    authentic: bool | None = False
-                    with contextlib.suppress(OSError):
-                        authentic = clients[connection].receive()
-                    if authentic:
-                        del clients[connection]
-                        return _ready(connection, self._near)
-                    if authentic is False:
-                        disconnect(connection)
-                while len(clients) > _MOST_CLIENTS:
-                    disconnect(next(iter(clients)))
-        return None
-
-    def _accept_one(self) -> tuple[socket.socket, _Client] | None:
-        """Accept a connection; None if it is closed already, or of another user."""
-        with contextlib.suppress(OSError):
+    def _accept_one(self, unproven: _Unproven) -> None:
+        """Accept a connection, unless it is closed already, or of another user."""
+        try:
             connection, _ = self._listening.accept()
-            try:
-                if not self._near or _peer(connection)[1] == os.getuid():
-                    return connection, _Client(connection, self._secret)
-            except OSError:
-                pass
-            connection.close()
-        return None
+        except OSError as error:
+            if error.errno in _NO_DESCRIPTORS and not unproven.disconnect_oldest():
+                time.sleep(_PAUSE)
+            return
+        try:
+            if not self._near or _peer(connection)[1] == os.getuid():
+                unproven.add(connection, _Client(connection, self._secret))
+                return
+        except OSError:
+            pass
+        connection.close()
 
     def close(self) -> None:
-        """Close the listening socket. May be called twice."""
+        """Close the listening socket, and end `clients`. May be called twice, from any thread."""
         self._listening.close()
+        self._open.close()
+        if not self._waits:
+            self._closed.close()
 
 
 def listen(host: str | None = None) -> tuple[str, Listener] | None:
@@ -188,12 +302,25 @@ def listen(host: str | None = None) -> tuple[str, Listener] | None:
     """
     if not sys.platform.startswith("linux"):
         return None
-    secret = secrets.token_hex(_NONCE)
+    secret = new_secret()
     try:
         listening, address = _listen_far(host) if host is not None else _listen_near()
     except OSError:
         return None
     return f"{address} {secret}", Listener(listening, secret.encode(), host is None)
+
+
+def new_secret() -> str:
+    """A secret that no other process can guess."""
+    return secrets.token_hex(_NONCE)
+
+
+def listen_to_many(host: str, secret: str) -> tuple[int, Listener]:
+    """Open a port of this machine's address for clients that know a secret; returns it with its
+    listener. Raises `OSError`.
+    """
+    listening, _ = _listen_far(host)
+    return listening.getsockname()[1], Listener(listening, secret.encode(), False)
 
 
 def _listen_near() -> tuple[socket.socket, str]:
@@ -217,6 +344,16 @@ def far_lines() -> bool:
 
 def call(address: str) -> CallAddress:
     """Connect to an address. Raises `OSError` if no process listens there, or another process."""
+    for left in reversed(range(_TRIES)):
+        try:
+            return _call(address)
+        except _Refused:
+            if not left:
+                raise
+    raise AssertionError("the last try returns, or raises")
+
+
+def _call(address: str) -> CallAddress:
     host, *port, secret = address.split()
     if port:
         connection = socket.create_connection((host, int(port[0])), timeout=_CONNECT)
@@ -238,7 +375,10 @@ def _prove(connection: socket.socket, secret: bytes) -> None:
     """Prove to the listener that this process knows the secret, and check that it knows it too."""
     until = time.monotonic() + _AUTHENTICATION
     theirs, mine = _read(connection, _NONCE, until), os.urandom(_NONCE)
-    connection.sendall(mine + _code(secret, b"caller", theirs, mine), _QUIETLY)
+    try:
+        connection.sendall(mine + _code(secret, b"caller", theirs, mine), _QUIETLY)
+    except ConnectionError as error:
+        raise _Refused(_HUNG_UP) from error
     if not hmac.compare_digest(
         _read(connection, _CODE, until), _code(secret, b"listener", theirs, mine)
     ):
@@ -249,9 +389,12 @@ def _read(connection: socket.socket, size: int, until: float) -> bytes:
     received = b""
     while len(received) < size:
         connection.settimeout(max(0.001, until - time.monotonic()))
-        more = connection.recv(size - len(received))
+        try:
+            more = connection.recv(size - len(received))
+        except ConnectionError as error:
+            raise _Refused(_HUNG_UP) from error
         if not more:
-            raise ConnectionError("the other end closed the connection at once")
+            raise _Refused(_HUNG_UP)
         received += more
     return received
 
@@ -269,7 +412,8 @@ def _ready(connection: socket.socket, near: bool) -> CallAddress:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():
-        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
     return CallAddress(connection, 0, False)
 
 

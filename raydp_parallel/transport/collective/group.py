@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from datetime import timedelta
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from raydp_parallel.transport import handshake
 from raydp_parallel.transport.collective.backends import (
     Gloo,
     GroupBackend,
     Left,
     Nccl,
     Operation,
-    dist,
 )
+from raydp_parallel.transport.collective.store import StoreClient, StoreServer
 from raydp_parallel.transport.collective.sums import Exchange, Pair, Summation
 from raydp_parallel.transport.group_messages import GroupKind, JoinGroup
 
@@ -30,6 +28,8 @@ _GRACE = 2.0
 _MEMORY = 100
 """The number of left groups that are remembered, so that a late request does not join one again."""
 
+_LEFT = "it was left before this process had joined"
+
 
 class Group:
     """A group that this process is a member of.
@@ -37,11 +37,14 @@ class Group:
     Args:
         join: The driver's request.
         backend: This process's end of the group.
+        store: This process's end of the group's store, which torch may ask as long as the group
+            exists.
     """
 
-    def __init__(self, join: JoinGroup, backend: GroupBackend) -> None:
+    def __init__(self, join: JoinGroup, backend: GroupBackend, store: StoreClient) -> None:
         self.rank, self.size = join.rank, join.size
         self._backend = backend
+        self._store = store
 
     def sum(
         self,
@@ -99,6 +102,7 @@ class Group:
     def leave(self) -> None:
         """Leave the group, from any thread. Threads of this process that wait for members stop."""
         self._backend.leave()
+        self._store.close()
 
 
 def wait(operations: Sequence[Operation], until: float) -> None:
@@ -107,46 +111,37 @@ def wait(operations: Sequence[Operation], until: float) -> None:
         operation.finish(until)
 
 
-def _hosted(address: str, patience: float) -> Any:
-    """A new store that listens at one address. Torch's own would listen at all addresses of this
-    machine.
-    """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listening = socket.create_server((address, 0), family=family)
-    port = listening.getsockname()[1]
-    return _store((address, port), patience, is_master=True, master_listen_fd=listening.detach())
-
-
-def _store(where: tuple[str, int], patience: float, **how: Any) -> Any:
-    return dist.TCPStore(*where, timeout=timedelta(seconds=patience), wait_for_workers=False, **how)
-
-
 class _Attempt:
     """An attempt to make a group, in a thread of its own, because other members may never come.
 
     Args:
         join: The driver's request.
         address: This process's address in the network of the other members.
-        store: The store, if this process hosts it.
+        secret: What members have to know.
         device: The device of this process.
     """
 
-    def __init__(self, join: JoinGroup, address: str, store: Any, device: torch.device) -> None:
+    def __init__(self, join: JoinGroup, address: str, secret: str, device: torch.device) -> None:
         self.group: Group | None = None
         self.trouble = "no answer from the others"
         self.over = threading.Event()
         self._guard = threading.Lock()
         self._given_up = False
         self._backend: GroupBackend | None = None
-        arguments = join, address, store, device
+        self._store: StoreClient | None = None
+        arguments = join, address, secret, device
         # A new thread has torch's original default device, which a user may have changed elsewhere.
         threading.Thread(
             target=self._run, args=arguments, name="raydp-joining", daemon=True
         ).start()
 
-    def _run(self, join: JoinGroup, address: str, store: Any, device: torch.device) -> None:
+    def _run(self, join: JoinGroup, address: str, secret: str, device: torch.device) -> None:
         try:
-            store = store or _store(join.store, join.patience)
+            store = StoreClient(join.store, secret, join.patience)
+            with self._guard:
+                self._store = store
+                if self._given_up:
+                    store.close()  # what follows fails at once
             backend: GroupBackend
             if join.kind is GroupKind.NCCL:
                 backend = Nccl(join, device, store)
@@ -157,11 +152,13 @@ class _Attempt:
                 if self._given_up:
                     return backend.leave()
             backend.connect()
-            group = Group(join, backend)
+            group = Group(join, backend, store)
             group.probe(device, join.patience)
+            store.rest()
             self.group = group
         except (RuntimeError, OSError, AttributeError) as error:
-            self.trouble = f"{type(error).__name__}: {error}"
+            if not self._given_up:
+                self.trouble = f"{type(error).__name__}: {error}"
         finally:
             self.over.set()
 
@@ -171,6 +168,8 @@ class _Attempt:
             self._given_up = True
             if self._backend is not None:
                 self._backend.leave()
+            if self._store is not None:
+                self._store.close()
         self.group = None
         self.over.set()
 
@@ -181,32 +180,43 @@ class Groups:
     Args:
         address: This process's address in the network of the other members.
         device: The device of this process.
+        secret: What the members of a group have to know: the same in all replicas of an executor.
+            By default no other process knows it.
     """
 
-    def __init__(self, address: str = "127.0.0.1", device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        address: str = "127.0.0.1",
+        device: torch.device | None = None,
+        secret: str | None = None,
+    ) -> None:
         self.address = address
+        self.secret = secret or handshake.new_secret()
         self._device = device or torch.device("cpu")
-        self._host: Any = None
+        self._hosted: dict[str, StoreServer] = {}
         self._guard = threading.Lock()
         self._groups: dict[str, Group] = {}
         self._attempts: dict[str, _Attempt] = {}
         self._gone: deque[str] = deque(maxlen=_MEMORY)
 
-    def host(self, patience: float) -> tuple[str, int]:
-        """Host the store by which members of groups find each other; returns its address."""
-        if self._host is None:
-            self._host = _hosted(self.address, patience)
-        return self.address, self._host.port
+    def host(self, name: str) -> tuple[str, int]:
+        """Host the store by which the members of a group find each other, until the group is left;
+        returns its address.
+        """
+        with self._guard:
+            if name in self._gone:
+                raise Left(_LEFT)
+            self._hosted[name] = StoreServer(self.address, self.secret)
+            return self.address, self._hosted[name].port
 
     def join(self, request: JoinGroup) -> str:
         """Become a member, as soon as all other members are there; returns the error's text, empty
         on success.
         """
-        hosted = self._host is not None and request.store == (self.address, self._host.port)
         with self._guard:
             if request.group in self._gone:
-                return str(Left("it was left before this process had joined"))
-            attempt = _Attempt(request, self.address, self._host if hosted else None, self._device)
+                return _LEFT
+            attempt = _Attempt(request, self.address, self.secret, self._device)
             self._attempts[request.group] = attempt
         over = attempt.over.wait(request.patience + _GRACE)
         with self._guard:
@@ -215,7 +225,10 @@ class Groups:
             if over and group is not None and request.group not in self._gone:
                 self._groups[request.group] = group
                 return ""
+            store = self._hosted.pop(request.group, None)
         attempt.give_up()
+        if store is not None:
+            store.close()
         return attempt.trouble
 
     def find(self, name: str) -> Group | None:
@@ -229,7 +242,10 @@ class Groups:
         with self._guard:
             self._gone.append(name)
             group, attempt = self._groups.pop(name, None), self._attempts.get(name)
+            store = self._hosted.pop(name, None)
         if attempt is not None:
             attempt.give_up()
         if group is not None:
             group.leave()
+        if store is not None:
+            store.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import socket
@@ -130,6 +131,86 @@ def test_strangers_who_say_nothing_are_not_waited_for(
     caller.close()
 
 
+@pytest.mark.parametrize(("most", "strangers", "tries"), [(None, 100, 1), (3, 4, 2)])
+def test_strangers_do_not_push_out_the_right_caller(
+    station: Station,
+    most: int | None,
+    strangers: int,
+    tries: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many come between its call and its proof. If they are too many, it calls again."""
+    if most is not None:
+        monkeypatch.setattr(handshake, "_MOST_CLIENTS", most)
+    proves, met = handshake._prove, []
+
+    def slowly(connection: socket.socket, secret: bytes) -> None:
+        met.append([station.connect() for _ in range(strangers if not met else 0)])
+        for stranger in met[-1]:
+            stranger.recv(16, socket.MSG_WAITALL)  # it is connected, and so is the caller
+        proves(connection, secret)
+
+    monkeypatch.setattr(handshake, "_prove", slowly)
+    caller = direct_connection.Connection(station.address, list)
+    caller.send(1, [])
+    assert caller.receive(1, 10) == [b""] and len(met) == tries
+    caller.close()
+    for stranger in met[0]:
+        stranger.close()
+
+
+def test_where_descriptors_are_few_a_quarter_is_for_strangers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And where their number is not known, as many as ever."""
+    found = []
+    for limit in (400, 1 << 20, -1):
+        monkeypatch.setattr(os, "sysconf", lambda name, limit=limit: limit)
+        found.append(handshake._most_clients())
+    assert found == [100, 512, 512]
+
+
+def test_without_descriptors_the_caller_is_heard_later(
+    station: Station, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Strangers are hung up on first; where there are none, it is tried again."""
+    failures = iter([True, True, False])
+    accept = socket.socket.accept
+
+    def accept_later(listening: socket.socket) -> Any:
+        if next(failures, False):
+            raise OSError(errno.EMFILE, "too many open files")
+        return accept(listening)
+
+    stranger = station.connect()
+    stranger.recv(16, socket.MSG_WAITALL)
+    monkeypatch.setattr(socket.socket, "accept", accept_later)
+    caller = direct_connection.Connection(station.address, list)
+    caller.send(1, [])
+    assert caller.receive(1, 10) == [b""] and next(failures, None) is None
+    assert not received(stranger)
+    caller.close()
+    stranger.close()
+
+
+@pytest.mark.parametrize("host", [HERE, None], ids=["far", "near"])
+def test_a_minute_begins_when_the_listener_can_answer(
+    host: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica opens it while a call may still run for long."""
+    now = time.monotonic()
+    found = handshake.listen(host)
+    assert found is not None
+    monkeypatch.setattr(handshake, "time", SimpleNamespace(monotonic=lambda: now + 100.0))
+    thread = threading.Thread(target=direct_connection.serve, args=(found[1], lambda _n, b: b))
+    thread.start()
+    caller = direct_connection.Connection(found[0], list)
+    caller.send(1, [b"x"])
+    assert caller.receive(1, 10) == [b"x"]
+    caller.close()
+    thread.join(10)
+
+
 @pytest.mark.parametrize("host", [HERE, None], ids=["far", "near"])
 def test_who_listens_has_to_know_the_secret_too(host: str | None) -> None:
     """Whoever got the port, or the name, of a replica that died is told nothing."""
@@ -140,7 +221,7 @@ def test_who_listens_has_to_know_the_secret_too(host: str | None) -> None:
     threading.Thread(target=listener.accept, daemon=True).start()
     with pytest.raises(OSError):
         direct_connection.Connection(address, list)
-    listener._until = 0.0
+    listener.close()
 
     def says_yes() -> None:
         connection, _ = impostor.accept()
@@ -186,11 +267,31 @@ def test_a_line_is_kept_alive() -> None:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
 
 
-def test_a_node_whose_address_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container with forwarded ports: nobody can be called there, which is no error."""
+def test_a_node_whose_address_is_not_its_own(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container with forwarded ports: nobody can be called there, which is no error, and a
+    warning.
+    """
     client = server.ReplicaServer("cpu", link_for("auto"))
     monkeypatch.setattr(client, "_address", lambda: "192.0.2.1")
     assert handshake.listen("192.0.2.1") is None and client.open_line({}, False) is None
+    caller = ReplicaClient(SimpleNamespace(open_line=SimpleNamespace(remote=client.open_line)))
+    monkeypatch.setattr(ray, "get", lambda found, timeout=None: found)
+    assert caller.call_directly(near=False) and caller.line is None
+    assert "cannot listen at its node's address" in caplog.text and "WARNING" in caplog.text
+
+
+def test_a_replica_listens_when_it_can_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not while a call still runs: whoever called then would not be answered."""
+    replica = server.ReplicaServer("cpu", link_for("auto"))
+    listened: list[bool] = []
+
+    def listen(_host: str | None) -> None:
+        listened.append(replica._working.locked())
+
+    monkeypatch.setattr(handshake, "listen", listen)
+    assert replica.open_line({}, True) is None and listened == [True]
 
 
 OTHER_NAMESPACE = """
@@ -427,7 +528,7 @@ def test_who_cannot_be_called_again_is_called_through_ray(monkeypatch: pytest.Mo
 
 
 def test_a_node_that_cannot_be_called_is_tried_once_a_minute(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A firewall that drops what comes would cost seconds for each of its replicas."""
     tried: list[str] = []
@@ -454,15 +555,19 @@ def test_a_node_that_cannot_be_called_is_tried_once_a_minute(
         "dropped",
         "forgotten",
     }
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "on node dropped in the next 60 s are called through Ray too" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("error", "again"), [(TimeoutError(), False), (ConnectionRefusedError(), True)]
 )
 def test_who_does_not_answer_is_told_from_who_refuses(
-    error: OSError, again: bool, monkeypatch: pytest.MonkeyPatch
+    error: OSError, again: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A replica that died while it was called says nothing of the others on its node."""
+    """A replica that died while it was called says nothing of the others on its node. It is called
+    through Ray for good, which was not wanted: that is a warning with its reason.
+    """
 
     def fails(_address: str) -> None:
         raise error
@@ -473,6 +578,9 @@ def test_who_does_not_answer_is_told_from_who_refuses(
         SimpleNamespace(open_line=SimpleNamespace(remote=lambda *_arguments: ("here 1 x", {})))
     )
     assert client.call_directly(near=False) is again and client.line is None
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"on another node ({type(error).__name__}): it is called through Ray" in record.message
 
 
 def test_after_the_cluster_was_left_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def test_a_group_whose_members_do_not_all_come_is_given_up(
 ) -> None:
     """When it is told to leave, at once; one that is no more it does not join."""
     groups = Groups()
-    join = JoinGroup("alone", 0, 2, groups.host(10.0), 600.0, kind)
+    join = JoinGroup("alone", 0, 2, groups.host("alone"), 600.0, kind)
     telling = threading.Timer(0.3, groups.leave, ["alone"])
     telling.start()
     began = time.monotonic()
@@ -135,7 +135,7 @@ def test_without_nccl_there_is_no_such_group() -> None:
     """As in a torch that was built without."""
     groups = Groups()
     assert "AttributeError" in groups.join(
-        JoinGroup("none", 0, 1, groups.host(10.0), 10.0, GroupKind.NCCL)
+        JoinGroup("none", 0, 1, groups.host("none"), 10.0, GroupKind.NCCL)
     )
 
 
@@ -170,7 +170,7 @@ def test_sums_lie_on_a_stream_of_their_own(nccl: list[str], gpu: FakeGpu) -> Non
     waited for once.
     """
     groups = Groups(device=CPU)
-    assert groups.join(JoinGroup("one", 0, 1, groups.host(10.0), 10.0, GroupKind.NCCL)) == ""
+    assert groups.join(JoinGroup("one", 0, 1, groups.host("one"), 10.0, GroupKind.NCCL)) == ""
     group = groups.find("one")
     assert group is not None and isinstance(group._backend, Nccl)
     tensor = torch.ones(8)
@@ -195,11 +195,11 @@ def test_contents_that_came_over_the_gpu_are_passed_on_by_the_host(gpu: FakeGpu)
     packet = arena.fill([on_device(data)], [0], 3000)
     sizes = (1000, 2000)
     relay = Relay((Leg("test", 0),), sizes, True, 10.0)
-    host = Groups()
-    store = host.host(10.0)
+    host = Groups(secret="secret")
+    store = host.host("test")
 
     def member(rank: int) -> bytes:
-        groups = (host, Groups())[rank]
+        groups = (host, Groups(secret="secret"))[rank]
         assert groups.join(JoinGroup("test", rank, 2, store, 10.0, GroupKind.GLOO)) == ""
         attachments = Attachments(DeviceLink(ObjectStoreLink(), arena), [] if rank else [packet])
         blob = Blob((7, 8), (0, 1024) if rank else (0, 1000), sizes, None if rank else 0)

@@ -102,7 +102,7 @@ MESSAGES = [
     reply(None, None, Failure(None, "KeyError", "text", None, None, False)),
     None,
     Forget((1,), (2,)),
-    HostStore(1.0),
+    HostStore("group"),
     (1, 2),
 ]
 
