@@ -13,6 +13,7 @@ from raydp_parallel.cluster.backend import DevicePlace
 from raydp_parallel.cluster.nodes import booked, suits
 from raydp_parallel.cluster.ray_api import Holder, Node, holders, nodes
 from raydp_parallel.errors import NoRoom
+from raydp_parallel.monitoring.stats import printable
 from raydp_parallel.options import Options
 
 log = logging.getLogger("raydp_parallel")
@@ -94,7 +95,8 @@ def _held(machines: Sequence[Node], found: Sequence[Holder]) -> str:
             parts.append(f"{rest:g} by tasks, or about to be free")
         if parts and held > 0.01:
             lines.append(f"of {_place(node)}: {', '.join(parts)}")
-    return f"GPUs are held {_listed(lines)}. " if lines else ""
+    # The names of classes, programs and groups are other users'.
+    return printable(f"GPUs are held {_listed(lines)}. ") if lines else ""
 
 
 def _holder_name(holder: Holder) -> str:

@@ -49,6 +49,15 @@ _names: Counter[str] = Counter()
 _naming = threading.Lock()
 
 
+def _unlock() -> None:
+    """In a forked child, which does not have the thread that may hold the lock."""
+    global _naming
+    _naming = threading.Lock()
+
+
+forks.call_in_child(_unlock)
+
+
 def _numbered(name: str) -> str:
     with _naming:
         _names[name] += 1

@@ -103,7 +103,10 @@ class ReplicaActor(ReplicaServer):
         if isinstance(error, SystemExit):
             status = error.code if isinstance(error.code, int) else int(error.code is not None)
         elif error is not None:
-            traceback.print_exception(error)
+            # Without the error's text, which may hold data: other users may read the log.
+            where = "".join(traceback.format_tb(error.__traceback__))
+            with contextlib.suppress(Exception):
+                sys.stderr.write(f"a forked process ended by {type(error).__name__}:\n{where}")
             status = 1
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):

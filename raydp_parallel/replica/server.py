@@ -271,7 +271,9 @@ class ReplicaServer:
     def _answer_line(self, caller: object, _number: int, buffers: list[Any]) -> Sequence[Any]:
         """Answer a call that came over the line: leases that ended; method; header; packets."""
         ended, method, header, *beside = buffers
-        work = (self._replica.forward, self._replica.backward, self._forget, self._group)[method[0]]
+        works = self._replica.forward, self._replica.backward, self._forget, self._group
+        lost = isinstance(method, MemoryError)
+        work, header = (works[0], method) if lost else (works[method[0]], header)
         with self._working:
             if self._caller is not caller:
                 raise LineCut("the driver calls by another way now")

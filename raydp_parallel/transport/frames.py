@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from raydp_parallel.transport.links.object_store import Delivered
 _HEAD = struct.Struct("<IQQ")
 _LENGTH = 8
 _LARGE = 1 << 16
+_DROPPED_AT_ONCE = 1 << 12
 _SHARED = 1 << 63
 _DELIVERED = 1 << 62
 _NUMBER = struct.Struct("<Q")
@@ -82,18 +83,46 @@ def read_frame(connection: socket.socket) -> tuple[int, list[Any]]:
     its end, so that the next one can be read.
     """
     count, number, size = _HEAD.unpack(_read(connection, _HEAD.size))
-    body = _read(connection, size)
-    at = count * _LENGTH
+    lengths, small = _read_body(connection, count, size)
     buffers: list[Any] = []
-    for length in struct.unpack_from(f"<{count}Q", body):
+    for length in lengths:
         plain = length & ~(_SHARED | _DELIVERED)
         if plain > _LARGE:
             buffers.append(_read_array(connection, plain))
             continue
-        found = body[at : at + plain]
-        at += plain
-        buffers.append(_described(found, length))
+        found = next(small)
+        buffers.append(found if isinstance(found, MemoryError) else _described(found, length))
     return number, buffers
+
+
+def _read_body(
+    connection: socket.socket, count: int, size: int
+) -> tuple[Sequence[int], Iterator[bytes | MemoryError]]:
+    """The lengths of all buffers, and the small buffers. If there is no memory for all of these at
+    once, they are read one by one.
+    """
+    words = f"<{count}Q"
+    try:
+        body = _read(connection, size)
+    except MemoryError:
+        lengths = struct.unpack(words, _read(connection, count * _LENGTH))
+        sizes = [plain for plain in map(_plain, lengths) if plain <= _LARGE]
+        return lengths, iter([_read_or_drop(connection, plain) for plain in sizes])
+    lengths = struct.unpack_from(words, body)
+    return lengths, _parts(body, count * _LENGTH, lengths)
+
+
+def _parts(body: bytearray, at: int, lengths: Sequence[int]) -> Iterator[bytes | MemoryError]:
+    view = memoryview(body)
+    for plain in map(_plain, lengths):
+        if plain <= _LARGE:
+            yield _copied(view[at : at + plain])
+            at += plain
+
+
+def _plain(length: int) -> int:
+    """A length without its marks."""
+    return length & ~(_SHARED | _DELIVERED)
 
 
 def _described(found: bytes, length: int) -> bytes | Descriptor | Delivered:
@@ -105,28 +134,51 @@ def _described(found: bytes, length: int) -> bytes | Descriptor | Delivered:
     return found
 
 
-def _read(connection: socket.socket, size: int) -> bytes:
-    data = connection.recv(size, socket.MSG_WAITALL)
-    while len(data) < size:  # after a signal, or if the socket's buffer is smaller
-        more = connection.recv(size - len(data), socket.MSG_WAITALL)
-        if not more:
-            raise LineCut("the other end of the line is gone")
-        data += more
+def _read(connection: socket.socket, size: int) -> bytearray:
+    """So many bytes. If there is no memory for them, none is read."""
+    data = bytearray(size)
+    _fill(connection, memoryview(data))
     return data
+
+
+def _fill(connection: socket.socket, view: memoryview) -> None:
+    """Read as many bytes as there is space for."""
+    at, size = 0, len(view)
+    while at < size:  # more than once after a signal, or if the socket's buffer is smaller
+        got = connection.recv_into(view[at:], size - at, socket.MSG_WAITALL)
+        if not got:
+            raise LineCut("the other end of the line is gone")
+        at += got
+
+
+def _drop(connection: socket.socket, size: int) -> None:
+    """Read so many bytes, and keep none."""
+    while size:
+        size -= len(_read(connection, min(size, _DROPPED_AT_ONCE)))
+
+
+def _read_or_drop(connection: socket.socket, size: int) -> bytes | MemoryError:
+    """So many bytes; the error, and the bytes are read all the same, if there is no memory."""
+    try:
+        found = _read(connection, size)
+    except MemoryError as error:
+        _drop(connection, size)
+        return error
+    return _copied(found)
+
+
+def _copied(found: bytearray | memoryview) -> bytes | MemoryError:
+    try:
+        return bytes(found)
+    except MemoryError as error:
+        return error
 
 
 def _read_array(connection: socket.socket, size: int) -> np.ndarray | MemoryError:
     try:
         whole = np.empty(size, dtype=np.uint8)
     except MemoryError as error:
-        left = size
-        while left:
-            left -= len(_read(connection, min(left, _LARGE)))
+        _drop(connection, size)
         return error
-    view, at = memoryview(whole.data), 0
-    while at < size:
-        got = connection.recv_into(view[at:], size - at, socket.MSG_WAITALL)
-        if not got:
-            raise LineCut("the other end of the line is gone")
-        at += got
+    _fill(connection, memoryview(whole.data))
     return whole

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 from torch import Tensor, nn
 
@@ -32,6 +33,7 @@ from raydp_parallel import (
     replicate,
 )
 from raydp_parallel.calls import executor as executors
+from raydp_parallel.cluster import recorder
 from raydp_parallel.transport.links import exposed
 
 on_cluster = pytest.mark.usefixtures("cluster")
@@ -162,6 +164,7 @@ def test_the_end_of_a_child_ends_nothing_of_the_parent_s(
 def test_locks_that_a_thread_held_at_the_fork(model: DataParallel[Any]) -> None:
     """The child has not got that thread, which will never let go of them."""
     executor, x = model.executor, torch.ones(4, 300)
+    out = model(x)
     replica_set = executor._replica_set
     (slot, _) = replica_set.slots.values()
     held = [
@@ -175,6 +178,9 @@ def test_locks_that_a_thread_held_at_the_fork(model: DataParallel[Any]) -> None:
         replica_set.backend._arena._taking,
         slot.client._ledger._lock,
         slot.client._mappings._mapping,
+        executor.groups._guard,
+        executor.groups._making,
+        recorder._naming,
     ]
     if executor._reporter is not None:
         held.append(executor._reporter._guard)
@@ -194,9 +200,13 @@ def test_locks_that_a_thread_held_at_the_fork(model: DataParallel[Any]) -> None:
         for use in (
             lambda: model(x),
             lambda: DataParallel(nn.Linear(300, 2), ["cpu", "cpu"])(x),
+            lambda: out.sum().backward(),
             executor.stats,
         ):
             refused(use)
+        assert in_child(lambda: recorder.Recorder("a child's own").name) == "a child's own"
+        for lock in ("_guard", "_making"):
+            assert not in_child(lambda lock=lock: getattr(executor.groups, lock).locked())
         assert in_child(executor.close) is None
         assert in_child(raydp_parallel.shutdown) is None
     finally:
@@ -223,6 +233,32 @@ def test_a_child_may_use_the_module_itself(model: DataParallel[Any]) -> None:
     assert shown is None  # to replicas of the child's own, which would see the parent's
     assert torch.equal(model.module.weight, before)
     assert torch.equal(model(x), expected)
+
+
+def test_a_child_sees_the_parent_s_later_changes(model: DataParallel[Any]) -> None:
+    """Where weights lie in shared memory: a snapshot is to be cloned before the fork, as the
+    documents say.
+    """
+    weight = model.module.weight
+    assert weight.is_shared()
+    before = weight.detach().clone()
+    go_on = os.pipe()
+
+    def look() -> tuple[Tensor, Tensor]:
+        os.read(go_on[0], 1)
+        return weight.detach().clone(), before
+
+    def step() -> None:
+        with torch.no_grad():
+            weight.add_(1)
+        os.write(go_on[1], b"x")
+
+    seen, kept = in_child(look, parent=step)
+    assert torch.equal(seen, weight) and torch.equal(kept, before) and not torch.equal(seen, before)
+    with torch.no_grad():
+        weight.copy_(before)
+    for end in go_on:
+        os.close(end)
 
 
 def test_outputs_of_before_the_fork_are_the_child_s_own(cluster: None) -> None:
@@ -367,25 +403,36 @@ def test_a_child_that_collects_the_parent_s_garbage() -> None:
 
 
 class Forks(nn.Module):
-    """Forks in its forward; the child ends in one way or another, none of which is an answer."""
+    """Forks in its forward, or in a hook of its backward; the child ends in one way or another,
+    none of which is an answer.
+    """
 
-    def __init__(self, how: str, folder: Path) -> None:
+    def __init__(self, how: str, folder: Path, backward: bool) -> None:
         super().__init__()
         self.how = how
         self.folder = folder
+        self.backward = backward
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.backward:
+            return x + self.fork()
+        y = x * 1
+        y.register_hook(lambda grad: grad * self.fork())
+        return y
+
+    def fork(self) -> int:
+        """1, once the child has ended."""
         child = os.fork()
         if not child:
             if self.how == "exit":
                 sys.exit(3)
             if self.how == "raise":
-                raise ValueError("in the child")
-            return x - 1
+                raise ValueError(f"the child's {4000 + 321}")
+            return -1
         (self.folder / str(child)).write_text(
             str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         )
-        return x + 1
+        return 1
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["line", "tasks"])
@@ -395,18 +442,36 @@ def alone(cluster: None, request: pytest.FixtureRequest) -> Iterator[Executor]:
         yield executor
 
 
+@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(("how", "status"), [("exit", "3"), ("raise", "1"), ("return", "0")])
 def test_a_child_of_a_replica_answers_nothing(
-    how: str, status: str, alone: Executor, tmp_path: Path
+    how: str, status: str, backward: bool, alone: Executor, tmp_path: Path
 ) -> None:
     """It ends where its process would have answered; the replica waits for it, and answers what is
     right.
     """
-    model = DataParallel(Forks(how, tmp_path), executor=alone)
+    model = DataParallel(Forks(how, tmp_path, backward), executor=alone)
+    x = torch.arange(3.0, requires_grad=True)
     for _ in range(2):
-        assert model(torch.arange(3.0)).tolist() == [1, 2, 3]
+        out = model(x)
+        assert out.tolist() == ([0, 1, 2] if backward else [1, 2, 3])
+        if backward:
+            assert torch.autograd.grad(out.sum(), x)[0].tolist() == [1, 1, 1]
     assert [path.read_text() for path in tmp_path.iterdir()] == [status] * 2
     assert alone.stats().deaths == 0
+
+
+def test_what_a_child_raises_does_not_stand_in_the_replica_s_log(
+    alone: Executor, tmp_path: Path
+) -> None:
+    """Its text may hold data. That there was an error, and where, does."""
+    DataParallel(Forks("raise", tmp_path, False), executor=alone)(torch.ones(3))
+    (info,) = alone.replicas()
+    logs = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
+    (file,) = logs.glob(f"worker-*-{info.pid}.err")
+    log = file.read_text()
+    assert "a forked process ended by ValueError" in log and "in fork" in log
+    assert "4321" not in log
 
 
 class ReturnsTwice(nn.Module):

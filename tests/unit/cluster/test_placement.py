@@ -123,6 +123,14 @@ def test_who_holds_gpus_in_words() -> None:
     assert _held([node("a", 1)], []) == ""
 
 
+def test_names_of_other_programs_are_shown_without_control_characters() -> None:
+    """The error is printed on a terminal, and whoever shares the cluster chooses the names."""
+    evil = "\x1b]0;owned\x07"
+    holders = [Holder("a", 1.0, f"actor 'y' ({evil}, pid 7)", "", f"job 1 ({evil})")]
+    held = _held([node("a", 1, free=0)], holders)
+    assert held.isprintable() and held.count("owned") == 2
+
+
 def test_places_are_what_holds_go_by() -> None:
     """The n-th ``"cpu"`` is always the same one."""
     assert places(["cpu", 3, "cpu"]) == [

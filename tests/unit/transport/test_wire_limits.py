@@ -393,11 +393,42 @@ def test_what_there_is_no_memory_for_is_read_and_dropped(monkeypatch: pytest.Mon
     other.close()
 
 
+@pytest.mark.parametrize("worst", [False, True])
+def test_small_parts_that_there_is_no_memory_for(
+    worst: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read one by one, if there is no memory for all; of one alone the error is kept, and
+    the next frame begins where it should.
+    """
+
+    def space(size: int) -> bytearray:
+        if size > (1 << 15 if worst else 70_000):
+            raise MemoryError(f"no room for {size}")
+        return bytearray(size)
+
+    monkeypatch.setattr(frames, "bytearray", space, raising=False)
+    one, other = socket.socketpair()
+    sent = [b"small", b"x" * (1 << 16), np.ones(LARGE, dtype=np.uint8), b"y" * 50_000, b"last"]
+    thread = threading.Thread(target=lambda: [write_frame(one, number, sent) for number in (1, 2)])
+    thread.start()
+    for number in (1, 2):
+        found, (first, x, array, y, last) = read_frame(other)
+        assert (found, first, array.sum(), last) == (number, b"small", LARGE, b"last")
+        if worst:
+            assert isinstance(x, MemoryError) and isinstance(y, MemoryError)
+        else:
+            assert (x, y) == (sent[1], sent[3])
+    thread.join(60)
+    one.close()
+    other.close()
+
+
 def test_want_of_memory_for_a_message_is_that_call_s_failure() -> None:
     """In a replica and in the driver: it is raised, and is no death."""
     client = ReplicaServer("cpu", InlineLink())
-    for parts in ([pack(None), MemoryError("no room")], [MemoryError("no room")]):
-        _, *answer = client._answer_line(None, 0, [b"", METHODS["forward"], *parts])
+    none = MemoryError("no room")
+    for parts in ([METHODS["forward"], pack(None), none], [METHODS["forward"], none], [none, b""]):
+        _, *answer = client._answer_line(None, 0, [b"", *parts])
         reply, _ = unseal(tuple(answer), InlineLink())
         assert reply.failure is not None and "no room" in reply.failure.text
     # The word which memory is no longer used may be lost: it goes on being lent.
