@@ -93,3 +93,34 @@ def test_a_cluster_that_is_left_during_a_call(tmp_path: Path) -> None:
         "ClusterError the Ray cluster was left while replicas ran; the next use starts anew"
     ) in done.stdout, done.stdout + done.stderr
     assert "the next use works: [6.0]" in done.stdout, done.stdout + done.stderr
+
+
+HEADLESS = """
+import os, signal
+import ray, torch
+from ray._private import worker
+from raydp_parallel import DataParallel
+
+ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+model = DataParallel(torch.nn.Linear(3, 2), ["cpu", "cpu"])
+expected = model(torch.ones(4, 3))
+(head,) = worker._global_node.all_processes["gcs_server"]
+head.process.kill()
+head.process.wait()
+os.kill(model.executor.replicas()[1].pid, signal.SIGKILL)
+print(torch.equal(model(torch.ones(4, 3)), expected), flush=True)
+"""
+
+
+def test_a_program_ends_though_its_cluster_s_head_was_killed() -> None:
+    """While a replica is to be replaced, too: what is told and asked of Ray at the end waits for no
+    answer. Ray itself waits for a minute, and then ends the program with an error.
+    """
+    command = [sys.executable, "-c", HEADLESS]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        try:
+            assert driver.stdout.readline() == "True\n"
+            assert driver.wait(50) == 0
+        finally:
+            driver.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -15,7 +16,8 @@ import torch
 from threaded import Scaled, together
 
 from raydp_parallel import DataParallel, Executor, Options
-from raydp_parallel.devices.buffers import Arena
+from raydp_parallel.devices import buffers
+from raydp_parallel.devices.buffers import Arena, SharedBuffer
 from raydp_parallel.devices.ranges import MemoryRange
 from raydp_parallel.replica.server import ReplicaServer
 from raydp_parallel.transport.call_bytes import give_back
@@ -96,6 +98,59 @@ def test_an_arena_lends_a_segment_once(shared: bool) -> None:
             lent.subtract(segments)
 
     together(*[take_and_give_back] * 4)
+
+
+class Heard:
+    """A lock that says when a thread has to wait for it."""
+
+    def __init__(self, contended: threading.Event) -> None:
+        self._lock = threading.Lock()
+        self._contended = contended
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._contended.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_what_is_looked_at_as_old_is_not_lent_meanwhile() -> None:
+    """One thread makes an arena let go of what is old; just when it looks at a segment, another
+    one takes.
+    """
+    arena, went_on = Arena(shared=False), threading.Event()
+    arena._taking = Heard(went_on)  # type: ignore[assignment]
+    others: list[SharedBuffer] = []
+
+    def take() -> None:
+        others.append(arena.take(1 << 16))
+        went_on.set()
+
+    other = threading.Thread(target=take)
+
+    class LookedAt(buffers._Scratch):
+        last = 0
+
+        @property
+        def used(self) -> int:
+            if not other.ident:
+                other.start()
+                assert went_on.wait(60)  # it has taken something, or waits for its turn
+            return self.last
+
+        @used.setter
+        def used(self, clock: int) -> None:
+            self.last = clock
+
+    arena._make = LookedAt
+    del (first := [arena.take(1 << 16)])[:]
+    assert not first
+    arena._clock = 63
+    mine = arena.take(1 << 16)
+    other.join(60)
+    assert others[0].segment is not mine.segment
 
 
 def test_what_was_not_used_for_long_goes_back_to_the_system() -> None:

@@ -111,9 +111,7 @@ def test_replicas_of_this_node_without_a_line(
 
 
 def test_successors_without_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """All die in a forward that was made for replicas that see the weights; who takes over sees
-    none of them.
-    """
+    """All die in a forward; who takes over is called through Ray, and sees the weights."""
     with Executor(TWO) as executor:
         called = refuse(
             monkeypatch, direct_connection.LineCut("the other end hung up at once"), range(9)
@@ -124,6 +122,37 @@ def test_successors_without_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
         assert same(train(executor, tmp_path, {1: die}), expected(2, tmp_path))
         assert armed(tmp_path) == [] and called and executor.stats().deaths == 2
+        assert all(slot.client.shares for slot in executor._replica_set.slots.values())
+
+
+@pytest.mark.parametrize("lines", [True, False])
+def test_successors_that_share_no_memory(
+    lines: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All die in the midst of a forward that was made for replicas that see the weights; who takes
+    over sees none of them, and gets copies.
+    """
+    stored, copied = cluster.client._stored, []
+
+    def spy(packet: Any) -> Any:
+        if isinstance(packet, links.Exposed):
+            copied.append(packet)
+        return stored(packet)
+
+    monkeypatch.setattr(cluster.client, "_stored", spy)
+    with Executor(TWO) as executor:
+        assert all(slot.client.shares for slot in executor.slots(TWO))
+
+        def die() -> None:
+            arm(tmp_path, "forward 0", "forward 1")
+            monkeypatch.setattr(cluster.client, "shows", lambda *_: False)
+            if not lines:
+                refuse(monkeypatch, direct_connection.LineCut("the other end hung up"), range(9))
+
+        assert same(train(executor, tmp_path, {0: die}), expected(2, tmp_path))
+        assert armed(tmp_path) == [] and copied and executor.stats().deaths == 2
+        for slot in executor.slots(TWO):
+            assert not slot.client.shares and (slot.client.line is not None) is lines
 
 
 def test_memory_that_a_filter_of_system_calls_refuses(
