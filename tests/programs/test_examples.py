@@ -185,3 +185,25 @@ def test_readme_examples_run_on_two_cpu_replicas() -> None:
         f"\n{inference}",
     )
     assert "[300, 300]" in printed and printed.count("torch.Size([30, 2])") == 3
+
+
+GIVEN = """
+import torch
+from raydp_parallel import DataParallel
+model = DataParallel(torch.nn.Linear(4, 2), ["cpu", "cpu"])
+x = torch.randn(8, 4)
+model(x)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("page", "given", "printed"),
+    [("getting-started", "", "backward s"), ("faults", GIVEN, "deaths")],
+)
+def test_the_code_of_a_page_runs(page: str, given: str, printed: str) -> None:
+    """Its Python blocks, one after the other."""
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert blocks
+    assert printed in run("-c", "\n".join([given, *blocks]))
