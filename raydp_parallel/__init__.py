@@ -20,6 +20,7 @@ from raydp_parallel.errors import (
     RestartsSpent,
     SourceMismatch,
     StateChanged,
+    StateLost,
     TransferError,
 )
 from raydp_parallel.functional import RemoteReplica, parallel_apply, replicate
@@ -60,6 +61,7 @@ __all__ = [
     "RestartsSpent",
     "SourceMismatch",
     "StateChanged",
+    "StateLost",
     "TransferError",
     "data_parallel",
     "gather",

@@ -26,6 +26,7 @@ import logging
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +37,8 @@ from raydp_parallel import batch, devices, functional
 from raydp_parallel.calls import batch_inference, forward
 from raydp_parallel.calls.chunk_balance import ChunkBalance
 from raydp_parallel.calls.executor import Executor, normalize, shared
+from raydp_parallel.calls.replica_optimizer import ReplicaOptimizer
+from raydp_parallel.calls.training import Training
 from raydp_parallel.cluster.backend import DeviceId
 from raydp_parallel.devices import ambient_state
 from raydp_parallel.monitoring.stats import Advice, ExecutorStats
@@ -96,7 +99,7 @@ class DataParallel(nn.DataParallel[T]):
         # Not upstream's constructor, which would look for the ids among this process's own devices.
         nn.Module.__init__(self)
         _check_types(module, executor, options, dim)
-        self.module = module
+        self.module = module  # type: ignore[misc]  # torch enters it among the children
         if device_ids is None and executor is not None:
             device_ids = executor.device_ids or None
         self._options = options or (executor.options if executor is not None else Options())
@@ -114,7 +117,106 @@ class DataParallel(nn.DataParallel[T]):
         if len(ids) == 1 and isinstance(ids[0], int):
             gpu = ids[0] // self._options.replicas_per_gpu
             if gpu < torch.cuda.device_count():
-                self.module.to(torch.device("cuda", gpu))
+                module.to(torch.device("cuda", gpu))
+
+    @property
+    def module(self) -> T:  # type: ignore[override]  # an attribute upstream
+        """The master copy, with all steps of `optimizer`."""
+        self._bring_up_to_date()
+        return self._master
+
+    @property
+    def _master(self) -> T:
+        """The master copy as it is."""
+        return self._modules["module"]  # type: ignore[return-value]  # the constructor's
+
+    @property
+    def _training(self) -> Training | None:
+        """What trains the model in its replicas."""
+        tracker = self.__dict__.get("_tracker")
+        return None if tracker is None else tracker.training
+
+    def _bring_up_to_date(self) -> None:
+        training = self._training
+        if training is not None and training.behind:
+            training.sync()
+
+    def optimizer(
+        self,
+        kind: type[torch.optim.Optimizer],
+        params: Iterable[Any] | None = None,
+        *,
+        sync_every: int | None = None,
+        **keywords: Any,
+    ) -> ReplicaOptimizer:
+        """An optimizer that runs in the replicas, each of which trains its own copy of the
+        weights, so that these do not travel.
+
+        ::
+
+            optimizer = model.optimizer(torch.optim.AdamW, lr=1e-3)
+            model(x).sum().backward()
+            optimizer.step()
+            weights = model.state_dict()
+
+        It has the interface of a torch optimizer over the master's parameters, and its bits.
+        ``step()`` is recorded, and made with the next call to the replicas. The master copy is as
+        of the last `sync`; what reads it through the wrapper syncs by itself. See
+        `calls.replica_optimizer` for what is refused.
+
+        Args:
+            kind: The optimizer's class.
+            params: Parameters of the module, or groups of them; None is all.
+            sync_every: Sync after so many steps, so that no more can be lost if all replicas die.
+            keywords: What else the class is made with, such as ``lr``.
+
+        Raises:
+            RuntimeError: The module runs in place, or has an optimizer already.
+        """
+        if not self.device_ids:
+            raise RuntimeError(f"optimizer: {_IN_PLACE}; without replicas use {kind.__name__}")
+        self._replicate(self.device_ids)
+        chosen = self._master.parameters() if params is None else params
+        executor, tracker = self.executor, self._tracker
+        return ReplicaOptimizer(
+            kind, chosen, keywords, executor=executor, tracker=tracker, sync_every=sync_every
+        )
+
+    def sync(self) -> None:
+        """Bring the master copy, and the state of `optimizer`, up to date with the replicas. Does
+        nothing if no step was made since.
+
+        Raises:
+            StateLost: No replica is left that has them.
+        """
+        self._bring_up_to_date()
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The master's parameters, with all steps of `optimizer`."""
+        self._bring_up_to_date()
+        return super().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The master's state, with all steps of `optimizer`."""
+        self._bring_up_to_date()
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the master's state, after all steps of `optimizer`, which goes on from there."""
+        self._bring_up_to_date()
+        return super().load_state_dict(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, which the master has at any time."""
+        self._master.zero_grad(set_to_none)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._bring_up_to_date()
+        return dict(self.__dict__)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self._bring_up_to_date()
+        return super()._apply(*args, **kwargs)
 
     @property
     def output_device(self) -> Any:
@@ -133,7 +235,7 @@ class DataParallel(nn.DataParallel[T]):
         """Where the master copy lives."""
         if not self.device_ids:
             raise AttributeError  # `__getattr__` gives the text
-        return _module_device(self.module)
+        return _module_device(self._master)
 
     @property
     def executor(self) -> Executor:
@@ -157,7 +259,9 @@ class DataParallel(nn.DataParallel[T]):
                 reruns=0,
                 advice=(Advice("in place", _IN_PLACE, {}),),
             )
-        return self.executor.stats(self.module)
+        found, training = self.executor.stats(self._master), self._training
+        behind = 0 if training is None else training.behind
+        return replace(found, steps_behind=behind) if behind else found
 
     def __getattr__(self, name: str) -> Any:
         if name in _ABSENT_IN_PLACE and self.__dict__.get("device_ids") == []:
@@ -208,8 +312,8 @@ class DataParallel(nn.DataParallel[T]):
                 f"call: expected the name of a method, got {type(method).__name__}; run() takes "
                 "functions"
             )
-        if not callable(getattr(self.module, method)):
-            raise TypeError(f"call: {type(self.module).__name__}.{method} is not a method")
+        if not callable(getattr(self._master, method)):
+            raise TypeError(f"call: {type(self._master).__name__}.{method} is not a method")
         return self._evaluate(method, args, kwargs, split, gather)
 
     @ambient_state.uncompiled
@@ -247,7 +351,7 @@ class DataParallel(nn.DataParallel[T]):
                 "run: expected a function that takes the module first, got "
                 f"{type(function).__name__}; call() takes names of methods"
             )
-        if getattr(function, "__self__", None) is self.module:
+        if getattr(function, "__self__", None) is self._master:
             raise TypeError(
                 f"run: {function.__name__} is bound to the module of this process; call() with its "
                 "name runs it on the replicas"
@@ -278,7 +382,7 @@ class DataParallel(nn.DataParallel[T]):
                 (alone,) = functional.calling(self._replicate(self.device_ids[:1]), called)
                 output = functional.apply_one(alone, chunks[0], chunk_kwargs[0], self.dim)
                 return output if gather else [output]
-            made = self.replicate(self.module, self.device_ids[: len(chunks)])
+            made = self.replicate(self._master, self.device_ids[: len(chunks)])
             replicas = functional.calling(made, called)
             joining = forward.joining.set(gather and self._joins_alone())
             balancing = forward.balancing.set(self._balance(self.device_ids))
@@ -298,7 +402,7 @@ class DataParallel(nn.DataParallel[T]):
     @ambient_state.uncompiled
     def replicate(self, module: T, device_ids: Sequence[Any]) -> list[Any]:
         """Remote replicas of ``module``, one per device."""
-        if module is self.module:
+        if module is self._master:
             return self._replicate(device_ids)
         return functional.replicate(
             module, device_ids, not torch.is_grad_enabled(), executor=self.executor
@@ -355,8 +459,8 @@ class DataParallel(nn.DataParallel[T]):
         if not names:
             raise ValueError("capture: name at least one submodule")
         for name in names:
-            self.module.get_submodule(name)
-        wanted = forward.Capture(self.module, names)
+            self._master.get_submodule(name)
+        wanted = forward.Capture(self._master, names)
         reset = forward.capturing.set(wanted)
         try:
             yield _Captured(self, wanted)
@@ -417,7 +521,7 @@ class DataParallel(nn.DataParallel[T]):
             replicas=count if whole else 1,
             in_flight=limit if ahead else 1,
             at_once=min(count, limit) if whole else None,
-            device=_module_device(self.module),
+            device=_module_device(self._master),
             place=None if in_place else self._output_device,
             threads=ahead,
             ordered=ordered,
@@ -488,11 +592,11 @@ class DataParallel(nn.DataParallel[T]):
         return not has_it and not (name.startswith("__") and name.endswith("__"))
 
     def _in_place(self, called: Called, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        function = replica.callee(self.module, called)
+        function = replica.callee(self._master, called)
         wanted = forward.capturing.get()
-        if wanted is None or wanted.module is not self.module:
+        if wanted is None or wanted.module is not self._master:
             return function(*inputs, **kwargs)
-        with replica.capturing(self.module, wanted.names) as captured:
+        with replica.capturing(self._master, wanted.names) as captured:
             output = function(*inputs, **kwargs)
         wanted.parts = [captured]
         return output
@@ -500,7 +604,7 @@ class DataParallel(nn.DataParallel[T]):
     def _replicate(self, device_ids: Sequence[Any]) -> list[Any]:
         executor = self.executor
         slots = executor.slots(device_ids)
-        module, detach = self.module, not torch.is_grad_enabled()
+        module, detach = self._master, not torch.is_grad_enabled()
         tracker = executor.tracker(module)
         if tracker is not self._tracker:  # setting an attribute of a module is slow
             self._tracker = tracker

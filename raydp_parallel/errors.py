@@ -68,6 +68,12 @@ class StateChanged(GraphLost):
     """
 
 
+class StateLost(ReplicaError):
+    """The last replica that had made the latest steps of a `DataParallel.optimizer` is gone; the
+    weights are as of the last sync.
+    """
+
+
 class TransferError(ParallelError, TypeError):
     """A value cannot be sent to another process; the message names the path to it."""
 

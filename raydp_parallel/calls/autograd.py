@@ -298,6 +298,7 @@ def _run(
             parcel, sent = codec.encode(tuple(grads), attachments, "gradients")
             wanted = tuple(map(needed.__getitem__, part.leaves))
             name = slot.name_of(part.tracker.id, part.slot)
+            news = replay.news(part.tracker, slot, name, attachments)
             moved = part.tracker.moved_since(part.mark, slot.held.get(name, 0))
             key = makes.key if makes is not None else None
             request = BackwardRequest(
@@ -320,6 +321,7 @@ def _run(
             if makes is not None and len(before) == len(given):
                 kept = replay.keep(parcel, sent, "the gradients that it was given")
                 makes.recipe = replay.derived(request, kept, before, part.slot, part.tracker.id)
+            request = request._replace(training=news)
             if reduction is None:
                 return request
             return request._replace(**reduction.fields(number, slot))
@@ -336,6 +338,9 @@ def _run(
             on_answer=on_answer,
         )
 
+    for tracker in {part.tracker for part in call.parts if part is not None}:
+        if tracker.training is not None:
+            tracker.training.check()
     jobs = [job(number, i, part) for number, (i, part) in enumerate(_parts(call, stash))]
     # [11]
     return call.executor.run(jobs if chosen is None else [jobs[number] for number in chosen])

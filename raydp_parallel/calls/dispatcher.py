@@ -239,6 +239,7 @@ class Dispatcher:
         slot.answered = True
         if not reply.revision:
             slot.distrust(slot.name_of(job.model, job.slot))
+        slot.has_trained(slot.name_of(job.model, job.slot), reply.training)
         self._answers[number] = ChunkAnswer(reply, attachments, slot)
         return not reply.missed
 

@@ -95,6 +95,11 @@ class Executor:
         return self._replica_set.closed
 
     @property
+    def replica_set(self) -> ReplicaSet:
+        """The replicas by device."""
+        return self._replica_set
+
+    @property
     def link(self) -> Link:
         """What bytes travel by."""
         return self._replica_set.backend.link
@@ -117,13 +122,14 @@ class Executor:
         )
 
     def close(self) -> None:
-        """End the replicas. Their graphs are lost; what the driver holds is not. May be called
-        twice.
+        """End the replicas. Their graphs are lost; what the driver holds is not, and what
+        `DataParallel.optimizer` trained is fetched first. May be called twice.
 
         In a forked process it ends nothing: the replicas are the parent's.
         """
         if self._replica_set.forked:
             return
+        self._end_trainings()
         self._replica_set.release()
         with self._replica_set.lock:
             if not self._replica_set.closed:
@@ -132,6 +138,12 @@ class Executor:
                     self._stop_reports()
                 finally:  # also after Ctrl-C: nothing would end the replicas later
                     self._replica_set.close()
+
+    def _end_trainings(self) -> None:
+        """Bring the masters up to date that are trained in the replicas."""
+        for tracker in [*self._trackers.values()]:
+            if tracker.training is not None and not self.closed:
+                tracker.training.end()
 
     def grow(self, timeout: float | None = None) -> int:
         """Wait for replicas that are missing, between two calls: after a node was added, or before

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel import batch, devices
-from raydp_parallel.calls import autograd, replay
+from raydp_parallel.calls import autograd, replay, training
 from raydp_parallel.calls.chunk_balance import ChunkBalance, ChunkTimes
 from raydp_parallel.calls.executor import Executor
 from raydp_parallel.calls.group_reduction import ReductionPart
@@ -200,6 +200,8 @@ class ForwardCall:
 
     def _attempt(self) -> list[ChunkAnswer]:
         self.executor.revive([chunk.slot for chunk in self.chunks])
+        for tracker in self.trackers:
+            training.bring_up_to_date(tracker)
         self.inputs: list[list[Tensor]] = [[] for _ in self.chunks]
         self.marks: dict[ModuleTracker, Mark] = {}
         self.made: dict[int, tuple[ForwardRequest, replay.KeptForward]] = {}
@@ -264,6 +266,8 @@ class ForwardCall:
         if not self.marks:
             for tracker in self.trackers:
                 tracker.sync()  # [2]
+                if tracker.training is not None:
+                    tracker.training.check()
                 self.executor.recorder.changed(tracker.why())
             self.marks = {tracker: tracker.mark() for tracker in self.trackers}
             self.doubts = {tracker: tracker.doubtful() for tracker in self.trackers}
@@ -274,6 +278,7 @@ class ForwardCall:
         parcel, tensors = codec.encode(value, attachments, root, requires_grad=grad)
         self.inputs[number] = [t for t in tensors if t.requires_grad] if grad else []
         name = slot.name_of(chunk.tracker.id, chunk.slot)
+        news = replay.news(chunk.tracker, slot, name, attachments)
         update, relay = self._update(number, slot, name, attachments)
         request = ForwardRequest(
             model=name,
@@ -298,7 +303,7 @@ class ForwardCall:
         )
         if graph is not None and self.executor.replays:
             self.made[number] = request, replay.keep(parcel, tensors, "arguments")
-        return request
+        return request if news is None else request._replace(training=news)
 
     def _update(
         self, number: int, slot: ReplicaSlot, name: int, attachments: Attachments

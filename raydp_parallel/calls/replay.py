@@ -27,6 +27,7 @@ from raydp_parallel.transport.messages import (
     Overlay,
     Parcel,
     StateUpdate,
+    TrainingNews,
 )
 
 
@@ -79,12 +80,16 @@ def forward(
     if request.update is not None or request.overlay is not None or _takes_memory(request.inputs):
         request = request._replace(update=None, overlay=None, inputs=inputs.parcel)
 
+    stepped = _number(tracker)
+
     def prepare(slot: ReplicaSlot, attachments: Attachments) -> ForwardRequest:
         with tracker.before_rebinding():
             return again(slot, attachments)
 
     def again(slot: ReplicaSlot, attachments: Attachments) -> ForwardRequest:
         changed = tracker.changed_since(marks[0])
+        if _number(tracker) != stepped:
+            changed = "the module's weights, by its optimizer in the replicas,"
         if changed is not None:
             raise _changed(f"{changed} was changed")
         parcel = inputs.again(attachments)
@@ -94,10 +99,12 @@ def forward(
         then = overlay(tracker, marks[0], attachments, undone=undone)
         tracker.sync()
         name = slot.name_of(tracker.id, home)
-        news = update(tracker, slot, name, attachments)
+        training = news(tracker, slot, name, attachments)
+        state = update(tracker, slot, name, attachments)
         return request._replace(
             model=name,
-            update=news,
+            update=state,
+            training=training,
             inputs=parcel,
             write_back=False,
             doubtful=(),
@@ -135,6 +142,23 @@ def derived(
         return plain._replace(model=name, grads=grads.again(attachments), forget=slot.forget())
 
     return GraphRecipe("backward", prepare, parents)
+
+
+def _number(tracker: ModuleTracker) -> int:
+    """The last entry in the record of the model's optimizer in the replicas, 0 without one."""
+    return 0 if tracker.training is None else int(tracker.training.number)
+
+
+def news(
+    tracker: ModuleTracker, slot: ReplicaSlot, name: int, attachments: Attachments
+) -> TrainingNews | None:
+    """What a slot's replica lacks of the record of the model's optimizer; None if nothing. It may
+    bring the master up to date, hence before `update`.
+    """
+    if tracker.training is None:
+        return None
+    found: TrainingNews | None = tracker.training.news(slot, name, attachments)
+    return found
 
 
 def update(

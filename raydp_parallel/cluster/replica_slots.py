@@ -39,6 +39,9 @@ class ReplicaSlot:
         ready: Whether it can be called. Read on each call, hence no property.
         client: The client of its replica.
         hello: What the replica said of itself when it started.
+        trained: The last entry of the record of each model's optimizer that the replica said it
+            has made.
+        sent_training: The last that was sent to it.
     """
 
     def __init__(self, place: DevicePlace, index: int) -> None:
@@ -49,6 +52,8 @@ class ReplicaSlot:
         self.tally = Tally()
         self.incarnation = 0
         self.held: dict[int, int] = {}
+        self.trained: dict[int, int] = {}
+        self.sent_training: dict[int, int] = {}
         self.client: Any = None
         self.hello: ReplicaHello | None = None
         # Finalizers append here, from any thread and at any moment; the next call takes what is
@@ -68,6 +73,8 @@ class ReplicaSlot:
     def _clear_held(self) -> None:
         """Forget what was sent to the old replica."""
         self.held.clear()
+        self.trained.clear()
+        self.sent_training.clear()
         self._graphs.clear()
         self._models.clear()
 
@@ -113,6 +120,24 @@ class ReplicaSlot:
         """Note that it is not known what the replica holds of a model: the next call sends all."""
         if model in self.held:
             self.held[model] = 0
+        self.sent_training.pop(model, None)
+
+    def has_trained(self, model: int, number: int) -> None:
+        """Note the last entry that an answer names; 0 for none, because one failed, and -1 if it
+        does not say.
+        """
+        if number < 0:
+            self.sent_training.pop(model, None)
+        elif not number:
+            self.trained.pop(model, None)
+            self.sent_training.pop(model, None)
+        else:
+            self.trained[model] = max(number, self.trained.get(model, 0))
+            self.sent_training[model] = max(number, self.sent_training.get(model, 0))
+
+    def names_of(self, model: int) -> list[int]:
+        """Under which numbers an optimizer of a model is here."""
+        return [name for name in [*self.trained] if name % _FOR_OTHERS == model]
 
     def name_of(self, model: int, home: ReplicaSlot) -> int:
         """The number of a model here. A slot that runs the chunks of another keeps a separate copy
@@ -132,6 +157,8 @@ class ReplicaSlot:
 
     def _drop(self, names: list[int]) -> None:
         for name in names:
+            self.trained.pop(name, None)
+            self.sent_training.pop(name, None)
             if self.held.pop(name, None) is not None:
                 self._models.append(name)
 

@@ -208,6 +208,7 @@ class ExecutorStats:
         driver: Where the driver's time went.
         changes: Why more than new contents was sent: what changed, and how often.
         advice: What limits this workload.
+        steps_behind: How many steps of its `DataParallel.optimizer` a model's master is behind.
     """
 
     replicas: tuple[ReplicaStats, ...]
@@ -227,6 +228,7 @@ class ExecutorStats:
     driver: DriverSeconds = DriverSeconds()
     changes: tuple[tuple[str, int], ...] = ()
     advice: tuple[Advice, ...] = ()
+    steps_behind: int = 0
 
     @property
     def deaths(self) -> int:

@@ -140,6 +140,7 @@ class ReplicaActor(ReplicaServer):
     forget = _quiet(ReplicaServer.forget)
     learn = _quiet(ReplicaServer.learn)
     group = _quiet(ReplicaServer.group)
+    train = _quiet(ReplicaServer.train)
     leave = _aside(ReplicaServer.leave)
     deliver = _aside(ReplicaServer.deliver)
     share = _quiet(ReplicaServer.share)

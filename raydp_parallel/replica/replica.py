@@ -21,9 +21,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from raydp_parallel import devices
 from raydp_parallel.devices import ambient_state, process
-from raydp_parallel.errors import GraphLost
+from raydp_parallel.errors import GraphLost, StateChanged
 from raydp_parallel.monitoring.phases import IN_REPLICA, Laps, OpenSpan, unseen
 from raydp_parallel.replica import autograd_engine, exceptions, gradient_stream
+from raydp_parallel.replica.training import ReplicaTraining
 from raydp_parallel.state import module_sources
 from raydp_parallel.state.held_tensors import Held
 from raydp_parallel.state.raw_access import RawAccess
@@ -42,6 +43,8 @@ from raydp_parallel.transport.messages import (
     Parcel,
     Produced,
     Reply,
+    TrainingNews,
+    TrainingRequest,
     WriteBack,
 )
 
@@ -110,6 +113,7 @@ class Replica:
         self._models: dict[int, ReplicaModule] = {}
         self._graphs: dict[int, KeptGraph] = {}
         self._kept: dict[int, Sequence[Tensor | None]] = {}
+        self._trainings: dict[int, ReplicaTraining] = {}
         self._reduced: Reduced | None = None
         self.groups = collective.Groups(device=device)
 
@@ -158,9 +162,54 @@ class Replica:
                 self._graphs.pop(key, None)
                 self._kept.pop(key, None)
             gone = [self._models.pop(model, None) for model in what.models]
+            for model in what.models:
+                self._trainings.pop(model, None)
             if any(model is not None for model in gone):
                 del gone
                 devices.give_back_freed(self.device)
+
+    def train(self, request: TrainingRequest, attachments: Attachments, back: Attachments) -> Reply:
+        """Let a model's optimizer catch up, and answer what it has made, if that is asked for."""
+        self.forget(request.forget)
+        value, failure = None, None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                self._catch_up(request.model, request.training, attachments)
+                training = self._trainings.get(request.model)
+                if request.snapshot and training is not None:
+                    value = codec.encode(training.snapshot(), back, "state")[0]
+            except BaseException as error:
+                failure = exceptions.failure(error, None)
+        return Reply(
+            value=value,
+            warnings=exceptions.caught(caught),
+            failure=failure,
+            size=back.size,
+            training=self._trained(request.model),
+        )
+
+    def _catch_up(self, model: int, news: TrainingNews | None, attachments: Attachments) -> None:
+        """Make the steps of a model's optimizer that it has not made yet."""
+        replica_module, training = self._models.get(model), self._trainings.get(model)
+        if replica_module is None or (news is None and training is None):
+            return
+        if training is None:
+            training = ReplicaTraining(self.device)
+        try:
+            training.follow(replica_module, news)
+            if news is not None:
+                training.catch_up(replica_module, news, attachments)
+        except BaseException:
+            # Half a step is worse than none: the driver sends all of it with the next call.
+            self._trainings.pop(model, None)
+            raise
+        self._trainings[model] = training
+
+    def _trained(self, model: int) -> int:
+        """The last entry that a model's optimizer has made, 0 if there is none."""
+        training = self._trainings.get(model)
+        return training.number if training is not None else 0
 
     def import_anew(self) -> None:
         """Make all models anew, because modules were dropped that their classes came from."""
@@ -222,6 +271,7 @@ class Replica:
             laps=laps,
             memory=self._memory.now(),
             reduced=self._reduced,
+            training=self._trained(request.model),
         )
 
     def _written(
@@ -263,6 +313,7 @@ class Replica:
         self, request: ForwardRequest, attachments: Attachments, back: Attachments
     ) -> Parcel:
         replica_module = self._replica_module(request, attachments)  # [4]
+        self._catch_up(request.model, request.training, attachments)
         self._laps.begin(1)
         if request.origins is not None:
             module_sources.expect(request.origins)
@@ -287,6 +338,7 @@ class Replica:
             value = callee(replica_module.module, called)(*args, **kwargs)
             self.check_process()
             self._finish_work()
+        self._refuse_writes(request.model, replica_module)
         keep = request.graph is not None
         # [6]
         rebound = replica_module.rebound() if request.alone else ()
@@ -310,6 +362,24 @@ class Replica:
                 edits=replica_module.held.edits,
             )
         return parcel
+
+    def _refuse_writes(self, model: int, replica_module: ReplicaModule) -> None:
+        """Raise an error if a forward wrote to parameters that an optimizer trains here: replicas
+        would hold different weights from now on.
+        """
+        slots = replica_module.overwritten() if replica_module.owned else []
+        if not slots:
+            return
+        self._trainings.pop(model, None)
+        now = replica_module.tensors()
+        named = replica_module.module.named_parameters()
+        names = [name for name, p in named if any(p is now[slot] for slot in slots)]
+        raise StateChanged(
+            f"forward wrote in place to {', '.join(map(repr, names)) or 'a parameter'}, which "
+            "model.optimizer() trains in the replicas: each replica would go on with weights of "
+            "its own. Write to parameters in this process, after model.sync(); or use the "
+            "optimizer in this process"
+        )
 
     def _reached(self, request: ForwardRequest) -> tuple[int, ...]:
         if request.graph is None or request.graph not in self._graphs:
@@ -339,6 +409,7 @@ class Replica:
     ) -> Parcel:
         if request.kept is not None:
             return codec.encode(tuple(self._kept.pop(request.kept)), back, "gradients")[0]
+        self._catch_up(request.model, request.training, attachments)
         try:
             return self._differentiate(request, attachments, back)
         finally:

@@ -130,6 +130,15 @@ class ReplicaServer:
         groups.address = self._address()
         return groups.join(what)
 
+    def train(self, ended: bytes, header: bytes, *beside: Any) -> Any:
+        """Let a model's optimizer catch up, and answer what it has made."""
+        return ReplicaServer._answer_task(self, self._replica.train, ended, header, beside=beside)
+
+    def _works(self) -> tuple[Work, ...]:
+        """What answers each of `METHODS`."""
+        replica = self._replica
+        return replica.forward, replica.backward, self._forget, self._group, replica.train
+
     def leave(self, groups: Sequence[str]) -> None:
         """Leave groups, at once: this waits for no call, for one may be waiting in such a group."""
         for name in groups:
@@ -271,7 +280,7 @@ class ReplicaServer:
     def _answer_line(self, caller: object, _number: int, buffers: list[Any]) -> Sequence[Any]:
         """Answer a call that came over the line: leases that ended; method; header; packets."""
         ended, method, header, *beside = buffers
-        works = self._replica.forward, self._replica.backward, self._forget, self._group
+        works = self._works()
         lost = isinstance(method, MemoryError)
         work, header = (works[0], method) if lost else (works[method[0]], header)
         with self._working:

@@ -63,6 +63,7 @@ class BlockContents:
 
     Args:
         link: The link that carries the bytes.
+        exposes: Whether replicas may see the memory of blocks itself, where the link can.
 
     Attributes:
         layout: The blocks that they lie in.
@@ -71,8 +72,9 @@ class BlockContents:
         seen: Their versions, addresses and flags when changes were last taken over.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, exposes: bool = True) -> None:
         self._link = link
+        self._exposes = exposes
         self.layout = _NOTHING
         self.slots: list[int] = []
         self.tensors: dict[int, Tensor] = {}
@@ -354,7 +356,7 @@ class BlockContents:
     def send(self, chosen: list[int], revision: int, written: Collection[int] = ()) -> None:
         """Pack or expose the contents of some blocks; replicas wrote to those in ``written``."""
         self._exposed -= {*chosen}
-        if self._link.exposes and chosen:
+        if self._exposes and self._link.exposes and chosen:
             small = {block for block in written if self.layout.sizes.get(block, 0) <= SMALL}
             self._expose([block for block in chosen if block not in small], revision)
             chosen = [block for block in chosen if block not in self._exposed]
@@ -410,10 +412,13 @@ class BlockContents:
         report, kept = self._kept
         return report, tuple([b for b, at in self._block_at.items() if b in kept and at > held])
 
-    def blobs_since(self, held: int, attachments: Attachments) -> tuple[Blob, ...]:
-        """The contents that changed after revision ``held``."""
+    def blobs_since(
+        self, held: int, attachments: Attachments, besides: Collection[int] = ()
+    ) -> tuple[Blob, ...]:
+        """The contents that changed after revision ``held``, except those of blocks ``besides``."""
         groups: dict[int, list[int]] = defaultdict(list)
-        for block in [block for block, at in self._block_at.items() if at > held]:
+        changed = [block for block, at in self._block_at.items() if at > held]
+        for block in [block for block in changed if block not in besides]:
             groups[id(self._places[block].packet)].append(block)
         return tuple([self._blob(group, attachments) for group in groups.values()])
 

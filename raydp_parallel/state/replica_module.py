@@ -71,6 +71,8 @@ class ReplicaModule:
         module: The module for the next forward; graphs may keep an earlier one alive.
         revision: The revision of the master that it holds, 0 for none.
         held: The tensors that the module holds.
+        owned: The blocks of parameters that an optimizer of this replica trains: the driver's
+            bytes of them are not taken over.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -97,6 +99,7 @@ class ReplicaModule:
         self._reported: dict[int, MemoryRange] = {}
         self._replaced = Replaced()
         self._alike: Callable[[], list[bool]] = list
+        self.owned: set[int] = set()
 
     def prepare(
         self, update: StateUpdate | None, attachments: Attachments, graphs_alive: bool
@@ -161,6 +164,15 @@ class ReplicaModule:
     def tensors(self) -> dict[int, Tensor]:
         """The tensors of now, by slot: later ones may replace them while a graph keeps these."""
         return dict(self._slots)
+
+    def own(self, slots: Sequence[int]) -> None:
+        """Leave the contents of some slots to an optimizer of this replica."""
+        self.owned = {self._specs[slot].block for slot in slots}
+        self._dirty -= self.owned
+
+    def overwritten(self) -> list[int]:
+        """The slots of owned blocks that the module itself wrote to."""
+        return sorted(slot for block in self._dirty & self.owned for slot in self._members[block])
 
     def settle(self) -> None:
         """Let `stirred` and `note` consider later writes only."""
@@ -425,6 +437,7 @@ class ReplicaModule:
         sources = _sources(update, attachments, self._device, kept)
         if update.structure is not None:
             self._build(update.structure, sources)
+        sources = {b: source for b, source in sources.items() if b not in self.owned}
         self._flags.update(update.flags)
         # New contents with a new version must be found by torch's check, as after an optimizer's
         # step. Those without are new memory in the driver (``p.data = q``): graphs keep the old.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -80,6 +80,12 @@ class ModuleTracker:
     Args:
         module: The master.
         link: The link that carries contents.
+
+    Attributes:
+        owned: The parameters, by slot, that an optimizer in the replicas trains: a replica takes
+            their contents from its optimizer's record only.
+        edited_owned: Whether `verify` found other contents in one of them.
+        training: The driver's side of that optimizer, a `calls.training.Training`; None without.
     """
 
     def __init__(self, module: nn.Module, link: Link) -> None:
@@ -103,6 +109,9 @@ class ModuleTracker:
         self._disturbed_at = 0
         self._rebound: list[tuple[nn.Module, str, Any]] = []
         self._why, self.size = "", 0
+        self.owned: dict[int, Tensor] = {}
+        self.edited_owned = False
+        self.training: Any = None
 
     def __reduce__(self) -> Any:
         # it tracks one module of one process; a copy of its wrapper gets its own
@@ -153,7 +162,8 @@ class ModuleTracker:
         Changes up to revision ``held``, which the replica has, are left out: newer graphs have
         saved the tensors as they are now.
         """
-        return self._contents.moved_from(*mark, held)
+        moved = self._contents.moved_from(*mark, held)
+        return tuple([slot for slot in moved if slot not in self.owned]) if self.owned else moved
 
     def mark(self) -> Mark:
         """A mark of the state that the last `sync` found, for a replay."""
@@ -179,6 +189,7 @@ class ModuleTracker:
         if not slots:
             specs = self._contents.layout.specs
             besides = {specs[slot].block for slot in self.overwritten_since(mark)}
+            besides |= self._owned_blocks()
             edited = {*self._contents.edited(besides)}
             slots = [slot for slot, spec in specs.items() if spec.block in edited]
         return self._name(slots[0]) if slots else None
@@ -223,12 +234,47 @@ class ModuleTracker:
         try:
             return look()
         except BaseException:
-            self._python_state = None
-            self._contents = BlockContents(self._link)
-            self._specials = Specials({})
-            self._edits.clear()
-            self._disturbed_at = self._next_revision()
+            self._begin_anew()
             raise
+
+    def _begin_anew(self) -> None:
+        """Forget what was sent: the next `sync` takes all state anew."""
+        self._python_state = None
+        self._contents = BlockContents(self._link, exposes=not self.owned)
+        self._specials = Specials({})
+        self._edits.clear()
+        self._disturbed_at = self._next_revision()
+
+    def slots_of(self, tensors: Sequence[Tensor]) -> list[int | None]:
+        """The slots of some tensors; None for one that is no plain tensor of the module."""
+        numbers = {id(tensor): slot for slot, tensor in self._contents.tensors.items()}
+        return [numbers.get(id(tensor)) for tensor in tensors]
+
+    def own(self, tensors: Mapping[int, Tensor]) -> None:
+        """Leave the contents of some parameters, by slot, to an optimizer in the replicas; with
+        none, take all contents back. All state is sent anew.
+        """
+        self.owned = dict(tensors)
+        self.edited_owned = False
+        self._begin_anew()
+
+    def look_owned(self) -> list[tuple[int, int]] | None:
+        """The version and the address of each owned parameter; None if one has left the module."""
+        present = self._contents.tensors
+        if present and any(present.get(slot) is not tensor for slot, tensor in self.owned.items()):
+            return None
+        return [(tensor._version, tensor.data_ptr()) for tensor in self.owned.values()]
+
+    def take_owned(self, values: Sequence[Tensor]) -> None:
+        """Write what the replicas' optimizer made of the owned parameters into the master, in
+        place. For a forward that runs again this is no change: the replicas had these contents.
+        """
+        before = self._contents.look()
+        with torch.no_grad():
+            for tensor, value in zip(self.owned.values(), values, strict=True):
+                tensor.copy_(value)
+        after = before._replace(versions=self._contents.versions())
+        self._moment = self._moment.end(dict, before, after)
 
     def _verify(self) -> bool:
         assert self._python_state is not None
@@ -241,6 +287,8 @@ class ModuleTracker:
             return False
         differing = self._contents.differing(self._sent_before)
         if differing:
+            blocks = self._owned_blocks()
+            self.edited_owned |= not blocks.isdisjoint(differing)
             self._disturbed_at = self._next_revision()
             self._contents.send(differing, self.revision)
         return not differing
@@ -310,7 +358,7 @@ class ModuleTracker:
         """Record the whole structure anew. Tensors that were known keep their slots."""
         module = self.module
         found: dict[int, Tensor] = {}
-        known = {**self._contents.tensors, **self._specials.tensors}
+        known = {**self.owned, **self._contents.tensors, **self._specials.tensors}
         numbers = {id(tensor): slot for slot, tensor in known.items()}
         fresh = itertools.count(max(known, default=-1) + 1)
 
@@ -342,16 +390,20 @@ class ModuleTracker:
         message = StateUpdate(
             model=self.id,
             revision=self.revision,
-            bumped=contents.moved_since(held),
+            bumped=tuple([s for s in contents.moved_since(held) if s not in self.owned]),
             structure=self._whole() if held < self.structure_at else None,
             edits=tuple(edits),
             flags=contents.flags_since(held),
-            blobs=contents.blobs_since(held, attachments),
+            blobs=contents.blobs_since(held, attachments, self._owned_blocks() if held else ()),
             report=report,
             kept=kept,
         )
         sent = contents.sent(message.blobs) if message.blobs else 0
         return StateChange(message, attachments.beside, sent)
+
+    def _owned_blocks(self) -> set[int]:
+        specs = self._contents.layout.specs
+        return {specs[slot].block for slot in self.owned if slot in specs}
 
     def _whole(self) -> Structure:
         contents = self._contents

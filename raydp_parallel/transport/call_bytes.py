@@ -17,7 +17,7 @@ from raydp_parallel.transport.message_bytes import pack, unpack
 
 METHODS = {
     method: bytes([number])
-    for number, method in enumerate(("forward", "backward", "forget", "group"))
+    for number, method in enumerate(("forward", "backward", "forget", "group", "train"))
 }
 """What stands for a method on a direct line."""
 

@@ -169,6 +169,7 @@ class ForwardRequest(NamedTuple):
             use is not the fastest way.
         origins: The origins of a function among the `Arguments`; None if there is none, or if it
             is not imported from a file.
+        training: What the replica's optimizer does before the forward; None for nothing.
     """
 
     model: int
@@ -191,6 +192,7 @@ class ForwardRequest(NamedTuple):
     relay: Relay | None = None
     by_host: bool = False
     origins: Origins | None = None
+    training: TrainingNews | None = None
 
 
 class BackwardRequest(NamedTuple):
@@ -214,6 +216,7 @@ class BackwardRequest(NamedTuple):
         reduce: Gradients to be summed among replicas, None if the driver sums.
         kept: If given, nothing is differentiated: the gradients kept under this key are requested.
         by_host: As in `ForwardRequest`.
+        training: What the replica's optimizer does before; None for nothing.
     """
 
     model: int
@@ -231,6 +234,100 @@ class BackwardRequest(NamedTuple):
     forget: Forget | None
     reduce: Reduce | None = None
     kept: int | None = None
+    by_host: bool = False
+    training: TrainingNews | None = None
+
+
+class TrainingEntry(NamedTuple):
+    """One entry of the record of a model's optimizer in the replicas.
+
+    Attributes:
+        number: Its number; a replica enters each once.
+        value: The parcel of a `TrainingStart` or a `TrainingStep`.
+    """
+
+    number: int
+    value: Parcel
+
+
+class TrainingNews(NamedTuple):
+    """The entries of the record of a model's optimizer that a replica lacks.
+
+    Attributes:
+        entries: The entries, in order.
+        anew: Whether the first is a start, which replaces all that the replica has.
+    """
+
+    entries: tuple[TrainingEntry, ...]
+    anew: bool
+
+
+class TrainingStart(NamedTuple):
+    """An optimizer and the parameters that it trains, at one moment.
+
+    Attributes:
+        kind: The optimizer's class.
+        keywords: What it was made with, besides the parameters.
+        options: Of each group its options.
+        slots: Of each group the slots of its parameters.
+        weights: The parameters' contents, of all groups in order.
+        state: What the optimizer keeps of each parameter; None if nothing.
+        common: What it keeps besides.
+    """
+
+    kind: Any
+    keywords: dict[str, Any]
+    options: tuple[dict[str, Any], ...]
+    slots: tuple[tuple[int, ...], ...]
+    weights: tuple[Any, ...]
+    state: tuple[dict[Any, Any] | None, ...]
+    common: dict[Any, Any]
+
+
+class TrainingStep(NamedTuple):
+    """One step of an optimizer.
+
+    Attributes:
+        options: Of each group its options.
+        grads: Of each parameter its gradient, or None.
+        threads: The number of torch's threads in the driver: a sum of many numbers, as for a norm,
+            depends on it in its last bits.
+    """
+
+    options: tuple[dict[str, Any], ...]
+    grads: tuple[Any, ...]
+    threads: int
+
+
+class TrainingSnapshot(NamedTuple):
+    """What an optimizer in a replica has made so far.
+
+    Attributes:
+        weights: As in `TrainingStart`.
+        state: As in `TrainingStart`.
+        common: As in `TrainingStart`.
+    """
+
+    weights: tuple[Any, ...]
+    state: tuple[dict[Any, Any] | None, ...]
+    common: dict[Any, Any]
+
+
+class TrainingRequest(NamedTuple):
+    """A word about a model's optimizer that no other call carries.
+
+    Attributes:
+        model: The model.
+        training: What the replica's optimizer does first; None for nothing.
+        snapshot: Whether the answer has a `TrainingSnapshot`.
+        forget: Graph keys and models that the driver no longer needs.
+        by_host: As in `ForwardRequest`.
+    """
+
+    model: int
+    training: TrainingNews | None
+    snapshot: bool
+    forget: Forget | None = None
     by_host: bool = False
 
 
@@ -337,6 +434,8 @@ class Reply(NamedTuple):
         reduced: The result of summing gradients among replicas, if that was requested.
         missed: Whether nothing was done, because contents from another replica did not arrive.
         passed: Bytes that this replica passed on to other replicas.
+        training: The number of the last entry that the model's optimizer has made; 0 if the
+            replica has none, -1 if that is not known.
     """
 
     value: Parcel | None = None
@@ -352,6 +451,7 @@ class Reply(NamedTuple):
     reduced: Reduced | None = None
     missed: bool = False
     passed: int = 0
+    training: int = -1
 
 
 class Package(NamedTuple):

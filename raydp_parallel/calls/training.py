@@ -1,0 +1,436 @@
+"""The driver's side of an optimizer that runs in the replicas.
+
+[Note: the record]
+What changes the weights is entered in a record, and each replica makes the entries in order, once:
+a start (the optimizer, its state and the weights at one moment), and then steps. An entry rides
+with the next call to a replica, so it costs no trip. The record keeps an entry until all replicas
+have said that they made it. A replica that has none of it, because it is new or its process died,
+begins with a start: the driver fetches weights and state from another replica first. So replicas
+that have made the same entries hold the same bits, however they came by them.
+
+[Note: the master copy]
+It is as of the last `Training.sync`, which one replica answers. For the tracker these contents are
+the optimizer's own: replicas are not sent them again, and a graph that is made again after a death
+is not refused because of them. Any other change of a trained parameter in the driver is an edit:
+after a sync it makes a new start, with steps since the sync it is refused, because one of the two
+would be lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from raydp_parallel.calls.executor import Executor
+from raydp_parallel.cluster.backend import Death
+from raydp_parallel.cluster.replica_slots import ReplicaSlot
+from raydp_parallel.devices.ranges import Attachment
+from raydp_parallel.errors import ExecutorClosed, StateChanged, StateLost
+from raydp_parallel.replica import exceptions
+from raydp_parallel.state.optimizer_state import pack_state, put_state
+from raydp_parallel.state.tracker import ModuleTracker
+from raydp_parallel.transport import codec
+from raydp_parallel.transport.call_bytes import unseal
+from raydp_parallel.transport.links import Attachments, Link
+from raydp_parallel.transport.message_bytes import pack
+from raydp_parallel.transport.messages import (
+    Parcel,
+    Reply,
+    TrainingEntry,
+    TrainingNews,
+    TrainingRequest,
+    TrainingSnapshot,
+    TrainingStart,
+    TrainingStep,
+)
+
+log = logging.getLogger("raydp_parallel")
+
+_MOST_KEPT = 4
+"""Entries that the record keeps for replicas that no call reaches, before it is sent to them by
+itself.
+"""
+
+_trainings: weakref.WeakSet[Training] = weakref.WeakSet()
+
+
+class PackedEntry(NamedTuple):
+    """An entry of the record, packed once for all replicas.
+
+    Attributes:
+        number: Its number.
+        parcel: Its parcel; a packet beside the message counts from 0.
+        packets: The packets beside the message.
+        size: Bytes of tensors in it.
+    """
+
+    number: int
+    parcel: Parcel
+    packets: Sequence[Attachment]
+    size: int
+
+    def placed(self, attachments: Attachments) -> TrainingEntry:
+        """The entry for one message, with its packets added to ``attachments``."""
+        attachments.size += self.size
+        packet = self.parcel.packet
+        if type(packet) is int:
+            packet = attachments.place(self.packets[packet])
+        return TrainingEntry(self.number, self.parcel._replace(packet=packet))
+
+
+def _packed(number: int, value: Any, root: str, link: Link) -> PackedEntry:
+    attachments = Attachments(link)
+    parcel, _ = codec.encode(value, attachments, root)
+    return PackedEntry(number, parcel, attachments.beside, attachments.size)
+
+
+class Training:
+    """An optimizer that runs in the replicas of one model.
+
+    Args:
+        executor: The executor of the replicas.
+        tracker: The model.
+        optimizer: The same optimizer over the master's parameters: its groups are the user's, its
+            state is as of the last sync.
+        keywords: What it was made with, besides the parameters.
+
+    Attributes:
+        number: The last entry of the record.
+        steps: How many steps there were.
+        optimizer: See above.
+        tracker: See above.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        tracker: ModuleTracker,
+        optimizer: torch.optim.Optimizer,
+        keywords: dict[str, Any],
+    ) -> None:
+        self._executor = executor
+        self._replica_set = executor.replica_set
+        self.tracker = tracker
+        self.optimizer = optimizer
+        self._keywords = keywords
+        self.number = 1
+        self.steps = self._synced = 0
+        self._record: deque[PackedEntry] = deque()
+        self._start: PackedEntry | None = None
+        self._seen: Any = None
+        with self._replica_set.lock:
+            tracker.sync()
+            self._own()
+            try:
+                self._pack_start()  # an optimizer that cannot be sent is an error now
+            except BaseException:
+                tracker.own({})
+                raise
+            tracker.training = self
+        _trainings.add(self)
+
+    def _own(self) -> None:
+        """Take over the optimizer's parameters, which must be the module's."""
+        parameters = self.parameters()
+        slots = self.tracker.slots_of(parameters)
+        if None in slots:
+            at = slots.index(None)
+            raise ValueError(
+                f"optimizer: parameter {at} of shape {tuple(parameters[at].shape)} is not a plain "
+                f"parameter of this {type(self.tracker.module).__name__}: give parameters of the "
+                "wrapped module, or leave params out to train all of them"
+            )
+        owned = {slot: p for slot, p in zip(slots, parameters, strict=True) if slot is not None}
+        self._release_models()
+        self.tracker.own(owned)
+        self._rebase()
+
+    def _release_models(self) -> None:
+        """Let the replicas drop the model, so that they take it anew."""
+        for slot in [*self._replica_set.slots.values()]:
+            slot.drop_model(self.tracker.id)
+
+    def parameters(self) -> list[Tensor]:
+        """The parameters that it trains, in order."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def ended(self) -> bool:
+        """Whether it trains no more: the model was given back, or its executor was closed."""
+        known = self._executor.known(self.tracker.module)
+        return self.tracker.training is not self or known is not self.tracker
+
+    @property
+    def behind(self) -> int:
+        """How many steps the master is behind."""
+        return self.steps - self._synced
+
+    def check(self) -> None:
+        """Look for edits of trained parameters in the driver.
+
+        Raises:
+            StateChanged: One was edited while the master was behind, or has left the module.
+        """
+        seen = self.tracker.look_owned()
+        if seen is None:
+            raise StateChanged(
+                "a parameter that model.optimizer() trains is no longer in the module: make a new "
+                "optimizer for the module as it is now, after close() of this one"
+            )
+        if seen == self._seen and not self.tracker.edited_owned:
+            return
+        if self.behind:
+            raise StateChanged(
+                f"{self._edited(seen)} was changed in this process, where the weights are "
+                f"{self.behind} steps behind those of the replicas. Call model.sync() before "
+                "weights are changed; if you call it now, the change is overwritten"
+            )
+        self._rebase()
+
+    def _edited(self, seen: Sequence[tuple[int, int]]) -> str:
+        """The name of a parameter that is not as it was seen last."""
+        pairs = zip(self.tracker.owned.values(), seen, self._seen, strict=True)
+        edited = next((tensor for tensor, now, then in pairs if now != then), None)
+        named = self.tracker.module.named_parameters()
+        return next((f"parameter {name!r}" for name, p in named if p is edited), "a parameter")
+
+    def _rebase(self) -> None:
+        """Begin the record anew with what the master has: all replicas need a start."""
+        self.number += 1
+        self._record.clear()
+        self._start = None
+        self._seen = self.tracker.look_owned()
+        self.tracker.edited_owned = False
+
+    def rebase(self) -> None:
+        """Let all replicas begin with what the master and the optimizer have now."""
+        with self._replica_set.lock:
+            self._rebase()
+
+    def widen(self) -> None:
+        """Take over parameters that the optimizer was given since."""
+        with self._replica_set.lock:
+            self.tracker.sync()
+            self._own()
+
+    def news(self, slot: ReplicaSlot, name: int, attachments: Attachments) -> TrainingNews | None:
+        """The entries that a slot's replica lacks. The caller holds the executor's lock.
+
+        Args:
+            slot: The slot.
+            name: What the model is called there.
+            attachments: Where the contents go.
+        """
+        held = slot.sent_training.get(name) or slot.trained.get(name, 0)
+        if held == self.number:
+            return None
+        slot.sent_training[name] = self.number
+        if held and held >= self._begins():
+            left = [entry for entry in self._record if entry.number > held]
+            return TrainingNews(tuple([entry.placed(attachments) for entry in left]), anew=False)
+        self._bring_back()
+        slot.sent_training[name] = self.number
+        return TrainingNews((self._pack_start().placed(attachments),), anew=True)
+
+    def _begins(self) -> int:
+        """The last entry before those that the record keeps."""
+        return self._record[0].number - 1 if self._record else self.number
+
+    def _bring_back(self) -> None:
+        """Bring the master up to date in the middle of a call."""
+        if self.behind:
+            self.sync()
+            self.tracker.sync()
+
+    def _pack_start(self) -> PackedEntry:
+        """The start of a replica that has nothing, with what the master has."""
+        if self._start is None or self._start.number != self.number:
+            groups = self.optimizer.param_groups
+            slots = iter(self.tracker.owned)
+            state, common = pack_state(self.optimizer)
+            start = TrainingStart(
+                kind=type(self.optimizer),
+                keywords=self._keywords,
+                options=_options(groups),
+                slots=tuple([tuple([next(slots) for _ in group["params"]]) for group in groups]),
+                weights=tuple([p.detach() for p in self.parameters()]),
+                state=state,
+                common=common,
+            )
+            self._start = _packed(self.number, start, "optimizer", self._replica_set.backend.link)
+        return self._start
+
+    def _holders(self) -> list[tuple[ReplicaSlot, int]]:
+        """The replicas that can follow the record, with the model's number there; those that have
+        made most of it first.
+        """
+        begins = self._begins()
+        found = [
+            (slot, name)
+            for slot in self._replica_set.ready()
+            for name in slot.names_of(self.tracker.id)
+            if slot.trained[name] >= begins
+        ]
+        return sorted(found, key=lambda one: (-one[0].trained[one[1]], one[0].index))
+
+    def step(self) -> None:
+        """Enter a step with the gradients and the options of now."""
+        self._check_open()
+        with self._replica_set.lock:
+            self.check()
+            if not self._holders():
+                if self.behind:
+                    raise self._lost()
+                # No replica has the weights: the step is made here.
+                self.optimizer.step()
+                self.steps += 1
+                self._synced = self.steps
+                self._rebase()
+                return
+            grads = tuple([None if p.grad is None else p.grad.detach() for p in self.parameters()])
+            groups = self.optimizer.param_groups
+            step = TrainingStep(_options(groups), grads, torch.get_num_threads())
+            link = self._replica_set.backend.link
+            self._record.append(_packed(self.number + 1, step, "step", link))
+            self.number += 1
+            self.steps += 1
+            self._start = None
+            self._trim()
+            if len(self._record) > _MOST_KEPT:
+                self._flush()
+
+    def _trim(self) -> None:
+        """Let go of entries that all replicas have made."""
+        made = min([slot.trained[name] for slot, name in self._holders()], default=0)
+        while self._record and self._record[0].number <= made:
+            self._record.popleft()
+
+    def _flush(self) -> None:
+        """Send the record to all replicas that can follow it."""
+        for slot, name in self._holders():
+            if slot.trained[name] < self.number:
+                self._ask(slot, name, snapshot=False)
+        self._trim()
+
+    def _ask(
+        self, slot: ReplicaSlot, name: int, snapshot: bool
+    ) -> tuple[Reply, Attachments] | None:
+        """A replica's answer to a request of its own; None if the replica died."""
+        backend = self._replica_set.backend
+        attachments = Attachments(backend.link_to(slot.client))
+        incarnation, forget, pending = slot.incarnation, slot.forget(), None
+        try:
+            news = self.news(slot, name, attachments)
+            request = TrainingRequest(name, news, snapshot, forget)
+            pending = backend.submit(slot.client, "train", pack(request), attachments.beside)
+            (answer,) = backend.collect([pending])
+        except BaseException:
+            if pending is not None:
+                pending.give_up()
+            slot.forget_again(forget)
+            slot.sent_training.pop(name, None)
+            raise
+        slot.tally.bytes_in += attachments.size
+        if isinstance(answer, Death):
+            self._replica_set.mark_dead(slot, incarnation, "train", answer)
+            return None
+        reply, found = unseal(answer, backend.link)
+        slot.tally.bytes_out += reply.size
+        slot.has_trained(name, reply.training)
+        exceptions.warn_again(reply.warnings)
+        if reply.failure is not None:
+            exceptions.reraise(reply.failure, str(slot))
+        return reply, found
+
+    def sync(self) -> None:
+        """Bring the master's weights and the optimizer's state up to date with the replicas.
+
+        Raises:
+            StateLost: No replica has them any more.
+        """
+        if not self.behind:
+            return
+        self._check_open()
+        with self._replica_set.lock:
+            while self.behind:
+                holders = self._holders()
+                if not holders:
+                    raise self._lost()
+                answer = self._ask(*holders[0], snapshot=True)
+                if answer is not None and answer[0].value is not None:
+                    self._take(*answer)
+
+    def _take(self, reply: Reply, attachments: Attachments) -> None:
+        """Take what a replica has made into the master."""
+        assert reply.value is not None
+        found, _ = codec.decode(reply.value, attachments, self.parameters()[0].device)
+        snapshot: TrainingSnapshot = found
+        self.tracker.take_owned(snapshot.weights)
+        put_state(self.optimizer, snapshot.state, snapshot.common)
+        self._synced = self.steps
+        self._seen = self.tracker.look_owned()
+        self.tracker.edited_owned = False
+
+    def _lost(self) -> StateLost:
+        """The error that the last steps are lost; training is as of the last sync from then on."""
+        last, self.steps = self.steps, self._synced
+        self._rebase()
+        return StateLost(
+            f"the last replica that had made step {last} is gone: weights and optimizer are as of "
+            f"the last sync, after step {self.steps}, and training goes on from there if you go "
+            "on. model.optimizer(..., sync_every=N) bounds the steps that can be lost"
+        )
+
+    def _check_open(self) -> None:
+        if self.ended:
+            raise ExecutorClosed(
+                "this optimizer trains no more: it was closed, or its executor was, or another "
+                "cluster was connected; make another with model.optimizer()"
+            )
+
+    def close(self) -> None:
+        """Give the model back: the master gets all steps, and is what is trained from then on."""
+        if self.ended:
+            return
+        try:
+            self.sync()
+        finally:
+            self.tracker.training = None
+            with self._replica_set.lock:
+                self._release_models()
+                self.tracker.own({})
+
+    def end(self) -> None:
+        """Bring the master up to date because the replicas are about to end; a failure is logged,
+        and raised where the weights are asked for next.
+        """
+        try:
+            self.sync()
+        except Exception as error:
+            log.error("the replicas end, and the last steps are lost with them: %s", error)
+        finally:
+            if not self.behind:
+                self.tracker.training = None
+
+
+def _options(groups: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """The options of groups, without their parameters."""
+    return tuple([{k: v for k, v in group.items() if k != "params"} for group in groups])
+
+
+def bring_up_to_date(tracker: ModuleTracker) -> None:
+    """Bring parameters of a module up to date that are trained under another wrapper, such as that
+    of a part of it, or by another executor's replicas.
+    """
+    others = [one for one in [*_trainings] if one.behind and one.tracker is not tracker]
+    if others:
+        ids = {id(p) for p in tracker.module.parameters()}
+        for one in others:
+            if not ids.isdisjoint(map(id, one.parameters())):
+                one.sync()

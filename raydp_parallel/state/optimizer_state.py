@@ -1,0 +1,48 @@
+"""What an optimizer keeps besides the parameters, by their numbers, so that another process can
+take it over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def pack_state(optimizer: Any) -> tuple[tuple[dict[Any, Any] | None, ...], dict[Any, Any]]:
+    """What an optimizer keeps of each parameter, None if nothing; and what it keeps besides."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    known = {*map(id, parameters)}
+    state = optimizer.state
+    common = {key: value for key, value in state.items() if id(key) not in known}
+    found = tuple([dict(state[p]) if p in state else None for p in parameters])
+    return found, common
+
+
+def put_state(
+    optimizer: Any, state: Sequence[dict[Any, Any] | None], common: dict[Any, Any]
+) -> None:
+    """Give an optimizer what `pack_state` found of another one, on the devices of its own
+    parameters.
+
+    Counts of steps lie on the CPU, as in torch, unless their group is ``capturable`` or ``fused``.
+    """
+    kept = iter(state)
+    optimizer.state.clear()
+    optimizer.state.update(common)
+    for group in optimizer.param_groups:
+        on_device = group.get("capturable") or group.get("fused")
+        for parameter in group["params"]:
+            values = next(kept)
+            if values is None:
+                continue
+            if not on_device:
+                values = {key: _counted(key, value) for key, value in values.items()}
+            optimizer.state[parameter] = values
+
+
+def _counted(key: Any, value: Any) -> Any:
+    is_count = key == "step" and isinstance(value, Tensor)
+    return value.to(torch.device("cpu")) if is_count else value
