@@ -38,7 +38,7 @@ from raydp_parallel.calls import batch_inference, forward
 from raydp_parallel.calls.chunk_balance import ChunkBalance
 from raydp_parallel.calls.executor import Executor, normalize, shared
 from raydp_parallel.calls.replica_optimizer import ReplicaOptimizer
-from raydp_parallel.calls.training import Training
+from raydp_parallel.calls.training_record import Training
 from raydp_parallel.cluster.backend import DeviceId
 from raydp_parallel.devices import ambient_state
 from raydp_parallel.monitoring.stats import Advice, ExecutorStats

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel import batch, devices
-from raydp_parallel.calls import autograd, replay, training
+from raydp_parallel.calls import autograd, replay, training_record
 from raydp_parallel.calls.chunk_balance import ChunkBalance, ChunkTimes
 from raydp_parallel.calls.executor import Executor
 from raydp_parallel.calls.group_reduction import ReductionPart
@@ -201,7 +201,7 @@ class ForwardCall:
     def _attempt(self) -> list[ChunkAnswer]:
         self.executor.revive([chunk.slot for chunk in self.chunks])
         for tracker in self.trackers:
-            training.bring_up_to_date(tracker)
+            training_record.bring_up_to_date(tracker)
         self.inputs: list[list[Tensor]] = [[] for _ in self.chunks]
         self.marks: dict[ModuleTracker, Mark] = {}
         self.made: dict[int, tuple[ForwardRequest, replay.KeptForward]] = {}

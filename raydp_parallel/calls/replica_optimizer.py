@@ -2,7 +2,7 @@
 
 What the user's code does with it, it does in the driver: schedulers and programs edit its groups,
 gradients are those of the master's parameters, and `step` records both. The same class runs in each
-replica, on the weights that the replica owns (see `training`).
+replica, on the weights that the replica owns (see `training_record`).
 
 Refused, because it would be wrong or not what was meant: classes that evaluate a closure several
 times, such as LBFGS; ``differentiable=True``; a second optimizer while the first one lives (use
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from raydp_parallel.calls.executor import Executor
-from raydp_parallel.calls.training import Training
+from raydp_parallel.calls.training_record import Training, trained
 from raydp_parallel.state.tracker import ModuleTracker
 
 
@@ -46,7 +46,8 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         sync_every: int | None,
     ) -> None:
         _check(kind, keywords, sync_every)
-        if tracker.training is not None and not tracker.training.ended:
+        living = tracker.training is not None and not tracker.training.ended
+        if living or trained([*tracker.module.parameters()]):
             raise RuntimeError(
                 "optimizer: this module has an optimizer in the replicas already; give one "
                 "optimizer groups of parameters, or close() the other one first"

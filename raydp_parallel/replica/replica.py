@@ -24,7 +24,7 @@ from raydp_parallel.devices import ambient_state, process
 from raydp_parallel.errors import GraphLost, StateChanged
 from raydp_parallel.monitoring.phases import IN_REPLICA, Laps, OpenSpan, unseen
 from raydp_parallel.replica import autograd_engine, exceptions, gradient_stream
-from raydp_parallel.replica.training import ReplicaTraining
+from raydp_parallel.replica.replica_training import ReplicaTraining
 from raydp_parallel.state import module_sources
 from raydp_parallel.state.held_tensors import Held
 from raydp_parallel.state.raw_access import RawAccess
@@ -234,11 +234,13 @@ class Replica:
             warnings.simplefilter("always")
             try:
                 value = work()
+                self._refuse_writes(request)
             # A replica outlives whatever a module raises, SystemExit and KeyboardInterrupt too.
             except BaseException as error:
                 if os.getpid() != process:
                     raise  # of a child that the module forked
-                failure = exceptions.failure(error, where)
+                value, failure = None, exceptions.failure(error, where)
+                self._drop_writes(request)
             try:
                 written, revision = self._written(request, back)
                 self._show_the_present(request)
@@ -338,7 +340,6 @@ class Replica:
             value = callee(replica_module.module, called)(*args, **kwargs)
             self.check_process()
             self._finish_work()
-        self._refuse_writes(request.model, replica_module)
         keep = request.graph is not None
         # [6]
         rebound = replica_module.rebound() if request.alone else ()
@@ -363,23 +364,32 @@ class Replica:
             )
         return parcel
 
-    def _refuse_writes(self, model: int, replica_module: ReplicaModule) -> None:
-        """Raise an error if a forward wrote to parameters that an optimizer trains here: replicas
+    def _refuse_writes(self, request: ForwardRequest | BackwardRequest) -> None:
+        """Raise an error if the module wrote to parameters that an optimizer trains here: replicas
         would hold different weights from now on.
         """
-        slots = replica_module.overwritten() if replica_module.owned else []
-        if not slots:
+        replica_module = self._mirror_of(request)
+        slots = replica_module.overwritten() if replica_module is not None else []
+        if replica_module is None or not slots:
             return
-        self._trainings.pop(model, None)
         now = replica_module.tensors()
         named = replica_module.module.named_parameters()
         names = [name for name, p in named if any(p is now[slot] for slot in slots)]
         raise StateChanged(
-            f"forward wrote in place to {', '.join(map(repr, names)) or 'a parameter'}, which "
+            f"the module wrote in place to {', '.join(map(repr, names)) or 'a parameter'}, which "
             "model.optimizer() trains in the replicas: each replica would go on with weights of "
             "its own. Write to parameters in this process, after model.sync(); or use the "
             "optimizer in this process"
         )
+
+    def _drop_writes(self, request: ForwardRequest | BackwardRequest) -> None:
+        """After a failure: if the module wrote to parameters that an optimizer trains here, let go
+        of the optimizer, which begins anew with another replica's, or the master's, contents.
+        """
+        replica_module = self._mirror_of(request)
+        if replica_module is not None and replica_module.overwritten():
+            replica_module.pass_over()
+            self._trainings.pop(request.model, None)
 
     def _reached(self, request: ForwardRequest) -> tuple[int, ...]:
         if request.graph is None or request.graph not in self._graphs:

@@ -85,7 +85,7 @@ class ModuleTracker:
         owned: The parameters, by slot, that an optimizer in the replicas trains: a replica takes
             their contents from its optimizer's record only.
         edited_owned: Whether `verify` found other contents in one of them.
-        training: The driver's side of that optimizer, a `calls.training.Training`; None without.
+        training: The driver's side of that optimizer, a `Training`; None without.
     """
 
     def __init__(self, module: nn.Module, link: Link) -> None:
@@ -212,6 +212,10 @@ class ModuleTracker:
             self._restructure()
         elif self._python_state.changed():
             self._edit()
+        return self._take_news()
+
+    def _take_news(self) -> bool:
+        """Take over what versions, addresses and flags show."""
         if (news := self._contents.news()) is not None:
             self._leaves = self._leaves if news.flags == self._contents.seen.flags else None
             held, revision = self.revision, self._next_revision()
@@ -275,6 +279,8 @@ class ModuleTracker:
                 tensor.copy_(value)
         after = before._replace(versions=self._contents.versions())
         self._moment = self._moment.end(dict, before, after)
+        # Taken over now: what is edited from here on differs from it.
+        self._or_begin_anew(self._take_news)
 
     def _verify(self) -> bool:
         assert self._python_state is not None

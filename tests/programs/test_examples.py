@@ -113,7 +113,7 @@ def test_tutorial_runs_in_place_without_devices() -> None:
     assert "Devices: []" in printed
 
 
-@pytest.mark.parametrize("name", ["block_in_model", "cpu_and_gpu", "gan"])
+@pytest.mark.parametrize("name", ["block_in_model", "cpu_and_gpu", "gan", "train_in_replicas"])
 def test_training_examples_get_better(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     first, last = map(float, LOSSES.search(cell(name, "cpu,cpu", capsys)).groups())
     assert last < first / 2

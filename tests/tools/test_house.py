@@ -330,6 +330,7 @@ def test_examples_in_docstrings_run(place: str, code: str) -> None:
     net.add_module("encoder", nn.Sequential(nn.Linear(2, 2)))
     scope = {
         **{name: getattr(raydp_parallel, name) for name in raydp_parallel.__all__},
+        "torch": torch,
         "net": net,
         "model": raydp_parallel.DataParallel(net, ["cpu", "cpu"]),
         "x": torch.randn(6, 5),

@@ -129,6 +129,7 @@ class Training:
             self._own()
             try:
                 self._pack_start()  # an optimizer that cannot be sent is an error now
+                self._start = None
             except BaseException:
                 tracker.own({})
                 raise
@@ -422,6 +423,13 @@ class Training:
 def _options(groups: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
     """The options of groups, without their parameters."""
     return tuple([{k: v for k, v in group.items() if k != "params"} for group in groups])
+
+
+def trained(parameters: Sequence[Tensor]) -> bool:
+    """Whether some of these are trained in replicas already."""
+    ids = {id(p) for p in parameters}
+    living = [one for one in [*_trainings] if not one.ended]
+    return any(not ids.isdisjoint(map(id, one.parameters())) for one in living)
 
 
 def bring_up_to_date(tracker: ModuleTracker) -> None:
