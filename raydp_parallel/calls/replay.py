@@ -80,16 +80,12 @@ def forward(
     if request.update is not None or request.overlay is not None or _takes_memory(request.inputs):
         request = request._replace(update=None, overlay=None, inputs=inputs.parcel)
 
-    stepped = _number(tracker)
-
     def prepare(slot: ReplicaSlot, attachments: Attachments) -> ForwardRequest:
         with tracker.before_rebinding():
             return again(slot, attachments)
 
     def again(slot: ReplicaSlot, attachments: Attachments) -> ForwardRequest:
         changed = tracker.changed_since(marks[0])
-        if _number(tracker) != stepped:
-            changed = "the module's weights, by its optimizer in the replicas,"
         if changed is not None:
             raise _changed(f"{changed} was changed")
         parcel = inputs.again(attachments)
@@ -142,11 +138,6 @@ def derived(
         return plain._replace(model=name, grads=grads.again(attachments), forget=slot.forget())
 
     return GraphRecipe("backward", prepare, parents)
-
-
-def _number(tracker: ModuleTracker) -> int:
-    """The last entry in the record of the model's optimizer in the replicas, 0 without one."""
-    return 0 if tracker.training is None else int(tracker.training.number)
 
 
 def news(

@@ -52,11 +52,13 @@ class Mark(NamedTuple):
         moment: The moment of the call.
         look: The versions, addresses and flags of its tensors.
         disturbed_at: The revision of the last change that versions did not show.
+        trained: The last entry in the record of its optimizer in the replicas; 0 without one.
     """
 
     moment: StateMoment
     look: Look
     disturbed_at: int
+    trained: int = 0
 
 
 def overwritten_since(moment: StateMoment) -> dict[int, Tensor]:

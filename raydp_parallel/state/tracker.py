@@ -167,7 +167,10 @@ class ModuleTracker:
 
     def mark(self) -> Mark:
         """A mark of the state that the last `sync` found, for a replay."""
-        return Mark(self._moment, self._contents.seen, self._disturbed_at)
+        return Mark(self._moment, self._contents.seen, self._disturbed_at, self._trained())
+
+    def _trained(self) -> int:
+        return 0 if self.training is None else int(self.training.number)
 
     def overwritten_since(self, mark: Mark) -> dict[int, Tensor]:
         """The contents that slots had at a mark, where write-backs have changed them since."""
@@ -183,6 +186,8 @@ class ModuleTracker:
             or python_state.deep_changed()
         ):
             return "an attribute, its structure, or a tensor behind its version"
+        if self._trained() != mark.trained:
+            return "a parameter, by model.optimizer(),"
         if not self._specials.look_alike() or not self._specials.are_alike():
             return "a tensor"
         slots = moved(mark, self._contents)
