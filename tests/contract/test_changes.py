@@ -26,7 +26,7 @@ from harness import assert_same_grads, assert_same_state, trio
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from raydp_parallel import DataParallel
+from raydp_parallel import DataParallel, Executor, Options
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -1498,3 +1498,16 @@ def test_parameters_written_in_inference_mode() -> None:
             out = ours(x)
         torch.testing.assert_close(out, by_the_contract(plain, x))
         assert_same_state(ours, plain)
+
+
+def test_small_tensors_that_travel_beside_the_message() -> None:
+    """They are compared with what was sent last, forward by forward, also after they changed."""
+    net = nn.Sequential(nn.Linear(700, 700), nn.Linear(700, 3))
+    x = torch.ones(2, 700)
+    link = Options(link="collective", in_process=True)
+    with Executor(["cpu"], options=link) as executor, torch.no_grad():
+        model = DataParallel(net, executor=executor)
+        for _ in range(2):
+            for _ in range(3):
+                assert torch.equal(model(x), net(x))
+            net[0].bias.add_(1)
