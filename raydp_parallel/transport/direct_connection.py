@@ -15,6 +15,7 @@ calls behind it; the thread that reads the answers sends them, one by one.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import math
 import os
@@ -109,7 +110,10 @@ class Connection:
         lock = None
         try:
             lock = process_end.Pulse(file) if file is not None else None
-            socket.send_fds(self._socket, [_PULSE], [file] if file is not None else [], QUIETLY)
+            files = array.array("i", [file] if file is not None else [])
+            # `socket.send_fds` ignores its flags.
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)]
+            self._socket.sendmsg([_PULSE], rights, QUIETLY)
         finally:
             if file is not None:
                 os.close(file)

@@ -315,6 +315,36 @@ may_unshare = pytest.mark.skipif(
 )
 
 
+@pytest.mark.parametrize("translated", [0, 4711])
+def test_who_has_another_number_here_is_not_watched(
+    translated: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel says of the socket which process of this namespace is at its other end: none, or
+    one with another number. The number that the replica has for itself is then somebody else's.
+    """
+    found = handshake.listen()
+    assert found is not None
+    serving = threading.Thread(
+        target=direct_connection.serve, args=(found[1], lambda _number, buffers: buffers)
+    )
+    serving.start()
+    innocent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        client = ReplicaClient(None)
+        client.line = direct_connection.Connection(found[0], list)
+        monkeypatch.setattr(handshake, "_peer", lambda _connection: (translated, os.getuid()))
+        client.watch(innocent.pid)
+        assert client._process is None
+        client.end()
+        cluster.client.await_ends([client], 10)
+        client.close()
+        serving.join(10)
+        assert innocent.poll() is None
+    finally:
+        innocent.communicate(b"\n")
+    assert innocent.returncode == 0
+
+
 @may_unshare
 def test_a_replica_in_a_namespace_of_its_own_is_not_watched() -> None:
     """Its number means another process here, the first of all: that is never sent a signal."""

@@ -23,6 +23,7 @@ from raydp_parallel.cluster import ReplicaClient
 from raydp_parallel.replica.server import ReplicaServer
 from raydp_parallel.transport import direct_connection, frames, handshake, process_end
 from raydp_parallel.transport.call_bytes import METHODS, unseal
+from raydp_parallel.transport.collective import store
 from raydp_parallel.transport.frames import LineCut, StoodStill, read_frame, write_frame
 from raydp_parallel.transport.links import InlineLink
 from raydp_parallel.transport.message_bytes import pack
@@ -343,6 +344,20 @@ def test_sending_to_a_dead_process_raises_no_signal(near: bool) -> None:
         for data in ([b"small"], [np.zeros(LARGE, dtype=np.uint8)]):
             with pytest.raises(OSError):
                 write_frame(one, 1, data)
+        greeted: Any = SimpleNamespace(_socket=one, _cut_after=None)
+        for work in (
+            lambda: direct_connection.Connection._watch_process(greeted),
+            lambda: handshake._Client(one, b"secret"),
+            lambda: store._write(one, 1, [b"key"]),
+        ):
+            with pytest.raises(OSError):
+                work()
+        one.close()
+        one, other = socket.socketpair()
+        other.send(bytes(16))
+        other.close()
+        with pytest.raises(ConnectionError):
+            handshake._prove(one, b"secret")
         one.close()
         thread.join(60)
         assert signal.SIGPIPE not in signal.sigpending()
