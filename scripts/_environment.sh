@@ -1,7 +1,9 @@
 # Sourced by the other scripts. Makes .venv in the checkout when it is missing or out of date, and sets $root and $python.
+# With versions=oldest or versions=newest it is .venv-oldest or .venv-newest, with other versions of torch and Ray.
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-python="$root/.venv/bin/python"
+environment="$root/.venv${versions:+-$versions}"
+python="$environment/bin/python"
 
 say() {
     printf '== %s\n' "$*"
@@ -24,37 +26,46 @@ END
 
 # What pip says goes to a log; after a failure its end is shown.
 pip_install() {
-    local log="$root/.venv/pip.log"
-    "$python" -m pip install --disable-pip-version-check --no-input --progress-bar off \
-        -c "$root/constraints.txt" "$@" >"$log" 2>&1 || {
+    local log="$environment/pip.log"
+    "$python" -m pip install --disable-pip-version-check --no-input --progress-bar off "$@" >"$log" 2>&1 || {
         grep -v '^WARNING: ' "$log" | tail -n 30 >&2
         echo "pip install $* failed; its whole log is $log" >&2
         return 1
     }
 }
 
+# The lower bound of a package in pyproject.toml, as a version to install.
+lowest() {
+    sed -n "s/^ *\"\($1\)>=\([0-9.]*\)\",$/\1==\2/p" "$root/pyproject.toml"
+}
+
 # The checkout's path counts too: the editable install points at it.
 fingerprint() {
-    { printf '%s\n' "$root"; cat "$root/pyproject.toml" "$root/constraints.txt"; } | cksum
+    { printf '%s\n' "$root" "${versions:-}"; cat "$root/pyproject.toml" "$root/constraints.txt"; } | cksum
 }
 
 make_environment() {
-    local stamp="$root/.venv/installed" base torch
+    local stamp="$environment/installed" base torch
+    local -a wanted
     if [[ -f "$stamp" && "$(cat "$stamp")" == "$(fingerprint)" ]] && "$python" -c '' 2>/dev/null; then
         return
     fi
     if ! "$python" -m pip --version >/dev/null 2>&1; then
         base="$(find_python)"
-        say "making .venv with $("$base" --version)"
-        "$base" -m venv --clear "$root/.venv"
+        say "making ${environment##*/} with $("$base" --version)"
+        "$base" -m venv --clear "$environment"
     fi
     rm -f "$stamp"
     # torch alone and first: resolved together with the rest, another build of it could be chosen, gigabytes larger.
-    torch="$(grep '^torch==' "$root/constraints.txt")"
+    case "${versions:-}" in
+        oldest) torch="$(lowest torch)" wanted=("$(lowest torch)" "$(lowest 'ray\[default\]')") ;;
+        newest) torch="torch" wanted=(--upgrade "ray[default]") ;;
+        *) torch="$(grep '^torch==' "$root/constraints.txt")" wanted=(-c "$root/constraints.txt") ;;
+    esac
     say "installing $torch"
     pip_install "$torch"
     say "installing ray, the package and what its tests need"
-    pip_install -e "$root[test]"
+    pip_install "${wanted[@]}" -e "$root[test]"
     fingerprint > "$stamp"
 }
 

@@ -4,6 +4,7 @@ without any.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -57,15 +58,27 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave long tests to ``--long``; and with ``--link shared`` nothing is copied."""
+    """Leave long tests to ``--long``, and what older versions of torch do otherwise to newer ones;
+    and with ``--link shared`` nothing is copied.
+    """
     if not config.getoption("--long"):
         left = [item for item in items if item.get_closest_marker("long") is not None]
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item.get_closest_marker("long") is None]
+    if not hasattr(torch.accelerator, "device_index"):
+        left = [item for item in items if item.get_closest_marker("upstream") is not None]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item.get_closest_marker("upstream") is None]
     if config.getoption("--link") == "shared":
         for item in items:
             if item.get_closest_marker("copies") is not None:
                 item.add_marker(pytest.mark.skip(reason="with --link shared nothing is copied"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of each later look for cycles: some tests ask for many."""
+    gc.collect()
+    gc.freeze()
 
 
 _nodes = 0
@@ -78,6 +91,43 @@ def cluster() -> Iterator[None]:
     start_ray()
     yield
     stop_ray()
+
+
+class Executors:
+    """Executors that tests share, because a replica takes seconds to start: one for each number of
+    CPU replicas and for each `Options`.
+
+    A test may end replicas of those alone whose ``max_restarts_per_hour`` it gives; none closes
+    one. What it counts, it counts from where it begins.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[Any, Any] = {}
+
+    def __call__(self, count: int = 2, **options: Any) -> Any:
+        """The executor with so many CPU replicas."""
+        import raydp_parallel
+
+        start_ray()
+        key = count, raydp_parallel.Options(**options)
+        found = self._made.get(key)
+        if found is None or found.closed or not found._replica_set.backend.alive():
+            found = raydp_parallel.Executor(["cpu"] * count, options=key[1])
+            self._made[key] = found
+        return found
+
+    def close(self) -> None:
+        """End them all."""
+        for executor in self._made.values():
+            executor.close()
+
+
+@pytest.fixture(scope="session")
+def executors(cluster: None) -> Iterator[Executors]:
+    """Executors for tests that are not about how one starts or ends."""
+    made = Executors()
+    yield made
+    made.close()
 
 
 def start_ray(**options: object) -> None:

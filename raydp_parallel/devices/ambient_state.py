@@ -227,12 +227,10 @@ def uncompiled(function: F) -> F:
     """Make a function a graph break of `torch.compile`, without effect on what it calls, as
     `torch.compiler.disable` does.
 
-    `torch.compiler.disable` imports the compiler, which takes seconds; from torch 2.7 on the same
-    is set without that import.
+    `torch.compiler.disable` imports the compiler, which takes seconds; here the same is set without
+    that import.
     """
     eval_frame = torch._C._dynamo.eval_frame
-    if not hasattr(eval_frame, "set_code_exec_strategy"):
-        return torch.compiler.disable(function)  # type: ignore[no-any-return]
     skip = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
     function._torchdynamo_disable = True  # type: ignore[attr-defined]

@@ -711,22 +711,22 @@ class Waits(nn.Module):
         return rank * 2
 
 
-def test_no_answer_in_time(tmp_path: Path) -> None:
+def test_no_answer_in_time(tmp_path: Path, executors: Any) -> None:
     """A replica that does not answer within ``call_timeout`` counts as dead, and a new one takes
     its place.
     """
-    with Executor(TWO, options=Options(on_fault="raise")) as executor:
-        good_call(TWO, executor)
-        model = DataParallel(Waits(), executor=executor)
-        known = tmp_path / "known"
-        known.touch()
-        begun = str(tmp_path / "begun")
-        assert model(torch.arange(2.0), begun, str(known)).tolist() == [0.0, 2.0]
-        died = pytest.raises(ReplicaDied, match=r"replica 1 .*no answer within call_timeout=3.0 s")
-        with died, limited(executor, 3.0):
-            model(torch.arange(2.0), begun, str(tmp_path / "never"))
-        assert [info.state for info in executor.replicas()] == ["ready", "dead"]
-        good_call(TWO, executor)
+    executor = executors(on_fault="raise", max_restarts_per_hour=10_000)
+    good_call(TWO, executor)
+    model = DataParallel(Waits(), executor=executor)
+    known = tmp_path / "known"
+    known.touch()
+    begun = str(tmp_path / "begun")
+    assert model(torch.arange(2.0), begun, str(known)).tolist() == [0.0, 2.0]
+    died = pytest.raises(ReplicaDied, match=r"replica 1 .*no answer within call_timeout=3.0 s")
+    with died, limited(executor, 3.0):
+        model(torch.arange(2.0), begun, str(tmp_path / "never"))
+    assert [info.state for info in executor.replicas()] == ["ready", "dead"]
+    good_call(TWO, executor)
 
 
 def test_ctrl_c_while_replicas_run(tmp_path: Path) -> None:

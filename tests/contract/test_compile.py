@@ -99,6 +99,7 @@ def test_a_graph_break_with_the_same_results(how: Callable[..., Tensor], backend
     torch.testing.assert_close(found[0], found[1])
 
 
+@pytest.mark.upstream
 def test_a_full_graph_is_refused_by_torch() -> None:
     """Its own error says that there is a graph break."""
     model = DataParallel(nn.Linear(3, 2), TWO)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import raydp_parallel
-from raydp_parallel import DataParallel, Executor, Options, parallel_apply, replicate
+from raydp_parallel import DataParallel, Options, parallel_apply, replicate
 from raydp_parallel.errors import ReplicaDied, ReplicaExit
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -49,6 +49,7 @@ def found(find: Callable[[], Any], replicas: int = 2) -> list[list[float]]:
 # --- A1 to A3: parallel_apply's arguments ---
 
 
+@pytest.mark.upstream
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -343,16 +344,16 @@ class Dies(nn.Module):
         return x
 
 
-def test_A7_a_process_that_ends_is_a_named_error_and_is_replaced() -> None:
+def test_A7_a_process_that_ends_is_a_named_error_and_is_replaced(executors: Any) -> None:
     """os._exit: which replica; the next call has a new one, the other stays."""
-    with Executor(CPUS, options=Options(on_fault="raise")) as executor:
-        model = DataParallel(Dies(), executor=executor)
-        assert model(torch.tensor([[5.0], [6.0]])).tolist() == [[5.0], [6.0]]
-        before = [replica.pid for replica in executor.replicas()]
-        with pytest.raises(ReplicaDied, match="replica 1 for device cpu"):
-            model(torch.tensor([[0.0], [1.0]]))
-        assert model(torch.tensor([[5.0], [6.0]])).tolist() == [[5.0], [6.0]]
-        after = [replica.pid for replica in executor.replicas()]
+    executor = executors(on_fault="raise", max_restarts_per_hour=10_000)
+    model = DataParallel(Dies(), executor=executor)
+    assert model(torch.tensor([[5.0], [6.0]])).tolist() == [[5.0], [6.0]]
+    before = [replica.pid for replica in executor.replicas()]
+    with pytest.raises(ReplicaDied, match="replica 1 for device cpu"):
+        model(torch.tensor([[0.0], [1.0]]))
+    assert model(torch.tensor([[5.0], [6.0]])).tolist() == [[5.0], [6.0]]
+    after = [replica.pid for replica in executor.replicas()]
     assert before[0] == after[0]
     assert before[1] != after[1]
 

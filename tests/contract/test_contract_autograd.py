@@ -379,6 +379,7 @@ class ComplexNet(nn.Module):
         return x.to(torch.complex64) @ self.weight + self.bias
 
 
+@pytest.mark.upstream
 @pytest.mark.parametrize("order", [1, 2])
 def test_B1_complex_parameters(order):
     """Complex parameters and outputs get complex gradients."""

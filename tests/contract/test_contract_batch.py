@@ -247,6 +247,7 @@ def test_S12_packed_sequences_train_as_in_the_plain_module(replicas: int) -> Non
     assert_same_grads(ours, plain)
 
 
+@pytest.mark.upstream
 def test_S13_complex_tensors_along_the_last_dimension() -> None:
     """Split and joined there, where upstream trips over the imaginary axis."""
     ours, theirs, plain = trio(Apply(lambda _net, x: x * 2), 2, dim=-1)

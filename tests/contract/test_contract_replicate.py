@@ -62,6 +62,7 @@ def found(find: Callable[[Any, Tensor], Any], replicas: int = 2) -> list[list[fl
 # --- R1 to R4: parameters inside a replica ---
 
 
+@pytest.mark.upstream
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 def test_R1_every_replica_computes_with_the_master_s_values(replicas: int) -> None:
     """All dtypes at once, 0-dim and empty tensors among them, in as many replicas as there are."""
@@ -711,6 +712,7 @@ def test_R14_R21_script_and_graph_modules() -> None:
                     p.mul_(0.5)
 
 
+@pytest.mark.upstream
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
 def test_R15_python_below_a_script_is_refused_in_upstream_s_words() -> None:
     """As `replicate` does there."""
@@ -790,6 +792,7 @@ class Complex(nn.Module):
         return ((x * self.weight).to(torch.complex128) @ self.doubles) + self.mean
 
 
+@pytest.mark.upstream
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_R17_complex_parameters_and_buffers(replicas: int) -> None:
     """Values, gradients and state are complex, and upstream's."""

@@ -623,6 +623,7 @@ def test_C14_functional_call_is_refused() -> None:
     assert "stateless API can't be used with nn.DataParallel" in str(errors[0])
 
 
+@pytest.mark.upstream
 def test_C14_onnx_export_is_refused() -> None:
     """The TorchScript exporter refuses us in the same words."""
     from torch.onnx._internal.torchscript_exporter import utils

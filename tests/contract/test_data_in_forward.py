@@ -19,7 +19,7 @@ from harness import assert_same_state, trio
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from raydp_parallel import DataParallel, Executor
+from raydp_parallel import DataParallel
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -225,25 +225,26 @@ def test_B10_replaced_in_a_checkpoint(devices: int, reentrant: bool) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("moment", ["late forward 0", "backward 0"])
-def test_a_death_changes_nothing(moment: str, devices: int, tmp_path: Path) -> None:
+def test_a_death_changes_nothing(moment: str, devices: int, tmp_path: Path, executors: Any) -> None:
     """The graph is made again of what forward found, though forward replaced it."""
     weights, net = [], Both()
+    executor = mortal.whole(executors(devices, max_restarts_per_hour=10_000))
     for moments in ([], [moment]):
         folder = tmp_path / str(len(moments))
         folder.mkdir()
-        with Executor(["cpu"] * devices) as executor:
-            model = DataParallel(mortal.Mortal(copy.deepcopy(net), folder), executor=executor)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for step in range(3):
-                x = torch.arange(24.0).view(4, 6).sin()
-                x[:, 0] = torch.arange(4) // (4 // devices)
-                if step == 1:
-                    mortal.arm(folder, *moments)
-                loss = model(x).square().sum()
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-            assert not mortal.armed(folder)
+        module = mortal.Mortal(copy.deepcopy(net), folder)
+        model = DataParallel(module, executor=executor)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            x = torch.arange(24.0).view(4, 6).sin()
+            x[:, 0] = torch.arange(4) // (4 // devices)
+            if step == 1:
+                mortal.arm(folder, *moments)
+            loss = model(x).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        assert not mortal.armed(folder)
         weights.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
 

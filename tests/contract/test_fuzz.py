@@ -186,22 +186,22 @@ def files() -> int:
 
 @pytest.mark.parametrize("calls", [400, pytest.param(10_000, marks=pytest.mark.soak)])
 @pytest.mark.filterwarnings("ignore")
-def test_random_calls(calls: int) -> None:
+def test_random_calls(calls: int, executors: Any) -> None:
     """The same processes answer to the end; graphs, files and threads are as before."""
-    with Executor(TWO) as executor:
-        fuzz(executor, 0, 200)
-        pids, opened, threads = (
-            [info.pid for info in executor.replicas()],
-            files(),
-            threading.active_count(),
-        )
-        results = fuzz(executor, 1, calls)
-        assert [info.pid for info in executor.replicas()] == pids
-        # Threads and files of Ray's and of earlier tests come and go; what a kind of call left
-        # would be far more.
-        assert files() <= opened + calls // 40
-        assert threading.active_count() <= threads + calls // 40, threading.enumerate()
-        assert executor.stats().deaths == 0
+    executor = executors()
+    fuzz(executor, 0, 200)
+    pids, opened, threads = (
+        [info.pid for info in executor.replicas()],
+        files(),
+        threading.active_count(),
+    )
+    results = fuzz(executor, 1, calls)
+    assert [info.pid for info in executor.replicas()] == pids
+    # Threads and files of Ray's and of earlier tests come and go; what a kind of call left
+    # would be far more.
+    assert files() <= opened + calls // 40
+    assert threading.active_count() <= threads + calls // 40, threading.enumerate()
+    assert executor.stats().deaths == 0
     assert results["fine"] > calls // 5
     assert {"ValueError", "TransferError", "ZeroDivisionError", "ReplicaExit"} <= results.keys()
 

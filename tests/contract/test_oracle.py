@@ -120,12 +120,14 @@ def test_gather_casts_to_the_first_dtype():
     assert out.dtype is torch.float16
 
 
+@pytest.mark.upstream
 def test_complex_parameters_and_inputs():
     """Complex tensors cross all four steps."""
     net, x = nn.Linear(2, 2, dtype=torch.complex64), torch.randn(3, 2, dtype=torch.complex64)
     assert torch.allclose(oracle.DataParallel(net, [0, 1])(x), net(x))
 
 
+@pytest.mark.upstream
 def test_torch_is_left_alone():
     """Upstream's own modules still refuse CPU tensors, and none of their names is ours."""
     upstream = sys.modules["torch.nn.parallel._functions"]

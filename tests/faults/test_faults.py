@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +39,18 @@ from raydp_parallel import (
 pytestmark = pytest.mark.usefixtures("cluster")
 
 TWO = ["cpu", "cpu"]
-PLENTY = Options(max_restarts_per_hour=10_000)
 
 
 @pytest.fixture(scope="module")
-def two(cluster: None) -> Iterator[Executor]:
+def two(executors: Any) -> Executor:
     """Two replicas, that die often."""
-    with Executor(TWO, options=PLENTY) as executor:
-        yield executor
+    return executors(max_restarts_per_hour=10_000)  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
-def three(cluster: None) -> Iterator[Executor]:
+def three(executors: Any) -> Executor:
     """Three of them."""
-    with Executor([*TWO, "cpu"], options=PLENTY) as executor:
-        yield executor
+    return executors(3, max_restarts_per_hour=10_000)  # type: ignore[no-any-return]
 
 
 def ended(pid: int) -> bool:
@@ -204,13 +201,14 @@ def test_a_replica_that_somebody_killed_through_ray(two: Executor) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("options", [{"direct_line": False}, {"link": "object_store"}], ids=str)
-def test_every_way_of_calling_survives(options: dict[str, Any], tmp_path: Path) -> None:
+def test_every_way_of_calling_survives(
+    options: dict[str, Any], tmp_path: Path, executors: Any
+) -> None:
     """As Ray tasks, and by each link."""
     expected = undisturbed(2, tmp_path, 2)
-    with Executor(TWO, options=Options(**options)) as executor:
-        assert same(
-            train(executor, tmp_path, 2, {0: ["late forward 1"], 1: ["backward 0"]}), expected
-        )
+    executor = whole(executors(max_restarts_per_hour=10_000, **options))
+    found = train(executor, tmp_path, 2, {0: ["late forward 1"], 1: ["backward 0"]})
+    assert same(found, expected)
 
 
 # --- exactly once ---
@@ -292,21 +290,19 @@ class Remembers(nn.Module):
         return out
 
 
-def test_one_device_that_rebinds_attributes() -> None:
+def test_one_device_that_rebinds_attributes(executors: Any) -> None:
     """They come back to the module; a replay finds what the forward found, and changes nothing."""
     found = []
-    with Executor(["cpu"]) as executor:
-        for deadly in (False, True):
-            model = DataParallel(Remembers(), executor=executor)
-            for number in range(3):
-                out = model(torch.ones(2))
-                if deadly and number:
-                    kill(executor, 0)
-                out.sum().backward()
-            module = model.module
-            found.append(
-                [module.weight.grad.item(), module.times, module.last.item(), out.tolist()]
-            )
+    executor = executors(1, max_restarts_per_hour=10_000)
+    for deadly in (False, True):
+        model = DataParallel(Remembers(), executor=whole(executor))
+        for number in range(3):
+            out = model(torch.ones(2))
+            if deadly and number:
+                kill(executor, 0)
+            out.sum().backward()
+        module = model.module
+        found.append([module.weight.grad.item(), module.times, module.last.item(), out.tolist()])
     assert found[0] == found[1] and found[0][1] == 4
 
 

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import enum
+import gc
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from raydp_parallel import DataParallel, Executor, Options, ReplicaDied, TransferError, replicate
+from raydp_parallel import (
+    DataParallel,
+    Options,
+    ReplicaDied,
+    TransferError,
+    parallel_apply,
+    replicate,
+)
 
 pytestmark = pytest.mark.usefixtures("cluster")
 TWO = ["cpu", "cpu"]
@@ -118,17 +126,17 @@ def test_the_newer_settings_of_precision(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("options", [{"link": "inline"}, {}])
-def test_two_chunks_with_much_to_say_on_one_replica(options: dict[str, Any]) -> None:
+def test_two_chunks_with_much_to_say_on_one_replica(
+    options: dict[str, Any], executors: Any
+) -> None:
     """The replica wrote its first answer while the driver wrote the second question;
     neither read.
     """
-    with Executor(["cpu"], options=Options(**options)) as executor:
-        first, second = (replicate(nn.Identity(), ["cpu"], executor=executor)[0] for _ in range(2))
-        from raydp_parallel import parallel_apply
-
-        x = torch.ones(1_500_000)
-        for out in parallel_apply([first, second], [x, x]):
-            assert torch.equal(out, x)
+    executor = executors(1, **options)
+    first, second = (replicate(nn.Identity(), ["cpu"], executor=executor)[0] for _ in range(2))
+    x = torch.ones(1_500_000)
+    for out in parallel_apply([first, second], [x, x]):
+        assert torch.equal(out, x)
 
 
 class Mode(enum.IntEnum):
@@ -161,30 +169,32 @@ def test_attributes_that_are_more_than_a_number() -> None:
     assert torch.equal(model(x), x * 3)
 
 
-def test_a_replica_that_is_held_recovers() -> None:
+def test_a_replica_that_is_held_recovers(executors: Any) -> None:
     """Who held a replica of a process that died was told that the next call starts one, and it did
     not.
     """
-    with Executor(["cpu"], options=Options(on_fault="raise")) as executor:
-        (replica,) = replicate(nn.Linear(2, 2), ["cpu"], executor=executor)
-        x = torch.ones(1, 2)
-        replica(x)
-        executor.slots(["cpu"])[0].client.actor.__ray_terminate__.remote()
-        with pytest.raises(ReplicaDied):
-            while True:
-                replica(x)
-        assert replica(x).shape == (1, 2)
+    executor = executors(on_fault="raise", max_restarts_per_hour=10_000)
+    (replica,) = replicate(nn.Linear(2, 2), ["cpu"], executor=executor)
+    x = torch.ones(1, 2)
+    replica(x)
+    executor.slots(["cpu"])[0].client.actor.__ray_terminate__.remote()
+    with pytest.raises(ReplicaDied):
+        while True:
+            replica(x)
+    assert replica(x).shape == (1, 2)
 
 
-def test_a_failed_call_does_not_keep_the_model() -> None:
+def test_a_failed_call_does_not_keep_the_model(executors: Any) -> None:
     """After an argument that cannot be sent, a dropped model stayed in its replicas."""
-    with Executor(TWO) as executor:
-        model = DataParallel(nn.Linear(2, 2), executor=executor)
-        model(torch.ones(2, 2))
-        with pytest.raises(TransferError):
-            model(torch.ones(2, 2), (i for i in range(3)))
-        del model
-        assert executor.flush() == [(0, 0), (0, 0)]
+    executor = executors()
+    gc.collect()
+    before = executor.flush()
+    model = DataParallel(nn.Linear(2, 2), executor=executor)
+    model(torch.ones(2, 2))
+    with pytest.raises(TransferError):
+        model(torch.ones(2, 2), (i for i in range(3)))
+    del model
+    assert executor.flush() == before
 
 
 def test_capture_belongs_to_its_wrapper() -> None:

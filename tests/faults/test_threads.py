@@ -15,7 +15,7 @@ import pytest
 import torch
 from threaded import Scaled, together
 
-from raydp_parallel import DataParallel, Executor, Options
+from raydp_parallel import DataParallel
 from raydp_parallel.devices import buffers
 from raydp_parallel.devices.buffers import Arena, SharedBuffer
 from raydp_parallel.devices.ranges import MemoryRange
@@ -61,25 +61,25 @@ def test_an_answer_that_ray_carries_outlives_the_next_call(method: str) -> None:
     assert len(client._ledger) == 3 - 2 + 1  # the last one is in use
 
 
-@pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("link", ["auto", "inline"])
 @pytest.mark.parametrize("direct", [True, False])
-def test_threads_get_their_own_outputs_and_gradients(direct: bool, link: Any) -> None:
+def test_threads_get_their_own_outputs_and_gradients(
+    direct: bool, link: Any, executors: Any
+) -> None:
     """The calls of one are answered while the answers of another are read."""
-    size = 1 << 22
-    with Executor(["cpu"], options=Options(direct_line=direct, link=link)) as executor:
-        model = DataParallel(Scaled(size), executor=executor)
-        model(torch.ones(1, size))
+    size = 1 << 20
+    model = DataParallel(Scaled(size), executor=executors(1, direct_line=direct, link=link))
+    model(torch.ones(1, size))
 
-        def ask(number: int) -> None:
-            for _ in range(6):
-                x = torch.full((1, size), float(number), requires_grad=True)
-                out = model(x)
-                assert out.unique().tolist() == [number]
-                (slope,) = torch.autograd.grad(out.sum() * number, x)
-                assert slope.unique().tolist() == [number]
+    def ask(number: int) -> None:
+        for _ in range(6):
+            x = torch.full((1, size), float(number), requires_grad=True)
+            out = model(x)
+            assert out.unique().tolist() == [number]
+            (slope,) = torch.autograd.grad(out.sum() * number, x)
+            assert slope.unique().tolist() == [number]
 
-        together(*[lambda number=number: ask(number) for number in (2, 3, 5)])
+    together(*[lambda number=number: ask(number) for number in (2, 3, 5)])
 
 
 @pytest.mark.parametrize("shared", [True, False])

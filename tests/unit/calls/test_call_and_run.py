@@ -12,7 +12,7 @@ import importlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,10 +120,9 @@ class Mortal(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def two(cluster: None) -> Iterator[Executor]:
+def two(executors: Any) -> Executor:
     """Two replicas, for wrappers of one device and of two."""
-    with Executor(TWO, options=Options(max_restarts_per_hour=10_000)) as executor:
-        yield executor
+    return executors(max_restarts_per_hour=10_000)  # type: ignore[no-any-return]
 
 
 @pytest.fixture(params=[ONE, TWO], ids=["one", "two"])

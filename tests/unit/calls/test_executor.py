@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import oracle
 import pytest
@@ -163,38 +163,68 @@ def test_an_executor_without_devices_starts_nothing() -> None:
         assert [info.device_id for info in executor.replicas()] == ["cpu"]
 
 
+class Closed(NamedTuple):
+    """What is left of an executor that was used and closed.
+
+    Attributes:
+        executor: It.
+        model: Its wrapper.
+        out: The output of a forward.
+        pids: The processes of its replicas.
+        clients: The driver's side of them.
+    """
+
+    executor: Executor
+    model: DataParallel[Any]
+    out: torch.Tensor
+    pids: list[int]
+    clients: list[Any]
+
+
+@pytest.fixture(scope="module")
+def closed(cluster: None) -> Closed:
+    """An executor that is closed, for all tests of that."""
+    with Executor(TWO) as executor:
+        model = DataParallel(linear(), executor=executor)
+        out = model(batch())
+        pids = [info.pid for info in executor.replicas()]
+        clients = [slot.client for slot in executor._replica_set.slots.values()]
+    return Closed(executor, model, out, pids, clients)
+
+
 @on_cluster
-def test_close_ends_the_processes() -> None:
+def test_close_ends_the_processes(closed: Closed) -> None:
     """After the with block replicas are closed and refused, their processes end, and others
     go on.
     """
     other = DataParallel(linear(), TWO)
-    other(batch())
-    with Executor(["cpu"]) as executor:
-        model = DataParallel(linear(), executor=executor)
-        model(batch())
-        (info,) = executor.replicas()
-    assert [i.state for i in executor.replicas()] == ["closed"]
+    executor = closed.executor
+    assert [i.state for i in executor.replicas()] == ["closed"] * 2
     executor.close()
     for use in (
-        lambda: model(batch()),
+        lambda: closed.model(batch()),
         executor.flush,
         lambda: DataParallel(linear(), executor=executor)(batch()),
     ):
         with pytest.raises(ExecutorClosed, match="closed"):
             use()
-    assert _ended(info.pid)
+    assert all(_ended(pid) for pid in closed.pids)
     assert other(batch()).shape == (6, 2)
 
 
 @on_cluster
-def test_ray_does_not_take_the_end_for_an_accident() -> None:
+def test_ray_does_not_take_the_end_for_an_accident(closed: Closed) -> None:
     """Of one it would tell the user, in red, with advice about memory."""
-    with Executor(["cpu", "cpu"]) as executor:
-        clients = [slot.client for slot in executor._replica_set.slots.values()]
-    for client in clients:
+    for client in closed.clients:
         with pytest.raises(ray.exceptions.ActorDiedError, match=r"was killed by `ray\.kill`"):
             ray.get(client.actor.hello.remote(), timeout=30)
+
+
+@on_cluster
+def test_backward_after_close_says_so(closed: Closed) -> None:
+    """The graphs went with the replicas."""
+    with pytest.raises(ExecutorClosed):
+        closed.out.sum().backward()
 
 
 @on_cluster
@@ -217,15 +247,6 @@ def _ended(pid: int) -> bool:
             return True
         time.sleep(0.005)
     return False
-
-
-@on_cluster
-def test_backward_after_close_says_so() -> None:
-    """The graphs went with the replicas."""
-    with Executor(["cpu"]) as executor:
-        out = DataParallel(linear(), executor=executor)(batch())
-    with pytest.raises(ExecutorClosed):
-        out.sum().backward()
 
 
 @on_cluster

@@ -31,10 +31,9 @@ on_each_number = pytest.mark.parametrize("ids", [TWO, ["cpu"]], ids=["two", "one
 
 
 @pytest.fixture(scope="module")
-def executor(cluster: None) -> Iterator[Executor]:
+def executor(executors: Any) -> Executor:
     """Two replicas for all tests."""
-    with Executor(TWO) as made:
-        yield made
+    return executors(max_restarts_per_hour=10_000)  # type: ignore[no-any-return]
 
 
 @pytest.fixture

@@ -4,17 +4,20 @@ that little is left.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 import torch
+from threaded import together
 from torch import Tensor, nn
 
 import raydp_parallel
@@ -72,23 +75,23 @@ def test_executors_of_one_name_share_a_cluster() -> None:
         assert ray.get_actor("raydp:twice/2:0@cpu")
 
 
-def test_phases_add_up_with_real_replicas() -> None:
+def test_phases_add_up_with_real_replicas(executors: Any) -> None:
     """Between two looks, for each replica, and the driver's too."""
-    with Executor(["cpu", "cpu"]) as executor:
-        model = DataParallel(nn.Linear(4, 2), executor=executor)
-        train(model, 2)
-        outside, before, inside = time.perf_counter(), executor.stats(), time.perf_counter()
-        train(model, 30)
-        least, after, most = (
-            time.perf_counter() - inside,
-            executor.stats(),
-            time.perf_counter() - outside,
-        )
-        for one, other in zip(before.replicas, after.replicas, strict=True):
-            assert 0.95 * least <= other.phases.total - one.phases.total <= 1.05 * most
-            assert other.phases.forward > one.phases.forward
-            assert other.phases.backward > one.phases.backward
-            assert other.rows - one.rows == 90
+    executor = executors()
+    model = DataParallel(nn.Linear(4, 2), executor=executor)
+    train(model, 2)
+    outside, before, inside = time.perf_counter(), executor.stats(), time.perf_counter()
+    train(model, 30)
+    least, after, most = (
+        time.perf_counter() - inside,
+        executor.stats(),
+        time.perf_counter() - outside,
+    )
+    for one, other in zip(before.replicas, after.replicas, strict=True):
+        assert 0.95 * least <= other.phases.total - one.phases.total <= 1.05 * most
+        assert other.phases.forward > one.phases.forward
+        assert other.phases.backward > one.phases.backward
+        assert other.rows - one.rows == 90
 
 
 def test_statistics_of_a_wrapper_are_its_own() -> None:
@@ -184,68 +187,73 @@ def test_no_cluster_to_look_at_is_said(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_without_metrics_nothing_is_reported() -> None:
-    with Executor(["cpu"], options=Options(metrics=False)) as executor:
+    with Executor(["cpu"], options=Options(metrics=False, in_process=True)) as executor:
         assert executor._reporter is None
         train(DataParallel(nn.Linear(4, 2), executor=executor), 1)
         assert executor.stats().replicas[0].rows == 6
 
 
-def test_counts_are_exact_when_several_threads_run_calls() -> None:
+def test_counts_are_exact_when_several_threads_run_calls(executors: Any) -> None:
     """Rows, calls and bytes; and no call seems to be under way afterwards."""
-    with Executor(["cpu", "cpu"]) as executor:
-        models = [DataParallel(nn.Linear(4, 2), executor=executor) for _ in range(3)]
-        threads = [threading.Thread(target=train, args=(model, 20)) for model in models]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        stats = executor.stats()
-        assert [replica.rows for replica in stats.replicas] == [180, 180]
-        assert [replica.calls for replica in stats.replicas] == [60, 60]
-        counted = executor.recorder.accounts.items()
-        for replica in stats.replicas:
-            own = [account.traffic for (index, _), account in counted if index == replica.index]
-            assert (
-                sum(size for ways in own for (_, way), size in ways.items() if way == "in")
-                == replica.bytes_in
-            )
-            assert (
-                sum(size for ways in own for (_, way), size in ways.items() if way == "out")
-                == replica.bytes_out
-            )
-        assert not executor.recorder.under_way
-        assert all(r.phases.total == pytest.approx(stats.seconds, rel=0.05) for r in stats.replicas)
+    executor = executors()
+    before = executor.stats()
+    models = [DataParallel(nn.Linear(4, 2), executor=executor) for _ in range(3)]
+    together(*[functools.partial(train, model, 20) for model in models])
+    stats = executor.stats()
+    counts = [*zip(stats.replicas, before.replicas, strict=True)]
+    assert [now.rows - then.rows for now, then in counts] == [180, 180]
+    assert [now.calls - then.calls for now, then in counts] == [60, 60]
+    counted = executor.recorder.accounts.items()
+    for replica in stats.replicas:
+        own = [account.traffic for (index, _), account in counted if index == replica.index]
+        assert (
+            sum(size for ways in own for (_, way), size in ways.items() if way == "in")
+            == replica.bytes_in
+        )
+        assert (
+            sum(size for ways in own for (_, way), size in ways.items() if way == "out")
+            == replica.bytes_out
+        )
+    assert not executor.recorder.under_way
+    assert all(r.phases.total == pytest.approx(stats.seconds, rel=0.05) for r in stats.replicas)
 
 
-def test_what_runs_again_after_a_death_counts_once() -> None:
+@pytest.fixture(scope="module")
+def dying(cluster: None) -> Iterator[Executor]:
+    """An executor for the tests of what a death leaves; the first one counts from nothing."""
+    with Executor(["cpu", "cpu"], options=Options(name="dying")) as executor:
+        yield executor
+
+
+def test_what_runs_again_after_a_death_counts_once(dying: Executor) -> None:
     """Rows, calls and time; between a forward and its backward, so that the graph is made again
     too.
     """
-    with Executor(["cpu", "cpu"]) as executor:
-        model = DataParallel(nn.Linear(4, 2), executor=executor)
-        train(model, 3)
-        out = model(torch.randn(6, 4))
-        os.kill(executor.replicas()[1].pid, signal.SIGKILL)
-        out.sum().backward()
-        stats = executor.stats()
-        assert (stats.forwards, stats.backwards) == (4, 4)
-        assert sum(replica.rows for replica in stats.replicas) == 24
-        assert sum(replica.calls for replica in stats.replicas) == 8
-        counted = executor.recorder.accounts.values()
-        assert sum(account.forwards for account in counted) == 8
-        assert sum(account.backwards for account in counted) == 8
-        assert (stats.deaths, stats.replays, stats.replicas[0].replays) == (1, 1, 1)
-        assert stats.lost_ms > 0
-        assert all(r.phases.total == pytest.approx(stats.seconds, rel=0.05) for r in stats.replicas)
-        train(model, 1)
-        assert executor.stats().replays == 1
-        executor.grow(float("inf"))
-        assert executor.stats().respawns == 1  # a note of the death comes before
-        (died,) = [text for _, text in executor.recorder.events if "died in backward" in text]
-        assert "replica 1" in died
+    executor = dying
+    model = DataParallel(nn.Linear(4, 2), executor=executor)
+    train(model, 3)
+    out = model(torch.randn(6, 4))
+    os.kill(executor.replicas()[1].pid, signal.SIGKILL)
+    out.sum().backward()
+    stats = executor.stats()
+    assert (stats.forwards, stats.backwards) == (4, 4)
+    assert sum(replica.rows for replica in stats.replicas) == 24
+    assert sum(replica.calls for replica in stats.replicas) == 8
+    counted = executor.recorder.accounts.values()
+    assert sum(account.forwards for account in counted) == 8
+    assert sum(account.backwards for account in counted) == 8
+    assert (stats.deaths, stats.replays, stats.replicas[0].replays) == (1, 1, 1)
+    assert stats.lost_ms > 0
+    assert all(r.phases.total == pytest.approx(stats.seconds, rel=0.05) for r in stats.replicas)
+    train(model, 1)
+    assert executor.stats().replays == 1
+    executor.grow(float("inf"))
+    assert executor.stats().respawns == 1  # a note of the death comes before
+    (died,) = [text for _, text in executor.recorder.events if "died in backward" in text]
+    assert "replica 1" in died
 
 
-def test_exceptions_do_not_stand_in_the_replicas_log() -> None:
+def test_exceptions_do_not_stand_in_the_replicas_log(executors: Any) -> None:
     """They are raised in the driver. Their texts may hold data, and every user of the machine may
     read Ray's logs.
     """
@@ -254,27 +262,27 @@ def test_exceptions_do_not_stand_in_the_replicas_log() -> None:
         def forward(self, x: Tensor) -> Tensor:
             raise KeyError(f"rows {len(x)}")
 
-    with Executor(["cpu", "cpu"], options=Options(name="failing")) as executor:
-        with pytest.raises(KeyError):
-            DataParallel(Fails(), executor=executor)(torch.zeros(4, 2))
-        log = log_of(executor.replicas()[0].pid)
+    executor = executors()
+    with pytest.raises(KeyError):
+        DataParallel(Fails(), executor=executor)(torch.zeros(4, 2))
+    log = log_of(executor.replicas()[0].pid)
     assert "ReplicaActor" in log and "KeyError" not in log and "rows 2" not in log
 
 
-def test_a_successor_s_log_says_why_it_is_there() -> None:
+def test_a_successor_s_log_says_why_it_is_there(dying: Executor) -> None:
     """On its page in the dashboard, where the dead one's is no longer looked at."""
-    with Executor(["cpu", "cpu"], options=Options(name="succeeding")) as executor:
-        model = DataParallel(nn.Linear(4, 2), executor=executor)
+    executor = dying
+    model = DataParallel(nn.Linear(4, 2), executor=executor)
+    train(model, 1)
+    first = executor.replicas()[1].pid
+    os.kill(first, signal.SIGKILL)
+    patience = time.monotonic() + 60
+    while (new := executor.replicas()[1].pid) == first and time.monotonic() < patience:
         train(model, 1)
-        first = executor.replicas()[1].pid
-        os.kill(first, signal.SIGKILL)
-        patience = time.monotonic() + 60
-        while (new := executor.replicas()[1].pid) == first and time.monotonic() < patience:
-            train(model, 1)
-        while "is here because" not in log_of(new) and time.monotonic() < patience:
-            executor.flush()
-        assert f"is here because replica 1 for device cpu (pid {first}, " in log_of(new)
-        assert "worker process has died" in log_of(new)
+    while "is here because" not in log_of(new) and time.monotonic() < patience:
+        executor.flush()
+    assert f"is here because replica 1 for device cpu (pid {first}, " in log_of(new)
+    assert "worker process has died" in log_of(new)
 
 
 def log_of(pid: int) -> str:

@@ -173,21 +173,21 @@ def test_functions_that_are_changed_in_place(modules: Callable[..., Any], tmp_pa
 
 @pytest.mark.usefixtures("cluster")
 def test_a_file_that_changes_before_a_successor_starts(
-    modules: Callable[..., Any], tmp_path: Path
+    modules: Callable[..., Any], tmp_path: Path, executors: Any
 ) -> None:
     """While training runs, the next experiment is being written: a new replica imports what the
     driver runs.
     """
     module = modules("one", edited=NET.format(factor=2.0))
-    with Executor(["cpu", "cpu"]) as executor:
-        model = DataParallel(module.Net(), executor=executor)
-        assert computed(model) == 2.0
-        (tmp_path / "one" / "edited.py").write_text(NET.format(factor=9.0))
-        for info in executor.replicas():
-            os.kill(info.pid, signal.SIGKILL)
-        assert computed(model) == 2.0
-        executor.grow()
-        assert computed(model) == 2.0
+    executor = executors(max_restarts_per_hour=10_000)
+    model = DataParallel(module.Net(), executor=executor)
+    assert computed(model) == 2.0
+    (tmp_path / "one" / "edited.py").write_text(NET.format(factor=9.0))
+    for info in executor.replicas():
+        os.kill(info.pid, signal.SIGKILL)
+    assert computed(model) == 2.0
+    executor.grow()
+    assert computed(model) == 2.0
 
 
 @pytest.mark.usefixtures("cluster")

@@ -198,19 +198,18 @@ class Doubled(nn.Module):
 @pytest.mark.parametrize(
     "options", [{}, {"direct_line": False}, {"link": "inline"}, {"link": "object_store"}]
 )
-def test_every_way_gives_the_same(cluster: None, options: dict[str, Any]) -> None:
+def test_every_way_gives_the_same(executors: Any, options: dict[str, Any]) -> None:
     """Over the line with shared memory, as Ray tasks, and by each link, small and large."""
-    with Executor(["cpu", "cpu"], options=Options(**options)) as executor:
-        for size in (3, 100_000):
-            model = DataParallel(Doubled(size), executor=executor)
-            for _ in range(3):
-                x = torch.linspace(-1, 1, 4 * size).view(4, size)
-                out = model(x)
-                assert torch.equal(out, x)
-                model.zero_grad()
-                out.sum().backward()
-                assert model.module.weight.grad is not None
-                torch.testing.assert_close(model.module.weight.grad, x[:2].sum(0) + x[2:].sum(0))
+    for size in (3, 100_000):
+        model = DataParallel(Doubled(size), executor=executors(**options))
+        for _ in range(3):
+            x = torch.linspace(-1, 1, 4 * size).view(4, size)
+            out = model(x)
+            assert torch.equal(out, x)
+            model.zero_grad()
+            out.sum().backward()
+            assert model.module.weight.grad is not None
+            torch.testing.assert_close(model.module.weight.grad, x[:2].sum(0) + x[2:].sum(0))
 
 
 class Parting(nn.Module):
@@ -234,48 +233,49 @@ class Parting(nn.Module):
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_death_is_known_while_others_work(
-    cluster: None, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    executors: Any, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may be waiting for the one that died, and can be told. The first in the order of calls
     is such a one.
     """
-    with Executor(["cpu", "cpu"], options=Options(direct_line=direct)) as executor:
-        backend = executor._replica_set.backend
-        collect = backend.collect
+    executor = executors(direct_line=direct, max_restarts_per_hour=10_000)
+    executor.grow(float("inf"))
+    deaths = executor.stats().deaths
+    backend = executor._replica_set.backend
+    collect = backend.collect
 
-        def listening(pending: Any, heard: Any = None) -> Any:
-            def also(number: int, answer: Any) -> None:
-                if isinstance(answer, Death):
-                    (tmp_path / "known").touch()
-                if heard is not None:
-                    heard(number, answer)
+    def listening(pending: Any, heard: Any = None) -> Any:
+        def also(number: int, answer: Any) -> None:
+            if isinstance(answer, Death):
+                (tmp_path / "known").touch()
+            if heard is not None:
+                heard(number, answer)
 
-            return collect(pending, also)
+        return collect(pending, also)
 
-        monkeypatch.setattr(backend, "collect", listening)
-        (tmp_path / "fatal").touch()
-        assert DataParallel(Parting(tmp_path), executor=executor)(torch.arange(2.0)).tolist() == [
-            1,
-            2,
-        ]
-        assert executor.stats().deaths == 1
+    monkeypatch.setattr(backend, "collect", listening)
+    (tmp_path / "fatal").touch()
+    model = DataParallel(Parting(tmp_path), executor=executor)
+    assert model(torch.arange(2.0)).tolist() == [1, 2]
+    assert executor.stats().deaths == deaths + 1
+    executor.grow(float("inf"))  # no thread asks Ray in the next tests, which replace its functions
 
 
-def test_memory_is_recycled(cluster: None) -> None:
+def test_memory_is_recycled(executors: Any) -> None:
     """Steps of one size need no more segments than the first ones did, on either side."""
-    with Executor(["cpu", "cpu"]) as executor:
-        model = DataParallel(Doubled(50_000), executor=executor)
-        x = torch.ones(4, 50_000)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        counts = []
-        for _ in range(8):
-            model(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            infos = executor.replicas()
-            counts.append([_memory_files(pid) for pid in ("self", *(info.pid for info in infos))])
-        assert counts[3] == counts[-1]
-        assert all(counts[-1])
+    executor = executors()
+    model = DataParallel(Doubled(50_000), executor=executor)
+    x = torch.ones(4, 50_000)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    counts = []
+    for _ in range(8):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        infos = executor.replicas()
+        counts.append([_memory_files(pid) for pid in ("self", *(info.pid for info in infos))])
+    assert counts[3] == counts[-1]
+    assert all(counts[-1])
 
 
 def _memory_files(pid: int | str) -> int:
@@ -313,15 +313,20 @@ def test_the_cause_of_a_death_is_not_asked_of_a_cluster_that_was_left(left: bool
     knows.
     """
     asked: list[float] = []
+    greeting, plain, get = ray.ObjectRef.from_random(), ray.wait, ray.get
 
-    def wait(refs: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
-        asked.append(timeout)
+    def wait(refs: list[Any], **how: Any) -> tuple[list[Any], list[Any]]:
+        if greeting not in refs:  # of a thread that starts another test's replica
+            return plain(refs, **how)
+        asked.append(how["timeout"])
         return ([], refs) if left or len(asked) < 3 else (refs, [])
 
-    def dead(_ref: Any, timeout: float) -> None:
+    def dead(ref: Any, **how: Any) -> Any:
+        if ref is not greeting:
+            return get(ref, **how)
         raise ray.exceptions.RayActorError(error_msg="The actor is dead because it was killed.")
 
-    client = ReplicaClient(SimpleNamespace(hello=SimpleNamespace(remote=ray.ObjectRef.from_random)))
+    client = ReplicaClient(SimpleNamespace(hello=SimpleNamespace(remote=lambda: greeting)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray, "wait", wait)
         patch.setattr(ray, "get", dead)
@@ -352,12 +357,12 @@ def test_a_call_waits_for_those_in_front_of_it() -> None:
     assert not client.unanswered
 
 
-def test_calls_are_ray_tasks_where_that_is_asked(cluster: None) -> None:
+def test_calls_are_ray_tasks_where_that_is_asked(executors: Any) -> None:
     """Without a direct line each phase is a task of the actor."""
-    with Executor(["cpu"], options=Options(direct_line=False)) as executor:
-        (slot,) = executor.slots(["cpu"])
-        assert slot.client.line is None
-        DataParallel(Doubled(2), executor=executor)(torch.ones(2, 2))
+    executor = executors(1, direct_line=False)
+    (slot,) = executor.slots(["cpu"])
+    assert slot.client.line is None
+    DataParallel(Doubled(2), executor=executor)(torch.ones(2, 2))
 
 
 class Threads(nn.Module):
@@ -447,21 +452,21 @@ def test_calls_that_an_earlier_line_brought_are_not_done() -> None:
         near._answer_line(current, 0, message)
 
 
-def test_a_task_that_was_given_up_lends_nothing_for_ever(cluster: None) -> None:
+def test_a_task_that_was_given_up_lends_nothing_for_ever(executors: Any) -> None:
     """Its answer is heard before a later call, and what it lent is given back with that."""
     size = 1 << 18
-    with Executor(["cpu"], options=Options(direct_line=False)) as executor:
-        model = DataParallel(Doubled(size), executor=executor)
-        backend = executor._replica_set.backend
-        (slot,) = executor.slots(["cpu"])
+    executor = executors(1, direct_line=False)
+    model = DataParallel(Doubled(size), executor=executor)
+    backend = executor._replica_set.backend
+    (slot,) = executor.slots(["cpu"])
+    model(torch.ones(1, size))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(backend, "collect", _ctrl_c)
         model(torch.ones(1, size))
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(backend, "collect", _ctrl_c)
-            model(torch.ones(1, size))
-        (given_up,) = slot.client._given_up
-        ray.wait([given_up])
-        assert torch.equal(model(torch.ones(1, size)), torch.ones(1, size))
-        assert not slot.client._given_up and not slot.client._mappings._times
+    (given_up,) = slot.client._given_up
+    ray.wait([given_up])
+    assert torch.equal(model(torch.ones(1, size)), torch.ones(1, size))
+    assert not slot.client._given_up and not slot.client._mappings._times
 
 
 def _ctrl_c(*_arguments: Any) -> Any:

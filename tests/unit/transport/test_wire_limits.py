@@ -18,7 +18,7 @@ import pytest
 import torch
 from threaded import Scaled, together
 
-from raydp_parallel import DataParallel, Executor, Options, TransferError, parallel_apply, replicate
+from raydp_parallel import DataParallel, TransferError, parallel_apply, replicate
 from raydp_parallel.cluster import ReplicaClient
 from raydp_parallel.replica.server import ReplicaServer
 from raydp_parallel.transport import direct_connection, frames, handshake, process_end
@@ -457,54 +457,56 @@ def test_want_of_memory_for_a_message_is_that_call_s_failure() -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_driver_without_memory_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_without_memory_for_an_answer(
+    monkeypatch: pytest.MonkeyPatch, executors: Any
+) -> None:
     """The error is raised, the replicas live, and the same call works when there is memory
     again.
     """
     size = 1 << 18
-    with Executor(["cpu", "cpu"], options=Options(link="inline")) as executor:
-        model = DataParallel(Scaled(size), executor=executor)
-        expected = model(torch.ones(2, size))
-        pids = [info.pid for info in executor.replicas()]
+    executor = executors(link="inline")
+    model = DataParallel(Scaled(size), executor=executor)
+    expected = model(torch.ones(2, size))
+    pids = [info.pid for info in executor.replicas()]
 
-        class Empty(Poor):
-            def empty(self, size: int, dtype: Any) -> Any:
-                raise MemoryError(f"no room for {size}")
+    class Empty(Poor):
+        def empty(self, size: int, dtype: Any) -> Any:
+            raise MemoryError(f"no room for {size}")
 
-        monkeypatch.setattr(frames, "np", Empty(0))
-        with pytest.raises(MemoryError, match="no room"):
-            model(torch.ones(2, size))
-        monkeypatch.undo()
-        assert torch.equal(model(torch.ones(2, size)), expected)
-        assert executor.stats().deaths == 0 and [info.pid for info in executor.replicas()] == pids
+    monkeypatch.setattr(frames, "np", Empty(0))
+    with pytest.raises(MemoryError, match="no room"):
+        model(torch.ones(2, size))
+    monkeypatch.undo()
+    assert torch.equal(model(torch.ones(2, size)), expected)
+    assert executor.stats().deaths == 0 and [info.pid for info in executor.replicas()] == pids
 
 
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("how", ["ctrl-c", "transfer error"])
 def test_the_same_call_again_after_one_that_was_aborted(
-    how: str, monkeypatch: pytest.MonkeyPatch
+    how: str, monkeypatch: pytest.MonkeyPatch, executors: Any
 ) -> None:
     """The answer of the first is still on its way, larger than the socket, when the second is sent,
     as large.
     """
     size = 1 << 22
-    with Executor(["cpu", "cpu"], options=Options(link="inline")) as executor:
-        net = Scaled(size)
-        model = DataParallel(net, executor=executor)
-        x = torch.rand(2, size)
-        model(x)
-        backend = executor._replica_set.backend
-        for _ in range(3):
-            if how == "ctrl-c":
-                with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                    patch.setattr(backend, "collect", _ctrl_c)
-                    model(x)
-            else:
-                replicas = replicate(net, ["cpu", "cpu"], executor=executor)
-                with pytest.raises(TransferError):
-                    parallel_apply(replicas, [(x[:1],), (threading.Lock(),)])
-            assert torch.equal(model(x), x)
-        assert executor.stats().deaths == 0
+    executor = executors(link="inline")
+    net = Scaled(size)
+    model = DataParallel(net, executor=executor)
+    x = torch.rand(2, size)
+    model(x)
+    backend = executor._replica_set.backend
+    for _ in range(3):
+        if how == "ctrl-c":
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(backend, "collect", _ctrl_c)
+                model(x)
+        else:
+            replicas = replicate(net, ["cpu", "cpu"], executor=executor)
+            with pytest.raises(TransferError):
+                parallel_apply(replicas, [(x[:1],), (threading.Lock(),)])
+        assert torch.equal(model(x), x)
+    assert executor.stats().deaths == 0
 
 
 def _ctrl_c(*_arguments: Any) -> Any:
