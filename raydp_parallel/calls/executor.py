@@ -349,27 +349,33 @@ _READ_BY_WRAPPERS: dict[str, Any] = {
 executor.
 """
 
-_shared: dict[Options, Executor] = {}
-_shared_lock = threading.Lock()
+
+class _SharedExecutors:
+    """The executors that wrappers share, by their options."""
+
+    def __init__(self) -> None:
+        self.by_options: dict[Options, Executor] = {}
+        self.lock = threading.Lock()
+        forks.tell_child(self)
+
+    def after_fork(self) -> None:
+        """Make the lock anew: the thread that held it is not in the child."""
+        self.lock = threading.Lock()
 
 
-def _unlock() -> None:
-    global _shared_lock
-    _shared_lock = threading.Lock()
-
-
-forks.call_in_child(_unlock)
+_shared = _SharedExecutors()
 
 
 def shared(options: Options) -> Executor:
     """The process's executor for these options; it has no replica until one is needed."""
-    executor = _shared.get(options)
+    found = _shared.by_options
+    executor = found.get(options)
     if executor is None or executor.closed:
-        with _shared_lock:
+        with _shared.lock:
             plain = replace(options, **_READ_BY_WRAPPERS)
-            if plain not in _shared or _shared[plain].closed:
-                _shared[plain] = Executor((), options=plain)
-            executor = _shared[options] = _shared[plain]
+            if plain not in found or found[plain].closed:
+                found[plain] = Executor((), options=plain)
+            executor = found[options] = found[plain]
     return executor
 
 
@@ -377,8 +383,8 @@ def shutdown() -> None:
     """End the process's replicas, and the Ray cluster if it was started for them. The next use
     starts anew.
     """
-    with _shared_lock:
-        for executor in _shared.values():
+    with _shared.lock:
+        for executor in _shared.by_options.values():
             executor.close()
-        _shared.clear()
+        _shared.by_options.clear()
     cluster.disconnect()

@@ -10,16 +10,14 @@ its replica is gone when backward needs it, another replica makes it again. A de
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
+from raydp_parallel.devices.numbering import number
 from raydp_parallel.errors import GraphLost
 from raydp_parallel.transport.links import Attachments
 from raydp_parallel.transport.messages import Reply
-
-_keys = itertools.count(1)
 
 Prepare = Callable[[ReplicaSlot, Attachments], Any]
 """Makes a message for a slot, and puts its tensors into the attachments. May be called again, for
@@ -65,7 +63,7 @@ class RemoteGraph:
     """
 
     def __init__(self) -> None:
-        self.key = next(_keys)
+        self.key = number("graph")
         self.recipe: GraphRecipe | None = None
         self.slot: ReplicaSlot | None = None
         self._incarnation = 0

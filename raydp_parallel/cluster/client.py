@@ -358,12 +358,6 @@ def await_ends(clients: Iterable[ReplicaClient], seconds: float) -> None:
             left.discard(process)
 
 
-_put: weakref.WeakKeyDictionary[SharedBuffer, Any] = weakref.WeakKeyDictionary()
-"""Buffers of this process's shared memory that were put into the object store too, for replicas on
-other nodes.
-"""
-
-
 def _stored(packet: Attachment) -> Attachment:
     """An attachment for a replica that shares no memory. Large ones are put into the store once,
     for all such replicas.
@@ -374,6 +368,6 @@ def _stored(packet: Attachment) -> Attachment:
         return packet
     if packet.array.nbytes <= SHARE_LIMIT:
         return packet.array
-    if packet not in _put:
-        _put[packet] = ray_api.put(packet.array)
-    return _put[packet]
+    if packet.stored is None:
+        packet.stored = ray_api.put(packet.array)
+    return packet.stored

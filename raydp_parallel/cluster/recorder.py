@@ -22,6 +22,7 @@ from raydp_parallel.cluster.chunk_calls import ChunkCall
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
 from raydp_parallel.cluster.run_notes import AnswerNote, CallRecord, Reducing, Round, SentNote
 from raydp_parallel.devices import forks
+from raydp_parallel.devices.numbering import number
 from raydp_parallel.monitoring.accounts import (
     Account,
     Accounts,
@@ -45,23 +46,10 @@ from raydp_parallel.monitoring.stats import (
 _SHOWN = 48
 """How many calls are kept as they happened, for pictures."""
 
-_names: Counter[str] = Counter()
-_naming = threading.Lock()
-
-
-def _unlock() -> None:
-    """In a forked child, which does not have the thread that may hold the lock."""
-    global _naming
-    _naming = threading.Lock()
-
-
-forks.call_in_child(_unlock)
-
 
 def _numbered(name: str) -> str:
-    with _naming:
-        _names[name] += 1
-        return name if _names[name] == 1 else f"{name}/{_names[name]}"
+    found = number(f"executor {name}")
+    return name if found == 1 else f"{name}/{found}"
 
 
 class Recorder:
@@ -90,9 +78,8 @@ class Recorder:
         forks.tell_child(self)
 
     def after_fork(self) -> None:
-        """Make the locks anew: the thread that held one is not in the child."""
-        global _naming
-        _naming = self._lock = threading.Lock()
+        """Make the lock anew: the thread that held it is not in the child."""
+        self._lock = threading.Lock()
 
     def installed(self, slot: ReplicaSlot) -> None:
         """Note that a slot got a new replica."""

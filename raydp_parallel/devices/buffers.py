@@ -9,7 +9,6 @@ frees it with its last mapping, whichever process is killed. It is not limited b
 from __future__ import annotations
 
 import contextlib
-import itertools
 import mmap
 import os
 import threading
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raydp_parallel.devices import forks
+from raydp_parallel.devices.numbering import number
 
 _SMALLEST = 1 << 16
 _PATIENCE = 64
@@ -31,18 +31,15 @@ Pin = Callable[[int, int], Callable[[], object] | None]
 that ends this, None if it is refused.
 """
 
-_tokens = itertools.count(1)
-_leases = itertools.count(1)
-
 
 def new_token() -> int:
     """A number that names some memory of this process."""
-    return next(_tokens)
+    return number("memory")
 
 
 def new_lease() -> int:
     """A number that names one use of that memory."""
-    return next(_leases)
+    return number("lease")
 
 
 class Descriptor(NamedTuple):
@@ -75,7 +72,7 @@ def describe(file: int, length: int, size: int) -> Descriptor:
     """The descriptor of a file that this process holds open."""
     found = os.fstat(file)
     path = f"/proc/{os.getpid()}/fd/{file}"
-    return Descriptor(next(_tokens), path, found.st_ino, length, size, volume=found.st_dev)
+    return Descriptor(new_token(), path, found.st_ino, length, size, volume=found.st_dev)
 
 
 class _Segment:
@@ -120,8 +117,10 @@ class SharedBuffer:
         self, segment: _Segment | _Scratch, size: int, free: Callable[[Any], None]
     ) -> None:
         self.array = segment.array[:size]
-        self.descriptor = segment.descriptor._replace(size=size, lease=next(_leases))
+        self.descriptor = segment.descriptor._replace(size=size, lease=new_lease())
         self.segment: Any = segment
+        self.stored: Any = None
+        """Its copy in Ray's object store, if replicas on other nodes need one."""
         self._return = weakref.finalize(self, free, segment)
         self._return.atexit = False
 

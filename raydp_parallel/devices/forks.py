@@ -34,37 +34,44 @@ class Inherited(Protocol):
         """Called in the child, where no other thread runs."""
 
 
-_closed: weakref.WeakSet[Closable] = weakref.WeakSet()
-_told: weakref.WeakSet[Inherited] = weakref.WeakSet()
-_called: list[Callable[[], object]] = []
+class _AfterFork:
+    """What is notified in a forked child."""
+
+    def __init__(self) -> None:
+        self.closed: weakref.WeakSet[Closable] = weakref.WeakSet()
+        self.told: weakref.WeakSet[Inherited] = weakref.WeakSet()
+        self.called: list[Callable[[], object]] = []
+
+    def in_child(self) -> None:
+        """Notify it."""
+        for thing in [*self.closed]:
+            with contextlib.suppress(Exception):
+                thing.close()
+        for told in [*self.told]:
+            with contextlib.suppress(Exception):
+                told.after_fork()
+        for work in self.called:
+            with contextlib.suppress(Exception):
+                work()
+
+
+_after_fork = _AfterFork()
 
 
 def close_in_child(thing: Closable) -> None:
     """Close an object in each forked child, before other objects are notified."""
-    _closed.add(thing)
+    _after_fork.closed.add(thing)
 
 
 def tell_child(thing: Inherited) -> None:
     """Notify an object in each forked child."""
-    _told.add(thing)
+    _after_fork.told.add(thing)
 
 
 def call_in_child(work: Callable[[], object]) -> None:
     """Call a function of a module in each forked child."""
-    _called.append(work)
-
-
-def _in_child() -> None:
-    for thing in [*_closed]:
-        with contextlib.suppress(Exception):
-            thing.close()
-    for told in [*_told]:
-        with contextlib.suppress(Exception):
-            told.after_fork()
-    for work in _called:
-        with contextlib.suppress(Exception):
-            work()
+    _after_fork.called.append(work)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
+    os.register_at_fork(after_in_child=_after_fork.in_child)

@@ -71,7 +71,7 @@ class ReplicaActor(ReplicaServer):
         os.environ.update(environment)
         devices.keep_freed_memory()
         process.belong_to_replica()
-        sys.breakpointhook = _refuse_debugger  # Ray's own waits for somebody to connect
+        sys.breakpointhook = _refuse_debugger  # Ray's own waits until a debugger connects
         given = [*map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))]
         super().__init__(devices.take_given(device, given), link_for(link), _task_span)
         self._replica.groups.secret = secret

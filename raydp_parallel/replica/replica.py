@@ -98,7 +98,7 @@ class Replica:
         device: The device.
 
     Attributes:
-        span: Opens a span for each phase of a call, where somebody wants to see them.
+        span: Opens a span for each phase of a call, where they are shown.
         check_process: Called when code of the module has ended: it may have forked, and then ended
             twice.
     """

@@ -26,11 +26,26 @@ _PYTHONS_OWN = frozenset(
 )
 _MISSING = object()
 
-_originals: dict[tuple[type, str], Any] = {}
-_seen: weakref.WeakKeyDictionary[type, tuple[list[str], list[Any], list[Any]]] = (
-    weakref.WeakKeyDictionary()
-)
-_first: weakref.WeakKeyDictionary[type, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+class _Record:
+    """What is known of classes, which belong to the process as they do.
+
+    Attributes:
+        first: Their attributes when they were first seen here.
+        seen: Their attributes when they were last looked at: names, values, and both of those that
+            are compared.
+        originals: What was replaced by the driver's, by class and name.
+    """
+
+    def __init__(self) -> None:
+        self.first: weakref.WeakKeyDictionary[type, dict[str, Any]] = weakref.WeakKeyDictionary()
+        self.seen: weakref.WeakKeyDictionary[type, tuple[list[str], list[Any], list[Any]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.originals: dict[tuple[type, str], Any] = {}
+
+
+_record = _Record()
 
 Patch = tuple[type, str, Any]
 """A class, the name of one of its attributes, and its value."""
@@ -50,21 +65,21 @@ def attributes(kind: type) -> list[Any]:
     before.
     """
     names, values = [*vars(kind)], [*vars(kind).values()]
-    seen = _seen.get(kind)
+    seen = _record.seen.get(kind)
     if seen is None or seen[0] != names or not all(map(operator.is_, seen[1], values)):
         own = {
             name: value
             for name, value in zip(names, values, strict=True)
             if name not in _PYTHONS_OWN
         }
-        seen = _seen[kind] = names, values, [*own, *own.values()]
+        seen = _record.seen[kind] = names, values, [*own, *own.values()]
     return seen[2]
 
 
 def patches(kinds: Sequence[type]) -> Iterator[tuple[Patch, bool]]:
     """The attributes that were set on classes after they were made, and whether that is certain."""
     for kind in kinds:
-        first = _first.setdefault(kind, dict(vars(kind)))
+        first = _record.first.setdefault(kind, dict(vars(kind)))
         for name, value in list(vars(kind).items()):
             changed = value is not first.get(name, _MISSING) and not _is_own(kind, name, value)
             if name not in _PYTHONS_OWN and (changed or _is_foreign(kind, name, value)):
@@ -78,12 +93,12 @@ def apply(process: str, kinds: Sequence[type], found: list[Patch]) -> None:
     if process == PROCESS:
         return  # a replica in the driver's process
     wanted = {(kind, name) for kind, name, _ in found}
-    for kind, name in [key for key in _originals if key[0] in kinds and key not in wanted]:
-        _set(kind, name, _originals.pop((kind, name)))
+    for kind, name in [key for key in _record.originals if key[0] in kinds and key not in wanted]:
+        _set(kind, name, _record.originals.pop((kind, name)))
     for kind, name, value in found:
         now = vars(kind).get(name, _MISSING)
         if now is not value:
-            _originals.setdefault((kind, name), now)
+            _record.originals.setdefault((kind, name), now)
             _set(kind, name, value)
 
 

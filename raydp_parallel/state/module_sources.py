@@ -55,11 +55,14 @@ NOWHERE = Origins("", (), (), {})
 
 
 class _Known(NamedTuple):
-    """What is known about a module; a module that is loaded again has another spec."""
+    """What is known about a module; a module that is loaded again has another spec. It is sent by
+    value if its file changed after the import.
+    """
 
     spec: Any
     source: ModuleSource | None
     data: bytes
+    by_value: bool = False
 
 
 _known: dict[str, _Known] = {}
@@ -197,28 +200,21 @@ def _checked(name: str) -> ModuleSource | None:
     """A module's source. If its file no longer has the text that runs here, the module is
     registered to be sent by value.
     """
-    known = _known.get(name)
-    is_new = known is None or known.spec is not spec_of(name)
-    known = _look(name)
-    if known is None or not is_new:
+    before, known = _known.get(name), _look(name)
+    if known is None or known is before:
         return known.source if known is not None else None
     module = sys.modules[name]
-    if name in cloudpickle.list_registry_pickle_by_value() and name in _by_value:
+    registered = name in cloudpickle.list_registry_pickle_by_value()
+    if registered and before is not None and before.by_value:
         cloudpickle.unregister_pickle_by_value(module)
-        _by_value.discard(name)
     if known.source is not None and _is_outdated(module, known):
         log.warning(
             "%s was changed after it was imported: what was imported is sent to replicas",
             known.source.file,
         )
-        known = _known[name] = _Known(known.spec, ModuleSource(known.source.file, ""), b"")
+        known = _known[name] = _Known(known.spec, ModuleSource(known.source.file, ""), b"", True)
         cloudpickle.register_pickle_by_value(module)
-        _by_value.add(name)
     return known.source
-
-
-_by_value: set[str] = set()
-"""Modules that are sent by value, because their files changed after the import."""
 
 
 def _is_outdated(module: Any, known: _Known) -> bool:
@@ -257,11 +253,38 @@ def _functions(module: Any) -> Iterator[types.FunctionType]:
 
 # In a replica.
 
-_wanted: dict[str, ModuleSource] = {}
-"""The sources that the driver has loaded, by the name of the module."""
 
-_sent: dict[str, str] = {}
-"""The folders of packages that the driver sent, by name. They are searched before all others."""
+class _Guard:
+    """What the driver has told this process of its modules; a finder before Python's own ones that
+    checks what they find.
+
+    Attributes:
+        wanted: The sources that the driver has loaded, by the name of the module.
+        sent: The folders of packages that the driver sent, by name. They are searched before all
+            others.
+    """
+
+    def __init__(self) -> None:
+        self.wanted: dict[str, ModuleSource] = {}
+        self.sent: dict[str, str] = {}
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """The spec of a module that the driver has loaded too, if the source is the same."""
+        if name not in self.wanted:
+            return None
+        for finder in [*sys.meta_path]:
+            find = getattr(finder, "find_spec", None) if finder is not self else None
+            spec = find(name, path, target) if find is not None else None
+            if spec is not None:
+                known = _read(spec)
+                if known.source is not None:
+                    _compare(name, known.source)
+                    _known[name] = known
+                return spec
+        return None
+
+
+_GUARD = _Guard()
 
 
 def follow(origins: Origins) -> None:
@@ -272,8 +295,8 @@ def follow(origins: Origins) -> None:
     """
     if origins.process == PROCESS:
         return  # a replica in the driver's process
-    sys.path[:] = dict.fromkeys([*_sent.values(), *_in_order(sys.path, origins)])
-    _wanted.clear()
+    sys.path[:] = dict.fromkeys([*_GUARD.sent.values(), *_in_order(sys.path, origins)])
+    _GUARD.wanted.clear()
     expect(origins)
 
 
@@ -285,7 +308,7 @@ def expect(origins: Origins) -> None:
     """
     if origins.process == PROCESS:
         return
-    _wanted.update(origins.sources)
+    _GUARD.wanted.update(origins.sources)
     if _GUARD not in sys.meta_path:
         sys.meta_path.insert(0, _GUARD)
     for name in origins.sources:
@@ -311,7 +334,7 @@ def _in_order(own: Sequence[str], origins: Origins) -> list[str]:
 
 
 def _compare(name: str, found: ModuleSource) -> None:
-    wanted = _wanted.get(name)
+    wanted = _GUARD.wanted.get(name)
     if wanted is None or (found.digest == wanted.digest and found.digest):
         return
     if not wanted.digest:
@@ -328,29 +351,6 @@ def _compare(name: str, found: ModuleSource) -> None:
     raise SourceMismatch(f"module {name!r} of a replica is not the driver's: {why}")
 
 
-class _Guard:
-    """A finder before Python's own ones that checks what they find."""
-
-    @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
-        """The spec of a module that the driver has loaded too, if the source is the same."""
-        if name not in _wanted:
-            return None
-        for finder in [*sys.meta_path]:
-            find = getattr(finder, "find_spec", None) if finder is not _GUARD else None
-            spec = find(name, path, target) if find is not None else None
-            if spec is not None:
-                known = _read(spec)
-                if known.source is not None:
-                    _compare(name, known.source)
-                    _known[name] = known
-                return spec
-        return None
-
-
-_GUARD = _Guard()
-
-
 def prefer(name: str, folder: str) -> bool:
     """Import a module from a folder that the driver sent, from now on.
 
@@ -362,11 +362,11 @@ def prefer(name: str, folder: str) -> bool:
         Whether it had been loaded from elsewhere. Then all of the user's modules are unloaded,
         because others may hold parts of it, and models built from them must be built again.
     """
-    before, _sent[name] = _sent.get(name), folder
+    before, _GUARD.sent[name] = _GUARD.sent.get(name), folder
     sys.path[:] = [folder, *(path for path in sys.path if path not in (folder, before))]
     if not any(key.partition(".")[0] == name for key in sys.modules):
         return False
-    own = {key for key, source in _wanted.items() if not is_installed(source.file)}
+    own = {key for key, source in _GUARD.wanted.items() if not is_installed(source.file)}
     for key in [key for key in sys.modules if key in own or key.partition(".")[0] == name]:
         del sys.modules[key]
     return True

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from raydp_parallel.devices.numbering import number
 from raydp_parallel.devices.ranges import Attachment
 from raydp_parallel.state import change_reasons, module_sources, structure
 from raydp_parallel.state.block_contents import BlockContents
@@ -27,7 +28,6 @@ from raydp_parallel.state.special_tensors import Specials
 from raydp_parallel.transport.links import Attachments, Link
 from raydp_parallel.transport.messages import StateUpdate, Structure, WriteBack
 
-_ids = itertools.count(1)
 _SIMPLE = (bool, int, float, str, type(None))
 _MISSING = object()
 
@@ -89,7 +89,7 @@ class ModuleTracker:
     """
 
     def __init__(self, module: nn.Module, link: Link) -> None:
-        self.id = next(_ids)
+        self.id = number("model")
         self.revision = 0
         self.structure_at = 0
         self._sent_before = 0

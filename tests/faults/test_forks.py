@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from raydp_parallel import (
 )
 from raydp_parallel.calls import executor as executors
 from raydp_parallel.cluster import recorder
+from raydp_parallel.state import raw_access
 from raydp_parallel.transport.links import exposed
 
 on_cluster = pytest.mark.usefixtures("cluster")
@@ -69,12 +70,11 @@ def in_child(
 
 
 @pytest.fixture(scope="module")
-def model(cluster: None) -> Iterator[DataParallel[Any]]:
+def model(executors: Any) -> DataParallel[Any]:
     """A wrapper that has been called. No test leaves a trace in it: that is what they are about."""
-    with Executor(["cpu", "cpu"]) as executor:
-        model = DataParallel(nn.Linear(300, 300), executor=executor)
-        model(torch.ones(4, 300)).sum().backward()
-        yield model
+    model = DataParallel(nn.Linear(300, 300), executor=executors())
+    model(torch.ones(4, 300)).sum().backward()
+    return model
 
 
 def refused(work: Callable[[], Any]) -> None:
@@ -170,7 +170,7 @@ def test_locks_that_a_thread_held_at_the_fork(model: DataParallel[Any]) -> None:
     held = [
         replica_set.lock,
         replica_set.recorder._lock,
-        executors._shared_lock,
+        executors._shared.lock,
         slot.client.line._state,
         slot.client.line._ending,
     ]
@@ -180,7 +180,7 @@ def test_locks_that_a_thread_held_at_the_fork(model: DataParallel[Any]) -> None:
         slot.client._mappings._mapping,
         executor.groups._guard,
         executor.groups._making,
-        recorder._naming,
+        raw_access._collectors._lock,
     ]
     if executor._reporter is not None:
         held.append(executor._reporter._guard)
@@ -261,31 +261,31 @@ def test_a_child_sees_the_parent_s_later_changes(model: DataParallel[Any]) -> No
         os.close(end)
 
 
-def test_outputs_of_before_the_fork_are_the_child_s_own(cluster: None) -> None:
+def test_outputs_of_before_the_fork_are_the_child_s_own(executors: Any) -> None:
     """They lie in memory of the replicas: what the child writes stays there, and what they write
     next does, too.
     """
-    with Executor(["cpu"]) as executor:
-        model = DataParallel(nn.Flatten(0, -1), executor=executor)
-        kept = [model(torch.full((1 << 20,), 3.0))]
-        began, go_on = os.pipe(), os.pipe()
+    executor = executors(1)
+    model = DataParallel(nn.Flatten(0, -1), executor=executor)
+    kept = [model(torch.full((1 << 20,), 3.0))]
+    began, go_on = os.pipe(), os.pipe()
 
-        def write() -> list[float]:
-            os.write(began[1], b"x")
-            os.read(go_on[0], 1)
-            seen = kept[0].unique().tolist()
-            return [*seen, *kept[0].fill_(5).unique().tolist()]
+    def write() -> list[float]:
+        os.write(began[1], b"x")
+        os.read(go_on[0], 1)
+        seen = kept[0].unique().tolist()
+        return [*seen, *kept[0].fill_(5).unique().tolist()]
 
-        def next_ones() -> None:
-            os.read(began[0], 1)
-            kept.clear()
-            for number in range(3):
-                model(torch.full((1 << 20,), float(number)))
-            os.write(go_on[1], b"x")
+    def next_ones() -> None:
+        os.read(began[0], 1)
+        kept.clear()
+        for number in range(3):
+            model(torch.full((1 << 20,), float(number)))
+        os.write(go_on[1], b"x")
 
-        assert in_child(write, parent=next_ones) == [3, 5]
-        for end in (*began, *go_on):
-            os.close(end)
+    assert in_child(write, parent=next_ones) == [3, 5]
+    for end in (*began, *go_on):
+        os.close(end)
 
 
 class Numbers(torch.utils.data.Dataset[Tensor]):
@@ -436,10 +436,9 @@ class Forks(nn.Module):
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["line", "tasks"])
-def alone(cluster: None, request: pytest.FixtureRequest) -> Iterator[Executor]:
+def alone(executors: Any, request: pytest.FixtureRequest) -> Executor:
     """One replica, which is called over its line or by Ray's tasks."""
-    with Executor(["cpu"], options=Options(direct_line=request.param)) as executor:
-        yield executor
+    return executors(1, direct_line=request.param)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("backward", [False, True])

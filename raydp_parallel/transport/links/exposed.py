@@ -55,15 +55,52 @@ class Exposed:
         return _seen_by_numpy(self.storage).copy()
 
 
-_known: weakref.WeakValueDictionary[int, Exposed] = weakref.WeakValueDictionary()
+class _Exposures:
+    """What of this process's memory is exposed.
+
+    Attributes:
+        known: The exposed storages, by the address of torch's object.
+        moved: By address the storages that were moved: the file, which torch closes with the
+            storage, and the descriptor.
+        own: In a forked process the addresses of storages that were moved. Their files, which
+            belong to the parent, no longer hold the child's contents.
+        said: Whether it was said that there is no space.
+    """
+
+    def __init__(self) -> None:
+        self.known: weakref.WeakValueDictionary[int, Exposed] = weakref.WeakValueDictionary()
+        self.moved: dict[int, tuple[int, Descriptor]] = {}
+        self.own: set[int] = set()
+        self.said = False
+        forks.tell_child(self)
+
+    def note_moved(self, address: int, file: int, descriptor: Descriptor) -> None:
+        """Note that a storage was moved, and forget some that are gone."""
+        if len(self.moved) >= 2 * _MOST:
+            for old in [*self.moved]:
+                if not _is_there(*self.moved[old]):
+                    del self.moved[old]
+        self.moved[address] = file, descriptor
+
+    def after_fork(self) -> None:
+        """Make the child's moved storages private, so that its parent sees none of its writes."""
+        for address, (file, meant) in self.moved.items():
+            if _is_there(file, meant):
+                keep_to_itself(address, meant.length, file)
+                self.own.add(address)
+        self.moved.clear()
+        self.known.clear()
+
+
+_exposures = _Exposures()
 
 
 def expose(storage: Any, known: int, promised: int = 0) -> Exposed | None:
     """Move a storage to shared memory, if that is allowed and there is space. See `Link.expose`."""
-    found = _known.get(storage._cdata)
+    found = _exposures.known.get(storage._cdata)
     if found is not None:
         return found
-    if _own and storage.data_ptr() in _own:
+    if _exposures.own and storage.data_ptr() in _exposures.own:
         return None
     already = _is_shared(storage)
     if not (already or (_may_move(storage, known) and _has_space(storage.nbytes(), promised))):
@@ -72,28 +109,9 @@ def expose(storage: Any, known: int, promised: int = 0) -> Exposed | None:
     descriptor = describe(file, size, size)
     if not already:
         _fix(storage)
-        _note_moved(storage.data_ptr(), file, descriptor)
-    found = _known[storage._cdata] = Exposed(storage, descriptor)
+        _exposures.note_moved(storage.data_ptr(), file, descriptor)
+    found = _exposures.known[storage._cdata] = Exposed(storage, descriptor)
     return found
-
-
-_own: set[int] = set()
-"""In a forked process: the addresses of storages that were moved. Their files, which belong to the
-parent, no longer hold the child's contents.
-"""
-
-_moved: dict[int, tuple[int, Descriptor]] = {}
-"""By address the storages that were moved: the file, which torch closes with the storage, and the
-descriptor.
-"""
-
-
-def _note_moved(address: int, file: int, descriptor: Descriptor) -> None:
-    if len(_moved) >= 2 * _MOST:
-        for old in [*_moved]:
-            if not _is_there(*_moved[old]):
-                del _moved[old]
-    _moved[address] = file, descriptor
 
 
 def _is_there(file: int, meant: Descriptor) -> bool:
@@ -102,21 +120,6 @@ def _is_there(file: int, meant: Descriptor) -> bool:
     except OSError:
         return False
     return (found.st_dev, found.st_ino) == (meant.volume, meant.inode)
-
-
-def _keep_to_itself() -> None:
-    """In a forked child: make its moved storages private, so that its parent sees none of its
-    writes.
-    """
-    for address, (file, meant) in _moved.items():
-        if _is_there(file, meant):
-            keep_to_itself(address, meant.length, file)
-            _own.add(address)
-    _moved.clear()
-    _known.clear()
-
-
-forks.call_in_child(_keep_to_itself)
 
 
 def _fix(storage: Any) -> None:
@@ -153,7 +156,7 @@ def _may_move(storage: Any, known: int) -> bool:
 
 
 def _has_space(size: int, promised: int) -> bool:
-    if len(_known) >= min(_MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4):
+    if len(_exposures.known) >= min(_MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4):
         return False
     try:
         found = os.statvfs(_FOLDER)
@@ -167,10 +170,7 @@ def _has_space(size: int, promised: int) -> bool:
     return free >= size + _SPARE
 
 
-_told: set[str] = set()
-
-
 def _tell_once(size: int, why: str) -> None:
-    if size >= _MUCH and not _told:
-        _told.add(why)
+    if size >= _MUCH and not _exposures.said:
+        _exposures.said = True
         log.warning("weights are copied to the replicas instead of shared: %s", why)

@@ -19,7 +19,17 @@ from torch import nn
 
 import raydp_parallel
 from raydp_parallel import command
-from raydp_parallel.check import copies, ddp, memory, rows, runner, sharing, speed, table, training
+from raydp_parallel.check import (
+    copies,
+    ddp,
+    process_memory,
+    rows,
+    runner,
+    sharing,
+    speed,
+    table,
+    training,
+)
 from raydp_parallel.check.here import Here, machine
 from raydp_parallel.check.loads import LOADS, PERCEPTRON
 from raydp_parallel.check.table import RowStatus
@@ -156,11 +166,11 @@ def test_rows_about_a_gpus_memory(like_gpus: LikeGpus, monkeypatch: pytest.Monke
     raises.
     """
     gpu_memory(monkeypatch)
-    monkeypatch.setattr(memory, "_TOLD", 0.0)
-    found = memory.on_the_gpu(like_gpus)
+    monkeypatch.setattr(process_memory, "_TOLD", 0.0)
+    found = process_memory.on_the_gpu(like_gpus)
     assert found.good
     assert found.numbers["plain_peak"] == 1 << 20
-    assert memory.does_not_grow(like_gpus).good
+    assert process_memory.does_not_grow(like_gpus).good
     gpu_memory(monkeypatch, 1 << 60)
     line = runner.try_row(BY_NAME["out of memory in one replica"], like_gpus)
     assert line.status is RowStatus.FAILED

@@ -17,7 +17,8 @@ from harness import assert_same_grads, assert_same_state, raised
 from threaded import together
 from torch import Tensor, nn
 
-from raydp_parallel import DataParallel, Executor, Options, shutdown
+from raydp_parallel import DataParallel, Executor, Options
+from raydp_parallel.calls.executor import _shared
 from raydp_parallel.replica import replica
 
 HERE = Options(in_process=True)
@@ -25,9 +26,11 @@ HERE = Options(in_process=True)
 
 @pytest.fixture(autouse=True)
 def fresh() -> Any:
-    """Every test has its own replicas."""
+    """Every test has its own replicas; those of other tests, which are processes, stay."""
     yield
-    shutdown()
+    for executor in [*_shared.by_options.values()]:
+        if executor.options.in_process:
+            executor.close()
 
 
 def wrapped(module: nn.Module, replicas: int = 2, **options: Any) -> DataParallel[Any]:

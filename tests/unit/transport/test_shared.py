@@ -243,10 +243,10 @@ def test_only_so_many_storages_are_exposed(monkeypatch: pytest.MonkeyPatch) -> N
     """Each is a file and a mapping. One that is exposed already stays so."""
     first, second = torch.zeros(1000), torch.zeros(1000)
     found = known(first)
-    monkeypatch.setattr(exposed, "_MOST", len(exposed._known))
+    monkeypatch.setattr(exposed, "_MOST", len(exposed._exposures.known))
     assert known(second) is None and not second.is_shared()
     assert known(first) is found
-    monkeypatch.setattr(exposed, "_MOST", len(exposed._known) + 1)
+    monkeypatch.setattr(exposed, "_MOST", len(exposed._exposures.known) + 1)
     assert known(second) is not None
 
 
@@ -307,7 +307,7 @@ def test_without_room_nothing_is_exposed_and_that_is_said_once(
         return Full
 
     monkeypatch.setattr(exposed.os, "statvfs", statvfs)
-    monkeypatch.setattr(exposed, "_told", set())
+    monkeypatch.setattr(exposed._exposures, "said", False)
     tensor = torch.zeros(1 << 15)
     before = tensor.data_ptr()
     with caplog.at_level(logging.WARNING, logger="raydp_parallel"):
@@ -321,7 +321,9 @@ def test_without_room_nothing_is_exposed_and_that_is_said_once(
 
 
 @on_cluster
-def test_what_ray_has_promised_itself_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ray_has_promised_itself_is_not_free(
+    monkeypatch: pytest.MonkeyPatch, executors: Any
+) -> None:
     """Its object store takes up pages one by one, in the memory that storages are moved to."""
     (node,) = [node for node in cluster.ray_api.nodes() if node.id == cluster.ray_api.here()]
     promised = int(node.free["object_store_memory"])
@@ -336,14 +338,14 @@ def test_what_ray_has_promised_itself_is_not_free(monkeypatch: pytest.MonkeyPatc
             return left["bytes"]
 
     monkeypatch.setattr(exposed.os, "statvfs", lambda path: Free())
-    monkeypatch.setattr(exposed, "_told", set())
+    monkeypatch.setattr(exposed._exposures, "said", False)
     plain = Net()
     for more, moved in ((0, False), (1 << 26, True)):
         left["bytes"] += more
-        with Executor(TWO) as executor:
-            model = DataParallel(copy.deepcopy(plain), executor=executor)
-            same(model, plain)
-            assert model.module.first.weight.is_shared() is moved
+        executor = executors()
+        model = DataParallel(copy.deepcopy(plain), executor=executor)
+        same(model, plain)
+        assert model.module.first.weight.is_shared() is moved
 
 
 # --- weights, end to end ---
@@ -732,21 +734,20 @@ class Marks(nn.Module):
 
 
 @on_cluster
-def test_a_module_may_write_to_its_input_and_keep_it() -> None:
+def test_a_module_may_write_to_its_input_and_keep_it(executors: Any) -> None:
     """The driver's tensor stays as it was, and what is kept is not overwritten by what
     comes later.
     """
-    with Executor(TWO) as executor:
-        model = DataParallel(Marks(), executor=executor)
-        for step in range(5):
-            x = torch.full((2, MANY), float(step))
-            with torch.no_grad():
-                out = model(x)
-            assert x.eq(step).all()
-            assert (
-                out.tolist()
-                == [[number for k in range(step + 1) for number in (float(k), -1.0)]] * 2
-            )
+    executor = executors()
+    model = DataParallel(Marks(), executor=executor)
+    for step in range(5):
+        x = torch.full((2, MANY), float(step))
+        with torch.no_grad():
+            out = model(x)
+        assert x.eq(step).all()
+        assert (
+            out.tolist() == [[number for k in range(step + 1) for number in (float(k), -1.0)]] * 2
+        )
 
 
 @on_cluster
@@ -763,24 +764,28 @@ def test_graphs_keep_their_inputs() -> None:
 
 
 @on_cluster
-def test_outputs_and_gradients_are_the_user_s() -> None:
+def test_outputs_and_gradients_are_the_user_s(executors: Any) -> None:
     """They may be written to and kept, more of them than are left where they lie; then all is given
     back.
     """
-    with Executor(TWO) as executor:
-        model = DataParallel(nn.Identity(), ["cpu"], executor=executor)
-        outs = []
-        for step in range(80):
-            out = model(torch.full((1, MANY), float(step), requires_grad=True))
-            outs.append(out.detach())
-        for out in outs:
-            out.add_(1)
-        assert [float(out.mean()) for out in outs] == [step + 1.0 for step in range(80)]
-        del out
-        outs.clear()
-        model(torch.zeros(1, MANY))
-        executor.flush()
-        assert all(len(slot.client._ledger) <= 1 for slot in executor.slots(TWO))
+    executor = executors()
+    gc.collect()
+    executor.flush()
+    lent = [len(slot.client._ledger) for slot in executor.slots(TWO)]
+    model = DataParallel(nn.Identity(), ["cpu"], executor=executor)
+    outs = []
+    for step in range(80):
+        out = model(torch.full((1, MANY), float(step), requires_grad=True))
+        outs.append(out.detach())
+    for out in outs:
+        out.add_(1)
+    assert [float(out.mean()) for out in outs] == [step + 1.0 for step in range(80)]
+    del out
+    outs.clear()
+    model(torch.zeros(1, MANY))
+    executor.flush()
+    slots = zip(executor.slots(TWO), lent, strict=True)
+    assert all(len(slot.client._ledger) <= before + 1 for slot, before in slots)
 
 
 def test_gradients_are_kept_across_steps(pair: Any) -> None:
@@ -829,27 +834,26 @@ def test_large_outputs_are_gathered_with_their_gradients(second: bool) -> None:
 # --- links, fallbacks, leftovers ---
 
 
-def trained(options: Options) -> tuple[dict[str, Tensor], str]:
+def trained(executor: Executor) -> tuple[dict[str, Tensor], str]:
     """The weights after some steps, and the link in use."""
     torch.manual_seed(2)
-    with Executor(TWO, options=options) as executor:
-        model = DataParallel(Net(), executor=executor)
-        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-        for step in range(3):
-            optimizer.zero_grad()
-            model(data(step)).square().mean().backward()
-            optimizer.step()
-        return model.module.state_dict(), executor.stats().link
+    model = DataParallel(Net(), executor=executor)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(data(step)).square().mean().backward()
+        optimizer.step()
+    return model.module.state_dict(), executor.stats().link
 
 
 @pytest.mark.long
 @on_cluster
-def test_training_is_the_same_by_every_link() -> None:
+def test_training_is_the_same_by_every_link(executors: Any) -> None:
     """To the bit."""
-    reference, name = trained(Options())
+    reference, name = trained(executors())
     assert name == "shared"
     for link in ("shared", "inline", "object_store"):
-        found, _ = trained(Options(link=link))
+        found, _ = trained(executors(link=link))
         assert all(torch.equal(found[key], reference[key]) for key in reference), link
 
 
@@ -873,20 +877,20 @@ def test_replicas_that_cannot_share_get_copies_and_that_is_said_once(
 
 
 @on_cluster
-def test_memory_is_shared_where_each_call_is_a_task() -> None:
+def test_memory_is_shared_where_each_call_is_a_task(executors: Any) -> None:
     """Its descriptors travel in the calls, and the word which of them are used no more; nothing is
     lent for ever.
     """
     plain = Net()
-    with Executor(TWO, options=Options(link="shared", direct_line=False)) as executor:
-        model = DataParallel(copy.deepcopy(plain), executor=executor)
-        for _ in range(6):
-            same(model, plain)
-        assert model.module.first.weight.is_shared()
-        gc.collect()
+    executor = executors(link="shared", direct_line=False)
+    model = DataParallel(copy.deepcopy(plain), executor=executor)
+    for _ in range(6):
         same(model, plain)
-        assert all(slot.client.line is None and slot.client.shares for slot in executor.slots(TWO))
-        assert max(len(slot.client._ledger) for slot in executor.slots(TWO)) <= 2
+    assert model.module.first.weight.is_shared()
+    gc.collect()
+    same(model, plain)
+    assert all(slot.client.line is None and slot.client.shares for slot in executor.slots(TWO))
+    assert max(len(slot.client._ledger) for slot in executor.slots(TWO)) <= 2
 
 
 @on_cluster
@@ -959,14 +963,14 @@ def private(pid: int) -> int:
 
 
 @on_cluster
-def test_a_replica_holds_no_copy_of_the_weights() -> None:
+def test_a_replica_holds_no_copy_of_the_weights(executors: Any) -> None:
     """64 MB of them, used in forward and backward."""
-    with Executor(TWO) as executor:
-        small = DataParallel(nn.Linear(8, 8), executor=executor)
-        small(torch.zeros(2, 8)).sum().backward()
-        before = [private(replica.pid) for replica in executor.replicas()]
-        model = DataParallel(nn.Linear(4096, 4096, bias=False), executor=executor)
-        with torch.no_grad():
-            model(torch.zeros(2, 4096))
-        after = [private(replica.pid) for replica in executor.replicas()]
-        assert all(b - a < 16 << 20 for a, b in zip(before, after, strict=True))
+    executor = executors()
+    small = DataParallel(nn.Linear(8, 8), executor=executor)
+    small(torch.zeros(2, 8)).sum().backward()
+    before = [private(replica.pid) for replica in executor.replicas()]
+    model = DataParallel(nn.Linear(4096, 4096, bias=False), executor=executor)
+    with torch.no_grad():
+        model(torch.zeros(2, 4096))
+    after = [private(replica.pid) for replica in executor.replicas()]
+    assert all(b - a < 16 << 20 for a, b in zip(before, after, strict=True))
