@@ -24,6 +24,7 @@ from raydp_parallel.devices import ambient_state, process
 from raydp_parallel.errors import GraphLost, StateChanged
 from raydp_parallel.monitoring.phases import IN_REPLICA, Laps, OpenSpan, unseen
 from raydp_parallel.replica import autograd_engine, exceptions, gradient_stream
+from raydp_parallel.replica.pause import KeptGraphs
 from raydp_parallel.replica.replica_training import ReplicaTraining
 from raydp_parallel.state import module_sources
 from raydp_parallel.state.held_tensors import Held
@@ -111,7 +112,7 @@ class Replica:
         self._memory = devices.MemoryLook(device)
         self._worked = devices.Stopwatch(device)
         self._models: dict[int, ReplicaModule] = {}
-        self._graphs: dict[int, KeptGraph] = {}
+        self._graphs: KeptGraphs[KeptGraph] = KeptGraphs()
         self._kept: dict[int, Sequence[Tensor | None]] = {}
         self._trainings: dict[int, ReplicaTraining] = {}
         self._reduced: Reduced | None = None
@@ -159,8 +160,8 @@ class Replica:
         """Free graphs and models that the driver no longer needs."""
         if what is not None:
             for key in what.graphs:
-                self._graphs.pop(key, None)
                 self._kept.pop(key, None)
+            self._graphs.forget(what.graphs, what.models)
             gone = [self._models.pop(model, None) for model in what.models]
             for model in what.models:
                 self._trainings.pop(model, None)
@@ -196,6 +197,7 @@ class Replica:
             return
         if training is None:
             training = ReplicaTraining(self.device)
+        self._distrust_all()
         try:
             training.follow(replica_module, news)
             if news is not None:
@@ -210,6 +212,10 @@ class Replica:
         """The last entry that a model's optimizer has made, 0 if there is none."""
         training = self._trainings.get(model)
         return training.number if training is not None else 0
+
+    def use_pause(self) -> None:
+        """Do now, between two calls, what the next one would begin with."""
+        self._graphs.use_pause()
 
     def import_anew(self) -> None:
         """Make all models anew, because modules were dropped that their classes came from."""
@@ -330,6 +336,7 @@ class Replica:
         captures: Any = (
             capturing(replica_module.module, request.capture) if request.capture else _NO_CAPTURES
         )
+        self._distrust_all()
         with (
             ambient_state.enter(request.context),
             replica_module.running(),
@@ -362,7 +369,17 @@ class Replica:
                 held=replica_module.held,
                 edits=replica_module.held.edits,
             )
+        else:  # otherwise backward runs next
+            self._graphs.look_at(replica_module)
         return parcel
+
+    def _distrust_all(self) -> None:
+        """Forget what is known of all modules: code of one of them runs, and they may share
+        objects.
+        """
+        self._graphs.look_at(None)
+        for replica_module in self._models.values():
+            replica_module.distrust()
 
     def _refuse_writes(self, request: ForwardRequest | BackwardRequest) -> None:
         """Raise an error if the module wrote to parameters that an optimizer trains here: replicas
@@ -460,6 +477,7 @@ class Replica:
             early = gradient_stream.begin(leaves, back, self.device)
         first = reducer or early
         watching = first.watching() if first is not None else _UNWATCHED
+        self._distrust_all()
         with (
             ambient_state.enter(request.context),
             _InReplica(),
@@ -471,6 +489,9 @@ class Replica:
             found = autograd_engine.differentiate(leaves, partial, outputs, grads, request)
             self.check_process()
             self._finish_work()
+        if self._ends(request):
+            self._graphs.free(key for key, _ in request.outputs)
+        self._graphs.look_at(graphs[0].replica_module)
         if request.derived is not None:
             brought: dict[int, Sequence[Tensor]] = {request.derived: grads}
             for graph in graphs:
@@ -487,6 +508,18 @@ class Replica:
         return codec.encode(
             tuple(found), back, "gradients", requires_grad=request.derived is not None
         )[0]
+
+    def _ends(self, request: BackwardRequest) -> bool:
+        """Whether the driver's torch frees its nodes of the graphs with this backward: it keeps
+        nothing, and differentiates all outputs.
+        """
+        if request.keep or request.derived is not None:
+            return False
+        for key, given in request.outputs:
+            outputs = self._graphs[key].outputs
+            if {number for number, one in enumerate(outputs) if one.requires_grad} != {*given}:
+                return False
+        return True
 
     def _saved(self, graph: KeptGraph, slot: int) -> Tensor | None:
         """What a graph may have saved of a slot whose version moved since.

@@ -265,7 +265,10 @@ class ReplicaServer:
     def _serve(self, caller: object, listener: Any) -> None:
         # Ray wraps an actor's own methods, for tracing; those of this class it leaves alone.
         direct_connection.serve(
-            listener, functools.partial(ReplicaServer._answer_line, self, caller), self._follow
+            listener,
+            functools.partial(ReplicaServer._answer_line, self, caller),
+            self._follow,
+            functools.partial(ReplicaServer._use_pause, self, caller),
         )
 
     def _follow(self, driver: int) -> None:
@@ -287,6 +290,15 @@ class ReplicaServer:
             if self._caller is not caller:
                 raise LineCut("the driver calls by another way now")
             return ReplicaServer._lend_answer(self, work, ended, header, beside)
+
+    def _use_pause(self, caller: object) -> None:
+        """Between two calls of a line: what goes wrong here is left to the next call, which finds
+        it as well.
+        """
+        with self._working:
+            if self._caller is caller:
+                with contextlib.suppress(BaseException):
+                    self._replica.use_pause()
 
     def _answer_task(
         self,

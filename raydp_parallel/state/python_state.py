@@ -37,6 +37,7 @@ import numpy as np
 import torch
 
 from raydp_parallel.state import introspection
+from raydp_parallel.state.code_row import CodeRow
 from raydp_parallel.transport import codec
 
 _IMMUTABLE = (
@@ -81,6 +82,8 @@ class PythonState:
         self._lists: list[Any] = []
         self._sets: list[set[Any]] = []
         self._readers: list[_Reader] = []
+        self._code = CodeRow()
+        self._code_readers: list[_Reader] = []
         self._contents: list[_Content] = []
         self._kept: list[Any] = []
         self._occurrences: Counter[int] = Counter()
@@ -107,10 +110,12 @@ class PythonState:
         elif isinstance(value, types.FunctionType):
             if introspection.by_value(value):
                 names = introspection.global_names(value)
-                self._read(functools.partial(introspection.function_parts, value, names))
+                self._code.add_function(value, names)
+                self._read_code(functools.partial(introspection.function_parts, value, names))
         elif isinstance(value, type):
             if introspection.by_value(value):
-                self._read(functools.partial(introspection.class_parts, value))
+                self._code.add_class(value, filter(introspection.by_value, value.__mro__))
+                self._read_code(functools.partial(introspection.class_parts, value))
         elif isinstance(value, torch.jit.ScriptModule):
             self._opaque = True
             self._read(functools.partial(introspection.script_parts, value))
@@ -159,9 +164,18 @@ class PythonState:
     def _read(self, read: Callable[[], list[Any]]) -> None:
         self._readers.append(_Reader(read, read()))
 
-    def watch(self, read: Callable[[], list[Any]]) -> None:
-        """Add a function that returns further parts of the state, to be compared by identity."""
-        self._read(read)
+    def _read_code(self, read: Callable[[], list[Any]]) -> None:
+        self._code_readers.append(_Reader(read, read()))
+
+    def watch_class(self, kind: type, read: Callable[[], list[Any]]) -> None:
+        """Add a class that is sent by name, with a function that returns what to compare."""
+        self._code.add_class(kind)
+        self._read_code(read)
+
+    def watch_modules(self, names: Sequence[str], read: Callable[[], list[Any]]) -> None:
+        """Add loaded modules, with a function that returns their specs."""
+        self._code.add_modules(names)
+        self._read_code(read)
 
     def freeze(self) -> None:
         """Take the copies that later moments are compared with."""
@@ -236,9 +250,16 @@ class PythonState:
     def _readers_changed(self) -> bool:
         # some programs assign `__class__` to change what a layer does
         classes = [*map(type, self._owners)]
-        return classes != self._classes or any(
-            not _same(reader.read(), reader.then) for reader in self._readers
-        )
+        return classes != self._classes or self._code_changed() or _differ(self._readers)
+
+    def _code_changed(self) -> bool:
+        if self._code.unchanged():
+            return False
+        look = self._code.look()  # before the exact comparison, so that no later change is missed
+        if _differ(self._code_readers):
+            return True
+        self._code.note(look)
+        return False
 
     def deep_changed(self) -> bool:
         """Whether any contents differ that identities do not show."""
@@ -361,6 +382,10 @@ class PythonState:
         )
         self._owner_index = {id(owner): i for i, owner in enumerate(self._owners)}
         self.settle()
+
+
+def _differ(readers: Iterable[_Reader]) -> bool:
+    return any(not _same(reader.read(), reader.then) for reader in readers)
 
 
 def _put_back(node: Any, then: Any) -> None:

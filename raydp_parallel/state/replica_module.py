@@ -98,6 +98,7 @@ class ReplicaModule:
         self._dirty: set[int] = set()
         self._reported: dict[int, MemoryRange] = {}
         self._replaced = Replaced()
+        self._untouched = False
         self._alike: Callable[[], list[bool]] = list
         self.owned: set[int] = set()
 
@@ -152,8 +153,16 @@ class ReplicaModule:
         """Build the module anew before the next forward: modules of its classes were unloaded."""
         self._outdated = True
 
+    def look_ahead(self) -> None:
+        """Find out whether the next forward has attributes to restore, while there is no call."""
+        self._untouched = not (self._python_state.changed() or self._python_state.deep_changed())
+
+    def distrust(self) -> None:
+        """Forget what `look_ahead` found: code runs that may change the module."""
+        self._untouched = False
+
     def _undo(self, graphs_alive: bool) -> None:
-        restored = self._python_state.restore() and not self._outdated
+        restored = (self._untouched or self._python_state.restore()) and not self._outdated
         if not self._restore_blocks(graphs_alive) or not restored:
             self._load()
 
@@ -219,7 +228,7 @@ class ReplicaModule:
         alone = [self._bytes(block) for block in others]
         further, size = packed([piece.size for piece in alone])
         pieces += [(piece, end + at) for piece, at in zip(alone, further, strict=True)]
-        sizes = [len(self._memory[block].tensor) for block in (*together, *others)]
+        sizes = [self._memory[block].tensor.nbytes for block in (*together, *others)]
         return Written(
             report=self._buffers.report(together),
             slots=tuple(slots),
@@ -270,7 +279,12 @@ class ReplicaModule:
         self._moved, self._fresh = self._row.moved(), set()
         # A tensor that shows other memory has another version or address, or its ``.data`` was
         # accessed.
-        doubtful = self._specs if touched else self._moved | self._row.elsewhere()
+        doubtful: Collection[int] = self._specs
+        if not touched:
+            doubtful = self._row.elsewhere()
+            moved = tuple(self._moved.difference(doubtful))
+            if not self._replaced.lie_as_said(moved, self._slots, self._specs):
+                doubtful = self._moved.union(doubtful)
         self._replaced.slots = {slot for slot in doubtful if self._shows_other(slot)}
         written = {self._specs[slot].block for slot in self._moved | self._replaced.slots}
         if touched:

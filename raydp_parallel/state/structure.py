@@ -49,7 +49,8 @@ def dump(module: nn.Module, slot: Callable[[Tensor], int]) -> tuple[bytes, Pytho
         structure = _dump(module, slot, python_state, classes.of(module))
     except Exception as error:
         raise unsendable(module, "module", error, _picklable) from error
-    python_state.watch(functools.partial(module_sources.specs, [*origins.sources]))
+    names = [*origins.sources]
+    python_state.watch_modules(names, functools.partial(module_sources.specs, names))
     python_state.freeze()
     return structure, python_state, origins
 
@@ -164,7 +165,7 @@ def _dump(
     pickler.whole = {id(classes.function_of(patch[2])) for patch, certain in found if certain}
     pickler.dump((module_sources.PROCESS, kinds, [patch for patch, _ in found]))
     for kind in kinds:
-        python_state.watch(functools.partial(classes.attributes, kind))
+        python_state.watch_class(kind, functools.partial(classes.attributes, kind))
     return file.getvalue()
 
 

@@ -364,6 +364,7 @@ def serve(
     listener: handshake.Listener,
     answer: Callable[[int, list[Any]], Sequence[Any]],
     meet: Callable[[int], None] = lambda process: None,
+    pause: Callable[[], None] = lambda: None,
 ) -> None:
     """Answer the calls of one client, until it closes the connection; return if none connects in
     time.
@@ -372,6 +373,7 @@ def serve(
         listener: The listener that the client connects to.
         answer: Answers a call.
         meet: Is called with the id of the client's process; 0 if it has none in this namespace.
+        pause: Is called when an answer was sent.
     """
     forks.close_in_child(listener)
     client = listener.accept()
@@ -385,6 +387,7 @@ def serve(
         while True:
             number, buffers = read_frame(connection)
             write_frame(connection, number, answer(number, buffers))
+            pause()
 
 
 @contextlib.contextmanager

@@ -140,6 +140,33 @@ def test_forward_gives_the_output_and_what_was_written() -> None:
     assert reply.seconds > 0
 
 
+class Turned(nn.Module):
+    """Turns a buffer in place: it has another shape then, at the same address."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("grid", torch.arange(6.0).view(2, 3))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, turn: Tensor) -> Tensor:
+        """The buffer, and another one that is written to in each forward."""
+        self.count += 1  # type: ignore[operator]
+        if turn:
+            self.grid.t_()  # type: ignore[operator]
+        return self.grid + self.count  # type: ignore[operator]
+
+
+def test_a_tensor_that_lies_otherwise_at_its_address_is_made_anew() -> None:
+    """In whatever order forwards turn it, and write to the other one."""
+    module = Turned()
+    driver = Driver(module)
+    for turn in (False, True, True, False, True):
+        found, reply = driver.forward(torch.tensor(turn), graph=False)
+        expected = module.grid + 1  # type: ignore[operator]
+        assert reply.failure is None
+        assert torch.equal(found, expected.t() if turn else expected)
+
+
 def test_without_write_back_nothing_is_reported() -> None:
     """Chunks other than the first keep what they did to themselves."""
     _, reply = Driver(Square()).forward(X, write_back=False)

@@ -40,11 +40,14 @@ class Station:
         self.hung_up = threading.Event()
         self.heard: list[int] = []
         self.met: list[int] = []
+        self.pauses: list[list[int]] = []
         self.called = False
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
-        direct_connection.serve(self.listener, self._answer, self.met.append)
+        direct_connection.serve(
+            self.listener, self._answer, self.met.append, lambda: self.pauses.append([*self.heard])
+        )
         self.hung_up.set()
 
     def _answer(self, number: int, buffers: list[Any]) -> Sequence[Any]:
@@ -70,6 +73,17 @@ def station(request: pytest.FixtureRequest) -> Iterator[Station]:
     if not (found.heard or found.met or found.called):
         direct_connection.Connection(found.address, list).close()
     assert found.hung_up.wait(10)
+
+
+def test_after_each_answer_there_is_a_pause(station: Station) -> None:
+    """It begins when the answer was sent, and ends before the next call."""
+    line = direct_connection.Connection(station.address, list)
+    for number in (1, 2):
+        line.send(number, [b"there"])
+        line.receive(number, 10)
+    line.close()
+    assert station.hung_up.wait(10)
+    assert station.pauses == [[1], [1, 2]]
 
 
 def test_a_line(station: Station) -> None:
