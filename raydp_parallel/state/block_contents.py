@@ -6,10 +6,10 @@ The sent bytes are kept as long as they are current. Replicas that start later g
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from itertools import repeat
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -39,6 +39,10 @@ class _Place(NamedTuple):
     packet_size: int
     offset: int
     size: int
+
+
+_new_place: Any = partial(tuple.__new__, _Place)
+_packet, _offset, _size = map(attrgetter, ("packet", "offset", "size"))
 
 
 def _stragglers(places: dict[int, _Place]) -> list[int]:
@@ -363,6 +367,8 @@ class BlockContents:
             self._expose([block for block in chosen if block not in small], revision)
             chosen = [block for block in chosen if block not in self._exposed]
         self._pack(chosen, revision)
+        if len(self._places) - len(self._exposed) == len(chosen):
+            return  # all that is packed lies in the new packet
         packed = {
             block: place for block, place in self._places.items() if block not in self._exposed
         }
@@ -418,21 +424,31 @@ class BlockContents:
         self, held: int, attachments: Attachments, besides: Collection[int] = ()
     ) -> tuple[Blob, ...]:
         """The contents that changed after revision ``held``, except those of blocks ``besides``."""
+        chosen = [block for block, at in self._block_at.items() if at > held]
+        if besides:
+            chosen = [block for block in chosen if block not in besides]
+        packets = [*map(id, map(_packet, map(self._places.__getitem__, chosen)))]
+        if len({*packets}) == 1:
+            return (self._blob(chosen, attachments),)
         groups: dict[int, list[int]] = defaultdict(list)
-        changed = [block for block, at in self._block_at.items() if at > held]
-        for block in [block for block in changed if block not in besides]:
-            groups[id(self._places[block].packet)].append(block)
+        for block, packet in zip(chosen, packets, strict=True):
+            groups[packet].append(block)
         return tuple([self._blob(group, attachments) for group in groups.values()])
 
     def sent(self, blobs: Iterable[Blob]) -> int:
         """The bytes of contents that are sent with some blobs; exposed blocks are not sent."""
-        sizes = (zip(blob.blocks, blob.sizes, strict=True) for blob in blobs)
-        together = itertools.chain.from_iterable(sizes)
-        return sum([size for block, size in together if block not in self._exposed])
+        exposed, total = self._exposed, 0
+        for blob in blobs:
+            if exposed.isdisjoint(blob.blocks):
+                total += sum(blob.sizes)
+            else:
+                sizes = zip(blob.blocks, blob.sizes, strict=True)
+                total += sum([size for block, size in sizes if block not in exposed])
+        return total
 
     def _blob(self, group: list[int], attachments: Attachments) -> Blob:
-        places = [self._places[block] for block in group]
-        offsets, sizes = tuple([p.offset for p in places]), tuple([p.size for p in places])
+        places = [*map(self._places.__getitem__, group)]
+        offsets, sizes = tuple(map(_offset, places)), tuple(map(_size, places))
         return Blob(tuple(group), offsets, sizes, attachments.place(places[0].packet))
 
     def look(self) -> Look:
@@ -473,29 +489,32 @@ class BlockContents:
             return
         pieces: list[MemoryRange] = []
         offsets: list[int] = []
-        found: dict[int, tuple[int, int]] = {}
+        starts: dict[int, int] = {}
+        sizes: dict[int, int] = {}
         end = 0
         for rows in self._in_runs(chosen):
             flat = rows.flat
             pieces.append(flat.piece())
             offsets.append(end)
-            places = zip(flat.blocks, flat.offsets, flat.sizes, strict=True)
-            found.update([(block, (end + offset, size)) for block, offset, size in places])
-            end += len(flat.bytes)
-        for block in chosen:
-            if block not in found:
-                piece = self._read(block)
-                offsets.append(paged(end, piece.size))
-                found[block] = offsets[-1], piece.size
-                pieces.append(piece)
-                end = offsets[-1] + aligned(piece.size)
+            begins = flat.offsets if not end else [end + offset for offset in flat.offsets]
+            starts.update(zip(flat.blocks, begins, strict=True))
+            sizes.update(zip(flat.blocks, flat.sizes, strict=True))
+            end += flat.bytes.nbytes
+        apart = [block for block in chosen if block not in starts]
+        for block in apart:
+            piece = self._read(block)
+            offsets.append(paged(end, piece.size))
+            starts[block], sizes[block] = offsets[-1], piece.size
+            pieces.append(piece)
+            end = offsets[-1] + aligned(piece.size)
         packet = self._link.send(pieces, offsets, end)
         self._prints = self._prints.without(chosen)
         self._unprinted.difference_update(chosen)
         far = not all(map(devices.is_cpu, {*map(_device, self._row)}))
         if far and not cuda_ipc.lies_on_a_gpu(packet):  # such a packet needs no fingerprints
             self._unprinted.update(b for b in chosen if not devices.is_cpu(self._device_of(b)))
-        self._places.update([(block, _Place(packet, end, *found[block])) for block in chosen])
+        places = zip(repeat(packet), repeat(end), starts.values(), sizes.values())
+        self._places.update(zip(starts, map(_new_place, places), strict=True))
         self._block_at.update(dict.fromkeys(chosen, revision))
 
     def _in_runs(self, chosen: Sequence[int]) -> list[Rows]:
