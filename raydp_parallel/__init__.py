@@ -12,6 +12,7 @@ from raydp_parallel.errors import (
     ExecutorClosed,
     ForkedProcess,
     GraphLost,
+    GroupBroken,
     ParallelError,
     PlacementError,
     ReplicaDied,
@@ -34,6 +35,7 @@ from raydp_parallel.monitoring.stats import (
 )
 from raydp_parallel.options import Options
 from raydp_parallel.progress import Progress
+from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
 __version__ = "0.1.0"
 
@@ -47,6 +49,7 @@ __all__ = [
     "ExecutorStats",
     "ForkedProcess",
     "GraphLost",
+    "GroupBroken",
     "Options",
     "ParallelError",
     "PhaseSeconds",
@@ -62,7 +65,9 @@ __all__ = [
     "SourceMismatch",
     "StateChanged",
     "StateLost",
+    "SyncBatchNorm",
     "TransferError",
+    "convert_sync_batchnorm",
     "data_parallel",
     "gather",
     "parallel_apply",

@@ -74,6 +74,12 @@ class StateLost(ReplicaError):
     """
 
 
+class GroupBroken(ReplicaError):
+    """The replicas of one call could not exchange what synchronised batch norm needs: they cannot
+    reach each other, or do not run the same layers.
+    """
+
+
 class TransferError(ParallelError, TypeError):
     """A value cannot be sent to another process; the message names the path to it."""
 

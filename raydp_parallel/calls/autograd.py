@@ -39,10 +39,11 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from raydp_parallel import devices
-from raydp_parallel.calls import gradients, replay
+from raydp_parallel.calls import gradients, replay, synced_call
 from raydp_parallel.calls.chunk_balance import ChunkTimes
 from raydp_parallel.calls.executor import Executor
 from raydp_parallel.calls.group_reduction import GroupReduction, ReductionPart, plan, share
+from raydp_parallel.calls.synced_call import SyncedCall
 from raydp_parallel.cluster.chunk_calls import ChunkAnswer, ChunkCall, GraphHandle, RemoteGraph
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
 from raydp_parallel.devices import ambient_state
@@ -69,6 +70,8 @@ class CallNode:
     Attributes:
         token: The output of its `Fork`, once the leaves are part of torch's graph.
         times: Takes the times of its chunks, if somebody balances them.
+        synced: How its chunks exchange tensors while they run; None if they do not.
+        outputs: If they do, the outputs of each chunk, None for those without a gradient.
     """
 
     def __init__(
@@ -88,6 +91,8 @@ class CallNode:
         self.parents = parents
         self.token: Tensor | None = None
         self.times: ChunkTimes | None = None
+        self.synced: SyncedCall | None = None
+        self.outputs: list[list[tuple[torch.Size, torch.dtype, torch.device] | None]] = []
         self.parts: list[ReductionPart | None] = []
         self._passes: dict[int, EnginePass] = {}
 
@@ -157,6 +162,11 @@ def attach(
             differentiated together.
     """
     columns: dict[Any, list[tuple[int, int]]] = {}
+    if call.synced is not None:
+        call.outputs = [
+            [(t.shape, t.dtype, t.device) if t.requires_grad else None for t in row]
+            for row in tensors
+        ]
     for chunk, row in enumerate(tensors):
         for k, tensor in enumerate(row):
             if tensor.requires_grad:
@@ -208,8 +218,10 @@ class Fork(Function):
             return (None, *[None] * len(will_run))
         stash = ending.grads
         create = torch.is_grad_enabled()
-        for one in stash:
+        for one, found in stash.items():
             one.shared |= create
+            if one.synced is not None:
+                synced_call.fill(found, one.outputs)
         keep = torch._C._autograd._get_current_graph_task_keep_graph() or any(
             one.shared for one in stash
         )
@@ -288,6 +300,7 @@ def _run(
     # replica either.
     partial = any(leaf.requires_grad for leaf in itertools.compress(call.leaves, map(not_, needed)))
     threads = call.executor.threads(len(call.parts))
+    synced = call.synced if chosen is None else None
 
     def job(number: int, i: int, part: ReductionPart) -> ChunkCall:
         given, makes = _given(stash, i), derived.get(i)
@@ -316,9 +329,11 @@ def _run(
                 context=ambient,
                 forget=slot.forget(),
                 by_host=devices.is_cpu(call.leaves[0].device),
+                part=None if synced is None else synced.part(i, slot),
             )
             before = [(graph, graph.recipe) for graph, _ in given if graph.recipe is not None]
-            if makes is not None and len(before) == len(given):
+            # A backward that exchanges tensors cannot run again without the other chunks.
+            if makes is not None and len(before) == len(given) and synced is None:
                 kept = replay.keep(parcel, sent, "the gradients that it was given")
                 makes.recipe = replay.derived(request, kept, before, part.slot, part.tracker.id)
             request = request._replace(training=news)
@@ -342,6 +357,8 @@ def _run(
         if tracker.training is not None:
             tracker.training.check()
     jobs = [job(number, i, part) for number, (i, part) in enumerate(_parts(call, stash))]
+    if synced is not None:
+        return synced.run(jobs)
     # [11]
     return call.executor.run(jobs if chosen is None else [jobs[number] for number in chosen])
 
@@ -480,6 +497,7 @@ def _derive(call: CallNode, stash: Stash, needed: Sequence[bool]) -> list[Tensor
         shared=True,
         parents=[*stash],
     )
+    derived.synced = call.synced
     graphs = {i: RemoteGraph() for i in parts}
     handle = GraphHandle([*graphs.values()])
     token = fork(derived)

@@ -91,7 +91,8 @@ class Dispatcher:
         try:
             while lost:
                 deaths = {number: error for number, error in lost.items() if error is not None}
-                if deaths and (self._hopeless or not self._replica_set.replays):
+                final = self._hopeless or any(self._jobs[number].bound for number in deaths)
+                if deaths and (final or not self._replica_set.replays):
                     raise deaths[min(self._hopeless & deaths.keys() or deaths)]
                 self._send(sorted(lost))
                 lost = self._collect()

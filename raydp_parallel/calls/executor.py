@@ -57,6 +57,9 @@ class Executor:
     Attributes:
         recorder: The record of where time went, and of what travelled.
         replays: Whether calls are run again when a replica dies, and keep what that takes.
+        groups: The groups of replicas that sum gradients and pass weights on.
+        synced_groups: Those that chunks exchange tensors in while they run; others, because the two
+            have no order.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Executor:
         self.recorder = self._replica_set.recorder
         self.replays = self._replica_set.replays
         self.groups = ReplicaGroups(self._replica_set)
+        self.synced_groups = ReplicaGroups(self._replica_set)
         self._reporter: Reporter | None = None
         self._trackers: weakref.WeakValueDictionary[int, ModuleTracker] = (
             weakref.WeakValueDictionary()
@@ -190,6 +194,13 @@ class Executor:
                     self._refresh()
                     self._fill([slot.place for slot in slots])
                 return
+
+    def wait_for(self, slots: Sequence[ReplicaSlot]) -> None:
+        """Wait until each of these slots has a replica, for as long as placement may take."""
+        self.revive(slots)
+        if not all(slot.ready for slot in slots):
+            with self._replica_set.lock:
+                self._replica_set.grow(self.options.placement_timeout)
 
     def tracker(self, module: nn.Module, keep: bool = False) -> ModuleTracker:
         """The tracker of a module, which all its wrappers share. The caller keeps it alive.

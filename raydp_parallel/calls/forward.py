@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel import batch, devices
-from raydp_parallel.calls import autograd, replay, training_record
+from raydp_parallel.calls import autograd, replay, synced_call, training_record
 from raydp_parallel.calls.chunk_balance import ChunkBalance, ChunkTimes
 from raydp_parallel.calls.executor import Executor
 from raydp_parallel.calls.group_reduction import ReductionPart
@@ -153,6 +153,8 @@ class ForwardCall:
         balance = balancing.get()
         if balance is not None:
             self.call.times = ChunkTimes(balance, [(chunk.slot, chunk.rows) for chunk in chunks])
+        modules = [chunk.tracker.module for chunk in chunks]
+        self.call.synced = synced_call.plan(executor, [chunk.slot for chunk in chunks], modules)
         self.mapping = mapping.get()
         at_once = self.mapping.at_once if self.mapping is not None else None
         self.threads = executor.threads(at_once or len(chunks))
@@ -183,6 +185,10 @@ class ForwardCall:
         self.executor.note_forward(reruns, len(self.sends), sum(self.sends))
         if self.call.times is not None:
             self.call.times.note("forward", answers)
+        gathered = answers[0].reply.gathered
+        if self.call.synced is not None and gathered is not None:
+            on_cpu = torch.device("cpu")
+            self.call.synced.gathered = codec.unpack(gathered, answers[0].attachments, on_cpu)
         self._leave_out_unreached(answers)
         if self.token is None and self.call.leaves:
             self.token = autograd.fork(self.call)
@@ -224,6 +230,8 @@ class ForwardCall:
             )
             jobs.append(job)
         try:
+            if self.call.synced is not None:
+                return self.call.synced.run(jobs, self._meanwhile)
             return self.executor.run(jobs, self._meanwhile)
         except BaseException:
             for relay in self.relays.values():
@@ -300,6 +308,7 @@ class ForwardCall:
             relay=relay,
             by_host=devices.is_cpu(chunk.tracker.device),
             origins=module_sources.origins_of(chunk.called) if callable(chunk.called) else None,
+            part=None if self.call.synced is None else self.call.synced.part(number, slot),
         )
         if graph is not None and self.executor.replays:
             self.made[number] = request, replay.keep(parcel, tensors, "arguments")
@@ -391,10 +400,15 @@ class ForwardCall:
             part = None
             if graph is not None:
                 mark, after = marks[chunk.tracker]
-                if i in self.made:
+                synced = self.call.synced
+                if i in self.made and (synced is None or synced.gathered is not None):
                     before_and_after = self.marks[chunk.tracker], after
                     graph.recipe = replay.forward(
-                        *self.made[i], chunk.tracker, chunk.slot, before_and_after
+                        *self.made[i],
+                        chunk.tracker,
+                        chunk.slot,
+                        before_and_after,
+                        gathered=(synced.gathered if synced is not None else None) or (),
                     )
                 part = ReductionPart(
                     chunk.slot,

@@ -67,6 +67,7 @@ def forward(
     tracker: ModuleTracker,
     home: ReplicaSlot,
     marks: tuple[Mark, Mark],
+    gathered: Sequence[Tensor] = (),
 ) -> GraphRecipe:
     """The recipe of a forward's graph.
 
@@ -76,6 +77,7 @@ def forward(
         tracker: The module.
         home: The slot that the call was for.
         marks: The module's state before the call, and after its write-back.
+        gathered: What the chunks of the call had gathered, if they exchanged something.
     """
     if request.update is not None or request.overlay is not None or _takes_memory(request.inputs):
         request = request._replace(update=None, overlay=None, inputs=inputs.parcel)
@@ -97,6 +99,9 @@ def forward(
         name = slot.name_of(tracker.id, home)
         training = news(tracker, slot, name, attachments)
         state = update(tracker, slot, name, attachments)
+        played = None
+        if request.part is not None:
+            played, _ = codec.encode(tuple(gathered), attachments, "state")
         return request._replace(
             model=name,
             update=state,
@@ -108,6 +113,7 @@ def forward(
             overlay=then,
             graph_only=True,
             relay=None,
+            played=played,
         )
 
     return GraphRecipe("forward", prepare)

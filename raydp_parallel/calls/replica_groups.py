@@ -120,9 +120,10 @@ class ReplicaGroups:
     @property
     def patience(self) -> float:
         """Seconds that members may wait for each other."""
-        return self._share(self._wait)
+        return self.share(self._wait)
 
-    def _share(self, seconds: float) -> float:
+    def share(self, seconds: float) -> float:
+        """So many seconds, or what `Options.call_timeout` allows."""
         limit = self._replica_set.options.call_timeout
         return seconds if limit is None else min(seconds, _SHARE_OF_TIMEOUT * limit)
 
@@ -221,7 +222,7 @@ class ReplicaGroups:
         name = f"{os.getpid()}-{id(self):x}-{next(self._numbers)}"
         ticket = GroupTicket(name, kind, members, tuple(slot.incarnation for slot in members))
         try:
-            trouble = self._gather(ticket, min(_JOIN[kind], self._share(_JOIN[kind])))
+            trouble = self._gather(ticket, min(_JOIN[kind], self.share(_JOIN[kind])))
         except BaseException:  # Ctrl-C, for one
             self._tell_to_leave(ticket)
             raise

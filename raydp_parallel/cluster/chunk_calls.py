@@ -160,6 +160,7 @@ class ChunkCall(NamedTuple):
         rows: Rows of the batch that it computes, for statistics.
         on_answer: Called with its reply as soon as that arrives, while other replicas still work;
             with None if its replica died.
+        bound: Whether no other slot may run it: if its replica dies, the run ends with that error.
     """
 
     slot: ReplicaSlot
@@ -170,6 +171,7 @@ class ChunkCall(NamedTuple):
     needs: Sequence[RemoteGraph] = ()
     rows: int = 0
     on_answer: Callable[[Reply | None], None] | None = None
+    bound: bool = False
 
 
 class ChunkAnswer(NamedTuple):

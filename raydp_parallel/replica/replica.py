@@ -23,7 +23,7 @@ from raydp_parallel import devices
 from raydp_parallel.devices import ambient_state, process
 from raydp_parallel.errors import GraphLost, StateChanged
 from raydp_parallel.monitoring.phases import IN_REPLICA, Laps, OpenSpan, unseen
-from raydp_parallel.replica import autograd_engine, exceptions, gradient_stream
+from raydp_parallel.replica import autograd_engine, exceptions, exchange, gradient_stream
 from raydp_parallel.replica.pause import KeptGraphs
 from raydp_parallel.replica.replica_training import ReplicaTraining
 from raydp_parallel.state import module_sources
@@ -116,6 +116,7 @@ class Replica:
         self._kept: dict[int, Sequence[Tensor | None]] = {}
         self._trainings: dict[int, ReplicaTraining] = {}
         self._reduced: Reduced | None = None
+        self._gathered: Parcel | None = None
         self.groups = collective.Groups(device=device)
 
     def forward(
@@ -133,7 +134,7 @@ class Replica:
                 return self._missed(request)
             request, passed = request._replace(update=found[0]), found[1]
         answer = self._answer(
-            request.where, back, lambda: self._forward(request, attachments, back), request
+            request.where, back, lambda: self._together(request, attachments, back), request
         )
         return answer._replace(passed=passed) if passed else answer
 
@@ -233,7 +234,7 @@ class Replica:
         work: Callable[[], Parcel],
         request: ForwardRequest | BackwardRequest,
     ) -> Reply:
-        value, failure, self._reduced = None, None, None
+        value, failure, self._reduced, self._gathered = None, None, None, None
         process = os.getpid()
         self._laps.begin(0)
         with warnings.catch_warnings(record=True) as caught:
@@ -280,6 +281,7 @@ class Replica:
             memory=self._memory.now(),
             reduced=self._reduced,
             training=self._trained(request.model),
+            gathered=self._gathered,
         )
 
     def _written(
@@ -316,6 +318,19 @@ class Replica:
         replica_module = self._models.get(request.model)
         if replica_module is not None and overlay is not None and overlay.undone:
             replica_module.prepare(None, Attachments(InlineLink()), True)
+
+    def _together(
+        self, request: ForwardRequest, attachments: Attachments, back: Attachments
+    ) -> Parcel:
+        """Run one chunk, perhaps as one of several that exchange tensors."""
+        played = None
+        if request.played is not None:
+            played = codec.unpack(request.played, attachments, self.device)
+        with exchange.taking_part(self.groups, request.part, played) as found:
+            parcel = self._forward(request, attachments, back)
+        if found is not None and found.gathered is not None and request.chunk == 0:
+            self._gathered, _ = codec.encode(tuple(found.gathered), back, "state")
+        return parcel
 
     def _forward(
         self, request: ForwardRequest, attachments: Attachments, back: Attachments
@@ -438,7 +453,8 @@ class Replica:
             return codec.encode(tuple(self._kept.pop(request.kept)), back, "gradients")[0]
         self._catch_up(request.model, request.training, attachments)
         try:
-            return self._differentiate(request, attachments, back)
+            with exchange.taking_part(self.groups, request.part):
+                return self._differentiate(request, attachments, back)
         finally:
             # Whatever goes wrong here, others do not wait for this replica's share: it leaves their
             # group.

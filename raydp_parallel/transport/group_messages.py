@@ -68,6 +68,20 @@ class Reduce(NamedTuple):
     overlap: bool
 
 
+class TakePart(NamedTuple):
+    """Run a chunk that exchanges tensors with the other chunks of its call.
+
+    Attributes:
+        group: The group of their replicas.
+        order: The member that runs each chunk.
+        patience: Seconds that one chunk may wait for the others.
+    """
+
+    group: str
+    order: tuple[int, ...]
+    patience: float
+
+
 class Leg(NamedTuple):
     """One broadcast on the route of contents from replica to replica.
 

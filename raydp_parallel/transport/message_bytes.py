@@ -86,11 +86,12 @@ _KINDS = (
         ForwardRequest,
         update=(tuple, _named(StateUpdate)),
         inputs=_TENSORS,
+        played=_TENSORS,
         context=_CONTEXT,
         forget=_FORGET,
     ),
     _parts(BackwardRequest, grads=_TENSORS, context=_CONTEXT, forget=_FORGET),
-    _parts(Reply, value=_TENSORS, written=(_plain_writes, _writes)),
+    _parts(Reply, value=_TENSORS, written=(_plain_writes, _writes), gathered=_TENSORS),
 )
 _NUMBERS = {kind: number for number, (kind, _, _) in enumerate(_KINDS)}
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from raydp_parallel.devices.ambient_state import CallContext
 from raydp_parallel.devices.specs import TensorSpec
-from raydp_parallel.transport.group_messages import Reduce, Reduced, Relay
+from raydp_parallel.transport.group_messages import Reduce, Reduced, Relay, TakePart
 from raydp_parallel.transport.module_origins import Origins
 
 
@@ -170,6 +170,8 @@ class ForwardRequest(NamedTuple):
         origins: The origins of a function among the `Arguments`; None if there is none, or if it
             is not imported from a file.
         training: What the replica's optimizer does before the forward; None for nothing.
+        part: How the chunk exchanges tensors with the others; None if it does not.
+        played: With ``graph_only``: the parcel of what the chunks had gathered then, a tuple.
     """
 
     model: int
@@ -193,6 +195,8 @@ class ForwardRequest(NamedTuple):
     by_host: bool = False
     origins: Origins | None = None
     training: TrainingNews | None = None
+    part: TakePart | None = None
+    played: Parcel | None = None
 
 
 class BackwardRequest(NamedTuple):
@@ -217,6 +221,7 @@ class BackwardRequest(NamedTuple):
         kept: If given, nothing is differentiated: the gradients kept under this key are requested.
         by_host: As in `ForwardRequest`.
         training: What the replica's optimizer does before; None for nothing.
+        part: As in `ForwardRequest`.
     """
 
     model: int
@@ -236,6 +241,7 @@ class BackwardRequest(NamedTuple):
     kept: int | None = None
     by_host: bool = False
     training: TrainingNews | None = None
+    part: TakePart | None = None
 
 
 class TrainingEntry(NamedTuple):
@@ -436,6 +442,8 @@ class Reply(NamedTuple):
         passed: Bytes that this replica passed on to other replicas.
         training: The number of the last entry that the model's optimizer has made; 0 if the
             replica has none, -1 if that is not known.
+        gathered: The parcel of what the chunks of a forward gathered, a tuple; only chunk 0 has it,
+            and None if the forward cannot be run again alone.
     """
 
     value: Parcel | None = None
@@ -452,6 +460,7 @@ class Reply(NamedTuple):
     missed: bool = False
     passed: int = 0
     training: int = -1
+    gathered: Parcel | None = None
 
 
 class Package(NamedTuple):

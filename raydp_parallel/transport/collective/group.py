@@ -99,6 +99,17 @@ class Group:
         """Begin to copy the root's tensor to the tensors of the other members."""
         return self._backend.broadcast(tensor, root, patience)
 
+    def swap(self, whole: Tensor, patience: float, until: float) -> Tensor:
+        """Give each member its part of a tensor, in the order of ranks; returns the parts that the
+        members gave to this one. Waits until ``until``.
+        """
+        whole = self._backend.near(whole)
+        with self._backend.aside(whole):
+            parts = torch.empty_like(whole)
+            self._backend.exchange(parts, whole, patience).finish(until)
+        self._backend.rejoin()
+        return parts
+
     def leave(self) -> None:
         """Leave the group, from any thread. Threads of this process that wait for members stop."""
         self._backend.leave()

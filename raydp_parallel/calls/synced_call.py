@@ -1,0 +1,224 @@
+"""`SyncedCall`: a call with chunks that exchange tensors while they run, as synchronised batch norm
+does.
+
+Its chunks cannot run one after the other, nor can one of them run alone: each has its own replica,
+and if one of these dies, the others give up, and all run again once there is another one. A graph
+that was lost with its replica is made again without the others, from what they had gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raydp_parallel.calls.executor import Executor
+from raydp_parallel.cluster.chunk_calls import ChunkAnswer, ChunkCall
+from raydp_parallel.cluster.replica_slots import ReplicaSlot
+from raydp_parallel.errors import GroupBroken, PlacementError, ReplicaDied
+from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
+from raydp_parallel.transport import handshake
+from raydp_parallel.transport.group_messages import TakePart
+from raydp_parallel.transport.messages import Reply
+
+_MOST_DEATHS, _MOST_BREAKS = 5, 2
+"""How often a call is run again because a replica died, and run at all if none did."""
+
+_PATIENCE = 120.0
+"""Seconds that a chunk waits for the others. The driver tells it at once of a death or a failure;
+this is for a network that fell silent, and for chunks that run different layers."""
+
+_BROKEN = f"{GroupBroken.__module__}.{GroupBroken.__qualname__}"
+
+
+class _Elsewhere(Exception):
+    """A chunk's replica died before it was sent its message."""
+
+
+class SyncedCall:
+    """One call with chunks that exchange tensors.
+
+    Args:
+        executor: The executor that runs it.
+        slots: The slot of each chunk.
+
+    Attributes:
+        gathered: What the chunks gathered in forward, to make a graph again; None if that cannot be
+            done.
+    """
+
+    def __init__(self, executor: Executor, slots: Sequence[ReplicaSlot]) -> None:
+        if len({*slots}) < len(slots) or executor.options.in_process:
+            raise ValueError(
+                "synchronised batch norm needs a replica in a process of its own for each chunk; "
+                "here chunks run one after the other, because of Options(in_process=True) or a "
+                "device that is given twice"
+            )
+        self._executor = executor
+        self._slots = slots
+        self._part: TakePart | None = None
+        self._ticket: Any = None
+        self.gathered: Sequence[Tensor] | None = None
+
+    def part(self, chunk: int, slot: ReplicaSlot) -> TakePart | None:
+        """The field of a chunk's message that lets it take part."""
+        if slot is not self._slots[chunk]:
+            raise _Elsewhere
+        return self._part
+
+    def run(
+        self, jobs: Sequence[ChunkCall], meanwhile: Callable[[], None] | None = None
+    ) -> list[ChunkAnswer]:
+        """Run one call per chunk, and wait for all; again from the start if a replica dies."""
+        bound = [job._replace(bound=True, on_answer=self._taker(job.on_answer)) for job in jobs]
+        deaths = breaks = 0
+
+        def once() -> None:
+            nonlocal meanwhile
+            work, meanwhile = meanwhile, None
+            if work is not None:
+                work()
+
+        while True:
+            self._join()
+            try:
+                answers = self._executor.run(bound, once)
+            except (ReplicaDied, _Elsewhere) as error:
+                self._dissolve()
+                deaths += 1
+                if not self._executor.replays or deaths > _MOST_DEATHS:
+                    raise (
+                        error
+                        if isinstance(error, ReplicaDied)
+                        else ReplicaDied(
+                            "a replica died before a call with synchronised batch norm"
+                        )
+                    ) from None
+                _lose(bound)
+                continue
+            except BaseException:
+                self._dissolve()
+                raise
+            failed = [_name(answer) for answer in answers if _name(answer) is not None]
+            if not failed:
+                return answers
+            self._dissolve()
+            if {*failed} != {_BROKEN}:
+                return [_without_breaks(answer) for answer in answers]
+            breaks += 1
+            if breaks == _MOST_BREAKS or not self._executor.replays:
+                return answers
+            _lose(bound)
+
+    def _taker(
+        self, other: Callable[[Reply | None], None] | None
+    ) -> Callable[[Reply | None], None]:
+        """A function that takes each chunk's answer at once: the other chunks may wait for one that
+        failed.
+        """
+
+        def take(reply: Reply | None) -> None:
+            if other is not None:
+                other(reply)
+            if reply is None or reply.failure is not None:
+                self._dissolve()
+
+        return take
+
+    def _join(self) -> None:
+        """See that all replicas are there, and in a group."""
+        executor, slots = self._executor, self._slots
+        executor.wait_for(slots)
+        missing = [str(slot) for slot in slots if not slot.ready]
+        if missing:
+            raise PlacementError(
+                "synchronised batch norm needs a replica of its own for each chunk, and there is "
+                f"none for {', '.join(missing)}"
+            )
+        nodes = {slot.hello.node for slot in slots if slot.hello is not None}
+        if len(nodes) > 1 and not handshake.far_lines():
+            raise GroupBroken(
+                "synchronised batch norm needs connections between nodes, which are not made with "
+                "RAY_USE_TLS, because others could read them"
+            )
+        groups = executor.synced_groups
+        ticket = self._ticket = groups.find(slots, 0, always=True)
+        if ticket is None:
+            raise GroupBroken(
+                "the replicas could not form a group for synchronised batch norm; the log says why"
+            )
+        order = tuple(ticket.rank(slot) for slot in slots)
+        self._part = TakePart(ticket.name, order, groups.share(_PATIENCE))
+
+    def _dissolve(self) -> None:
+        if self._ticket is not None:
+            self._executor.synced_groups.dissolve(self._ticket)
+
+
+def _lose(jobs: Sequence[ChunkCall]) -> None:
+    """Let the graphs that a backward needs be made again: one that failed halfway has freed parts
+    of them, and what a checkpoint ran again has written to buffers.
+    """
+    for job in jobs:
+        for graph in job.needs:
+            graph.lose()
+
+
+def plan(executor: Executor, slots: Sequence[ReplicaSlot], modules: Sequence[nn.Module]) -> Any:
+    """The `SyncedCall` of a call, given the slot and the module of each chunk; None if its chunks
+    exchange nothing.
+    """
+    if not SyncBatchNorm.made or len(slots) < 2:
+        return None
+    distinct = {id(module): module for module in modules}
+    if not any(map(_exchanges, distinct.values())):
+        return None
+    if len(distinct) == 1:
+        return SyncedCall(executor, slots)
+    if len(distinct) < len(modules):
+        raise ValueError(
+            "parallel_apply: several modules, with several chunks each, in one call, and "
+            "synchronised batch norm: apply each module alone"
+        )
+    return None
+
+
+def _exchanges(module: nn.Module) -> bool:
+    return any(isinstance(part, SyncBatchNorm) and part.exchanges for part in module.modules())
+
+
+def fill(
+    grads: dict[int, dict[int, Tensor]],
+    outputs: Sequence[Sequence[tuple[torch.Size, torch.dtype, torch.device] | None]],
+) -> None:
+    """Give zeros to the outputs of chunks that have no gradient, where another chunk's have: all
+    chunks go backward, since what one chunk computes depends on all.
+
+    Args:
+        grads: The gradients by chunk and number of the output; it is added to.
+        outputs: For each chunk the outputs that can be differentiated.
+    """
+    wanted: Iterable[int] = sorted({k for found in grads.values() for k in found})
+    for chunk, own in enumerate(outputs):
+        for k in wanted:
+            spec = own[k] if k < len(own) else None
+            if spec is not None and k not in grads.setdefault(chunk, {}):
+                shape, dtype, device = spec
+                grads[chunk][k] = torch.zeros(shape, dtype=dtype, device=device)
+        if not grads.get(chunk, True):
+            del grads[chunk]
+
+
+def _name(answer: ChunkAnswer) -> str | None:
+    """The name of the exception that a chunk raised."""
+    failure = answer.reply.failure
+    return None if failure is None else failure.name
+
+
+def _without_breaks(answer: ChunkAnswer) -> ChunkAnswer:
+    """An answer without the error that it waited in vain, as another one says what went wrong."""
+    if _name(answer) != _BROKEN:
+        return answer
+    return answer._replace(reply=answer.reply._replace(failure=None))

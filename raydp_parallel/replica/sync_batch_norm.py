@@ -1,0 +1,155 @@
+"""Batch norm over the whole batch (pytorch#1051, #38940): each replica normalises its chunk by the
+statistics of all chunks.
+
+Each chunk's count, mean and sum of squares go to all others in one exchange, and the rest is made
+of ordinary operations, so that derivatives of any order follow from that of the exchange.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from raydp_parallel.replica import exchange
+
+M = TypeVar("M", bound=nn.Module)
+
+_CONVERTED = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_LAZY = (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d, nn.LazyBatchNorm3d)
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """Batch norm that uses the statistics of all chunks of a call, in training.
+
+    With one chunk, in place, or where running statistics are used, it is ordinary batch norm.
+    """
+
+    made = False
+    """Whether this process ever had one, so that models need not be searched for them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        SyncBatchNorm.made = True
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        SyncBatchNorm.made = True
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether it uses the batch's statistics, and not the running ones."""
+        return self.training or (self.running_mean is None and self.running_var is None)
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        self._check_non_zero_input_channels(input)
+        factor = self._factor()
+        if exchange.current() is None or not self.exchanges:
+            tracks = not self.training or self.track_running_stats
+            return nn.functional.batch_norm(
+                input,
+                self.running_mean if tracks else None,
+                self.running_var if tracks else None,
+                weight=self.weight,
+                bias=self.bias,
+                training=self.exchanges,
+                momentum=factor,
+                eps=self.eps,
+            )
+        exact = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        mean, var, count = _statistics(exact, input.shape)
+        if self.training and self.track_running_stats:
+            self._track(mean.detach(), var.detach() * (count / (count - 1)), factor)
+        shape = (1, -1, *[1] * (input.dim() - 2))
+        out = (exact - mean.view(shape)) * torch.rsqrt(var + self.eps).view(shape)
+        if self.weight is not None:
+            out = out * self.weight.view(shape)
+        if self.bias is not None:
+            out = out + self.bias.view(shape)
+        return out.to(input.dtype)
+
+    def _factor(self) -> float:
+        """Counts the batch; the weight of its statistics."""
+        factor = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1.0 / float(self.num_batches_tracked)
+        return factor
+
+    def _track(self, mean: Tensor, var: Tensor, factor: float) -> None:
+        with torch.no_grad():
+            for running, found in ((self.running_mean, mean), (self.running_var, var)):
+                if running is not None:
+                    running.mul_(1 - factor).add_(found.to(running.dtype), alpha=factor)
+
+
+def _statistics(x: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor, float]:
+    """Mean, variance and number of the values of each channel, over all chunks."""
+    dims, channels = [0, *range(2, x.dim())], x.size(1)
+    count = x.numel() // channels
+    if count:
+        var, mean = torch.var_mean(x, dims, correction=0)
+        squares = var * count
+    else:
+        mean = squares = x.sum(dims)
+    rows = exchange.gather(torch.cat([x.new_full((1,), count), mean, squares]))
+    counts = rows[:, :1].detach()
+    total = float(counts.sum())
+    if total <= 1:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size {shape} and as "
+            "good as nothing in the other chunks"
+        )
+    means, parts = rows[:, 1 : 1 + channels], rows[:, 1 + channels :]
+    mean = (counts * means).sum(0) / total
+    var = (parts + counts * (means - mean).square()).sum(0) / total
+    return mean, var, total
+
+
+def convert_sync_batchnorm(module: M) -> M:
+    """Make all batch norms of a module use the statistics of the whole batch, in training.
+
+    ::
+
+        model = DataParallel(convert_sync_batchnorm(net), ["cpu", "cpu"])
+        model(x).square().mean().backward()
+
+    Outputs, gradients and running statistics are then those of the plain module on the whole
+    batch, but for the order of sums. Each chunk needs a replica of its own, and a call waits for a
+    new one where a replica died. Keys of ``state_dict()`` stay as they are.
+
+    Args:
+        module: The module; its batch norms change their class, in place.
+
+    Returns:
+        The module.
+
+    Raises:
+        TypeError: It is no module, or one of its batch norms is of a class of its own.
+        ValueError: A batch norm does not know its number of channels yet.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"convert_sync_batchnorm: expected a module, got {type(module).__name__}")
+    found = [
+        (name, part)
+        for name, part in module.named_modules()
+        if isinstance(part, (*_CONVERTED, *_LAZY)) and not isinstance(part, SyncBatchNorm)
+    ]
+    for name, part in found:
+        if isinstance(part, _LAZY):
+            raise ValueError(
+                f"convert_sync_batchnorm: {name or 'the module'} is lazy: run the module before"
+            )
+        if type(part) not in _CONVERTED:
+            raise TypeError(
+                f"convert_sync_batchnorm: {name or 'the module'} is a {type(part).__name__}, a "
+                "class of its own whose forward cannot be replaced by that of batch norm"
+            )
+    for _, part in found:
+        part.__class__ = SyncBatchNorm
+        part.process_group = None
+        SyncBatchNorm.made = True
+    return module
