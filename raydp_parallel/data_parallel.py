@@ -380,17 +380,15 @@ class DataParallel(nn.DataParallel[T]):
                     chunks, chunk_kwargs = ((),), ({},)
             if len(self.device_ids) == 1 or not split:
                 (alone,) = functional.calling(self._replicate(self.device_ids[:1]), called)
-                output = functional.apply_one(alone, chunks[0], chunk_kwargs[0], self.dim)
+                with self._setting():
+                    output = functional.apply_one(alone, chunks[0], chunk_kwargs[0], self.dim)
                 return output if gather else [output]
             made = self.replicate(self._master, self.device_ids[: len(chunks)])
             replicas = functional.calling(made, called)
-            joining = forward.joining.set(gather and self._joins_alone())
-            balancing = forward.balancing.set(self._balance(self.device_ids))
-            try:
+            with self._setting(
+                joins=gather and self._joins_alone(), balance=self._balance(self.device_ids)
+            ):
                 outputs = self.parallel_apply(replicas, chunks, chunk_kwargs)
-            finally:
-                forward.balancing.reset(balancing)
-                forward.joining.reset(joining)
             if not gather:
                 return outputs
             if self._options.scalars == "weighted_mean":
@@ -538,6 +536,16 @@ class DataParallel(nn.DataParallel[T]):
     def _compute_split(self, at: int, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of a batch that all replicas compute, or the module in place."""
         return self.forward(*inputs, **kwargs)
+
+    @contextlib.contextmanager
+    def _setting(self, **more: Any) -> Iterator[None]:
+        """Tell the call that is made in the block what the options ask for."""
+        settings = forward.CallSettings(gradient_dtype=self._options.gradient_dtype, **more)
+        reset = forward.settings.set(settings)
+        try:
+            yield
+        finally:
+            forward.settings.reset(reset)
 
     def _chunk_sizes(self, device_ids: Sequence[Any]) -> batch.ChunkSizes | None:
         """The sizes of chunks, if `torch.chunk` does not give them."""

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, TypeVar
 
+import torch
+
 UnusedGrads = Literal["zeros", "none"]
 Scalars = Literal["vector", "mean", "weighted_mean", "sum"]
 LinkName = Literal["auto", "shared", "inline", "object_store", "collective"]
@@ -20,6 +22,9 @@ _CHOICES = {
     "link": ("auto", "shared", "inline", "object_store", "collective"),
     "on_fault": ("replay", "raise"),
 }
+
+GRADIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What gradients may become on their way."""
 
 _SELECTOR = r"!?(in\([^(),!]+(,[^(),!]+)*\)|[^(),!]+)"
 """What Ray takes for a label: ``a``, ``!a``, ``in(a, b)`` or ``!in(a, b)``."""
@@ -63,6 +68,10 @@ class Options:
             must have one size then.
         least_rows: The fewest rows of a chunk, for batch norm. Smaller batches make fewer chunks,
             and one that has fewer rows than this makes one.
+        gradient_dtype: What gradients of parameters in a wider dtype become on their way from a
+            replica, such as ``torch.bfloat16``; the driver sums them in the parameter's dtype.
+            Those in float64 are only changed by ``torch.float32``. Replicas do not sum among
+            themselves then. None sends them as they are.
         link: How bytes travel: ``"auto"`` sends small ones inside the call; large ones lie in
             shared memory if the cluster is one machine, the weights of CPU replicas included, else
             they go beside the call or through Ray's object store; replicas on several nodes sum
@@ -118,6 +127,7 @@ class Options:
     scalars: Scalars = "vector"
     chunk_weights: ChunkWeights = None
     least_rows: int = 1
+    gradient_dtype: torch.dtype | None = None
     link: LinkName = "auto"
     placement_timeout: float = 60.0
     call_timeout: float | None = None
@@ -147,6 +157,7 @@ class Options:
                 raise ValueError(
                     f"Options({name}={getattr(self, name)!r}): expected one of {', '.join(choices)}"
                 )
+        self._check_gradient_dtype()
         self._check_chunks()
         self._check_numbers()
         self._check_placement()
@@ -164,6 +175,24 @@ class Options:
             )
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"Options(threads={self.threads}): expected None or at least 1")
+
+    def _check_gradient_dtype(self) -> None:
+        if self.gradient_dtype is None:
+            return
+        known = ", ".join(map(str, GRADIENT_DTYPES))
+        if not isinstance(self.gradient_dtype, torch.dtype):
+            raise TypeError(
+                f"Options(gradient_dtype={self.gradient_dtype!r}): expected one of {known}"
+            )
+        if self.gradient_dtype not in GRADIENT_DTYPES:
+            raise ValueError(
+                f"Options(gradient_dtype={self.gradient_dtype}): expected one of {known}"
+            )
+        if self.link == "collective":
+            raise ValueError(
+                f"Options(gradient_dtype={self.gradient_dtype}, link='collective'): replicas that "
+                "sum gradients among themselves send them as they are"
+            )
 
     def _check_chunks(self) -> None:
         weights: Any = self.chunk_weights

@@ -330,6 +330,7 @@ def _run(
                 forget=slot.forget(),
                 by_host=devices.is_cpu(call.leaves[0].device),
                 part=None if synced is None else synced.part(i, slot),
+                narrow=None if part.gradient_dtype is None else (part.gradient_dtype, part.own),
             )
             before = [(graph, graph.recipe) for graph, _ in given if graph.recipe is not None]
             # A backward that exchanges tensors cannot run again without the other chunks.
@@ -456,7 +457,10 @@ def _collect(
     device = call.leaves[0].device
     with call.executor.recorder.reducing([answer.slot for answer in answers]):
         # [12]
-        sums = gradients.total(shares, device, len(call.leaves))
+        if any(part.gradient_dtype is not None for part in parts):
+            sums = gradients.total_of_narrow(shares, device, call.leaves)
+        else:
+            sums = gradients.total(shares, device, len(call.leaves))
         whole = [True] * len(sums)
         if not {one.layout for one in sums if one is not None} <= {torch.strided}:
             whole = _whole(call, shares[-len(parts) :] if parts else [], summed)

@@ -94,14 +94,26 @@ class Capture:
         self.parts: list[dict[str, list[Any]]] = []
 
 
-joining: ContextVar[bool] = ContextVar("raydp_parallel_joining", default=False)
-"""Whether outputs are going to be joined, and are visible to no other code before."""
+class CallSettings(NamedTuple):
+    """What a wrapper wants of a call besides its chunks.
+
+    Attributes:
+        joins: Whether outputs are going to be joined, and are visible to no other code before.
+        balance: Takes the times of the chunks; None if nothing does.
+        gradient_dtype: The dtype of gradients of parameters on their way; None leaves it.
+    """
+
+    joins: bool = False
+    balance: ChunkBalance | None = None
+    gradient_dtype: torch.dtype | None = None
+
+
+NO_SETTINGS = CallSettings()
+"""Those of a call that no wrapper makes."""
+
+settings: ContextVar[CallSettings] = ContextVar("raydp_parallel_settings", default=NO_SETTINGS)
 
 capturing: ContextVar[Capture | None] = ContextVar("raydp_parallel_capturing", default=None)
-
-
-balancing: ContextVar[ChunkBalance | None] = ContextVar("raydp_parallel_balancing", default=None)
-"""What takes the times of a call's chunks."""
 
 
 class MapCall(NamedTuple):
@@ -148,9 +160,10 @@ class ForwardCall:
             self.capture = None
         self.seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         on_cpu = devices.is_cpu(chunks[0].tracker.device)
-        self.joins = joining.get() and self.capture is None and len(chunks) > 1 and on_cpu
+        self.settings = settings.get()
+        self.joins = self.settings.joins and self.capture is None and len(chunks) > 1 and on_cpu
         self.call = autograd.CallNode(executor, [], [], unused)
-        balance = balancing.get()
+        balance = self.settings.balance
         if balance is not None:
             self.call.times = ChunkTimes(balance, [(chunk.slot, chunk.rows) for chunk in chunks])
         modules = [chunk.tracker.module for chunk in chunks]
@@ -418,6 +431,7 @@ class ForwardCall:
                     leaves=self.owned[i],
                     first=i == 0,
                     own=self.own[i],
+                    gradient_dtype=self.settings.gradient_dtype,
                 )
             self.call.parts.append(part)
 

@@ -61,6 +61,24 @@ def total(shares: Sequence[GradientShare], device: torch.device, count: int) -> 
     return sums
 
 
+def total_of_narrow(
+    shares: Sequence[GradientShare], device: torch.device, leaves: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """As `total`, for gradients that may have travelled in narrower dtypes than their leaves':
+    each is widened before it is added.
+    """
+    sums: list[Tensor | None] = [None] * len(leaves)
+    for share in shares:
+        rows = _rows(share)
+        chosen = [row for _, row in rows]
+        found = codec.unpack(share.parcel, share.attachments, device, chosen)
+        for (leaf, _), grad in zip(rows, found, strict=True):
+            wide = grad.requires_grad_(False).to(leaves[leaf].dtype)
+            one = sums[leaf]
+            sums[leaf] = wide if one is None else _plus(one, wide)
+    return sums
+
+
 def _rows(share: GradientShare) -> list[tuple[int, int]]:
     """The leaves that a share has gradients for, each with its row in the parcel."""
     present = codec.load(share.parcel, range(len(share.parcel.specs)))
@@ -173,9 +191,12 @@ def _add(
             (other,) = codec.unpack(share.parcel, share.attachments, device, [row])
             one = sums[leaf]
             assert one is not None
-            other.requires_grad_(False)
-            swapped = _dense(other) and not _dense(one)  # torch adds a sparse tensor to a dense one
-            sums[leaf] = other + one if swapped else one + other
+            sums[leaf] = _plus(one, other.requires_grad_(False))
+
+
+def _plus(one: Tensor, other: Tensor) -> Tensor:
+    """The sum of two gradients. Torch adds a sparse tensor to a dense one, not the other way."""
+    return other + one if _dense(other) and not _dense(one) else one + other
 
 
 def _dense(tensor: Tensor | None) -> bool:

@@ -41,6 +41,7 @@ class ReductionPart(NamedTuple):
         leaves: Which of the call's leaves its graph has, in the replica's order.
         first: Whether it is chunk 0: only its in-place changes reach the master.
         own: How many of the leaves, the first ones, are the model's.
+        gradient_dtype: The dtype of their gradients on the way; None leaves it.
     """
 
     slot: ReplicaSlot
@@ -50,6 +51,7 @@ class ReductionPart(NamedTuple):
     leaves: Sequence[int]
     first: bool
     own: int = 0
+    gradient_dtype: torch.dtype | None = None
 
 
 class GroupReduction:
@@ -211,6 +213,8 @@ def plan(
         needed: Which of them are asked for.
     """
     first = parts[0]
+    if first.gradient_dtype is not None:
+        return None
     slots = [part.slot for part in parts]
     # This returns None for nearly all calls on one machine.
     if not executor.groups.wanted(slots, first.tracker.size, None):

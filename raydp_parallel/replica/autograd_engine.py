@@ -59,6 +59,23 @@ def differentiate(
     return [next(found) if needed else None for needed in request.needed]
 
 
+def narrowed(found: Sequence[Tensor | None], dtype: torch.dtype, count: int) -> list[Tensor | None]:
+    """The gradients, with the first ``count`` in another dtype where theirs is wider; those in
+    float64 become float32 only.
+    """
+    wide = torch.float64 if dtype is torch.float32 else torch.float32
+    return [
+        grad.to(dtype)
+        if grad is not None
+        and at < count
+        and type(grad) is Tensor
+        and grad.layout is torch.strided
+        and grad.dtype is wide
+        else grad
+        for at, grad in enumerate(found)
+    ]
+
+
 def _run_backward(
     outputs: Sequence[Tensor],
     grads: Sequence[Tensor],

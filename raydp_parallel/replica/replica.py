@@ -489,7 +489,8 @@ class Replica:
         if group is not None and request.reduce is not None:
             reducer = collective.Reducer(group, request.reduce, leaves, back)
         early = None
-        if request.reduce is None and autograd_engine.plainly(request, partial):
+        streams = request.reduce is None and request.narrow is None
+        if streams and autograd_engine.plainly(request, partial):
             early = gradient_stream.begin(leaves, back, self.device)
         first = reducer or early
         watching = first.watching() if first is not None else _UNWATCHED
@@ -518,6 +519,8 @@ class Replica:
             )
         if request.reduce is not None:
             found = self._reduce(request, reducer, found, back)
+        if request.narrow is not None and request.derived is None:
+            found = autograd_engine.narrowed(found, *request.narrow)
         parcel = early.parcel(found, back) if early is not None else None
         if parcel is not None:
             return parcel

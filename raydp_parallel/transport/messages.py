@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+
 from raydp_parallel.devices.ambient_state import CallContext
 from raydp_parallel.devices.specs import TensorSpec
 from raydp_parallel.transport.group_messages import Reduce, Reduced, Relay, TakePart
@@ -222,6 +224,8 @@ class BackwardRequest(NamedTuple):
         by_host: As in `ForwardRequest`.
         training: What the replica's optimizer does before; None for nothing.
         part: As in `ForwardRequest`.
+        narrow: The dtype that gradients of the model's leaves get if theirs is wider, and how many
+            of the leaves, the first ones, those are; None leaves them as they are.
     """
 
     model: int
@@ -242,6 +246,7 @@ class BackwardRequest(NamedTuple):
     by_host: bool = False
     training: TrainingNews | None = None
     part: TakePart | None = None
+    narrow: tuple[torch.dtype, int] | None = None
 
 
 class TrainingEntry(NamedTuple):
