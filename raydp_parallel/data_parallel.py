@@ -531,7 +531,8 @@ class DataParallel(nn.DataParallel[T]):
 
     def _compute_whole(self, at: int, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of a batch that one replica computes."""
-        return self._replicate(self.device_ids)[at](*inputs, **kwargs)
+        with self._setting():
+            return self._replicate(self.device_ids)[at](*inputs, **kwargs)
 
     def _compute_split(self, at: int, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of a batch that all replicas compute, or the module in place."""
@@ -540,7 +541,14 @@ class DataParallel(nn.DataParallel[T]):
     @contextlib.contextmanager
     def _setting(self, **more: Any) -> Iterator[None]:
         """Tell the call that is made in the block what the options ask for."""
-        settings = forward.CallSettings(gradient_dtype=self._options.gradient_dtype, **more)
+        per_sample = self._options.rng == "per_sample"
+        if per_sample and self.dim != 0:
+            raise ValueError(
+                f"Options(rng='per_sample'): rows must be along dimension 0, and dim is {self.dim}"
+            )
+        settings = forward.CallSettings(
+            gradient_dtype=self._options.gradient_dtype, per_sample=per_sample, **more
+        )
         reset = forward.settings.set(settings)
         try:
             yield

@@ -14,11 +14,13 @@ UnusedGrads = Literal["zeros", "none"]
 Scalars = Literal["vector", "mean", "weighted_mean", "sum"]
 LinkName = Literal["auto", "shared", "inline", "object_store", "collective"]
 OnFault = Literal["replay", "raise"]
+RandomNumbers = Literal["per_chunk", "per_sample"]
 ChunkWeights = Sequence[float] | Literal["auto"] | None
 
 _CHOICES = {
     "unused_grads": ("zeros", "none"),
     "scalars": ("vector", "mean", "weighted_mean", "sum"),
+    "rng": ("per_chunk", "per_sample"),
     "link": ("auto", "shared", "inline", "object_store", "collective"),
     "on_fault": ("replay", "raise"),
 }
@@ -62,6 +64,11 @@ class Options:
             ``"none"`` as a plain module would leave it.
         scalars: What 0-dim outputs become: upstream's ``"vector"``, one entry per chunk, or one
             number, their ``"mean"``, their mean weighted by the chunks' rows, or their ``"sum"``.
+        rng: Where random numbers of a chunk come from: ``"per_chunk"`` gives each chunk a stream of
+            its own. ``"per_sample"`` makes those of dropout and of other operations with one entry
+            for each row follow from the row's number in the batch, so that they do not depend on
+            the number of devices. That costs each operation of the module some microseconds, and
+            each random one some for each row.
         chunk_weights: What the rows of the chunks are in proportion to, one number for each of
             ``device_ids``, such as ``(4, 1)``; or ``"auto"``, by what each device was measured to
             compute per second; None cuts batches as upstream does. All arguments that are split
@@ -125,6 +132,7 @@ class Options:
 
     unused_grads: UnusedGrads = "zeros"
     scalars: Scalars = "vector"
+    rng: RandomNumbers = "per_chunk"
     chunk_weights: ChunkWeights = None
     least_rows: int = 1
     gradient_dtype: torch.dtype | None = None

@@ -355,6 +355,7 @@ _READ_BY_WRAPPERS: dict[str, Any] = {
     "passthrough": False,
     "chunk_weights": None,
     "least_rows": 1,
+    "rng": "per_chunk",
     "gradient_dtype": None,
 }
 """Options that executors do not read, with their defaults: wrappers that differ in them share an

@@ -101,11 +101,13 @@ class CallSettings(NamedTuple):
         joins: Whether outputs are going to be joined, and are visible to no other code before.
         balance: Takes the times of the chunks; None if nothing does.
         gradient_dtype: The dtype of gradients of parameters on their way; None leaves it.
+        per_sample: Whether random numbers follow from the rows' numbers in the batch.
     """
 
     joins: bool = False
     balance: ChunkBalance | None = None
     gradient_dtype: torch.dtype | None = None
+    per_sample: bool = False
 
 
 NO_SETTINGS = CallSettings()
@@ -322,10 +324,19 @@ class ForwardCall:
             by_host=devices.is_cpu(chunk.tracker.device),
             origins=module_sources.origins_of(chunk.called) if callable(chunk.called) else None,
             part=None if self.call.synced is None else self.call.synced.part(number, slot),
+            samples=self._samples(number),
         )
         if graph is not None and self.executor.replays:
             self.made[number] = request, replay.keep(parcel, tensors, "arguments")
         return request if news is None else request._replace(training=news)
+
+    def _samples(self, number: int) -> tuple[int, int] | None:
+        """The number of a chunk's first row in the batch, and its rows, if random numbers follow
+        from them.
+        """
+        if not self.settings.per_sample:
+            return None
+        return sum(chunk.rows for chunk in self.chunks[:number]), self.chunks[number].rows
 
     def _update(
         self, number: int, slot: ReplicaSlot, name: int, attachments: Attachments

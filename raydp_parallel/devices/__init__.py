@@ -39,7 +39,14 @@ from raydp_parallel.devices.memory import (
     upload,
     windows,
 )
-from raydp_parallel.devices.process import keep_freed_memory, seed, start_thread, use_threads
+from raydp_parallel.devices.process import (
+    keep_freed_memory,
+    random_kept,
+    reseed,
+    seed,
+    start_thread,
+    use_threads,
+)
 from raydp_parallel.devices.raw import view
 from raydp_parallel.devices.streams import (
     Courier,
@@ -84,8 +91,10 @@ __all__ = [
     "pinner",
     "prints",
     "prints_of_host",
+    "random_kept",
     "reader",
     "recycled",
+    "reseed",
     "rest",
     "row_copied",
     "row_in_place",

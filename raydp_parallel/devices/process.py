@@ -9,11 +9,12 @@ this holds, and nothing is done.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import queue
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -57,6 +58,28 @@ def seed(device: torch.device, call_seed: int, chunk: int) -> None:
         torch.cuda.default_generators[device.index or 0].manual_seed(value)
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
+
+
+def reseed(device: torch.device, value: int) -> None:
+    """Seed torch's generator of a device."""
+    if is_cpu(device):
+        torch.default_generator.manual_seed(value)
+    else:
+        torch.cuda.default_generators[device.index or 0].manual_seed(value)
+
+
+@contextlib.contextmanager
+def random_kept(device: torch.device) -> Iterator[None]:
+    """Keep the state of torch's generator of a device, whatever the block does to it."""
+    on_cpu = is_cpu(device)
+    generator = (
+        torch.default_generator if on_cpu else torch.cuda.default_generators[device.index or 0]
+    )
+    before = generator.get_state()
+    try:
+        yield
+    finally:
+        generator.set_state(before)
 
 
 def use_threads(device: torch.device, count: int | None) -> None:

@@ -23,7 +23,13 @@ from raydp_parallel import devices
 from raydp_parallel.devices import ambient_state, process
 from raydp_parallel.errors import GraphLost, StateChanged
 from raydp_parallel.monitoring.phases import IN_REPLICA, Laps, OpenSpan, unseen
-from raydp_parallel.replica import autograd_engine, exceptions, exchange, gradient_stream
+from raydp_parallel.replica import (
+    autograd_engine,
+    exceptions,
+    exchange,
+    gradient_stream,
+    sample_rng,
+)
 from raydp_parallel.replica.pause import KeptGraphs
 from raydp_parallel.replica.replica_training import ReplicaTraining
 from raydp_parallel.state import module_sources
@@ -80,6 +86,7 @@ class KeptGraph(NamedTuple):
             some.
         held: The tensors that its module holds, which need not be the model's module any more.
         edits: How many of the module's attributes the driver had changed before its forward.
+        samples: See `ForwardRequest`.
     """
 
     outputs: Sequence[Tensor]
@@ -90,6 +97,7 @@ class KeptGraph(NamedTuple):
     tensors: Mapping[int, Tensor]
     held: Held
     edits: int
+    samples: tuple[int, int] | None = None
 
 
 class Replica:
@@ -347,7 +355,9 @@ class Replica:
         leaves = (
             [*own, *(t for t in inputs if t.requires_grad)] if request.graph is not None else []
         )
-        devices.seed(self.device, request.seed, request.chunk)
+        # The chunks of a call have one seed if random numbers follow from the rows.
+        stream = request.chunk if request.samples is None else 0
+        devices.seed(self.device, request.seed, stream)
         captures: Any = (
             capturing(replica_module.module, request.capture) if request.capture else _NO_CAPTURES
         )
@@ -356,6 +366,7 @@ class Replica:
             ambient_state.enter(request.context),
             replica_module.running(),
             _InReplica(),
+            sample_rng.by_row(self.device, request.samples),
             captures as captured,
         ):
             self._laps.begin(2)
@@ -383,6 +394,7 @@ class Replica:
                 tensors=replica_module.tensors(),
                 held=replica_module.held,
                 edits=replica_module.held.edits,
+                samples=request.samples,
             )
         else:  # otherwise backward runs next
             self._graphs.look_at(replica_module)
@@ -498,6 +510,7 @@ class Replica:
         with (
             ambient_state.enter(request.context),
             _InReplica(),
+            sample_rng.by_row(self.device, graphs[0].samples),
             graphs[0].held.as_of(graphs[0].edits),
             _Watching(graphs[0], request.write_back),
             watching,

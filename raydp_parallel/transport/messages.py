@@ -173,6 +173,8 @@ class ForwardRequest(NamedTuple):
             is not imported from a file.
         training: What the replica's optimizer does before the forward; None for nothing.
         part: How the chunk exchanges tensors with the others; None if it does not.
+        samples: The number of the chunk's first row in the batch, and its rows, if random numbers
+            follow from them; None if they follow from the chunk's number.
         played: With ``graph_only``: the parcel of what the chunks had gathered then, a tuple.
     """
 
@@ -198,6 +200,7 @@ class ForwardRequest(NamedTuple):
     origins: Origins | None = None
     training: TrainingNews | None = None
     part: TakePart | None = None
+    samples: tuple[int, int] | None = None
     played: Parcel | None = None
 
 
