@@ -124,7 +124,6 @@ class Replica:
         self._kept: dict[int, Sequence[Tensor | None]] = {}
         self._trainings: dict[int, ReplicaTraining] = {}
         self._reduced: Reduced | None = None
-        self._gathered: Parcel | None = None
         self.groups = collective.Groups(device=device)
 
     def forward(
@@ -141,9 +140,15 @@ class Replica:
             if found is None:
                 return self._missed(request)
             request, passed = request._replace(update=found[0]), found[1]
+        gathered: list[Parcel] = []
         answer = self._answer(
-            request.where, back, lambda: self._together(request, attachments, back), request
+            request.where,
+            back,
+            lambda: self._together(request, attachments, back, gathered),
+            request,
         )
+        if gathered:
+            answer = answer._replace(gathered=gathered[0])
         return answer._replace(passed=passed) if passed else answer
 
     def _missed(self, request: ForwardRequest) -> Reply:
@@ -242,7 +247,7 @@ class Replica:
         work: Callable[[], Parcel],
         request: ForwardRequest | BackwardRequest,
     ) -> Reply:
-        value, failure, self._reduced, self._gathered = None, None, None, None
+        value, failure, self._reduced = None, None, None
         process = os.getpid()
         self._laps.begin(0)
         with warnings.catch_warnings(record=True) as caught:
@@ -289,7 +294,6 @@ class Replica:
             memory=self._memory.now(),
             reduced=self._reduced,
             training=self._trained(request.model),
-            gathered=self._gathered,
         )
 
     def _written(
@@ -328,16 +332,22 @@ class Replica:
             replica_module.prepare(None, Attachments(InlineLink()), True)
 
     def _together(
-        self, request: ForwardRequest, attachments: Attachments, back: Attachments
+        self,
+        request: ForwardRequest,
+        attachments: Attachments,
+        back: Attachments,
+        gathered: list[Parcel],
     ) -> Parcel:
-        """Run one chunk, perhaps as one of several that exchange tensors."""
+        """Run one chunk, perhaps as one of several that exchange tensors. What they gathered is
+        appended to a list.
+        """
         played = None
         if request.played is not None:
             played = codec.unpack(request.played, attachments, self.device)
         with exchange.taking_part(self.groups, request.part, played) as found:
             parcel = self._forward(request, attachments, back)
         if found is not None and found.gathered is not None and request.chunk == 0:
-            self._gathered, _ = codec.encode(tuple(found.gathered), back, "state")
+            gathered.append(codec.encode(tuple(found.gathered), back, "state")[0])
         return parcel
 
     def _forward(
