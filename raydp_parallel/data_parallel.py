@@ -546,8 +546,12 @@ class DataParallel(nn.DataParallel[T]):
             raise ValueError(
                 f"Options(rng='per_sample'): rows must be along dimension 0, and dim is {self.dim}"
             )
+        compiled = self._options.compile
         settings = forward.CallSettings(
-            gradient_dtype=self._options.gradient_dtype, per_sample=per_sample, **more
+            gradient_dtype=self._options.gradient_dtype,
+            per_sample=per_sample,
+            compiled=None if compiled is False else {} if compiled is True else dict(compiled),
+            **more,
         )
         reset = forward.settings.set(settings)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -75,6 +76,9 @@ class Options:
             must have one size then.
         least_rows: The fewest rows of a chunk, for batch norm. Smaller batches make fewer chunks,
             and one that has fewer rows than this makes one.
+        compile: Whether replicas compile the module by `torch.compile`, with its defaults, or a
+            dict of its settings, such as ``{"mode": "reduce-overhead"}``. Each replica compiles
+            with its first forward, and keeps that while only values change.
         gradient_dtype: What gradients of parameters in a wider dtype become on their way from a
             replica, such as ``torch.bfloat16``; the driver sums them in the parameter's dtype.
             Those in float64 are only changed by ``torch.float32``. Replicas do not sum among
@@ -135,6 +139,7 @@ class Options:
     rng: RandomNumbers = "per_chunk"
     chunk_weights: ChunkWeights = None
     least_rows: int = 1
+    compile: bool | Mapping[str, Any] = False
     gradient_dtype: torch.dtype | None = None
     link: LinkName = "auto"
     placement_timeout: float = 60.0
@@ -165,6 +170,12 @@ class Options:
                 raise ValueError(
                     f"Options({name}={getattr(self, name)!r}): expected one of {', '.join(choices)}"
                 )
+        self._check_compile()
+        if self.compile is not False and self.rng == "per_sample":
+            raise ValueError(
+                "Options(compile=..., rng='per_sample'): compiled code makes its random numbers "
+                "itself, and not row by row"
+            )
         self._check_gradient_dtype()
         self._check_chunks()
         self._check_numbers()
@@ -183,6 +194,28 @@ class Options:
             )
         if self.threads is not None and self.threads < 1:
             raise ValueError(f"Options(threads={self.threads}): expected None or at least 1")
+
+    def _check_compile(self) -> None:
+        if isinstance(self.compile, bool):
+            return
+        if not isinstance(self.compile, Mapping):
+            raise TypeError(
+                f"Options(compile={self.compile!r}): expected True, False, or a dict of settings "
+                "of torch.compile, such as {'mode': 'reduce-overhead'}"
+            )
+        known = [*inspect.signature(torch.compile).parameters][1:]
+        for name in self.compile:
+            if name not in known:
+                raise ValueError(
+                    f"Options(compile={{{name!r}: ...}}): torch.compile has the settings "
+                    f"{', '.join(known)}"
+                )
+        if not isinstance(self.compile.get("backend", ""), str):
+            raise TypeError(
+                "Options(compile={'backend': ...}): expected the name of a backend, as replicas "
+                "are other processes"
+            )
+        object.__setattr__(self, "compile", Frozen(self.compile))
 
     def _check_gradient_dtype(self) -> None:
         if self.gradient_dtype is None:

@@ -356,6 +356,7 @@ _READ_BY_WRAPPERS: dict[str, Any] = {
     "chunk_weights": None,
     "least_rows": 1,
     "rng": "per_chunk",
+    "compile": False,
     "gradient_dtype": None,
 }
 """Options that executors do not read, with their defaults: wrappers that differ in them share an

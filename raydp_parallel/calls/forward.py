@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -101,6 +101,7 @@ class CallSettings(NamedTuple):
         joins: Whether outputs are going to be joined, and are visible to no other code before.
         balance: Takes the times of the chunks; None if nothing does.
         gradient_dtype: The dtype of gradients of parameters on their way; None leaves it.
+        compiled: The settings of `torch.compile` for the module; None runs it as it is.
         per_sample: Whether random numbers follow from the rows' numbers in the batch.
     """
 
@@ -108,6 +109,7 @@ class CallSettings(NamedTuple):
     balance: ChunkBalance | None = None
     gradient_dtype: torch.dtype | None = None
     per_sample: bool = False
+    compiled: Mapping[str, Any] | None = None
 
 
 NO_SETTINGS = CallSettings()
@@ -170,6 +172,11 @@ class ForwardCall:
             self.call.times = ChunkTimes(balance, [(chunk.slot, chunk.rows) for chunk in chunks])
         modules = [chunk.tracker.module for chunk in chunks]
         self.call.synced = synced_call.plan(executor, [chunk.slot for chunk in chunks], modules)
+        if self.call.synced is not None and self.settings.compiled is not None:
+            raise ValueError(
+                "Options(compile=...): synchronised batch norm cannot be compiled, because chunks "
+                "exchange tensors in the midst of it"
+            )
         self.mapping = mapping.get()
         at_once = self.mapping.at_once if self.mapping is not None else None
         self.threads = executor.threads(at_once or len(chunks))
@@ -325,6 +332,7 @@ class ForwardCall:
             origins=module_sources.origins_of(chunk.called) if callable(chunk.called) else None,
             part=None if self.call.synced is None else self.call.synced.part(number, slot),
             samples=self._samples(number),
+            compiled=self.settings.compiled if chunk.called is None else None,
         )
         if graph is not None and self.executor.replays:
             self.made[number] = request, replay.keep(parcel, tensors, "arguments")

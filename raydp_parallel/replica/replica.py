@@ -380,7 +380,11 @@ class Replica:
             captures as captured,
         ):
             self._laps.begin(2)
-            value = callee(replica_module.module, called)(*args, **kwargs)
+            # A compiled module does not see hooks that come later.
+            if request.compiled is None or request.capture:
+                value = callee(replica_module.module, called)(*args, **kwargs)
+            else:
+                value = replica_module.compiled(request.compiled)(*args, **kwargs)
             self.check_process()
             self._finish_work()
         keep = request.graph is not None

@@ -8,7 +8,7 @@ graph keeps its values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -101,6 +101,7 @@ class ReplicaModule:
         self._untouched = False
         self._alike: Callable[[], list[bool]] = list
         self.owned: set[int] = set()
+        self._compiled: tuple[nn.Module, Mapping[str, Any], Callable[..., Any]] | None = None
 
     def prepare(
         self, update: StateUpdate | None, attachments: Attachments, graphs_alive: bool
@@ -197,6 +198,13 @@ class ReplicaModule:
         """Give the module its own tensors back after a backward gave it those of a graph."""
         if not self.held.holds(self._slots) and not self.held.replace(self._slots):
             self._load()
+
+    def compiled(self, settings: Mapping[str, Any]) -> Callable[..., Any]:
+        """The module, compiled; again only if it was built anew, or with other settings."""
+        found = self._compiled
+        if found is None or found[0] is not self.module or found[1] != settings:
+            found = self._compiled = self.module, settings, torch.compile(self.module, **settings)
+        return found[2]
 
     def running(self) -> _Running:
         """Record what the module writes to, in a ``with`` block."""

@@ -4,7 +4,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -175,6 +175,7 @@ class ForwardRequest(NamedTuple):
         part: How the chunk exchanges tensors with the others; None if it does not.
         samples: The number of the chunk's first row in the batch, and its rows, if random numbers
             follow from them; None if they follow from the chunk's number.
+        compiled: The settings of `torch.compile` for the module; None runs it as it is.
         played: With ``graph_only``: the parcel of what the chunks had gathered then, a tuple.
     """
 
@@ -201,6 +202,7 @@ class ForwardRequest(NamedTuple):
     training: TrainingNews | None = None
     part: TakePart | None = None
     samples: tuple[int, int] | None = None
+    compiled: Mapping[str, Any] | None = None
     played: Parcel | None = None
 
 
