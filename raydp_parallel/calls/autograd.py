@@ -43,6 +43,7 @@ from raydp_parallel.calls import gradients, replay, synced_call
 from raydp_parallel.calls.chunk_balance import ChunkTimes
 from raydp_parallel.calls.executor import Executor
 from raydp_parallel.calls.group_reduction import GroupReduction, ReductionPart, plan, share
+from raydp_parallel.calls.remote_gradients import GradientState, RemoteGradient, Term
 from raydp_parallel.calls.synced_call import SyncedCall
 from raydp_parallel.cluster.chunk_calls import ChunkAnswer, ChunkCall, GraphHandle, RemoteGraph
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
@@ -444,6 +445,7 @@ def _collect(
     there = all(graph.on(part.slot) for i, part in numbered for graph, _ in _given(stash, i))
     reduction = plan(call.executor, parts, call.leaves, needed) if parts and there else None
     summed: Mapping[int, int] = {}
+    stay: Mapping[int, Term] = {}
     if reduction is None:
         answers = _run(call, stash, needed, keep, {})
         _finish(call, parts, answers)
@@ -452,6 +454,8 @@ def _collect(
         try:
             answers = _run_summed(call, stash, needed, keep, reduction)
             shares, summed = reduction.shares(answers)
+            if reduction.stays is not None:
+                stay = reduction.terms(summed, parts[0].tracker.training.fetch)
         finally:
             reduction.close()
     device = call.leaves[0].device
@@ -461,12 +465,31 @@ def _collect(
             sums = gradients.total_of_narrow(shares, device, call.leaves)
         else:
             sums = gradients.total(shares, device, len(call.leaves))
+        for leaf, term in stay.items():
+            sums[leaf] = RemoteGradient(call.leaves[leaf], GradientState((term,)))
         whole = [True] * len(sums)
         if not {one.layout for one in sums if one is not None} <= {torch.strided}:
             whole = _whole(call, shares[-len(parts) :] if parts else [], summed)
-        return gradients.settle(
+        found = gradients.settle(
             sums, call.leaves, kinds=call.kinds, needed=needed, whole=whole, unused=call.unused
         )
+        return _unfilled(sums, found, call.leaves, parts[0].tracker) if stay else found
+
+
+def _unfilled(
+    sums: Sequence[Tensor | None],
+    settled: list[Tensor | None],
+    leaves: Sequence[Tensor],
+    tracker: ModuleTracker,
+) -> list[Tensor | None]:
+    """The gradients, with the zeros of unused parameters where replicas can make them."""
+    trained = {id(tensor) for tensor in tracker.owned.values()}
+    return [
+        RemoteGradient(found, GradientState((), zeros=True))
+        if one is None and found is not None and id(leaf) in trained
+        else found
+        for one, found, leaf in zip(sums, settled, leaves, strict=True)
+    ]
 
 
 def _whole(

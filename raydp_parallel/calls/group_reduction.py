@@ -9,7 +9,7 @@ and the driver sums them as it does without a group.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from raydp_parallel.calls.executor import Executor
 from raydp_parallel.calls.gradients import GradientShare
+from raydp_parallel.calls.remote_gradients import GradientSum, Term
 from raydp_parallel.calls.replica_groups import GroupTicket
 from raydp_parallel.cluster.chunk_calls import ChunkAnswer, RemoteGraph
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
@@ -62,6 +63,8 @@ class GroupReduction:
         ticket: Their group.
         parts: The chunks.
         rows: Which of each chunk's leaves are summed.
+        stays: The key under which all members keep the sum, for their optimizers; None if the
+            driver gets it.
     """
 
     def __init__(
@@ -70,7 +73,9 @@ class GroupReduction:
         ticket: GroupTicket,
         parts: Sequence[ReductionPart],
         rows: Sequence[int],
+        stays: int | None = None,
     ) -> None:
+        self.stays = stays
         self._groups = executor.groups
         self._ticket = ticket
         self._parts = parts
@@ -79,7 +84,7 @@ class GroupReduction:
         slots = [part.slot for part in parts]
         self._root = slots.index(self._groups.near(slots))
         self._told: dict[int, tuple[ReplicaSlot, int]] = {}
-        self._fetching = self._broken = False
+        self._fetching = self._broken = self._kept_sum = False
 
     def fields(self, number: int, slot: ReplicaSlot) -> dict[str, Any]:
         """The fields of the message for a chunk that concern the reduction; none if another replica
@@ -106,6 +111,7 @@ class GroupReduction:
             kept=self.kept[number].key,
             patience=groups.patience,
             overlap=overlap,
+            stays=self.stays,
         )
         return {"reduce": request}
 
@@ -120,6 +126,9 @@ class GroupReduction:
         """End the reduction: members need not keep anything."""
         for graph in self.kept:
             graph.drop()
+        if self.stays is not None and not self._kept_sum:
+            for slot in self._slots():
+                slot.drop_graph(self.stays, slot.incarnation)
 
     def take_answer(self, reply: Reply | None) -> None:
         """Take a member's answer, None if it died. If it did not do its part, the group is
@@ -146,6 +155,8 @@ class GroupReduction:
         ]
 
     def _summed(self, answers: Sequence[ChunkAnswer]) -> bool:
+        if self.stays is not None:
+            return all(map(_is_done, answers))
         root = answers[self._root].reply.reduced
         spoiled = any(
             a.reply.reduced is not None and a.reply.reduced.outcome is SumOutcome.SPOILED
@@ -169,6 +180,8 @@ class GroupReduction:
             counts.update(part.leaves[row] for row in within)
             left = [None if row in within else leaf for row, leaf in enumerate(part.leaves)]
             besides.append(share(part, answer)._replace(leaves=left))
+        if self.stays is not None:
+            return besides, counts
         first = answers[self._root]
         assert first.reply.reduced is not None
         own = [self._parts[self._root].leaves[row] for row in self._rows]
@@ -178,6 +191,24 @@ class GroupReduction:
             [leaf if counts[leaf] else None for leaf in own],
         )
         return [sums, *besides], counts
+
+    def terms(
+        self, counts: Mapping[int, int], fetch: Callable[[GradientSum], Sequence[Tensor]]
+    ) -> dict[int, Term]:
+        """What stands for the sums that the replicas keep, by the call's leaves.
+
+        Args:
+            counts: For each leaf how many chunks' gradients are in its sum.
+            fetch: Fetches the sums.
+        """
+        if self.stays is None or self._fetching:
+            return {}
+        kept, self._kept_sum = GradientSum(self.stays, self._slots(), fetch), True
+        own = [self._parts[0].leaves[row] for row in self._rows]
+        return {leaf: Term(kept, at) for at, leaf in enumerate(own) if counts[leaf]}
+
+    def _slots(self) -> list[ReplicaSlot]:
+        return [part.slot for part in self._parts]
 
     def _within(self, part: ReductionPart, answer: ChunkAnswer) -> set[int]:
         """The rows with gradients that are in the sum. For a chunk that ran again after its replica
@@ -228,7 +259,20 @@ def plan(
         return None
     size = sum(chosen[row].nbytes for row in rows)
     ticket = executor.groups.find(slots, size, executor.groups.kind(slots))
-    return GroupReduction(executor, ticket, parts, rows) if ticket is not None else None
+    if ticket is None:
+        return None
+    training = first.tracker.training
+    stays = None
+    if training is not None and training.keeps(slots, [chosen[row] for row in rows]):
+        stays = RemoteGraph().key
+    return GroupReduction(executor, ticket, parts, rows, stays)
+
+
+def _is_done(answer: ChunkAnswer) -> bool:
+    """Whether a member has given all its gradients into a sum that stays, and has the sum."""
+    reduced = answer.reply.reduced
+    done = reduced is not None and reduced.outcome is SumOutcome.DONE
+    return done and reduced is not None and collective.APART not in reduced.marks
 
 
 def _sums(leaf: Tensor) -> bool:

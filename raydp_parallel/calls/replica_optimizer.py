@@ -131,17 +131,33 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """`torch.nn.utils.clip_grad_norm_` of its parameters; returns their norm before."""
+        """`torch.nn.utils.clip_grad_norm_` of its parameters, where their gradients lie; returns
+        the norm before.
+        """
+        if self.training.lie_remote():
+            norm = self.training.norm(norm_type)
+            if error_if_nonfinite and not norm.isfinite():
+                raise RuntimeError(
+                    f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {norm}; "
+                    "with error_if_nonfinite=False they would be scaled by it"
+                )
+            self.training.clip(max_norm=float(max_norm), norm=norm)
+            return norm
         return torch.nn.utils.clip_grad_norm_(
             self.training.parameters(), max_norm, norm_type, error_if_nonfinite
         )
 
     def clip_grad_value_(self, clip_value: float) -> None:
-        """`torch.nn.utils.clip_grad_value_` of its parameters."""
-        torch.nn.utils.clip_grad_value_(self.training.parameters(), clip_value)
+        """`torch.nn.utils.clip_grad_value_` of its parameters, where their gradients lie."""
+        if self.training.lie_remote():
+            self.training.clip(value=float(clip_value))
+        else:
+            torch.nn.utils.clip_grad_value_(self.training.parameters(), clip_value)
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """The norm of all its gradients together."""
+        """The norm of all its gradients together, computed where they lie."""
+        if self.training.lie_remote():
+            return self.training.norm(norm_type)
         grads = [p.grad for p in self.training.parameters() if p.grad is not None]
         return torch.nn.utils.get_total_norm(grads, norm_type)
 

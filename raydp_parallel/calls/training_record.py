@@ -28,7 +28,15 @@ import torch
 from torch import Tensor
 
 from raydp_parallel.calls.executor import Executor
+from raydp_parallel.calls.remote_gradients import (
+    GradientSum,
+    RemoteGradient,
+    Term,
+    lies_remote,
+    local,
+)
 from raydp_parallel.cluster.backend import Death
+from raydp_parallel.cluster.chunk_calls import RemoteGraph
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
 from raydp_parallel.devices.ranges import Attachment
 from raydp_parallel.errors import ExecutorClosed, StateChanged, StateLost
@@ -40,8 +48,11 @@ from raydp_parallel.transport.call_bytes import unseal
 from raydp_parallel.transport.links import Attachments, Link
 from raydp_parallel.transport.message_bytes import pack
 from raydp_parallel.transport.messages import (
+    GradientNorm,
+    GradientTerms,
     Parcel,
     Reply,
+    TrainingClip,
     TrainingEntry,
     TrainingNews,
     TrainingRequest,
@@ -68,12 +79,14 @@ class PackedEntry(NamedTuple):
         parcel: Its parcel; a packet beside the message counts from 0.
         packets: The packets beside the message.
         size: Bytes of tensors in it.
+        sums: The gradients that it needs, which replicas keep.
     """
 
     number: int
     parcel: Parcel
     packets: Sequence[Attachment]
     size: int
+    sums: Sequence[GradientSum] = ()
 
     def placed(self, attachments: Attachments) -> TrainingEntry:
         """The entry for one message, with its packets added to ``attachments``."""
@@ -232,16 +245,19 @@ class Training:
         if held == self.number:
             return None
         slot.sent_training[name] = self.number
-        if held and held >= self._begins():
+        if self._follows(slot, held):
             left = [entry for entry in self._record if entry.number > held]
             return TrainingNews(tuple([entry.placed(attachments) for entry in left]), anew=False)
         self._bring_back()
         slot.sent_training[name] = self.number
         return TrainingNews((self._pack_start().placed(attachments),), anew=True)
 
-    def _begins(self) -> int:
-        """The last entry before those that the record keeps."""
-        return self._record[0].number - 1 if self._record else self.number
+    def _follows(self, slot: ReplicaSlot, made: int) -> bool:
+        """Whether a replica that has made some entries can make those that follow."""
+        begins = self._record[0].number - 1 if self._record else self.number
+        left = [entry for entry in self._record if entry.number > made]
+        there = all(one.on(slot) for entry in left for one in entry.sums)
+        return made > 0 and made >= begins and there
 
     def _bring_back(self) -> None:
         """Bring the master up to date in the middle of a call."""
@@ -271,12 +287,11 @@ class Training:
         """The replicas that can follow the record, with the model's number there; those that have
         made most of it first.
         """
-        begins = self._begins()
         found = [
             (slot, name)
             for slot in self._replica_set.ready()
             for name in slot.names_of(self.tracker.id)
-            if slot.trained[name] >= begins
+            if self._follows(slot, slot.trained[name])
         ]
         return sorted(found, key=lambda one: (-one[0].trained[one[1]], one[0].index))
 
@@ -289,22 +304,91 @@ class Training:
                 if self.behind:
                     raise self._lost()
                 # No replica has the weights: the step is made here.
+                for parameter in self.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad = local(parameter.grad)
                 self.optimizer.step()
                 self.steps += 1
                 self._synced = self.steps
                 self._rebase()
                 return
-            grads = tuple([None if p.grad is None else p.grad.detach() for p in self.parameters()])
+            found = [parameter.grad for parameter in self.parameters()]
+            grads = tuple([_given(grad) for grad in found])
             groups = self.optimizer.param_groups
             step = TrainingStep(_options(groups), grads, torch.get_num_threads())
-            link = self._replica_set.backend.link
-            self._record.append(_packed(self.number + 1, step, "step", link))
-            self.number += 1
+            self._enter(step, _sums(found))
             self.steps += 1
-            self._start = None
-            self._trim()
             if len(self._record) > _MOST_KEPT:
                 self._flush()
+
+    def _enter(self, value: Any, sums: Sequence[GradientSum]) -> None:
+        """Enter something into the record that needs gradients which replicas keep."""
+        there = [slot for slot, _ in self._holders() if all(one.on(slot) for one in sums)]
+        if not there:
+            raise _gone()
+        link = self._replica_set.backend.link
+        entry = _packed(self.number + 1, value, "step", link)._replace(sums=sums)
+        self._record.append(entry)
+        self.number += 1
+        self._start = None
+        self._trim()
+
+    def keeps(self, slots: Sequence[ReplicaSlot], leaves: Sequence[Tensor]) -> bool:
+        """Whether a backward's gradients of some leaves, summed among the replicas of some slots,
+        may stay there: all are trained, and no other replica has the weights.
+        """
+        holders = self._holders()
+        at_home = all(name == self.tracker.id for _, name in holders)
+        trained = {id(p) for p in self.tracker.owned.values()}
+        return (
+            at_home
+            and {slot for slot, _ in holders} == {*slots}
+            and trained.issuperset(map(id, leaves))
+        )
+
+    def fetch(self, sums: GradientSum) -> Sequence[Tensor]:
+        """Gradients that replicas keep."""
+        return self._ask_one([sums], sums.key)
+
+    def _ask_one(self, sums: Sequence[GradientSum], wanted: int | GradientNorm) -> Sequence[Tensor]:
+        """What a replica answers that keeps some gradients."""
+        with self._replica_set.lock:
+            while True:
+                holders = self._holders()
+                there = [one for one in holders if all(s.on(one[0]) for s in sums)]
+                if not there:
+                    raise _gone()
+                answer = self._ask(*there[0], wanted=wanted)
+                if answer is not None and answer[0].value is not None:
+                    device = self.parameters()[0].device
+                    return codec.unpack(answer[0].value, answer[1], device)
+
+    def norm(self, norm_type: float) -> Tensor:
+        """The norm of all gradients together, which lie in the replicas."""
+        found = [p.grad for p in self.parameters()]
+        asked = GradientNorm(_terms(found), float(norm_type), torch.get_num_threads())
+        return self._ask_one(_sums(found), asked)[0]
+
+    def lie_remote(self) -> bool:
+        """Whether all gradients lie in the replicas, and there are some."""
+        found = [p.grad for p in self.parameters() if p.grad is not None]
+        return any(_sums(found)) and all(map(lies_remote, found))
+
+    def clip(
+        self, max_norm: float | None = None, norm: Tensor | None = None, value: float | None = None
+    ) -> None:
+        """Clip all gradients, which lie in the replicas, by their norm or by value."""
+        with self._replica_set.lock:
+            self.check()
+            found = [p.grad for p in self.parameters()]
+            sums, key = _sums(found), RemoteGraph().key
+            clip = TrainingClip(_terms(found), key, max_norm, norm, value)
+            self._enter(clip, sums)
+            there = [slot for slot, _ in self._holders() if all(one.on(slot) for one in sums)]
+            clipped = GradientSum(key, there, self.fetch)
+            for row, grad in enumerate(found):
+                if isinstance(grad, RemoteGradient):
+                    grad.state.become((Term(clipped, row),), zeros=False)
 
     def _trim(self) -> None:
         """Let go of entries that all replicas have made."""
@@ -316,11 +400,11 @@ class Training:
         """Send the record to all replicas that can follow it."""
         for slot, name in self._holders():
             if slot.trained[name] < self.number:
-                self._ask(slot, name, snapshot=False)
+                self._ask(slot, name, wanted=None)
         self._trim()
 
     def _ask(
-        self, slot: ReplicaSlot, name: int, snapshot: bool
+        self, slot: ReplicaSlot, name: int, wanted: str | int | GradientNorm | None
     ) -> tuple[Reply, Attachments] | None:
         """A replica's answer to a request of its own; None if the replica died."""
         backend = self._replica_set.backend
@@ -328,7 +412,7 @@ class Training:
         incarnation, forget, pending = slot.incarnation, slot.forget(), None
         try:
             news = self.news(slot, name, attachments)
-            request = TrainingRequest(name, news, snapshot, forget)
+            request = TrainingRequest(name, news, wanted, forget)
             pending = backend.submit(slot.client, "train", pack(request), attachments.beside)
             (answer,) = backend.collect([pending])
         except BaseException:
@@ -363,7 +447,7 @@ class Training:
                 holders = self._holders()
                 if not holders:
                     raise self._lost()
-                answer = self._ask(*holders[0], snapshot=True)
+                answer = self._ask(*holders[0], wanted="snapshot")
                 if answer is not None and answer[0].value is not None:
                     self._take(*answer)
 
@@ -418,6 +502,34 @@ class Training:
         finally:
             if not self.behind:
                 self.tracker.training = None
+
+
+def _sums(grads: Sequence[Tensor | None]) -> list[GradientSum]:
+    """The backwards whose sums some gradients are made of, where these lie in replicas."""
+    found: dict[int, GradientSum] = {}
+    for grad in grads:
+        if isinstance(grad, RemoteGradient) and lies_remote(grad):
+            found.update((id(term.sums), term.sums) for term in grad.state.terms)
+    return [*found.values()]
+
+
+def _terms(grads: Sequence[Tensor | None]) -> tuple[GradientTerms | None, ...]:
+    """What a message says of gradients that lie in the replicas, by parameter."""
+    return tuple([g.state.message() if isinstance(g, RemoteGradient) else None for g in grads])
+
+
+def _given(grad: Tensor | None) -> Tensor | GradientTerms | None:
+    """What a step says of a gradient."""
+    if isinstance(grad, RemoteGradient) and lies_remote(grad):
+        return grad.state.message()
+    return None if grad is None else local(grad).detach()
+
+
+def _gone() -> StateLost:
+    return StateLost(
+        "the gradients lay in replicas that have died since: set them to zero, and run forward and "
+        "backward again. Weights and optimizer are not affected"
+    )
 
 
 def _options(groups: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:

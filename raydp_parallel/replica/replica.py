@@ -192,8 +192,8 @@ class Replica:
             try:
                 self._catch_up(request.model, request.training, attachments)
                 training = self._trainings.get(request.model)
-                if request.snapshot and training is not None:
-                    value = codec.encode(training.snapshot(), back, "state")[0]
+                if request.wanted is not None and training is not None:
+                    value = codec.encode(training.answer(request.wanted), back, "state")[0]
             except BaseException as error:
                 failure = exceptions.failure(error, None)
         return Reply(
@@ -210,7 +210,7 @@ class Replica:
         if replica_module is None or (news is None and training is None):
             return
         if training is None:
-            training = ReplicaTraining(self.device)
+            training = ReplicaTraining(self.device, self._kept)
         self._distrust_all()
         try:
             training.follow(replica_module, news)
@@ -590,12 +590,20 @@ class Replica:
         word = request.reduce
         assert word is not None
         outcome = reducer.finish(found) if reducer is not None else SumOutcome.FAILED
+        stays = word.stays is not None and reducer is not None
+        if stays and reducer is not None and outcome is not SumOutcome.FAILED:
+            # Also of a sum that is spoiled: the others wait for it.
+            outcome = outcome if reducer.share() else SumOutcome.FAILED
         if reducer is None or outcome is SumOutcome.FAILED:
             self._reduced = Reduced(
                 SumOutcome.FAILED, b"", None, reducer.seconds if reducer is not None else 0.0, 0
             )
             return found
-        parcel = reducer.parcel() if outcome is SumOutcome.DONE else None
+        parcel = None
+        if outcome is SumOutcome.DONE and word.stays is not None:
+            self._kept[word.stays] = reducer.shared()
+        elif outcome is SumOutcome.DONE:
+            parcel = reducer.parcel()
         self._reduced = Reduced(outcome, reducer.marks, parcel, reducer.seconds, reducer.size)
         self._kept[word.kept] = found
         marks = dict(zip(word.leaves, reducer.marks, strict=True))

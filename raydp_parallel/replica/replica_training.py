@@ -19,6 +19,9 @@ from raydp_parallel.state.replica_module import ReplicaModule
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.links import Attachments
 from raydp_parallel.transport.messages import (
+    GradientNorm,
+    GradientTerms,
+    TrainingClip,
     TrainingNews,
     TrainingSnapshot,
     TrainingStart,
@@ -38,13 +41,15 @@ class ReplicaTraining:
 
     Args:
         device: Their device.
+        sums: The gradients that the replica keeps, by key.
 
     Attributes:
         number: The last entry of the driver's record that was made; 0 before the first.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, sums: dict[int, Sequence[Tensor | None]]) -> None:
         self.number = 0
+        self._sums = sums
         self._device = device
         self._optimizer: Any = None
         self._slots: Sequence[int] = ()
@@ -85,6 +90,8 @@ class ReplicaTraining:
             value, _ = codec.decode(entry.value, shared, self._device)
             if isinstance(value, TrainingStart):
                 self._begin(value, replica_module)
+            elif entry.number == self.number + 1 and isinstance(value, TrainingClip):
+                self._sums[value.key] = self._clipped(value)
             elif entry.number == self.number + 1:
                 self._step(value)
             else:
@@ -121,7 +128,10 @@ class ReplicaTraining:
         devices.use_threads(self._device, step.threads)
         try:
             for parameter, grad in zip(parameters, step.grads, strict=True):
-                parameter.grad = grad
+                found = self._gradient(grad)
+                if found is None and grad is not None:
+                    found = torch.zeros_like(parameter)
+                parameter.grad = found
             with torch.inference_mode(False), torch.enable_grad():
                 self._optimizer.step()
         finally:
@@ -130,7 +140,64 @@ class ReplicaTraining:
                 parameter.grad = None
             devices.use_threads(self._device, threads)
 
-    def snapshot(self) -> TrainingSnapshot:
+    def _gradient(self, found: Any) -> Tensor | None:
+        """A gradient that came with a message, or that the replica keeps."""
+        if not isinstance(found, GradientTerms):
+            return found  # type: ignore[no-any-return]
+        total: Tensor | None = None
+        for key, row in found.terms:
+            term = self._sums[key][row]
+            assert term is not None
+            if total is None and len(found.terms) == 1 and not found.zeros:
+                return term
+            if total is None:
+                total = torch.zeros_like(term) if found.zeros else term.clone()
+                if not found.zeros:
+                    continue
+            total.add_(term)
+        return total
+
+    def _clipped(self, clip: TrainingClip) -> Sequence[Tensor]:
+        """Gradients with a norm, or with values, that are not too large, by parameter."""
+        parameters = self._parameters()
+        grads = [grad.clone() for grad in self._gradients(clip.grads)]
+        chosen = [p for p, one in zip(parameters, clip.grads, strict=True) if one is not None]
+        for parameter, grad in zip(chosen, grads, strict=True):
+            parameter.grad = grad
+        try:
+            if clip.value is not None:
+                torch.nn.utils.clip_grad_value_(chosen, clip.value)
+            elif clip.max_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(chosen, clip.max_norm, clip.norm)
+        finally:
+            for parameter in chosen:
+                parameter.grad = None
+        left = iter(grads)
+        none = torch.empty(0, device=self._device)
+        return [none if one is None else next(left) for one in clip.grads]
+
+    def _gradients(self, found: Sequence[GradientTerms | None]) -> list[Tensor]:
+        """The gradients of the parameters that have one."""
+        grads = []
+        for parameter, one in zip(self._parameters(), found, strict=True):
+            if one is not None:
+                grad = self._gradient(one)
+                grads.append(torch.zeros_like(parameter) if grad is None else grad)
+        return [grad.detach() for grad in grads]
+
+    def answer(self, wanted: str | int | GradientNorm) -> Any:
+        """What a `TrainingRequest` asks for."""
+        if isinstance(wanted, GradientNorm):
+            threads = torch.get_num_threads()
+            devices.use_threads(self._device, wanted.threads)
+            try:
+                grads = self._gradients(wanted.grads)
+                return (torch.nn.utils.get_total_norm(grads, wanted.norm_type),)
+            finally:
+                devices.use_threads(self._device, threads)
+        return tuple(self._sums[wanted]) if isinstance(wanted, int) else self._snapshot()
+
+    def _snapshot(self) -> TrainingSnapshot:
         """The parameters and the optimizer's state of now."""
         weights = tuple([parameter.detach() for parameter in self._parameters()])
         return TrainingSnapshot(weights, *pack_state(self._optimizer))

@@ -57,6 +57,8 @@ class Reduce(NamedTuple):
         kept: The key under which each member keeps its own gradients until the driver has the sum.
         patience: Seconds that one member may wait for the others.
         overlap: Whether to begin while backward still runs.
+        stays: The key under which every member keeps the sum, for its optimizer, and none sends
+            it; None if the root sends it to the driver.
     """
 
     group: str
@@ -66,6 +68,7 @@ class Reduce(NamedTuple):
     kept: int
     patience: float
     overlap: bool
+    stays: int | None = None
 
 
 class TakePart(NamedTuple):

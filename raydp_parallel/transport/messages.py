@@ -259,7 +259,7 @@ class TrainingEntry(NamedTuple):
 
     Attributes:
         number: Its number; a replica enters each once.
-        value: The parcel of a `TrainingStart` or a `TrainingStep`.
+        value: The parcel of a `TrainingStart`, a `TrainingStep` or a `TrainingClip`.
     """
 
     number: int
@@ -300,18 +300,62 @@ class TrainingStart(NamedTuple):
     common: dict[Any, Any]
 
 
+class GradientTerms(NamedTuple):
+    """A gradient that the replicas have.
+
+    Attributes:
+        zeros: Whether the terms are added to zeros, and not to the first of them.
+        terms: Of each term the key of a backward's sums, and its number among them.
+    """
+
+    zeros: bool
+    terms: tuple[tuple[int, int], ...]
+
+
 class TrainingStep(NamedTuple):
     """One step of an optimizer.
 
     Attributes:
         options: Of each group its options.
-        grads: Of each parameter its gradient, or None.
+        grads: Of each parameter its gradient, or its `GradientTerms`, or None.
         threads: The number of torch's threads in the driver: a sum of many numbers, as for a norm,
             depends on it in its last bits.
     """
 
     options: tuple[dict[str, Any], ...]
     grads: tuple[Any, ...]
+    threads: int
+
+
+class TrainingClip(NamedTuple):
+    """Clip gradients that the replicas have, and keep the result.
+
+    Attributes:
+        grads: Of each parameter the `GradientTerms`, or None.
+        key: The key under which the results are kept, in this order.
+        max_norm: The norm that all together have at most; None to clip each value.
+        norm: Their norm, where ``max_norm`` is given.
+        value: The value that each element has at most; None to clip by norm.
+    """
+
+    grads: tuple[GradientTerms | None, ...]
+    key: int
+    max_norm: float | None
+    norm: Any
+    value: float | None
+
+
+class GradientNorm(NamedTuple):
+    """Asks for the norm of gradients that the replicas have.
+
+    Attributes:
+        grads: Of each parameter the `GradientTerms`, or None.
+        norm_type: The kind of norm.
+        threads: As in `TrainingStep`.
+    """
+
+    grads: tuple[GradientTerms | None, ...]
+    norm_type: float
     threads: int
 
 
@@ -335,14 +379,15 @@ class TrainingRequest(NamedTuple):
     Attributes:
         model: The model.
         training: What the replica's optimizer does first; None for nothing.
-        snapshot: Whether the answer has a `TrainingSnapshot`.
+        wanted: What the answer has: ``"snapshot"`` for a `TrainingSnapshot`, the key of gradients
+            that the replica keeps, a `GradientNorm`, or None for nothing.
         forget: Graph keys and models that the driver no longer needs.
         by_host: As in `ForwardRequest`.
     """
 
     model: int
     training: TrainingNews | None
-    snapshot: bool
+    wanted: str | int | GradientNorm | None
     forget: Forget | None = None
     by_host: bool = False
 

@@ -1504,7 +1504,7 @@ def test_small_tensors_that_travel_beside_the_message() -> None:
     """They are compared with what was sent last, forward by forward, also after they changed."""
     net = nn.Sequential(nn.Linear(700, 700), nn.Linear(700, 3))
     x = torch.ones(2, 700)
-    link = Options(link="collective", in_process=True)
+    link = Options(link="collective")
     with Executor(["cpu"], options=link) as executor, torch.no_grad():
         model = DataParallel(net, executor=executor)
         for _ in range(2):

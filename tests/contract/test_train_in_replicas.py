@@ -4,6 +4,7 @@ driver, whatever dies, and the master copy is up to date wherever the wrapper gi
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import os
@@ -11,6 +12,7 @@ import pickle
 import select
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from mortal import Everything, Mortal, arm, armed, fate, rows, same
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, ExecutorClosed, Options, StateChanged, StateLost
+from raydp_parallel.calls.remote_gradients import RemoteGradient, lies_remote
 from raydp_parallel.calls.replica_optimizer import ReplicaOptimizer
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -189,6 +192,70 @@ def test_T1_large_weights_do_not_travel(two: Executor) -> None:
     assert same(*found)
 
 
+@pytest.fixture(scope="module")
+def exchanging(cluster: None) -> Iterator[Executor]:
+    """Two replicas that sum gradients among themselves, of any size."""
+    with Executor(["cpu"] * 2, options=replace(PLENTY, link="collective")) as executor:
+        yield executor
+
+
+@pytest.mark.parametrize(
+    ("replicas", "kind"), [(2, "AdamW"), pytest.param(3, "SGD", marks=pytest.mark.long)]
+)
+def test_T5_gradients_that_stay_in_the_replicas(
+    replicas: int, kind: str, exchanging: Executor
+) -> None:
+    """Accumulated in groups, and clipped by torch, which fetches them."""
+    how: dict[str, Any] = {"steps": 8, "accumulated": 2, "groups": True}
+    options = replace(PLENTY, link="collective")
+    with contextlib.ExitStack() as stack:
+        executor = exchanging
+        if replicas > 2:
+            executor = stack.enter_context(Executor(["cpu"] * replicas, options=options))
+        found, model, _ = train(executor, kind, inside=True, **how)
+        assert isinstance(model.module.first.weight.grad, RemoteGradient)
+        assert same(found, train(executor, kind, inside=False, **how)[0])
+
+
+def test_T5_nothing_but_inputs_and_answers_travels(exchanging: Executor) -> None:
+    """Clipped by the optimizer's own ways, by norm and by value, with an unused parameter."""
+    results, sent = [], []
+    for inside in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(700, 700), nn.ReLU(), nn.Linear(700, 700))
+        net.register_parameter("unused", nn.Parameter(torch.ones(5)))
+        model = DataParallel(net, executor=exchanging)
+        if inside:
+            optimizer: Any = model.optimizer(torch.optim.AdamW, lr=1e-3)
+        else:
+            optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        found = []
+        for step in range(6):
+            optimizer.zero_grad(set_to_none=step % 2 > 0)
+            for _ in range(1 + step % 2):
+                x = torch.randn(12, 700, generator=torch.Generator().manual_seed(step))
+                model(x).square().mean().backward()
+            if inside:
+                found.append(optimizer.grad_norm())
+                found.append(optimizer.clip_grad_norm_(0.01))
+                optimizer.clip_grad_value_(1e-4)
+                assert lies_remote(net[0].weight.grad)
+            else:
+                grads = [p.grad for p in net.parameters()]
+                found.append(torch.nn.utils.get_total_norm(grads))
+                found.append(torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01))
+                torch.nn.utils.clip_grad_value_(net.parameters(), 1e-4)
+            optimizer.step()
+            if step == 0:
+                before = model.stats()
+        after = model.stats()
+        pairs = [*zip(after.replicas, before.replicas, strict=True)]
+        sent.append(sum(a.bytes_in + a.bytes_out - b.bytes_in - b.bytes_out for a, b in pairs))
+        results.append([*found, *[t.clone() for t in model.state_dict().values()]])
+    assert same(*results)
+    assert sent[0] < 1_000_000 < sent[1], sent
+
+
 # --- whatever dies ---
 
 
@@ -303,6 +370,18 @@ def test_T2_a_death_changes_no_bit(
     assert armed(tmp_path) == []
     assert same(found, expected)
     assert executor.stats().deaths > deaths
+
+
+def test_T5_a_death_where_gradients_stay(exchanging: Executor, tmp_path: Path) -> None:
+    """In forward, in backward, after it, and in a step: no bit changes."""
+    plan = {1: ["forward 1"], 2: ["backward 0"], 3: ["between"], 5: ["step"]}
+    with Executor(["cpu"] * 2, options=Options(in_process=True, threads=1)) as here:
+        expected = train_fragile(here, tmp_path, {}, inside=False)
+    deaths = exchanging.stats().deaths
+    found = train_fragile(exchanging, tmp_path, plan, inside=True)
+    assert armed(tmp_path) == []
+    assert same(found, expected)
+    assert exchanging.stats().deaths >= deaths + 4
 
 
 def test_T2_the_last_holder_dies(two: Executor) -> None:

@@ -33,7 +33,7 @@ from torch import Tensor
 from raydp_parallel import devices
 from raydp_parallel.devices.ranges import MemoryRange, aligned
 from raydp_parallel.transport import codec
-from raydp_parallel.transport.collective.group import Group
+from raydp_parallel.transport.collective.group import Group, wait
 from raydp_parallel.transport.collective.sums import Summation
 from raydp_parallel.transport.group_messages import Reduce, SumOutcome
 from raydp_parallel.transport.links.link import Attachments, ReservedMemory
@@ -151,7 +151,7 @@ class Reducer:
         self._back = back
         sizes = [group.padded(bucket.size) * bucket.dtype.itemsize for bucket in self._buckets]
         self._is_root = group.rank == request.root
-        in_packet = self._is_root and devices.is_cpu(device)
+        in_packet = self._is_root and devices.is_cpu(device) and request.stays is None
         self._memory = _SumMemory(sizes, back if in_packet else None)
         self._lent: list[tuple[Tensor, int]] = []
         self._sums: list[Summation] = []
@@ -293,10 +293,37 @@ class Reducer:
         """In the root, the sums, by the leaves that take part."""
         if not self._is_root:
             return None
+        return tuple(self._all_windows())
+
+    def share(self) -> bool:
+        """Give the sums to all members, from the root; returns whether this one has them."""
+        began, request = time.monotonic(), self._request
+        try:
+            if not self._is_root:
+                # Of two members, what this one gave may be its gradients themselves.
+                self._flat = [devices.scratch(flat) for flat in self._flat]
+            copies = [
+                self._group.broadcast(flat, request.root, request.patience) for flat in self._flat
+            ]
+            wait(copies, began + request.patience)
+        except RuntimeError:
+            self._failed = True
+        finally:
+            self.seconds += time.monotonic() - began
+        if self._is_root:
+            self.size += sum(flat.nbytes for flat in self._flat)
+        return not self._failed
+
+    def shared(self) -> tuple[Tensor, ...]:
+        """The sums that every member has, by the leaves that take part, on their devices."""
+        found = zip(self._leaves, self._all_windows(), strict=True)
+        return tuple([window.to(leaf.device) for leaf, window in found])
+
+    def _all_windows(self) -> list[Tensor]:
         found: dict[int, Tensor] = {}
         for bucket, flat in zip(self._buckets, self._flat, strict=True):
             found.update(zip(bucket.rows, self._windows(bucket, flat), strict=True))
-        return tuple(found[row] for row in range(len(self._leaves)))
+        return [found[row] for row in range(len(self._leaves))]
 
     def parcel(self) -> Parcel | None:
         """In the root, the parcel of the sums for the driver."""

@@ -1,0 +1,364 @@
+"""Gradients that lie in the replicas until they are used.
+
+[Note: what a remote gradient is]
+`RemoteGradient` stands in for the gradient of a parameter of the master. Its value is a sum of
+terms, each of which is one backward's sum over chunks, kept by the replicas; adding another one, as
+torch does in an accumulated backward, adds a term. A step names the terms, and no value travels.
+Any other use of it fetches the value, computed as torch would have: the terms are added in order.
+A value that was changed travels with the step. What may have been changed is found by its version,
+and by any way to its memory that was given away.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from raydp_parallel.cluster.replica_slots import ReplicaSlot
+from raydp_parallel.transport.messages import GradientTerms
+
+log = logging.getLogger("raydp_parallel")
+
+_aten = torch.ops.aten
+_DONE: Any = object()
+"""The result of an operation that gives none, and needs no values."""
+
+
+class GradientSum:
+    """The gradients of one backward, summed over chunks, which replicas keep under a key.
+
+    Args:
+        key: The key.
+        slots: The slots of these replicas.
+        fetch: Fetches the gradients of all rows.
+
+    Attributes:
+        key: The key.
+    """
+
+    def __init__(
+        self,
+        key: int,
+        slots: Sequence[ReplicaSlot],
+        fetch: Callable[[GradientSum], Sequence[Tensor]],
+    ) -> None:
+        self.key = key
+        self._holders = {slot: slot.incarnation for slot in slots}
+        self._fetch = fetch
+        self._found: Sequence[Tensor] | None = None
+
+    def on(self, slot: ReplicaSlot) -> bool:
+        """Whether the replica in a slot has it."""
+        return slot.ready and self._holders.get(slot) == slot.incarnation
+
+    def slots(self) -> list[ReplicaSlot]:
+        """The slots with replicas that have it."""
+        return [slot for slot in self._holders if self.on(slot)]
+
+    def row(self, number: int) -> Tensor:
+        """The gradient of a row."""
+        if self._found is None:
+            self._found = self._fetch(self)
+        return self._found[number]
+
+    def __del__(self) -> None:
+        for slot, incarnation in self._holders.items():
+            slot.drop_graph(self.key, incarnation)
+
+
+class Term(NamedTuple):
+    """One summand of a gradient.
+
+    Attributes:
+        sums: The backward's sums.
+        row: Which of them it is.
+    """
+
+    sums: GradientSum
+    row: int
+
+
+class GradientState:
+    """What a remote gradient, and all that show the same memory, have in common.
+
+    Args:
+        terms: Its summands.
+        zeros: Whether they are added to zeros: ``x + 0`` has other bits than ``x`` where x is -0.
+        blank: Memory without contents, of a tensor that is filled next; None if there are any.
+    """
+
+    def __init__(
+        self, terms: Sequence[Term], zeros: bool = False, blank: Callable[[], Tensor] | None = None
+    ) -> None:
+        self.terms = tuple(terms)
+        self.zeros = zeros
+        self.blank = blank
+        self._value: Tensor | None = None
+        self._version = 0
+        self._given_away = False
+
+    def value(self, like: Tensor) -> Tensor:
+        """The gradient itself, in memory of this process."""
+        if self._value is None:
+            if self.blank is not None:
+                value = self.blank()
+                self._given_away = True
+            elif self.zeros:
+                value = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+                value = value.as_strided(like.shape, like.stride()) if value.numel() else value
+            else:
+                first = self.terms[0]
+                value = torch.empty_strided(
+                    like.shape, like.stride(), dtype=like.dtype, device=like.device
+                )
+                value.copy_(first.sums.row(first.row))
+            for term in self.terms if self.zeros else self.terms[1:]:
+                value.add_(term.sums.row(term.row).to(like.device))
+            self._value, self._version = value, value._version
+        return self._value
+
+    @property
+    def untouched(self) -> bool:
+        """Whether it is still the sum of its terms."""
+        if self.blank is not None or self._given_away:
+            return False
+        return self._value is None or self._value._version == self._version
+
+    def give_away(self) -> None:
+        """Note that other code can change it unnoticed."""
+        self._given_away = True
+
+    def add(self, other: GradientState) -> None:
+        """Add a gradient that is one term."""
+        self.terms += other.terms
+        self._value = None
+
+    def become(self, terms: Sequence[Term], zeros: bool) -> None:
+        """Take over another gradient."""
+        self.terms, self.zeros, self.blank = tuple(terms), zeros, None
+        self._value, self._given_away = None, False
+
+    def message(self) -> GradientTerms:
+        """What a step says of it."""
+        return GradientTerms(self.zeros, tuple([(term.sums.key, term.row) for term in self.terms]))
+
+
+class RemoteGradient(torch.Tensor):
+    """A gradient that lies in the replicas. Use it as any tensor.
+
+    Args:
+        like: A tensor of its shape, strides, dtype and device.
+        state: What it shares with tensors that show the same memory.
+    """
+
+    state: GradientState
+
+    @staticmethod
+    def __new__(cls, like: Tensor, state: GradientState) -> RemoteGradient:
+        """A tensor without memory of its own."""
+        if isinstance(like, RemoteGradient):
+            strides = like.stride()
+        else:
+            strides = torch.empty_like(like, device="meta").stride()
+        made: RemoteGradient = Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=strides, dtype=like.dtype, device=like.device
+        )
+        made.state = state
+        return made
+
+    # What it computes, it computes by its operations below.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def fetched(self) -> Tensor:
+        """The gradient itself, because something uses it."""
+        if self.state.terms:
+            _say_once()
+        return self.state.value(self)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's names no class
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation: lazily where it is known, else with the fetched values."""
+        kwargs = kwargs or {}
+        lazy = _LAZY.get(func)
+        if lazy is not None and (made := lazy(args, kwargs)) is not None:
+            return None if made is _DONE else made
+        found = [one for one in tree_leaves((args, kwargs)) if isinstance(one, RemoteGradient)]
+        out = func(*tree_map(_fetched, args), **tree_map(_fetched, kwargs))
+        aliased = [one for one in func._schema.returns if one.alias_info is not None]
+        if func._schema.is_mutable or aliased:
+            for one in found:
+                one.state.give_away()  # it was written to, or a view of its memory was given
+        if aliased and all(one.alias_info.is_write for one in aliased) and isinstance(out, Tensor):
+            return next((one for one in found if one.state.value(one) is out), out)
+        return out
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's takes contents
+        return repr(self._open())
+
+    def _open(self) -> Tensor:
+        """The gradient, for code that gets at its memory."""
+        value = self.fetched()
+        self.state.give_away()
+        return value
+
+    def numpy(self, **how: Any) -> Any:
+        """Its values as an array."""
+        return self._open().numpy(**how)
+
+    def __array__(self, *how: Any, **more: Any) -> Any:
+        return self._open()[...].__array__(*how, **more)
+
+    def tolist(self) -> Any:
+        """Its values as lists."""
+        return self._open().tolist()
+
+    def data_ptr(self) -> int:
+        """The address of its values."""
+        return self._open().data_ptr()
+
+    def untyped_storage(self) -> Any:
+        """The memory of its values."""
+        return self._open().untyped_storage()
+
+    def __dlpack__(self, *how: Any, **more: Any) -> Any:
+        return self._open().__dlpack__(*how, **more)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.fetched().clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.fetched().clone().__reduce_ex__(protocol)
+
+
+@functools.cache
+def _say_once() -> None:
+    """Warn once per process: training goes on, slower than it could."""
+    log.warning(
+        "gradients that lie in the replicas are used in this process, so they are fetched, which "
+        "takes time in each step. Of the optimizer's own methods clip_grad_norm_(), "
+        "clip_grad_value_() and grad_norm() run in the replicas. This is said once"
+    )
+
+
+def _fetched(one: Any) -> Any:
+    """The value of a remote gradient, and all else as it is."""
+    return one.fetched() if isinstance(one, RemoteGradient) else one
+
+
+def lies_remote(grad: Any) -> bool:
+    """Whether a gradient lies in the replicas, as it was summed there."""
+    return isinstance(grad, RemoteGradient) and grad.state.untouched
+
+
+def local(grad: Tensor) -> Tensor:
+    """A gradient in memory of this process."""
+    return grad.state.value(grad) if isinstance(grad, RemoteGradient) else grad
+
+
+def _detach(args: Any, _kwargs: Any) -> Tensor:
+    return RemoteGradient(args[0], args[0].state)
+
+
+def _clone(args: Any, kwargs: Any) -> Tensor | None:
+    if not lies_remote(args[0]) or kwargs.get("memory_format") not in (None, torch.preserve_format):
+        return None
+    return RemoteGradient(args[0], GradientState(args[0].state.terms, args[0].state.zeros))
+
+
+def _addable(args: Any, kwargs: Any) -> bool:
+    """Whether a sum of two gradients is that of their terms, in order."""
+    one, other = args[0], args[1]
+    both = lies_remote(one) and lies_remote(other) and one.shape == other.shape
+    return bool(
+        both
+        and kwargs.get("alpha", 1) == 1
+        and one.dtype == other.dtype
+        and ((len(other.state.terms) == 1 and not other.state.zeros) or _adds_nothing(one, other))
+        and (one.state.terms or one.state.zeros)
+    )
+
+
+def _adds_nothing(one: Any, other: Any) -> bool:
+    """Whether zeros are added to what began as zeros, and has no -0 therefore."""
+    return bool(one.state.zeros and other.state.zeros and not other.state.terms)
+
+
+def _add_in_place(args: Any, kwargs: Any) -> Tensor | None:
+    if not _addable(args, kwargs):
+        return None
+    args[0].state.add(args[1].state)
+    return args[0]  # type: ignore[no-any-return]
+
+
+def _add(args: Any, kwargs: Any) -> Tensor | None:
+    if not _addable(args, kwargs):
+        return None
+    one, other = args[0].state, args[1].state
+    return RemoteGradient(args[0], GradientState((*one.terms, *other.terms), one.zeros))
+
+
+def _zero(args: Any, _kwargs: Any) -> Tensor | None:
+    if not lies_remote(args[0]):
+        return None
+    args[0].state.become((), zeros=True)
+    return args[0]  # type: ignore[no-any-return]
+
+
+def _zero_each(args: Any, _kwargs: Any) -> Any:
+    for one in args[0]:
+        if _zero((one,), {}) is None:
+            one.zero_()
+    return _DONE
+
+
+def _new_blank(args: Any, kwargs: Any) -> Tensor | None:
+    """Torch copies a gradient into new memory where it may not keep the tensor itself."""
+    one, size, stride, *others = args
+    strange = {name for name, value in kwargs.items() if value is not None} - {"layout"}
+    if others or tuple(size) != tuple(one.shape) or not strange <= {"dtype", "device"}:
+        return None
+    if kwargs.get("dtype") not in (None, one.dtype) or kwargs.get("device") not in (
+        None,
+        one.device,
+    ):
+        return None
+    if tuple(stride) != tuple(one.stride()):
+        return None
+
+    def blank() -> Tensor:
+        return torch.empty_strided(size, stride, dtype=one.dtype, device=one.device)
+
+    return RemoteGradient(one, GradientState((), blank=blank))
+
+
+def _copy(args: Any, _kwargs: Any) -> Tensor | None:
+    one, other = args[0], args[1]
+    if not isinstance(one, RemoteGradient) or not lies_remote(other):
+        return None
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+        return None
+    if one.state.blank is None and not one.state.untouched:
+        return None
+    one.state.become(other.state.terms, other.state.zeros)
+    return one
+
+
+_LAZY: dict[Any, Callable[[Any, Any], Any]] = {
+    _aten.detach.default: _detach,
+    _aten.clone.default: _clone,
+    _aten.add_.Tensor: _add_in_place,
+    _aten.add.Tensor: _add,
+    _aten.zero_.default: _zero,
+    _aten._foreach_zero_.default: _zero_each,
+    _aten.new_empty_strided.default: _new_blank,
+    _aten.copy_.default: _copy,
+}
+"""Operations that need no values."""
