@@ -159,3 +159,18 @@ def test_X6_the_default_backend(two: Executor) -> None:
     model = DataParallel(module, executor=two, options=Options(compile=True))
     torch.testing.assert_close(train(model, 4), train(plain, 4))
     assert_same_grads(model, plain)
+
+
+def test_X6_a_module_that_is_compiled_already(two: Executor) -> None:
+    """It is sent as it is, and compiled once in each replica, also with changing weights."""
+    module = net()
+    plain = DataParallel(copy.deepcopy(module), executor=two)
+    model = DataParallel(torch.compile(module, **BACKEND), executor=two)
+    x = torch.zeros(2, 1)
+    before = torch.tensor(model.run(graphs, x).tolist())
+    torch.testing.assert_close(train(model, 5), train(plain, 5))
+    pairs = zip(module.parameters(), plain.parameters(), strict=True)
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours.grad, theirs.grad)
+        torch.testing.assert_close(ours, theirs)
+    assert (torch.tensor(model.run(graphs, x).tolist()) - before).tolist() == [1, 1]

@@ -27,7 +27,7 @@ from raydp_parallel.check import (
     faults,
     here,
     loads,
-    memory,
+    process_memory,
     program,
     runner,
     speed,
@@ -150,13 +150,13 @@ def test_peaks_are_held_against_the_plain_modules(
         lambda net, x, _y: net(x).sum(),
     )
     for name in (loads.RESNET, loads.PERCEPTRON):
-        monkeypatch.setitem(memory.LOADS, name, load)
-    monkeypatch.setattr(memory, "_TOLD", 0.0)
+        monkeypatch.setitem(process_memory.LOADS, name, load)
+    monkeypatch.setattr(process_memory, "_TOLD", 0.0)
     machine: Any = Stub(lambda net: net)
     machine.quick = quick
     replica = SimpleNamespace(device_id="cpu", memory_peak=peak, memory=1)
     machine.executor = lambda: SimpleNamespace(stats=lambda: SimpleNamespace(replicas=[replica]))
-    found = memory.on_the_gpu(machine)
+    found = process_memory.on_the_gpu(machine)
     assert found.good == good
     assert ("--quick" in found.text) == quick
     assert found.numbers["master"] == 2 * 4 * (4 * 2 + 2)
@@ -376,10 +376,10 @@ def test_a_driver_that_does_not_answer_is_none(
     assert driver() == ""
     tool.write_text("not a program", encoding="utf-8")
     assert driver() == ""
-    for room in (here, memory):
+    for room in (here, process_memory):
         monkeypatch.setattr(room, "Path", Unreadable)
     assert isinstance(processor(), str)
-    assert memory.resident(1) == (0, 0)
+    assert process_memory.resident(1) == (0, 0)
 
 
 def test_a_gpu_that_torch_cannot_use_is_told_of() -> None:
