@@ -1,7 +1,8 @@
 """The quickstart with its optimizer in the replicas: each trains its own copy of the weights, and
 the master copy is fetched when it is asked for.
 
-    $ python examples/train_in_replicas.py
+Output::
+
     Training in 2 replicas, devices ['cpu', 'cpu']
     After 100 steps the master copy is 100 steps behind
     state_dict() fetched 6 tensors; it is 0 steps behind

@@ -122,8 +122,11 @@ class DataParallel(nn.DataParallel[T]):
     @property
     def module(self) -> T:  # type: ignore[override]  # an attribute upstream
         """The master copy, with all steps of `optimizer`."""
+        modules = self.__dict__.get("_modules", {})
+        if "module" not in modules:  # an object that is being unpickled
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute 'module'")
         self._bring_up_to_date()
-        return self._master
+        return modules["module"]  # type: ignore[no-any-return]
 
     @property
     def _master(self) -> T:
@@ -645,9 +648,11 @@ class DataParallel(nn.DataParallel[T]):
     @contextlib.contextmanager
     def _weighing(self, chunks: Sequence[Any], kwargs: Sequence[Any]) -> Iterator[None]:
         """Tell `gather` how many rows each chunk has; its arguments are upstream's."""
-        reset = _rows.set(
-            tuple(batch.rows(a, k, self.dim) for a, k in zip(chunks, kwargs, strict=True))
-        )
+        rows = tuple(batch.rows(a, k, self.dim) for a, k in zip(chunks, kwargs, strict=True))
+        wanted = forward.capturing.get()
+        if wanted is not None and wanted.module is self._master:
+            wanted.rows = rows
+        reset = _rows.set(rows)
         try:
             yield
         finally:
@@ -671,10 +676,14 @@ class _Captured(Mapping[str, Any]):
             )
         if not self._model.device_ids:
             return parts[0][0] if len(parts[0]) == 1 else list(parts[0])
-        gathered = [
-            self._model.gather(list(outputs), self._model.output_device)
-            for outputs in zip(*parts, strict=True)
-        ]
+        reset = _rows.set(self._wanted.rows)
+        try:
+            gathered = [
+                self._model.gather(list(outputs), self._model.output_device)
+                for outputs in zip(*parts, strict=True)
+            ]
+        finally:
+            _rows.reset(reset)
         return gathered[0] if len(gathered) == 1 else gathered
 
     def __iter__(self) -> Iterator[str]:

@@ -42,7 +42,7 @@ class Frozen(dict[str, V]):
     """A dict that cannot be changed, and may be part of a key."""
 
     def __hash__(self) -> int:  # type: ignore[override]  # dict has none, because it can change
-        return hash(frozenset(self.items()))
+        return hash(frozenset(self))  # values may be dicts, as those of compile={"options": ...}
 
     def __reduce__(self) -> Any:
         return Frozen, (dict(self),)

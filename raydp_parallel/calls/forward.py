@@ -86,12 +86,17 @@ class Capture:
     Args:
         module: The module that has them.
         names: The submodules.
+
+    Attributes:
+        parts: What they gave, by chunk.
+        rows: How many rows each chunk had, where that weighs its outputs.
     """
 
     def __init__(self, module: nn.Module, names: tuple[str, ...]) -> None:
         self.module = module
         self.names = names
         self.parts: list[dict[str, list[Any]]] = []
+        self.rows: tuple[int, ...] | None = None
 
 
 class CallSettings(NamedTuple):

@@ -54,6 +54,7 @@ class ReplicaSlot:
         self.held: dict[int, int] = {}
         self.trained: dict[int, int] = {}
         self.sent_training: dict[int, int] = {}
+        self._dismissed: set[int] = set()
         self.client: Any = None
         self.hello: ReplicaHello | None = None
         # Finalizers append here, from any thread and at any moment; the next call takes what is
@@ -75,6 +76,7 @@ class ReplicaSlot:
         self.held.clear()
         self.trained.clear()
         self.sent_training.clear()
+        self._dismissed.clear()
         self._graphs.clear()
         self._models.clear()
 
@@ -134,6 +136,11 @@ class ReplicaSlot:
         else:
             self.trained[model] = max(number, self.trained.get(model, 0))
             self.sent_training[model] = max(number, self.sent_training.get(model, 0))
+            if model < _FOR_OTHERS:
+                left = [
+                    name for name in self.names_of(model) if name // _FOR_OTHERS in self._dismissed
+                ]
+                self._drop(left)
 
     def names_of(self, model: int) -> list[int]:
         """Under which numbers an optimizer of a model is here."""
@@ -145,15 +152,24 @@ class ReplicaSlot:
 
         So each chunk finds the state that its last forward left, as in its own slot.
         """
-        return model if home is self else (home.index + 1) * _FOR_OTHERS + model
+        if home is self:
+            return model
+        self._dismissed.discard(home.index + 1)
+        return (home.index + 1) * _FOR_OTHERS + model
 
     def drop_model(self, model: int) -> None:
         """Release a model; the next call says so."""
         self._drop([name for name in [*self.held] if name % _FOR_OTHERS == model])
 
     def dismiss(self, home: ReplicaSlot) -> None:
-        """Release what was kept for another slot, which has a replica of its own again."""
-        self._drop([name for name in [*self.held] if name // _FOR_OTHERS == home.index + 1])
+        """Release what was kept for another slot, which has a replica of its own again.
+
+        A copy that an optimizer trained stays until the slot's own copy has made as much: it may be
+        the last one that has all steps.
+        """
+        self._dismissed.add(home.index + 1)
+        names = [name for name in [*self.held] if name // _FOR_OTHERS == home.index + 1]
+        self._drop([n for n in names if n not in self.trained or n % _FOR_OTHERS in self.trained])
 
     def _drop(self, names: list[int]) -> None:
         for name in names:

@@ -61,25 +61,26 @@ def seed(device: torch.device, call_seed: int, chunk: int) -> None:
 
 
 def reseed(device: torch.device, value: int) -> None:
-    """Seed torch's generator of a device."""
-    if is_cpu(device):
-        torch.default_generator.manual_seed(value)
-    else:
+    """Seed torch's generators of a device and of the CPU."""
+    torch.default_generator.manual_seed(value)
+    if not is_cpu(device):
         torch.cuda.default_generators[device.index or 0].manual_seed(value)
 
 
 @contextlib.contextmanager
 def random_kept(device: torch.device) -> Iterator[None]:
-    """Keep the state of torch's generator of a device, whatever the block does to it."""
-    on_cpu = is_cpu(device)
-    generator = (
-        torch.default_generator if on_cpu else torch.cuda.default_generators[device.index or 0]
-    )
-    before = generator.get_state()
+    """Keep the state of torch's generators of a device and of the CPU, whatever the block does to
+    them.
+    """
+    generators = [torch.default_generator]
+    if not is_cpu(device):
+        generators.append(torch.cuda.default_generators[device.index or 0])
+    before = [generator.get_state() for generator in generators]
     try:
         yield
     finally:
-        generator.set_state(before)
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
 
 
 def use_threads(device: torch.device, count: int | None) -> None:

@@ -22,6 +22,8 @@ from raydp_parallel import devices
 
 _BITS = (1 << 64) - 1
 
+_RECURRENT = ("aten::_cudnn_rnn", "aten::miopen_rnn")
+
 
 def _seed(number: int, row: int) -> int:
     """A seed for a row: the mixing of SplitMix64, as torch's generator uses the low bits only."""
@@ -63,17 +65,21 @@ class RowRandom(TorchDispatchMode):
         with devices.random_kept(self._device):
             arguments = _Arguments(func, args, given)
             if not arguments.belongs_to(self._rows):
-                if arguments.first not in (None, 1):
-                    self._warn(func, arguments.first)
                 devices.reseed(self._device, _seed(number, -1))
-                return func(*args, **given)
+                result = func(*args, **given)
+                made = [one for one in _tensors(result) if one.numel() > 1]
+                if made:
+                    self._warn(
+                        func, made[0].size(0) if arguments.first is None else arguments.first
+                    )
+                return result
             found = []
             for row in range(self._rows):
                 devices.reseed(self._device, _seed(number, self._first + row))
                 found.append(arguments.run(row))
         return arguments.joined(found)
 
-    def _warn(self, func: Any, first: int | None) -> None:
+    def _warn(self, func: Any, first: int) -> None:
         warnings.warn(
             f"rng='per_sample': {func} has the first dimension {first} and the chunk {self._rows} "
             "rows, so its random numbers do not follow from the rows' numbers in the batch, and "
@@ -102,7 +108,15 @@ class _Arguments:
     def belongs_to(self, rows: int) -> bool:
         """Whether it makes something for each row of the chunk."""
         known = self._dims > 0 or self._rows_in_size
-        return rows > 0 and known and self.first == rows
+        return rows > 0 and known and self.first == rows and not self._whole
+
+    @property
+    def _whole(self) -> bool:
+        """Whether its first dimension is not that of rows: a choice among all, and recurrent nets,
+        which have tensors of layers besides.
+        """
+        name = self._func._schema.name
+        return (name == "aten::multinomial" and self._dims == 1) or name in _RECURRENT
 
     def run(self, row: int) -> Any:
         """The operation for one row."""
@@ -126,6 +140,12 @@ class _Arguments:
         if isinstance(found[0], Tensor):
             return _cat(self._func, found)
         return tuple(_cat(self._func, parts) for parts in zip(*found, strict=True))
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    """The tensors of an operation's result."""
+    parts = result if isinstance(result, (tuple, list)) else [result]
+    return [part for part in parts if isinstance(part, Tensor)]
 
 
 def _cat(func: Any, parts: Sequence[Any]) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from raydp_parallel.errors import GroupBroken
 from raydp_parallel.replica import exchange
 
 M = TypeVar("M", bound=nn.Module)
@@ -28,6 +29,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     made = False
     """Whether this process ever had one, so that models need not be searched for them."""
+
+    number = 0
+    """Which of its module's it is."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -59,7 +63,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
                 eps=self.eps,
             )
         exact = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-        mean, var, count = _statistics(exact, input.shape)
+        mean, var, count = _statistics(exact, input.shape, self.number)
         if self.training and self.track_running_stats:
             self._track(mean.detach(), var.detach() * (count / (count - 1)), factor)
         shape = (1, -1, *[1] * (input.dim() - 2))
@@ -86,8 +90,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
                     running.mul_(1 - factor).add_(found.to(running.dtype), alpha=factor)
 
 
-def _statistics(x: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor, float]:
-    """Mean, variance and number of the values of each channel, over all chunks."""
+def _statistics(x: Tensor, shape: torch.Size, number: int) -> tuple[Tensor, Tensor, float]:
+    """Mean, variance and number of the values of each channel, over all chunks; all chunks must be
+    at the batch norm of this number.
+    """
     dims, channels = [0, *range(2, x.dim())], x.size(1)
     count = x.numel() // channels
     if count:
@@ -95,15 +101,22 @@ def _statistics(x: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor, float]:
         squares = var * count
     else:
         mean = squares = x.sum(dims)
-    rows = exchange.gather(torch.cat([x.new_full((1,), count), mean, squares]))
-    counts = rows[:, :1].detach()
+    rows = exchange.gather(torch.cat([x.new_tensor([number, count]), mean, squares]))
+    found = rows[:, 0].detach()
+    if bool((found != number).any()):
+        raise GroupBroken(
+            "the chunks run different layers: while one is at the synchronised batch norm number "
+            f"{number} of the module, another one is at number {int(found[found != number][0])}. "
+            "What decides which layers run must be the same for all chunks"
+        )
+    counts = rows[:, 1:2].detach()
     total = float(counts.sum())
     if total <= 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {shape} and as "
             "good as nothing in the other chunks"
         )
-    means, parts = rows[:, 1 : 1 + channels], rows[:, 1 + channels :]
+    means, parts = rows[:, 2 : 2 + channels], rows[:, 2 + channels :]
     mean = (counts * means).sum(0) / total
     var = (parts + counts * (means - mean).square()).sum(0) / total
     return mean, var, total
@@ -136,7 +149,7 @@ def convert_sync_batchnorm(module: M) -> M:
     found = [
         (name, part)
         for name, part in module.named_modules()
-        if isinstance(part, (*_CONVERTED, *_LAZY)) and not isinstance(part, SyncBatchNorm)
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and not isinstance(part, SyncBatchNorm)
     ]
     for name, part in found:
         if isinstance(part, _LAZY):
@@ -150,6 +163,9 @@ def convert_sync_batchnorm(module: M) -> M:
             )
     for _, part in found:
         part.__class__ = SyncBatchNorm
-        part.process_group = None
+        part.process_group = None  # type: ignore[assignment]
         SyncBatchNorm.made = True
+    every = [part for part in module.modules() if isinstance(part, SyncBatchNorm)]
+    for number, part in enumerate(every, 1):
+        part.number = number
     return module

@@ -200,10 +200,14 @@ class ReplicaModule:
             self._load()
 
     def compiled(self, settings: Mapping[str, Any]) -> Callable[..., Any]:
-        """The module, compiled; again only if it was built anew, or with other settings."""
+        """The module, compiled; again only if it was built anew, or with other settings.
+
+        By default compiled code of a module serves another one that differs by hooks alone.
+        """
         found = self._compiled
         if found is None or found[0] is not self.module or found[1] != settings:
             found = self._compiled = self.module, settings, torch.compile(self.module, **settings)
+            torch._dynamo.config.skip_nnmodule_hook_guards = False
         return found[2]
 
     def running(self) -> _Running:

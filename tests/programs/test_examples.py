@@ -173,7 +173,7 @@ def test_examples_beyond_upstream_run() -> None:
 
 def test_readme_examples_run_on_two_cpu_replicas() -> None:
     """The Python blocks of the README, one after the other."""
-    loop, executor, inference = re.findall(
+    loop, executor, inference, training = re.findall(
         r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
     )
     wrap = "DataParallel(net)"
@@ -182,9 +182,11 @@ def test_readme_examples_run_on_two_cpu_replicas() -> None:
     printed = run(
         "-c",
         f"{loop}\nprint([replica.rows for replica in model.executor.stats().replicas])\n{executor}"
-        f"\n{inference}",
+        f"\n{inference}\n{training}\nmodel(x).sum().backward(); optimizer.step()\n"
+        "print(model.stats().steps_behind)",
     )
     assert "[300, 300]" in printed and printed.count("torch.Size([30, 2])") == 3
+    assert printed.splitlines()[-1] == "1"
 
 
 GIVEN = """

@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import random
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -196,12 +197,34 @@ def test_X2_bad_bounds_and_counts() -> None:
         model(torch.randn(8, 4))
 
 
+def test_X2_captured_scalars_are_weighted_as_outputs_are() -> None:
+    """By the rows of their chunks, though they are put together later."""
+    options = Options(chunk_weights=(4, 1), scalars="weighted_mean", in_process=True, threads=1)
+    model = DataParallel(nn.Sequential(nn.Flatten(0), Mean()), ["cpu"] * 2, options=options)
+    x = torch.arange(10.0).view(10, 1)
+    with model.capture("1") as seen:
+        out = model(x)
+    torch.testing.assert_close(out, x.mean())
+    torch.testing.assert_close(seen["1"], out)
+
+
+class Mean(nn.Module):
+    """One number of each chunk."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean()
+
+
 def test_X2_wrappers_of_other_weights_share_an_executor() -> None:
     """Only wrappers read them; in place there are no chunks."""
     plain = Options(in_process=True, threads=1)
     weighted = Options(chunk_weights=(1, 2), least_rows=2, in_process=True, threads=1)
     assert shared(plain) is shared(weighted)
-    model = DataParallel(Net(), options=weighted)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            sys.modules[DataParallel.__module__], "normalize", lambda *_: []
+        )  # a cluster without GPUs
+        model = DataParallel(Net(), options=weighted)
     assert not model.device_ids and model(torch.randn(3, 4))[1] == 3
 
 
@@ -229,7 +252,8 @@ def test_X2_gradients_are_those_of_the_even_split(two: Executor, weights: Any) -
     assert_same_grads(model, even, rtol=1e-12, atol=1e-12)
     with torch.no_grad():
         torch.testing.assert_close(model(x)[0], even(x)[0])
-        assert [len(out[0]) for out in model.call("forward", x, gather=False)] == rows
+        split = [len(out[0]) for out in model.call("forward", x, gather=False)]
+        assert sum(split) == 10 if weights == "auto" else split == rows
 
 
 def test_X2_a_bound_keeps_batch_norm_fed(two: Executor) -> None:

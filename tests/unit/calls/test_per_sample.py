@@ -202,6 +202,9 @@ RECURRENT = nn.GRU(1, 2, num_layers=2, dropout=0.5, batch_first=True)  # time fi
         ("recurrent", lambda x: RECURRENT(x.unsqueeze(2))[0].sum(2)),
         ("rows and heads", lambda x: torch.dropout(x.repeat(2, 1), 0.5, True)[: len(x)]),
         ("a permutation", lambda x: x + torch.randn(7).sum()),
+        ("an order of rows", lambda x: x + torch.randperm(len(x)).sum()),
+        ("a choice among rows", lambda x: x + torch.multinomial(x[:, 0] + 1, 2).sum()),
+        ("one step of all rows", lambda x: torch.dropout(x.unsqueeze(0), 0.5, True)[0]),
     ],
 )
 def test_X5_other_first_dimensions_are_warned_of(name: str, function: Any) -> None:

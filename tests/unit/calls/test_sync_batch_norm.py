@@ -313,6 +313,36 @@ def test_X3_chunks_that_differ_do_not_wait_for_ever(
     assert model(torch.tensor([[1.0] * 3] * 4)).shape == (4, 3)
 
 
+class Skips(nn.Module):
+    """Runs one of two equal batch norms, each chunk another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.BatchNorm1d(3), nn.BatchNorm1d(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norms[int(x[0, 0])](x)
+
+
+def test_X3_chunks_at_different_layers(two: Executor) -> None:
+    """They do not mix the statistics of two batch norms."""
+    model = DataParallel(convert_sync_batchnorm(Skips()), executor=two)
+    error = raised(lambda: model(torch.tensor([[0.0] * 3] * 2 + [[1.0] * 3] * 2)))
+    assert isinstance(error, GroupBroken) and "different layers" in str(error)
+    assert model(torch.tensor([[1.0] * 3] * 4)).shape == (4, 3)
+
+
+def test_X3_a_batch_norm_of_another_kind_is_refused() -> None:
+    """Also one that inherits from torch's own base."""
+
+    class Own(nn.modules.batchnorm._BatchNorm):
+        def _check_input_dim(self, input: Tensor) -> None:
+            pass
+
+    with pytest.raises(TypeError, match="is a Own, a class of its own"):
+        convert_sync_batchnorm(nn.Sequential(Own(3)))
+
+
 def test_X3_chunks_need_replicas_of_their_own(two: Executor) -> None:
     """Chunks that run one after the other cannot exchange anything."""
     net = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))
