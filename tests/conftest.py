@@ -16,6 +16,8 @@ import torch
 from record import Record
 
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+# Ray Tune does not take back its handler of Ctrl-C, which later tests press.
+os.environ.setdefault("TUNE_DISABLE_SIGINT_HANDLER", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
