@@ -17,6 +17,9 @@ from torch.nn import functional as F
 from benchmarks.nets import perceptron, vectors
 
 PLAIN, IDLE, CLOSED = "without the package", "idle replicas", "after close()"
+
+ANSWER = "answer: "
+"""What an answer begins with: Ray prints lines of its own."""
 TIMES, STEPS = 100, 5
 
 Operation = Callable[[], object]
@@ -93,9 +96,9 @@ def main(kind: str, address: str) -> None:
         close()
     assert ("raydp_parallel" in sys.modules) == (kind != PLAIN)
     operations = {name: (make(), times) for name, (make, times) in OPERATIONS.items()}
-    print("ready", flush=True)
+    print(f"{ANSWER}ready", flush=True)
     for line in sys.stdin:
-        print(median(*operations[line.strip()]), flush=True)
+        print(f"{ANSWER}{median(*operations[line.strip()])}", flush=True)
     if close is not None:
         close()
 

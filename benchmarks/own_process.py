@@ -25,7 +25,7 @@ from typing import Any
 import ray
 
 from benchmarks.measure import Asked, Effort, Report, Table, alone, interleaved
-from benchmarks.own_operations import CLOSED, IDLE, OPERATIONS, PLAIN, STEPS, TIMES
+from benchmarks.own_operations import ANSWER, CLOSED, IDLE, OPERATIONS, PLAIN, STEPS, TIMES
 
 LIMIT = 1.05
 _GROUPS = 9
@@ -49,11 +49,11 @@ class Process:
         )
 
     def said(self) -> str:
-        """Its next line."""
-        line: str = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"a process ended with status {self._process.wait()}")
-        return line
+        """Its next answer; Ray prints warnings of its own between."""
+        for line in self._process.stdout:
+            if line.startswith(ANSWER):
+                return str(line.removeprefix(ANSWER))
+        raise RuntimeError(f"a process ended with status {self._process.wait()}")
 
     def time(self, operation: str) -> float:
         """The seconds of an operation."""

@@ -11,6 +11,7 @@ not count either.
 from __future__ import annotations
 
 import ast
+import collections
 import ctypes
 import dataclasses
 import enum
@@ -88,6 +89,8 @@ def _bound_anew(node: ast.AST) -> list[str]:
 def _is_constant(value: Any, name: str, tree: ast.Module) -> bool:
     if isinstance(value, (tuple, frozenset)):
         return all(_is_constant(part, "", tree) for part in value)
+    if isinstance(value, collections.defaultdict):
+        return False  # reading it writes to it
     if isinstance(value, (dict, list, set)):
         return (bool(value) or not name) and not any(_writes(node, name) for node in ast.walk(tree))
     if isinstance(value, functools.partial):
