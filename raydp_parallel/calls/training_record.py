@@ -18,6 +18,7 @@ would be lost.
 
 from __future__ import annotations
 
+import copy
 import logging
 import weakref
 from collections import deque
@@ -41,7 +42,7 @@ from raydp_parallel.cluster.replica_slots import ReplicaSlot
 from raydp_parallel.devices.ranges import Attachment
 from raydp_parallel.errors import ExecutorClosed, StateChanged, StateLost
 from raydp_parallel.replica import exceptions
-from raydp_parallel.state.optimizer_state import pack_state, put_state
+from raydp_parallel.state.optimizer_state import changed_options, options_of, pack_state, put_state
 from raydp_parallel.state.tracker import ModuleTracker
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.call_bytes import unseal
@@ -137,6 +138,7 @@ class Training:
         self._record: deque[PackedEntry] = deque()
         self._start: PackedEntry | None = None
         self._seen: Any = None
+        self._sent: tuple[dict[str, Any], ...] = ()
         with self._replica_set.lock:
             tracker.sync()
             self._own()
@@ -219,6 +221,7 @@ class Training:
         self.number += 1
         self._record.clear()
         self._start = None
+        self._sent = copy.deepcopy(options_of(self.optimizer.param_groups))
         self._seen = self.tracker.look_owned()
         self.tracker.edited_owned = False
 
@@ -274,7 +277,7 @@ class Training:
             start = TrainingStart(
                 kind=type(self.optimizer),
                 keywords=self._keywords,
-                options=_options(groups),
+                options=self._sent,  # a change since is part of the next step
                 slots=tuple([tuple([next(slots) for _ in group["params"]]) for group in groups]),
                 weights=tuple([p.detach() for p in self.parameters()]),
                 state=state,
@@ -314,9 +317,11 @@ class Training:
                 return
             found = [parameter.grad for parameter in self.parameters()]
             grads = tuple([_given(grad) for grad in found])
-            groups = self.optimizer.param_groups
-            step = TrainingStep(_options(groups), grads, torch.get_num_threads())
+            now = copy.deepcopy(options_of(self.optimizer.param_groups))
+            changed = tuple([changed_options(*both) for both in zip(now, self._sent, strict=True)])
+            step = TrainingStep(changed, grads, torch.get_num_threads())
             self._enter(step, _sums(found))
+            self._sent = now
             self.steps += 1
             if len(self._record) > _MOST_KEPT:
                 self._flush()
@@ -458,9 +463,23 @@ class Training:
         snapshot: TrainingSnapshot = found
         self.tracker.take_owned(snapshot.weights)
         put_state(self.optimizer, snapshot.state, snapshot.common)
+        self._take_options(snapshot.options)
         self._synced = self.steps
         self._seen = self.tracker.look_owned()
         self.tracker.edited_owned = False
+
+    def _take_options(self, made: Sequence[dict[str, Any]]) -> None:
+        """Take the options that steps have changed, such as counters, into the optimizer's groups.
+        What the driver has changed since the last step stays: the next one carries it.
+        """
+        for group, sent, found in zip(self.optimizer.param_groups, self._sent, made, strict=True):
+            edited = changed_options({k: v for k, v in group.items() if k in found}, sent)
+            stepped = changed_options(found, sent)
+            for key, value in stepped.items():
+                if isinstance(value, Tensor) and isinstance(sent.get(key), Tensor):
+                    stepped[key] = value.to(sent[key].device)
+            sent.update(copy.deepcopy(stepped))
+            group.update({k: v for k, v in stepped.items() if k not in edited})
 
     def _lost(self) -> StateLost:
         """The error that the last steps are lost; training is as of the last sync from then on."""
@@ -530,11 +549,6 @@ def _gone() -> StateLost:
         "the gradients lay in replicas that have died since: set them to zero, and run forward and "
         "backward again. Weights and optimizer are not affected"
     )
-
-
-def _options(groups: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """The options of groups, without their parameters."""
-    return tuple([{k: v for k, v in group.items() if k != "params"} for group in groups])
 
 
 def trained(parameters: Sequence[Tensor]) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from raydp_parallel import devices
 from raydp_parallel.devices.ranges import Attachment, MemoryRange
-from raydp_parallel.state.optimizer_state import pack_state, put_state
+from raydp_parallel.state.optimizer_state import options_of, pack_state, put_state
 from raydp_parallel.state.replica_module import ReplicaModule
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.links import Attachments
@@ -111,6 +111,8 @@ class ReplicaTraining:
             for options, slots in zip(start.options, start.slots, strict=True)
         ]
         self._optimizer = start.kind(groups, **start.keywords)
+        for group, options in zip(self._optimizer.param_groups, start.options, strict=True):
+            group.update(options)  # a constructor may have set them
         replica_module.own(self._slots)
         with torch.no_grad():
             for parameter, value in zip(self._parameters(), start.weights, strict=True):
@@ -198,6 +200,7 @@ class ReplicaTraining:
         return tuple(self._sums[wanted]) if isinstance(wanted, int) else self._snapshot()
 
     def _snapshot(self) -> TrainingSnapshot:
-        """The parameters and the optimizer's state of now."""
+        """The options, the parameters and the optimizer's state of now."""
         weights = tuple([parameter.detach() for parameter in self._parameters()])
-        return TrainingSnapshot(weights, *pack_state(self._optimizer))
+        options = options_of(self._optimizer.param_groups)
+        return TrainingSnapshot(options, weights, *pack_state(self._optimizer))

@@ -21,6 +21,29 @@ def pack_state(optimizer: Any) -> tuple[tuple[dict[Any, Any] | None, ...], dict[
     return found, common
 
 
+def options_of(groups: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """The options of groups, without their parameters."""
+    return tuple([{k: v for k, v in group.items() if k != "params"} for group in groups])
+
+
+def changed_options(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
+    """The options of a group that are others than they were."""
+    return {k: v for k, v in now.items() if k not in then or not _alike(v, then[k])}
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two values of an option are the same."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_alike(v, other[k]) for k, v in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return bool(one == other)
+
+
 def put_state(
     optimizer: Any, state: Sequence[dict[Any, Any] | None], common: dict[Any, Any]
 ) -> None:

@@ -316,7 +316,7 @@ class TrainingStep(NamedTuple):
     """One step of an optimizer.
 
     Attributes:
-        options: Of each group its options.
+        options: Of each group the options that the driver has changed.
         grads: Of each parameter its gradient, or its `GradientTerms`, or None.
         threads: The number of torch's threads in the driver: a sum of many numbers, as for a norm,
             depends on it in its last bits.
@@ -363,11 +363,13 @@ class TrainingSnapshot(NamedTuple):
     """What an optimizer in a replica has made so far.
 
     Attributes:
+        options: As in `TrainingStart`.
         weights: As in `TrainingStart`.
         state: As in `TrainingStart`.
         common: As in `TrainingStart`.
     """
 
+    options: tuple[dict[str, Any], ...]
     weights: tuple[Any, ...]
     state: tuple[dict[Any, Any] | None, ...]
     common: dict[Any, Any]
