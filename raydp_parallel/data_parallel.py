@@ -38,7 +38,7 @@ from raydp_parallel.calls import batch_inference, forward
 from raydp_parallel.calls.chunk_balance import ChunkBalance
 from raydp_parallel.calls.executor import Executor, normalize, shared
 from raydp_parallel.calls.replica_optimizer import ReplicaOptimizer
-from raydp_parallel.calls.training_record import Training
+from raydp_parallel.calls.training_record import Training, bring_up_to_date
 from raydp_parallel.cluster.backend import DeviceId
 from raydp_parallel.devices import ambient_state
 from raydp_parallel.monitoring.stats import Advice, ExecutorStats
@@ -140,9 +140,7 @@ class DataParallel(nn.DataParallel[T]):
         return None if tracker is None else tracker.training
 
     def _bring_up_to_date(self) -> None:
-        training = self._training
-        if training is not None and training.behind:
-            training.sync()
+        bring_up_to_date(self._master)
 
     def optimizer(
         self,
@@ -187,17 +185,37 @@ class DataParallel(nn.DataParallel[T]):
 
     def sync(self) -> None:
         """Bring the master copy, and the state of `optimizer`, up to date with the replicas. Does
-        nothing if no step was made since.
+        nothing if no step was made since. Weights that were edited since the last sync are
+        overwritten; all else that syncs raises `StateChanged` then.
 
         Raises:
             StateLost: No replica is left that has them.
         """
-        self._bring_up_to_date()
+        bring_up_to_date(self._master, overwrite=True)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The master's parameters, with all steps of `optimizer`."""
         self._bring_up_to_date()
         return super().named_parameters(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """The wrapper, the master and its submodules, with all steps of `optimizer`."""
+        self._bring_up_to_date()
+        found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
+        return found
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The master, with all steps of `optimizer`."""
+        self._bring_up_to_date()
+        return super().named_children()
+
+    def train(self, mode: bool = True) -> DataParallel[T]:
+        """Set the mode of the wrapper and the master, which takes no weights."""
+        if not isinstance(mode, bool):
+            raise ValueError("training mode is expected to be boolean")
+        self.training = mode
+        self._master.train(mode)
+        return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The master's state, with all steps of `optimizer`."""

@@ -234,7 +234,7 @@ class ForwardCall:
     def _attempt(self) -> list[ChunkAnswer]:
         self.executor.revive([chunk.slot for chunk in self.chunks])
         for tracker in self.trackers:
-            training_record.bring_up_to_date(tracker)
+            training_record.bring_up_to_date(tracker.module, tracker.training)
         self.inputs: list[list[Tensor]] = [[] for _ in self.chunks]
         self.marks: dict[ModuleTracker, Mark] = {}
         self.made: dict[int, tuple[ForwardRequest, replay.KeptForward]] = {}

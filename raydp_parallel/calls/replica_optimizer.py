@@ -69,7 +69,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     def state(self) -> Any:
         """What the optimizer keeps of each of the master's parameters, with all steps."""
         if self._training is not None:
-            self._training.sync()
+            self._training.bring_up_to_date()
         return self._inner.state
 
     @state.setter
@@ -103,12 +103,12 @@ class ReplicaOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The options and the state, with all steps."""
-        self.training.sync()
+        self.training.bring_up_to_date()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over options and state; the replicas get them with their next call."""
-        self.training.sync()
+        self.training.bring_up_to_date()
         super().load_state_dict(state_dict)
         self.training.rebase()
 
@@ -120,7 +120,7 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         """Train further parameters of the module."""
         if self._training is None:
             return super().add_param_group(param_group)
-        self._training.sync()
+        self._training.bring_up_to_date()
         super().add_param_group(param_group)
         try:
             self._training.widen()

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raydp_parallel.calls.executor import Executor
 from raydp_parallel.calls.remote_gradients import (
@@ -183,6 +183,11 @@ class Training:
         return self.tracker.training is not self or known is not self.tracker
 
     @property
+    def trains(self) -> bool:
+        """Whether the model was not given back."""
+        return self.tracker.training is self
+
+    @property
     def behind(self) -> int:
         """How many steps the master is behind."""
         return self.steps - self._synced
@@ -202,12 +207,15 @@ class Training:
         if seen == self._seen and not self.tracker.edited_owned:
             return
         if self.behind:
-            raise StateChanged(
-                f"{self._edited(seen)} was changed in this process, where the weights are "
-                f"{self.behind} steps behind those of the replicas. Call model.sync() before "
-                "weights are changed; if you call it now, the change is overwritten"
-            )
+            raise self._changed(self._edited(seen))
         self._rebase()
+
+    def _changed(self, what: str) -> StateChanged:
+        return StateChanged(
+            f"{what} was changed in this process, where the weights are "
+            f"{self.behind} steps behind those of the replicas. Call model.sync() before "
+            "weights are changed; if you call it now, the change is overwritten"
+        )
 
     def _edited(self, seen: Sequence[tuple[int, int]]) -> str:
         """The name of a parameter that is not as it was seen last."""
@@ -265,7 +273,7 @@ class Training:
     def _bring_back(self) -> None:
         """Bring the master up to date in the middle of a call."""
         if self.behind:
-            self.sync()
+            self.bring_up_to_date()
             self.tracker.sync()
 
     def _pack_start(self) -> PackedEntry:
@@ -456,6 +464,36 @@ class Training:
                 if answer is not None and answer[0].value is not None:
                     self._take(*answer)
 
+    def bring_up_to_date(self) -> None:
+        """`sync`, where something reads the weights or the state: edits are not overwritten.
+
+        Raises:
+            StateChanged: A trained parameter was edited while the master was behind.
+            StateLost: As in `sync`.
+        """
+        if self.behind:
+            self._check_open()
+            with self._replica_set.lock:
+                self._check_edits()
+                self.sync()
+
+    def _check_edits(self) -> None:
+        """Look for edits that a sync would overwrite, their contents, too."""
+        seen = self.tracker.look_owned()
+        if seen is None or not self.behind:
+            return
+        if seen == self._seen and not self.tracker.edited_owned:
+            self.tracker.sync()
+            self.tracker.verify()
+        if seen != self._seen or self.tracker.edited_owned:
+            raise self._changed(self._edited(seen))
+
+    def _warn_of_edits(self) -> None:
+        try:
+            self._check_edits()
+        except StateChanged as error:
+            log.warning("the replicas end, so the change is overwritten: %s", error)
+
     def _take(self, reply: Reply, attachments: Attachments) -> None:
         """Take what a replica has made into the master."""
         assert reply.value is not None
@@ -502,6 +540,7 @@ class Training:
         """Give the model back: the master gets all steps, and is what is trained from then on."""
         if self.ended:
             return
+        self._check_edits()
         try:
             self.sync()
         finally:
@@ -512,9 +551,11 @@ class Training:
 
     def end(self) -> None:
         """Bring the master up to date because the replicas are about to end; a failure is logged,
-        and raised where the weights are asked for next.
+        and raised where the weights are asked for next. Steps cannot be had later, so edits in the
+        driver are overwritten.
         """
         try:
+            self._warn_of_edits()
             self.sync()
         except Exception as error:
             log.error("the replicas end, and the last steps are lost with them: %s", error)
@@ -558,13 +599,25 @@ def trained(parameters: Sequence[Tensor]) -> bool:
     return any(not ids.isdisjoint(map(id, one.parameters())) for one in living)
 
 
-def bring_up_to_date(tracker: ModuleTracker) -> None:
-    """Bring parameters of a module up to date that are trained under another wrapper, such as that
-    of a part of it, or by another executor's replicas.
+def bring_up_to_date(
+    module: nn.Module, but: Training | None = None, overwrite: bool = False
+) -> None:
+    """Bring parameters of a module up to date that are trained under any wrapper, such as that of a
+    part of it, or by another executor's replicas.
+
+    Args:
+        module: The module.
+        but: What trains them in the replicas that are about to be asked.
+        overwrite: Whether edits in the driver are overwritten.
     """
-    others = [one for one in [*_trainings] if one.behind and one.tracker is not tracker]
+    if not _trainings:
+        return
+    others = [one for one in [*_trainings] if one is not but and one.behind and one.trains]
     if others:
-        ids = {id(p) for p in tracker.module.parameters()}
+        ids = {id(p) for p in module.parameters()}
         for one in others:
             if not ids.isdisjoint(map(id, one.parameters())):
-                one.sync()
+                if overwrite:
+                    one.sync()
+                else:
+                    one.bring_up_to_date()

@@ -4,14 +4,16 @@ in the driver, other wrappers, and the end of things. Replicas run in this proce
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from harness import raised
 from torch import nn
 
-from raydp_parallel import DataParallel, Executor, Options
+from raydp_parallel import DataParallel, Executor, Options, StateChanged
 
 HERE = Options(in_process=True, threads=1)
 
@@ -90,3 +92,89 @@ def test_T3_counters_in_the_groups(two: Executor) -> None:
     assert found[0][1] == found[1][1]
     for name, value in found[0][0].items():
         assert torch.equal(value, found[1][0][name])
+
+
+# --- edits while the master is behind ---
+
+
+def halve(net: Any, how: str) -> None:
+    """Edit a weight, so that its version shows it or not."""
+    weight = net[0].weight
+    with torch.no_grad():
+        (weight.data if how == "hidden" else weight).mul_(0.5)
+
+
+@pytest.mark.parametrize("how", ["plain", "hidden"])
+@pytest.mark.parametrize(
+    "reader",
+    [
+        lambda model, _: model.state_dict(),
+        lambda model, _: model.module,
+        lambda model, _: [*model.parameters()],
+        lambda model, _: model.load_state_dict({}),
+        lambda _, optimizer: optimizer.state,
+        lambda _, optimizer: optimizer.state_dict(),
+        lambda _, optimizer: optimizer.load_state_dict({}),
+        lambda _, optimizer: optimizer.close(),
+    ],
+)
+def test_T3_what_syncs_by_itself_overwrites_no_edit(
+    reader: Callable[[Any, Any], Any], how: str, two: Executor
+) -> None:
+    """It is refused; a sync by name overwrites it."""
+    model, optimizer = small(two)
+    expected, ordinary = small(two, inside=False)
+    net = model.module
+    advance(model, optimizer, 0)
+    advance(expected, ordinary, 0)
+    halve(net, how)
+    error = raised(lambda: reader(model, optimizer))
+    assert isinstance(error, StateChanged) and "model.sync()" in str(error), error
+    model.sync()
+    assert same(model, expected)
+    halve(net, how)
+    advance(model, optimizer, 1)
+    halve(expected.module, how)
+    advance(expected, ordinary, 1)
+    model.state_dict()
+    assert same(model, expected)
+
+
+# --- other wrappers ---
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [
+        lambda model: [*model.module.parameters()],
+        lambda model: [*model.parameters()],
+        lambda model: [*model.state_dict().values()],
+        lambda model: [p for m in [*model.modules()][2:] for p in m._parameters.values()],
+        lambda model: [p for m in next(model.children()) for p in m._parameters.values()],
+        lambda model: [p for m in dict(model.named_children())["module"] for p in m.parameters()],
+        lambda model: [*copy.deepcopy(model).parameters()],
+    ],
+)
+@pytest.mark.parametrize("which", ["its own", "another executor", "in place"])
+def test_T3_every_wrapper_of_the_parameters_gives_all_steps(
+    reader: Callable[[Any], list[torch.Tensor]], which: str, two: Executor
+) -> None:
+    """Whatever trains them; modes need no weights."""
+    expected, ordinary = small(two, inside=False)
+    model, optimizer = small(two)
+    net = model.module
+    for step in range(2):
+        advance(expected, ordinary, step)
+        advance(model, optimizer, step)
+    with Executor(["cpu"], options=HERE) as other:
+        wrapper = model
+        if which == "another executor":
+            wrapper = DataParallel(net, executor=other)
+        elif which == "in place":
+            wrapper = DataParallel(net, ["cpu"], executor=other)
+            wrapper.device_ids = []
+        assert wrapper.eval() is wrapper and not net[0].training
+        assert model.stats().steps_behind == 2
+        pairs = zip(reader(wrapper), expected.parameters(), strict=True)
+        assert all(torch.equal(one.detach(), other.detach()) for one, other in pairs)
+        assert model.stats().steps_behind == 0
