@@ -130,6 +130,11 @@ class GradientState:
             return False
         return self._value is None or self._value._version == self._version
 
+    def replace(self, value: Tensor) -> None:
+        """Take other contents, which are not the sum of any terms."""
+        self.terms, self.zeros, self.blank = (), False, None
+        self._value, self._version, self._given_away = value, value._version, True
+
     def give_away(self) -> None:
         """Note that other code can change it unnoticed."""
         self._given_away = True
@@ -199,6 +204,20 @@ class RemoteGradient(torch.Tensor):
         if aliased and all(one.alias_info.is_write for one in aliased) and isinstance(out, Tensor):
             return next((one for one in found if one.state.value(one) is out), out)
         return out
+
+    @property
+    def data(self) -> Tensor:
+        """The same gradient."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
+            raise RuntimeError(
+                f"grad.data: expected a tensor of shape {tuple(self.shape)}, {self.dtype}, on "
+                f"{self.device}; assign to .grad instead"
+            )
+        self.state.replace(local(value.detach()))
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's takes contents
         return repr(self._open())

@@ -310,6 +310,7 @@ class Training:
         """Enter a step with the gradients and the options of now."""
         self._check_open()
         with self._replica_set.lock:
+            self._check_groups()
             self.check()
             if not self._holders():
                 if self.behind:
@@ -327,12 +328,25 @@ class Training:
             grads = tuple([_given(grad) for grad in found])
             now = copy.deepcopy(options_of(self.optimizer.param_groups))
             changed = tuple([changed_options(*both) for both in zip(now, self._sent, strict=True)])
-            step = TrainingStep(changed, grads, torch.get_num_threads())
+            # Not drawn: the driver's own random numbers stay what they are.
+            seed = (torch.initial_seed() + self.steps) % 2**63
+            step = TrainingStep(changed, grads, torch.get_num_threads(), seed)
             self._enter(step, _sums(found))
             self._sent = now
             self.steps += 1
             if len(self._record) > _MOST_KEPT:
                 self._flush()
+
+    def _check_groups(self) -> None:
+        groups, owned = self.optimizer.param_groups, [*self.tracker.owned.values()]
+        now = self.parameters()
+        same = len(now) == len(owned) and all(p is q for p, q in zip(now, owned, strict=True))
+        if not same or len(groups) != len(self._sent):
+            raise ValueError(
+                "step: the parameters in param_groups are no longer those that the replicas train; "
+                "groups may be added with add_param_group(), for all else close() this optimizer "
+                "and make another with model.optimizer()"
+            )
 
     def _enter(self, value: Any, sums: Sequence[GradientSum]) -> None:
         """Enter something into the record that needs gradients which replicas keep."""
@@ -522,9 +536,12 @@ class Training:
     def _lost(self) -> StateLost:
         """The error that the last steps are lost; training is as of the last sync from then on."""
         last, self.steps = self.steps, self._synced
+        what = f"the last replica that had made step {last} is gone"
+        if any(True for _ in self._replica_set.ready()):
+            what += f", or step {last} failed in the replicas and has raised an exception before"
         self._rebase()
         return StateLost(
-            f"the last replica that had made step {last} is gone: weights and optimizer are as of "
+            f"{what}: weights and optimizer are as of "
             f"the last sync, after step {self.steps}, and training goes on from there if you go "
             "on. model.optimizer(..., sync_every=N) bounds the steps that can be lost"
         )

@@ -134,7 +134,12 @@ class ReplicaTraining:
                 if found is None and grad is not None:
                     found = torch.zeros_like(parameter)
                 parameter.grad = found
-            with torch.inference_mode(False), torch.enable_grad():
+            with (
+                devices.random_kept(self._device),
+                torch.inference_mode(False),
+                torch.enable_grad(),
+            ):
+                devices.reseed(self._device, step.seed)
                 self._optimizer.step()
         finally:
             # Backward adds up gradients in the leaves.

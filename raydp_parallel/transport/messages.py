@@ -320,11 +320,13 @@ class TrainingStep(NamedTuple):
         grads: Of each parameter its gradient, or its `GradientTerms`, or None.
         threads: The number of torch's threads in the driver: a sum of many numbers, as for a norm,
             depends on it in its last bits.
+        seed: What random numbers follow from, alike in all replicas.
     """
 
     options: tuple[dict[str, Any], ...]
     grads: tuple[Any, ...]
     threads: int
+    seed: int
 
 
 class TrainingClip(NamedTuple):

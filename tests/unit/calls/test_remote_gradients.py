@@ -139,3 +139,16 @@ def test_what_changes_it_is_noticed(write: str) -> None:
     assert not lies_remote(grad)
     assert torch.equal(local(grad), plain)
     assert not torch.equal(plain, value)
+
+
+def test_its_data_can_be_replaced() -> None:
+    """By other contents of its shape."""
+    leaf = nn.Parameter(torch.zeros(3))
+    leaf.grad = Store().grad(leaf, torch.ones(3))
+    assert lies_remote(leaf.grad.data)
+    leaf.grad.data = torch.full((3,), 7.0)
+    assert not lies_remote(leaf.grad) and torch.equal(local(leaf.grad), torch.full((3,), 7.0))
+    leaf.grad.data.mul_(2)
+    assert torch.equal(leaf.grad + 0, torch.full((3,), 14.0))
+    with pytest.raises(RuntimeError, match="grad instead"):
+        leaf.grad.data = torch.zeros(4)

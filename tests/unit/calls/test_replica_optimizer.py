@@ -13,7 +13,7 @@ import torch
 from harness import raised
 from torch import nn
 
-from raydp_parallel import DataParallel, Executor, Options, StateChanged
+from raydp_parallel import DataParallel, Executor, Options, StateChanged, StateLost
 
 HERE = Options(in_process=True, threads=1)
 
@@ -178,3 +178,52 @@ def test_T3_every_wrapper_of_the_parameters_gives_all_steps(
         pairs = zip(reader(wrapper), expected.parameters(), strict=True)
         assert all(torch.equal(one.detach(), other.detach()) for one, other in pairs)
         assert model.stats().steps_behind == 0
+
+
+# --- what a step does besides ---
+
+
+class Noisy(torch.optim.SGD):
+    """Adds random numbers, and keeps them."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["noise"] = torch.randn_like(p)
+                p.data.add_(self.state[p]["noise"], alpha=group["lr"])
+
+
+def test_T3_steps_that_draw_random_numbers(two: Executor) -> None:
+    """All replicas draw the same, other ones in each step, and the driver's stay its own."""
+    advance(*small(two, inside=False), 0)
+    drawn = torch.rand(1)
+    model, optimizer = small(two, kind=Noisy)
+    advance(model, optimizer, 0)
+    assert torch.equal(drawn, torch.rand(1))
+    advance(model, optimizer, 1)
+    x = torch.ones(1, 6)
+    out = model(torch.cat([x, x]))
+    assert torch.equal(out[0], out[1])
+    last = optimizer.state[model.module[0].weight]["noise"]
+    advance(model, optimizer, 1)
+    assert not torch.equal(optimizer.state[model.module[0].weight]["noise"], last)
+
+
+def test_T4_groups_that_lose_parameters(two: Executor) -> None:
+    """A step refuses them."""
+    model, optimizer = small(two)
+    advance(model, optimizer, 0)
+    optimizer.param_groups[0]["params"].pop()
+    error = raised(lambda: advance(model, optimizer, 1))
+    assert isinstance(error, ValueError) and "add_param_group()" in str(error)
+
+
+def test_T4_a_step_that_fails(two: Executor) -> None:
+    """Its exception arrives with the next call, and then what became of the step."""
+    model, optimizer = small(two)
+    advance(model, optimizer, 0)
+    optimizer.param_groups[0]["lr"] = None
+    advance(model, optimizer, 1)
+    assert isinstance(raised(lambda: model(torch.ones(4, 6))), TypeError)
+    error = raised(model.sync)
+    assert isinstance(error, StateLost) and "step 2 failed in the replicas" in str(error)
