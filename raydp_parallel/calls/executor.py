@@ -78,6 +78,7 @@ class Executor:
             weakref.WeakValueDictionary()
         )
         self._recent: deque[ModuleTracker] = deque(maxlen=_RECENT)
+        self._behind: set[Any] = set()
         if self.device_ids:
             self.slots(self.device_ids)
 
@@ -133,21 +134,33 @@ class Executor:
         """
         if self._replica_set.forked:
             return
-        self._end_trainings()
-        self._replica_set.release()
-        with self._replica_set.lock:
-            if not self._replica_set.closed:
-                self._replica_set.closed = True
-                try:
-                    self._stop_reports()
-                finally:  # also after Ctrl-C: nothing would end the replicas later
-                    self._replica_set.close()
+        try:
+            self._end_trainings()
+        finally:  # also after Ctrl-C: nothing would end the replicas later
+            self._replica_set.release()
+            with self._replica_set.lock:
+                if not self._replica_set.closed:
+                    self._replica_set.closed = True
+                    try:
+                        self._stop_reports()
+                    finally:
+                        self._replica_set.close()
 
     def _end_trainings(self) -> None:
         """Bring the masters up to date that are trained in the replicas."""
         for tracker in [*self._trackers.values()]:
             if tracker.training is not None and not self.closed:
                 tracker.training.end()
+        self._behind.clear()
+
+    def note_behind(self, training: Any, behind: bool) -> None:
+        """Keep what trains in the replicas for as long as the master lacks steps, although the
+        program has let go of it: `close` fetches them.
+        """
+        if behind:
+            self._behind.add(training)
+        else:
+            self._behind.discard(training)
 
     def grow(self, timeout: float | None = None) -> int:
         """Wait for replicas that are missing, between two calls: after a node was added, or before

@@ -12,6 +12,7 @@ groups); pickling it (save its ``state_dict()``).
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -46,18 +47,24 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         sync_every: int | None,
     ) -> None:
         _check(kind, keywords, sync_every)
-        living = tracker.training is not None and not tracker.training.ended
-        if living or trained([*tracker.module.parameters()]):
-            raise RuntimeError(
-                "optimizer: this module has an optimizer in the replicas already; give one "
-                "optimizer groups of parameters, or close() the other one first"
-            )
+        living = trained([*tracker.module.parameters()])
+        if tracker.training is not None and not tracker.training.ended:
+            living.append(tracker.training)
+        for one in living:
+            if one.handle() is not None:
+                raise RuntimeError(
+                    "optimizer: this module has an optimizer in the replicas already; give one "
+                    "optimizer groups of parameters, or close() the other one first, or let go of "
+                    "it, also in schedulers"
+                )
+            one.close()
         self._training: Training | None = None
         self._sync_every = sync_every
         self._inner = kind(params, **keywords)
         super().__init__(self._inner.param_groups, self._inner.defaults)
         self._inner.param_groups = self.param_groups
         self._training = Training(executor, tracker, self._inner, keywords)
+        self._training.handle = weakref.ref(self)
 
     @property
     def training(self) -> Training:

@@ -22,7 +22,7 @@ import copy
 import logging
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -119,6 +119,7 @@ class Training:
         steps: How many steps there were.
         optimizer: See above.
         tracker: See above.
+        handle: Gives what the program has of it; None once it has let go of that.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class Training:
         self.tracker = tracker
         self.optimizer = optimizer
         self._keywords = keywords
+        self.handle: Callable[[], Any] = lambda: None
         self.number = 1
         self.steps = self._synced = 0
         self._record: deque[PackedEntry] = deque()
@@ -334,6 +336,7 @@ class Training:
             self._enter(step, _sums(found))
             self._sent = now
             self.steps += 1
+            self._executor.note_behind(self, True)
             if len(self._record) > _MOST_KEPT:
                 self._flush()
 
@@ -517,6 +520,7 @@ class Training:
         put_state(self.optimizer, snapshot.state, snapshot.common)
         self._take_options(snapshot.options)
         self._synced = self.steps
+        self._executor.note_behind(self, False)
         self._seen = self.tracker.look_owned()
         self.tracker.edited_owned = False
 
@@ -536,6 +540,7 @@ class Training:
     def _lost(self) -> StateLost:
         """The error that the last steps are lost; training is as of the last sync from then on."""
         last, self.steps = self.steps, self._synced
+        self._executor.note_behind(self, False)
         what = f"the last replica that had made step {last} is gone"
         if any(True for _ in self._replica_set.ready()):
             what += f", or step {last} failed in the replicas and has raised an exception before"
@@ -562,6 +567,7 @@ class Training:
             self.sync()
         finally:
             self.tracker.training = None
+            self._executor.note_behind(self, False)
             with self._replica_set.lock:
                 self._release_models()
                 self.tracker.own({})
@@ -609,11 +615,11 @@ def _gone() -> StateLost:
     )
 
 
-def trained(parameters: Sequence[Tensor]) -> bool:
-    """Whether some of these are trained in replicas already."""
+def trained(parameters: Sequence[Tensor]) -> list[Training]:
+    """What trains some of these in replicas already."""
     ids = {id(p) for p in parameters}
     living = [one for one in [*_trainings] if not one.ended]
-    return any(not ids.isdisjoint(map(id, one.parameters())) for one in living)
+    return [one for one in living if not ids.isdisjoint(map(id, one.parameters()))]
 
 
 def bring_up_to_date(

@@ -5,6 +5,7 @@ in the driver, other wrappers, and the end of things. Replicas run in this proce
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -227,3 +228,41 @@ def test_T4_a_step_that_fails(two: Executor) -> None:
     assert isinstance(raised(lambda: model(torch.ones(4, 6))), TypeError)
     error = raised(model.sync)
     assert isinstance(error, StateLost) and "step 2 failed in the replicas" in str(error)
+
+
+# --- the end of things ---
+
+
+def test_T3_what_the_program_let_go_of(two: Executor) -> None:
+    """Its steps are not lost, and another optimizer may follow."""
+    expected, ordinary = small(two, inside=False)
+    advance(expected, ordinary, 0)
+    with Executor(["cpu"] * 2, options=HERE) as other:
+        model, optimizer = small(other)
+        advance(model, optimizer, 0)
+        net = model._master
+        del model, optimizer
+        gc.collect()
+    assert all(map(torch.equal, net.parameters(), expected.parameters()))
+    model, optimizer = small(two)
+    advance(model, optimizer, 0)
+    assert "let go" in str(raised(lambda: model.optimizer(torch.optim.SGD, lr=0.1)))
+    del optimizer
+    gc.collect()
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+    assert same(model, expected)
+    advance(model, optimizer, 1)
+
+
+def test_T3_ctrl_c_while_the_executor_fetches_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replicas end all the same."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    executor = Executor(["cpu"] * 2, options=HERE)
+    model, optimizer = small(executor)
+    advance(model, optimizer, 0)
+    monkeypatch.setattr(optimizer.training, "sync", interrupted)
+    assert isinstance(raised(executor.close), KeyboardInterrupt)
+    assert executor.closed
