@@ -62,7 +62,6 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         self._sync_every = sync_every
         self._inner = kind(params, **keywords)
         super().__init__(self._inner.param_groups, self._inner.defaults)
-        self._inner.param_groups = self.param_groups
         self._training = Training(executor, tracker, self._inner, keywords)
         self._training.handle = weakref.ref(self)
 
@@ -82,7 +81,18 @@ class ReplicaOptimizer(torch.optim.Optimizer):
     @state.setter
     def state(self, value: Any) -> None:
         if self._training is not None:
+            self._training.bring_up_to_date()
             self._inner.state = value
+            self._training.rebase()
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of parameters, with what steps count in them as of the last sync."""
+        return self._inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self._inner.param_groups = value
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Record a step with the gradients and options of now; the replicas make it with their next
@@ -121,7 +131,6 @@ class ReplicaOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._inner.__setstate__(state)
-        self.param_groups = self._inner.param_groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train further parameters of the module."""

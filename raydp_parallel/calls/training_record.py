@@ -42,7 +42,13 @@ from raydp_parallel.cluster.replica_slots import ReplicaSlot
 from raydp_parallel.devices.ranges import Attachment
 from raydp_parallel.errors import ExecutorClosed, StateChanged, StateLost
 from raydp_parallel.replica import exceptions
-from raydp_parallel.state.optimizer_state import changed_options, options_of, pack_state, put_state
+from raydp_parallel.state.optimizer_state import (
+    changed_options,
+    look_state,
+    options_of,
+    pack_state,
+    put_state,
+)
 from raydp_parallel.state.tracker import ModuleTracker
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.call_bytes import unseal
@@ -140,6 +146,7 @@ class Training:
         self._record: deque[PackedEntry] = deque()
         self._start: PackedEntry | None = None
         self._seen: Any = None
+        self._seen_state: Any = None
         self._sent: tuple[dict[str, Any], ...] = ()
         with self._replica_set.lock:
             tracker.sync()
@@ -206,10 +213,12 @@ class Training:
                 "a parameter that model.optimizer() trains is no longer in the module: make a new "
                 "optimizer for the module as it is now, after close() of this one"
             )
-        if seen == self._seen and not self.tracker.edited_owned:
+        same = seen == self._seen and not self.tracker.edited_owned
+        if same and look_state(self.optimizer) == self._seen_state:
             return
         if self.behind:
-            raise self._changed(self._edited(seen))
+            what = "the optimizer's state" if same else self._edited(seen)
+            raise self._changed(what)
         self._rebase()
 
     def _changed(self, what: str) -> StateChanged:
@@ -232,7 +241,12 @@ class Training:
         self._record.clear()
         self._start = None
         self._sent = copy.deepcopy(options_of(self.optimizer.param_groups))
+        self._look()
+
+    def _look(self) -> None:
+        """Note what the master and the optimizer have, to find what is edited from now on."""
         self._seen = self.tracker.look_owned()
+        self._seen_state = look_state(self.optimizer)
         self.tracker.edited_owned = False
 
     def rebase(self) -> None:
@@ -521,8 +535,7 @@ class Training:
         self._take_options(snapshot.options)
         self._synced = self.steps
         self._executor.note_behind(self, False)
-        self._seen = self.tracker.look_owned()
-        self.tracker.edited_owned = False
+        self._look()
 
     def _take_options(self, made: Sequence[dict[str, Any]]) -> None:
         """Take the options that steps have changed, such as counters, into the optimizer's groups.

@@ -21,6 +21,22 @@ def pack_state(optimizer: Any) -> tuple[tuple[dict[Any, Any] | None, ...], dict[
     return found, common
 
 
+def look_state(optimizer: Any) -> list[Any]:
+    """What shows edits of an optimizer's state: identities and versions of its tensors, and numbers
+    as they are.
+    """
+    found: list[Any] = []
+    for key, values in optimizer.state.items():
+        found.append(id(key))
+        for name, value in values.items() if isinstance(values, dict) else (("", values),):
+            if isinstance(value, Tensor):
+                found.append((name, id(value), value._version))
+            else:
+                is_number = isinstance(value, (bool, int, float))
+                found.append((name, value if is_number else id(value)))
+    return found
+
+
 def options_of(groups: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
     """The options of groups, without their parameters."""
     return tuple([{k: v for k, v in group.items() if k != "params"} for group in groups])

@@ -4,6 +4,7 @@ in the driver, other wrappers, and the end of things. Replicas run in this proce
 
 from __future__ import annotations
 
+import collections
 import copy
 import gc
 from collections.abc import Callable, Iterator
@@ -266,3 +267,40 @@ def test_T3_ctrl_c_while_the_executor_fetches_the_steps(monkeypatch: pytest.Monk
     monkeypatch.setattr(optimizer.training, "sync", interrupted)
     assert isinstance(raised(executor.close), KeyboardInterrupt)
     assert executor.closed
+
+
+# --- edits of the state ---
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced", "assigned", "groups"])
+def test_T3_edits_of_the_state(how: str, two: Executor) -> None:
+    """They reach the replicas."""
+    found = []
+    for inside in (True, False):
+        model, optimizer = small(two, inside)
+        advance(model, optimizer, 0)
+        advance(model, optimizer, 1)
+        state = optimizer.state[model.module[0].weight]
+        if how == "in place":
+            state["exp_avg"].zero_()
+        elif how == "replaced":
+            state["exp_avg"] = torch.ones(8, 6)
+        elif how == "assigned":
+            optimizer.state = collections.defaultdict(dict)
+        else:
+            optimizer.param_groups = [{**group, "lr": 0.5} for group in optimizer.param_groups]
+        advance(model, optimizer, 2)
+        advance(model, optimizer, 3)
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_T3_an_edit_of_old_state(two: Executor) -> None:
+    """It is refused while the replicas are ahead."""
+    model, optimizer = small(two)
+    advance(model, optimizer, 0)
+    old = optimizer.state[model.module[0].weight]["exp_avg"]
+    advance(model, optimizer, 1)
+    old.zero_()
+    error = raised(lambda: advance(model, optimizer, 2))
+    assert isinstance(error, StateChanged) and "optimizer's state" in str(error)
