@@ -38,6 +38,7 @@ from raydp_parallel.calls.remote_gradients import (
 )
 from raydp_parallel.cluster.backend import Death
 from raydp_parallel.cluster.chunk_calls import RemoteGraph
+from raydp_parallel.cluster.replica_set import ReplicaSet
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
 from raydp_parallel.devices.ranges import Attachment
 from raydp_parallel.errors import ExecutorClosed, StateChanged, StateLost
@@ -136,7 +137,6 @@ class Training:
         keywords: dict[str, Any],
     ) -> None:
         self._executor = executor
-        self._replica_set = executor.replica_set
         self.tracker = tracker
         self.optimizer = optimizer
         self._keywords = keywords
@@ -145,8 +145,7 @@ class Training:
         self.steps = self._synced = 0
         self._record: deque[PackedEntry] = deque()
         self._start: PackedEntry | None = None
-        self._seen: Any = None
-        self._seen_state: Any = None
+        self._seen: tuple[Any, list[Any]] = None, []
         self._sent: tuple[dict[str, Any], ...] = ()
         with self._replica_set.lock:
             tracker.sync()
@@ -186,6 +185,10 @@ class Training:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     @property
+    def _replica_set(self) -> ReplicaSet:
+        return self._executor.replica_set
+
+    @property
     def ended(self) -> bool:
         """Whether it trains no more: the model was given back, or its executor was closed."""
         known = self._executor.known(self.tracker.module)
@@ -213,8 +216,8 @@ class Training:
                 "a parameter that model.optimizer() trains is no longer in the module: make a new "
                 "optimizer for the module as it is now, after close() of this one"
             )
-        same = seen == self._seen and not self.tracker.edited_owned
-        if same and look_state(self.optimizer) == self._seen_state:
+        same = seen == self._seen[0] and not self.tracker.edited_owned
+        if same and look_state(self.optimizer) == self._seen[1]:
             return
         if self.behind:
             what = "the optimizer's state" if same else self._edited(seen)
@@ -230,7 +233,7 @@ class Training:
 
     def _edited(self, seen: Sequence[tuple[int, int]]) -> str:
         """The name of a parameter that is not as it was seen last."""
-        pairs = zip(self.tracker.owned.values(), seen, self._seen, strict=True)
+        pairs = zip(self.tracker.owned.values(), seen, self._seen[0], strict=True)
         edited = next((tensor for tensor, now, then in pairs if now != then), None)
         named = self.tracker.module.named_parameters()
         return next((f"parameter {name!r}" for name, p in named if p is edited), "a parameter")
@@ -245,8 +248,7 @@ class Training:
 
     def _look(self) -> None:
         """Note what the master and the optimizer have, to find what is edited from now on."""
-        self._seen = self.tracker.look_owned()
-        self._seen_state = look_state(self.optimizer)
+        self._seen = self.tracker.look_owned(), look_state(self.optimizer)
         self.tracker.edited_owned = False
 
     def rebase(self) -> None:
@@ -513,10 +515,10 @@ class Training:
         seen = self.tracker.look_owned()
         if seen is None or not self.behind:
             return
-        if seen == self._seen and not self.tracker.edited_owned:
+        if seen == self._seen[0] and not self.tracker.edited_owned:
             self.tracker.sync()
             self.tracker.verify()
-        if seen != self._seen or self.tracker.edited_owned:
+        if seen != self._seen[0] or self.tracker.edited_owned:
             raise self._changed(self._edited(seen))
 
     def _warn_of_edits(self) -> None:
