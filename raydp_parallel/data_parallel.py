@@ -210,11 +210,15 @@ class DataParallel(nn.DataParallel[T]):
         return super().named_children()
 
     def train(self, mode: bool = True) -> DataParallel[T]:
-        """Set the mode of the wrapper and the master, which takes no weights."""
+        """Set the mode of the wrapper, the master and what a subclass has besides, which takes no
+        weights.
+        """
         if not isinstance(mode, bool):
             raise ValueError("training mode is expected to be boolean")
         self.training = mode
-        self._master.train(mode)
+        for child in self._modules.values():
+            if child is not None:
+                child.train(mode)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

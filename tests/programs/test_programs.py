@@ -288,6 +288,23 @@ def test_getattr_passthrough_survives_pickle() -> None:
     assert torch.equal(again(data()[0]), model(data()[0]))
 
 
+class WithHead(DataParallel[Any]):
+    """A subclass with a module besides."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, TWO)
+        self.head = nn.Dropout()
+        self.absent = None
+
+
+def test_modes_reach_what_a_subclass_has_besides() -> None:
+    """As those of any module."""
+    model = WithHead(net())
+    assert model.eval() is model and not model.training
+    assert not model.module.training and not model.head.training
+    assert model.train().head.training and model.module.features.training
+
+
 def test_getattr_passthrough_before_module_is_set() -> None:
     """An instance without __init__ says AttributeError, as upstream's would, and not
     RecursionError.
