@@ -168,7 +168,8 @@ class DataParallel(nn.DataParallel[T]):
         Args:
             kind: The optimizer's class.
             params: Parameters of the module, or groups of them; None is all.
-            sync_every: Sync after so many steps, so that no more can be lost if all replicas die.
+            sync_every: Fetch the weights after so many steps, so that hardly more can be lost if
+                all replicas die. That is done behind the next step, which takes what has come.
             keywords: What else the class is made with, such as ``lr``.
 
         Raises:

@@ -309,6 +309,7 @@ def _run(
         grads = _distinct([grad for _, found in given for _, grad in found])
 
         def prepare(slot: ReplicaSlot, attachments: Attachments) -> BackwardRequest:
+            taken = None if synced is None else synced.part(i, slot)
             parcel, sent = codec.encode(tuple(grads), attachments, "gradients")
             wanted = tuple(map(needed.__getitem__, part.leaves))
             name = slot.name_of(part.tracker.id, part.slot)
@@ -330,7 +331,7 @@ def _run(
                 context=ambient,
                 forget=slot.forget(),
                 by_host=devices.is_cpu(call.leaves[0].device),
-                part=None if synced is None else synced.part(i, slot),
+                part=taken,
                 narrow=None if part.gradient_dtype is None else (part.gradient_dtype, part.own),
             )
             before = [(graph, graph.recipe) for graph, _ in given if graph.recipe is not None]

@@ -240,7 +240,8 @@ class Dispatcher:
         slot.answered = True
         if not reply.revision:
             slot.distrust(slot.name_of(job.model, job.slot))
-        slot.has_trained(slot.name_of(job.model, job.slot), reply.training)
+        failed = reply.failure.entry if reply.failure is not None else 0
+        slot.has_trained(slot.name_of(job.model, job.slot), reply.training, failed)
         self._answers[number] = ChunkAnswer(reply, attachments, slot)
         return not reply.missed
 

@@ -175,8 +175,8 @@ class ForwardCall:
         balance = self.settings.balance
         if balance is not None:
             self.call.times = ChunkTimes(balance, [(chunk.slot, chunk.rows) for chunk in chunks])
-        modules = [chunk.tracker.module for chunk in chunks]
-        self.call.synced = synced_call.plan(executor, [chunk.slot for chunk in chunks], modules)
+        slots = [chunk.slot for chunk in chunks]
+        self.call.synced = synced_call.plan(executor, slots, [chunk.tracker for chunk in chunks])
         if self.call.synced is not None and self.settings.compiled is not None:
             raise ValueError(
                 "Options(compile=...): synchronised batch norm cannot be compiled, because chunks "
@@ -235,6 +235,9 @@ class ForwardCall:
         self.executor.revive([chunk.slot for chunk in self.chunks])
         for tracker in self.trackers:
             training_record.bring_up_to_date(tracker.module, tracker.training)
+            if tracker.training is not None:
+                slots = [chunk.slot for chunk in self.chunks if chunk.tracker is tracker]
+                tracker.training.bring_along(slots)
         self.inputs: list[list[Tensor]] = [[] for _ in self.chunks]
         self.marks: dict[ModuleTracker, Mark] = {}
         self.made: dict[int, tuple[ForwardRequest, replay.KeptForward]] = {}
@@ -307,6 +310,7 @@ class ForwardCall:
             self.marks = {tracker: tracker.mark() for tracker in self.trackers}
             self.doubts = {tracker: tracker.doubtful() for tracker in self.trackers}
             self.relays = {tracker: self._begin_relay(tracker) for tracker in self.trackers}
+        part = None if self.call.synced is None else self.call.synced.part(number, slot)
         chunk, graph = self.chunks[number], self.graphs[number]
         value, root = chunk.message()
         grad = self.ambient.grad
@@ -335,7 +339,7 @@ class ForwardCall:
             relay=relay,
             by_host=devices.is_cpu(chunk.tracker.device),
             origins=module_sources.origins_of(chunk.called) if callable(chunk.called) else None,
-            part=None if self.call.synced is None else self.call.synced.part(number, slot),
+            part=part,
             samples=self._samples(number),
             compiled=self.settings.compiled if chunk.called is None else None,
         )

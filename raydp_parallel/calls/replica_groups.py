@@ -98,10 +98,12 @@ class ReplicaGroups:
 
     Attributes:
         late: Models, by id. Their gradients are summed only after their backward is over.
+        trouble: Why the last group could not be made; empty if it could.
     """
 
     def __init__(self, replica_set: ReplicaSet) -> None:
         self.late: set[int] = set()
+        self.trouble = ""
         self._replica_set = replica_set
         self._known: dict[tuple[GroupKind, tuple[ReplicaSlot, ...]], GroupTicket] = {}
         self._guard = threading.Lock()
@@ -169,6 +171,7 @@ class ReplicaGroups:
         size: int,
         kind: GroupKind = GroupKind.GLOO,
         always: bool = False,
+        again: bool = False,
     ) -> GroupTicket | None:
         """The group of some slots, made if need be; None if they work without one.
 
@@ -177,6 +180,8 @@ class ReplicaGroups:
             size: How many bytes it is for.
             kind: What it is made of.
             always: Whether it is known that one is wanted.
+            again: Whether it is tried also shortly after a failure, because the call cannot do
+                without.
         """
         if not always and not self.wanted(slots, size, kind):
             return None
@@ -184,7 +189,7 @@ class ReplicaGroups:
         known = self._known.get((kind, members))
         if known is not None and known.whole:
             return known
-        if time.monotonic() < self._not_before:
+        if time.monotonic() < self._not_before and not again:
             return None
         with self._making:
             known = self._known.get((kind, members))
@@ -226,9 +231,13 @@ class ReplicaGroups:
         except BaseException:  # Ctrl-C, for one
             self._tell_to_leave(ticket)
             raise
+        self.trouble = trouble
+        if trouble and not ticket.whole:  # of the replicas that are there then it works
+            self._tell_to_leave(ticket)
+            return None
         if trouble:
             # All members are alive, so that NCCL itself does not work here.
-            self._no_nccl |= kind is GroupKind.NCCL and ticket.whole
+            self._no_nccl |= kind is GroupKind.NCCL
             self._not_before = time.monotonic() + self._pause
             self._pause *= 2
             self._tell_to_leave(ticket)
@@ -285,6 +294,9 @@ class ReplicaGroups:
         found: dict[int, tuple[Any, str]] = {}
 
         def take(number: int, answer: Any) -> None:
+            if isinstance(answer, Death):
+                slot, incarnation = slots[number], ticket.incarnations[number]
+                self._replica_set.mark_dead(slot, incarnation, "group", answer)
             found[number] = _understood(answer, backend.link)
             said, trouble = found[number]
             if trouble or (isinstance(said, str) and said):

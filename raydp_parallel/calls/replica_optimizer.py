@@ -33,7 +33,8 @@ class ReplicaOptimizer(torch.optim.Optimizer):
         keywords: What else it is made with.
         executor: The executor of the replicas.
         tracker: The model.
-        sync_every: After how many steps the master is brought up to date; None is never.
+        sync_every: After how many steps a replica is asked for what the master lacks, which the
+            next step takes; None is never.
     """
 
     def __init__(
@@ -106,8 +107,8 @@ class ReplicaOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.training.step()
-        if self._sync_every is not None and self.training.behind >= self._sync_every:
-            self.training.sync()
+        if self._sync_every is not None:
+            self.training.sync_soon(self._sync_every)
         return loss
 
     def sync(self) -> None:

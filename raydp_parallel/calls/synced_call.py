@@ -8,6 +8,8 @@ that was lost with its replica is made again without the others, from what they 
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,6 +21,7 @@ from raydp_parallel.cluster.chunk_calls import ChunkAnswer, ChunkCall
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
 from raydp_parallel.errors import GroupBroken, PlacementError, ReplicaDied
 from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
+from raydp_parallel.state.tracker import ModuleTracker
 from raydp_parallel.transport import handshake
 from raydp_parallel.transport.group_messages import TakePart
 from raydp_parallel.transport.messages import Reply
@@ -28,7 +31,12 @@ _MOST_DEATHS, _MOST_BREAKS = 5, 2
 
 _PATIENCE = 120.0
 """Seconds that a chunk waits for the others. The driver tells it at once of a death or a failure;
-this is for a network that fell silent, and for chunks that run different layers."""
+this is for a network that fell silent."""
+
+_GRACE = 1.0
+"""Seconds at least that chunks may still run once one of them has ended; or as long as that one
+took, if that is longer. The group ends then: one that has no exchange before it does not feel that.
+"""
 
 _BROKEN = f"{GroupBroken.__module__}.{GroupBroken.__qualname__}"
 
@@ -43,13 +51,16 @@ class SyncedCall:
     Args:
         executor: The executor that runs it.
         slots: The slot of each chunk.
+        tracker: The module.
 
     Attributes:
         gathered: What the chunks gathered in forward, to make a graph again; None if that cannot be
             done.
     """
 
-    def __init__(self, executor: Executor, slots: Sequence[ReplicaSlot]) -> None:
+    def __init__(
+        self, executor: Executor, slots: Sequence[ReplicaSlot], tracker: ModuleTracker
+    ) -> None:
         if len({*slots}) < len(slots) or executor.options.in_process:
             raise ValueError(
                 "synchronised batch norm needs a replica in a process of its own for each chunk; "
@@ -58,13 +69,16 @@ class SyncedCall:
             )
         self._executor = executor
         self._slots = slots
+        self._tracker = tracker
         self._part: TakePart | None = None
         self._ticket: Any = None
         self.gathered: Sequence[Tensor] | None = None
 
     def part(self, chunk: int, slot: ReplicaSlot) -> TakePart | None:
-        """The field of a chunk's message that lets it take part."""
-        if slot is not self._slots[chunk]:
+        """The field of a chunk's message that lets it take part. Asked for before all else of it:
+        chunks that were sent theirs wait for this one.
+        """
+        if slot is not self._slots[chunk] or not self._ticket.has(slot):
             raise _Elsewhere
         return self._part
 
@@ -72,7 +86,6 @@ class SyncedCall:
         self, jobs: Sequence[ChunkCall], meanwhile: Callable[[], None] | None = None
     ) -> list[ChunkAnswer]:
         """Run one call per chunk, and wait for all; again from the start if a replica dies."""
-        bound = [job._replace(bound=True, on_answer=self._taker(job.on_answer)) for job in jobs]
         deaths = breaks = 0
 
         def once() -> None:
@@ -82,8 +95,12 @@ class SyncedCall:
                 work()
 
         while True:
-            self._join()
+            answered = _Answers(len(jobs), self._dissolve)
+            bound = [
+                job._replace(bound=True, on_answer=answered.taker(job.on_answer)) for job in jobs
+            ]
             try:
+                self._join()
                 answers = self._executor.run(bound, once)
             except (ReplicaDied, _Elsewhere) as error:
                 self._dissolve()
@@ -101,34 +118,23 @@ class SyncedCall:
             except BaseException:
                 self._dissolve()
                 raise
+            finally:
+                answered.end()
             failed = [_name(answer) for answer in answers if _name(answer) is not None]
             if not failed:
                 return answers
             self._dissolve()
             if {*failed} != {_BROKEN}:
                 return [_without_breaks(answer) for answer in answers]
+            if answered.waited_in_vain:
+                raise GroupBroken(_unlike(answers))
             breaks += 1
             if breaks == _MOST_BREAKS or not self._executor.replays:
                 return answers
             _lose(bound)
 
-    def _taker(
-        self, other: Callable[[Reply | None], None] | None
-    ) -> Callable[[Reply | None], None]:
-        """A function that takes each chunk's answer at once: the other chunks may wait for one that
-        failed.
-        """
-
-        def take(reply: Reply | None) -> None:
-            if other is not None:
-                other(reply)
-            if reply is None or reply.failure is not None:
-                self._dissolve()
-
-        return take
-
     def _join(self) -> None:
-        """See that all replicas are there, and in a group."""
+        """See that all replicas are there, with what their optimizers made, and in a group."""
         executor, slots = self._executor, self._slots
         executor.wait_for(slots)
         missing = [str(slot) for slot in slots if not slot.ready]
@@ -144,17 +150,80 @@ class SyncedCall:
                 "RAY_USE_TLS, because others could read them"
             )
         groups = executor.synced_groups
-        ticket = self._ticket = groups.find(slots, 0, always=True)
+        ticket = self._ticket = groups.find(slots, 0, always=True, again=True)
         if ticket is None:
+            if not all(slot.ready for slot in slots):
+                raise _Elsewhere
             raise GroupBroken(
-                "the replicas could not form a group for synchronised batch norm; the log says why"
+                "the replicas could not form a group, which synchronised batch norm needs: "
+                f"{groups.trouble}"
             )
+        if self._tracker.training is not None:
+            self._tracker.training.bring_along(slots)
         order = tuple(ticket.rank(slot) for slot in slots)
         self._part = TakePart(ticket.name, order, groups.share(_PATIENCE))
 
     def _dissolve(self) -> None:
         if self._ticket is not None:
             self._executor.synced_groups.dissolve(self._ticket)
+
+
+class _Answers:
+    """Takes each chunk's answer at once: the other chunks may wait for one that has ended.
+
+    Args:
+        count: The number of chunks.
+        dissolve: Lets them stop waiting.
+
+    Attributes:
+        waited_in_vain: Whether a chunk ended long before others did.
+    """
+
+    def __init__(self, count: int, dissolve: Callable[[], None]) -> None:
+        self.waited_in_vain = False
+        self._left = count
+        self._begun = time.monotonic()
+        self._dissolve = dissolve
+        self._timer: threading.Timer | None = None
+
+    def taker(self, other: Callable[[Reply | None], None] | None) -> Callable[[Reply | None], None]:
+        """A function that takes a chunk's answer, after another one did."""
+
+        def take(reply: Reply | None) -> None:
+            self._left -= 1
+            if other is not None:
+                other(reply)
+            if reply is None or reply.failure is not None:
+                self._dissolve()
+            elif self._left and self._timer is None:
+                patience = max(_GRACE, time.monotonic() - self._begun)
+                self._timer = threading.Timer(patience, self._stop_waiting)
+                self._timer.daemon = True
+                self._timer.start()
+
+        return take
+
+    def _stop_waiting(self) -> None:
+        if self._left:
+            self.waited_in_vain = True
+            self._dissolve()
+
+    def end(self) -> None:
+        """Note that all answers are there, or that none is expected any more."""
+        self._left = 0
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def _unlike(answers: Sequence[ChunkAnswer]) -> str:
+    """What to say of chunks some of which waited in vain."""
+    waited = [number for number, answer in enumerate(answers) if _name(answer) is not None]
+    ended = [number for number in range(len(answers)) if number not in waited]
+    return (
+        f"the chunks run different layers: chunks {ended} have ended, while chunks {waited} wait "
+        "for them at a synchronised batch norm. What decides which layers run must be the same "
+        "for all chunks"
+    )
 
 
 def _lose(jobs: Sequence[ChunkCall]) -> None:
@@ -166,18 +235,20 @@ def _lose(jobs: Sequence[ChunkCall]) -> None:
             graph.lose()
 
 
-def plan(executor: Executor, slots: Sequence[ReplicaSlot], modules: Sequence[nn.Module]) -> Any:
+def plan(
+    executor: Executor, slots: Sequence[ReplicaSlot], trackers: Sequence[ModuleTracker]
+) -> SyncedCall | None:
     """The `SyncedCall` of a call, given the slot and the module of each chunk; None if its chunks
     exchange nothing.
     """
     if not SyncBatchNorm.made or len(slots) < 2:
         return None
-    distinct = {id(module): module for module in modules}
-    if not any(map(_exchanges, distinct.values())):
+    distinct = {*trackers}
+    if not any(_exchanges(tracker.module) for tracker in distinct):
         return None
     if len(distinct) == 1:
-        return SyncedCall(executor, slots)
-    if len(distinct) < len(modules):
+        return SyncedCall(executor, slots, trackers[0])
+    if len(distinct) < len(trackers):
         raise ValueError(
             "parallel_apply: several modules, with several chunks each, in one call, and "
             "synchronised batch norm: apply each module alone"

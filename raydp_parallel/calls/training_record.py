@@ -21,13 +21,13 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from raydp_parallel import devices
 from raydp_parallel.calls.executor import Executor
 from raydp_parallel.calls.remote_gradients import (
     GradientSum,
@@ -36,32 +36,30 @@ from raydp_parallel.calls.remote_gradients import (
     lies_remote,
     local,
 )
+from raydp_parallel.calls.training_entries import PackedEntry, Record, packed
 from raydp_parallel.cluster.backend import Death
 from raydp_parallel.cluster.chunk_calls import RemoteGraph
 from raydp_parallel.cluster.replica_set import ReplicaSet
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
-from raydp_parallel.devices.ranges import Attachment
 from raydp_parallel.errors import ExecutorClosed, StateChanged, StateLost
 from raydp_parallel.replica import exceptions
 from raydp_parallel.state.optimizer_state import (
-    changed_options,
     look_state,
-    options_of,
     pack_state,
     put_state,
+    take_stepped,
 )
 from raydp_parallel.state.tracker import ModuleTracker
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.call_bytes import unseal
-from raydp_parallel.transport.links import Attachments, Link
+from raydp_parallel.transport.links import Attachments
 from raydp_parallel.transport.message_bytes import pack
 from raydp_parallel.transport.messages import (
+    Forget,
     GradientNorm,
     GradientTerms,
-    Parcel,
     Reply,
     TrainingClip,
-    TrainingEntry,
     TrainingNews,
     TrainingRequest,
     TrainingSnapshot,
@@ -79,36 +77,26 @@ itself.
 _trainings: weakref.WeakSet[Training] = weakref.WeakSet()
 
 
-class PackedEntry(NamedTuple):
-    """An entry of the record, packed once for all replicas.
+class _Sent(NamedTuple):
+    """A request that was sent to a replica, for its optimizer.
 
     Attributes:
-        number: Its number.
-        parcel: Its parcel; a packet beside the message counts from 0.
-        packets: The packets beside the message.
-        size: Bytes of tensors in it.
-        sums: The gradients that it needs, which replicas keep.
+        slot: The slot.
+        name: What the model is called there.
+        incarnation: Which of the slot's replicas it is.
+        pending: The call.
+        forget: What was released with it.
+        steps: The steps that the replica has made when it answers.
+        told: The options that it has been told then.
     """
 
-    number: int
-    parcel: Parcel
-    packets: Sequence[Attachment]
-    size: int
-    sums: Sequence[GradientSum] = ()
-
-    def placed(self, attachments: Attachments) -> TrainingEntry:
-        """The entry for one message, with its packets added to ``attachments``."""
-        attachments.size += self.size
-        packet = self.parcel.packet
-        if type(packet) is int:
-            packet = attachments.place(self.packets[packet])
-        return TrainingEntry(self.number, self.parcel._replace(packet=packet))
-
-
-def _packed(number: int, value: Any, root: str, link: Link) -> PackedEntry:
-    attachments = Attachments(link)
-    parcel, _ = codec.encode(value, attachments, root)
-    return PackedEntry(number, parcel, attachments.beside, attachments.size)
+    slot: ReplicaSlot
+    name: int
+    incarnation: int
+    pending: Any
+    forget: Forget | None
+    steps: int
+    told: tuple[dict[str, Any], ...]
 
 
 class Training:
@@ -122,7 +110,7 @@ class Training:
         keywords: What it was made with, besides the parameters.
 
     Attributes:
-        number: The last entry of the record.
+        record: What the replicas make.
         steps: How many steps there were.
         optimizer: See above.
         tracker: See above.
@@ -141,18 +129,16 @@ class Training:
         self.optimizer = optimizer
         self._keywords = keywords
         self.handle: Callable[[], Any] = lambda: None
-        self.number = 1
+        self.record = Record()
         self.steps = self._synced = 0
-        self._record: deque[PackedEntry] = deque()
-        self._start: PackedEntry | None = None
         self._seen: tuple[Any, list[Any]] = None, []
-        self._sent: tuple[dict[str, Any], ...] = ()
+        self._coming: _Sent | None = None
         with self._replica_set.lock:
             tracker.sync()
             self._own()
             try:
                 self._pack_start()  # an optimizer that cannot be sent is an error now
-                self._start = None
+                self.record.start = None
             except BaseException:
                 tracker.own({})
                 raise
@@ -210,6 +196,7 @@ class Training:
         Raises:
             StateChanged: One was edited while the master was behind, or has left the module.
         """
+        self._mend()
         seen = self.tracker.look_owned()
         if seen is None:
             raise StateChanged(
@@ -240,10 +227,7 @@ class Training:
 
     def _rebase(self) -> None:
         """Begin the record anew with what the master has: all replicas need a start."""
-        self.number += 1
-        self._record.clear()
-        self._start = None
-        self._sent = copy.deepcopy(options_of(self.optimizer.param_groups))
+        self.record.begin_anew(self.optimizer.param_groups)
         self._look()
 
     def _look(self) -> None:
@@ -271,22 +255,23 @@ class Training:
             attachments: Where the contents go.
         """
         held = slot.sent_training.get(name) or slot.trained.get(name, 0)
-        if held == self.number:
+        if held == self.record.number:
             return None
-        slot.sent_training[name] = self.number
-        if self._follows(slot, held):
-            left = [entry for entry in self._record if entry.number > held]
-            return TrainingNews(tuple([entry.placed(attachments) for entry in left]), anew=False)
+        if self.record.follows(slot, held):
+            slot.sent_training[name] = self.record.number
+            return self.record.news(held, attachments)
         self._bring_back()
-        slot.sent_training[name] = self.number
+        slot.sent_training[name] = self.record.number
         return TrainingNews((self._pack_start().placed(attachments),), anew=True)
 
-    def _follows(self, slot: ReplicaSlot, made: int) -> bool:
-        """Whether a replica that has made some entries can make those that follow."""
-        begins = self._record[0].number - 1 if self._record else self.number
-        left = [entry for entry in self._record if entry.number > made]
-        there = all(one.on(slot) for entry in left for one in entry.sums)
-        return made > 0 and made >= begins and there
+    def bring_along(self, slots: Sequence[ReplicaSlot]) -> None:
+        """Bring the master up to date for replicas that begin with it in the next call, while none
+        of the others has begun: these may wait for them.
+        """
+        if self.behind and self.trains:
+            own = self.tracker.id
+            if not all(s.ready and self.record.follows(s, s.trained.get(own, 0)) for s in slots):
+                self.bring_up_to_date()
 
     def _bring_back(self) -> None:
         """Bring the master up to date in the middle of a call."""
@@ -296,33 +281,58 @@ class Training:
 
     def _pack_start(self) -> PackedEntry:
         """The start of a replica that has nothing, with what the master has."""
-        if self._start is None or self._start.number != self.number:
+        record = self.record
+        if record.start is None or record.start.number != record.number:
             groups = self.optimizer.param_groups
             slots = iter(self.tracker.owned)
             state, common = pack_state(self.optimizer)
             start = TrainingStart(
                 kind=type(self.optimizer),
                 keywords=self._keywords,
-                options=self._sent,  # a change since is part of the next step
+                options=record.options,  # a change since is part of the next step
                 slots=tuple([tuple([next(slots) for _ in group["params"]]) for group in groups]),
                 weights=tuple([p.detach() for p in self.parameters()]),
                 state=state,
                 common=common,
             )
-            self._start = _packed(self.number, start, "optimizer", self._replica_set.backend.link)
-        return self._start
+            link = self._replica_set.backend.link
+            record.start = packed(record.number, start, "optimizer", link)
+        return record.start
 
-    def _holders(self) -> list[tuple[ReplicaSlot, int]]:
-        """The replicas that can follow the record, with the model's number there; those that have
-        made most of it first.
-        """
-        found = [
+    def _known(self) -> list[tuple[ReplicaSlot, int]]:
+        """The replicas that have the optimizer, with the model's number there."""
+        return [
             (slot, name)
             for slot in self._replica_set.ready()
             for name in slot.names_of(self.tracker.id)
-            if self._follows(slot, slot.trained[name])
         ]
-        return sorted(found, key=lambda one: (-one[0].trained[one[1]], one[0].index))
+
+    def _holders(self) -> list[tuple[ReplicaSlot, int]]:
+        """The replicas that can follow the record: first those that have not failed to make an
+        entry, then those that have made most, then those on this machine.
+        """
+        found = [
+            one for one in self._known() if self.record.follows(one[0], one[0].trained[one[1]])
+        ]
+
+        def order(one: tuple[ReplicaSlot, int]) -> tuple[Any, ...]:
+            slot, name = one
+            far = not getattr(slot.client, "near", False)
+            return self._has_failed(slot, name), -slot.trained[name], far, slot.index
+
+        return sorted(found, key=order)
+
+    def _has_failed(self, slot: ReplicaSlot, name: int) -> bool:
+        return slot.failed_training.get(name, 0) > self.record.begun
+
+    def _mend(self) -> None:
+        """After a step that failed, as an exception has told: let all replicas begin with what one
+        of them has, for they may have come more or less far in it.
+        """
+        if any(self._has_failed(*one) for one in self._known()):
+            with self._replica_set.lock:
+                self.bring_up_to_date()
+                self._rebase()
 
     def step(self) -> None:
         """Enter a step with the gradients and the options of now."""
@@ -330,6 +340,7 @@ class Training:
         with self._replica_set.lock:
             self._check_groups()
             self.check()
+            self._take_coming()
             if not self._holders():
                 if self.behind:
                     raise self._lost()
@@ -337,30 +348,39 @@ class Training:
                 for parameter in self.parameters():
                     if parameter.grad is not None:
                         parameter.grad = local(parameter.grad)
-                self.optimizer.step()
+                device = self.parameters()[0].device
+                with devices.drawing_from(device, self._seed()):
+                    self.optimizer.step()
                 self.steps += 1
                 self._synced = self.steps
                 self._rebase()
                 return
+            if len(self.record) >= _MOST_KEPT:
+                self._flush()
             found = [parameter.grad for parameter in self.parameters()]
             grads = tuple([_given(grad) for grad in found])
-            now = copy.deepcopy(options_of(self.optimizer.param_groups))
-            changed = tuple([changed_options(*both) for both in zip(now, self._sent, strict=True)])
-            # Not drawn: the driver's own random numbers stay what they are.
-            seed = (torch.initial_seed() + self.steps) % 2**63
-            step = TrainingStep(changed, grads, torch.get_num_threads(), seed)
+            step = TrainingStep(
+                options=self.record.changed(self.optimizer.param_groups),
+                grads=grads,
+                threads=torch.get_num_threads(),
+                seed=self._seed(),
+                number=self.steps + 1,
+            )
             self._enter(step, _sums(found))
-            self._sent = now
             self.steps += 1
             self._executor.note_behind(self, True)
-            if len(self._record) > _MOST_KEPT:
-                self._flush()
+
+    def _seed(self) -> int:
+        """What the next step draws from: the same wherever it is made. Not drawn itself: the
+        driver's own random numbers stay what they are.
+        """
+        return (torch.initial_seed() + self.steps) % 2**63
 
     def _check_groups(self) -> None:
         groups, owned = self.optimizer.param_groups, [*self.tracker.owned.values()]
         now = self.parameters()
         same = len(now) == len(owned) and all(p is q for p, q in zip(now, owned, strict=True))
-        if not same or len(groups) != len(self._sent):
+        if not same or len(groups) != len(self.record.options):
             raise ValueError(
                 "step: the parameters in param_groups are no longer those that the replicas train; "
                 "groups may be added with add_param_group(), for all else close() this optimizer "
@@ -369,14 +389,9 @@ class Training:
 
     def _enter(self, value: Any, sums: Sequence[GradientSum]) -> None:
         """Enter something into the record that needs gradients which replicas keep."""
-        there = [slot for slot, _ in self._holders() if all(one.on(slot) for one in sums)]
-        if not there:
+        if not self._having(sums):
             raise _gone()
-        link = self._replica_set.backend.link
-        entry = _packed(self.number + 1, value, "step", link)._replace(sums=sums)
-        self._record.append(entry)
-        self.number += 1
-        self._start = None
+        self.record.enter(value, self._replica_set.backend.link, sums)
         self._trim()
 
     def keeps(self, slots: Sequence[ReplicaSlot], leaves: Sequence[Tensor]) -> bool:
@@ -394,31 +409,39 @@ class Training:
 
     def fetch(self, sums: GradientSum) -> Sequence[Tensor]:
         """Gradients that replicas keep."""
-        return self._ask_one([sums], sums.key)
-
-    def _ask_one(self, sums: Sequence[GradientSum], wanted: int | GradientNorm) -> Sequence[Tensor]:
-        """What a replica answers that keeps some gradients."""
         with self._replica_set.lock:
-            while True:
-                holders = self._holders()
-                there = [one for one in holders if all(s.on(one[0]) for s in sums)]
-                if not there:
-                    raise _gone()
-                answer = self._ask(*there[0], wanted=wanted)
+            while slots := sums.slots():
+                # The record may have begun anew since; that is no matter of these gradients.
+                sent = self._send(slots[0], self.tracker.id, sums.key, follows=False)
+                answer = self._receive(sent)
                 if answer is not None and answer[0].value is not None:
-                    device = self.parameters()[0].device
-                    return codec.unpack(answer[0].value, answer[1], device)
+                    return codec.unpack(answer[0].value, answer[1], self.parameters()[0].device)
+        raise _gone()
 
     def norm(self, norm_type: float) -> Tensor:
         """The norm of all gradients together, which lie in the replicas."""
         found = [p.grad for p in self.parameters()]
         asked = GradientNorm(_terms(found), float(norm_type), torch.get_num_threads())
-        return self._ask_one(_sums(found), asked)[0]
+        with self._replica_set.lock:
+            while there := self._having(_sums(found)):
+                answer = self._ask(*there[0], wanted=asked)
+                if answer is not None and answer[0].value is not None:
+                    device = self.parameters()[0].device
+                    return codec.unpack(answer[0].value, answer[1], device)[0]
+        raise _gone()
+
+    def _having(self, sums: Sequence[GradientSum]) -> list[tuple[ReplicaSlot, int]]:
+        """The replicas that can follow the record, and have some gradients."""
+        return [one for one in self._holders() if all(one_sum.on(one[0]) for one_sum in sums)]
 
     def lie_remote(self) -> bool:
-        """Whether all gradients lie in the replicas, and there are some."""
+        """Whether all gradients lie in the replicas, and there are some, and no edit of weights has
+        let the record begin anew.
+        """
+        self.check()
         found = [p.grad for p in self.parameters() if p.grad is not None]
-        return any(_sums(found)) and all(map(lies_remote, found))
+        sums = _sums(found)
+        return bool(sums and all(map(lies_remote, found)) and self._having(sums))
 
     def clip(
         self, max_norm: float | None = None, norm: Tensor | None = None, value: float | None = None
@@ -430,54 +453,92 @@ class Training:
             sums, key = _sums(found), RemoteGraph().key
             clip = TrainingClip(_terms(found), key, max_norm, norm, value)
             self._enter(clip, sums)
-            there = [slot for slot, _ in self._holders() if all(one.on(slot) for one in sums)]
-            clipped = GradientSum(key, there, self.fetch)
+            clipped = GradientSum(key, [slot for slot, _ in self._having(sums)], self.fetch)
             for row, grad in enumerate(found):
                 if isinstance(grad, RemoteGradient):
                     grad.state.become((Term(clipped, row),), zeros=False)
 
     def _trim(self) -> None:
         """Let go of entries that all replicas have made."""
-        made = min([slot.trained[name] for slot, name in self._holders()], default=0)
-        while self._record and self._record[0].number <= made:
-            self._record.popleft()
+        self.record.trim(min([slot.trained[name] for slot, name in self._holders()], default=0))
 
     def _flush(self) -> None:
         """Send the record to all replicas that can follow it."""
         for slot, name in self._holders():
-            if slot.trained[name] < self.number:
+            if slot.trained[name] < self.record.number:
                 self._ask(slot, name, wanted=None)
         self._trim()
 
     def _ask(
         self, slot: ReplicaSlot, name: int, wanted: str | int | GradientNorm | None
     ) -> tuple[Reply, Attachments] | None:
-        """A replica's answer to a request of its own; None if the replica died."""
+        """A replica's answer to a request of its own; None if it died, or if what it failed to make
+        is known.
+        """
+        return self._receive(self._send(slot, name, wanted))
+
+    def _send(
+        self,
+        slot: ReplicaSlot,
+        name: int,
+        wanted: str | int | GradientNorm | None,
+        follows: bool = True,
+    ) -> _Sent:
+        """Send a request, with what the replica lacks of the record unless it ``follows`` not."""
         backend = self._replica_set.backend
         attachments = Attachments(backend.link_to(slot.client))
-        incarnation, forget, pending = slot.incarnation, slot.forget(), None
+        incarnation, forget = slot.incarnation, slot.forget()
         try:
-            news = self.news(slot, name, attachments)
+            news = self.news(slot, name, attachments) if follows else None
             request = TrainingRequest(name, news, wanted, forget)
             pending = backend.submit(slot.client, "train", pack(request), attachments.beside)
-            (answer,) = backend.collect([pending])
         except BaseException:
-            if pending is not None:
-                pending.give_up()
             slot.forget_again(forget)
             slot.sent_training.pop(name, None)
             raise
         slot.tally.bytes_in += attachments.size
+        told = copy.deepcopy(self.record.options)
+        return _Sent(
+            slot=slot,
+            name=name,
+            incarnation=incarnation,
+            pending=pending,
+            forget=forget,
+            steps=self.steps,
+            told=told,
+        )
+
+    def _receive(self, sent: _Sent) -> tuple[Reply, Attachments] | None:
+        """The answer to a request, as in `_ask`."""
+        backend, slot, name = self._replica_set.backend, sent.slot, sent.name
+        try:
+            (answer,) = backend.collect([sent.pending])
+        except BaseException:
+            self._give_up(sent)
+            raise
         if isinstance(answer, Death):
-            self._replica_set.mark_dead(slot, incarnation, "train", answer)
+            self._replica_set.mark_dead(slot, sent.incarnation, "train", answer)
             return None
         reply, found = unseal(answer, backend.link)
-        slot.tally.bytes_out += reply.size
-        slot.has_trained(name, reply.training)
+        failed = reply.failure.entry if reply.failure is not None else 0
+        known = [s.failed_training.get(n, 0) for s, n in self._known()]
+        raised_before = 0 < failed <= max(known, default=0)
+        if slot.incarnation == sent.incarnation:
+            slot.tally.bytes_out += reply.size
+            slot.has_trained(name, reply.training, failed)
         exceptions.warn_again(reply.warnings)
         if reply.failure is not None:
+            if raised_before:
+                return None
             exceptions.reraise(reply.failure, str(slot))
         return reply, found
+
+    def _give_up(self, sent: _Sent) -> None:
+        """Wait no more for the answer to a request."""
+        sent.pending.give_up()
+        if sent.slot.incarnation == sent.incarnation:
+            sent.slot.forget_again(sent.forget)
+            sent.slot.sent_training.pop(sent.name, None)
 
     def sync(self) -> None:
         """Bring the master's weights and the optimizer's state up to date with the replicas.
@@ -487,15 +548,40 @@ class Training:
         """
         if not self.behind:
             return
-        self._check_open()
         with self._replica_set.lock:
+            if self.ended:
+                raise self._lost_for_good()
             while self.behind:
-                holders = self._holders()
-                if not holders:
-                    raise self._lost()
-                answer = self._ask(*holders[0], wanted="snapshot")
-                if answer is not None and answer[0].value is not None:
-                    self._take(*answer)
+                if self._coming is None:
+                    self._begin_to_fetch()
+                elif self._coming.steps < self.steps and self._holders():
+                    self._give_up(self._coming)
+                    self._coming = None
+                    continue
+                self._take_coming()
+            if any(self._has_failed(*one) for one in self._known()):
+                self._rebase()  # they may have come more or less far in it
+
+    def sync_soon(self, most: int) -> None:
+        """If the master is ``most`` steps behind, ask a replica for what it lacks. The next step
+        takes the answer, which has arrived before that of any later call.
+        """
+        with self._replica_set.lock:
+            if self.behind >= most and self._coming is None:
+                self._begin_to_fetch()
+
+    def _begin_to_fetch(self) -> None:
+        holders = self._holders()
+        if not holders:
+            raise self._lost()
+        self._coming = self._send(*holders[0], wanted="snapshot")
+
+    def _take_coming(self) -> None:
+        """Take what was fetched for the master, if anything was, and if it arrives."""
+        coming, self._coming = self._coming, None
+        answer = None if coming is None else self._receive(coming)
+        if coming is not None and answer is not None and answer[0].value is not None:
+            self._take(coming, *answer)
 
     def bring_up_to_date(self) -> None:
         """`sync`, where something reads the weights or the state: edits are not overwritten.
@@ -505,9 +591,9 @@ class Training:
             StateLost: As in `sync`.
         """
         if self.behind:
-            self._check_open()
             with self._replica_set.lock:
-                self._check_edits()
+                if not self.ended:
+                    self._check_edits()
                 self.sync()
 
     def _check_edits(self) -> None:
@@ -527,44 +613,49 @@ class Training:
         except StateChanged as error:
             log.warning("the replicas end, so the change is overwritten: %s", error)
 
-    def _take(self, reply: Reply, attachments: Attachments) -> None:
+    def _take(self, sent: _Sent, reply: Reply, attachments: Attachments) -> None:
         """Take what a replica has made into the master."""
         assert reply.value is not None
         found, _ = codec.decode(reply.value, attachments, self.parameters()[0].device)
         snapshot: TrainingSnapshot = found
         self.tracker.take_owned(snapshot.weights)
         put_state(self.optimizer, snapshot.state, snapshot.common)
-        self._take_options(snapshot.options)
-        self._synced = self.steps
-        self._executor.note_behind(self, False)
+        groups = self.optimizer.param_groups, self.record.options, sent.told, snapshot.options
+        for one in zip(*groups, strict=True):
+            take_stepped(*one)
+        self._synced = sent.steps
+        if not self.behind:
+            self._executor.note_behind(self, False)
         self._look()
-
-    def _take_options(self, made: Sequence[dict[str, Any]]) -> None:
-        """Take the options that steps have changed, such as counters, into the optimizer's groups.
-        What the driver has changed since the last step stays: the next one carries it.
-        """
-        for group, sent, found in zip(self.optimizer.param_groups, self._sent, made, strict=True):
-            edited = changed_options({k: v for k, v in group.items() if k in found}, sent)
-            stepped = changed_options(found, sent)
-            for key, value in stepped.items():
-                if isinstance(value, Tensor) and isinstance(sent.get(key), Tensor):
-                    stepped[key] = value.to(sent[key].device)
-            sent.update(copy.deepcopy(stepped))
-            group.update({k: v for k, v in stepped.items() if k not in edited})
 
     def _lost(self) -> StateLost:
         """The error that the last steps are lost; training is as of the last sync from then on."""
-        last, self.steps = self.steps, self._synced
-        self._executor.note_behind(self, False)
-        what = f"the last replica that had made step {last} is gone"
-        if any(True for _ in self._replica_set.ready()):
-            what += f", or step {last} failed in the replicas and has raised an exception before"
+        last = self.steps
+        self._forget_lost()
         self._rebase()
         return StateLost(
-            f"{what}: weights and optimizer are as of "
+            f"the last replica that had made step {last} is gone: weights and optimizer are as of "
             f"the last sync, after step {self.steps}, and training goes on from there if you go "
             "on. model.optimizer(..., sync_every=N) bounds the steps that can be lost"
         )
+
+    def _lost_for_good(self) -> StateLost:
+        """The error that the replicas have ended before their last steps were fetched. The module
+        is the program's alone from then on.
+        """
+        last = self.steps
+        self._forget_lost()
+        self.tracker.training = None
+        self.tracker.own({})
+        return StateLost(
+            f"the replicas that had made step {last} have ended, with their cluster: weights and "
+            f"optimizer are as of the last sync, after step {self.steps}. Make another optimizer "
+            "with model.optimizer(), and load the state_dict() of this one, to go on from there"
+        )
+
+    def _forget_lost(self) -> None:
+        self.steps, self._coming = self._synced, None
+        self._executor.note_behind(self, False)
 
     def _check_open(self) -> None:
         if self.ended:
@@ -592,10 +683,12 @@ class Training:
         and raised where the weights are asked for next. Steps cannot be had later, so edits in the
         driver are overwritten.
         """
+        steps = self.steps
         try:
             self._warn_of_edits()
             self.sync()
         except Exception as error:
+            self.steps = steps
             log.error("the replicas end, and the last steps are lost with them: %s", error)
         finally:
             if not self.behind:

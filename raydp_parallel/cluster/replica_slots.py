@@ -42,6 +42,7 @@ class ReplicaSlot:
         trained: The last entry of the record of each model's optimizer that the replica said it
             has made.
         sent_training: The last that was sent to it.
+        failed_training: The last that it failed to make, and counts as made all the same.
     """
 
     def __init__(self, place: DevicePlace, index: int) -> None:
@@ -54,6 +55,7 @@ class ReplicaSlot:
         self.held: dict[int, int] = {}
         self.trained: dict[int, int] = {}
         self.sent_training: dict[int, int] = {}
+        self.failed_training: dict[int, int] = {}
         self._dismissed: set[int] = set()
         self.client: Any = None
         self.hello: ReplicaHello | None = None
@@ -76,6 +78,7 @@ class ReplicaSlot:
         self.held.clear()
         self.trained.clear()
         self.sent_training.clear()
+        self.failed_training.clear()
         self._dismissed.clear()
         self._graphs.clear()
         self._models.clear()
@@ -124,16 +127,21 @@ class ReplicaSlot:
             self.held[model] = 0
         self.sent_training.pop(model, None)
 
-    def has_trained(self, model: int, number: int) -> None:
-        """Note the last entry that an answer names; 0 for none, because one failed, and -1 if it
-        does not say.
+    def has_trained(self, model: int, number: int, failed: int) -> None:
+        """Note what an answer says.
+
+        Args:
+            model: The model.
+            number: The last entry that its optimizer has made; 0 for none, -1 if it does not say.
+            failed: The entry that raised the exception in the answer; 0 for none.
         """
         if number < 0:
             self.sent_training.pop(model, None)
         elif not number:
-            self.trained.pop(model, None)
-            self.sent_training.pop(model, None)
+            self._forget_training(model)
         else:
+            if failed:
+                self.failed_training[model] = failed
             self.trained[model] = max(number, self.trained.get(model, 0))
             self.sent_training[model] = max(number, self.sent_training.get(model, 0))
             if model < _FOR_OTHERS:
@@ -173,10 +181,13 @@ class ReplicaSlot:
 
     def _drop(self, names: list[int]) -> None:
         for name in names:
-            self.trained.pop(name, None)
-            self.sent_training.pop(name, None)
+            self._forget_training(name)
             if self.held.pop(name, None) is not None:
                 self._models.append(name)
+
+    def _forget_training(self, model: int) -> None:
+        for known in (self.trained, self.sent_training, self.failed_training):
+            known.pop(model, None)
 
     def info(self) -> ReplicaInfo:
         """What users see of the slot."""

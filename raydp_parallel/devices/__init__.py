@@ -40,6 +40,7 @@ from raydp_parallel.devices.memory import (
     windows,
 )
 from raydp_parallel.devices.process import (
+    drawing_from,
     keep_freed_memory,
     random_kept,
     reseed,
@@ -73,6 +74,7 @@ __all__ = [
     "copied",
     "courier",
     "describe",
+    "drawing_from",
     "finish",
     "follow",
     "give_back_freed",

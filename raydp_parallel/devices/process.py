@@ -83,6 +83,23 @@ def random_kept(device: torch.device) -> Iterator[None]:
             generator.set_state(state)
 
 
+@contextlib.contextmanager
+def drawing_from(device: torch.device, value: int) -> Iterator[None]:
+    """Let all random generators that Python code may use draw from a seed in the block, and keep
+    their states.
+    """
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    with random_kept(device):
+        reseed(device, value)
+        random.seed(value)
+        np.random.seed(value & 0xFFFFFFFF)
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            np.random.set_state(of_numpy)
+
+
 def use_threads(device: torch.device, count: int | None) -> None:
     """On a CPU, compute with ``count`` threads from now on; None changes nothing."""
     if count is not None and is_cpu(device) and torch.get_num_threads() != count:

@@ -33,20 +33,36 @@ class ReplicaTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
+class OfOptimizer(Exception):
+    """Carries an exception, its cause, that an optimizer in the replica raised.
+
+    Args:
+        entry: The entry of its record.
+        text: What a user has to know besides.
+    """
+
+    def __init__(self, entry: int, text: str) -> None:
+        super().__init__(text)
+        self.entry = entry
+
+
 def failure(error: BaseException, where: str | None) -> Failure:
     """Take down the exception that is being handled."""
-    what = ""
+    what, more, entry = "", "", 0
+    if isinstance(error, OfOptimizer) and error.__cause__ is not None:
+        more, entry, error = f"\n{error}", error.entry, error.__cause__
     if isinstance(error, codec.NotLoaded) and error.__cause__ is not None:
         what, error = error.args[0], error.__cause__
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     return Failure(
         kind=_pickled(type(error)),
         name=f"{type(error).__module__}.{type(error).__qualname__}",
-        text=text,
+        text=text + more,
         where=where,
         exception=_pickled_whole(error) if where is None else None,
         exit=not isinstance(error, Exception),
         loading=what,
+        entry=entry,
     )
 
 

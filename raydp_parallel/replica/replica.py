@@ -21,6 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from raydp_parallel import devices
 from raydp_parallel.devices import ambient_state, process
+from raydp_parallel.devices.ranges import MemoryRange
 from raydp_parallel.errors import GraphLost, StateChanged
 from raydp_parallel.monitoring.phases import IN_REPLICA, Laps, OpenSpan, unseen
 from raydp_parallel.replica import (
@@ -34,7 +35,7 @@ from raydp_parallel.replica.pause import KeptGraphs
 from raydp_parallel.replica.replica_training import ReplicaTraining
 from raydp_parallel.state import module_sources
 from raydp_parallel.state.held_tensors import Held
-from raydp_parallel.state.raw_access import RawAccess
+from raydp_parallel.state.raw_access import Accessed, RawAccess
 from raydp_parallel.state.replaced_memory import lasts
 from raydp_parallel.state.replica_module import ReplicaModule
 from raydp_parallel.state.versions import bump
@@ -192,7 +193,9 @@ class Replica:
             try:
                 self._catch_up(request.model, request.training, attachments)
                 training = self._trainings.get(request.model)
-                if request.wanted is not None and training is not None:
+                if isinstance(request.wanted, int):
+                    value = codec.encode(tuple(self._kept[request.wanted]), back, "gradients")[0]
+                elif request.wanted is not None and training is not None:
                     value = codec.encode(training.answer(request.wanted), back, "state")[0]
             except BaseException as error:
                 failure = exceptions.failure(error, None)
@@ -212,13 +215,15 @@ class Replica:
         if training is None:
             training = ReplicaTraining(self.device, self._kept)
         self._distrust_all()
+        failed = training.failed
         try:
             training.follow(replica_module, news)
             if news is not None:
                 training.catch_up(replica_module, news, attachments)
         except BaseException:
-            # Half a step is worse than none: the driver sends all of it with the next call.
-            self._trainings.pop(model, None)
+            # Half a start is worse than none: the driver sends all of it with the next call.
+            if training.failed == failed:
+                self._trainings.pop(model, None)
             raise
         self._trainings[model] = training
 
@@ -445,7 +450,7 @@ class Replica:
         of the optimizer, which begins anew with another replica's, or the master's, contents.
         """
         replica_module = self._mirror_of(request)
-        if replica_module is not None and replica_module.overwritten():
+        if replica_module is not None and replica_module.is_spoiled:
             replica_module.pass_over()
             self._trainings.pop(request.model, None)
 
@@ -643,7 +648,10 @@ class _Watching(RawAccess):
         self._graph, self._first = graph, first
         self._ran = False
 
-    def __enter__(self) -> set[int]:
+    def watched(self) -> Mapping[int, MemoryRange]:
+        return self._graph.replica_module.watched()
+
+    def __enter__(self) -> Accessed:
         replica_module = self._graph.replica_module
         if self._graph.held is not replica_module.held or not replica_module.held.holds(
             self._graph.tensors

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from raydp_parallel import devices
 from raydp_parallel.devices.ranges import Attachment, MemoryRange
+from raydp_parallel.replica import exceptions
 from raydp_parallel.state.optimizer_state import options_of, pack_state, put_state
 from raydp_parallel.state.replica_module import ReplicaModule
 from raydp_parallel.transport import codec
@@ -45,10 +46,11 @@ class ReplicaTraining:
 
     Attributes:
         number: The last entry of the driver's record that was made; 0 before the first.
+        failed: The last one that raised an exception, and counts as made; 0 if none did.
     """
 
     def __init__(self, device: torch.device, sums: dict[int, Sequence[Tensor | None]]) -> None:
-        self.number = 0
+        self.number = self.failed = 0
         self._sums = sums
         self._device = device
         self._optimizer: Any = None
@@ -82,25 +84,41 @@ class ReplicaTraining:
     def catch_up(
         self, replica_module: ReplicaModule, news: TrainingNews, attachments: Attachments
     ) -> None:
-        """Make the entries that were not made yet."""
+        """Make the entries that were not made yet.
+
+        One that raises an exception counts as made, as far as it came: in the driver's process a
+        step that fails leaves what it had changed, too.
+        """
         shared = _SharedAttachments(attachments.link, attachments.beside)
         for entry in news.entries:
             if entry.number <= self.number:
                 continue
-            value, _ = codec.decode(entry.value, shared, self._device)
-            if isinstance(value, TrainingStart):
-                self._begin(value, replica_module)
-            elif entry.number == self.number + 1 and isinstance(value, TrainingClip):
-                self._sums[value.key] = self._clipped(value)
-            elif entry.number == self.number + 1:
-                self._step(value)
-            else:
+            if not news.anew and entry.number != self.number + 1:
                 raise RuntimeError(
                     f"the optimizer of this replica has made {self.number} entries of its record, "
                     f"and was sent number {entry.number}"
                 )
+            value: Any = None
+            try:
+                value, _ = codec.decode(entry.value, shared, self._device)
+                self._make(value, replica_module)
+            except BaseException as error:
+                if news.anew:
+                    raise
+                self.number = self.failed = entry.number
+                raise exceptions.OfOptimizer(entry.number, _explained(value)) from error
+            finally:
+                replica_module.settle()
             self.number = entry.number
-        replica_module.settle()
+
+    def _make(self, value: Any, replica_module: ReplicaModule) -> None:
+        if isinstance(value, TrainingStart):
+            self.number = self.failed = 0
+            self._begin(value, replica_module)
+        elif isinstance(value, TrainingClip):
+            self._sums[value.key] = self._clipped(value)
+        else:
+            self._step(value)
 
     def _begin(self, start: TrainingStart, replica_module: ReplicaModule) -> None:
         """Make the optimizer, and fill the parameters."""
@@ -135,11 +153,10 @@ class ReplicaTraining:
                     found = torch.zeros_like(parameter)
                 parameter.grad = found
             with (
-                devices.random_kept(self._device),
+                devices.drawing_from(self._device, step.seed),
                 torch.inference_mode(False),
                 torch.enable_grad(),
             ):
-                devices.reseed(self._device, step.seed)
                 self._optimizer.step()
         finally:
             # Backward adds up gradients in the leaves.
@@ -192,7 +209,7 @@ class ReplicaTraining:
                 grads.append(torch.zeros_like(parameter) if grad is None else grad)
         return [grad.detach() for grad in grads]
 
-    def answer(self, wanted: str | int | GradientNorm) -> Any:
+    def answer(self, wanted: str | GradientNorm) -> Any:
         """What a `TrainingRequest` asks for."""
         if isinstance(wanted, GradientNorm):
             threads = torch.get_num_threads()
@@ -202,10 +219,20 @@ class ReplicaTraining:
                 return (torch.nn.utils.get_total_norm(grads, wanted.norm_type),)
             finally:
                 devices.use_threads(self._device, threads)
-        return tuple(self._sums[wanted]) if isinstance(wanted, int) else self._snapshot()
+        return self._snapshot()
 
     def _snapshot(self) -> TrainingSnapshot:
         """The options, the parameters and the optimizer's state of now."""
         weights = tuple([parameter.detach() for parameter in self._parameters()])
         options = options_of(self._optimizer.param_groups)
         return TrainingSnapshot(options, weights, *pack_state(self._optimizer))
+
+
+def _explained(value: Any) -> str:
+    """What to say of an entry of the record that raised an exception."""
+    what = f"step {value.number}" if isinstance(value, TrainingStep) else "a change of gradients"
+    return (
+        f"This is {what} of model.optimizer(), which replicas make with the next call to them. No "
+        "earlier step is lost. Weights and state of the optimizer that it had changed before it "
+        "failed stay changed, as in the driver's process; model.sync() fetches them"
+    )

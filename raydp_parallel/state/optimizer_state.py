@@ -4,6 +4,7 @@ take it over.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +46,30 @@ def options_of(groups: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
 def changed_options(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
     """The options of a group that are others than they were."""
     return {k: v for k, v in now.items() if k not in then or not _alike(v, then[k])}
+
+
+def take_stepped(
+    group: dict[str, Any], told: dict[str, Any], then: dict[str, Any], made: dict[str, Any]
+) -> None:
+    """Take what steps have changed of a group's options, such as counters, into the group. What the
+    program has changed since then stays.
+
+    Args:
+        group: The group.
+        told: Its options as replicas were told last; what steps have changed is entered.
+        then: Its options as replicas had been told when they made these steps.
+        made: Its options after these steps.
+    """
+    since = changed_options(told, then)
+    edited = changed_options({key: group[key] for key in told if key in group}, told)
+    for key, value in changed_options(made, then).items():
+        if key in since:
+            continue
+        if isinstance(value, Tensor) and isinstance(then.get(key), Tensor):
+            value = value.to(then[key].device)
+        told[key] = copy.deepcopy(value)
+        if key not in edited:
+            group[key] = value
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from raydp_parallel import devices
 from raydp_parallel.devices import forks, process
+from raydp_parallel.devices.ranges import MemoryRange
 
 _METHODS = ("numpy", "__array__", "__dlpack__")
 
@@ -73,13 +76,55 @@ class _Collectors:
 _collectors = _Collectors()
 
 
+class Accessed(set[int]):
+    """The addresses of storages that were accessed. Of some the contents are kept as they were
+    before, to find out whether they were written to.
+
+    Args:
+        watched: Gives these, by their addresses.
+    """
+
+    def __init__(self, watched: Callable[[], Mapping[int, MemoryRange]] = dict) -> None:
+        super().__init__()
+        self._find = watched
+        self._watched: Mapping[int, MemoryRange] | None = None
+        self._before: dict[int, MemoryRange] = {}
+
+    def add(self, address: int) -> None:
+        """Enter an access, before it is made."""
+        if address in self:
+            return
+        super().add(address)
+        if self._watched is None:
+            self._watched = self._find()
+        if address in self._watched:
+            self._before[address] = devices.copied(self._watched[address])
+
+    def before(self, address: int) -> MemoryRange | None:
+        """The contents that were at an address, if they are kept."""
+        return self._before.get(address)
+
+    def only_read(self) -> set[int]:
+        """The addresses of those with the contents of before."""
+        now = self._watched or {}
+        pairs = [(now[address], before) for address, before in self._before.items()]
+        answers = zip(self._before, devices.compare(pairs)(), strict=True)
+        return {address for address, alike in answers if alike}
+
+
 class RawAccess:
     """Collect the storages that Python code accesses in the block, by the address of their first
     byte.
     """
 
-    def __enter__(self) -> set[int]:
-        self.touched: set[int] = set()
+    touched = Accessed()
+
+    def watched(self) -> Mapping[int, MemoryRange]:
+        """What is compared, by its address, if it is accessed."""
+        return {}
+
+    def __enter__(self) -> Accessed:
+        self.touched = Accessed(self.watched)
         _collectors.add(self.touched)
         return self.touched
 

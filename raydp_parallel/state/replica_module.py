@@ -22,7 +22,7 @@ from raydp_parallel.state.flat_layout import packed
 from raydp_parallel.state.held_tensors import Held
 from raydp_parallel.state.module_buffers import Buffers
 from raydp_parallel.state.python_state import PythonState
-from raydp_parallel.state.raw_access import RawAccess
+from raydp_parallel.state.raw_access import Accessed, RawAccess
 from raydp_parallel.state.replaced_memory import Replaced, shows_other
 from raydp_parallel.state.replica_memory import BlockMemory, BlockSource
 from raydp_parallel.state.versions import TensorRow
@@ -101,12 +101,14 @@ class ReplicaModule:
         self._untouched = False
         self._alike: Callable[[], list[bool]] = list
         self.owned: set[int] = set()
+        self._refused: set[int] = set()
         self._compiled: tuple[nn.Module, Mapping[str, Any], Callable[..., Any]] | None = None
 
     def prepare(
         self, update: StateUpdate | None, attachments: Attachments, graphs_alive: bool
     ) -> None:
         """Undo what the last forward changed, and adopt what changed in the driver."""
+        self._refused.clear()
         kept: set[int] = set()
         if update is not None and update.structure is None:
             kept = self._keep(update, graphs_alive)
@@ -182,7 +184,13 @@ class ReplicaModule:
 
     def overwritten(self) -> list[int]:
         """The slots of owned blocks that the module itself wrote to."""
-        return sorted(slot for block in self._dirty & self.owned for slot in self._members[block])
+        found = self._dirty & self.owned | self._refused
+        return sorted(slot for block in found for slot in self._members[block])
+
+    @property
+    def is_spoiled(self) -> bool:
+        """Whether owned blocks have other contents than their optimizer gave them."""
+        return not self._dirty.isdisjoint(self.owned)
 
     def settle(self) -> None:
         """Let `stirred` and `note` consider later writes only."""
@@ -283,7 +291,13 @@ class ReplicaModule:
         spec = self._specs[slot]
         return block_layout.build(spec, self._memory[spec.block].tensor).detach()
 
-    def note(self, touched: Collection[int] = ()) -> None:
+    def watched(self) -> dict[int, MemoryRange]:
+        """The blocks that an optimizer trains, by their addresses: nothing else has their contents,
+        so that what accesses them is compared with a copy of its own.
+        """
+        return {self._address(block): self._bytes(block) for block in self.owned}
+
+    def note(self, touched: Accessed | None = None) -> None:
         """Find what was written to, after a forward, or after a checkpoint ran the module in
         backward.
         """
@@ -300,7 +314,9 @@ class ReplicaModule:
         self._replaced.slots = {slot for slot in doubtful if self._shows_other(slot)}
         written = {self._specs[slot].block for slot in self._moved | self._replaced.slots}
         if touched:
-            written.update(block for block in self._memory if self._address(block) in touched)
+            accessed = {block for block in self._memory if self._address(block) in touched}
+            written.update(accessed - self.owned)
+            self._take_back(accessed & self.owned - written, touched)
         self._dirty |= written
         self._fresh = written - self._buffers.blocks
         # A GPU begins to compare now; its answer is read after the outputs were sent.
@@ -308,6 +324,17 @@ class ReplicaModule:
         self._alike = devices.compare(
             [(self._bytes(b), self._memory[b].driver()) for b in self._unversioned]
         )
+
+    def _take_back(self, blocks: Collection[int], touched: Accessed) -> None:
+        """Undo what code wrote to blocks that an optimizer trains, as it got at their memory."""
+        only_read = touched.only_read()
+        for block in blocks:
+            before = touched.before(self._address(block))
+            if before is None:
+                self._dirty.add(block)
+            elif self._address(block) not in only_read:
+                devices.load(self._memory[block].tensor, before)
+                self._refused.add(block)
 
     def _take_answers(self) -> None:
         """Take the answers of the comparisons: the blocks that were written without a version."""
@@ -504,6 +531,9 @@ class _Running(RawAccess):
 
     def __init__(self, replica_module: ReplicaModule) -> None:
         self._replica_module = replica_module
+
+    def watched(self) -> dict[int, MemoryRange]:
+        return self._replica_module.watched()
 
     def __exit__(self, *error: object) -> None:
         touched = self.touched

@@ -321,12 +321,14 @@ class TrainingStep(NamedTuple):
         threads: The number of torch's threads in the driver: a sum of many numbers, as for a norm,
             depends on it in its last bits.
         seed: What random numbers follow from, alike in all replicas.
+        number: Which step of the training it is, for errors.
     """
 
     options: tuple[dict[str, Any], ...]
     grads: tuple[Any, ...]
     threads: int
     seed: int
+    number: int
 
 
 class TrainingClip(NamedTuple):
@@ -453,6 +455,8 @@ class Failure(NamedTuple):
         exception: The pickled exception itself, where it can be pickled and ``where`` is None.
         exit: Whether the module asked the process to end.
         loading: What the replica could not load, "inputs" or "module"; "" if it was something else.
+        entry: The entry of an optimizer's record that raised it, and that counts as made, as far as
+            it came; 0 if it was something else.
     """
 
     kind: bytes | None
@@ -462,6 +466,7 @@ class Failure(NamedTuple):
     exception: bytes | None
     exit: bool
     loading: str = ""
+    entry: int = 0
 
 
 class CaughtWarning(NamedTuple):

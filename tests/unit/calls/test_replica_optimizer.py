@@ -7,15 +7,17 @@ from __future__ import annotations
 import collections
 import copy
 import gc
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness import raised
 from torch import nn
 
-from raydp_parallel import DataParallel, Executor, Options, StateChanged, StateLost
+from raydp_parallel import DataParallel, Executor, Options, StateChanged
 
 HERE = Options(in_process=True, threads=1)
 
@@ -186,12 +188,13 @@ def test_T3_every_wrapper_of_the_parameters_gives_all_steps(
 
 
 class Noisy(torch.optim.SGD):
-    """Adds random numbers, and keeps them."""
+    """Adds random numbers of all generators, and keeps them."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for p in group["params"]:
-                self.state[p]["noise"] = torch.randn_like(p)
+                drawn = random.random() + np.random.rand()
+                self.state[p]["noise"] = torch.randn_like(p) + drawn
                 p.data.add_(self.state[p]["noise"], alpha=group["lr"])
 
 
@@ -199,9 +202,11 @@ def test_T3_steps_that_draw_random_numbers(two: Executor) -> None:
     """All replicas draw the same, other ones in each step, and the driver's stay its own."""
     advance(*small(two, inside=False), 0)
     drawn = torch.rand(1)
+    states = random.getstate(), np.random.get_state()[2]
     model, optimizer = small(two, kind=Noisy)
     advance(model, optimizer, 0)
     assert torch.equal(drawn, torch.rand(1))
+    assert states == (random.getstate(), np.random.get_state()[2])
     advance(model, optimizer, 1)
     x = torch.ones(1, 6)
     out = model(torch.cat([x, x]))
@@ -220,15 +225,118 @@ def test_T4_groups_that_lose_parameters(two: Executor) -> None:
     assert isinstance(error, ValueError) and "add_param_group()" in str(error)
 
 
-def test_T4_a_step_that_fails(two: Executor) -> None:
-    """Its exception arrives with the next call, and then what became of the step."""
-    model, optimizer = small(two)
-    advance(model, optimizer, 0)
-    optimizer.param_groups[0]["lr"] = None
-    advance(model, optimizer, 1)
-    assert isinstance(raised(lambda: model(torch.ones(4, 6))), TypeError)
-    error = raised(model.sync)
-    assert isinstance(error, StateLost) and "step 2 failed in the replicas" in str(error)
+class Halting(torch.optim.SGD):
+    """Fails halfway, once its group says so; in one replica alone, if that is asked for."""
+
+    alone: list[Any] = []  # noqa: RUF012  # of the class
+
+    def step(self, closure: Any = None) -> Any:
+        first = self.param_groups[0]["params"][0]
+        first.data.add_(first.grad, alpha=-1.0)
+        if self.param_groups[0]["lr"] < 0:
+            raise RuntimeError("lr is negative")
+        if self.param_groups[0]["lr"] > 1 and not self.alone:
+            self.alone.append(self)
+            raise MemoryError("here alone")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("reader", ["forward", "sync", "state_dict"])
+def test_T4_a_step_that_fails(reader: str, two: Executor) -> None:
+    """Its exception arrives once, with the next call to the replicas, and says which step it is. No
+    earlier step is lost; what it had changed stays changed, as in this process.
+    """
+    found = []
+    for inside in (True, False):
+        model, optimizer = small(two, inside, Halting)
+        net = model._master
+        advance(model, optimizer, 0)
+        advance(model, optimizer, 1)
+        optimizer.param_groups[0]["lr"] = -0.1
+        if inside:
+            advance(model, optimizer, 2)
+            read = {"forward": lambda m: m(torch.ones(4, 6)), "sync": lambda m: m.sync()}
+            call = read.get(reader, lambda m: m.state_dict())
+            error = raised(lambda call=call, model=model: call(model))
+        else:
+            error = raised(lambda m=model, o=optimizer: advance(m, o, 2))
+        assert isinstance(error, RuntimeError) and "lr is negative" in str(error), error
+        if inside:
+            assert "step 3 of model.optimizer()" in f"{error}{error.__cause__}"
+        optimizer.param_groups[0]["lr"] = 0.1
+        advance(model, optimizer, 3)
+        model.state_dict()
+        found.append([p.detach().clone() for p in net.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_T4_a_step_that_fails_in_one_replica(two: Executor) -> None:
+    """All go on with what another one has made of it."""
+    expected, ordinary = small(two, False, Halting)
+    Halting.alone[:] = [None]
+    model, optimizer = small(two, True, Halting)
+    for step in range(2):
+        advance(expected, ordinary, step)
+        advance(model, optimizer, step)
+    for one in (ordinary, optimizer):
+        one.param_groups[0]["lr"] = 1.5
+    advance(expected, ordinary, 2)
+    Halting.alone.clear()
+    advance(model, optimizer, 2)
+    error = raised(lambda: model(torch.ones(4, 6)))
+    assert isinstance(error, MemoryError) and Halting.alone
+    for step in range(3, 5):
+        advance(expected, ordinary, step)
+        advance(model, optimizer, step)
+    x = torch.ones(1, 6)
+    out = model(torch.cat([x, x]))
+    assert torch.equal(out[0], out[1])
+    model.sync()
+    assert same(model, expected)
+
+
+# --- code that gets at the weights' memory ---
+
+
+class Looking(nn.Module):
+    """Looks at its weights past torch; writes to them, if asked to."""
+
+    def __init__(self, in_backward: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+        self.in_backward = in_backward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = float(self.linear.weight.data.abs().max())
+        scale += float(self.linear.bias.detach().numpy().sum())
+        out = self.linear(x) * (1 + scale)
+        if self.in_backward and out.requires_grad:
+            out.register_hook(lambda _: self.linear.weight.data.sum() and None)
+        if float(x.detach()[0, 0]) == 7.0:
+            self.linear.weight.data[0, 0] = 3.0
+        return out
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_T3_a_module_that_reads_its_weights_data(in_backward: bool, two: Executor) -> None:
+    """That is right; writing is refused, and leaves no trace."""
+    found = []
+    for inside in (True, False):
+        torch.manual_seed(0)
+        model = DataParallel(Looking(in_backward), executor=two)
+        if inside:
+            optimizer: Any = model.optimizer(torch.optim.Adam, lr=0.01)
+        else:
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        for step in range(3):
+            advance(model, optimizer, step)
+        if inside:
+            error = raised(lambda model=model: model(torch.full((4, 6), 7.0)))
+            assert isinstance(error, StateChanged) and "'linear.weight'" in str(error)
+        advance(model, optimizer, 3)
+        model.state_dict()
+        found.append([p.detach().clone() for p in model._master.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 # --- the end of things ---

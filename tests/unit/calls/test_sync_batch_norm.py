@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from raydp_parallel import (
     parallel_apply,
     replicate,
 )
+from raydp_parallel.transport import collective
 
 PLENTY = Options(max_restarts_per_hour=10_000)
 
@@ -302,15 +304,77 @@ class Unlike(nn.Module):
         return self.norm(x) if int(x[0, 0]) else x
 
 
-def test_X3_chunks_that_differ_do_not_wait_for_ever(
-    two: Executor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their patience ends."""
-    monkeypatch.setattr("raydp_parallel.calls.synced_call._PATIENCE", 2.0)
+def test_X3_chunks_that_differ_do_not_wait_for_each_other(two: Executor) -> None:
+    """The error names the chunks that have ended and those that wait; it comes once one of them has
+    ended, whatever a replica's patience is.
+    """
     model = DataParallel(convert_sync_batchnorm(Unlike()), executor=two)
     error = raised(lambda: model(torch.tensor([[0.0] * 3] * 2 + [[1.0] * 3] * 2)))
-    assert isinstance(error, GroupBroken) and "did not answer" in str(error)
+    assert isinstance(error, GroupBroken), error
+    assert "chunks [0] have ended, while chunks [1] wait" in str(error)
     assert model(torch.tensor([[1.0] * 3] * 4)).shape == (4, 3)
+
+
+class Slow(nn.Module):
+    """Its last chunk computes for long after the last batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor, chunk: Tensor) -> Tensor:
+        out = self.norm(x)
+        if int(chunk[0]):
+            time.sleep(1.5)
+        return out
+
+
+def test_X3_a_chunk_that_is_slow_after_its_last_batch_norm(
+    two: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not feel that the others have ended long ago."""
+    monkeypatch.setattr("raydp_parallel.calls.synced_call._GRACE", 0.1)
+    net = convert_sync_batchnorm(Slow())
+    plain = copy.deepcopy(net)
+    model = DataParallel(net, executor=two)
+    x, chunk = rows(8).detach().float(), torch.tensor([0] * 4 + [1] * 4)
+    for _ in range(2):
+        torch.testing.assert_close(model(x, chunk), plain(x, torch.zeros(8)))
+
+
+class Falls(nn.Module):
+    """Ends its process as a group is joined."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] == 3:
+            return self.norm(x)
+        join = collective.Groups.join
+
+        def joining(groups: Any, request: Any) -> str:
+            fate(self.folder, f"join {request.rank}")
+            return join(groups, request)
+
+        collective.Groups.join = joining  # type: ignore[method-assign]
+        return x
+
+
+def test_X3_a_death_while_the_group_is_formed(tmp_path: Path) -> None:
+    """The call runs once there is another replica."""
+    net = convert_sync_batchnorm(Falls(str(tmp_path)))
+    plain = copy.deepcopy(net)
+    with Executor(["cpu", "cpu"], options=PLENTY) as executor:
+        model = DataParallel(net, executor=executor)
+        model.eval()(torch.zeros(4, 2))
+        arm(tmp_path, "join 1")
+        x = rows(8).detach().float()
+        torch.testing.assert_close(model.train()(x), plain(x))
+        assert not armed(tmp_path)
+        assert executor.stats().deaths == 1
 
 
 class Skips(nn.Module):
@@ -368,13 +432,19 @@ def undisturbed(two: Executor, tmp_path_factory: pytest.TempPathFactory) -> list
     return train(two, tmp_path_factory.mktemp("undisturbed"), {})
 
 
-def train(executor: Executor, folder: Path, plan: dict[int, list[str]]) -> list[Tensor]:
+def train(
+    executor: Executor, folder: Path, plan: dict[int, list[str]], inside: bool = False
+) -> list[Tensor]:
     """Three steps, arming ``plan[step]`` before each. The losses and the final state."""
     torch.manual_seed(7)
     model = DataParallel(
         convert_sync_batchnorm(Net(str(folder)).double()), executor=executor, options=PLENTY
     )
-    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    optimizer: Any
+    if inside:
+        optimizer = model.optimizer(torch.optim.Adam, lr=0.01)
+    else:
+        optimizer = torch.optim.Adam(model.parameters(), 0.01)
     losses = []
     for number in range(3):
         arm(folder, *plan.get(number, ()))
@@ -401,6 +471,26 @@ def test_X3_a_death_changes_nothing(
     bits.
     """
     assert same(train(two, tmp_path, plan), undisturbed)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [{1: ["late forward 0"]}, {1: ["forward 1"], 11: ["backward 1"]}],
+    ids=["forward", "both"],
+)
+def test_T2_a_death_with_synchronised_batch_norm(
+    two: Executor, tmp_path: Path, plan: dict[int, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an optimizer in the replicas has made is brought back before a chunk waits for it."""
+
+    def wait(training: Any) -> None:
+        assert not training.behind, "the weights were asked for in the midst of a call"
+
+    undisturbed = train(two, tmp_path, {}, inside=True)
+    monkeypatch.setattr("raydp_parallel.calls.training_record.Training._bring_back", wait)
+    deaths = two.stats().deaths
+    assert same(train(two, tmp_path, plan, inside=True), undisturbed)
+    assert two.stats().deaths == deaths + sum(map(len, plan.values()))
 
 
 @pytest.mark.long
