@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import re
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -43,7 +44,8 @@ from raydp_parallel.cluster.backend import DeviceId
 from raydp_parallel.devices import ambient_state
 from raydp_parallel.monitoring.stats import Advice, ExecutorStats
 from raydp_parallel.options import Options
-from raydp_parallel.replica import replica
+from raydp_parallel.replica import loss_call, replica
+from raydp_parallel.replica.loss_call import LossCall
 from raydp_parallel.state.tracker import check_devices
 from raydp_parallel.transport.messages import Called
 
@@ -85,6 +87,8 @@ class DataParallel(nn.DataParallel[T]):
             share.
         options: Settings that few programs need.
     """
+
+    _loss: LossCall | None = None
 
     def __init__(
         self,
@@ -183,6 +187,72 @@ class DataParallel(nn.DataParallel[T]):
         return ReplicaOptimizer(
             kind, chosen, keywords, executor=executor, tracker=tracker, sync_every=sync_every
         )
+
+    def with_loss(
+        self,
+        criterion: Callable[..., Any],
+        *,
+        targets: int | str | Sequence[str] = 1,
+        reduction: str | None = None,
+        count: Callable[..., Any] | None = None,
+    ) -> DataParallel[T]:
+        """This model with a loss that is computed where its outputs are, so that these do not
+        travel.
+
+        ::
+
+            criterion_model = model.with_loss(torch.nn.MSELoss())
+            loss = criterion_model(x, y)
+            loss.backward()
+
+        A call takes the model's arguments and then the targets, and gives one number: what the
+        criterion gives for the whole batch. For torch's criteria, modules and functions, that is
+        known from their settings, with class weights, ``ignore_index`` and what else they divide
+        by. What a model of one device, or in place, gives is the criterion's own.
+
+        What is returned is a wrapper of the same module on the same executor, with all that this
+        one has: parameters and the names in its `state_dict`, mode, `optimizer`, `capture` and so
+        on. `call` and `run` know nothing of the loss.
+
+        Args:
+            criterion: Called with the output and the targets of a chunk, in its replica. Tensors
+                and parameters that it has go whole to each replica and get gradients, as those of
+                `run`; of other objects it changes a copy.
+            targets: How many of the last positional arguments are targets; or the names of the
+                keyword arguments that are, in the order in which the criterion takes them.
+            reduction: What a criterion of your own gives: ``"mean"`` of the rows, ``"sum"``, or
+                ``"none"`` for losses that are gathered as outputs are. A loss that compares rows
+                with each other is none of these.
+            count: For a mean over something else than rows: what it is divided by, as a function
+                of the output and the targets.
+
+        Raises:
+            TypeError: An argument has the wrong type.
+            ValueError: It is not known how the losses of chunks become that of the batch, or the
+                criterion has parameters of the module.
+        """
+        found = loss_call.loss_call(criterion, targets, reduction, count)
+        self._check_criterion(criterion)
+        model = type(self).__new__(type(self))
+        nn.Module.__init__(model)
+        # Hooks of this wrapper's calls expect outputs.
+        of_calls = re.compile("forward.*hooks|backward.*hooks")
+        hooks = {name: value for name, value in vars(model).items() if of_calls.search(name)}
+        model.__dict__.update(self.__dict__)  # also the modules, so that both have one master
+        model.__dict__.update(hooks, _loss=found)
+        return model
+
+    def _check_criterion(self, criterion: Any) -> None:
+        """Refuse a criterion that has the module in it: each call would send it whole, as it is
+        here, where it may lack steps of `optimizer`.
+        """
+        own = {id(p) for p in self._master.parameters()}
+        held = getattr(criterion, "__self__", criterion)
+        if isinstance(held, nn.Module) and any(id(p) in own for p in held.parameters()):
+            raise ValueError(
+                "with_loss: the criterion has parameters of the model: let a method of the module "
+                "compute the loss, for model.call(), or give a function of the output alone"
+            )
 
     def sync(self) -> None:
         """Bring the master copy, and the state of `optimizer`, up to date with the replicas. Does
@@ -304,7 +374,14 @@ class DataParallel(nn.DataParallel[T]):
     @ambient_state.uncompiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Split, run, gather."""
-        return self._evaluate(None, inputs, kwargs)
+        return self._evaluate(self._loss_of(inputs, kwargs), inputs, kwargs)
+
+    def _loss_of(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Called:
+        """What computes the loss of the whole batch; None without `with_loss`."""
+        if self._loss is None:
+            return None
+        self._loss.divided(inputs, kwargs)  # raises here what is wrong here
+        return replace(self._loss, whole=True)
 
     @ambient_state.uncompiled
     def call(
@@ -393,7 +470,8 @@ class DataParallel(nn.DataParallel[T]):
         gather: bool = True,
     ) -> Any:
         """Split, run, gather, for what is called."""
-        verb = "forward" if called is None else "call" if isinstance(called, str) else "run"
+        named = isinstance(called, str)
+        verb = "call" if named else "forward" if forward.runs_module(called) else "run"
         with record_function(f"raydp_parallel.DataParallel.{verb}"):
             if not self.device_ids or replica.running():
                 output = self._in_place(called, inputs, kwargs)
@@ -404,6 +482,8 @@ class DataParallel(nn.DataParallel[T]):
                 chunks, chunk_kwargs = self.scatter(inputs, kwargs, self.device_ids)
                 if not chunks and not chunk_kwargs:
                     chunks, chunk_kwargs = ((),), ({},)
+            if isinstance(called, LossCall):
+                called = called.for_chunks(len(chunks), self.dim)
             if len(self.device_ids) == 1 or not split:
                 (alone,) = functional.calling(self._replicate(self.device_ids[:1]), called)
                 with self._setting():
@@ -417,11 +497,13 @@ class DataParallel(nn.DataParallel[T]):
                 outputs = self.parallel_apply(replicas, chunks, chunk_kwargs)
             if not gather:
                 return outputs
+            numbers = isinstance(called, LossCall) and called.reduction != "none"
+            join = called.joined if numbers else self.gather  # type: ignore[union-attr]
             if self._options.scalars == "weighted_mean":
                 with self._weighing(chunks, chunk_kwargs):
-                    return self.gather(outputs, self.output_device)
+                    return join(outputs, self.output_device)
             # [10]
-            return self.gather(outputs, self.output_device)
+            return join(outputs, self.output_device)
 
     @ambient_state.uncompiled
     def replicate(self, module: T, device_ids: Sequence[Any]) -> list[Any]:
@@ -558,7 +640,10 @@ class DataParallel(nn.DataParallel[T]):
     def _compute_whole(self, at: int, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of a batch that one replica computes."""
         with self._setting():
-            return self._replicate(self.device_ids)[at](*inputs, **kwargs)
+            replicas = self._replicate(self.device_ids)
+            return functional.calling(replicas, self._loss_of(inputs, kwargs))[at](
+                *inputs, **kwargs
+            )
 
     def _compute_split(self, at: int, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of a batch that all replicas compute, or the module in place."""

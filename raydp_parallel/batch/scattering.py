@@ -175,17 +175,22 @@ def scatter_kwargs(
     return tuple(positional[:chunks]), tuple(keyword[:chunks])
 
 
-def rows(inputs: Any, kwargs: Any, dim: int) -> int:
-    """How many rows a chunk has: the size along ``dim`` of its first tensor that has one, or 0.
+@overload
+def rows(inputs: Any, kwargs: Any, dim: int) -> int: ...
+@overload
+def rows(inputs: Any, kwargs: Any, dim: int, otherwise: None) -> int | None: ...
+def rows(inputs: Any, kwargs: Any, dim: int, otherwise: int | None = 0) -> int | None:
+    """How many rows a chunk has: the size along ``dim`` of its first tensor that has one.
 
     Args:
         inputs: The chunk's positional arguments.
         kwargs: The chunk's keyword arguments, or None.
         dim: The dimension along which the batch was split.
+        otherwise: What is returned if there is no such tensor.
     """
     if inputs and type(inputs[0]) is torch.Tensor and inputs[0].dim() > dim >= 0:
         return inputs[0].size(dim)  # nearly every call
-    return next(_sizes((inputs, kwargs), dim), 0)
+    return next(_sizes((inputs, kwargs), dim), otherwise)
 
 
 def _sizes(value: Any, dim: int) -> Iterator[int]:

@@ -23,6 +23,7 @@ from raydp_parallel.cluster.replica_slots import ReplicaSlot
 from raydp_parallel.devices import ambient_state
 from raydp_parallel.errors import TransferError
 from raydp_parallel.options import UnusedGrads
+from raydp_parallel.replica.loss_call import LossCall
 from raydp_parallel.state import module_sources
 from raydp_parallel.state.history import Mark
 from raydp_parallel.state.tracker import ModuleTracker
@@ -37,6 +38,7 @@ from raydp_parallel.transport.messages import (
     Reply,
     StateUpdate,
 )
+from raydp_parallel.transport.module_origins import Origins
 
 log = logging.getLogger("raydp_parallel")
 
@@ -338,10 +340,10 @@ class ForwardCall:
             overlay=replay.overlay(chunk.tracker, self.marks[chunk.tracker], attachments),
             relay=relay,
             by_host=devices.is_cpu(chunk.tracker.device),
-            origins=module_sources.origins_of(chunk.called) if callable(chunk.called) else None,
+            origins=_origins(chunk.called),
             part=part,
             samples=self._samples(number),
-            compiled=self.settings.compiled if chunk.called is None else None,
+            compiled=self.settings.compiled if runs_module(chunk.called) else None,
         )
         if graph is not None and self.executor.replays:
             self.made[number] = request, replay.keep(parcel, tensors, "arguments")
@@ -505,6 +507,21 @@ class ForwardCall:
             if isinstance(value, Produced):
                 chunk.tracker.rebind(value.rebound)
         return [value.output if isinstance(value, Produced) else value for value in values]
+
+
+def runs_module(called: Called) -> bool:
+    """Whether what is called is the module itself, perhaps with a loss behind it."""
+    return called is None or isinstance(called, LossCall)
+
+
+def _origins(called: Called) -> Origins | None:
+    """The origins of the functions among what is called."""
+    own = (called.criterion, called.count) if isinstance(called, LossCall) else (called,)
+    found = [module_sources.origins_of(part) for part in own if callable(part)]
+    given = [origins for origins in found if origins is not None]
+    if len(given) < 2:
+        return given[0] if given else None
+    return given[0]._replace(sources={**given[0].sources, **given[1].sources})
 
 
 def _failed(answers: Sequence[ChunkAnswer]) -> bool:

@@ -385,11 +385,11 @@ class Replica:
             captures as captured,
         ):
             self._laps.begin(2)
+            runs: Any = replica_module.module
             # A compiled module does not see hooks that come later.
-            if request.compiled is None or request.capture:
-                value = callee(replica_module.module, called)(*args, **kwargs)
-            else:
-                value = replica_module.compiled(request.compiled)(*args, **kwargs)
+            if request.compiled is not None and not request.capture:
+                runs = replica_module.compiled(request.compiled)
+            value = callee(runs, called)(*args, **kwargs)
             self.check_process()
             self._finish_work()
         keep = request.graph is not None
@@ -687,7 +687,7 @@ class _InReplica:
         _inside.reset(self._token)
 
 
-def callee(module: nn.Module, called: Called) -> Callable[..., Any]:
+def callee(module: Callable[..., Any], called: Called) -> Callable[..., Any]:
     """What gets the arguments of a call: a module, a method of it, or a function with it."""
     if called is None:
         return module
