@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from raydp_parallel.cluster.backend import Backend, Death, DevicePlace
 from raydp_parallel.devices import forks
 from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.devices.waiters import Waiters
 from raydp_parallel.errors import (
     ClusterError,
     ExecutorClosed,
@@ -40,6 +41,9 @@ _START_DELAY = 0.25
 """Seconds before the replacement starts, so that its imports do not compete with the replayed
 step.
 """
+
+_TURN = 1.0
+"""Seconds between two looks of a call that waits for a new replica, should a word of it be lost."""
 
 _STOP_TIMEOUT = 5.0
 """Seconds that `Respawner.stop` waits for its threads, which check every 0.2 s whether to end."""
@@ -90,7 +94,8 @@ class Respawner:
         self._backend = backend
         self._options = options
         self._tell = tell
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._waiters = Waiters()
         self._ended = threading.Event()
         self._awaited = threading.Event()
         self._working: dict[DevicePlace, threading.Thread] = {}
@@ -117,7 +122,7 @@ class Respawner:
         """Take the replicas that started since the last time."""
         if not self._arrived:
             return {}
-        with self._changed:
+        with self._lock:
             found, self._arrived = self._arrived, {}
             return found
 
@@ -144,25 +149,31 @@ class Respawner:
             return any(p in self._arrived for p in places) or not coming
 
         self._awaited.set()
-        with self._changed:
-            self._changed.wait_for(settled, min(timeout, threading.TIMEOUT_MAX))
-            if self._ended.is_set():
-                raise ExecutorClosed(
-                    "this executor was closed while a call waited for a new replica"
-                )
-            return any(place in self._arrived for place in places)
+        deadline = time.monotonic() + timeout
+        while True:
+            with self._lock:
+                left = deadline - time.monotonic()
+                if settled() or left <= 0:
+                    break
+                change = self._waiters.enter()
+            if not change.acquire(timeout=min(left, _TURN)):
+                with self._lock:
+                    self._waiters.leave(change)
+        if self._ended.is_set():
+            raise ExecutorClosed("this executor was closed while a call waited for a new replica")
+        return any(place in self._arrived for place in places)
 
     def end(self) -> None:
         """Start no more replicas, and end all waits."""
         self._ended.set()
         self._awaited.set()
-        with self._changed:
-            self._changed.notify_all()
+        with self._lock:
+            self._waiters.wake()
 
     def stop(self) -> None:
         """Start no more replicas, and end those that started too late. May be called twice."""
         self.end()
-        with self._changed:
+        with self._lock:
             working = [*self._working.values()]
         for thread in working:
             thread.join(_STOP_TIMEOUT)
@@ -172,7 +183,7 @@ class Respawner:
         thread = threading.Thread(
             target=self._work, args=(place, loss), name="raydp-respawn", daemon=True
         )
-        with self._changed:
+        with self._lock:
             if self._ended.is_set() or place in self._working:
                 return
             self._problems.pop(place, None)
@@ -200,11 +211,11 @@ class Respawner:
             self._problems[place] = ClusterError(seen if self._backend.alive() else _LEFT)
             log.exception("no replica for device %s", place.device_id)
         finally:
-            with self._changed:
+            with self._lock:
                 self._working.pop(place, None)
                 if arrival is not None and not self._ended.is_set():
                     self._arrived[place], arrival = arrival, None
-                self._changed.notify_all()
+                self._waiters.wake()
             if arrival is not None:
                 self._backend.stop([arrival.client])
 
@@ -240,7 +251,7 @@ class Respawner:
                     return None
                 if not self._backend.alive():
                     raise ClusterError(_LEFT) from error
-                with self._changed:
+                with self._lock:
                     self._starts.remove(booked)  # no process was started
                 known = place in self._problems
                 self._problems[place] = error
@@ -282,7 +293,7 @@ class Respawner:
     def _book(self) -> float:
         """Count a start, if the hour allows one more."""
         most = self._options.max_restarts_per_hour
-        with self._changed:
+        with self._lock:
             if not self._left():
                 raise RestartsSpent(
                     f"{most} replicas were started within an hour in place of others that "

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from raydp_parallel.devices import forks
+from raydp_parallel.devices.waiters import Waiters
 from raydp_parallel.transport import handshake, process_end
 from raydp_parallel.transport.frames import (
     QUIETLY,
@@ -89,10 +90,9 @@ class Connection:
         self._unread = unread
         self._sends = self._reads = True
         self._stood_still = False
-        # The attributes below change under this lock. It is entered directly and not through the
-        # condition, which is Python code that Ctrl-C may leave with the lock held.
+        # The attributes below change under this lock.
         self._state = threading.Lock()
-        self._changed = threading.Condition(self._state)
+        self._waiters = Waiters()
         self._reader: object = None
         # Taken before the other lock, and held while a call is sent, so that calls keep their
         # order.
@@ -136,7 +136,7 @@ class Connection:
         uses it.
         """
         self._ending, self._state, self._sending = (threading.Lock() for _ in range(3))
-        self._changed = threading.Condition(self._state)
+        self._waiters = Waiters()
         self._reader = None
 
     def process(self, number: int) -> int | None:
@@ -228,14 +228,18 @@ class Connection:
         me = object()
         try:
             while True:
+                turn = None
                 with self._state:
                     if number in self._arrived:
                         self._waiting.discard(number)
                         return self._arrived.pop(number)
-                    if self._reader not in (None, me):
-                        self._await_reader(deadline)
-                        continue
-                    self._reader = me
+                    if self._reader in (None, me):
+                        self._reader = me
+                    else:
+                        turn = self._waiters.enter()
+                if turn is not None:
+                    self._await_reader(turn, deadline)
+                    continue
                 self._await_frame(deadline)
                 self._take_in()
         finally:
@@ -246,14 +250,19 @@ class Connection:
         if self._reader is reader:
             self._reader = None
         with self._state:
-            self._changed.notify_all()
+            self._waiters.wake()
 
-    def _await_reader(self, deadline: float) -> None:
+    def _await_reader(self, turn: threading.Lock, deadline: float) -> None:
         """Wait for the thread that reads, at most `_TURN` seconds."""
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError(_LATE)
-        self._changed.wait(min(left, _TURN))
+        self._wait(turn, min(left, _TURN))
+
+    def _wait(self, turn: threading.Lock, seconds: float) -> None:
+        if not turn.acquire(timeout=seconds):
+            with self._state:
+                self._waiters.leave(turn)
 
     def _await_frame(self, deadline: float) -> None:
         """Wait until there is something to read. Ctrl-C does no harm here: most of the time is
@@ -284,7 +293,7 @@ class Connection:
                 wanted = found in self._waiting
                 if wanted:
                     self._arrived[found] = buffers
-                self._changed.notify_all()
+                self._waiters.wake()
         except OSError as error:
             self._reads = False
             self._stood_still |= isinstance(error, BlockingIOError)
@@ -308,9 +317,13 @@ class Connection:
         """
         me = object()
         try:
+            turn = None
             with self._state:
                 if self._reader is not None and not self._arrived.keys() & {*numbers}:
-                    self._changed.wait(_GLANCE)
+                    turn = self._waiters.enter()
+            if turn is not None:
+                self._wait(turn, _GLANCE)
+            with self._state:
                 if self._reader is None:
                     self._reader = me
             if self._reader is me:

@@ -305,7 +305,7 @@ def test_a_thread_that_reads_no_more_is_replaced() -> None:
         def interrupted(deadline: float) -> None:
             caller._await_frame = await_frame  # type: ignore[method-assign]
             stop.wait(60)
-            caller._changed.notify_all = lambda: None  # type: ignore[method-assign]
+            caller._waiters.wake = lambda: None  # type: ignore[method-assign]
             raise KeyboardInterrupt
 
         caller._await_frame = interrupted  # type: ignore[method-assign]
@@ -322,6 +322,84 @@ def test_a_thread_that_reads_no_more_is_replaced() -> None:
             assert caller.receive(2, 60) == [b"answer"]
 
         together(first, second)
+
+
+class Owned:
+    """A lock that notes a release by a thread that does not hold it, and tells when one waits."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+        self.waited_for = threading.Event()
+        self.stolen = False
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        taken = self._lock.acquire(blocking=False)
+        if not taken and blocking:
+            self.waited_for.set()
+            taken = self._lock.acquire(blocking, timeout)
+        if taken:
+            self._owner = threading.get_ident()
+        return taken
+
+    def release(self) -> None:
+        if self._owner != threading.get_ident():
+            self.stolen = True
+            self.waited_for.set()
+            return
+        self._owner = None
+        self._lock.release()
+
+
+@pytest.mark.parametrize("how", ["receive", "look"])
+def test_ctrl_c_at_the_end_of_a_wait_gives_up_no_other_thread_s_lock(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes while the thread that waited takes the lock of the state again."""
+    main, lock = threading.get_ident(), Owned()
+    monkeypatch.setattr(direct_connection, "_GLANCE", 0.2)
+    with ends() as (caller, _):
+        caller._state = lock  # type: ignore[assignment]
+        if hasattr(caller, "_changed"):
+            caller._changed = threading.Condition(lock)  # type: ignore[arg-type]
+        caller._reader = object()  # another thread reads
+        entered = threading.Event()
+
+        def disturb() -> None:
+            entered.wait(60)
+            while True:  # until the main thread waits for the one that reads
+                with lock:
+                    if caller._waiters._locks:
+                        break
+            with lock:
+                lock.waited_for.clear()
+                lock.waited_for.wait(60)
+                lock.waited_for.clear()
+                # A signal just before a wait begins does not end it.
+                while not lock.waited_for.wait(0.05):
+                    signal.pthread_kill(main, signal.SIGINT)
+
+        def ctrl_c(*_: object) -> None:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGINT, ctrl_c)
+        thread = threading.Thread(target=disturb, daemon=True)
+        thread.start()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                entered.set()
+                caller.receive(1, None) if how == "receive" else caller.look([1])
+        finally:
+            signal.signal(signal.SIGINT, before)
+        thread.join(60)
+    assert not lock.stolen
 
 
 @pytest.mark.parametrize("near", [True, False])
