@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ class Case(NamedTuple):
         steps: How many steps a contender makes in its turn.
         rounds: How many turns each has. Where all are close together, medians of few would tell
             them apart by chance.
+        optimizer: The optimizer's class, and what it is made with.
     """
 
     make: Callable[[], nn.Module]
@@ -33,6 +34,7 @@ class Case(NamedTuple):
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
     steps: int
     rounds: int = 24
+    optimizer: tuple[Any, dict[str, Any]] = (torch.optim.SGD, {"lr": 1e-3})
 
 
 def classify(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -232,3 +234,10 @@ CASES = {
     RESNET50: Case(resnet50, lambda: pictures(8), classify_logits, 1),
 }
 """By name, so that other processes find them."""
+
+MLP_ADAMW, GPT_ADAMW = "MLP 16.8 M, batch 256, AdamW", "GPT-2-like 20.5 M, batch 4 x 64, AdamW"
+ADAMW = torch.optim.AdamW, {"lr": 1e-4}
+CASES |= {
+    MLP_ADAMW: CASES["MLP 16.8 M, batch 256"]._replace(optimizer=ADAMW),
+    GPT_ADAMW: CASES["GPT-2-like 20.5 M, batch 4 x 64"]._replace(optimizer=ADAMW),
+}

@@ -56,14 +56,23 @@ def weights(net: nn.Module) -> Weights:
     return Weights(float(sum(p.double().abs().sum() for p in found)), digest)
 
 
-def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
-    """The same for everybody."""
-    return torch.optim.SGD(net.parameters(), lr=1e-3)
+def optimizer_of(case: str, net: nn.Module) -> torch.optim.Optimizer:
+    """The same for all that train a case."""
+    kind, keywords = CASES[case].optimizer
+    made: torch.optim.Optimizer = kind(net.parameters(), **keywords)
+    return made
 
 
-def stepper(case: str, net: nn.Module, chunk: tuple[int, int] = (0, 1)) -> Callable[[], None]:
-    """One step of a plain loop, on one of so many chunks of the batch."""
-    optimizer = optimizer_of(net)
+def stepper(
+    case: str,
+    net: nn.Module,
+    chunk: tuple[int, int] = (0, 1),
+    made: Callable[[str, Any], torch.optim.Optimizer] = optimizer_of,
+) -> Callable[[], None]:
+    """One step of a plain loop, on one of so many chunks of the batch, with the optimizer that
+    ``made`` gives.
+    """
+    optimizer = made(case, net)
     number, chunks = chunk
     x, y = (part.chunk(chunks)[number].clone() for part in CASES[case].batch())
     loss_of = CASES[case].loss

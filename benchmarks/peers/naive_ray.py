@@ -56,7 +56,7 @@ class NaiveRay:
     def begin(self, case: str) -> None:
         """Make the net, here and there."""
         self._net = CASES[case].make()
-        self._optimizer = optimizer_of(self._net)
+        self._optimizer = optimizer_of(case, self._net)
         self._chunks = [
             *zip(*(part.chunk(len(self._workers)) for part in CASES[case].batch()), strict=True)
         ]

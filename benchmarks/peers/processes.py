@@ -93,7 +93,7 @@ def _accelerate_worker(rank: int, workers: int, connection: Connection) -> None:
 
     def begin(case: str) -> tuple[nn.Module, Callable[[], None]]:
         net = CASES[case].make()
-        model, optimizer = accelerator.prepare(net, optimizer_of(net))
+        model, optimizer = accelerator.prepare(net, optimizer_of(case, net))
         x, y = (part.chunk(workers)[rank].clone() for part in CASES[case].batch())
 
         def step() -> None:

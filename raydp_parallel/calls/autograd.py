@@ -39,7 +39,7 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from raydp_parallel import devices
-from raydp_parallel.calls import gradients, replay, synced_call
+from raydp_parallel.calls import gradients, replay, shared_sums, synced_call
 from raydp_parallel.calls.chunk_balance import ChunkTimes
 from raydp_parallel.calls.executor import Executor
 from raydp_parallel.calls.group_reduction import GroupReduction, ReductionPart, plan, share
@@ -292,6 +292,7 @@ def _run(
     derived: dict[int, RemoteGraph],
     reduction: GroupReduction | None = None,
     chosen: Sequence[int] | None = None,
+    stays: bool = False,
 ) -> list[ChunkAnswer]:
     """One trip: the backward of every chunk that has gradients, or of those ``chosen``
     among them.
@@ -333,6 +334,7 @@ def _run(
                 by_host=devices.is_cpu(call.leaves[0].device),
                 part=taken,
                 narrow=None if part.gradient_dtype is None else (part.gradient_dtype, part.own),
+                stays=part.own if stays else 0,
             )
             before = [(graph, graph.recipe) for graph, _ in given if graph.recipe is not None]
             # A backward that exchanges tensors cannot run again without the other chunks.
@@ -359,6 +361,7 @@ def _run(
     for tracker in {part.tracker for part in call.parts if part is not None}:
         if tracker.training is not None:
             tracker.training.check()
+            tracker.training.trim()  # what replicas no longer read is theirs for this backward
     jobs = [job(number, i, part) for number, (i, part) in enumerate(_parts(call, stash))]
     if synced is not None:
         return synced.run(jobs)
@@ -448,9 +451,13 @@ def _collect(
     summed: Mapping[int, int] = {}
     stay: Mapping[int, Term] = {}
     if reduction is None:
-        answers = _run(call, stash, needed, keep, {})
+        stays = bool(parts) and shared_sums.wanted(parts)
+        answers = _run(call, stash, needed, keep, {}, stays=stays)
         _finish(call, parts, answers)
         shares = [share(part, answer) for part, answer in zip(parts, answers, strict=True)]
+        lying = shared_sums.keep(parts, shares, call.leaves) if stays else None
+        if lying is not None:
+            stay, shares, summed = lying
     else:
         try:
             answers = _run_summed(call, stash, needed, keep, reduction)

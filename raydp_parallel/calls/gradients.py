@@ -45,7 +45,7 @@ def total(shares: Sequence[GradientShare], device: torch.device, count: int) -> 
     has any.
     """
     sums: list[Tensor | None] = [None] * count
-    found = [_rows(share) for share in shares]
+    found = [rows_of(share) for share in shares]
     if len(shares) > 1 and devices.is_cpu(device):
         found[:2] = _add_small(
             shares[0], found[0], other=shares[1], others=found[1], sums=sums, device=device
@@ -69,7 +69,7 @@ def total_of_narrow(
     """
     sums: list[Tensor | None] = [None] * len(leaves)
     for share in shares:
-        rows = _rows(share)
+        rows = rows_of(share)
         chosen = [row for _, row in rows]
         found = codec.unpack(share.parcel, share.attachments, device, chosen)
         for (leaf, _), grad in zip(rows, found, strict=True):
@@ -79,7 +79,7 @@ def total_of_narrow(
     return sums
 
 
-def _rows(share: GradientShare) -> list[tuple[int, int]]:
+def rows_of(share: GradientShare) -> list[tuple[int, int]]:
     """The leaves that a share has gradients for, each with its row in the parcel."""
     present = codec.load(share.parcel, range(len(share.parcel.specs)))
     return [

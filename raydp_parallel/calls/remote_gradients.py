@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
+from raydp_parallel.devices.ranges import Attachment
 from raydp_parallel.transport.messages import GradientTerms
 
 log = logging.getLogger("raydp_parallel")
@@ -30,6 +31,18 @@ _DONE: Any = object()
 """The result of an operation that gives none, and needs no values."""
 
 
+class SharedGradients(NamedTuple):
+    """Gradients of chunks that lie where all replicas can read them.
+
+    Attributes:
+        layout: See `TrainingSum`.
+        packets: The packet of each chunk.
+    """
+
+    layout: bytes
+    packets: Sequence[Attachment]
+
+
 class GradientSum:
     """The gradients of one backward, summed over chunks, which replicas keep under a key.
 
@@ -37,9 +50,12 @@ class GradientSum:
         key: The key.
         slots: The slots of these replicas.
         fetch: Fetches the gradients of all rows.
+        shared: The summands, if the replicas are yet to add them up.
 
     Attributes:
         key: The key.
+        shared: See above.
+        entered: Whether the replicas are told, or were, to add them up.
     """
 
     def __init__(
@@ -47,8 +63,11 @@ class GradientSum:
         key: int,
         slots: Sequence[ReplicaSlot],
         fetch: Callable[[GradientSum], Sequence[Tensor]],
+        shared: SharedGradients | None = None,
     ) -> None:
         self.key = key
+        self.shared = shared
+        self.entered = False
         self._holders = {slot: slot.incarnation for slot in slots}
         self._fetch = fetch
         self._found: Sequence[Tensor] | None = None
@@ -56,6 +75,10 @@ class GradientSum:
     def on(self, slot: ReplicaSlot) -> bool:
         """Whether the replica in a slot has it."""
         return slot.ready and self._holders.get(slot) == slot.incarnation
+
+    def lose(self, slot: ReplicaSlot) -> None:
+        """Note that the replica in a slot may not have it."""
+        self._holders.pop(slot, None)
 
     def slots(self) -> list[ReplicaSlot]:
         """The slots with replicas that have it."""

@@ -13,7 +13,7 @@ from raydp_parallel.devices.ranges import Attachment
 from raydp_parallel.state.optimizer_state import changed_options, options_of
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.links import Attachments, Link
-from raydp_parallel.transport.messages import Parcel, TrainingEntry, TrainingNews
+from raydp_parallel.transport.messages import Parcel, TrainingEntry, TrainingNews, TrainingSum
 
 
 class PackedEntry(NamedTuple):
@@ -28,7 +28,7 @@ class PackedEntry(NamedTuple):
     """
 
     number: int
-    parcel: Parcel
+    parcel: Parcel | TrainingSum
     packets: Sequence[Attachment]
     size: int
     sums: Sequence[GradientSum] = ()
@@ -36,6 +36,9 @@ class PackedEntry(NamedTuple):
     def placed(self, attachments: Attachments) -> TrainingEntry:
         """The entry for one message, with its packets added to ``attachments``."""
         attachments.size += self.size
+        if isinstance(self.parcel, TrainingSum):
+            beside = tuple(map(attachments.place, self.packets))
+            return TrainingEntry(self.number, self.parcel._replace(packets=beside))
         packet = self.parcel.packet
         if type(packet) is int:
             packet = attachments.place(self.packets[packet])
@@ -66,7 +69,7 @@ class Record:
         self._entries: deque[PackedEntry] = deque()
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return sum(not isinstance(entry.parcel, TrainingSum) for entry in self._entries)
 
     def begin_anew(self, groups: Sequence[dict[str, Any]]) -> None:
         """Let all replicas begin with what the master has."""
@@ -74,7 +77,17 @@ class Record:
         self.begun = self.number
         self.start = None
         self.options = copy.deepcopy(options_of(groups))
+        for one in self._sums():
+            one.entered = False
         self._entries.clear()
+
+    def _sums(self) -> list[GradientSum]:
+        return [one for entry in self._entries for one in entry.sums]
+
+    def skipped(self, slot: ReplicaSlot) -> None:
+        """Note that the replica in a slot begins behind the entries."""
+        for one in self._sums():
+            one.lose(slot)
 
     def changed(self, groups: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
         """The options of each group that have changed since the last step, which count as told."""
@@ -91,8 +104,21 @@ class Record:
             link: What its tensors travel by.
             sums: The gradients that it needs, which replicas keep.
         """
-        self._entries.append(packed(self.number + 1, value, "step", link)._replace(sums=sums))
-        self.number += 1
+        self.enter_sums(sums)
+        self._append(packed(self.number + 1, value, "step", link)._replace(sums=sums))
+
+    def enter_sums(self, sums: Sequence[GradientSum]) -> None:
+        """Let replicas take gradients that lie where they can read them, before they are used."""
+        for one in sums:
+            if one.shared is not None and not one.entered:
+                message = TrainingSum(one.key, one.shared.layout, ())
+                entry = PackedEntry(self.number + 1, message, one.shared.packets, 0, sums=(one,))
+                self._append(entry)
+                one.entered = True
+
+    def _append(self, entry: PackedEntry) -> None:
+        self._entries.append(entry)
+        self.number = entry.number
         self.start = None
 
     def trim(self, made: int) -> None:

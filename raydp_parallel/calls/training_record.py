@@ -261,6 +261,7 @@ class Training:
             slot.sent_training[name] = self.record.number
             return self.record.news(held, attachments)
         self._bring_back()
+        self.record.skipped(slot)
         slot.sent_training[name] = self.record.number
         return TrainingNews((self._pack_start().placed(attachments),), anew=True)
 
@@ -392,7 +393,7 @@ class Training:
         if not self._having(sums):
             raise _gone()
         self.record.enter(value, self._replica_set.backend.link, sums)
-        self._trim()
+        self.trim()
 
     def keeps(self, slots: Sequence[ReplicaSlot], leaves: Sequence[Tensor]) -> bool:
         """Whether a backward's gradients of some leaves, summed among the replicas of some slots,
@@ -406,6 +407,19 @@ class Training:
             and {slot for slot, _ in holders} == {*slots}
             and trained.issuperset(map(id, leaves))
         )
+
+    def reads(self) -> bool:
+        """Whether all replicas that have the weights can read what others of them left in memory,
+        and compute on the CPU as the master's does.
+        """
+        readers = self.readers()
+        on_cpu = all(slot.hello is not None and slot.hello.device == "cpu" for slot in readers)
+        shares = all(getattr(slot.client, "shares", False) for slot in readers)
+        return bool(readers) and on_cpu and shares and self.parameters()[0].device.type == "cpu"
+
+    def readers(self) -> list[ReplicaSlot]:
+        """The slots of the replicas that have the weights."""
+        return [slot for slot, _ in self._holders()]
 
     def fetch(self, sums: GradientSum) -> Sequence[Tensor]:
         """Gradients that replicas keep."""
@@ -424,6 +438,7 @@ class Training:
         asked = GradientNorm(_terms(found), float(norm_type), torch.get_num_threads())
         with self._replica_set.lock:
             while there := self._having(_sums(found)):
+                self.record.enter_sums(_sums(found))
                 answer = self._ask(*there[0], wanted=asked)
                 if answer is not None and answer[0].value is not None:
                     device = self.parameters()[0].device
@@ -458,7 +473,7 @@ class Training:
                 if isinstance(grad, RemoteGradient):
                     grad.state.become((Term(clipped, row),), zeros=False)
 
-    def _trim(self) -> None:
+    def trim(self) -> None:
         """Let go of entries that all replicas have made."""
         self.record.trim(min([slot.trained[name] for slot, name in self._holders()], default=0))
 
@@ -467,7 +482,7 @@ class Training:
         for slot, name in self._holders():
             if slot.trained[name] < self.record.number:
                 self._ask(slot, name, wanted=None)
-        self._trim()
+        self.trim()
 
     def _ask(
         self, slot: ReplicaSlot, name: int, wanted: str | int | GradientNorm | None

@@ -125,6 +125,7 @@ class Replica:
         self._kept: dict[int, Sequence[Tensor | None]] = {}
         self._trainings: dict[int, ReplicaTraining] = {}
         self._reduced: Reduced | None = None
+        self._left = 0
         self.groups = collective.Groups(device=device)
 
     def forward(
@@ -252,7 +253,7 @@ class Replica:
         work: Callable[[], Parcel],
         request: ForwardRequest | BackwardRequest,
     ) -> Reply:
-        value, failure, self._reduced = None, None, None
+        value, failure, self._reduced, self._left = None, None, None, 0
         process = os.getpid()
         self._laps.begin(0)
         with warnings.catch_warnings(record=True) as caught:
@@ -293,11 +294,12 @@ class Replica:
             failure=failure,
             seconds=laps[-1] - laps[0],
             revision=revision,
-            size=back.size,
+            size=back.size - self._left,
             reached=reached,
             laps=laps,
             memory=self._memory.now(),
             reduced=self._reduced,
+            passed=self._left,
             training=self._trained(request.model),
         )
 
@@ -556,9 +558,12 @@ class Replica:
         parcel = early.parcel(found, back) if early is not None else None
         if parcel is not None:
             return parcel
-        return codec.encode(
+        parcel, _ = codec.encode(
             tuple(found), back, "gradients", requires_grad=request.derived is not None
-        )[0]
+        )
+        if request.stays and type(parcel.packet) is not bytes:
+            self._left = sum(grad.nbytes for grad in found[: request.stays] if grad is not None)
+        return parcel
 
     def _ends(self, request: BackwardRequest) -> bool:
         """Whether the driver's torch frees its nodes of the graphs with this backward: it keeps

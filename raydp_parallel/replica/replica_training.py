@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from raydp_parallel import devices
-from raydp_parallel.devices.ranges import Attachment, MemoryRange
 from raydp_parallel.replica import exceptions
+from raydp_parallel.replica.kept_sums import KeptSum, TermSum
+from raydp_parallel.replica.sliced_optimizer import SlicedOptimizer
 from raydp_parallel.state.optimizer_state import options_of, pack_state, put_state
 from raydp_parallel.state.replica_module import ReplicaModule
 from raydp_parallel.transport import codec
-from raydp_parallel.transport.links import Attachments
+from raydp_parallel.transport.links import Attachments, ReadAttachments
 from raydp_parallel.transport.messages import (
     GradientNorm,
     GradientTerms,
@@ -27,14 +28,8 @@ from raydp_parallel.transport.messages import (
     TrainingSnapshot,
     TrainingStart,
     TrainingStep,
+    TrainingSum,
 )
-
-
-class _SharedAttachments(Attachments):
-    """Attachments that other replicas read too, so that nothing is written to where it lies."""
-
-    def take(self, packet: Attachment) -> MemoryRange | None:
-        return None
 
 
 class ReplicaTraining:
@@ -54,6 +49,7 @@ class ReplicaTraining:
         self._sums = sums
         self._device = device
         self._optimizer: Any = None
+        self._sliced: SlicedOptimizer | None = None
         self._slots: Sequence[int] = ()
 
     def follow(self, replica_module: ReplicaModule, news: TrainingNews | None) -> None:
@@ -67,6 +63,7 @@ class ReplicaTraining:
         for group, at, slot in self._places():
             old, new = group["params"][at], now[slot]
             if new is not old:
+                self._join()
                 with torch.no_grad():
                     new.copy_(old)
                 group["params"][at] = new
@@ -89,7 +86,7 @@ class ReplicaTraining:
         One that raises an exception counts as made, as far as it came: in the driver's process a
         step that fails leaves what it had changed, too.
         """
-        shared = _SharedAttachments(attachments.link, attachments.beside)
+        shared = ReadAttachments(attachments.link, attachments.beside)
         for entry in news.entries:
             if entry.number <= self.number:
                 continue
@@ -100,8 +97,13 @@ class ReplicaTraining:
                 )
             value: Any = None
             try:
-                value, _ = codec.decode(entry.value, shared, self._device)
-                self._make(value, replica_module)
+                value = entry.value
+                if isinstance(value, TrainingSum):
+                    chunks = [shared.open(packet) for packet in value.packets]
+                    self._sums[value.key] = KeptSum(value.layout, chunks)
+                else:
+                    value, _ = codec.decode(value, shared, self._device)
+                    self._make(value, replica_module)
             except BaseException as error:
                 if news.anew:
                     raise
@@ -128,6 +130,7 @@ class ReplicaTraining:
             {**options, "params": [now[slot] for slot in slots]}
             for options, slots in zip(start.options, start.slots, strict=True)
         ]
+        self._sliced = None
         self._optimizer = start.kind(groups, **start.keywords)
         for group, options in zip(self._optimizer.param_groups, start.options, strict=True):
             group.update(options)  # a constructor may have set them
@@ -140,15 +143,34 @@ class ReplicaTraining:
     def _parameters(self) -> list[Tensor]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
+    def _join(self) -> None:
+        """Let the optimizer have the state of its parameters as a whole."""
+        if self._sliced is not None:
+            self._sliced.join()
+            self._sliced = None
+
     def _step(self, step: TrainingStep) -> None:
         for group, options in zip(self._optimizer.param_groups, step.options, strict=True):
             group.update(options)
         parameters = self._parameters()
+        terms = [
+            TermSum(grad, self._sums) if isinstance(grad, GradientTerms) else grad
+            for grad in step.grads
+        ]
+        if SlicedOptimizer.fits(self._optimizer, terms):
+            with torch.inference_mode(False), torch.enable_grad():
+                if self._sliced is not None and self._sliced.moved:
+                    self._join()
+                if self._sliced is None:
+                    self._sliced = SlicedOptimizer(self._optimizer)
+                self._sliced.step(terms)
+            return
+        self._join()
         threads = torch.get_num_threads()
         devices.use_threads(self._device, step.threads)
         try:
-            for parameter, grad in zip(parameters, step.grads, strict=True):
-                found = self._gradient(grad)
+            for parameter, grad in zip(parameters, terms, strict=True):
+                found = grad.whole() if isinstance(grad, TermSum) else grad
                 if found is None and grad is not None:
                     found = torch.zeros_like(parameter)
                 parameter.grad = found
@@ -163,23 +185,6 @@ class ReplicaTraining:
             for parameter in parameters:
                 parameter.grad = None
             devices.use_threads(self._device, threads)
-
-    def _gradient(self, found: Any) -> Tensor | None:
-        """A gradient that came with a message, or that the replica keeps."""
-        if not isinstance(found, GradientTerms):
-            return found  # type: ignore[no-any-return]
-        total: Tensor | None = None
-        for key, row in found.terms:
-            term = self._sums[key][row]
-            assert term is not None
-            if total is None and len(found.terms) == 1 and not found.zeros:
-                return term
-            if total is None:
-                total = torch.zeros_like(term) if found.zeros else term.clone()
-                if not found.zeros:
-                    continue
-            total.add_(term)
-        return total
 
     def _clipped(self, clip: TrainingClip) -> Sequence[Tensor]:
         """Gradients with a norm, or with values, that are not too large, by parameter."""
@@ -205,7 +210,7 @@ class ReplicaTraining:
         grads = []
         for parameter, one in zip(self._parameters(), found, strict=True):
             if one is not None:
-                grad = self._gradient(one)
+                grad = TermSum(one, self._sums).whole()
                 grads.append(torch.zeros_like(parameter) if grad is None else grad)
         return [grad.detach() for grad in grads]
 
@@ -223,6 +228,7 @@ class ReplicaTraining:
 
     def _snapshot(self) -> TrainingSnapshot:
         """The options, the parameters and the optimizer's state of now."""
+        self._join()
         weights = tuple([parameter.detach() for parameter in self._parameters()])
         options = options_of(self._optimizer.param_groups)
         return TrainingSnapshot(options, weights, *pack_state(self._optimizer))

@@ -231,6 +231,8 @@ class BackwardRequest(NamedTuple):
         part: As in `ForwardRequest`.
         narrow: The dtype that gradients of the model's leaves get if theirs is wider, and how many
             of the leaves, the first ones, those are; None leaves them as they are.
+        stays: How many of the leaves, the first ones, have gradients that other replicas read where
+            they lie, and not the driver.
     """
 
     model: int
@@ -252,6 +254,7 @@ class BackwardRequest(NamedTuple):
     training: TrainingNews | None = None
     part: TakePart | None = None
     narrow: tuple[torch.dtype, int] | None = None
+    stays: int = 0
 
 
 class TrainingEntry(NamedTuple):
@@ -259,11 +262,12 @@ class TrainingEntry(NamedTuple):
 
     Attributes:
         number: Its number; a replica enters each once.
-        value: The parcel of a `TrainingStart`, a `TrainingStep` or a `TrainingClip`.
+        value: The parcel of a `TrainingStart`, a `TrainingStep` or a `TrainingClip`; or a
+            `TrainingSum`.
     """
 
     number: int
-    value: Parcel
+    value: Parcel | TrainingSum
 
 
 class TrainingNews(NamedTuple):
@@ -310,6 +314,38 @@ class GradientTerms(NamedTuple):
 
     zeros: bool
     terms: tuple[tuple[int, int], ...]
+
+
+class SumRow(NamedTuple):
+    """One gradient of a `TrainingSum`.
+
+    Attributes:
+        dtype: Its dtype's name.
+        shape: Its sizes.
+        stride: Its strides, without gaps.
+        size: The number of its elements.
+        places: Of each chunk that has one, in order: the chunk's number, and its first byte there.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    size: int
+    places: tuple[tuple[int, int], ...]
+
+
+class TrainingSum(NamedTuple):
+    """Gradients of one backward, where the replicas left them: each replica adds them up.
+
+    Attributes:
+        key: The key under which the sums are kept.
+        layout: Pickled, of each gradient the fields of its `SumRow`; the same bytes in each step.
+        packets: The packets with the gradients of each chunk.
+    """
+
+    key: int
+    layout: bytes
+    packets: tuple[Any, ...]
 
 
 class TrainingStep(NamedTuple):
@@ -503,7 +539,7 @@ class Reply(NamedTuple):
             and in most answers.
         reduced: The result of summing gradients among replicas, if that was requested.
         missed: Whether nothing was done, because contents from another replica did not arrive.
-        passed: Bytes that this replica passed on to other replicas.
+        passed: Bytes that this replica passed on to other replicas, or left for them.
         training: The number of the last entry that the model's optimizer has made; 0 if the
             replica has none, -1 if that is not known.
         gathered: The parcel of what the chunks of a forward gathered, a tuple; only chunk 0 has it,

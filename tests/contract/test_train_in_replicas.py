@@ -192,10 +192,10 @@ def test_T1_large_weights_do_not_travel(two: Executor) -> None:
     assert same(*found)
 
 
-@pytest.fixture(scope="module")
-def exchanging(cluster: None) -> Iterator[Executor]:
-    """Two replicas that sum gradients among themselves, of any size."""
-    with Executor(["cpu"] * 2, options=replace(PLENTY, link="collective")) as executor:
+@pytest.fixture(scope="module", params=["collective", "shared"])
+def exchanging(cluster: None, request: pytest.FixtureRequest) -> Iterator[Executor]:
+    """Two replicas that sum gradients of any size among themselves, or where they lie."""
+    with Executor(["cpu"] * 2, options=replace(PLENTY, link=request.param)) as executor:
         yield executor
 
 
@@ -207,7 +207,7 @@ def test_T5_gradients_that_stay_in_the_replicas(
 ) -> None:
     """Accumulated in groups, and clipped by torch, which fetches them."""
     how: dict[str, Any] = {"steps": 8, "accumulated": 2, "groups": True}
-    options = replace(PLENTY, link="collective")
+    options = replace(PLENTY, link=exchanging.options.link)
     with contextlib.ExitStack() as stack:
         executor = exchanging
         if replicas > 2:
@@ -382,6 +382,27 @@ def test_T5_a_death_where_gradients_stay(exchanging: Executor, tmp_path: Path) -
     assert armed(tmp_path) == []
     assert same(found, expected)
     assert exchanging.stats().deaths >= deaths + 4
+
+
+def test_T5_gradients_outlive_the_replica_that_made_them(exchanging: Executor) -> None:
+    """They are looked at, and a step is made with them, when one of the replicas is gone."""
+    results = []
+    for inside in (False, True):
+        exchanging.grow()
+        model, optimizer = small(exchanging, inside=inside)
+        advance(model, optimizer, 0)
+        torch.manual_seed(1)
+        optimizer.zero_grad()
+        model(torch.randn(12, 6)).square().sum().backward()
+        if inside:
+            kill(exchanging, 0)
+        grads = [p.grad.mul(1) for p in model.module.parameters() if p.grad is not None]
+        optimizer.step()
+        advance(model, optimizer, 2)
+        results.append([*grads, *[t.clone() for t in model.state_dict().values()]])
+        if inside:
+            optimizer.close()
+    assert same(*results)
 
 
 def test_T2_the_last_holder_dies(two: Executor) -> None:

@@ -14,9 +14,15 @@ from raydp_parallel.transport.links.by_size import (
     link_for,
     shared_link,
 )
-from raydp_parallel.transport.links.exposed import Exposed
+from raydp_parallel.transport.links.exposed import Exposed, PassedOn
 from raydp_parallel.transport.links.inline import InlineLink
-from raydp_parallel.transport.links.link import Attachments, Link, MappedBuffer, ReservedMemory
+from raydp_parallel.transport.links.link import (
+    Attachments,
+    Link,
+    MappedBuffer,
+    ReadAttachments,
+    ReservedMemory,
+)
 from raydp_parallel.transport.links.mapped import ForeignMemory, Mappings
 from raydp_parallel.transport.links.object_store import Delivered, Deliveries, ObjectStoreLink
 from raydp_parallel.transport.links.shared import SharedLink
@@ -34,6 +40,8 @@ __all__ = [
     "Attachments",
     "Mappings",
     "ObjectStoreLink",
+    "PassedOn",
+    "ReadAttachments",
     "ReservedMemory",
     "SharedLink",
     "MappedBuffer",

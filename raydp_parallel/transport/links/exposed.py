@@ -8,6 +8,7 @@ it is known; otherwise its bytes are sent.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import resource
@@ -19,7 +20,7 @@ import torch
 
 from raydp_parallel.devices import forks
 from raydp_parallel.devices.buffers import Descriptor, describe
-from raydp_parallel.transport.links.mapped import keep_to_itself
+from raydp_parallel.transport.links.mapped import ForeignMemory, keep_to_itself
 
 log = logging.getLogger("raydp_parallel")
 
@@ -53,6 +54,28 @@ class Exposed:
     def copy(self) -> np.ndarray:
         """A copy of its bytes as they are now."""
         return _seen_by_numpy(self.storage).copy()
+
+
+class PassedOn(Exposed):
+    """Memory that one process lent to this one, for others to read. This process holds its file, so
+    it can be read when its owner is gone.
+
+    Args:
+        memory: The memory, whose lease must not end before the others have read it.
+
+    Raises:
+        OSError: Its owner is gone already.
+    """
+
+    def __init__(self, memory: ForeignMemory) -> None:
+        found, path = memory.descriptor, f"/proc/{os.getpid()}/fd/{memory.file()}"
+        # Tokens of its owner mean other memory here; no other segment has its inode.
+        super().__init__(memory, found._replace(token=-found.inode, path=path, lease=0))
+
+    def copy(self) -> np.ndarray:
+        """A copy of its bytes."""
+        piece = self.storage.piece()
+        return np.frombuffer(ctypes.string_at(piece.address, piece.size), dtype=np.uint8)
 
 
 class _Exposures:

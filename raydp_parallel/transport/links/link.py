@@ -144,3 +144,11 @@ class Attachments:
         `Link.take`.
         """
         return None if type(packet) is bytes else self.link.take(self.find(packet))
+
+
+class ReadAttachments(Attachments):
+    """Attachments that others read, too, so that nothing is written to where it lies."""
+
+    def take(self, packet: Attachment) -> MemoryRange | None:
+        """Nothing: what is written to has to be a copy."""
+        return None
