@@ -125,7 +125,6 @@ class Replica:
         self._kept: dict[int, Sequence[Tensor | None]] = {}
         self._trainings: dict[int, ReplicaTraining] = {}
         self._reduced: Reduced | None = None
-        self._left = 0
         self.groups = collective.Groups(device=device)
 
     def forward(
@@ -253,7 +252,7 @@ class Replica:
         work: Callable[[], Parcel],
         request: ForwardRequest | BackwardRequest,
     ) -> Reply:
-        value, failure, self._reduced, self._left = None, None, None, 0
+        value, failure, self._reduced = None, None, None
         process = os.getpid()
         self._laps.begin(0)
         with warnings.catch_warnings(record=True) as caught:
@@ -294,12 +293,12 @@ class Replica:
             failure=failure,
             seconds=laps[-1] - laps[0],
             revision=revision,
-            size=back.size - self._left,
+            size=back.size - back.left,
             reached=reached,
             laps=laps,
             memory=self._memory.now(),
             reduced=self._reduced,
-            passed=self._left,
+            passed=back.left,
             training=self._trained(request.model),
         )
 
@@ -562,7 +561,7 @@ class Replica:
             tuple(found), back, "gradients", requires_grad=request.derived is not None
         )
         if request.stays and type(parcel.packet) is not bytes:
-            self._left = sum(grad.nbytes for grad in found[: request.stays] if grad is not None)
+            back.left = sum(grad.nbytes for grad in found[: request.stays] if grad is not None)
         return parcel
 
     def _ends(self, request: BackwardRequest) -> bool:

@@ -103,12 +103,16 @@ class Link(Protocol):
 class Attachments:
     """The packets of one message: small packets lie in the message, the others beside it, under
     numbers.
+
+    Attributes:
+        size: Bytes of tensors.
+        left: How many of them are for other processes than the one that gets the message.
     """
 
     def __init__(self, link: Link, beside: Sequence[Attachment] = ()) -> None:
         self.link = link
         self.beside = list(beside)
-        self.size = 0
+        self.size = self.left = 0
 
     def send(self, pieces: Sequence[MemoryRange], offsets: Sequence[int], size: int) -> Attachment:
         """Send bytes; returns what stands for them in the message: bytes or a number."""
