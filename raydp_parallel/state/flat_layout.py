@@ -75,6 +75,20 @@ class Flat:
         """The whole run."""
         return devices.piece(self.bytes)
 
+    def follow(self, other: Flat) -> None:
+        """Copy all of another run of the same blocks. See `copied`."""
+        devices.load(self.bytes, other.piece())
+
+    def copied(self) -> Tensor:
+        """A copy of the run.
+
+        By one thread: torch takes several from 32 KB on, and helper threads of this process would
+        wait for cores on which those of another one spin (see `devices.cores`).
+        """
+        found = torch.empty_like(self.bytes)
+        devices.load(found, self.piece())
+        return found
+
     def load(self, blocks: Sequence[int], offsets: Sequence[int], source: MemoryRange) -> None:
         """Copy some blocks, each from an offset of ``source``; neighbours are copied together."""
         for here, there, size in self._joined(blocks, offsets):

@@ -49,7 +49,7 @@ class Buffers:
         for block, run in zip(self._driver.blocks, self._driver.runs, strict=True):
             devices.load(run, chosen[block].driver())
             chosen[block].lie(devices.piece(run))
-        self._told.bytes.copy_(self._driver.bytes)
+        self._told.follow(self._driver)
 
     def look(self) -> None:
         """Begin to compare, to find the blocks that were written to."""
@@ -100,7 +100,7 @@ class Buffers:
 
     def settle(self) -> None:
         """Note that all blocks hold the driver's bytes."""
-        self._told.bytes.copy_(self._driver.bytes)
+        self._told.follow(self._driver)
         self._answer, self._report = list, UNNAMED
 
     def adopt(self, sources: Mapping[int, BlockSource]) -> None:

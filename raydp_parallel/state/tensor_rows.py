@@ -56,7 +56,7 @@ class Rows:
 
     def kept(self) -> Callable[[], dict[int, Tensor]]:
         """A function that returns the contents of now, by slot, whatever is read later."""
-        return functools.partial(self._by_slot, self.flat.bytes.clone())
+        return functools.partial(self._by_slot, self.flat.copied())
 
     def _by_slot(self, run: Tensor) -> dict[int, Tensor]:
         return dict(zip(self.slots, self._shown(run), strict=True))
