@@ -7,6 +7,7 @@ only, never on the replica that runs it.
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections import deque
@@ -33,6 +34,11 @@ from raydp_parallel.state.tracker import ModuleTracker
 from raydp_parallel.transport.call_bytes import unseal
 from raydp_parallel.transport.links import Link
 from raydp_parallel.transport.message_bytes import pack
+
+log = logging.getLogger("raydp_parallel")
+
+_PATIENCE = 60.0
+"""Seconds that `Executor.close` waits for replicas which train, and may be busy."""
 
 _RECENT = 4
 """Modules of the functional interface that stay in the replicas after a call, so that the next call
@@ -69,6 +75,7 @@ class Executor:
         self._every = device_ids is None
         self.device_ids = normalize(device_ids, self.options) if device_ids != () else []
         self._replica_set = ReplicaSet(self.options)
+        self._replica_set.before_leaving = weakref.WeakMethod(self._bring_to_safety)
         self.recorder = self._replica_set.recorder
         self.replays = self._replica_set.replays
         self.groups = ReplicaGroups(self._replica_set)
@@ -128,17 +135,26 @@ class Executor:
 
     def close(self) -> None:
         """End the replicas. Their graphs are lost; what the driver holds is not, and what
-        `DataParallel.optimizer` trained is fetched first. May be called twice.
+        `DataParallel.optimizer` trained is fetched first, if that takes no longer than a minute:
+        replicas may be busy, with a call of another thread. May be called twice.
 
         In a forked process it ends nothing: the replicas are the parent's.
         """
         if self._replica_set.forked:
             return
+        trained = [t.training for t in [*self._trackers.values()] if t.training is not None]
+        patience = threading.Timer(_PATIENCE, self._wait_no_more)
+        patience.daemon = True
         try:
-            self._end_trainings()
+            if trained and not self.closed:
+                patience.start()
+                for training in trained:
+                    training.end()
+                self._behind.clear()
         finally:  # also after Ctrl-C: nothing would end the replicas later
             self._replica_set.release()
             with self._replica_set.lock:
+                patience.cancel()
                 if not self._replica_set.closed:
                     self._replica_set.closed = True
                     try:
@@ -146,12 +162,16 @@ class Executor:
                     finally:
                         self._replica_set.close()
 
-    def _end_trainings(self) -> None:
-        """Bring the masters up to date that are trained in the replicas."""
+    def _wait_no_more(self) -> None:
+        """End the replicas while `close` waits for them, or for a thread that does."""
+        log.warning("close() waited for %g s for replicas that train, and ends them now", _PATIENCE)
+        self._replica_set.backend.stop([slot.client for slot in self._replica_set.ready()])
+
+    def _bring_to_safety(self, going: Sequence[ReplicaSlot]) -> None:
+        """Fetch what some replicas, which are about to end, are the last to have."""
         for tracker in [*self._trackers.values()]:
-            if tracker.training is not None and not self.closed:
-                tracker.training.end()
-        self._behind.clear()
+            if tracker.training is not None:
+                tracker.training.bring_to_safety(going)
 
     def note_behind(self, training: Any, behind: bool) -> None:
         """Keep what trains in the replicas for as long as the master lacks steps, although the

@@ -11,9 +11,10 @@ and by any way to its memory that was given away.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,15 @@ log = logging.getLogger("raydp_parallel")
 _aten = torch.ops.aten
 _DONE: Any = object()
 """The result of an operation that gives none, and needs no values."""
+
+
+@contextlib.contextmanager
+def ordinarily() -> Iterator[None]:
+    """Make ordinary tensors in the block, without a graph, whatever mode the program is in: they
+    are used outside of it, too.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class SharedGradients(NamedTuple):
@@ -87,7 +97,8 @@ class GradientSum:
     def row(self, number: int) -> Tensor:
         """The gradient of a row."""
         if self._found is None:
-            self._found = self._fetch(self)
+            with ordinarily():
+                self._found = self._fetch(self)
         return self._found[number]
 
     def __del__(self) -> None:
@@ -129,22 +140,27 @@ class GradientState:
     def value(self, like: Tensor) -> Tensor:
         """The gradient itself, in memory of this process."""
         if self._value is None:
-            if self.blank is not None:
-                value = self.blank()
-                self._given_away = True
-            elif self.zeros:
-                value = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-                value = value.as_strided(like.shape, like.stride()) if value.numel() else value
-            else:
-                first = self.terms[0]
-                value = torch.empty_strided(
-                    like.shape, like.stride(), dtype=like.dtype, device=like.device
-                )
-                value.copy_(first.sums.row(first.row))
-            for term in self.terms if self.zeros else self.terms[1:]:
-                value.add_(term.sums.row(term.row).to(like.device))
+            with ordinarily():
+                value = self._made(like)
             self._value, self._version = value, value._version
         return self._value
+
+    def _made(self, like: Tensor) -> Tensor:
+        if self.blank is not None:
+            value = self.blank()
+            self._given_away = True
+        elif self.zeros:
+            value = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
+            value = value.as_strided(like.shape, like.stride()) if value.numel() else value
+        else:
+            first = self.terms[0]
+            value = torch.empty_strided(
+                like.shape, like.stride(), dtype=like.dtype, device=like.device
+            )
+            value.copy_(first.sums.row(first.row))
+        for term in self.terms if self.zeros else self.terms[1:]:
+            value.add_(term.sums.row(term.row).to(like.device))
+        return value
 
     @property
     def untouched(self) -> bool:

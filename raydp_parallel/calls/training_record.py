@@ -35,6 +35,7 @@ from raydp_parallel.calls.remote_gradients import (
     Term,
     lies_remote,
     local,
+    ordinarily,
 )
 from raydp_parallel.calls.training_entries import PackedEntry, Record, packed
 from raydp_parallel.cluster.backend import Death
@@ -178,7 +179,8 @@ class Training:
     def ended(self) -> bool:
         """Whether it trains no more: the model was given back, or its executor was closed."""
         known = self._executor.known(self.tracker.module)
-        return self.tracker.training is not self or known is not self.tracker
+        over = self._executor.closed or known is not self.tracker
+        return over or self.tracker.training is not self
 
     @property
     def trains(self) -> bool:
@@ -338,7 +340,7 @@ class Training:
     def step(self) -> None:
         """Enter a step with the gradients and the options of now."""
         self._check_open()
-        with self._replica_set.lock:
+        with self._replica_set.lock, ordinarily():
             self._check_groups()
             self.check()
             self._take_coming()
@@ -350,7 +352,7 @@ class Training:
                     if parameter.grad is not None:
                         parameter.grad = local(parameter.grad)
                 device = self.parameters()[0].device
-                with devices.drawing_from(device, self._seed()):
+                with devices.drawing_from(device, self._seed()), torch.enable_grad():
                     self.optimizer.step()
                 self.steps += 1
                 self._synced = self.steps
@@ -563,7 +565,7 @@ class Training:
         """
         if not self.behind:
             return
-        with self._replica_set.lock:
+        with self._replica_set.lock, ordinarily():
             if self.ended:
                 raise self._lost_for_good()
             while self.behind:
@@ -663,7 +665,7 @@ class Training:
         self.tracker.training = None
         self.tracker.own({})
         return StateLost(
-            f"the replicas that had made step {last} have ended, with their cluster: weights and "
+            f"the replicas that had made step {last} have ended: weights and "
             f"optimizer are as of the last sync, after step {self.steps}. Make another optimizer "
             "with model.optimizer(), and load the state_dict() of this one, to go on from there"
         )
@@ -698,16 +700,27 @@ class Training:
         and raised where the weights are asked for next. Steps cannot be had later, so edits in the
         driver are overwritten.
         """
+        try:
+            self._rescue()
+        finally:
+            if not self.behind:
+                self.tracker.training = None
+
+    def bring_to_safety(self, going: Sequence[ReplicaSlot]) -> None:
+        """`end`, if the replicas that are about to end are the last ones that have all steps, while
+        others stay.
+        """
+        if self.behind and not self.ended and {slot for slot, _ in self._holders()} <= {*going}:
+            self._rescue()
+
+    def _rescue(self) -> None:
         steps = self.steps
         try:
             self._warn_of_edits()
             self.sync()
         except Exception as error:
             self.steps = steps
-            log.error("the replicas end, and the last steps are lost with them: %s", error)
-        finally:
-            if not self.behind:
-                self.tracker.training = None
+            log.error("replicas end, and the last steps are lost with them: %s", error)
 
 
 def _sums(grads: Sequence[Tensor | None]) -> list[GradientSum]:

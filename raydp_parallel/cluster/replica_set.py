@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from raydp_parallel import cluster, devices
@@ -39,6 +39,7 @@ class ReplicaSet:
         recorder: The record of where time went.
         closed: Whether the executor was closed.
         replays: Whether another replica takes over when one dies.
+        before_leaving: Gives what is called with replicas that are about to end, while others stay.
     """
 
     def __init__(self, options: Options) -> None:
@@ -50,6 +51,8 @@ class ReplicaSet:
         self.recorder = Recorder(options.name or program())
         self.closed = False
         self.replays = options.on_fault == "replay"
+        self.before_leaving: Callable[[], Callable[[Sequence[ReplicaSlot]], None] | None]
+        self.before_leaving = lambda: None
         self._backend: Backend | None = None
         self._respawner: Respawner | None = None
         forks.tell_child(self)
@@ -172,9 +175,12 @@ class ReplicaSet:
             slot for slot in self.ready() if slot.hello is not None and slot.hello.node in leaving
         ]
         staying = {slot.place.kind for slot in self.ready() if slot not in going}
+        # The end of others, if it comes, is handled as a death.
+        going = [slot for slot in going if slot.place.kind in staying]
+        bring_to_safety = self.before_leaving()
+        if going and bring_to_safety is not None:
+            bring_to_safety(going)
         for slot in going:
-            if slot.place.kind not in staying:
-                continue  # its end, if it comes, is handled as a death
             self.backend.stop([slot.client])
             self.backend.release([slot.place])
             log.info("%s was left, because its node is about to end", slot)

@@ -256,6 +256,67 @@ def test_T5_nothing_but_inputs_and_answers_travels(exchanging: Executor) -> None
     assert sent[0] < 1_000_000 < sent[1], sent
 
 
+@pytest.mark.parametrize("clipped", ["", "by the optimizer", "by torch"])
+def test_T5_an_edit_between_backward_and_step(clipped: str, exchanging: Executor) -> None:
+    """The step is made with the gradients as they were and the weights as they are; while the
+    master is behind, the edit is refused, and the step is made after a sync.
+    """
+    found = []
+    for inside in (True, False):
+        model, optimizer = small(exchanging, inside)
+        for step in range(4):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            model(torch.randn(8, 6)).square().mean().backward()
+            if step == 1:
+                model.state_dict()
+            if step == 1 or (inside and step == 3):
+                with torch.no_grad():
+                    model._master[0].weight.mul_(0.5)
+            if inside and step == 3:
+                assert isinstance(raised(optimizer.step), StateChanged)
+                model.sync()
+            if clipped == "by the optimizer" and inside:
+                optimizer.clip_grad_norm_(0.01)
+            elif clipped:
+                torch.nn.utils.clip_grad_norm_(model._master.parameters(), 0.01)
+            optimizer.step()
+        found.append([t.clone() for t in model.state_dict().values()])
+    assert same(*found)
+
+
+def test_T5_gradients_under_inference_mode(exchanging: Executor) -> None:
+    """Used, changed and zeroed there, and steps and syncs made there: all can be used outside."""
+    found = []
+    for inside in (True, False):
+        model, optimizer = small(exchanging, inside)
+        net = model._master
+        for step in range(5):
+            torch.manual_seed(step)
+            if step == 3:
+                with torch.inference_mode():
+                    optimizer.zero_grad(set_to_none=False)
+            else:
+                optimizer.zero_grad()
+            model(torch.randn(8, 6)).square().mean().backward()
+            with torch.inference_mode():
+                found.append(net[0].weight.grad.norm().clone())
+                net[0].bias.grad.mul_(0.5)
+                if step == 1:
+                    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+                if inside and step == 2:
+                    optimizer.clip_grad_norm_(0.01)
+                    optimizer.step()
+                    model.sync()
+            if not inside and step == 2:
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+            if not inside or step != 2:
+                optimizer.step()
+        found += [t.clone() for t in model.state_dict().values()]
+    half = len(found) // 2
+    assert same(found[:half], found[half:])
+
+
 # --- whatever dies ---
 
 

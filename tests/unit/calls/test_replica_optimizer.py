@@ -7,8 +7,12 @@ from __future__ import annotations
 import collections
 import copy
 import gc
+import os
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +21,15 @@ import torch
 from harness import raised
 from torch import nn
 
-from raydp_parallel import DataParallel, Executor, Options, StateChanged
+from raydp_parallel import (
+    DataParallel,
+    Executor,
+    ExecutorClosed,
+    Options,
+    ReplicaDied,
+    StateChanged,
+    StateLost,
+)
 
 HERE = Options(in_process=True, threads=1)
 
@@ -375,6 +387,87 @@ def test_T3_ctrl_c_while_the_executor_fetches_the_steps(monkeypatch: pytest.Monk
     monkeypatch.setattr(optimizer.training, "sync", interrupted)
     assert isinstance(raised(executor.close), KeyboardInterrupt)
     assert executor.closed
+
+
+def test_T3_the_last_copy_on_a_node_that_is_drained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is fetched before its replica is left."""
+    options = Options(in_process=True, threads=1, elastic=True)
+    with Executor(["cpu"] * 2, options=options) as executor:
+        torch.manual_seed(0)
+        net = nn.Linear(6, 2)
+        model = DataParallel(net, ["cpu"], executor=executor)
+        optimizer = model.optimizer(torch.optim.Adam, lr=0.01)
+        for step in range(2):
+            advance(model, optimizer, step)
+        first, second = executor.replica_set.slots.values()
+        assert second.hello is not None and model.stats().steps_behind == 2
+        second.hello, before = second.hello._replace(node="another"), first.client
+        nodes = iter([{"driver"}])
+        monkeypatch.setattr(executor.replica_set.backend, "leaving", lambda: next(nodes, ()))
+        out = model(torch.ones(4, 6))
+        assert not (first.ready and first.client is before)
+        assert model.stats().steps_behind == 0
+        advance(model, optimizer, 2)
+        model.sync()
+        found = [p.detach().clone() for p in net.parameters()]
+        assert torch.equal(out, expected_after(net, 2)(torch.ones(4, 6)))
+    assert all(map(torch.equal, found, expected_after(net, 3).parameters()))
+
+
+def expected_after(net: nn.Module, steps: int) -> nn.Module:
+    """What so many steps in this process make of a module like this."""
+    torch.manual_seed(0)
+    other = nn.Linear(6, 2)
+    optimizer = torch.optim.Adam(other.parameters(), lr=0.01)
+    for step in range(steps):
+        advance(other, optimizer, step)  # type: ignore[arg-type]  # as a wrapper
+    return other
+
+
+class Sleepy(nn.Module):
+    """Says that it sleeps, and does so for long, if the batch asks for it."""
+
+    def __init__(self, pipe: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+        self.pipe = pipe
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if float(x.detach()[0, 0]) == 7.0:
+            Path(self.pipe).write_text("asleep")
+            time.sleep(600)
+        return self.linear(x)
+
+
+def test_T3_closing_while_replicas_are_busy(
+    cluster: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It waits for them, but not for ever; what is lost is raised where it is asked for."""
+    monkeypatch.setattr("raydp_parallel.calls.executor._PATIENCE", 0.5)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    executor = Executor(["cpu"])
+    model = DataParallel(Sleepy(str(pipe)), executor=executor)
+    optimizer = model.optimizer(torch.optim.Adam, lr=0.01)
+    advance(model, optimizer, 0)
+    before = [p.detach().clone() for p in model._master.parameters()]
+    errors: list[BaseException] = []
+    call = threading.Thread(
+        target=lambda: errors.append(raised(lambda: model(torch.full((2, 6), 7.0))))
+    )
+    call.start()
+    assert pipe.read_text() == "asleep"
+    executor.close()
+    call.join()
+    assert isinstance(errors[0], (ReplicaDied, ExecutorClosed)), errors
+    assert "close() waited" in caplog.text and "lost" in caplog.text
+    error = raised(model.state_dict)
+    assert isinstance(error, StateLost) and "after step 0" in str(error)
+    assert all(map(torch.equal, before, model.state_dict().values()))
+    assert isinstance(raised(optimizer.step), ExecutorClosed)
 
 
 # --- edits of the state ---
