@@ -4,7 +4,7 @@ would.
 
 from __future__ import annotations
 
-from raydp_parallel.batch import gather, register_batch_type, scatter, scatter_kwargs
+from raydp_parallel.batch import ChunkRefs, gather, register_batch_type, scatter, scatter_kwargs
 from raydp_parallel.calls.executor import Executor, shutdown
 from raydp_parallel.data_parallel import DataParallel, data_parallel
 from raydp_parallel.errors import (
@@ -41,6 +41,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Advice",
+    "ChunkRefs",
     "ClusterError",
     "DataParallel",
     "DriverSeconds",

@@ -45,6 +45,7 @@ from raydp_parallel.devices import ambient_state
 from raydp_parallel.monitoring.stats import Advice, ExecutorStats
 from raydp_parallel.options import Options
 from raydp_parallel.replica import loss_call, replica
+from raydp_parallel.replica.actor import fetched
 from raydp_parallel.replica.loss_call import LossCall
 from raydp_parallel.state.tracker import check_devices
 from raydp_parallel.transport.messages import Called
@@ -724,6 +725,9 @@ class DataParallel(nn.DataParallel[T]):
 
     def _in_place(self, called: Called, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         function = replica.callee(self._master, called)
+        if batch.holds_refs((inputs, kwargs)):
+            place = _module_device(self._master)
+            inputs, kwargs = batch.resolved((inputs, kwargs), fetched, place)
         wanted = forward.capturing.get()
         if wanted is None or wanted.module is not self._master:
             return function(*inputs, **kwargs)
@@ -757,6 +761,11 @@ class DataParallel(nn.DataParallel[T]):
     def _weighing(self, chunks: Sequence[Any], kwargs: Sequence[Any]) -> Iterator[None]:
         """Tell `gather` how many rows each chunk has; its arguments are upstream's."""
         rows = tuple(batch.rows(a, k, self.dim) for a, k in zip(chunks, kwargs, strict=True))
+        if not all(rows) and batch.holds_refs((chunks, kwargs)):
+            raise ValueError(
+                "Options(scalars='weighted_mean'): the rows of chunks are not known, because all "
+                "arguments are ChunkRefs; with_loss() counts them in the replicas"
+            )
         wanted = forward.capturing.get()
         if wanted is not None and wanted.module is self._master:
             wanted.rows = rows

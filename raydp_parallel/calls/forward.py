@@ -316,7 +316,13 @@ class ForwardCall:
         chunk, graph = self.chunks[number], self.graphs[number]
         value, root = chunk.message()
         grad = self.ambient.grad
-        parcel, tensors = codec.encode(value, attachments, root, requires_grad=grad)
+        refs: dict[Any, int] = {}
+        parcel, tensors = codec.encode(value, attachments, root, requires_grad=grad, refs=refs)
+        if refs and self.settings.per_sample and not chunk.rows:
+            raise ValueError(
+                "Options(rng='per_sample'): the rows of chunks are not known, because all "
+                "arguments are ChunkRefs; give one tensor with these rows, such as their numbers"
+            )
         self.inputs[number] = [t for t in tensors if t.requires_grad] if grad else []
         name = slot.name_of(chunk.tracker.id, chunk.slot)
         news = replay.news(chunk.tracker, slot, name, attachments)
@@ -344,9 +350,11 @@ class ForwardCall:
             part=part,
             samples=self._samples(number),
             compiled=self.settings.compiled if runs_module(chunk.called) else None,
+            stored=replay.attach(refs, attachments),
         )
         if graph is not None and self.executor.replays:
-            self.made[number] = request, replay.keep(parcel, tensors, "arguments")
+            kept = replay.keep(parcel, tensors, "arguments")
+            self.made[number] = request, kept._replace(refs=[*refs])
         return request if news is None else request._replace(training=news)
 
     def _samples(self, number: int) -> tuple[int, int] | None:

@@ -9,8 +9,8 @@ executor's own write-backs, it is refused: a silently different graph would be w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from raydp_parallel.errors import StateChanged
 from raydp_parallel.state.history import Mark
 from raydp_parallel.state.tracker import ModuleTracker
 from raydp_parallel.transport import codec
+from raydp_parallel.transport.chunk_ref import StoredObject
 from raydp_parallel.transport.links import INLINE_LIMIT, Attachments
 from raydp_parallel.transport.messages import (
     BackwardRequest,
@@ -39,12 +40,14 @@ class KeptForward(NamedTuple):
         tensors: Its tensors.
         versions: Their versions then.
         name: What they are, for errors.
+        refs: The references to objects of Ray's that the message has.
     """
 
     parcel: Parcel
     tensors: Sequence[Tensor]
     versions: Sequence[int]
     name: str
+    refs: Sequence[Any] = ()
 
     def again(self, attachments: Attachments) -> Parcel:
         """The parcel for another message."""
@@ -59,6 +62,11 @@ def keep(parcel: Parcel, tensors: Sequence[Tensor], name: str) -> KeptForward:
     """
     bare = parcel._replace(packet=None) if _takes_memory(parcel) else parcel
     return KeptForward(bare, [t.detach() for t in tensors], [*map(_version, tensors)], name)
+
+
+def attach(refs: Iterable[Any], attachments: Attachments) -> tuple[int, ...]:
+    """Attach objects of Ray's to a message; returns what stands for them there."""
+    return tuple([attachments.place(StoredObject(ref)) for ref in refs])
 
 
 def forward(
@@ -107,6 +115,7 @@ def forward(
             update=state,
             training=training,
             inputs=parcel,
+            stored=attach(inputs.refs, attachments),
             write_back=False,
             doubtful=(),
             forget=slot.forget(),

@@ -31,6 +31,7 @@ from raydp_parallel.transport.call_bytes import (
     shows,
     take_back,
 )
+from raydp_parallel.transport.chunk_ref import StoredObject
 from raydp_parallel.transport.direct_connection import Connection
 from raydp_parallel.transport.links import SHARE_LIMIT, Delivered, Exposed, ForeignMemory, Mappings
 
@@ -247,16 +248,15 @@ class ReplicaClient:
             else packet
             for packet in beside
         ]
-        if self.shares:
-            return beside
-        stored = [_stored(packet) for packet in beside]
-        return stored if self.line is None else [self._brought(packet) for packet in stored]
+        if not self.shares:
+            beside = [_stored(packet) for packet in beside]
+        return beside if self.line is None else [self._brought(packet) for packet in beside]
 
     def _brought(self, packet: Attachment) -> Attachment:
         """An attachment for the connection. If it lies in the object store, a Ray call of its own
-        delivers it.
+        delivers it, or the reference to it.
         """
-        if not isinstance(packet, ray_api.Ref):
+        if not isinstance(packet, (ray_api.Ref, StoredObject)):
             return packet
         self._deliveries += 1
         self.actor.deliver.remote(self._deliveries, packet)

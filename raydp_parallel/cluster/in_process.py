@@ -17,9 +17,15 @@ from raydp_parallel.cluster.backend import Death, DevicePlace, OnAnswer, TaskLab
 from raydp_parallel.devices.ranges import Attachment
 from raydp_parallel.devices.specs import ReplicaHello
 from raydp_parallel.options import Options
+from raydp_parallel.replica.actor import fetched
 from raydp_parallel.replica.server import ReplicaServer
 from raydp_parallel.transport.links import Link, link_for
 from raydp_parallel.transport.messages import Package
+
+
+class _Server(ReplicaServer):
+    def _get(self, ref: Any) -> Any:
+        return fetched(ref)
 
 
 class InProcessClient:
@@ -30,7 +36,7 @@ class InProcessClient:
     """
 
     def __init__(self, link: Link) -> None:
-        self._server = ReplicaServer("cpu", link)
+        self._server = _Server("cpu", link)
 
     def call(self, method: str, header: bytes, beside: Any) -> Any:
         """Call a method of the server, and leave the driver's generators and settings as

@@ -18,7 +18,7 @@ from ray._private.worker import global_worker
 
 from raydp_parallel import devices
 from raydp_parallel.devices import process
-from raydp_parallel.errors import ReplicaError
+from raydp_parallel.errors import ReplicaError, TransferError
 from raydp_parallel.replica import exceptions
 from raydp_parallel.replica.server import ReplicaServer
 from raydp_parallel.transport.links import (
@@ -31,6 +31,26 @@ log = logging.getLogger("raydp_parallel")
 def _task_span(phase: str) -> Any:
     """A span in `ray timeline`, inside the task that runs."""
     return global_worker.core_worker.profile_event(phase.encode(), {"name": phase})  # type: ignore[attr-defined]
+
+
+def fetched(ref: Any) -> Any:
+    """An object of Ray's object store. If the task failed that was to make it, its own exception is
+    raised.
+
+    Raises:
+        TransferError: The object is lost.
+    """
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, Exception):
+            raise error.cause from error
+        raise TransferError(f"the task that was to make an argument failed: {error}") from error
+    except ray.exceptions.RayError as error:
+        raise TransferError(
+            "an argument that lies in Ray's object store cannot be had "
+            f"({type(error).__name__}): {error}"
+        ) from error
 
 
 def _refuse_debugger(*_: object, **__: object) -> None:
@@ -125,6 +145,9 @@ class ReplicaActor(ReplicaServer):
     def _session(self) -> str:
         node: Any = worker._global_node
         return Path(node.get_session_dir_path()).name
+
+    def _get(self, ref: Any) -> Any:
+        return fetched(ref)
 
     def _end(self) -> None:
         log.warning(

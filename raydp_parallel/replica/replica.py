@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from raydp_parallel import devices
+from raydp_parallel import batch, devices
 from raydp_parallel.devices import ambient_state, process
 from raydp_parallel.devices.ranges import MemoryRange
 from raydp_parallel.errors import GraphLost, StateChanged
@@ -385,6 +385,9 @@ class Replica:
             sample_rng.by_row(self.device, request.samples),
             captures as captured,
         ):
+            if request.stored:
+                stored = [attachments.find(number) for number in request.stored]
+                args, kwargs = batch.resolved((args, kwargs), lambda n: stored[n](), self.device)
             self._laps.begin(2)
             runs: Any = replica_module.module
             # A compiled module does not see hooks that come later.

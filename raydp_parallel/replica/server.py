@@ -16,6 +16,7 @@ from raydp_parallel import devices
 from raydp_parallel.devices import forks
 from raydp_parallel.devices.buffers import Arena, Descriptor, LeaseTable, SharedBuffer
 from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.errors import TransferError
 from raydp_parallel.monitoring.phases import OpenSpan, unseen
 from raydp_parallel.replica import exceptions
 from raydp_parallel.replica.replica import Replica
@@ -30,6 +31,7 @@ from raydp_parallel.transport.call_bytes import (
     shows,
     take_back,
 )
+from raydp_parallel.transport.chunk_ref import StoredObject
 from raydp_parallel.transport.frames import LineCut
 from raydp_parallel.transport.group_messages import HostStore, JoinGroup
 from raydp_parallel.transport.links import (
@@ -337,7 +339,15 @@ class ReplicaServer:
         """A packet, of what came in its place."""
         if isinstance(found, Descriptor):
             return self._mappings.find(found)
-        return self._deliveries.take(found, _PATIENCE) if isinstance(found, Delivered) else found
+        if isinstance(found, Delivered):
+            found = self._deliveries.take(found, _PATIENCE)
+        if isinstance(found, StoredObject):
+            return functools.partial(self._get, found.ref)
+        return found
+
+    def _get(self, ref: Any) -> Any:
+        """An object of Ray's object store."""
+        raise TransferError("this replica has no connection to Ray's object store")
 
     def _answer(
         self, work: Work, header: Any, beside: Sequence[Any], span: OpenSpan = unseen

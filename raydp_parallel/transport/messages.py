@@ -177,6 +177,8 @@ class ForwardRequest(NamedTuple):
             follow from them; None if they follow from the chunk's number.
         compiled: The settings of `torch.compile` for the module; None runs it as it is.
         played: With ``graph_only``: the parcel of what the chunks had gathered then, a tuple.
+        stored: The attachments that are objects in Ray's object store, by the numbers that
+            `ChunkRef`s among the `Arguments` have.
     """
 
     model: int
@@ -204,6 +206,7 @@ class ForwardRequest(NamedTuple):
     samples: tuple[int, int] | None = None
     compiled: Mapping[str, Any] | None = None
     played: Parcel | None = None
+    stored: tuple[int, ...] = ()
 
 
 class BackwardRequest(NamedTuple):

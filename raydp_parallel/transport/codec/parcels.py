@@ -24,7 +24,11 @@ from raydp_parallel.transport.messages import Parcel
 
 
 def encode(
-    value: Any, attachments: Attachments, root: str, requires_grad: bool = False
+    value: Any,
+    attachments: Attachments,
+    root: str,
+    requires_grad: bool = False,
+    refs: dict[Any, int] | None = None,
 ) -> tuple[Parcel, list[Tensor]]:
     """Make a parcel of ``value``; its tensors' bytes go into ``attachments``.
 
@@ -33,11 +37,12 @@ def encode(
         attachments: Where the bytes go.
         root: The name of ``value`` in an error about an object inside it.
         requires_grad: Whether tensors that require a gradient do so on the other side too.
+        refs: Takes references to objects of Ray's, see `take_apart`; None allows none.
 
     Returns:
         The parcel, and the tensors in the order of its specs.
     """
-    skeleton, tensors = take_apart(value, root)
+    skeleton, tensors = take_apart(value, root, refs)
     small = write_small(tensors, attachments, requires_grad)
     if small is not None:
         return Parcel(skeleton, *small), tensors

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from raydp_parallel.errors import TransferError
+from raydp_parallel.transport.chunk_ref import ChunkRef
 from raydp_parallel.transport.codec.pickler import Pickler
 from raydp_parallel.transport.messages import Parcel
 
@@ -28,8 +29,16 @@ No pickle begins with this byte.
 _ROW_OF_ONE = _ROW + bytes([True])
 
 
-def take_apart(value: Any, root: str) -> tuple[bytes, list[Tensor]]:
-    """A value's skeleton and its tensors; ``root`` names the value in an error."""
+def take_apart(
+    value: Any, root: str, refs: dict[Any, int] | None = None
+) -> tuple[bytes, list[Tensor]]:
+    """A value's skeleton and its tensors.
+
+    Args:
+        value: The value.
+        root: Its name in an error.
+        refs: Takes the references of its `ChunkRef`s, with their numbers; None allows none.
+    """
     if type(value) is Tensor:
         return _ALONE, [value]
     if type(value) is tuple and len(value) == 1 and type(value[0]) is Tensor:
@@ -38,7 +47,7 @@ def take_apart(value: Any, root: str) -> tuple[bytes, list[Tensor]]:
         present = bytes([part is not None for part in value])
         return _ROW + present, [part for part in value if part is not None]
     file = io.BytesIO()
-    pickler = _ValuePickler(file)
+    pickler = _ValuePickler(file, refs)
     try:
         pickler.dump(value)
     except Exception as error:
@@ -87,10 +96,11 @@ def loading(what: str) -> Iterator[None]:
 
 
 class _ValuePickler(Pickler):
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, refs: dict[Any, int] | None) -> None:
         super().__init__(file)
         self.tensors: list[Tensor] = []
         self.index: dict[int, int] = {}
+        self.refs = refs
 
     def persistent_id(self, value: Any) -> int | None:
         if not isinstance(value, Tensor):
@@ -99,6 +109,11 @@ class _ValuePickler(Pickler):
         if index == len(self.tensors):
             self.tensors.append(value)
         return index
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is ChunkRef and self.refs is not None:
+            return ChunkRef, (self.refs.setdefault(value.ref, len(self.refs)), value.prepare)
+        return super().reducer_override(value)
 
 
 class _ValueUnpickler(pickle.Unpickler):
@@ -115,7 +130,7 @@ _ADVICE = "Leave it out, make it where it is used, or give its class a __reduce_
 
 def _loadable(value: Any) -> bool:
     file = io.BytesIO()
-    pickler = _ValuePickler(file)
+    pickler = _ValuePickler(file, {})
     try:
         pickler.dump(value)
         _ValueUnpickler(io.BytesIO(file.getvalue()), pickler.tensors).load()
@@ -126,7 +141,7 @@ def _loadable(value: Any) -> bool:
 
 def _picklable(value: Any) -> bool:
     try:
-        _ValuePickler(io.BytesIO()).dump(value)
+        _ValuePickler(io.BytesIO(), {}).dump(value)
     except Exception:
         return False
     return True
