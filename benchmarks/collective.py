@@ -8,7 +8,7 @@ that sums begin when backward is over; and the object store, where everything go
 driver. At the end all must hold the same weights.
 
 It then counts the bytes through the driver per step, with 2 replicas and with 8 on two further
-nodes.
+nodes, and trains with AdamW in 2, 4 and 8 replicas on two nodes, beside DDP with as many processes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import torch
 from ray.cluster_utils import Cluster
 
 from benchmarks.measure import Asked, Effort, Report, Table, alone, interleaved
-from benchmarks.nets import perceptron
+from benchmarks.nets import MLP_ADAMW, perceptron
+from benchmarks.peers import IN_REPLICAS
 from benchmarks.peers.base import Peer
-from benchmarks.peers.here import Here
+from benchmarks.peers.here import Here, in_replicas
 from benchmarks.peers.processes import ddp
 from raydp_parallel import DataParallel, Executor, Options
 
@@ -61,13 +62,50 @@ def contender(link: Any, overlap: bool = True) -> tuple[Peer, Executor]:
     return Here(wrap, executor.close), executor
 
 
-def traffic(replicas: int, width: int, steps: int = 3) -> float:
-    """Bytes through the driver per step, for each byte of the model."""
-    gpus = [0, _GPUS] if replicas == 2 else [*range(replicas)]
-    with Executor(gpus, options=Options(metrics=False)) as executor:
+def _places(replicas: int) -> list[int]:
+    """So many places, half of them on each of the two further nodes."""
+    half = replicas // 2
+    return [*range(half), *range(_GPUS, _GPUS + half)]
+
+
+def inside(replicas: int, effort: Effort) -> dict[str, float]:
+    """Milliseconds of a step with AdamW in replicas on two nodes, and of DDP's."""
+    executor = Executor([*_places(replicas)], options=Options(metrics=False))
+    peers: dict[str, Peer] = {
+        _FIRST: ddp(replicas),
+        IN_REPLICAS: Here(
+            lambda net: DataParallel(net, executor=executor), executor.close, in_replicas
+        ),
+    }
+    for peer in peers.values():
+        peer.begin(MLP_ADAMW)
+    turns = {name: partial(_turn, peer, 1) for name, peer in peers.items()}
+    medians = interleaved(turns, effort.rounds(ROUNDS), min(2, effort.warmup))
+    sums = {name: peer.finish().checksum for name, peer in peers.items()}
+    if max(sums.values()) - min(sums.values()) > 1e-6 * max(sums.values()):
+        raise RuntimeError(f"different weights at the end, checksums {sums}")
+    for peer in peers.values():
+        peer.close()
+    return medians
+
+
+def traffic(replicas: int, width: int, steps: int = 3, trained: bool = False) -> float:
+    """Bytes through the driver per step, for each byte of the model.
+
+    Args:
+        replicas: How many replicas.
+        width: The model's width.
+        steps: How many steps are counted.
+        trained: Whether the optimizer is in the replicas.
+    """
+    with Executor(_places(replicas), options=Options(metrics=False)) as executor:
         net = perceptron(width)
-        optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
         model, x = DataParallel(net, executor=executor), torch.ones(2 * replicas, width)
+        optimizer: torch.optim.Optimizer
+        if trained:
+            optimizer = model.optimizer(torch.optim.SGD, lr=1e-3)
+        else:
+            optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
         seen = []
         for _ in range(steps + 1):
             optimizer.zero_grad()
@@ -113,20 +151,47 @@ def run(effort: Effort, add_gpus: Callable[[], None]) -> Report:
     add_gpus()
     for width in (512, 2896) if effort is Effort.FULL else (512,) if effort is Effort.QUICK else ():
         few, more = traffic(2, width), traffic(many, width)
-        lines.append([f"{(2 * width + 10) * width * 4 / 1e6:.0f} MB", few, more, more / few])
+        size = (2 * width + 10) * width * 4
+        own = traffic(many, width, trained=True) * size / 1e6
+        lines.append([f"{size / 1e6:.0f} MB", few, more, more / few, own])
+        asked.append(
+            Asked(f"MB through the driver, {lines[-1][0]}, optimizer in {many} replicas", own, 1.0)
+        )
         asked.append(
             Asked(
                 f"bytes through the driver, {lines[-1][0]}, {many} replicas to 2", more / few, 1.1
             )
         )
-    columns = ["model", "2 replicas", f"{many} replicas", "ratio"]
+    columns = [
+        *("model", "2 replicas", f"{many} replicas", "ratio"),
+        f"{many} replicas that train, MB in all",
+    ]
     tables.append(Table("bytes through the driver per step and byte of the model", columns, lines))
+    steps_inside = {}
+    for count in (2, 4, many) if effort is not Effort.SMOKE else ():
+        found_inside = steps_inside[str(count)] = inside(count, effort)
+        ratio = found_inside[IN_REPLICAS] / found_inside[_FIRST]
+        if count == NODES:
+            asked.append(
+                Asked(f"two nodes, AdamW in {count} replicas, step to {_FIRST}", ratio, 1.0)
+            )
+    rows = [
+        [count, found[_FIRST], found[IN_REPLICAS], found[IN_REPLICAS] / found[_FIRST]]
+        for count, found in steps_inside.items()
+    ]
+    columns = ["replicas", f"{_FIRST}, ms", f"{IN_REPLICAS}, ms", "ratio"]
+    tables.append(Table(f"{MLP_ADAMW}, two nodes", columns, rows))
     notes = [f"The replicas of the default exchanged {sum(among) / 1e6:.0f} MB in this run."]
     question = (
         "What do replicas of two nodes gain from exchanging gradients and weights among themselves?"
     )
     return Report(
-        "collective", question, tables, asked, {"median_ms": medians, "traffic": lines}, notes
+        "collective",
+        question,
+        tables,
+        asked,
+        {"median_ms": medians, "traffic": lines, "inside_ms": steps_inside},
+        notes,
     )
 
 

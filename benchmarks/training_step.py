@@ -1,9 +1,10 @@
 """How fast is a training step, beside the peers?
 
-`python -m benchmarks.training_step` trains five nets, each in one interleaved run of all that can
-train it, on two workers or replicas with the cores shared among them: DDP over gloo, Ray Train's
+`python -m benchmarks.training_step` trains five nets with SGD, and two of them with AdamW, each in
+one interleaved run of all that can train it, on two workers or replicas with the cores shared among them: DDP over gloo, Ray Train's
 TorchTrainer, Accelerate, a naive Ray driver (weights into the object store each step, gradients
-back as lists of tensors), and one process with all threads. Each makes a few steps in its turn. At
+back as lists of tensors), and one process with all threads. Ours comes twice: with the optimizer
+in the driver, and in the replicas. Eight replicas share the cores in the last table. Each makes a few steps in its turn. At
 the end all must hold the same weights.
 
 The peers' workers time themselves and make the steps of a turn without waiting for the driver,
@@ -17,8 +18,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from benchmarks.measure import Asked, Effort, Report, Table, alone, interleaved
-from benchmarks.nets import CASES, GPT2_SMALL, usable
-from benchmarks.peers import PEERS, Peer, Weights, missing
+from benchmarks.nets import CASES, GPT2_SMALL, GPT_ADAMW, MLP_ADAMW, usable
+from benchmarks.peers import IN_REPLICAS, PEERS, Peer, Weights, missing
 
 LIMITS = {
     "MLP 2.1 M, batch 64": 1.05,
@@ -28,7 +29,10 @@ LIMITS = {
     GPT2_SMALL: 1.0,
 }
 """The nets that are trained, and what is asked of a step beside the first peer's."""
-REPLICAS = 2
+INSIDE = {MLP_ADAMW: 0.8, GPT_ADAMW: 0.85}
+"""The nets that are trained with AdamW, and what is asked of a step with it in the replicas."""
+REPLICAS, MANY = 2, 8
+MANY_LIMIT = 1.1
 _CLOSE = 1e-6
 _FIRST = next(iter(PEERS))
 
@@ -67,16 +71,21 @@ def run(effort: Effort, names: Sequence[str] | None = None) -> Report:
     """Training step beside the peers."""
     peers = {name: PEERS[name](REPLICAS) for name in names or PEERS if not missing(name)}
     tables, asked, data = [], [], {}
-    cases = [case for case in LIMITS if usable(case)]
+    cases = [case for case in (*LIMITS, *INSIDE) if usable(case)]
     for case in cases if effort is not Effort.SMOKE else cases[:1]:
         medians, found = measure(case, peers, effort)
         check(case, found)
         data[case] = medians
         tables.append(_table(case, medians, found))
-        ratio = medians["raydp_parallel"] / medians[_FIRST]
-        asked.append(Asked(f"{case}: step to {_FIRST}", ratio, LIMITS[case]))
+        ours = IN_REPLICAS if case in INSIDE else "raydp_parallel"
+        ratio, limit = medians[ours] / medians[_FIRST], {**LIMITS, **INSIDE}[case]
+        asked.append(Asked(f"{case}: step to {_FIRST}", ratio, limit))
     for peer in peers.values():
         peer.close()
+    if effort is not Effort.SMOKE:
+        table, ratio, data[f"{MLP_ADAMW}, {MANY} replicas"] = _many(effort)
+        tables.append(table)
+        asked.append(Asked(f"{MLP_ADAMW}, {MANY} replicas: step to {_FIRST}", ratio, MANY_LIMIT))
     notes = [
         f"{name} left out: not installed: {', '.join(missing(name))}"
         for name in PEERS
@@ -97,14 +106,27 @@ def run(effort: Effort, names: Sequence[str] | None = None) -> Report:
     return Report("training_step", question, tables, asked, {"median_ms": data}, notes)
 
 
-def _table(case: str, medians: dict[str, float], found: dict[str, Weights]) -> Table:
+def _many(effort: Effort) -> tuple[Table, float, dict[str, float]]:
+    """Eight replicas that share the cores, beside as many processes of DDP."""
+    peers = {name: PEERS[name](MANY) for name in (_FIRST, IN_REPLICAS)}
+    medians, found = measure(MLP_ADAMW, peers, effort)
+    check(MLP_ADAMW, found)
+    for peer in peers.values():
+        peer.close()
+    table = _table(MLP_ADAMW, medians, found, MANY)
+    return table, medians[IN_REPLICAS] / medians[_FIRST], medians
+
+
+def _table(
+    case: str, medians: dict[str, float], found: dict[str, Weights], workers: int = REPLICAS
+) -> Table:
     first = found[_FIRST]
     rows = []
     for name, ms in medians.items():
         same = "yes" if found[name].digest == first.digest else "no"
         rows.append([name, ms, ms / medians[_FIRST], f"{found[name].checksum:.9g}", same])
     columns = ["", "ms per step", f"to {_FIRST}", "checksum", f"bits as {_FIRST}"]
-    return Table(f"{case}, {REPLICAS} workers", columns, rows)
+    return Table(f"{case}, {workers} workers", columns, rows)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,15 @@ from collections.abc import Callable
 from benchmarks.peers import here, naive_ray, processes, ray_train
 from benchmarks.peers.base import Peer, Weights
 
-__all__ = ["PEERS", "Peer", "Weights", "missing"]
+__all__ = ["IN_REPLICAS", "PEERS", "Peer", "Weights", "missing"]
+
+IN_REPLICAS = "raydp_parallel, optimizer in the replicas"
+"""The loop in the driver, and the weights with their optimizer where the replicas are."""
 
 PEERS: dict[str, Callable[[int], Peer]] = {
     "DDP gloo": processes.ddp,
     "raydp_parallel": here.ours,
+    IN_REPLICAS: here.ours_in_replicas,
     "one process": here.plain,
     "Accelerate": processes.accelerate,
     "Ray Train": ray_train.ray_train,

@@ -602,10 +602,6 @@ class Replica:
         word = request.reduce
         assert word is not None
         outcome = reducer.finish(found) if reducer is not None else SumOutcome.FAILED
-        stays = word.stays is not None and reducer is not None
-        if stays and reducer is not None and outcome is not SumOutcome.FAILED:
-            # Also of a sum that is spoiled: the others wait for it.
-            outcome = outcome if reducer.share() else SumOutcome.FAILED
         if reducer is None or outcome is SumOutcome.FAILED:
             self._reduced = Reduced(
                 SumOutcome.FAILED, b"", None, reducer.seconds if reducer is not None else 0.0, 0

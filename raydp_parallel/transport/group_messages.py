@@ -50,7 +50,7 @@ class Reduce(NamedTuple):
 
     Attributes:
         group: The group.
-        root: The member that gets the sum.
+        root: The member that sends the sum, if it does not stay.
         order: The members in the order of their chunks, in which the gradients are added.
         leaves: The leaves of the graph with gradients to sum, by number; the same ones in all
             members.

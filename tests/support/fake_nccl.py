@@ -116,6 +116,10 @@ class ProcessGroupNCCL:
         """Torch's."""
         return self._work("gather", options, into, tensors)
 
+    def _allgather_base(self, into: Any, tensor: Any, options: Any) -> Work:
+        """Torch's."""
+        return self._work("_allgather_base", options, into, tensor)
+
     def abort(self) -> None:
         """Torch's: all operations end."""
         log.append("abort")

@@ -105,8 +105,8 @@ class GroupBackend(Protocol):
         for this member.
         """
 
-    def gather(self, whole: Tensor, part: Tensor, root: int, patience: float) -> Operation:
-        """Begin to copy each member's part into the root's ``whole``."""
+    def gather(self, whole: Tensor, part: Tensor, root: int | None, patience: float) -> Operation:
+        """Begin to copy each member's part into the root's ``whole``, or into that of all."""
 
     def leave(self) -> None:
         """Leave the group, from any thread and at any time. A thread that waits here gets `Left`;
@@ -187,8 +187,11 @@ class Gloo:
         tensors: tuple[Any, ...] = (parts, whole, [], [])
         return self._begin(0, "alltoall_base", _options(dist.AllToAllOptions(), patience), *tensors)
 
-    def gather(self, whole: Tensor, part: Tensor, root: int, patience: float) -> Operation:
+    def gather(self, whole: Tensor, part: Tensor, root: int | None, patience: float) -> Operation:
         group = self._group(1)
+        if root is None:
+            options = _options(dist.distributed_c10d.AllgatherOptions(), patience)
+            return self._begin(1, "_allgather_base", options, whole, part)
         into = [[*whole.chunk(group.size())]] if group.rank() == root else []
         options = _options(dist.GatherOptions(), patience, root)
         return self._begin(1, "gather", options, into, [part])
@@ -285,8 +288,11 @@ class Nccl:
         tensors: tuple[Any, ...] = (parts, whole, [], [])
         return self._begin("alltoall_base", _options(dist.AllToAllOptions(), patience), *tensors)
 
-    def gather(self, whole: Tensor, part: Tensor, root: int, patience: float) -> Operation:
+    def gather(self, whole: Tensor, part: Tensor, root: int | None, patience: float) -> Operation:
         group = self._group()
+        if root is None:
+            options = _options(dist.distributed_c10d.AllgatherOptions(), patience)
+            return self._begin("_allgather_base", options, whole, part)
         into = [[*whole.chunk(group.size())]] if group.rank() == root else []
         return self._begin("gather", _options(dist.GatherOptions(), patience, root), into, [part])
 

@@ -49,16 +49,16 @@ class Group:
     def sum(
         self,
         tensor: Tensor,
-        root: int,
+        root: int | None,
         order: Sequence[int],
         patience: float,
         into: Tensor | None = None,
     ) -> Summation:
-        """Begin to sum a tensor of each member for the root. `padded` gives its length.
+        """Begin to sum a tensor of each member for the root, or for all. `padded` gives its length.
 
         Args:
             tensor: The tensor. Its values are lost, unless the group `spares` it.
-            root: The member that gets the sum.
+            root: The member that gets the sum; None if all do.
             order: The members in the order in which their tensors are added.
             patience: Seconds that the other members may take.
             into: In the root, the memory for the sum, used if the group `spares` tensors; by

@@ -33,7 +33,7 @@ from torch import Tensor
 from raydp_parallel import devices
 from raydp_parallel.devices.ranges import MemoryRange, aligned
 from raydp_parallel.transport import codec
-from raydp_parallel.transport.collective.group import Group, wait
+from raydp_parallel.transport.collective.group import Group
 from raydp_parallel.transport.collective.sums import Summation
 from raydp_parallel.transport.group_messages import Reduce, SumOutcome
 from raydp_parallel.transport.links.link import Attachments, ReservedMemory
@@ -215,13 +215,12 @@ class Reducer:
         flat = self._lend(bucket, grads[0])
         if flat is None:
             flat = self._pack(bucket, grads, into)
-        elif into is None and self._is_root:
+        elif into is None and self._is_root and self._request.stays is None:
             into = devices.scratch(flat)
         self.size += flat.nbytes
         request = self._request
-        self._sums.append(
-            self._group.sum(flat, request.root, request.order, request.patience, into)
-        )
+        root = request.root if request.stays is None else None
+        self._sums.append(self._group.sum(flat, root, request.order, request.patience, into))
         # In order too: a sum advances only if all sums before it have.
         for one in self._sums:
             if not one.advance():
@@ -294,25 +293,6 @@ class Reducer:
         if not self._is_root:
             return None
         return tuple(self._all_windows())
-
-    def share(self) -> bool:
-        """Give the sums to all members, from the root; returns whether this one has them."""
-        began, request = time.monotonic(), self._request
-        try:
-            if not self._is_root:
-                # Of two members, what this one gave may be its gradients themselves.
-                self._flat = [devices.scratch(flat) for flat in self._flat]
-            copies = [
-                self._group.broadcast(flat, request.root, request.patience) for flat in self._flat
-            ]
-            wait(copies, began + request.patience)
-        except RuntimeError:
-            self._failed = True
-        finally:
-            self.seconds += time.monotonic() - began
-        if self._is_root:
-            self.size += sum(flat.nbytes for flat in self._flat)
-        return not self._failed
 
     def shared(self) -> tuple[Tensor, ...]:
         """The sums that every member has, by the leaves that take part, on their devices."""

@@ -22,18 +22,21 @@ class Summation(Protocol):
         """
 
     def finish(self, until: float) -> Tensor:
-        """Wait for the result, which is the sum in the root. Raises `RuntimeError` if it fails."""
+        """Wait for the result, which is the sum in the root, or in all. Raises `RuntimeError` if it
+        fails.
+        """
 
 
 class Pair:
-    """A sum of two members: one sends its tensor, and the root adds it to its own.
+    """A sum of two members: one sends its tensor, and the root adds it to its own; without a root
+    both send theirs, and both add.
 
     Args:
-        backend: Sends the other member's tensor to the root.
+        backend: Sends tensors to the other member.
         own: This member's tensor. It is read until the sum is finished, and not written to.
         into: In the root, the memory for the sum; it may be ``own``.
         rank: Which of the two members this is.
-        root: The member that adds.
+        root: The member that adds; None if both do.
         patience: Seconds that the other member may take.
     """
 
@@ -43,18 +46,25 @@ class Pair:
         own: Tensor,
         into: Tensor,
         rank: int,
-        root: int,
+        root: int | None,
         patience: float,
     ) -> None:
         self._backend = backend
         self._own = own
         self._into = into
         self._added = False
+        self._sent: Operation | None = None
         with backend.aside(own):
             # A broadcast and an addition: torch's reduce takes twice as long. Two tensors can be
             # added in one order only.
-            self._other = own if rank != root else devices.scratch(own)
-            self._received = backend.broadcast(self._other, 1 - root, patience)
+            if root is None:
+                self._other = self._into = devices.scratch(own)
+                both = [own, self._other] if rank == 0 else [self._other, own]
+                begun = [backend.broadcast(both[k], k, patience) for k in (0, 1)]
+                self._sent, self._received = begun[rank], begun[1 - rank]
+            else:
+                self._other = own if rank != root else devices.scratch(own)
+                self._received = backend.broadcast(self._other, 1 - root, patience)
 
     def advance(self) -> bool:
         """Add, if the other member's tensor is there."""
@@ -67,6 +77,8 @@ class Pair:
         if not self._added:
             self._add(until)
         self._received.finish(until)
+        if self._sent is not None:
+            self._sent.finish(until)
         self._backend.rejoin()
         return self._into
 
@@ -80,7 +92,7 @@ class Pair:
 
 class Exchange:
     """A sum of many members: each gets one part of all tensors, adds these parts in order, and
-    sends the result to the root.
+    sends the result to the root, or to all.
 
     As many bytes are sent as in the ring that backends use. In a ring the order of additions
     depends on the number of members and their ranks; here it is ``order``, so the sum equals the
@@ -88,14 +100,19 @@ class Exchange:
 
     Args:
         backend: Sends parts to the other members.
-        whole: This member's tensor; the root's becomes the sum.
+        whole: This member's tensor; the root's, or that of all, becomes the sum.
         order: The members in the order of the sum.
-        root: The member that gets the sum.
+        root: The member that gets the sum; None if all do.
         patience: Seconds that the other members may take.
     """
 
     def __init__(
-        self, backend: GroupBackend, whole: Tensor, order: Sequence[int], root: int, patience: float
+        self,
+        backend: GroupBackend,
+        whole: Tensor,
+        order: Sequence[int],
+        root: int | None,
+        patience: float,
     ) -> None:
         self._backend = backend
         self._whole = whole
