@@ -7,6 +7,8 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,52 @@ def test_other_notes(
     monkeypatch.setattr(ray_api, "noted_address", lambda: noted)
     assert joining.connect()
     assert started == [None if noted else "local"]
+
+
+@pytest.mark.parametrize("chosen", [None, "7"])
+def test_replicas_have_the_program_s_priority_in_a_cluster_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None
+) -> None:
+    """Ray's default would leave them a fraction of what data loaders get; the user may choose."""
+    seen: list[str | None] = []
+    monkeypatch.setattr(
+        ray, "init", lambda address=None: seen.append(os.environ.get(ray_api.NICENESS))
+    )
+    monkeypatch.delenv(ray_api.NICENESS, raising=False)
+    if chosen is not None:
+        monkeypatch.setenv(ray_api.NICENESS, chosen)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    ray_api.join("local")
+    ray_api.join(None)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    ray_api.join(None)
+    assert seen == [chosen or "0", chosen, chosen or "0"]
+    assert os.environ.get(ray_api.NICENESS) == chosen
+
+
+@pytest.mark.long
+def test_a_replica_is_as_nice_as_the_program_that_started_the_cluster() -> None:
+    """As the kernel says."""
+    program = """
+import os
+import torch
+from torch import nn
+from raydp_parallel import DataParallel
+model = DataParallel(nn.Linear(2, 2), ["cpu"])
+model(torch.ones(2, 2))
+print("niceness", os.getpriority(os.PRIO_PROCESS, model.executor.replicas()[0].pid))
+"""
+    environment = {**os.environ, "RAY_ADDRESS": "local"}
+    environment.pop(ray_api.NICENESS, None)
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    assert f"niceness {own}" in ran.stdout.splitlines(), ran.stderr
 
 
 def test_an_address_of_the_user_s_is_ray_s(
