@@ -1,11 +1,11 @@
 """How fast is a training step, beside the peers?
 
 `python -m benchmarks.training_step` trains five nets with SGD, and two of them with AdamW, each in
-one interleaved run of all that can train it, on two workers or replicas with the cores shared among them: DDP over gloo, Ray Train's
-TorchTrainer, Accelerate, a naive Ray driver (weights into the object store each step, gradients
-back as lists of tensors), and one process with all threads. Ours comes twice: with the optimizer
-in the driver, and in the replicas. Eight replicas share the cores in the last table. Each makes a few steps in its turn. At
-the end all must hold the same weights.
+one interleaved run of all that can train it, on two workers or replicas with the cores shared among
+them: DDP over gloo, Ray Train's TorchTrainer, Accelerate, a naive Ray driver (weights into the
+object store each step, gradients back as lists of tensors), and one process with all threads. Ours
+comes twice: with the optimizer in the driver, and in the replicas. Each makes a few steps in its
+turn. At the end all must hold the same weights. In the last table eight replicas share the cores.
 
 The peers' workers time themselves and make the steps of a turn without waiting for the driver,
 which favours them; ours is timed as the user sees it. All have the defaults of their makers, and as
