@@ -113,6 +113,7 @@ class DataParallel(nn.DataParallel[T]):
         if not ids:
             _say_in_place()
             return
+        self._holding: list[None] = []
         _check_weights(self._options, ids)
         self.dim = dim
         self._executor = executor
@@ -547,6 +548,29 @@ class DataParallel(nn.DataParallel[T]):
         )
 
     @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave the gradients of forwards made in this block in the replicas, as one does while
+        they are accumulated.
+
+        ::
+
+            with model.no_sync():
+                model(x).sum().backward()
+            model(x).sum().backward()
+
+        The first backward of a forward outside brings the sums. Until then ``.grad`` of a parameter
+        stands for what lies in the replicas; whatever uses it, such as a step, fetches it. So the
+        values are those without ``no_sync``, but for the order of additions. The driver keeps the
+        batches meanwhile, to compute again what a replica had that dies. In place it does nothing.
+        """
+        holding = self.__dict__.get("_holding", [])
+        holding.append(None)
+        try:
+            yield
+        finally:
+            holding.pop()
+
+    @contextlib.contextmanager
     def capture(self, *names: str) -> Iterator[Mapping[str, Any]]:
         """Bring outputs of submodules back, which hooks in another process cannot do.
 
@@ -663,6 +687,7 @@ class DataParallel(nn.DataParallel[T]):
             gradient_dtype=self._options.gradient_dtype,
             per_sample=per_sample,
             compiled=None if compiled is False else {} if compiled is True else dict(compiled),
+            holds=bool(self._holding),
             **more,
         )
         reset = forward.settings.set(settings)

@@ -39,10 +39,11 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from raydp_parallel import devices
-from raydp_parallel.calls import gradients, replay, shared_sums, synced_call
+from raydp_parallel.calls import gradients, held_gradients, replay, shared_sums, synced_call
 from raydp_parallel.calls.chunk_balance import ChunkTimes
 from raydp_parallel.calls.executor import Executor
 from raydp_parallel.calls.group_reduction import GroupReduction, ReductionPart, plan, share
+from raydp_parallel.calls.held_gradients import HeldPass
 from raydp_parallel.calls.remote_gradients import GradientState, RemoteGradient, Term
 from raydp_parallel.calls.synced_call import SyncedCall
 from raydp_parallel.cluster.chunk_calls import ChunkAnswer, ChunkCall, GraphHandle, RemoteGraph
@@ -209,7 +210,7 @@ class Fork(Function):
             )
         ending = call.end_pass()
         devices.follow(ending.tracks)
-        will_run = _needed(ctx)
+        will_run, captured = _needed(ctx)
         derived = len(call.parents)
         for parent, runs in zip(call.parents, will_run[:derived], strict=True):
             if runs:
@@ -226,7 +227,11 @@ class Fork(Function):
         keep = torch._C._autograd._get_current_graph_task_keep_graph() or any(
             one.shared for one in stash
         )
-        grads = _derive(call, stash, needed) if create else _collect(call, stash, needed, keep)
+        grads = (
+            _derive(call, stash, needed)
+            if create
+            else _collect(call, stash, needed, keep, accumulates=not captured)
+        )
         del ending
         devices.hand_over(grads)
         return (None, *[None] * derived, *grads)
@@ -262,26 +267,26 @@ class Join(Function):
         return None, None, None, *[None] * len(grads)
 
 
-def _needed(ctx: Any) -> list[bool]:
-    """Which leaves this pass asks for. ``needs_input_grad`` is True for all of them, even under
-    ``autograd.grad(y, x)``.
+def _needed(ctx: Any) -> tuple[list[bool], bool]:
+    """Which leaves this pass asks for, and whether it captures a gradient, as ``autograd.grad``
+    does. ``needs_input_grad`` is True for all of them, even under ``autograd.grad(y, x)``.
     """
     nodes = [node for node, _ in ctx.next_functions]
     if None not in nodes:
         with contextlib.suppress(RuntimeError):  # of a leaf whose gradient is captured
-            return [*map(torch._C._will_engine_execute_node, nodes)]
-    return [*map(_will_run, nodes)]
+            return [*map(torch._C._will_engine_execute_node, nodes)], False
+    found = [*map(_will_run, nodes)]
+    return [one is not False for one in found], None in found
 
 
-def _will_run(node: Any) -> bool:
+def _will_run(node: Any) -> bool | None:
+    """Whether the engine runs a node; None if it does not, but captures the leaf's gradient."""
     if node is None:
         return False
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:
-        # The leaf's gradient is captured: the engine does not run its node, but needs the
-        # gradient.
-        return True
+        return None
 
 
 def _run(
@@ -293,6 +298,7 @@ def _run(
     reduction: GroupReduction | None = None,
     chosen: Sequence[int] | None = None,
     stays: bool = False,
+    held: HeldPass | None = None,
 ) -> list[ChunkAnswer]:
     """One trip: the backward of every chunk that has gradients, or of those ``chosen``
     among them.
@@ -306,6 +312,12 @@ def _run(
 
     def job(number: int, i: int, part: ReductionPart) -> ChunkCall:
         given, makes = _given(stash, i), derived.get(i)
+        needs, hold = [graph for graph, _ in given], held
+        if reduction is not None and reduction.fetches(number, part.slot):
+            hold = None
+        if hold is not None:
+            makes = hold.makes.get(i)
+            needs += hold.needs(i)
         outputs = tuple((graph.key, tuple(k for k, _ in found)) for graph, found in given)
         grads = _distinct([grad for _, found in given for _, grad in found])
 
@@ -316,7 +328,7 @@ def _run(
             name = slot.name_of(part.tracker.id, part.slot)
             news = replay.news(part.tracker, slot, name, attachments)
             moved = part.tracker.moved_since(part.mark, slot.held.get(name, 0))
-            key = makes.key if makes is not None else None
+            key = makes.key if makes is not None and hold is None else None
             request = BackwardRequest(
                 model=name,
                 graph=part.graph.key,
@@ -335,12 +347,14 @@ def _run(
                 part=taken,
                 narrow=None if part.gradient_dtype is None else (part.gradient_dtype, part.own),
                 stays=part.own if stays else 0,
+                hold=None if hold is None else hold.hold(i),
             )
-            before = [(graph, graph.recipe) for graph, _ in given if graph.recipe is not None]
+            before = [(graph, graph.recipe) for graph in needs if graph.recipe is not None]
             # A backward that exchanges tensors cannot run again without the other chunks.
-            if makes is not None and len(before) == len(given) and synced is None:
+            if makes is not None and len(before) == len(needs) and synced is None:
                 kept = replay.keep(parcel, sent, "the gradients that it was given")
-                makes.recipe = replay.derived(request, kept, before, part.slot, part.tracker.id)
+                recipe = replay.derived(request, kept, before, part.slot, part.tracker.id)
+                makes.recipe = recipe if hold is None else hold.recipe(recipe)
             request = request._replace(training=news)
             if reduction is None:
                 return request
@@ -354,7 +368,7 @@ def _run(
             prepare,
             model=part.tracker.id,
             makes=made,
-            needs=[graph for graph, _ in given],
+            needs=needs,
             on_answer=on_answer,
         )
 
@@ -406,19 +420,28 @@ def _distinct(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _run_summed(
-    call: CallNode, stash: Stash, needed: Sequence[bool], keep: bool, reduction: GroupReduction
+    call: CallNode,
+    stash: Stash,
+    needed: Sequence[bool],
+    keep: bool,
+    reduction: GroupReduction,
+    held: HeldPass | None,
 ) -> list[ChunkAnswer]:
     """One trip with the gradients summed among the replicas; a second one if that went wrong."""
     parts = [part for _, part in _parts(call, stash)]
     try:
-        answers = _run(call, stash, needed, keep, {}, reduction=reduction)
+        answers = _run(call, stash, needed, keep, {}, reduction=reduction, held=held)
     except BaseException:
         reduction.abandon()
         raise
     missing = reduction.missing(answers)
     _finish(call, parts, answers)
     if missing:
-        fetched = _run(call, stash, needed, keep, {}, reduction=reduction, chosen=missing)
+        if held is not None:
+            held.spend()
+        fetched = _run(
+            call, stash, needed, keep, {}, reduction=reduction, chosen=missing, held=held
+        )
         finish([(None, answer) for answer in fetched])
         for number, answer in zip(missing, fetched, strict=True):
             answers[number] = answer
@@ -441,26 +464,49 @@ def finish(answers: Sequence[tuple[ModuleTracker | None, ChunkAnswer]]) -> None:
 
 
 def _collect(
-    call: CallNode, stash: Stash, needed: Sequence[bool], keep: bool
+    call: CallNode, stash: Stash, needed: Sequence[bool], keep: bool, accumulates: bool
 ) -> list[Tensor | None]:
-    """First order: the sums of the chunks' gradients."""
+    """First order: the sums of the chunks' gradients, or what stands for those that stay in the
+    replicas.
+    """
+    held = None
+    if accumulates:
+        held = held_gradients.begin(call.executor, _parts(call, stash), call.leaves, needed)
+    try:
+        return _sums(call, stash, needed, keep, held)
+    except BaseException:
+        if held is not None:
+            held.abandon()
+        raise
+
+
+def _sums(
+    call: CallNode, stash: Stash, needed: Sequence[bool], keep: bool, held: HeldPass | None
+) -> list[Tensor | None]:
     numbered = _parts(call, stash)
     parts = [part for _, part in numbered]
-    there = all(graph.on(part.slot) for i, part in numbered for graph, _ in _given(stash, i))
-    reduction = plan(call.executor, parts, call.leaves, needed) if parts and there else None
+    stays = held is not None and bool(held.makes)
+    lie: list[tuple[RemoteGraph, ReplicaSlot]] = []
+    for i, part in numbered:
+        lie += [(graph, part.slot) for graph, _ in _given(stash, i)]
+        lie += [(graph, part.slot) for graph in held.needs(i)] if held is not None else []
+    there = all(graph.on(slot) for graph, slot in lie)
+    reduction = None
+    if parts and there and not stays:
+        reduction = plan(call.executor, parts, call.leaves, needed)
     summed: Mapping[int, int] = {}
     stay: Mapping[int, Term] = {}
     if reduction is None:
-        stays = bool(parts) and shared_sums.wanted(parts)
-        answers = _run(call, stash, needed, keep, {}, stays=stays)
+        shared = bool(parts) and not stays and shared_sums.wanted(parts)
+        answers = _run(call, stash, needed, keep, {}, stays=shared, held=held)
         _finish(call, parts, answers)
         shares = [share(part, answer) for part, answer in zip(parts, answers, strict=True)]
-        lying = shared_sums.keep(parts, shares, call.leaves) if stays else None
+        lying = shared_sums.keep(parts, shares, call.leaves) if shared else None
         if lying is not None:
             stay, shares, summed = lying
     else:
         try:
-            answers = _run_summed(call, stash, needed, keep, reduction)
+            answers = _run_summed(call, stash, needed, keep, reduction, held=held)
             shares, summed = reduction.shares(answers)
             if reduction.stays is not None:
                 stay = reduction.terms(summed, parts[0].tracker.training.fetch)
@@ -475,6 +521,9 @@ def _collect(
             sums = gradients.total(shares, device, len(call.leaves))
         for leaf, term in stay.items():
             sums[leaf] = RemoteGradient(call.leaves[leaf], GradientState((term,)))
+        for leaf, standin in held.finish(answers).items() if held is not None else ():
+            sent = sums[leaf]  # by a chunk whose gradient is of another kind
+            sums[leaf] = standin if sent is None else standin.fetched() + sent
         whole = [True] * len(sums)
         if not {one.layout for one in sums if one is not None} <= {torch.strided}:
             whole = _whole(call, shares[-len(parts) :] if parts else [], summed)

@@ -110,6 +110,7 @@ class CallSettings(NamedTuple):
         gradient_dtype: The dtype of gradients of parameters on their way; None leaves it.
         compiled: The settings of `torch.compile` for the module; None runs it as it is.
         per_sample: Whether random numbers follow from the rows' numbers in the batch.
+        holds: Whether gradients of parameters stay in the replicas until they are used.
     """
 
     joins: bool = False
@@ -117,6 +118,7 @@ class CallSettings(NamedTuple):
     gradient_dtype: torch.dtype | None = None
     per_sample: bool = False
     compiled: Mapping[str, Any] | None = None
+    holds: bool = False
 
 
 NO_SETTINGS = CallSettings()
@@ -470,6 +472,7 @@ class ForwardCall:
                     first=i == 0,
                     own=self.own[i],
                     gradient_dtype=self.settings.gradient_dtype,
+                    holds=self.settings.holds,
                 )
             self.call.parts.append(part)
 

@@ -43,6 +43,7 @@ class ReductionPart(NamedTuple):
         first: Whether it is chunk 0: only its in-place changes reach the master.
         own: How many of the leaves, the first ones, are the model's.
         gradient_dtype: The dtype of their gradients on the way; None leaves it.
+        holds: Whether their gradients stay in the replica until they are used.
     """
 
     slot: ReplicaSlot
@@ -53,6 +54,7 @@ class ReductionPart(NamedTuple):
     first: bool
     own: int = 0
     gradient_dtype: torch.dtype | None = None
+    holds: bool = False
 
 
 class GroupReduction:
@@ -114,6 +116,10 @@ class GroupReduction:
             stays=self.stays,
         )
         return {"reduce": request}
+
+    def fetches(self, number: int, slot: ReplicaSlot) -> bool:
+        """Whether a chunk is only asked for what its member keeps."""
+        return self._fetching and self._has_kept(number, slot)
 
     def _has_kept(self, number: int, slot: ReplicaSlot) -> bool:
         return slot.ready and self._told.get(number) == (slot, slot.incarnation)

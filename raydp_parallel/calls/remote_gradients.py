@@ -7,6 +7,10 @@ torch does in an accumulated backward, adds a term. A step names the terms, and 
 Any other use of it fetches the value, computed as torch would have: the terms are added in order.
 A value that was changed travels with the step. What may have been changed is found by its version,
 and by any way to its memory that was given away.
+
+[Note: two kinds of terms]
+A `GradientSum` is kept by each replica as a whole, so a step can name it. `HeldGradients`, which
+`DataParallel.no_sync` leaves behind, are the parts of the chunks: a step gets their sum as a value.
 """
 
 from __future__ import annotations
@@ -14,8 +18,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +56,14 @@ class SharedGradients(NamedTuple):
 
     layout: bytes
     packets: Sequence[Attachment]
+
+
+class SummedRows(Protocol):
+    """Gradients in replicas, summed over chunks, by row."""
+
+    def row(self, number: int) -> Tensor:
+        """The gradient of a row."""
+        ...
 
 
 class GradientSum:
@@ -110,11 +123,11 @@ class Term(NamedTuple):
     """One summand of a gradient.
 
     Attributes:
-        sums: The backward's sums.
+        sums: The sums that it is one of.
         row: Which of them it is.
     """
 
-    sums: GradientSum
+    sums: SummedRows
     row: int
 
 
@@ -125,14 +138,21 @@ class GradientState:
         terms: Its summands.
         zeros: Whether they are added to zeros: ``x + 0`` has other bits than ``x`` where x is -0.
         blank: Memory without contents, of a tensor that is filled next; None if there are any.
+        base: What the terms are added to in place, in memory of this process; None for nothing.
     """
 
     def __init__(
-        self, terms: Sequence[Term], zeros: bool = False, blank: Callable[[], Tensor] | None = None
+        self,
+        terms: Sequence[Term],
+        zeros: bool = False,
+        blank: Callable[[], Tensor] | None = None,
+        base: Tensor | None = None,
     ) -> None:
         self.terms = tuple(terms)
         self.zeros = zeros
         self.blank = blank
+        self.base = base
+        self._lock = threading.Lock()  # torch's own keeps additions apart, not `take`
         self._value: Tensor | None = None
         self._version = 0
         self._given_away = False
@@ -146,33 +166,41 @@ class GradientState:
         return self._value
 
     def _made(self, like: Tensor) -> Tensor:
-        if self.blank is not None:
+        # All that may fail comes first: adding twice would be wrong.
+        rows = [term.sums.row(term.row).to(like.device) for term in self.terms]
+        if self.base is not None:
+            value, self.terms = self.base, ()
+        elif self.blank is not None:
             value = self.blank()
             self._given_away = True
-        elif self.zeros:
+        elif self.zeros or not rows:
             value = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
             value = value.as_strided(like.shape, like.stride()) if value.numel() else value
         else:
-            first = self.terms[0]
             value = torch.empty_strided(
                 like.shape, like.stride(), dtype=like.dtype, device=like.device
             )
-            value.copy_(first.sums.row(first.row))
-        for term in self.terms if self.zeros else self.terms[1:]:
-            value.add_(term.sums.row(term.row).to(like.device))
+            value.copy_(rows.pop(0))
+        for row in rows:
+            value.add_(row)
         return value
 
     @property
     def untouched(self) -> bool:
         """Whether it is still the sum of its terms."""
-        if self.blank is not None or self._given_away:
+        if self.blank is not None or self.base is not None or self._given_away:
             return False
         return self._value is None or self._value._version == self._version
 
     def replace(self, value: Tensor) -> None:
         """Take other contents, which are not the sum of any terms."""
-        self.terms, self.zeros, self.blank = (), False, None
+        self.terms, self.zeros, self.blank, self.base = (), False, None, None
         self._value, self._version, self._given_away = value, value._version, True
+
+    def settle(self) -> None:
+        """If this process has the value already, add other terms to that from now on."""
+        if self._value is not None:
+            self.terms, self.zeros, self.blank, self.base = (), False, None, self._value
 
     def give_away(self) -> None:
         """Note that other code can change it unnoticed."""
@@ -180,17 +208,30 @@ class GradientState:
 
     def add(self, other: GradientState) -> None:
         """Add a gradient that is one term."""
-        self.terms += other.terms
-        self._value = None
+        self.put(other.terms)
+
+    def put(self, terms: Sequence[Term]) -> None:
+        """Add some terms."""
+        with self._lock:
+            self.terms += tuple(terms)
+            self._value = None
+
+    def take(self) -> Sequence[Term]:
+        """Take all terms away, because something else stands for them from now on."""
+        with self._lock:
+            terms, self.terms = self.terms, ()
+            self._value = None
+        return terms
 
     def become(self, terms: Sequence[Term], zeros: bool) -> None:
         """Take over another gradient."""
-        self.terms, self.zeros, self.blank = tuple(terms), zeros, None
+        self.terms, self.zeros, self.blank, self.base = tuple(terms), zeros, None, None
         self._value, self._given_away = None, False
 
     def message(self) -> GradientTerms:
         """What a step says of it."""
-        return GradientTerms(self.zeros, tuple([(term.sums.key, term.row) for term in self.terms]))
+        terms = [(one.sums.key, one.row) for one in self.terms if isinstance(one.sums, GradientSum)]
+        return GradientTerms(self.zeros, tuple(terms))
 
 
 class RemoteGradient(torch.Tensor):
@@ -221,7 +262,7 @@ class RemoteGradient(torch.Tensor):
 
     def fetched(self) -> Tensor:
         """The gradient itself, because something uses it."""
-        if self.state.terms:
+        if any(isinstance(term.sums, GradientSum) for term in self.state.terms):
             _say_once()
         return self.state.value(self)
 
@@ -312,7 +353,14 @@ def _fetched(one: Any) -> Any:
 
 
 def lies_remote(grad: Any) -> bool:
-    """Whether a gradient lies in the replicas, as it was summed there."""
+    """Whether a gradient lies in the replicas, as it was summed there, so that steps can name
+    it.
+    """
+    return _lies(grad) and all(isinstance(one.sums, GradientSum) for one in grad.state.terms)
+
+
+def _lies(grad: Any) -> bool:
+    """Whether a gradient is the sum of terms that nothing has fetched and changed."""
     return isinstance(grad, RemoteGradient) and grad.state.untouched
 
 
@@ -326,7 +374,7 @@ def _detach(args: Any, _kwargs: Any) -> Tensor:
 
 
 def _clone(args: Any, kwargs: Any) -> Tensor | None:
-    if not lies_remote(args[0]) or kwargs.get("memory_format") not in (None, torch.preserve_format):
+    if not _lies(args[0]) or kwargs.get("memory_format") not in (None, torch.preserve_format):
         return None
     return RemoteGradient(args[0], GradientState(args[0].state.terms, args[0].state.zeros))
 
@@ -334,13 +382,13 @@ def _clone(args: Any, kwargs: Any) -> Tensor | None:
 def _addable(args: Any, kwargs: Any) -> bool:
     """Whether a sum of two gradients is that of their terms, in order."""
     one, other = args[0], args[1]
-    both = lies_remote(one) and lies_remote(other) and one.shape == other.shape
+    based = isinstance(one, RemoteGradient) and one.state.base is not None
+    both = (based or _lies(one)) and _lies(other) and one.shape == other.shape
     return bool(
         both
         and kwargs.get("alpha", 1) == 1
         and one.dtype == other.dtype
         and ((len(other.state.terms) == 1 and not other.state.zeros) or _adds_nothing(one, other))
-        and (one.state.terms or one.state.zeros)
     )
 
 
@@ -357,14 +405,14 @@ def _add_in_place(args: Any, kwargs: Any) -> Tensor | None:
 
 
 def _add(args: Any, kwargs: Any) -> Tensor | None:
-    if not _addable(args, kwargs):
+    if not _addable(args, kwargs) or args[0].state.base is not None:
         return None
     one, other = args[0].state, args[1].state
     return RemoteGradient(args[0], GradientState((*one.terms, *other.terms), one.zeros))
 
 
 def _zero(args: Any, _kwargs: Any) -> Tensor | None:
-    if not lies_remote(args[0]):
+    if not _lies(args[0]):
         return None
     args[0].state.become((), zeros=True)
     return args[0]  # type: ignore[no-any-return]
@@ -399,7 +447,7 @@ def _new_blank(args: Any, kwargs: Any) -> Tensor | None:
 
 def _copy(args: Any, _kwargs: Any) -> Tensor | None:
     one, other = args[0], args[1]
-    if not isinstance(one, RemoteGradient) or not lies_remote(other):
+    if not isinstance(one, RemoteGradient) or not _lies(other):
         return None
     if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
         return None

@@ -728,7 +728,8 @@ def _sums(grads: Sequence[Tensor | None]) -> list[GradientSum]:
     found: dict[int, GradientSum] = {}
     for grad in grads:
         if isinstance(grad, RemoteGradient) and lies_remote(grad):
-            found.update((id(term.sums), term.sums) for term in grad.state.terms)
+            sums = [one.sums for one in grad.state.terms if isinstance(one.sums, GradientSum)]
+            found.update((id(one), one) for one in sums)
     return [*found.values()]
 
 

@@ -54,15 +54,21 @@ class GraphStep(NamedTuple):
 
 
 class RemoteGraph:
-    """A graph in a replica, under a key that no other graph of this process had.
+    """A graph in a replica, or gradients that it keeps, under a key that nothing else of this
+    process had.
+
+    Args:
+        what: What it is, for errors.
 
     Attributes:
+        what: What it is.
         key: The key.
         recipe: How to make it again; None before it was made, and once torch released it.
         slot: The slot that made it last, whether or not it is still there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, what: str = "the graph of this forward") -> None:
+        self.what = what
         self.key = number("graph")
         self.recipe: GraphRecipe | None = None
         self.slot: ReplicaSlot | None = None
@@ -140,7 +146,7 @@ def _enter(
         return
     if recipe is None:
         raise GraphLost(
-            f"{slot} has not got the graph of this forward, and it cannot be made again"
+            f"{slot} has not got {graph.what}, and cannot make that again; run forward again"
         )
     for parent, before in recipe.parents:
         _enter(parent, before, slot, found)

@@ -246,9 +246,9 @@ class ReplicaSet:
             slot = holder if holder is not None and (holder.ready or not self.replays) else slot
             lost = not self.replays and not all(graph.on(slot) for graph in needs)
             if lost or not self.backend.alive():
+                gone = next((graph for graph in needs if not graph.on(slot)), needs[0])
                 raise GraphLost(
-                    f"{slot} lost the graph of this forward, because its "
-                    "process ended; run forward again"
+                    f"{slot} lost {gone.what}, because its process ended; run forward again"
                 )
         if slot.ready or not self.replays:
             return slot

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ def differentiate(
     outputs: Sequence[Tensor],
     grads: Sequence[Tensor],
     request: BackwardRequest,
+    earlier: Mapping[int, Tensor],
 ) -> list[Tensor | None]:
     """The gradients of the leaves that are asked for, None for the others and for what was not
     reached.
@@ -32,6 +33,7 @@ def differentiate(
         outputs: What is differentiated.
         grads: Its gradients.
         request: The driver's.
+        earlier: Gradients of leaves, by number, that these are added to; they are written to.
     """
     if request.derived is not None:
         for grad in grads:
@@ -44,19 +46,29 @@ def differentiate(
         found: Iterator[Tensor | None]
         if not plainly(request, partial):
             found = iter(_run_backward(outputs, grads, request.keep, create, wanted))
-        else:
-            # Reentrant checkpoints inside the module work under backward() only, and refuse
-            # autograd.grad().
-            try:
-                _run_backward(outputs, grads, request.keep)
-            except BaseException:
-                for leaf in leaves:
-                    leaf.grad = None  # what a pass that failed had added so far
-                raise
-            found = iter([leaf.grad for leaf in wanted])
-            for leaf in wanted:
-                leaf.grad = None
+            row = [next(found) if needed else None for needed in request.needed]
+            return [_sum(earlier.get(at), grad) for at, grad in enumerate(row)]
+        for at, grad in earlier.items():
+            leaves[at].grad = grad
+        # Reentrant checkpoints inside the module work under backward() only, and refuse
+        # autograd.grad().
+        try:
+            _run_backward(outputs, grads, request.keep)
+        except BaseException:
+            for leaf in leaves:
+                leaf.grad = None  # what a pass that failed had added so far
+            raise
+        found = iter([leaf.grad for leaf in wanted])
+        for leaf in wanted:
+            leaf.grad = None
     return [next(found) if needed else None for needed in request.needed]
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """What torch makes of a gradient and another one that comes later."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one.add_(other) if one.layout is torch.strided else one + other
 
 
 def narrowed(found: Sequence[Tensor | None], dtype: torch.dtype, count: int) -> list[Tensor | None]:

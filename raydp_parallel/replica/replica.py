@@ -29,6 +29,7 @@ from raydp_parallel.replica import (
     exceptions,
     exchange,
     gradient_stream,
+    kept_gradients,
     sample_rng,
 )
 from raydp_parallel.replica.pause import KeptGraphs
@@ -122,7 +123,7 @@ class Replica:
         self._worked = devices.Stopwatch(device)
         self._models: dict[int, ReplicaModule] = {}
         self._graphs: KeptGraphs[KeptGraph] = KeptGraphs()
-        self._kept: dict[int, Sequence[Tensor | None]] = {}
+        self._kept: kept_gradients.Kept = {}
         self._trainings: dict[int, ReplicaTraining] = {}
         self._reduced: Reduced | None = None
         self.groups = collective.Groups(device=device)
@@ -232,6 +233,11 @@ class Replica:
         training = self._trainings.get(model)
         return training.number if training is not None else 0
 
+    def _marks(self, request: ForwardRequest | BackwardRequest) -> bytes:
+        """Which gradients of a backward stayed here."""
+        hold = request.hold if isinstance(request, BackwardRequest) else None
+        return kept_gradients.marks(self._kept, hold)
+
     def use_pause(self) -> None:
         """Do now, between two calls, what the next one would begin with."""
         self._graphs.use_pause()
@@ -300,6 +306,7 @@ class Replica:
             reduced=self._reduced,
             passed=back.left,
             training=self._trained(request.model),
+            stayed=self._marks(request),
         )
 
     def _written(
@@ -485,7 +492,8 @@ class Replica:
         self, request: BackwardRequest, attachments: Attachments, back: Attachments
     ) -> Parcel:
         if request.kept is not None:
-            return codec.encode(tuple(self._kept.pop(request.kept)), back, "gradients")[0]
+            kept = kept_gradients.find(self._kept, request.kept)
+            return codec.encode(tuple(kept), back, "gradients")[0]
         self._catch_up(request.model, request.training, attachments)
         try:
             with exchange.taking_part(self.groups, request.part):
@@ -524,7 +532,9 @@ class Replica:
         if group is not None and request.reduce is not None:
             reducer = collective.Reducer(group, request.reduce, leaves, back)
         early = None
-        streams = request.reduce is None and request.narrow is None
+        hold = request.hold
+        stays = hold is not None and hold.key is not None
+        streams = request.reduce is None and request.narrow is None and not stays
         if streams and autograd_engine.plainly(request, partial):
             early = gradient_stream.begin(leaves, back, self.device)
         first = reducer or early
@@ -539,7 +549,10 @@ class Replica:
             watching,
         ):
             self._laps.begin(2)
-            found = autograd_engine.differentiate(leaves, partial, outputs, grads, request)
+            earlier = kept_gradients.earlier(self._kept, hold)
+            found = autograd_engine.differentiate(
+                leaves, partial, outputs, grads, request=request, earlier=earlier
+            )
             self.check_process()
             self._finish_work()
         if self._ends(request):
@@ -553,6 +566,9 @@ class Replica:
             self._graphs[request.derived] = graphs[0]._replace(
                 outputs=kept, leaves=brought, partial=True
             )
+        # What autograd.grad() gives may be memory of the message, or of another gradient.
+        own = autograd_engine.plainly(request, partial)
+        found = kept_gradients.stay(self._kept, hold, leaves, found, own)
         if request.reduce is not None:
             found = self._reduce(request, reducer, found, back)
         if request.narrow is not None and request.derived is None:

@@ -209,6 +209,21 @@ class ForwardRequest(NamedTuple):
     stored: tuple[int, ...] = ()
 
 
+class Holding(NamedTuple):
+    """Gradients of the model's leaves that stay in a replica, or stayed there before.
+
+    Attributes:
+        key: The key to keep this backward's under; None answers them.
+        rows: Which of the leaves that concerns.
+        added: What is added to them: a key, whether all that was kept under it is used up, and
+            pairs of a row there and one of the leaves.
+    """
+
+    key: int | None
+    rows: tuple[int, ...]
+    added: tuple[tuple[int, bool, tuple[tuple[int, int], ...]], ...]
+
+
 class BackwardRequest(NamedTuple):
     """The gradients that one chunk's outputs received.
 
@@ -236,6 +251,7 @@ class BackwardRequest(NamedTuple):
             of the leaves, the first ones, those are; None leaves them as they are.
         stays: How many of the leaves, the first ones, have gradients that other replicas read where
             they lie, and not the driver.
+        hold: The gradients that stay here, or stayed here before; None for none.
     """
 
     model: int
@@ -258,6 +274,7 @@ class BackwardRequest(NamedTuple):
     part: TakePart | None = None
     narrow: tuple[torch.dtype, int] | None = None
     stays: int = 0
+    hold: Holding | None = None
 
 
 class TrainingEntry(NamedTuple):
@@ -547,6 +564,7 @@ class Reply(NamedTuple):
             replica has none, -1 if that is not known.
         gathered: The parcel of what the chunks of a forward gathered, a tuple; only chunk 0 has it,
             and None if the forward cannot be run again alone.
+        stayed: For each row of the request's `Holding` whether a gradient of it stayed.
     """
 
     value: Parcel | None = None
@@ -564,6 +582,7 @@ class Reply(NamedTuple):
     passed: int = 0
     training: int = -1
     gathered: Parcel | None = None
+    stayed: bytes = b""
 
 
 class Package(NamedTuple):
