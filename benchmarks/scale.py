@@ -34,6 +34,8 @@ SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)
 ROUNDS = 80
 MB, GBIT = 1e6, 1e9 / 8
 _ADAM = 7.0
+_REFERENCE = 200.0
+"""Bytes of a chunk's inputs that are a reference, or numbers of rows."""
 TOO_MUCH = 1.25
 """Times DDP's step, from which on handing over to Ray Train is said to pay."""
 
@@ -140,6 +142,29 @@ def collective(load: Workload, count: int, nodes: int) -> Traffic:
     return Traffic(load.weights + count * load.inputs, load.weights + count * load.outputs, node)
 
 
+def trained(load: Workload, count: int, nodes: int) -> Traffic:
+    """An optimizer in the replicas: no weights, and sums of gradients from all to all, so that each
+    replica's bytes leave its node, twice. In the order of chunks a node cannot add up its own
+    first.
+    """
+    each = count / nodes
+    among = 2 * each * (nodes - 1) / nodes * load.weights
+    return Traffic(count * load.inputs, count * load.outputs, among)
+
+
+def referred(load: Workload, count: int, nodes: int) -> Traffic:
+    """The same, with inputs that replicas have or fetch for themselves, as DDP's processes do."""
+    return trained(load._replace(inputs=_REFERENCE), count, nodes)
+
+
+def chained(load: Workload, count: int, nodes: int) -> Traffic:
+    """The same, with sums that go from node to node, where each adds its replicas' gradients in
+    order, and back to all. It is not built.
+    """
+    among = 2 * (nodes - 1) / nodes * load.weights
+    return referred(load, count, nodes)._replace(node=among)
+
+
 def ddp(load: Workload, count: int, nodes: int) -> Traffic:
     """No driver: a ring through all nodes, twice."""
     return Traffic(0.0, 0.0, 2 * (nodes - 1) / nodes * load.weights)
@@ -150,8 +175,13 @@ WAYS: dict[str, Callable[[Workload, int, int], Traffic]] = {
     "weights once per node": once_per_node,
     "both once per node": shared_per_node,
     "collective": collective,
+    "trained there": trained,
+    "and inputs by reference": referred,
+    "and sums node by node": chained,
     "DDP": ddp,
 }
+TRAINED = ("trained there", "and inputs by reference", "and sums node by node")
+"""Ways with the optimizer in the replicas."""
 
 
 def seconds(way: str, load: Workload, count: int, machines: Machines) -> float:
@@ -165,6 +195,9 @@ def seconds(way: str, load: Workload, count: int, machines: Machines) -> float:
     driver = min(machines.network, machines.memory)
     calls = 2 * (machines.trip + (count - 1) * machines.per_call)
     through = found.driver_out / driver + found.driver_in / driver
+    if way in TRAINED:
+        among = max(0.0, found.node / machines.network - load.compute * 2 / 3)
+        return load.compute + calls + through + among
     among = (
         max(0.0, load.weights / machines.network - load.compute * 2 / 3)
         if way == "collective" and nodes > 1
@@ -378,6 +411,11 @@ def report(points: dict[str, dict[int, float]], memory: float) -> Report:
         hand_over_table(WORKLOADS, machines, fitted),
         hand_over_table(
             WORKLOADS, *faster(machines, fitted), "; a driver four times as fast as measured here"
+        ),
+        hand_over_table(
+            WORKLOADS,
+            *faster(machines._replace(per_node=1), fitted),
+            "; such a driver, and one replica per node",
         ),
     ]
     notes = [
