@@ -17,13 +17,16 @@ from typing import Any
 
 import ray
 import torch
-from ray._raylet import GcsClient
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
 from torch import Tensor, nn
 
 import raydp_parallel
 from raydp_parallel import DataParallel, Executor, Options, PlacementError
+
+pb: Any = autoscaler_pb2
+"""Ray's messages."""
 
 HIDDEN = """
 import torch
@@ -62,7 +65,7 @@ def hidden(folder: str) -> nn.Module:
     import hidden as found
 
     torch.manual_seed(0)
-    return found.Net()  # type: ignore[no-any-return]
+    return found.Net()
 
 
 class Held(nn.Module):
@@ -196,7 +199,7 @@ def three_nodes(cluster: Cluster, options: Options) -> Executor:
 def gangs() -> list[int]:
     """How many bundles each group has that waits, as the autoscaler is told."""
     reply = gcs().get_cluster_resource_state(10)
-    state = autoscaler_pb2.GetClusterResourceStateReply.FromString(reply).cluster_resource_state
+    state = pb.GetClusterResourceStateReply.FromString(reply).cluster_resource_state
     return [len(found.requests) for found in state.pending_gang_resource_requests]
 
 
@@ -268,7 +271,7 @@ def elastic(cluster: Cluster, net: nn.Module) -> None:
             (node,) = [
                 n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Labels"].get("zone") == "a"
             ]
-            reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+            reason = pb.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
             accepted, why = gcs().drain_node(
                 node, reason, "to be reclaimed", int((time.time() + 600) * 1000)
             )

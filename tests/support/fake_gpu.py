@@ -491,7 +491,7 @@ def installed(patch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     patch.setattr(torch, "ones", gpu.ones)
     patch.setattr(torch, "_foreach_copy_", gpu.foreach_copy)
     patch.setattr(Arena, "_give_back", _overwrite)
-    methods = {
+    methods: dict[str, Callable[..., Any]] = {
         "copy_": gpu.copy,
         "is_pinned": gpu.is_pinned,
         "record_stream": gpu.record_stream,

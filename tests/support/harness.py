@@ -46,7 +46,7 @@ def grads(module: nn.Module) -> dict[str, Tensor | None]:
     return {name.removeprefix("module."): p.grad for name, p in module.named_parameters()}
 
 
-def assert_same_grads(one: nn.Module, other: nn.Module, **tolerance: float) -> None:
+def assert_same_grads(one: nn.Module, other: nn.Module, **tolerance: Any) -> None:
     """Both have the same gradients, None where the other has None."""
     ours, theirs = grads(one), grads(other)
     assert ours.keys() == theirs.keys()
@@ -54,20 +54,21 @@ def assert_same_grads(one: nn.Module, other: nn.Module, **tolerance: float) -> N
         expected = theirs[name]
         assert (grad is None) == (expected is None), f"{name}: {grad} and {expected}"
         if grad is not None and expected is not None:
-            torch.testing.assert_close(
-                grad, expected, **tolerance, msg=lambda text, name=name: f"{name}: {text}"
-            )
+            torch.testing.assert_close(grad, expected, **tolerance, msg=_of(name))
 
 
-def assert_same_state(one: nn.Module, other: nn.Module, **tolerance: float) -> None:
+def assert_same_state(one: nn.Module, other: nn.Module, **tolerance: Any) -> None:
     """Both have the same parameters and buffers."""
     ours = {name.removeprefix("module."): t for name, t in one.state_dict().items()}
     theirs = {name.removeprefix("module."): t for name, t in other.state_dict().items()}
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
-        torch.testing.assert_close(
-            tensor, theirs[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(tensor, theirs[name], **tolerance, msg=_of(name))
+
+
+def _of(name: str) -> Callable[[str], str]:
+    """What is said of a tensor with this name."""
+    return lambda text: f"{name}: {text}"
 
 
 def raised(call: Callable[[], Any]) -> BaseException:

@@ -79,6 +79,7 @@ class Everything(nn.Module):
         self.norm = nn.BatchNorm1d(8)
         self.outer = spectral_norm(nn.Linear(8, 3))
         self.checkpointed = checkpointed
+        self.seen: Tensor
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -98,7 +98,8 @@ def _is_constant(value: Any, name: str, tree: ast.Module) -> bool:
     if isinstance(value, _NEVER_CHANGES) or not hasattr(type(value), "__module__"):
         return True
     if dataclasses.is_dataclass(value):
-        return bool(type(value).__dataclass_params__.frozen)  # type: ignore[attr-defined]
+        parameters: Any = getattr(type(value), "__dataclass_params__")  # noqa: B009
+        return bool(parameters.frozen)
     if type(value).__module__ in ("typing", "ctypes") or type(value) is object:
         return True
     # an object of ours without anything of its own, or something of Ray's or torch's

@@ -254,7 +254,8 @@ def in_any_order(net: nn.Module, model: nn.Module) -> bool:
     held = any(
         isinstance(m, Checkpointed) and any(True for _ in m.buffers()) for m in net.modules()
     )
-    return held and len(model.device_ids) > 1
+    devices: Any = model.device_ids
+    return held and len(devices) > 1
 
 
 def made(draw: random.Random, make: Callable[[], Any]) -> Any:
