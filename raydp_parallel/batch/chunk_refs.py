@@ -20,7 +20,7 @@ class ChunkRefs:
 
         import ray
 
-        refs = [ray.put(x[:3]), ray.put(x[3:])]
+        refs = [ray.put(part.clone()) for part in x.split(3)]
         out = model(ChunkRefs(refs))
 
     There are as many chunks as references, so give one for each device, or fewer; all other
