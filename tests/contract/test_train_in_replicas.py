@@ -468,6 +468,48 @@ def test_T5_gradients_outlive_the_replica_that_made_them(exchanging: Executor) -
     assert same(*results)
 
 
+def test_T5_memory_of_gradients_goes_back(exchanging: Executor) -> None:
+    """The files that this process and the replicas hold open do not become more."""
+    model, optimizer = small(exchanging)
+    processes = [os.getpid(), *[one.pid for one in exchanging.replicas()]]
+    found = []
+    for step in range(24):
+        advance(model, optimizer, step)
+        if step in (5, 23):
+            found.append([len(os.listdir(f"/proc/{process}/fd")) for process in processes])
+    assert all(late <= early + 4 for early, late in zip(*found, strict=True)), found
+
+
+def test_T5_what_programs_do_with_gradients_that_stay(exchanging: Executor) -> None:
+    """Hooks, a graph that is kept, gradients without ``backward``, edits, many small backwards, and
+    backwards whose gradients are thrown away.
+    """
+    results = []
+    for inside in (False, True):
+        model, optimizer = small(exchanging, inside=inside)
+        first, *others = [*model.module.parameters()]
+        found: list[Tensor] = []
+        for step in range(3):
+            torch.manual_seed(step)
+            optimizer.zero_grad(set_to_none=step == 1)
+            hook = first.register_hook(lambda grad: grad * 2)
+            loss = model(torch.randn(8, 6)).square().mean()
+            loss.backward(retain_graph=True)
+            loss.backward()
+            hook.remove()
+            asked = torch.autograd.grad(model(torch.randn(8, 6)).sum(), [first, others[0]])
+            for _ in range(6):
+                model(torch.randn(4, 6)).abs().mean().backward()
+            others[0].grad.mul_(0.5)
+            others[1].grad = asked[1].sum() * torch.ones_like(others[1])
+            found += [grad.mul(1) for grad in asked]
+            found.append(first.grad.norm())
+            optimizer.step()
+            model(torch.randn(4, 6)).sum().backward()
+        results.append([*found, *[t.clone() for t in model.state_dict().values()]])
+    assert same(*results)
+
+
 def test_T2_the_last_holder_dies(two: Executor) -> None:
     """That is an error that names both steps; training goes on from the last sync."""
     model, optimizer = small(two, sync_every=2)
