@@ -403,7 +403,8 @@ def _finish(call: CallNode, parts: Sequence[ReductionPart], answers: Sequence[Ch
     """Count one trip back, and apply its effects."""
     call.executor.note_backward()
     if call.times is not None:
-        call.times.note("backward", answers)
+        numbers = {id(part): number for number, part in enumerate(call.parts)}
+        call.times.note("backward", [numbers[id(part)] for part in parts], answers)
     finish(
         [(part.tracker if part.first else None, a) for part, a in zip(parts, answers, strict=True)]
     )

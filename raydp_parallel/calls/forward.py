@@ -215,7 +215,7 @@ class ForwardCall:
             reruns += 1
         self.executor.note_forward(reruns, len(self.sends), sum(self.sends))
         if self.call.times is not None:
-            self.call.times.note("forward", answers)
+            self.call.times.note("forward", range(len(answers)), answers)
         gathered = answers[0].reply.gathered
         if self.call.synced is not None and gathered is not None:
             on_cpu = torch.device("cpu")

@@ -24,8 +24,10 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from raydp_parallel import DataParallel, Executor, Options, scatter
 from raydp_parallel.batch import register_batch_type, scatter_kwargs, weighted_sizes
-from raydp_parallel.calls.chunk_balance import ChunkBalance
+from raydp_parallel.calls.chunk_balance import ChunkBalance, ChunkTimes
 from raydp_parallel.calls.executor import shared
+from raydp_parallel.cluster.chunk_calls import ChunkAnswer
+from raydp_parallel.transport.messages import Reply
 
 TWO, THREE = ["cpu", "cpu"], ["cpu", "cpu", "cpu"]
 
@@ -348,6 +350,84 @@ def test_X2_auto_finds_the_best_split(
     assert found[0] == [rows // devices] * devices
     assert all(best / slowest(sizes) >= 0.9 for sizes in found[19:])
     assert len({tuple(sizes) for sizes in found[19:]}) <= 2
+
+
+def test_X2_auto_knows_chunks_of_one_device() -> None:
+    """They run one after the other, each at its own time: a device that is given twice gets as much
+    for both as it would for one.
+    """
+    balance, rows = ChunkBalance([0, 0, 1]), 120
+    for _ in range(3):
+        sizes = weighted_sizes(rows, 3, balance.weights())
+        for chunk, size in enumerate(sizes):
+            for method in ("forward", "backward"):
+                balance.note(method, chunk, 0.001 * size / size)
+    assert weighted_sizes(rows, 3, balance.weights()) == [30, 30, 60]
+
+
+def test_X2_each_chunk_of_a_device_has_its_own_time() -> None:
+    """The same net in both: what is measured for one is not taken for the other."""
+    seen: list[tuple[str, int, float]] = []
+
+    class Noting(ChunkBalance):
+        def note(self, method: str, device: int, seconds_per_row: float) -> None:
+            seen.append((method, device, seconds_per_row))
+
+    slot: Any = object()
+    times = ChunkTimes(Noting([0, 0]), [(slot, 10), (slot, 10)])
+    replies = [Reply(laps=(0.0, 0.0, 1.0, 2.0, 2.0)), Reply(laps=(0.0, 0.0, 1.0, 4.0, 4.0))]
+    answers: list[Any] = [ChunkAnswer(reply, None, slot) for reply in replies]
+    times.note("forward", range(2), answers)
+    times.note("backward", [1], answers[1:])
+    assert seen == [("forward", 0, 0.1), ("forward", 1, 0.3), ("backward", 1, 0.3)]
+
+
+@pytest.mark.parametrize("weights", [(0.5, 0.5), (0.9, 0.1)])
+def test_X2_what_runs_out_of_memory_gets_less(weights: Any) -> None:
+    """And speed does not bring it back; where all ran out, nothing moves."""
+    balance = ChunkBalance(["cpu", "cpu"])
+    balance._weights = [*weights]
+    balance.note_shortage(0)
+    assert balance.weights() == pytest.approx([0.75 * weights[0], 1 - 0.75 * weights[0]])
+    for _ in range(200):
+        for method in ("forward", "backward"):
+            balance.note(method, 0, 0.001)
+            balance.note(method, 1, 0.003)
+        assert balance.weights()[0] <= 0.75 * weights[0] + 1e-9
+    both = ChunkBalance(["cpu", "cpu"])
+    both.note_shortage(0)
+    both.note_shortage(1)
+    assert sum(both.weights()) == pytest.approx(1)
+
+
+class Small(nn.Module):
+    """Has memory for so many rows only, in one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.limit, self.small = Net(), 1000, 0
+
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        if os.getpid() == self.small and len(x) > self.limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self.body(x)  # type: ignore[no-any-return]
+
+
+def test_X2_auto_balances_a_small_replica(two: Executor) -> None:
+    """A loop that goes on after the error finds a split that fits."""
+    net = Small()
+    model = DataParallel(net, executor=two, options=Options(chunk_weights="auto"))
+    x, failed = torch.randn(60, 4), 0
+    model(x)
+    net.small, net.limit = two.replicas()[0].pid, 20
+    splits: list[list[int]] = []
+    for _ in range(12):
+        try:
+            splits.append(model(x)[1])
+        except torch.OutOfMemoryError:
+            failed += 1
+    assert 1 <= failed <= 2
+    assert all(first <= 20 and first + second == 60 for first, second in splits)
 
 
 def test_X2_auto_leaves_equal_devices_alone() -> None:
