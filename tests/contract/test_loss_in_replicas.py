@@ -20,7 +20,7 @@ from harness import assert_same_grads, raised
 from mortal import Everything, Mortal, arm, armed, fate, rows, same
 from torch import Tensor, nn
 
-from raydp_parallel import DataParallel, Executor, Options
+from raydp_parallel import DataParallel, Executor, Options, convert_sync_batchnorm
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -579,9 +579,7 @@ def test_T6_autocast(executors: Any) -> None:
 
 
 def test_T6_chunks_of_chosen_sizes_and_other_options(executors: Any) -> None:
-    """Weights of chunks, compiled modules, scalars, unused parameters, capture, batch norm that is
-    synchronised, and map.
-    """
+    """Weights of chunks, compiled modules, scalars, unused parameters, capture, and map."""
     x, y = torch.randn(10, 5), torch.randint(0, 4, (10,))
     executor = executors(2, **PLENTY)
     plain = Head()
@@ -604,6 +602,15 @@ def test_T6_chunks_of_chosen_sizes_and_other_options(executors: Any) -> None:
         found = [*model.with_loss(nn.CrossEntropyLoss()).map(batches, split=split)]
         for loss, (xs, ys) in zip(found, batches, strict=True):
             torch.testing.assert_close(loss, F.cross_entropy(plain(xs), ys).detach())
+
+
+def test_T6_synchronised_batch_norm(executors: Any) -> None:
+    """Then all is as on the whole batch, with chunks of other sizes too."""
+    plain = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)).double()
+    synced = convert_sync_batchnorm(copy.deepcopy(plain))
+    model = DataParallel(synced, executor=executors(3, **PLENTY))
+    case = Case(nn.CrossEntropyLoss(), classes)
+    compared(model.with_loss(case.criterion), plain, case, torch.randn(ROWS, 5).double())
 
 
 def test_T6_along_another_dimension(executors: Any) -> None:
