@@ -1,5 +1,5 @@
-"""Nothing but losses and references passes through your process: tasks of Ray make the batches, and
-the replicas compute the loss and make the optimizer's steps.
+"""Neither batches nor outputs nor weights pass through your process: tasks of Ray make the batches,
+and the replicas compute the loss and make the optimizer's steps.
 
 Output::
 
