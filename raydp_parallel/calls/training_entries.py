@@ -25,6 +25,8 @@ class PackedEntry(NamedTuple):
         packets: The packets beside the message.
         size: Bytes of tensors in it.
         sums: The gradients that it needs, which replicas keep.
+        makes: Gradients that replicas keep once they have made it. The entry holds them, so that
+            no replica is told to free them before it made them; None if there are none.
     """
 
     number: int
@@ -32,6 +34,7 @@ class PackedEntry(NamedTuple):
     packets: Sequence[Attachment]
     size: int
     sums: Sequence[GradientSum] = ()
+    makes: GradientSum | None = None
 
     def placed(self, attachments: Attachments) -> TrainingEntry:
         """The entry for one message, with its packets added to ``attachments``."""
@@ -84,9 +87,13 @@ class Record:
     def _sums(self) -> list[GradientSum]:
         return [one for entry in self._entries for one in entry.sums]
 
+    def makes(self) -> list[GradientSum]:
+        """The gradients that replicas are told to make."""
+        return [entry.makes for entry in self._entries if entry.makes is not None]
+
     def skipped(self, slot: ReplicaSlot) -> None:
         """Note that the replica in a slot begins behind the entries."""
-        for one in self._sums():
+        for one in [*self._sums(), *self.makes()]:
             one.lose(slot)
 
     def changed(self, groups: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
@@ -96,16 +103,24 @@ class Record:
         self.options = now
         return changed
 
-    def enter(self, value: Any, link: Link, sums: Sequence[GradientSum]) -> None:
+    def enter(
+        self,
+        value: Any,
+        link: Link,
+        sums: Sequence[GradientSum],
+        makes: GradientSum | None = None,
+    ) -> None:
         """Enter what replicas make next.
 
         Args:
             value: The entry's value.
             link: What its tensors travel by.
             sums: The gradients that it needs, which replicas keep.
+            makes: The gradients that replicas keep once they have made it.
         """
         self.enter_sums(sums)
-        self._append(packed(self.number + 1, value, "step", link)._replace(sums=sums))
+        entry = packed(self.number + 1, value, "step", link)
+        self._append(entry._replace(sums=sums, makes=makes))
 
     def enter_sums(self, sums: Sequence[GradientSum]) -> None:
         """Let replicas take gradients that lie where they can read them, before they are used."""

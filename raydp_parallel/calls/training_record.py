@@ -229,6 +229,7 @@ class Training:
 
     def _rebase(self) -> None:
         """Begin the record anew with what the master has: all replicas need a start."""
+        self._make_clips()
         self.record.begin_anew(self.optimizer.param_groups)
         self._look()
 
@@ -246,6 +247,7 @@ class Training:
         """Take over parameters that the optimizer was given since."""
         with self._replica_set.lock:
             self.tracker.sync()
+            self._make_clips()
             self._own()
 
     def news(self, slot: ReplicaSlot, name: int, attachments: Attachments) -> TrainingNews | None:
@@ -390,11 +392,18 @@ class Training:
                 "and make another with model.optimizer()"
             )
 
-    def _enter(self, value: Any, sums: Sequence[GradientSum]) -> None:
+    def _make_clips(self) -> None:
+        """Let replicas clip what they were told to: the gradients outlast the record."""
+        if self.record.makes():
+            self._flush()
+
+    def _enter(
+        self, value: Any, sums: Sequence[GradientSum], makes: GradientSum | None = None
+    ) -> None:
         """Enter something into the record that needs gradients which replicas keep."""
         if not self._having(sums):
             raise _gone()
-        self.record.enter(value, self._replica_set.backend.link, sums)
+        self.record.enter(value, self._replica_set.backend.link, sums, makes)
         self.trim()
 
     def keeps(self, slots: Sequence[ReplicaSlot], leaves: Sequence[Tensor]) -> bool:
@@ -469,8 +478,8 @@ class Training:
             found = [p.grad for p in self.parameters()]
             sums, key = _sums(found), RemoteGraph().key
             clip = TrainingClip(_terms(found), key, max_norm, norm, value)
-            self._enter(clip, sums)
             clipped = GradientSum(key, [slot for slot, _ in self._having(sums)], self.fetch)
+            self._enter(clip, sums, clipped)
             for row, grad in enumerate(found):
                 if isinstance(grad, RemoteGradient):
                     grad.state.become((Term(clipped, row),), zeros=False)
@@ -687,6 +696,8 @@ class Training:
             return
         self._check_edits()
         try:
+            with self._replica_set.lock:
+                self._make_clips()
             self.sync()
         finally:
             self.tracker.training = None

@@ -287,6 +287,61 @@ def test_T5_an_edit_between_backward_and_step(clipped: str, exchanging: Executor
     assert same(*found)
 
 
+def test_T5_clipped_gradients_that_no_step_takes(exchanging: Executor) -> None:
+    """Replicas free them, as where a program skips a step of which the norm is not finite."""
+    model, optimizer = small(exchanging)
+    kept = []
+    for step in range(4):
+        torch.manual_seed(step)
+        model(torch.randn(8, 6)).square().mean().backward()
+        optimizer.clip_grad_norm_(0.01)
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(torch.ones(8, 6))
+        kept.append([*exchanging.flush()])
+    assert kept[3] == kept[1]
+
+
+@pytest.mark.parametrize("made", [False, True])
+@pytest.mark.parametrize("what", ["edit", "group", "close"])
+def test_T5_weights_change_hands_between_clipping_and_step(
+    what: str, made: bool, exchanging: Executor
+) -> None:
+    """By an edit, another group, or the end of the optimizer; whether replicas have clipped
+    already or not.
+    """
+    found = []
+    for inside in (True, False):
+        model, optimizer = small(exchanging, inside)
+        if what == "group":
+            model._master.register_parameter("late", nn.Parameter(torch.ones(3)))
+        for step in range(3):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            model(torch.randn(8, 6)).square().mean().backward()
+            if inside:
+                model.sync()
+                optimizer.clip_grad_norm_(0.01)
+            else:
+                torch.nn.utils.clip_grad_norm_(model._master.parameters(), 0.01)
+            if made:
+                with torch.no_grad():
+                    model(torch.ones(8, 6))
+            if what == "edit":
+                with torch.no_grad():
+                    model._master[0].weight.mul_(0.5)
+            elif what == "group" and step == 1:
+                optimizer.add_param_group({"params": [model._master.late], "lr": 0.1})
+            elif what == "close" and inside and step == 2:
+                state = optimizer.state_dict()
+                optimizer.close()
+                optimizer = torch.optim.Adam(model._master.parameters(), lr=0.01)
+                optimizer.load_state_dict(state)
+            optimizer.step()
+        found.append([t.clone() for t in model.state_dict().values()])
+    assert same(*found)
+
+
 def test_T5_gradients_under_inference_mode(exchanging: Executor) -> None:
     """Used, changed and zeroed there, and steps and syncs made there: all can be used outside."""
     found = []
