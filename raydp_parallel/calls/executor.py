@@ -279,10 +279,6 @@ class Executor:
         """
         return Dispatcher(self._replica_set, jobs).run(meanwhile)
 
-    def exclusive(self) -> threading.RLock:
-        """Held while calls are sent, by one thread at a time."""
-        return self._replica_set.lock
-
     def send_code(self, answers: Sequence[ChunkAnswer]) -> bool:
         """Send modules that replicas could not import, or found with other source; returns whether
         to run the call again.

@@ -219,10 +219,9 @@ class HeldPass:
         """Take along what some leaves' gradients stand for; returns whether there is anything to
         do.
         """
-        with self._executor.exclusive():
-            for at in chosen:
-                if self._take(at) or (self.makes and _accumulates(self._leaves[at])):
-                    self._rows.append(at)
+        for at in chosen:
+            if self._take(at) or (self.makes and _accumulates(self._leaves[at])):
+                self._rows.append(at)
         return bool(self._rows)
 
     def _take(self, at: int) -> bool:
@@ -233,6 +232,16 @@ class HeldPass:
         if not isinstance(grad, RemoteGradient):
             return False
         state = grad.state
+        # Another thread may be about to use it, which takes a trip: it is added to as it is then.
+        if not state.lock.acquire(blocking=False):
+            return False
+        try:
+            return self._take_terms(at, state, alone)
+        finally:
+            state.lock.release()
+
+    def _take_terms(self, at: int, state: GradientState, alone: bool) -> bool:
+        leaf = self._leaves[at]
         state.settle()
         held = [term.sums for term in state.terms if isinstance(term.sums, HeldGradients)]
         own = state.untouched or state.base is not None
@@ -437,9 +446,11 @@ def _refers_alone(leaf: Tensor) -> bool:
 
 
 def _references(leaf: Tensor) -> tuple[int, int]:
-    """The numbers of references to a leaf's gradient and to its state."""
-    state = getattr(leaf.grad, "state", None)
-    return sys.getrefcount(leaf.grad), 0 if state is None else sys.getrefcount(state)
+    """The numbers of references to a leaf's gradient, in Python and in torch, and to its state."""
+    grad = leaf.grad
+    state = getattr(grad, "state", None)
+    used = 0 if grad is None else grad._use_count()  # type: ignore[attr-defined]  # no stub has it
+    return sys.getrefcount(grad) + used, 0 if state is None else sys.getrefcount(state)
 
 
 @functools.cache

@@ -139,6 +139,10 @@ class GradientState:
         zeros: Whether they are added to zeros: ``x + 0`` has other bits than ``x`` where x is -0.
         blank: Memory without contents, of a tensor that is filled next; None if there are any.
         base: What the terms are added to in place, in memory of this process; None for nothing.
+
+    Attributes:
+        lock: Held while its terms change, or their sum is made. Torch keeps additions apart, but
+            not `take`.
     """
 
     def __init__(
@@ -152,18 +156,19 @@ class GradientState:
         self.zeros = zeros
         self.blank = blank
         self.base = base
-        self._lock = threading.Lock()  # torch's own keeps additions apart, not `take`
+        self.lock = threading.RLock()
         self._value: Tensor | None = None
         self._version = 0
         self._given_away = False
 
     def value(self, like: Tensor) -> Tensor:
         """The gradient itself, in memory of this process."""
-        if self._value is None:
-            with ordinarily():
-                value = self._made(like)
-            self._value, self._version = value, value._version
-        return self._value
+        with self.lock:
+            if self._value is None:
+                with ordinarily():
+                    value = self._made(like)
+                self._value, self._version = value, value._version
+            return self._value
 
     def _made(self, like: Tensor) -> Tensor:
         # All that may fail comes first: adding twice would be wrong.
@@ -212,13 +217,13 @@ class GradientState:
 
     def put(self, terms: Sequence[Term]) -> None:
         """Add some terms."""
-        with self._lock:
+        with self.lock:
             self.terms += tuple(terms)
             self._value = None
 
     def take(self) -> Sequence[Term]:
         """Take all terms away, because something else stands for them from now on."""
-        with self._lock:
+        with self.lock:
             terms, self.terms = self.terms, ()
             self._value = None
         return terms
