@@ -4,7 +4,7 @@ from raydp_parallel.batch.chunk_refs import ChunkRefs, holds_refs, resolved
 from raydp_parallel.batch.chunk_sizes import ChunkSizes, weighted_sizes
 from raydp_parallel.batch.custom_types import BatchTypeHandle, any_registered, register_batch_type
 from raydp_parallel.batch.gathering import gather
-from raydp_parallel.batch.scattering import rows, scatter, scatter_kwargs
+from raydp_parallel.batch.scattering import rows, scatter, scatter_kwargs, sizes
 
 __all__ = [
     "BatchTypeHandle",
@@ -18,5 +18,6 @@ __all__ = [
     "rows",
     "scatter",
     "scatter_kwargs",
+    "sizes",
     "weighted_sizes",
 ]

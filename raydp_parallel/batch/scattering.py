@@ -190,17 +190,18 @@ def rows(inputs: Any, kwargs: Any, dim: int, otherwise: int | None = 0) -> int |
     """
     if inputs and type(inputs[0]) is torch.Tensor and inputs[0].dim() > dim >= 0:
         return inputs[0].size(dim)  # nearly every call
-    return next(_sizes((inputs, kwargs), dim), otherwise)
+    return next(sizes((inputs, kwargs), dim), otherwise)
 
 
-def _sizes(value: Any, dim: int) -> Iterator[int]:
+def sizes(value: Any, dim: int) -> Iterator[int]:
+    """The sizes of a chunk's tensors along the dimension along which the batch was split."""
     kind = kind_of(value)
     if kind is ContainerKind.TENSOR and -value.dim() <= dim < value.dim():
         yield value.size(dim)
     elif kind is ContainerKind.PACKED:
         yield sequences(value)
     for part in contents(value, kind).values():
-        yield from _sizes(part, dim)
+        yield from sizes(part, dim)
 
 
 def _plan(target_gpus: Sequence[Any], dim: int, sizes: ChunkSizes | None = None) -> _Plan:

@@ -6,7 +6,8 @@ A mean over the batch is no mean of the chunks' means: chunks differ in rows, an
 criterion leaves out (``ignore_index``) or weighs. So each chunk gives two numbers: the sum of its
 losses, and what the criterion would divide by. The batch's loss is the sum of the former over that
 of the latter. Torch's criteria give a loss for each element with ``reduction="none"``, and what
-they divide by is known. Of another criterion it has to be said.
+they divide by is known. Of another criterion it has to be said. A chunk that counts nothing gives a
+zero that hangs on its outputs, so that its backward runs as that of the others does.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from raydp_parallel import batch
+from raydp_parallel.batch.containers import contents, kind_of
 
 _MODULES: dict[Any, Callable[..., Tensor]] = {
     nn.BCELoss: F.binary_cross_entropy,
@@ -64,12 +68,26 @@ _ROWS = {
 All others have one for each element.
 """
 
+_SETTINGS = ("weight", "pos_weight", "ignore_index")
+"""Those of a criterion that matter where a batch is split."""
+
+_REDUCTIONS = ("mean", "sum", "none")
+
 _FUNCTIONS = frozenset(_MODULES.values())
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def function_of(criterion: Any) -> Callable[..., Tensor] | None:
-    """The function of torch that computes a criterion; None if it is not one of torch's."""
+    """The function of torch that computes a criterion; None if it is not one of torch's, or if
+    other code sees or changes its loss: it would get one for each element.
+    """
     if isinstance(criterion, nn.Module):
+        own = vars(criterion)
+        if type(criterion).__call__ is not nn.Module.__call__ or "forward" in own:
+            return None
+        if any(own.get(hooks) for hooks in _HOOKS):
+            return None
         for kind, function in _MODULES.items():
             if isinstance(criterion, kind) and type(criterion).forward is kind.forward:
                 return function
@@ -98,6 +116,7 @@ class LossCall:
             torch's criteria.
         dim: The dimension along which the batch is split.
         whole: Whether one chunk is the whole batch, so that nothing is left to be joined.
+        known: Whether it was one of torch's when `reduction` was read.
     """
 
     criterion: Callable[..., Any]
@@ -106,6 +125,7 @@ class LossCall:
     count: Callable[..., Any] | None = None
     dim: int = 0
     whole: bool = False
+    known: bool = False
 
     @property
     def joins(self) -> bool:
@@ -116,35 +136,45 @@ class LossCall:
         """The loss, or its parts; see the note."""
         inputs, targets, others = self.divided(args, kwargs)
         output = module(*inputs, **others)
+        function = None if self.whole else function_of(self.criterion)
+        if function is not None:
+            return self._of_torch(function, output, targets)
         if not self.joins:
             return self.criterion(output, *targets)
-        function = function_of(self.criterion)
-        if function is None:
-            return self._own(output, targets, batch.rows(args, kwargs, self.dim, None))
-        return self._of_torch(function, output, targets)
+        return self._own(output, targets, {*batch.sizes((args, kwargs), self.dim)})
 
     def for_chunks(self, chunks: int, dim: int) -> LossCall:
         """The same for a batch in so many chunks, of one of them.
 
         Raises:
-            ValueError: The criterion's rows are along dimension 0, and the batch's are not.
+            ValueError: The criterion's rows are along dimension 0, and the batch's are not; or it
+                was changed so that it is not known any more what it gives.
         """
+        function, reduction = function_of(self.criterion), self.reduction
+        if (function is not None) != self.known:
+            raise ValueError(
+                f"with_loss: {type(self.criterion).__name__} got, or lost, hooks or a forward of "
+                "its own: call with_loss() again, which then says what it has to know"
+            )
+        if function is not None and isinstance(self.criterion, nn.Module):
+            reduction = _reduction(function, self.criterion.reduction)  # as it is by now
         if chunks == 1:
-            return replace(self, whole=True)
-        function = function_of(self.criterion)
-        if dim != 0 and (function in _ROWS or self.reduction == "batchmean"):
+            return replace(self, whole=True, reduction=reduction)
+        if dim != 0 and (function in _ROWS or reduction == "batchmean"):
             raise ValueError(
                 f"with_loss: the rows of {getattr(function, '__name__', '')} are along dimension "
                 f"0, and the batch is split along {dim}"
             )
-        return replace(self, whole=False, dim=dim)
+        return replace(self, whole=False, dim=dim, reduction=reduction)
 
     def joined(self, parts: Sequence[Any], place: Any) -> Tensor:
         """The batch's loss, of what its chunks gave, on the device ``place``."""
         if self.whole:
-            parts = [(_number(parts[0]), None, None)]
-        total, divisor, like = batch.gather(parts, place, scalars="sum")
-        if divisor is not None:
+            parts = [_parts(_number(parts[0]), None)]
+        total, divisor, like, nothing = batch.gather(parts, place, scalars="sum")
+        if nothing is not None and not divisor:
+            total = total + parts[0][3].to(total.device)
+        elif divisor is not None:
             total = total / divisor.to(total.dtype)
         found: Tensor = total if like is None else total.to(like.dtype)
         return found
@@ -172,15 +202,22 @@ class LossCall:
         others = {name: value for name, value in kwargs.items() if name not in self.targets}
         return args, [kwargs[name] for name in self.targets], others
 
-    def _own(self, output: Any, targets: Sequence[Any], rows: int | None) -> Any:
-        """The parts of the user's own criterion."""
+    def _own(self, output: Any, targets: Sequence[Any], rows: set[int]) -> Any:
+        """The parts of the user's own criterion. ``rows`` are the sizes of the chunk's tensors."""
         value = _number(self.criterion(output, *targets))
         if self.reduction == "sum":
             return _parts(value, None)
-        divisor: Any = rows
         if self.count is not None:
-            divisor = self.count(output, *targets)
-        if divisor is None:
+            divisor: Any = self.count(output, *targets)
+        elif len(rows) == 1:
+            (divisor,) = rows
+            _warn_of_rows(value, output, divisor)
+        elif rows:
+            raise ValueError(
+                "with_loss: the rows of a chunk are ambiguous, because its tensors have "
+                f"{sorted(rows)} along dim {self.dim}: give with_loss(count=...)"
+            )
+        else:
             raise ValueError(
                 "with_loss: no argument is a tensor with rows, so the means of chunks cannot be "
                 "weighed by them: give with_loss(count=...)"
@@ -188,11 +225,11 @@ class LossCall:
         number = torch.as_tensor(divisor, dtype=torch.float64, device=value.device)
         if number.dim() or not number >= 0:
             raise ValueError(f"with_loss: count gave {divisor!r}, expected a number, not negative")
-        # The mean of nothing is no number.
-        total = (
-            _wide(value) * number.to(_wide(value).dtype) if number else _wide(value.new_zeros(()))
-        )
-        return _parts(total, number, value)
+        wide = _wide(value)
+        if number:
+            return _parts(wide * number.to(wide.dtype), number, value, value.new_zeros(()))
+        # The mean of nothing may be no number, and is the batch's only if all chunks have nothing.
+        return _parts(_zero_of(output, wide), number, value, value)
 
     def _of_torch(
         self, function: Callable[..., Tensor], output: Any, targets: Sequence[Any]
@@ -205,15 +242,23 @@ class LossCall:
                 "other, with its reduction"
             )
         given = inspect.signature(function).bind(output, *targets).arguments
-        _check_rows(function, output, given, self.dim)
+        if {"size_average", "reduce", "reduction"} & given.keys():
+            raise ValueError(
+                f"with_loss: {function.__name__} got {len(targets)} targets, one of which would be "
+                "its reduction: with_loss(targets=...) says how many there are"
+            )
         if isinstance(self.criterion, nn.Module):
             criterion: Any = copy.copy(self.criterion)
             criterion.reduction = "none"
-            settings = vars(criterion) | criterion._buffers
+            held = {name: getattr(criterion, name, None) for name in _SETTINGS}
+            settings = {name: value for name, value in held.items() if value is not None}
         else:
             criterion = functools.partial(self.criterion, reduction="none")
             settings = criterion.keywords
+        _check_rows(function, output, given, settings, self.dim)
         losses = criterion(output, *targets)
+        if self.reduction == "none":
+            return losses
         settings = {**settings, **given}
         if function is F.ctc_loss and self.reduction == "mean":  # over sequences, of their means
             lengths = torch.as_tensor(settings["target_lengths"], device=losses.device)
@@ -240,7 +285,7 @@ def loss_call(criterion: Any, targets: Any, reduction: Any, count: Any) -> LossC
             "with_loss: expected a criterion that is called with the output and the targets, such "
             f"as torch.nn.CrossEntropyLoss(), got {criterion!r}"
         )
-    if reduction not in (None, "mean", "sum", "none", "batchmean"):
+    if reduction not in (None, *_REDUCTIONS, "batchmean"):
         raise ValueError(f"with_loss: reduction={reduction!r}, expected 'mean', 'sum' or 'none'")
     if count is not None and not callable(count):
         raise TypeError(f"with_loss: count must be a function, got {type(count).__name__}")
@@ -251,20 +296,40 @@ def loss_call(criterion: Any, targets: Any, reduction: Any, count: Any) -> LossC
         raise ValueError(
             f"with_loss: what {function.__name__} divides by is known, so it takes no count"
         )
-    elif isinstance(criterion, nn.Module):
-        if reduction not in (None, criterion.reduction):
-            raise ValueError(
-                f"with_loss: {type(criterion).__name__} has reduction={criterion.reduction!r}, "
-                f"and reduction={reduction!r} was given"
-            )
-        reduction = criterion.reduction
     else:
         keywords = getattr(criterion, "keywords", {})
         if {"size_average", "reduce"} & keywords.keys():
             raise ValueError("with_loss: size_average and reduce are deprecated: give reduction")
-        reduction = reduction or keywords.get("reduction", "mean")
-        criterion = functools.partial(criterion, reduction=reduction)
-    return LossCall(criterion, _checked_targets(targets), reduction, count)
+        if isinstance(criterion, nn.Module):
+            own: Any = criterion.reduction
+        else:
+            own = keywords.get("reduction", reduction or "mean")
+        own = _reduction(function, own)
+        if reduction not in (None, own):
+            name = getattr(criterion, "__name__", type(criterion).__name__)
+            raise ValueError(
+                f"with_loss: {name} has reduction={own!r}, and reduction={reduction!r} was given"
+            )
+        reduction = own
+        if not isinstance(criterion, nn.Module):
+            criterion = functools.partial(criterion, reduction=reduction)
+    checked = _checked_targets(targets)
+    return LossCall(criterion, checked, reduction, count, known=function is not None)
+
+
+def _reduction(function: Callable[..., Tensor], found: Any) -> str:
+    """The reduction of one of torch's criteria, in today's words.
+
+    Raises:
+        ValueError: The criterion has no such reduction.
+    """
+    if found == "elementwise_mean":
+        return "mean"
+    if found in _REDUCTIONS or (found == "batchmean" and function is F.kl_div):
+        return str(found)
+    raise ValueError(
+        f"with_loss: {function.__name__} with reduction={found!r}: expected 'mean', 'sum' or 'none'"
+    )
 
 
 def _told(criterion: Any, reduction: Any, count: Any) -> str:
@@ -309,13 +374,49 @@ def _number(value: Any) -> Tensor:
 
 
 def _parts(
-    total: Tensor, divisor: Tensor | None, like: Tensor | None = None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """A chunk's total, what it is divided by, and, if the loss has another dtype, a tensor without
-    elements that has it.
+    total: Tensor,
+    divisor: Tensor | None,
+    like: Tensor | None = None,
+    nothing: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """A chunk's total; what it is divided by; if the loss has another dtype, a tensor without
+    elements that has it; and what the criterion gives where nothing counts, if it is not known.
     """
     same = like is None or like.dtype == total.dtype
-    return total, divisor, None if same or like is None else like.new_empty(0)
+    return total, divisor, None if same or like is None else like.new_empty(0), nothing
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in a nested value."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, PackedSequence):
+        yield value.data
+    for part in contents(value, kind_of(value)).values():
+        yield from _tensors(part)
+
+
+def _zero_of(output: Any, like: Tensor) -> Tensor:
+    """A zero that has the graph of the outputs, which get gradients of zeros: replicas may wait for
+    each other in backward.
+    """
+    zero = like.new_zeros(())
+    for tensor in _tensors(output):
+        if tensor.requires_grad:
+            zero = zero + tensor.flatten()[:0].sum().to(zero.dtype)
+    return zero
+
+
+def _warn_of_rows(value: Tensor, output: Any, rows: int) -> None:
+    """Say that a mean may be over something else than rows: the mean of nothing shows it."""
+    if not rows or value.isfinite() or not all(t.isfinite().all() for t in _tensors(output)):
+        return
+    warnings.warn(
+        f"with_loss: the criterion gave {value.item()} for a chunk whose outputs are finite. If it "
+        "leaves something out, its mean is not over rows: give with_loss(count=...), the number "
+        "that it divides by. This is said once",
+        stacklevel=2,
+    )
 
 
 def _wide(losses: Tensor) -> Tensor:
@@ -330,26 +431,31 @@ def _divisor(
     """What the mean of a criterion is divided by."""
     weight = given.get("weight")
     if function in (F.mse_loss, F.l1_loss) and weight is not None:
-        return weight.sum()
+        return weight.double().sum()
     if function not in (F.cross_entropy, F.nll_loss):
         return losses.numel()
     target = given["target"]
     if function is F.cross_entropy and target.shape == output.shape:  # of probabilities
         return output.numel() // output.shape[1] if output.shape[1] else 0
-    kept = target != given.get("ignore_index", -100)
+    classes = target.long()  # a target of bytes would be compared with 156, and not with -100
+    kept = classes != given.get("ignore_index", -100)
     if weight is None:
         return kept.sum()
-    return (weight.take(target.masked_fill(~kept, 0).long()) * kept).sum()
+    return (weight.double().take(classes.masked_fill(~kept, 0)) * kept).sum()
 
 
 def _check_rows(
-    function: Callable[..., Tensor], output: Tensor, given: dict[str, Any], dim: int
+    function: Callable[..., Tensor],
+    output: Tensor,
+    given: dict[str, Any],
+    settings: dict[str, Any],
+    dim: int,
 ) -> None:
     """Refuse outputs that a criterion would not take for rows: its loss of all chunks would be
     another than that of the batch, and it would not say so.
 
     Raises:
-        ValueError: The output has no rows, or the targets have others.
+        ValueError: The output has no rows, or the targets have others, or a setting has rows.
     """
     least = _ROWS.get(function, 1)
     if output.dim() < least or not -output.dim() <= dim < output.dim():
@@ -365,13 +471,22 @@ def _check_rows(
                 "give them as a tensor of sequences × length"
             )
         return
-    if function in _ROWS:
+    if function in _ROWS and function is not F.multilabel_soft_margin_loss:
         return  # torch compares the rows
+    from_end = dim - output.dim() if dim >= 0 else dim
+    for name in ("weight", "pos_weight"):
+        held = settings.get(name)
+        if isinstance(held, Tensor) and held.dim() >= -from_end and held.shape[from_end] != 1:
+            raise ValueError(
+                f"with_loss: the {name} of {function.__name__} has shape {tuple(held.shape)}, so "
+                "it has rows, which are not split with the batch: give it as a target, to the "
+                "function"
+            )
     for name, other in given.items():
         if not isinstance(other, Tensor) or not other.dim() or other is output:
             continue
         alike = other.dim() == output.dim()
-        if (not alike and name in ("target", "input2")) or (
+        if (not alike and name in ("target", "input2", "weight", "pos_weight")) or (
             alike and other.shape[dim : dim + 1 or None] != output.shape[dim : dim + 1 or None]
         ):
             raise ValueError(

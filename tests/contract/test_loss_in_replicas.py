@@ -21,6 +21,7 @@ from mortal import Everything, Mortal, arm, armed, fate, rows, same
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, Options, convert_sync_batchnorm
+from raydp_parallel.calls import synced_call
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -402,7 +403,7 @@ def test_T6_what_a_call_cannot_do_is_refused(executors: Any) -> None:
             found(x, *targets)
     weights = nn.BCEWithLogitsLoss(torch.rand(2, 1))  # of rows, which are not split
     found = DataParallel(Head(), executor=executor).with_loss(weights)
-    with pytest.raises(RuntimeError, match="broadcast"):
+    with pytest.raises(ValueError, match="so it has rows"):
         found(x[:2], torch.rand(2, 4))
     flat = nn.Sequential(nn.Linear(5, 1), nn.Flatten(0))
     along = DataParallel(flat, executor=executor, dim=1).with_loss(nn.MSELoss())
@@ -611,6 +612,24 @@ def test_T6_synchronised_batch_norm(executors: Any) -> None:
     model = DataParallel(synced, executor=executors(3, **PLENTY))
     case = Case(nn.CrossEntropyLoss(), classes)
     compared(model.with_loss(case.criterion), plain, case, torch.randn(ROWS, 5).double())
+
+
+@pytest.mark.parametrize("guard", [0, 1])
+def test_T6_synchronised_batch_norm_where_a_chunk_counts_nothing(
+    executors: Any, monkeypatch: pytest.MonkeyPatch, guard: int
+) -> None:
+    """Its backward has to run, because the other chunk's waits for it."""
+    monkeypatch.setattr(synced_call, "_PATIENCE", 10.0)
+    plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
+    net = convert_sync_batchnorm(copy.deepcopy(plain))
+    model = DataParallel(net, executor=executors(2, **PLENTY))
+
+    def criterion(out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(out, y, reduction="sum") / (y != -100).sum().clamp(min=guard)
+
+    found = model.with_loss(criterion, count=lambda out, y: (y != -100).sum())
+    x, y = torch.randn(6, 5).double(), torch.tensor([1, 2, 3, -100, -100, -100])
+    compared(found, plain, Case(criterion, lambda: (y,)), x)
 
 
 def test_T6_along_another_dimension(executors: Any) -> None:
