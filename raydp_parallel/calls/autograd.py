@@ -71,7 +71,7 @@ class CallNode:
 
     Attributes:
         token: The output of its `Fork`, once the leaves are part of torch's graph.
-        times: Takes the times of its chunks, if somebody balances them.
+        times: Takes the times of its chunks, if chunks are balanced.
         synced: How its chunks exchange tensors while they run; None if they do not.
         outputs: If they do, the outputs of each chunk, None for those without a gradient.
     """

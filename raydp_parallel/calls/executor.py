@@ -38,7 +38,12 @@ from raydp_parallel.transport.message_bytes import pack
 log = logging.getLogger("raydp_parallel")
 
 _PATIENCE = 60.0
-"""Seconds that `Executor.close` waits for replicas which train, and may be busy."""
+"""Seconds that `Executor.close` waits for replicas which train a model, and may be busy, beside the
+time that its weights and the optimizer's state may take to arrive.
+"""
+
+_SLOWEST = 2e7
+"""Bytes per second that arrive at least."""
 
 _RECENT = 4
 """Modules of the functional interface that stay in the replicas after a call, so that the next call
@@ -135,26 +140,28 @@ class Executor:
 
     def close(self) -> None:
         """End the replicas. Their graphs are lost; what the driver holds is not, and what
-        `DataParallel.optimizer` trained is fetched first, if that takes no longer than a minute:
-        replicas may be busy, with a call of another thread. May be called twice.
+        `DataParallel.optimizer` trained is fetched first. That may take a minute for each model,
+        and a second for each 20 MB of it: replicas may be busy, with a call of another thread. May
+        be called twice.
 
         In a forked process it ends nothing: the replicas are the parent's.
         """
         if self._replica_set.forked:
             return
         trained = [t.training for t in [*self._trackers.values()] if t.training is not None]
-        patience = threading.Timer(_PATIENCE, self._wait_no_more)
-        patience.daemon = True
+        patience = None
         try:
-            if trained and not self.closed:
-                patience.start()
-                for training in trained:
-                    training.end()
-                self._behind.clear()
+            for training in trained if not self.closed else ():
+                if patience is not None:
+                    patience.cancel()
+                patience = self._be_patient(_PATIENCE + training.size / _SLOWEST)
+                training.end()
+                self._behind.discard(training)
         finally:  # also after Ctrl-C: nothing would end the replicas later
             self._replica_set.release()
             with self._replica_set.lock:
-                patience.cancel()
+                if patience is not None:
+                    patience.cancel()
                 if not self._replica_set.closed:
                     self._replica_set.closed = True
                     try:
@@ -162,9 +169,17 @@ class Executor:
                     finally:
                         self._replica_set.close()
 
-    def _wait_no_more(self) -> None:
-        """End the replicas while `close` waits for them, or for a thread that does."""
-        log.warning("close() waited for %g s for replicas that train, and ends them now", _PATIENCE)
+    def _be_patient(self, seconds: float) -> threading.Timer:
+        """End the replicas after some time in which `close` waits for them, or for a thread that
+        does.
+        """
+        patience = threading.Timer(seconds, lambda: self._wait_no_more(seconds))
+        patience.daemon = True
+        patience.start()
+        return patience
+
+    def _wait_no_more(self, seconds: float) -> None:
+        log.warning("close() waited for %g s for replicas that train, and ends them now", seconds)
         self._replica_set.backend.stop([slot.client for slot in self._replica_set.ready()])
 
     def _bring_to_safety(self, going: Sequence[ReplicaSlot]) -> None:

@@ -192,12 +192,21 @@ class Training:
         """How many steps the master is behind."""
         return self.steps - self._synced
 
+    @property
+    def size(self) -> int:
+        """The bytes of the weights and of the optimizer's state: most have two numbers for each."""
+        return 3 * sum([parameter.nbytes for parameter in self.parameters()])
+
     def check(self) -> None:
         """Look for edits of trained parameters in the driver.
 
         Raises:
             StateChanged: One was edited while the master was behind, or has left the module.
         """
+        with self._replica_set.lock:  # other threads' calls read the record
+            self._check()
+
+    def _check(self) -> None:
         self._mend()
         seen = self.tracker.look_owned()
         if seen is None:
@@ -335,9 +344,8 @@ class Training:
         of them has, for they may have come more or less far in it.
         """
         if any(self._has_failed(*one) for one in self._known()):
-            with self._replica_set.lock:
-                self.bring_up_to_date()
-                self._rebase()
+            self.bring_up_to_date()
+            self._rebase()
 
     def step(self) -> None:
         """Enter a step with the gradients and the options of now."""
@@ -345,7 +353,9 @@ class Training:
         with self._replica_set.lock, ordinarily():
             self._check_groups()
             self.check()
-            self._take_coming()
+            if self._coming is not None:
+                self._check_edits()
+                self._take_coming()
             if not self._holders():
                 if self.behind:
                     raise self._lost()
@@ -430,7 +440,8 @@ class Training:
 
     def readers(self) -> list[ReplicaSlot]:
         """The slots of the replicas that have the weights."""
-        return [slot for slot, _ in self._holders()]
+        with self._replica_set.lock:
+            return [slot for slot, _ in self._holders()]
 
     def fetch(self, sums: GradientSum) -> Sequence[Tensor]:
         """Gradients that replicas keep."""
@@ -486,7 +497,9 @@ class Training:
 
     def trim(self) -> None:
         """Let go of entries that all replicas have made."""
-        self.record.trim(min([slot.trained[name] for slot, name in self._holders()], default=0))
+        with self._replica_set.lock:
+            made = [slot.trained[name] for slot, name in self._holders()]
+            self.record.trim(min(made, default=0))
 
     def _flush(self) -> None:
         """Send the record to all replicas that can follow it."""

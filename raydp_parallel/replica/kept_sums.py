@@ -65,7 +65,7 @@ class KeptSum(Sequence[Tensor]):
             raise IndexError(row)
         if row not in self._added:
             spec = self._rows[row]
-            flat = torch.empty(spec.size, dtype=DTYPES[spec.dtype])
+            flat = torch.empty(spec.size, dtype=DTYPES[spec.dtype], device="cpu")
             self.part(row, 0, spec.size, flat)
             self._added[row] = flat.as_strided(spec.shape, spec.stride)
         return self._added[row]

@@ -170,7 +170,8 @@ class ModuleTracker:
         return Mark(self._moment, self._contents.seen, self._disturbed_at, self._trained())
 
     def _trained(self) -> int:
-        return 0 if self.training is None else int(self.training.record.number)
+        """How many steps were made in the replicas. Other entries, as of a norm, change nothing."""
+        return 0 if self.training is None else int(self.training.steps)
 
     def overwritten_since(self, mark: Mark) -> dict[int, Tensor]:
         """The contents that slots had at a mark, where write-backs have changed them since."""

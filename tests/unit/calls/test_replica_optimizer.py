@@ -9,6 +9,7 @@ import copy
 import gc
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -66,6 +67,42 @@ def same(found: Any, expected: Any) -> bool:
     """Whether two models have the same weights."""
     pairs = zip(found._master.parameters(), expected._master.parameters(), strict=True)
     return all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_T3_edits_before_a_step_that_takes_what_was_fetched(two: Executor) -> None:
+    """Those that move no version are found, too, and not overwritten by what was fetched."""
+    model, optimizer = small(two)
+    optimizer.close()
+    optimizer = model.optimizer(torch.optim.Adam, lr=0.01, sync_every=1)
+    for step in range(2):
+        advance(model, optimizer, step)
+    model(torch.ones(4, 6)).sum().backward()
+    for p in [*model._master.parameters()]:
+        p.data.clamp_(-0.01, 0.01)
+    error = raised(optimizer.step)
+    assert isinstance(error, StateChanged) and "model.sync()" in str(error)
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_T2_the_norm_of_gradients_is_no_change_of_weights(cluster: None, clipped: bool) -> None:
+    """A backward after it, or after they were clipped, may be made again, by another replica."""
+    found = []
+    for inside in (True, False):
+        with Executor(["cpu"] * 2) as executor:
+            model, optimizer = small(executor, inside)
+            one, other = model(torch.ones(4, 6)).sum(), model(torch.full((4, 6), 2.0)).sum()
+            one.backward()
+            if clipped and inside:
+                optimizer.clip_grad_norm_(0.1)
+            elif clipped:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            elif inside:
+                optimizer.grad_norm()
+            os.kill(executor.replicas()[0].pid, signal.SIGKILL)
+            other.backward()
+            optimizer.step()
+            found.append(model.state_dict())
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
 # --- options that a step changes ---
@@ -468,6 +505,34 @@ def test_T3_closing_while_replicas_are_busy(
     assert isinstance(error, StateLost) and "after step 0" in str(error)
     assert all(map(torch.equal, before, model.state_dict().values()))
     assert isinstance(raised(optimizer.step), ExecutorClosed)
+
+
+def test_T3_closing_waits_for_each_model_and_longer_for_large_ones(
+    two: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The minute is for replicas that are busy, and not for weights that take their time."""
+    waits: list[float] = []
+
+    class Timer:
+        daemon = False
+
+        def __init__(self, seconds: float, function: Callable[[], None]) -> None:
+            waits.append(seconds)
+
+        def start(self) -> None:
+            pass
+
+        def cancel(self) -> None:
+            pass
+
+    monkeypatch.setattr(threading, "Timer", Timer)
+    monkeypatch.setattr("raydp_parallel.calls.executor._SLOWEST", 100.0)
+    models = [small(two) for _ in range(2)]
+    for model, optimizer in models:
+        advance(model, optimizer, 0)
+    two.close()
+    weights = sum(p.nbytes for p in models[0][0]._master.parameters())
+    assert waits == [60 + 3 * weights / 100] * 2  # Adam has two numbers for each
 
 
 # --- edits of the state ---
