@@ -667,8 +667,8 @@ class _Watching(RawAccess):
         self._graph, self._first = graph, first
         self._ran = False
 
-    def watched(self) -> Mapping[int, MemoryRange]:
-        return self._graph.replica_module.watched()
+    def watched(self) -> Callable[[], Mapping[int, MemoryRange]]:
+        return self._graph.replica_module.watched
 
     def __enter__(self) -> Accessed:
         replica_module = self._graph.replica_module

@@ -119,12 +119,14 @@ class RawAccess:
 
     touched = Accessed()
 
-    def watched(self) -> Mapping[int, MemoryRange]:
-        """What is compared, by its address, if it is accessed."""
-        return {}
+    def watched(self) -> Callable[[], Mapping[int, MemoryRange]]:
+        """A function that gives what is compared, by its address, if it is accessed. It is no
+        method of this object, which would then be freed by the collector of garbage alone.
+        """
+        return dict
 
     def __enter__(self) -> Accessed:
-        self.touched = Accessed(self.watched)
+        self.touched = Accessed(self.watched())
         _collectors.add(self.touched)
         return self.touched
 

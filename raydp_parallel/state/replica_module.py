@@ -532,8 +532,8 @@ class _Running(RawAccess):
     def __init__(self, replica_module: ReplicaModule) -> None:
         self._replica_module = replica_module
 
-    def watched(self) -> dict[int, MemoryRange]:
-        return self._replica_module.watched()
+    def watched(self) -> Callable[[], Mapping[int, MemoryRange]]:
+        return self._replica_module.watched
 
     def __exit__(self, *error: object) -> None:
         touched = self.touched

@@ -304,16 +304,18 @@ def test_a_forked_child_leaves_the_store_to_its_parent(
 ) -> None:
     """The child's end ends nothing, and a child that lives on keeps no connection open."""
     client.set("one", b"kept")
-    reader, writer = os.pipe()
+    (reader, writer), (ready, tell) = os.pipe(), os.pipe()
     child = os.fork()
     if not child:
         os.close(writer)
         try:
+            os.write(tell, b"x")
             os.read(reader, 1)  # until the parent says so
         finally:
             os._exit(0)
     os.close(reader)
     try:
+        assert os.read(ready, 1) == b"x"
         assert client.get("one") == b"kept"
         with handshake.call(f"{HERE} {server.port} {SECRET}").connection as connection:
             connection.settimeout(10)
@@ -323,5 +325,6 @@ def test_a_forked_child_leaves_the_store_to_its_parent(
             socket.create_connection((HERE, server.port), timeout=10)
         _await_end_of_threads()
     finally:
-        os.close(writer)
+        for end in (writer, ready, tell):
+            os.close(end)
         os.waitpid(child, 0)
