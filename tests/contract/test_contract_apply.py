@@ -344,6 +344,7 @@ class Dies(nn.Module):
         return x
 
 
+@pytest.mark.long
 def test_A7_a_process_that_ends_is_a_named_error_and_is_replaced(executors: Any) -> None:
     """os._exit: which replica; the next call has a new one, the other stays."""
     executor = executors(on_fault="raise", max_restarts_per_hour=10_000)

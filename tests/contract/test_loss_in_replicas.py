@@ -699,6 +699,7 @@ class Loss(nn.Module):
         return F.cross_entropy(out, y % 3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "moment", ["forward 1", "late forward 0", "criterion 1", "backward 0", "backward 1"]
 )

@@ -490,6 +490,7 @@ def test_T2_a_death_changes_no_bit(
     assert executor.stats().deaths > deaths
 
 
+@pytest.mark.long
 def test_T5_a_death_where_gradients_stay(exchanging: Executor, tmp_path: Path) -> None:
     """In forward, in backward, after it, and in a step: no bit changes."""
     plan = {1: ["forward 1"], 2: ["backward 0"], 3: ["between"], 5: ["step"]}
@@ -566,6 +567,7 @@ def test_T5_what_programs_do_with_gradients_that_stay(exchanging: Executor) -> N
     assert same(*results)
 
 
+@pytest.mark.long
 def test_T2_the_last_holder_dies(two: Executor) -> None:
     """That is an error that names both steps; training goes on from the last sync."""
     model, optimizer = small(two, sync_every=2)

@@ -280,6 +280,7 @@ class Rows(nn.Module):
         return torch.tensor(float(len(x)))
 
 
+@pytest.mark.long
 def test_X2_deaths_run_the_same_split_again(two: Executor, tmp_path: Path) -> None:
     """In forward and in backward, to the bit, with dropout and batch norm."""
     runs = []

@@ -192,6 +192,7 @@ def closed(cluster: None) -> Closed:
     return Closed(executor, model, out, pids, clients)
 
 
+@pytest.mark.long
 @on_cluster
 def test_close_ends_the_processes(closed: Closed) -> None:
     """After the with block replicas are closed and refused, their processes end, and others
@@ -329,6 +330,7 @@ def test_wrappers_options_do_not_start_more_replicas() -> None:
     assert DataParallel(linear(), TWO, options=Options(threads=2)).executor is not plain
 
 
+@pytest.mark.long
 @on_cluster
 def test_only_who_waits_for_replicas_of_this_node_ends_helpers(
     monkeypatch: pytest.MonkeyPatch,

@@ -137,6 +137,7 @@ def test_X4_second_order_is_exact_in_its_first(two: Executor) -> None:
     assert_same_grads(model, even, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.long
 def test_X4_a_death_changes_nothing(two: Executor, tmp_path: Path) -> None:
     """In forward and in backward, to the bit."""
     runs = []

@@ -242,6 +242,7 @@ def test_X5_without_rows_there_is_one_stream() -> None:
 # --- on replicas ---
 
 
+@pytest.mark.long
 def test_X5_processes_and_deaths(cluster: None, tmp_path: Path) -> None:
     """Two and one replica give the same bits, and a death changes nothing."""
     with Executor(["cpu", "cpu"], options=Options(max_restarts_per_hour=10_000)) as executor:

@@ -363,6 +363,7 @@ class Falls(nn.Module):
         return x
 
 
+@pytest.mark.long
 def test_X3_a_death_while_the_group_is_formed(tmp_path: Path) -> None:
     """The call runs once there is another replica."""
     net = convert_sync_batchnorm(Falls(str(tmp_path)))
@@ -459,6 +460,7 @@ def train(
     return [*losses, *state(model)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "plan",
     [{0: ["forward 1"]}, {1: ["late forward 0"]}, {11: ["backward 1"]}, {12: ["backward 0"]}],
@@ -473,6 +475,7 @@ def test_X3_a_death_changes_nothing(
     assert same(train(two, tmp_path, plan), undisturbed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "plan",
     [{1: ["late forward 0"]}, {1: ["forward 1"], 11: ["backward 1"]}],

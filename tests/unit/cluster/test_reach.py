@@ -110,6 +110,7 @@ def test_replicas_of_this_node_without_a_line(
     assert not [record for record in caplog.records if "bytes are copied" in record.message]
 
 
+@pytest.mark.long
 def test_successors_without_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """All die in a forward; who takes over is called through Ray, and sees the weights."""
     with Executor(TWO) as executor:
@@ -125,6 +126,7 @@ def test_successors_without_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         assert all(slot.client.shares for slot in executor._replica_set.slots.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lines", [True, False])
 def test_successors_that_share_no_memory(
     lines: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -225,6 +225,7 @@ def dying(cluster: None) -> Iterator[Executor]:
         yield executor
 
 
+@pytest.mark.long
 def test_what_runs_again_after_a_death_counts_once(dying: Executor) -> None:
     """Rows, calls and time; between a forward and its backward, so that the graph is made again
     too.
@@ -269,6 +270,7 @@ def test_exceptions_do_not_stand_in_the_replicas_log(executors: Any) -> None:
     assert "ReplicaActor" in log and "KeyError" not in log and "rows 2" not in log
 
 
+@pytest.mark.long
 def test_a_successor_s_log_says_why_it_is_there(dying: Executor) -> None:
     """On its page in the dashboard, where the dead one's is no longer looked at."""
     executor = dying

@@ -171,6 +171,7 @@ def test_functions_that_are_changed_in_place(modules: Callable[..., Any], tmp_pa
     assert computed(model) == net(ONES)[0, 0].item() == 4.0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("cluster")
 def test_a_file_that_changes_before_a_successor_starts(
     modules: Callable[..., Any], tmp_path: Path, executors: Any

@@ -231,6 +231,7 @@ class Parting(nn.Module):
         return x + 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_death_is_known_while_others_work(
     executors: Any, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
