@@ -163,7 +163,11 @@ class ReplicaTraining:
                     self._join()
                 if self._sliced is None:
                     self._sliced = SlicedOptimizer(self._optimizer)
-                self._sliced.step(terms)
+                try:
+                    self._sliced.step(terms)
+                except BaseException:
+                    self._join()  # so that all slices of a parameter count the same steps
+                    raise
             return
         self._join()
         threads = torch.get_num_threads()

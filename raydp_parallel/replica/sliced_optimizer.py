@@ -12,6 +12,7 @@ is, after the first `SlicedOptimizer.join`, a view of what the whole optimizer h
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -81,6 +82,9 @@ class SlicedOptimizer:
         groups = optimizer.param_groups
         if any(group.get(option) for group in groups for option in _OTHERWISE):
             return False
+        # With others a step may fail halfway, and shall come as far as in the driver's process.
+        if not all(_is_plain(group.get(name)) for group in groups for name in optimizer.defaults):
+            return False
         parameters = [p for group in groups for p in group["params"]]
         if not any(map(_is_large, parameters)) or len({*parameters}) < len(parameters):
             return False
@@ -104,10 +108,14 @@ class SlicedOptimizer:
         return value.view(-1)[number * SLICE : (number + 1) * SLICE]
 
     def join(self) -> None:
-        """Give the whole optimizer what is kept of its parameters."""
+        """Give the whole optimizer what is kept of its parameters. Where a parameter's first step
+        has failed in between, that is nothing: some of its slices have no state.
+        """
+        state = self._optimizer.state
         for parameter, parts in self._slices.items():
-            kept = [self._optimizer.state[part] for part in parts if part in self._optimizer.state]
-            if kept:
+            kept = [state[part] for part in parts if part in state]
+            whole = len(kept) == len(parts) and all(one.keys() == kept[0].keys() for one in kept)
+            if whole:
                 self._whole.state[parameter] = {
                     name: self._joined(parameter, name, [one[name] for one in kept])
                     for name in kept[0]
@@ -175,6 +183,13 @@ def _slice_of(grad: TermSum | Tensor, part: Tensor, number: int) -> Tensor:
     found = torch.empty(part.numel(), dtype=part.dtype, device=part.device)
     grad.part(begin, end, found)
     return found.view(part.shape)
+
+
+def _is_plain(option: Any) -> bool:
+    """Whether an option is a number, a tensor or None, or some of these."""
+    if isinstance(option, (tuple, list)):
+        return all(map(_is_plain, option))
+    return option is None or isinstance(option, (numbers.Real, Tensor))
 
 
 def _is_large(parameter: Tensor) -> bool:

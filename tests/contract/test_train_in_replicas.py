@@ -568,6 +568,31 @@ def test_T5_what_programs_do_with_gradients_that_stay(exchanging: Executor) -> N
 
 
 @pytest.mark.long
+def test_T2_gradients_in_shared_memory_outlive_all_replicas(exchanging: Executor) -> None:
+    """A step is made with them when others have begun with the same weights. Those that replicas
+    had summed among themselves are gone, and that is an error.
+    """
+    results = []
+    for inside in (False, True):
+        exchanging.grow()
+        model, optimizer = small(exchanging, inside=inside)
+        torch.manual_seed(1)
+        model(torch.randn(12, 6)).square().sum().backward()
+        if inside:
+            kill(exchanging, 0, 1)
+            exchanging.grow()
+        with torch.no_grad():
+            model(torch.ones(12, 6))
+        if inside and exchanging.options.link == "collective":
+            assert isinstance(raised(optimizer.step), StateLost)
+            return
+        optimizer.step()
+        advance(model, optimizer, 2)
+        results.append([t.clone() for t in model.state_dict().values()])
+    assert same(*results)
+
+
+@pytest.mark.long
 def test_T2_the_last_holder_dies(two: Executor) -> None:
     """That is an error that names both steps; training goes on from the last sync."""
     model, optimizer = small(two, sync_every=2)

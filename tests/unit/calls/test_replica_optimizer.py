@@ -319,6 +319,38 @@ def test_T4_a_step_that_fails(reader: str, two: Executor) -> None:
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("before", [0, 1])
+def test_T4_a_step_of_large_weights_that_fails(before: int, two: Executor) -> None:
+    """As of small ones, which are not stepped in slices."""
+    found = []
+    for inside in (True, False):
+        torch.manual_seed(0)
+        net = nn.Linear(1024, 1024)
+        model = DataParallel(net, executor=two)
+        kind, keywords = torch.optim.Adam, {"lr": 1e-3, "weight_decay": 0.1}
+        optimizer: Any = (
+            model.optimizer(kind, **keywords) if inside else kind(net.parameters(), **keywords)
+        )
+        for step in range(before + 2):
+            torch.manual_seed(step)
+            optimizer.param_groups[0]["weight_decay"] = "x" if step == before else 0.0
+            optimizer.zero_grad()
+            model(torch.randn(4, 1024)).square().mean().backward()
+            if step != before:
+                optimizer.step()
+            elif inside:
+                optimizer.step()
+                assert isinstance(raised(model.sync), TypeError)
+            else:
+                assert isinstance(raised(optimizer.step), TypeError)
+        found.append((model.state_dict(), optimizer.state_dict()["state"]))
+    for name, value in found[0][0].items():
+        assert torch.equal(value, found[1][0][name])
+    for number, values in found[1][1].items():
+        for name, value in values.items():
+            assert torch.equal(value, found[0][1][number][name]), name
+
+
 def test_T4_a_step_that_fails_in_one_replica(two: Executor) -> None:
     """All go on with what another one has made of it."""
     expected, ordinary = small(two, False, Halting)

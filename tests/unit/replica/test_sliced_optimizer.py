@@ -123,10 +123,52 @@ def test_what_is_not_made_in_slices() -> None:
     assert not SlicedOptimizer.fits(optim.SGD(tensors, foreach=True), grads)
     assert not SlicedOptimizer.fits(optim.Adam(tensors, fused=True), grads)
     assert not SlicedOptimizer.fits(optim.SGD([tensors[1]]), grads[1:2])
+    strange = optim.Adam([{"params": tensors, "name": "all"}])
+    assert SlicedOptimizer.fits(strange, grads)
+    strange.param_groups[0]["weight_decay"] = "x"
+    assert not SlicedOptimizer.fits(strange, grads)
     turned = torch.randn(32, 32).t().requires_grad_()
     assert not SlicedOptimizer.fits(optim.SGD([turned]), [torch.ones(32, 32)])
     sparse = torch.ones(13, 17).to_sparse()
     assert not SlicedOptimizer.fits(optim.SGD(tensors), [sparse, *grads[1:]])
+
+
+class Broken(TermSum):
+    """A gradient of ones, of which no slice can be read from some element on."""
+
+    def __init__(self, end: int) -> None:
+        super().__init__(GradientTerms(True, ()), {})
+        self.end = end
+
+    def part(self, begin: int, end: int, into: Tensor) -> None:
+        if end > self.end:
+            raise MemoryError("here")
+        into.fill_(1)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("kind", ["nesterov", "Adam", "Rprop", "ASGD", "Adagrad"])
+def test_what_is_kept_after_a_step_that_fails_halfway(kind: str, first: bool) -> None:
+    """It is of whole parameters, so that training can go on; one count of steps for each."""
+    tensors = parameters()
+    optimizer = made(kind, tensors)
+    grads: list[Any] = [torch.ones_like(tensor) for tensor in tensors]
+    slices = SlicedOptimizer(optimizer)
+    if not first:
+        slices.step(grads)
+    with pytest.raises(MemoryError):
+        slices.step([*grads[:4], Broken(256), grads[5]])
+    slices.join()
+    state = optimizer.state
+    assert tensors[3] in state and (tensors[4] in state) == (not first or kind == "Adagrad")
+    for parameter, values in state.items():
+        for name, value in values.items():
+            assert not isinstance(value, Tensor) or value.shape in (parameter.shape, ()), name
+    slices = SlicedOptimizer(optimizer)
+    slices.step(grads)
+    slices.join()
+    assert {*state} == {*tensors}
+    assert all(value.isfinite().all() for value in tensors)
 
 
 def kept(*chunks: Tensor) -> KeptSum:
