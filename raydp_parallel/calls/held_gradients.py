@@ -400,9 +400,12 @@ def begin(
     if first is None:
         return None
     own = [*first.leaves[: first.own]]
-    chosen = [at for at in own if needed[at] and _without_hooks(leaves[at])]
-    if not first.holds:
-        chosen = [at for at in chosen if type(leaves[at].grad) is RemoteGradient]
+    if not first.holds:  # in most backwards nothing is held, which must cost little
+        own_leaves = [(at, leaves[at]) for at in own]
+        chosen = [at for at, t in own_leaves if t.is_leaf and type(t.grad) is RemoteGradient]
+    else:
+        chosen = own
+    chosen = [at for at in chosen if needed[at] and _without_hooks(leaves[at])]
     if not chosen or any(
         part.tracker is not first.tracker or [*part.leaves[: part.own]] != own
         for part in parts.values()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,12 @@ from torch import Tensor
 from raydp_parallel.calls import gradients
 from raydp_parallel.calls.gradients import GradientShare
 from raydp_parallel.calls.group_reduction import ReductionPart
-from raydp_parallel.calls.remote_gradients import GradientSum, SharedGradients, Term
+from raydp_parallel.calls.remote_gradients import (
+    GradientSum,
+    RemoteGradient,
+    SharedGradients,
+    Term,
+)
 from raydp_parallel.cluster.chunk_calls import RemoteGraph
 from raydp_parallel.devices.specs import TensorSpec
 from raydp_parallel.transport import codec
@@ -40,16 +45,29 @@ class SharedShares(NamedTuple):
     counts: dict[int, int]
 
 
+_MOST = 4
+"""Backwards of which every chunk's gradients stay in shared memory, where programs accumulate."""
+
+
 def wanted(parts: Sequence[ReductionPart]) -> bool:
     """Whether gradients of a model's leaves are to stay where these chunks' replicas leave them."""
     first = parts[0]
     training = first.tracker.training
     return (
         training is not None
+        and not _many(first.tracker.owned.values())
         and first.gradient_dtype is None
         and all(part.tracker is first.tracker and part.own == first.own for part in parts)
         and training.reads()
     )
+
+
+def _many(parameters: Iterable[Tensor]) -> bool:
+    """Whether the gradients of so many backwards lie in shared memory that the next are added up in
+    this process.
+    """
+    grads = [parameter.grad for parameter in parameters]
+    return any(type(g) is RemoteGradient and len(g.state.terms) >= _MOST for g in grads)
 
 
 def keep(

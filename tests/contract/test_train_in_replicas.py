@@ -537,6 +537,26 @@ def test_T5_memory_of_gradients_goes_back(exchanging: Executor) -> None:
     assert all(late <= early + 4 for early, late in zip(*found, strict=True)), found
 
 
+def test_T5_many_backwards_before_a_step(exchanging: Executor) -> None:
+    """They hold the memory of some backwards, and not of all; the bits stay."""
+    results, held = [], []
+    for inside in (False, True):
+        model, optimizer = small(exchanging, inside=inside)
+        for step in range(2):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            for _ in range(11):
+                model(torch.randn(4, 6)).square().mean().backward()
+                if inside:
+                    grads = [p.grad for p in model._master.parameters()]
+                    held.append(max(len(getattr(g, "state", g).terms) for g in grads))
+            optimizer.step()
+        results.append([t.clone() for t in model.state_dict().values()])
+    assert same(*results)
+    if exchanging.options.link != "collective":
+        assert max(held) == 4
+
+
 def test_T5_what_programs_do_with_gradients_that_stay(exchanging: Executor) -> None:
     """Hooks, a graph that is kept, gradients without ``backward``, edits, many small backwards, and
     backwards whose gradients are thrown away.
