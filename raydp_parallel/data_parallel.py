@@ -246,15 +246,13 @@ class DataParallel(nn.DataParallel[T]):
 
     def _check_criterion(self, criterion: Any) -> None:
         """Refuse a criterion that has the module in it: each call would send it whole, as it is
-        here, where it may lack steps of `optimizer`.
+        here, where it may lack steps of `optimizer`. What else has parameters of the module, such
+        as a closure, is refused when it is sent.
         """
         own = {id(p) for p in self._master.parameters()}
         held = getattr(criterion, "__self__", criterion)
         if isinstance(held, nn.Module) and any(id(p) in own for p in held.parameters()):
-            raise ValueError(
-                "with_loss: the criterion has parameters of the model: let a method of the module "
-                "compute the loss, for model.call(), or give a function of the output alone"
-            )
+            raise ValueError(forward.LOSS_HAS_PARAMETERS)
 
     def sync(self) -> None:
         """Bring the master copy, and the state of `optimizer`, up to date with the replicas. Does
@@ -450,6 +448,7 @@ class DataParallel(nn.DataParallel[T]):
 
         Raises:
             TypeError: It is no function, or a method of the module in this process.
+            ValueError: It has parameters of the module, which `optimizer` trains in the replicas.
         """
         if not callable(function):
             raise TypeError(
@@ -493,19 +492,18 @@ class DataParallel(nn.DataParallel[T]):
                 return output if gather else [output]
             made = self.replicate(self._master, self.device_ids[: len(chunks)])
             replicas = functional.calling(made, called)
+            numbers = isinstance(called, LossCall) and called.reduction != "none"
+            weighing = self._weighing(chunks, chunk_kwargs, gather and not numbers)
             with self._setting(
                 joins=gather and self._joins_alone(), balance=self._balance(self.device_ids)
             ):
                 outputs = self.parallel_apply(replicas, chunks, chunk_kwargs)
             if not gather:
                 return outputs
-            numbers = isinstance(called, LossCall) and called.reduction != "none"
             join = called.joined if numbers else self.gather  # type: ignore[union-attr]
-            if self._options.scalars == "weighted_mean":
-                with self._weighing(chunks, chunk_kwargs):
-                    return join(outputs, self.output_device)
             # [10]
-            return join(outputs, self.output_device)
+            with weighing:
+                return join(outputs, self.output_device)
 
     @ambient_state.uncompiled
     def replicate(self, module: T, device_ids: Sequence[Any]) -> list[Any]:
@@ -782,23 +780,40 @@ class DataParallel(nn.DataParallel[T]):
         own = getattr(self.parallel_apply, "__func__", None), getattr(self.gather, "__func__", None)
         return self.dim == 0 and own == (DataParallel.parallel_apply, DataParallel.gather)
 
-    @contextlib.contextmanager
-    def _weighing(self, chunks: Sequence[Any], kwargs: Sequence[Any]) -> Iterator[None]:
-        """Tell `gather` how many rows each chunk has; its arguments are upstream's."""
+    def _weighing(
+        self, chunks: Sequence[Any], kwargs: Sequence[Any], gathers: bool
+    ) -> contextlib.AbstractContextManager[None]:
+        """Tells `gather` how many rows each chunk has, if that weighs; its arguments are
+        upstream's. This is asked for before a call, which has effects.
+
+        Raises:
+            ValueError: The rows of chunks are not known.
+        """
+        if self._options.scalars != "weighted_mean":
+            return contextlib.nullcontext()
+        wanted = forward.capturing.get()
+        captures = wanted is not None and wanted.module is self._master
         rows = tuple(batch.rows(a, k, self.dim) for a, k in zip(chunks, kwargs, strict=True))
         if not all(rows) and batch.holds_refs((chunks, kwargs)):
-            raise ValueError(
-                "Options(scalars='weighted_mean'): the rows of chunks are not known, because all "
-                "arguments are ChunkRefs; with_loss() counts them in the replicas"
-            )
-        wanted = forward.capturing.get()
-        if wanted is not None and wanted.module is self._master:
+            if gathers or captures:
+                raise ValueError(
+                    "Options(scalars='weighted_mean'): the rows of chunks are not known, because "
+                    "all arguments are ChunkRefs; give one tensor with these rows, such as their "
+                    "numbers"
+                )
+            return contextlib.nullcontext()
+        if captures and wanted is not None:
             wanted.rows = rows
-        reset = _rows.set(rows)
-        try:
-            yield
-        finally:
-            _rows.reset(reset)
+        return _weighed_by(rows)
+
+
+@contextlib.contextmanager
+def _weighed_by(rows: tuple[int, ...]) -> Iterator[None]:
+    reset = _rows.set(rows)
+    try:
+        yield
+    finally:
+        _rows.reset(reset)
 
 
 class _Captured(Mapping[str, Any]):

@@ -1,6 +1,6 @@
 """Scatter and gather of nested values: pure functions in the driver, with torch's own autograd."""
 
-from raydp_parallel.batch.chunk_refs import ChunkRefs, holds_refs, resolved
+from raydp_parallel.batch.chunk_refs import ChunkRefs, holds_refs, preparations, resolved
 from raydp_parallel.batch.chunk_sizes import ChunkSizes, weighted_sizes
 from raydp_parallel.batch.custom_types import BatchTypeHandle, any_registered, register_batch_type
 from raydp_parallel.batch.gathering import gather
@@ -13,6 +13,7 @@ __all__ = [
     "any_registered",
     "gather",
     "holds_refs",
+    "preparations",
     "register_batch_type",
     "resolved",
     "rows",

@@ -13,8 +13,8 @@ from raydp_parallel.transport.chunk_ref import ChunkRef
 
 
 class ChunkRefs:
-    """An argument that does not pass through this process: one `ray.ObjectRef` for each chunk,
-    whose replica gets the object from Ray itself.
+    """An argument that does not pass through this process: one `ray.ObjectRef` for each chunk.
+    The chunk's replica gets the object from Ray itself.
 
     ::
 
@@ -31,7 +31,8 @@ class ChunkRefs:
     Args:
         refs: The references, in the order of chunks.
         prepare: Makes the argument of the object, in the replica: takes a column of a table, or
-            makes a tensor of an array.
+            makes a tensor of an array. What it gives is an input without a gradient, and tensors
+            that it closes over get none.
 
     Raises:
         TypeError: One is no reference, or ``prepare`` no function.
@@ -128,6 +129,14 @@ def holds_refs(value: Any) -> bool:
     if isinstance(value, (ChunkRef, ChunkRefs)):
         return True
     return any(map(holds_refs, contents(value, kind_of(value)).values()))
+
+
+def preparations(value: Any) -> list[Callable[[Any], Any]]:
+    """What prepares the objects of the references among the arguments."""
+    if isinstance(value, (ChunkRef, ChunkRefs)):
+        return [] if value.prepare is None else [value.prepare]
+    parts = contents(value, kind_of(value)).values()
+    return [function for part in parts for function in preparations(part)]
 
 
 def _replaced(value: Any, kind: type | tuple[type, ...], swap: Callable[[Any], Any]) -> Any:

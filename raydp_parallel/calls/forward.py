@@ -50,6 +50,17 @@ _MUCH = 64 << 20
 """Bytes of state from which sending a model to a replica is logged."""
 
 
+LOSS_HAS_PARAMETERS = (
+    "with_loss: the criterion has parameters of the model: let a method of the module compute the "
+    "loss, for model.call(), or give a function of the output alone"
+)
+
+_FUNCTION_HAS_PARAMETERS = (
+    "run: the function has parameters of the model, which are trained in the replicas, so that "
+    "they may lack steps here: use the module that it gets as its first argument"
+)
+
+
 class ForwardChunk(NamedTuple):
     """One chunk's work.
 
@@ -317,6 +328,8 @@ class ForwardCall:
         part = None if self.call.synced is None else self.call.synced.part(number, slot)
         chunk, graph = self.chunks[number], self.graphs[number]
         value, root = chunk.message()
+        # Before it is pickled: a module of which the file was changed is sent by value.
+        origins = _origins(chunk.called, batch.preparations((chunk.args, chunk.kwargs)))
         grad = self.ambient.grad
         refs: dict[Any, int] = {}
         parcel, tensors = codec.encode(value, attachments, root, requires_grad=grad, refs=refs)
@@ -325,6 +338,7 @@ class ForwardCall:
                 "Options(rng='per_sample'): the rows of chunks are not known, because all "
                 "arguments are ChunkRefs; give one tensor with these rows, such as their numbers"
             )
+        _refuse_own(chunk, tensors)
         self.inputs[number] = [t for t in tensors if t.requires_grad] if grad else []
         name = slot.name_of(chunk.tracker.id, chunk.slot)
         news = replay.news(chunk.tracker, slot, name, attachments)
@@ -348,7 +362,7 @@ class ForwardCall:
             overlay=replay.overlay(chunk.tracker, self.marks[chunk.tracker], attachments),
             relay=relay,
             by_host=devices.is_cpu(chunk.tracker.device),
-            origins=_origins(chunk.called),
+            origins=origins,
             part=part,
             samples=self._samples(number),
             compiled=self.settings.compiled if runs_module(chunk.called) else None,
@@ -525,14 +539,37 @@ def runs_module(called: Called) -> bool:
     return called is None or isinstance(called, LossCall)
 
 
-def _origins(called: Called) -> Origins | None:
-    """The origins of the functions among what is called."""
+def _refuse_own(chunk: ForwardChunk, tensors: Sequence[Tensor]) -> None:
+    """Refuse parameters of the model in a loss, or in a function while they are trained in the
+    replicas: each call would send them as they are here, where they may lack steps.
+
+    Raises:
+        ValueError: One of the tensors that are sent is such a parameter.
+    """
+    called, tracker = chunk.called, chunk.tracker
+    is_loss = isinstance(called, LossCall)
+    if called is None or isinstance(called, str) or not (is_loss or tracker.training is not None):
+        return
+    if not any(isinstance(tensor, nn.Parameter) for tensor in tensors):
+        return
+    own = {id(p) for p in tracker.module.parameters()}
+    if not any(id(tensor) in own for tensor in tensors):
+        return
+    # The arguments may have them: these are given in each call.
+    if any(id(tensor) in own for tensor in codec.tensors_in(called, "function")):
+        raise ValueError(LOSS_HAS_PARAMETERS if is_loss else _FUNCTION_HAS_PARAMETERS)
+
+
+def _origins(called: Called, preparations: Sequence[Callable[..., Any]]) -> Origins | None:
+    """The origins of the functions among what is called, and of those that prepare arguments."""
     own = (called.criterion, called.count) if isinstance(called, LossCall) else (called,)
-    found = [module_sources.origins_of(part) for part in own if callable(part)]
+    parts = [part for part in own if callable(part)]
+    found = [module_sources.origins_of(part) for part in (*parts, *preparations)]
     given = [origins for origins in found if origins is not None]
     if len(given) < 2:
         return given[0] if given else None
-    return given[0]._replace(sources={**given[0].sources, **given[1].sources})
+    sources = {name: one for origins in given for name, one in origins.sources.items()}
+    return given[0]._replace(sources=sources)
 
 
 def _failed(answers: Sequence[ChunkAnswer]) -> bool:

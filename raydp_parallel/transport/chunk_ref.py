@@ -21,7 +21,7 @@ class ChunkRef:
         self.prepare = prepare
 
     def __reduce__(self) -> Any:
-        # Whoever pickles a reference keeps its object for ever; a message does not pickle it.
+        # Pickling a reference keeps its object for ever; a message does not pickle it.
         raise TypeError("a reference to an object of Ray's can only be an argument of a call")
 
 

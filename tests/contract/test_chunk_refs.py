@@ -1,4 +1,4 @@
-"""Inputs that do not pass through the driver: `ChunkRefs`, whose objects replicas get from Ray, and
+"""Inputs that do not pass through the driver: `ChunkRefs`, objects that replicas get from Ray, and
 numbers of rows of a data set that the module has.
 """
 
@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import gc
+import importlib
 import os
 import pickle
 import threading
@@ -151,8 +152,8 @@ def test_T7_writes_stay_in_the_replica(executors: Any) -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_T7_prepare_runs_in_the_replica(executors: Any) -> None:
-    """A closure, with a tensor that gets a gradient; arrays of Ray's are no reason to warn; and
-    random numbers in it are those of the chunk.
+    """A closure, with a tensor that gets no gradient, because inputs by reference get none; arrays
+    of Ray's are no reason to warn; and random numbers in it are those of the chunk.
     """
     plain = net()
     model = DataParallel(plain, executor=executors(2))
@@ -161,6 +162,8 @@ def test_T7_prepare_runs_in_the_replica(executors: Any) -> None:
     refs = [ray.put(part.numpy()) for part in x.split(3)]
     out = model(ChunkRefs(refs, lambda array: torch.as_tensor(array) * scale))
     torch.testing.assert_close(out, plain(x * 2))
+    out.sum().backward()
+    assert not scale.grad
 
     def noisy(array: Any) -> Tensor:
         return torch.as_tensor(array) + torch.rand(3, 5)
@@ -178,6 +181,24 @@ def test_T7_prepare_runs_in_the_replica(executors: Any) -> None:
         LookupError, match=r"in replica 0 on device cpu(.|\n)*no column in \(3, 5\)"
     ):
         model(ChunkRefs(refs, fails))
+
+
+def test_T7_prepare_is_that_of_this_process(
+    executors: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if its module was loaded after the model was sent, and its file was changed since."""
+    monkeypatch.syspath_prepend(tmp_path)
+    model = DataParallel(net(), executor=executors(2))
+    x = torch.randn(4, 5)
+    refs = put(x, 2, 2)
+    model(ChunkRefs(refs))
+    file, text = tmp_path / "loaded_late.py", "def prepare(x):\n    return x * {}\n"
+    file.write_text(text.format(2))
+    late = importlib.import_module("loaded_late")
+    file.write_text(text.format(3))
+    expected = model.module(x * 2)
+    for _ in range(2):
+        torch.testing.assert_close(model(ChunkRefs(refs, late.prepare)), expected)
 
 
 def test_T7_no_gradient_for_an_object(executors: Any) -> None:
@@ -224,7 +245,7 @@ def test_T7_fewer_objects_and_one_device(executors: Any) -> None:
 # --- what goes wrong ---
 
 
-def test_T7_what_is_refused(executors: Any) -> None:
+def test_T7_what_is_refused(executors: Any, tmp_path: Path) -> None:
     """With an error that says what to give."""
     ref, model = ray.put(torch.ones(2, 5)), DataParallel(net(), executor=executors(2))
     with pytest.raises(ValueError, match="got none"):
@@ -245,6 +266,21 @@ def test_T7_what_is_refused(executors: Any) -> None:
         weighted = DataParallel(net(), executor=executors(2), options=options)
         with pytest.raises(ValueError, match="takes no sizes"):
             weighted(ChunkRefs([ref] * 2))
+
+    def says(inner: nn.Module, x: Tensor) -> Tensor:
+        (tmp_path / "ran").touch()
+        return inner(x)
+
+    weighted = DataParallel(net(), executor=executors(2), options=Options(scalars="weighted_mean"))
+    with pytest.raises(ValueError, match="rows of chunks are not known"):
+        weighted.run(says, ChunkRefs([ref] * 2))
+    assert not (tmp_path / "ran").exists()  # before anything ran
+    own = weighted.with_loss(nn.MSELoss())
+    y = ChunkRefs([ray.put(torch.zeros(2, 3))] * 2)
+    loss = own(ChunkRefs([ref] * 2), y)
+    torch.testing.assert_close(loss, weighted.module(torch.ones(2, 5)).square().mean())
+    with weighted.capture("0"), pytest.raises(ValueError, match="rows of chunks are not known"):
+        own(ChunkRefs([ref] * 2), y)
     unknown = Options(rng="per_sample"), Options(scalars="weighted_mean")
     for options in unknown:
         model = DataParallel(net(), executor=executors(2), options=options)
@@ -262,7 +298,7 @@ def failing() -> None:
 
 @ray.remote(num_cpus=0, max_retries=0)
 def crashing() -> None:
-    """A task whose process ends."""
+    """A task that ends its process."""
     os._exit(1)
 
 

@@ -377,6 +377,52 @@ def test_T6_it_has_to_be_known_how_losses_add_up(executors: Any) -> None:
             model.with_loss(criterion, **settings)
 
 
+class Penalty:
+    """A criterion that is an object, and has a module."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self.net = net
+
+    def __call__(self, out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(out, y) + penalty(self.net, out, y)
+
+
+def penalty(net: nn.Module, out: Tensor, _y: Tensor) -> Tensor:
+    """Of the weights."""
+    return sum((p.square().sum() for p in net.parameters()), out.new_zeros(()))
+
+
+def test_T6_parameters_of_the_model_are_refused_wherever_they_are(executors: Any) -> None:
+    """They would be sent as they are here, where they lack the steps that replicas have made."""
+    net = Head()
+    model = DataParallel(net, executor=executors(2, **PLENTY))
+    x, y = torch.randn(4, 5), torch.arange(4)
+    refused: list[tuple[Any, Any]] = [
+        (lambda out, y: F.cross_entropy(out, y) + penalty(net, out, y), None),
+        (functools.partial(penalty, net), None),
+        (Penalty(net), None),
+        (of_words, lambda out, y: (net.linear.weight > 0).sum()),
+    ]
+    for criterion, count in refused:
+        found = model.with_loss(criterion, reduction="mean", count=count)
+        with pytest.raises(ValueError, match="has parameters of the model"):
+            found(x, y)
+    other = copy.deepcopy(net)
+    model.with_loss(functools.partial(penalty, other), reduction="mean")(x, y)
+
+    def closure(inner: nn.Module, x: Tensor) -> Tensor:
+        return inner(x) + net.linear.weight.sum()
+
+    expected = net(x) + net.linear.weight.sum()
+    torch.testing.assert_close(model.run(closure, x), expected)  # nothing is trained there
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+    model(x).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="function has parameters of the model, which are trained"):
+        model.run(closure, x)
+    torch.testing.assert_close(model.run(lambda inner, x: inner(x), x), model(x))
+
+
 def test_T6_what_a_call_cannot_do_is_refused(executors: Any) -> None:
     """Where the loss of the chunks would be another one than that of the batch."""
     x, y = torch.randn(8, 5), torch.randn(8)
