@@ -558,8 +558,9 @@ class DataParallel(nn.DataParallel[T]):
 
         The first backward of a forward outside brings the sums. Until then ``.grad`` of a parameter
         stands for what lies in the replicas; whatever uses it, such as a step, fetches it. So the
-        values are those without ``no_sync``, but for the order of additions. The driver keeps the
-        batches meanwhile, to compute again what a replica had that dies. In place it does nothing.
+        values are those without ``no_sync``, but for the order of additions. The driver keeps
+        copies of the batches, to compute again what a replica had that dies. In place it does
+        nothing.
         """
         holding = self.__dict__.get("_holding", [])
         holding.append(None)

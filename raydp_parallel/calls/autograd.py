@@ -352,7 +352,8 @@ def _run(
             before = [(graph, graph.recipe) for graph in needs if graph.recipe is not None]
             # A backward that exchanges tensors cannot run again without the other chunks.
             if makes is not None and len(before) == len(needs) and synced is None:
-                kept = replay.keep(parcel, sent, "the gradients that it was given")
+                what = "the gradients that it was given"
+                kept = replay.keep(parcel, sent, what, copied=hold is not None)
                 recipe = replay.derived(request, kept, before, part.slot, part.tracker.id)
                 makes.recipe = recipe if hold is None else hold.recipe(recipe)
             request = request._replace(training=news)

@@ -369,7 +369,7 @@ class ForwardCall:
             stored=replay.attach(refs, attachments),
         )
         if graph is not None and self.executor.replays:
-            kept = replay.keep(parcel, tensors, "arguments")
+            kept = replay.keep(parcel, tensors, "arguments", copied=self.settings.holds)
             self.made[number] = request, kept._replace(refs=[*refs])
         return request if news is None else request._replace(training=news)
 

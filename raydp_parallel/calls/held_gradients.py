@@ -18,15 +18,16 @@ or where a parameter has hooks, each gradient travels at once: they are to see i
 
 [Note: deaths]
 What a replica has accumulated is made again as a graph is: its recipe is the backward's message,
-with the graphs and the earlier gradients that went into it as parents. The driver keeps the batches
-for that until the sums were fetched. What can no longer be made again, because weights have changed
-since, is refused where it is used.
+with the graphs and the earlier gradients that went into it as parents. The driver keeps copies
+of the batches for that until the sums were fetched: a reader may fill their memory again. What can
+no longer be made again, because weights have changed since, is refused where it is used.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -93,17 +94,14 @@ class HeldGradients:
         self.parts = parts
         self.leaves = leaves
         self._found: Sequence[Tensor | None] | None = None
-
-    @property
-    def fetched(self) -> bool:
-        """Whether this process has the sums."""
-        return self._found is not None
+        self._lock = threading.RLock()
 
     def row(self, number: int) -> Tensor:
         """The gradient of a parameter."""
-        if self._found is None:
-            self._found = self._fetch()
-            self.parts = {}
+        with self._lock:  # several parameters have it in common
+            if self._found is None:
+                self._found = self._fetch()
+                self.parts = {}
         found = self._found[number]
         assert found is not None
         return found
@@ -229,7 +227,7 @@ class HeldPass:
         leaf = self._leaves[at]
         alone = not self.makes and _refers_alone(leaf)
         grad = leaf.grad
-        if not isinstance(grad, RemoteGradient):
+        if not isinstance(grad, RemoteGradient) or not _match(grad, leaf):
             return False
         state = grad.state
         # Another thread may be about to use it, which takes a trip: it is added to as it is then.
@@ -245,7 +243,11 @@ class HeldPass:
         state.settle()
         held = [term.sums for term in state.terms if isinstance(term.sums, HeldGradients)]
         own = state.untouched or state.base is not None
-        if not own or not held or len(held) < len(state.terms) or not all(map(self._fits, held)):
+        # Another thread that fetches them takes their parts away.
+        parts = [one.parts for one in held]
+        if not own or not held or len(held) < len(state.terms):
+            return False
+        if not all(map(self._fits, held, parts)):
             return False
         del held
         terms = state.take()
@@ -254,31 +256,31 @@ class HeldPass:
             leaf.grad = torch.zeros_like(leaf) if state.zeros else state.base
             terms = (*terms, *state.take())
         found = []
-        for term in terms:
+        for term, had in zip(terms, parts, strict=True):
             assert isinstance(term.sums, HeldGradients)
-            entry = self._entry(term.sums)
+            entry = self._entry(term.sums, had)
             entry.pairs.append((term.row, at))
             found.append((entry, term.row))
         self._taken.append(_Taken(at, None if alone else state, found))
         return True
 
-    def _fits(self, held: HeldGradients) -> bool:
+    def _fits(self, held: HeldGradients, parts: dict[int, HeldPart]) -> bool:
         """Whether the replicas that this call asks have them, or can make them again."""
         return (
             held.executor is self._executor
             and held.tracker is self._tracker
-            and not held.fetched
+            and bool(parts)
             and all(
                 number in self._parts and self._parts[number].slot is part.slot
-                for number, part in held.parts.items()
+                for number, part in parts.items()
             )
         )
 
-    def _entry(self, held: HeldGradients) -> _Earlier:
+    def _entry(self, held: HeldGradients, parts: dict[int, HeldPart]) -> _Earlier:
         for one in self._earlier:
             if one.found() is held:
                 return one
-        made = _Earlier(weakref.ref(held), held.parts, held.leaves, [])
+        made = _Earlier(weakref.ref(held), parts, held.leaves, [])
         self._earlier.append(made)
         return made
 
@@ -430,6 +432,11 @@ def _accumulates(leaf: Tensor) -> bool:
         return grad.state.untouched if base is None else _users(base) == 1
     del grad
     return leaf.grad is None or _is_alone(leaf)
+
+
+def _match(grad: Tensor, leaf: Tensor) -> bool:
+    """Whether a gradient is one of what a leaf is now: its data may have been replaced."""
+    return grad.shape == leaf.shape and grad.dtype == leaf.dtype and grad.device == leaf.device
 
 
 def _is_alone(leaf: Tensor) -> bool:

@@ -56,12 +56,13 @@ class KeptForward(NamedTuple):
         return codec.encode_again(self.parcel, self.tensors, attachments)
 
 
-def keep(parcel: Parcel, tensors: Sequence[Tensor], name: str) -> KeptForward:
+def keep(parcel: Parcel, tensors: Sequence[Tensor], name: str, copied: bool = False) -> KeptForward:
     """Keep what a message was made with: the tensors' memory and versions, but not the graphs that
-    they belong to.
+    they belong to; or copies, if it is kept for so long that a program fills the memory anew.
     """
     bare = parcel._replace(packet=None) if _takes_memory(parcel) else parcel
-    return KeptForward(bare, [t.detach() for t in tensors], [*map(_version, tensors)], name)
+    found = [t.detach().clone() if copied else t.detach() for t in tensors]
+    return KeptForward(bare, found, [*map(_version, found)], name)
 
 
 def attach(refs: Iterable[Any], attachments: Attachments) -> tuple[int, ...]:

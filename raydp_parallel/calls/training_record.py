@@ -350,6 +350,8 @@ class Training:
     def step(self) -> None:
         """Enter a step with the gradients and the options of now."""
         self._check_open()
+        # Not under the lock: whatever else fetches a gradient holds that one's lock first.
+        brought = [p.grad if lies_remote(p.grad) else _local(p.grad) for p in self.parameters()]
         with self._replica_set.lock, ordinarily():
             self._check_groups()
             self.check()
@@ -372,11 +374,11 @@ class Training:
                 return
             if len(self.record) >= _MOST_KEPT:
                 self._flush()
-            found = [parameter.grad for parameter in self.parameters()]
+            found = brought
             sums = _sums(found)
             if not self._having(sums) and all(one.shared is not None for one in sums):
                 # Those that were to add them up have died, but the driver can read them, too.
-                found = [None if grad is None else local(grad) for grad in found]
+                found = [_local(grad) for grad in found]
             grads = tuple([_given(grad) for grad in found])
             step = TrainingStep(
                 options=self.record.changed(self.optimizer.param_groups),
@@ -766,11 +768,17 @@ def _terms(grads: Sequence[Tensor | None]) -> tuple[GradientTerms | None, ...]:
     return tuple([g.state.message() if isinstance(g, RemoteGradient) else None for g in grads])
 
 
+def _local(grad: Tensor | None) -> Tensor | None:
+    """A gradient in memory of this process, if there is one."""
+    return None if grad is None else local(grad)
+
+
 def _given(grad: Tensor | None) -> Tensor | GradientTerms | None:
     """What a step says of a gradient."""
     if isinstance(grad, RemoteGradient) and lies_remote(grad):
         return grad.state.message()
-    return None if grad is None else local(grad).detach()
+    found = _local(grad)
+    return None if found is None else found.detach()
 
 
 def _gone() -> StateLost:

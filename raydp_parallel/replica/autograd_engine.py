@@ -48,11 +48,11 @@ def differentiate(
             found = iter(_run_backward(outputs, grads, request.keep, create, wanted))
             row = [next(found) if needed else None for needed in request.needed]
             return [_sum(earlier.get(at), grad) for at, grad in enumerate(row)]
-        for at, grad in earlier.items():
-            leaves[at].grad = grad
         # Reentrant checkpoints inside the module work under backward() only, and refuse
         # autograd.grad().
         try:
+            for at, grad in earlier.items():
+                leaves[at].grad = grad
             _run_backward(outputs, grads, request.keep)
         except BaseException:
             for leaf in leaves:

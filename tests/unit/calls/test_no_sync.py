@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from raydp_parallel import DataParallel, Executor, Options, cluster, convert_sync_batchnorm
+from raydp_parallel.calls.held_gradients import HeldGradients, HeldPass
 from raydp_parallel.calls.remote_gradients import RemoteGradient
 from raydp_parallel.errors import GraphLost, StateChanged
 
@@ -676,3 +677,97 @@ def test_in_place_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert model.device_ids == []
     backward(model, batch(0), hold=True)
     assert type(net[0].weight.grad) is Tensor
+
+
+def test_X7_weights_of_another_shape_do_not_mix_with_old_gradients() -> None:
+    """The backward fails, as with torch; what was left of the old ones goes nowhere else."""
+    net = small()
+    model = DataParallel(net, ["cpu", "cpu"], options=HERE)
+    backward(model, batch(0), hold=True)
+    last = net[2]
+    last.weight.data = torch.randn(3, 8, dtype=torch.float64)
+    last.bias.data = torch.randn(3, dtype=torch.float64)
+    for hold in (False, True):
+        with pytest.raises(RuntimeError, match=r"size of tensor|shape"):
+            backward(model, batch(1), hold)
+    net.zero_grad()
+    plain = copy.deepcopy(net)
+    backward(model, batch(2))
+    backward(plain, batch(2))
+    assert_alike(net, plain)
+
+
+def test_X7_batches_in_memory_that_is_filled_again(two: Executor, tmp_path: Path) -> None:
+    """What a replica had that died is made of the batches of then, and so are gradients of
+    outputs.
+    """
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    plain, model = copy.deepcopy(net), DataParallel(Mortal(net, tmp_path), executor=two)
+    memory, given = rows(2, 0).numpy(), torch.ones(len(rows(2, 0)), 3).numpy()
+    x, grad = torch.from_numpy(memory), torch.from_numpy(given)
+    for number in range(2):
+        memory[:] = rows(2, number).numpy()
+        given[:] = number + 1
+        with model.no_sync():
+            out = model(x)
+        out.backward(grad)
+        plain(x[:, 1:]).backward(grad)
+    memory[:], given[:] = 7, 7
+    arm(tmp_path, "forward 0")
+    with torch.no_grad():
+        model(rows(2, 5))
+    assert not armed(tmp_path)
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.clone(), q.grad)  # type: ignore[union-attr]
+    two.grow()
+
+
+def test_a_step_fetches_before_it_locks_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fetch elsewhere holds the gradient's lock, and waits for that of the replicas."""
+    net = small()
+    model = DataParallel(net, ["cpu", "cpu"], options=HERE)
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+    backward(model, batch(0), hold=True)
+    fetch, locked = HeldGradients._fetch, []
+
+    def watched(self: HeldGradients) -> Any:
+        locked.append(self.executor.replica_set.lock._is_owned())
+        return fetch(self)
+
+    monkeypatch.setattr(HeldGradients, "_fetch", watched)
+    optimizer.step()
+    assert locked == [False]
+    optimizer.close()
+
+
+def test_threads_that_fetch_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of two parameters come with one trip, and a backward that has just looked at them
+    takes none along that another thread has fetched.
+    """
+    net = small()
+    plain, model = copy.deepcopy(net), DataParallel(net, ["cpu", "cpu"], options=HERE)
+    for number in range(2):
+        backward(model, batch(number), hold=True)
+        backward(plain, batch(number))
+    fits, fetch, trips = HeldPass._fits, HeldGradients._fetch, []
+
+    def counted(self: HeldGradients) -> Any:
+        trips.append(1)
+        return fetch(self)
+
+    def late(self: HeldPass, *args: Any) -> bool:
+        """Another thread uses a gradient just as it was looked at."""
+        answer = fits(self, *args)
+        if not trips:
+            grad = net[2].bias.grad
+            thread = threading.Thread(target=lambda: grad.norm())  # type: ignore[union-attr]
+            thread.start()
+            thread.join()
+        return answer
+
+    monkeypatch.setattr(HeldGradients, "_fetch", counted)
+    monkeypatch.setattr(HeldPass, "_fits", late)
+    backward(model, batch(2))
+    backward(plain, batch(2))
+    assert trips == [1]
+    assert_alike(net, plain)
