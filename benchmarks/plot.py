@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -191,8 +192,9 @@ def memory(axes: Axes, result: dict[str, Any]) -> None:
 def scale(axes: Axes, result: dict[str, Any]) -> None:
     """Time of a step by the model, for each way, of the first workload."""
     name, ways = next(iter(result["data"]["step_ms"].items()))
-    styles = ((GREY, "-s"), (COLOURS[3], "-s"), (COLOURS[4], "-s"), (OURS, "-o"), ("black", ":"))
-    for (way, times), (colour, style) in zip(ways.items(), styles, strict=True):
+    colours = itertools.cycle(COLOURS)
+    for way, times in ways.items():
+        colour, style = ("black", ":") if way == "DDP" else (next(colours), "-s")
         axes.loglog(result["data"]["replicas"], times, style, color=colour, label=way)
     axes.set_xticks(
         result["data"]["replicas"], [str(count) for count in result["data"]["replicas"]]

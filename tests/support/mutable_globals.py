@@ -86,13 +86,26 @@ def _bound_anew(node: ast.AST) -> list[str]:
     return node.names if isinstance(node, ast.Global) else []
 
 
+def _is_empty(name: str, tree: ast.Module) -> bool:
+    """Whether a name is first an empty container, which is of no use unless it is written to."""
+    for node in tree.body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if name in [part.id for part in targets if isinstance(part, ast.Name)]:
+                first = node.value
+                parts = getattr(first, "keys", None) or getattr(first, "elts", None)
+                return isinstance(first, (ast.Dict, ast.List, ast.Set)) and not parts
+    return False
+
+
 def _is_constant(value: Any, name: str, tree: ast.Module) -> bool:
     if isinstance(value, (tuple, frozenset)):
         return all(_is_constant(part, "", tree) for part in value)
     if isinstance(value, collections.defaultdict):
         return False  # reading it writes to it
     if isinstance(value, (dict, list, set)):
-        return (bool(value) or not name) and not any(_writes(node, name) for node in ast.walk(tree))
+        written = _is_empty(name, tree) or any(_writes(node, name) for node in ast.walk(tree))
+        return not (name and written)
     if isinstance(value, functools.partial):
         return all(_is_constant(part, "", tree) for part in (value.func, *value.args))
     if isinstance(value, _NEVER_CHANGES) or not hasattr(type(value), "__module__"):
