@@ -58,6 +58,7 @@ def training(axes: Axes, result: dict[str, Any]) -> None:
     """Ratios to DDP, by net."""
     cases = result["data"]["median_ms"]
     peers = list(next(iter(cases.values())))
+    cases = {case: medians for case, medians in cases.items() if {*peers} <= medians.keys()}
     width = 0.8 / len(peers)
     for i, peer in enumerate(peers):
         ratios = [medians[peer] / medians[peers[0]] for medians in cases.values()]
