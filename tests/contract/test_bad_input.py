@@ -663,6 +663,7 @@ def test_death_in_forward(way: str) -> None:
     assert [after[old.index].state for old in before[:3]] == ["ready"] * 3
 
 
+@pytest.mark.long
 def test_death_in_backward() -> None:
     """Named as well; no gradient is taken over in part."""
     model = DataParallel(ExitsInBackward(), TWO, options=RAISE)
@@ -687,6 +688,7 @@ def test_graphs_of_a_dead_replica() -> None:
         model(torch.tensor([0.0, 2.0]))
 
 
+@pytest.mark.long
 def test_killed_between_two_calls() -> None:
     """A process that somebody else ended is noticed by the next call, and replaced for the one
     after it.
@@ -711,6 +713,7 @@ class Waits(nn.Module):
         return rank * 2
 
 
+@pytest.mark.long
 def test_no_answer_in_time(tmp_path: Path, executors: Any) -> None:
     """A replica that does not answer within ``call_timeout`` counts as dead, and a new one takes
     its place.
@@ -828,6 +831,7 @@ def test_parameter_changed_between_forward_and_backward(how: str) -> None:
 # --- executors and clusters ---
 
 
+@pytest.mark.long
 def test_use_after_close() -> None:
     """Wrapper, primitives and executor say that it was closed, and what to do."""
     executor = Executor(["cpu"])

@@ -528,6 +528,7 @@ def test_an_edit_between_two_forwards_is_seen(name: str) -> None:
     assert torch.equal(assert_runs_as(model, net), after)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("seed", range(4))
 def test_edits_are_seen_in_any_order(seed: int) -> None:
@@ -1500,6 +1501,7 @@ def test_parameters_written_in_inference_mode() -> None:
         assert_same_state(ours, plain)
 
 
+@pytest.mark.long
 def test_small_tensors_that_travel_beside_the_message() -> None:
     """They are compared with what was sent last, forward by forward, also after they changed."""
     net = nn.Sequential(nn.Linear(700, 700), nn.Linear(700, 3))

@@ -72,6 +72,7 @@ def released(hexes: set[bytes], collect: Callable[[], object] = gc.collect) -> b
 # --- the same as with tensors ---
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
 def test_T7_replicas_get_the_objects_themselves(executors: Any, way: str) -> None:
     """Outputs and gradients are those of the chunks, whatever calls and bytes go by."""
@@ -121,6 +122,7 @@ def column(name: str, block: Any) -> Tensor:
     return torch.as_tensor(np.stack(block[name].to_numpy()))
 
 
+@pytest.mark.long
 def test_T7_blocks_of_ray_data(executors: Any) -> None:
     """A column is the input, another one the target, of one object."""
     data = pytest.importorskip("ray.data")
@@ -214,6 +216,7 @@ def test_T7_no_gradient_for_an_object(executors: Any) -> None:
     assert not frozen(ChunkRefs(refs)).requires_grad
 
 
+@pytest.mark.long
 def test_T7_fewer_objects_and_one_device(executors: Any) -> None:
     """As many chunks as objects; one object where nothing is split, or in place."""
     plain = net()
@@ -245,6 +248,7 @@ def test_T7_fewer_objects_and_one_device(executors: Any) -> None:
 # --- what goes wrong ---
 
 
+@pytest.mark.long
 def test_T7_what_is_refused(executors: Any, tmp_path: Path) -> None:
     """With an error that says what to give."""
     ref, model = ray.put(torch.ones(2, 5)), DataParallel(net(), executor=executors(2))
@@ -323,6 +327,7 @@ def test_T7_objects_that_are_not_there(executors: Any, way: str) -> None:
     torch.testing.assert_close(model(ChunkRefs([good])), model.module(torch.ones(2, 5)))
 
 
+@pytest.mark.long
 def test_T7_an_object_that_is_still_being_made(executors: Any, tmp_path: Path) -> None:
     """The replica waits for it, as `ray.get` does, and this process for the replica."""
 
@@ -364,6 +369,7 @@ def test_T7_objects_are_released(executors: Any, way: str) -> None:
     assert released(hexes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["forward 1", "late forward 0", "backward 0", "backward 1"])
 def test_T7_a_death_changes_no_bit(executors: Any, tmp_path: Path, moment: str) -> None:
     """The replica that stands in gets the objects, too."""
@@ -469,6 +475,7 @@ def test_T7_the_bytes_that_pass_through_the_driver(executors: Any, counted: Coun
         torch.testing.assert_close(loss, losses["tensors"])
 
 
+@pytest.mark.long
 def test_T7_a_step_that_moves_only_losses(executors: Any, counted: Counted) -> None:
     """Inputs by reference, the loss and the optimizer in the replicas, gradients among themselves:
     of 1 MB of weights and 1 MB of inputs in each step, next to nothing passes through the driver.

@@ -110,6 +110,7 @@ def test_a_full_graph_is_refused_by_torch() -> None:
         torch.compile(lambda x: model(x) + 1, backend="eager", fullgraph=True)(torch.ones(2, 3))
 
 
+@pytest.mark.long
 def test_the_compiler_is_not_imported() -> None:
     """Its import takes seconds."""
     code = "import raydp_parallel, sys; sys.exit('torch._dynamo' in sys.modules)"

@@ -91,6 +91,7 @@ def test_A2_tuples_and_lists_are_positional_and_all_else_is_one_argument(one: An
         assert ours == oracle.parallel_apply(oracle.replicate(Shape(), [0, 1]), [one, one], kwargs)
 
 
+@pytest.mark.long
 def test_A3_devices_may_be_left_out() -> None:
     """Replicas know theirs; plain modules go to the cluster's devices, different modules side by
     side.
@@ -783,6 +784,7 @@ def test_A10_chunks_draw_different_numbers() -> None:
     assert not torch.equal(masks[0], masks[1])
 
 
+@pytest.mark.long
 def test_A10_numbers_do_not_depend_on_who_runs_the_chunks() -> None:
     """CPU replicas, counted GPUs, one replica for all chunks, and replicas in this very process:
     the same bits.

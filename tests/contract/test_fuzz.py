@@ -184,6 +184,7 @@ def files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("calls", [400, pytest.param(10_000, marks=pytest.mark.soak)])
 @pytest.mark.filterwarnings("ignore")
 def test_random_calls(calls: int, executors: Any) -> None:

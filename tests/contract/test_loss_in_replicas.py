@@ -315,6 +315,7 @@ def test_T6_targets_by_keyword(executors: Any) -> None:
     torch.testing.assert_close(loss, plain(x, scale=scale).square().mean())
 
 
+@pytest.mark.long
 def test_T6_a_model_output_of_transformers(executors: Any) -> None:
     """A function takes from it what the criterion needs."""
     transformers = pytest.importorskip("transformers")

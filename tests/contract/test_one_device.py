@@ -255,6 +255,7 @@ def step_after(model: Any, net: nn.Sequential, event: str, x: Tensor) -> list[Te
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("link", ["inline", "auto", "here"])
 def test_buffers_are_the_plain_module_s_whatever_happens_between_steps(link: str) -> None:
     """Where a replica keeps what it reported itself, as where it is told."""

@@ -135,6 +135,7 @@ def train(
 # --- the same bits ---
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
 def test_T1_the_bits_of_the_optimizer_in_the_driver(
@@ -524,6 +525,7 @@ def test_T5_gradients_outlive_the_replica_that_made_them(exchanging: Executor) -
     assert same(*results)
 
 
+@pytest.mark.long
 def test_T5_memory_of_gradients_goes_back(exchanging: Executor) -> None:
     """The files that this process and the replicas hold open do not become more."""
     exchanging.grow()  # an earlier test may have ended a replica
@@ -632,6 +634,7 @@ def test_T2_the_last_holder_dies(two: Executor) -> None:
     assert same([*model.state_dict().values()], [*plain.state_dict().values()])
 
 
+@pytest.mark.long
 def test_T2_a_backward_after_the_step_is_refused(two: Executor) -> None:
     """As in one process, also if the graph would have to be made again."""
     for dies in (False, True):
@@ -714,6 +717,7 @@ def test_T3_what_reads_the_master_syncs(reader: str, two: Executor) -> None:
     assert model.stats().steps_behind == 0
 
 
+@pytest.mark.long
 def test_T3_closing_the_executor_syncs() -> None:
     """So do the end of its ``with`` and `shutdown`; the optimizer is of no use afterwards."""
     with Executor(["cpu"] * 2, options=PLENTY) as executor:

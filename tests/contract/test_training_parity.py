@@ -413,6 +413,7 @@ def penalty(critic: nn.Module, real: Tensor, fake: Tensor, random: torch.Generat
     return (grad.norm(dim=1) - 1).square().mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_gan_with_gradient_penalty(replicas):
     """Two wrapped nets on the same replicas, one's output the other's input, and second order."""

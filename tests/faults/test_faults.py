@@ -121,6 +121,7 @@ def test_training_ends_with_the_same_bits(
     assert count()[0] == 5
 
 
+@pytest.mark.long
 def test_a_gradient_penalty_ends_with_the_same_bits(two: Executor, tmp_path: Path) -> None:
     """Graphs of graphs are made again, too: deaths in the first derivative, in the second, and
     between.
@@ -132,6 +133,7 @@ def test_a_gradient_penalty_ends_with_the_same_bits(two: Executor, tmp_path: Pat
     assert same(found, expected)
 
 
+@pytest.mark.long
 def test_the_death_of_all_between_forward_and_backward(two: Executor, tmp_path: Path) -> None:
     """Nobody is left to take over: backward waits for the first that comes back."""
 
@@ -149,6 +151,7 @@ def test_the_death_of_all_between_forward_and_backward(two: Executor, tmp_path: 
     assert same(backward(whole(two), True), expected)
 
 
+@pytest.mark.long
 def test_a_call_does_not_wait_for_the_new_process(
     two: Executor, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -231,6 +234,7 @@ class Noisy(nn.Module):
         return out
 
 
+@pytest.mark.long
 def test_effects_take_place_once(two: Executor, tmp_path: Path) -> None:
     """Of a forward that ran twice: one write-back, one warning, one gradient, its rows counted
     once.
@@ -290,6 +294,7 @@ class Remembers(nn.Module):
         return out
 
 
+@pytest.mark.long
 def test_one_device_that_rebinds_attributes(executors: Any) -> None:
     """They come back to the module; a replay finds what the forward found, and changes nothing."""
     found = []
@@ -371,6 +376,7 @@ def test_a_chunk_that_ends_whoever_runs_it(two: Executor) -> None:
     assert DataParallel(Poison(), executor=two)(torch.tensor([0.0, 2.0])).tolist() == [0.0, 2.0]
 
 
+@pytest.mark.long
 def test_the_budget_of_restarts() -> None:
     """Spent, calls go on with those that are left; without any there is a clear error."""
     with Executor(TWO, options=Options(max_restarts_per_hour=0)) as executor:
@@ -444,6 +450,7 @@ class Spoils(nn.Module):
         return x * self.scale
 
 
+@pytest.mark.long
 def test_a_replica_whose_device_is_spoiled_is_replaced(two: Executor) -> None:
     """Its error is raised; its process ends with the next call, which is as right as ever, and
     another one comes.
@@ -477,6 +484,7 @@ class Greedy(nn.Module):
         return out + torch.empty(1 << 52).sum() if much and int(x[0]) == 1 else out
 
 
+@pytest.mark.long
 def test_out_of_memory_is_an_exception(two: Executor) -> None:
     """The replica lives on, and holds nothing of the forward that failed."""
     model = DataParallel(Greedy(), executor=whole(two))
@@ -510,6 +518,7 @@ def press_when(happens: Callable[[], bool]) -> threading.Thread:
     return thread
 
 
+@pytest.mark.long
 def test_ctrl_c_while_everybody_is_dead(two: Executor) -> None:
     """A call that waits for a new replica is left at once; the next call waits in its turn, and is
     right.
@@ -552,6 +561,7 @@ class Slow(nn.Module):
                 time.sleep(0.005)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("phase", ["replay", "backward"])
 def test_ctrl_c_in_a_replay_and_in_backward(phase: str, two: Executor, tmp_path: Path) -> None:
     """It comes through at once, what is answered later goes to nobody, and no graph is left
@@ -580,6 +590,7 @@ def test_ctrl_c_in_a_replay_and_in_backward(phase: str, two: Executor, tmp_path:
     assert [held for _, held in whole(two).flush()] == [0, 0]
 
 
+@pytest.mark.long
 def test_ctrl_c_while_replicas_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was started so far is ended, and the next start works."""
     clients: list[Any] = []
@@ -604,6 +615,7 @@ def test_ctrl_c_while_replicas_start(monkeypatch: pytest.MonkeyPatch) -> None:
         assert model(torch.ones(4, 4)).shape == (4, 2)
 
 
+@pytest.mark.long
 def test_close_while_a_replica_starts(two: Executor) -> None:
     """Nothing is left of it, and no thread."""
     executor = Executor(TWO)

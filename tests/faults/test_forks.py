@@ -84,6 +84,7 @@ def refused(work: Callable[[], Any]) -> None:
     assert "was forked" in str(found) and "spawn" in str(found) and "in the parent" in str(found)
 
 
+@pytest.mark.long
 def test_a_child_cannot_use_its_parent_s_replicas(model: DataParallel[Any]) -> None:
     """Whatever it tries, it is told at once; and the parent never notices."""
     x, executor = torch.ones(4, 300), model.executor
@@ -261,6 +262,7 @@ def test_a_child_sees_the_parent_s_later_changes(model: DataParallel[Any]) -> No
         os.close(end)
 
 
+@pytest.mark.long
 def test_outputs_of_before_the_fork_are_the_child_s_own(executors: Any) -> None:
     """They lie in memory of the replicas: what the child writes stays there, and what they write
     next does, too.
@@ -300,6 +302,7 @@ class Numbers(torch.utils.data.Dataset[Tensor]):
         return torch.full((300,), float(index))
 
 
+@pytest.mark.long
 def test_workers_that_leave_the_model_alone(model: DataParallel[Any]) -> None:
     """A data loader forks, and so do pools: training goes on between what they bring."""
     loader = torch.utils.data.DataLoader(

@@ -125,6 +125,7 @@ def test_the_newer_settings_of_precision(monkeypatch: pytest.MonkeyPatch) -> Non
     assert model(x).shape == (2, 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"link": "inline"}, {}])
 def test_two_chunks_with_much_to_say_on_one_replica(
     options: dict[str, Any], executors: Any
@@ -169,6 +170,7 @@ def test_attributes_that_are_more_than_a_number() -> None:
     assert torch.equal(model(x), x * 3)
 
 
+@pytest.mark.long
 def test_a_replica_that_is_held_recovers(executors: Any) -> None:
     """Who held a replica of a process that died was told that the next call starts one, and it did
     not.
@@ -210,6 +212,7 @@ def test_capture_belongs_to_its_wrapper() -> None:
         pass
 
 
+@pytest.mark.long
 def test_the_next_wrapper_after_a_shared_executor_was_closed() -> None:
     """It got the closed one, with the advice to leave `executor` out, which it had."""
     options = Options(placement_timeout=61.0)

@@ -84,6 +84,7 @@ def load_distributed(training: Training, folder: Path) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("save", "load"),
     [(save_file, load_file), (save_distributed, load_distributed)],
@@ -200,6 +201,7 @@ def test_X1_a_trial_of_ray_tune_is_resumed(tmp_path: Path) -> None:
         assert_same_state(ended.model, undisturbed.model, rtol=0, atol=0)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("by_value")
 def test_X1_a_task_of_ray_saves_what_the_driver_loads(tmp_path: Path) -> None:
     """A trial is a process of its own, with replicas of its own."""

@@ -106,6 +106,7 @@ def test_tutorial_splits_each_batch_among_1_2_and_3_replicas() -> None:
     assert rows("Outside", printed) == Counter({30: 9, 10: 3})
 
 
+@pytest.mark.long
 def test_tutorial_runs_in_place_without_devices() -> None:
     printed = example("tutorial", "none")
     assert rows("In Model", printed) == Counter({30: 3, 10: 1})
@@ -163,6 +164,7 @@ def test_primitives_compose_to_the_plain_module(
     assert "output (10, 4), 4 gradients; equal to the plain module: True" in found
 
 
+@pytest.mark.long
 def test_examples_beyond_upstream_run() -> None:
     """The Python blocks of docs/beyond-data-parallel.md, one after the other."""
     text = (ROOT / "docs" / "beyond-data-parallel.md").read_text(encoding="utf-8")
@@ -171,6 +173,7 @@ def test_examples_beyond_upstream_run() -> None:
     run("-c", "\n".join(blocks))
 
 
+@pytest.mark.long
 def test_readme_examples_run_on_two_cpu_replicas() -> None:
     """The Python blocks of the README, one after the other."""
     loop, executor, inference, training = re.findall(

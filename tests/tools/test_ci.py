@@ -121,6 +121,7 @@ def test_what_passes_when_it_is_run_again_is_named(tmp_path: Path) -> None:
     assert named in done.stdout
 
 
+@pytest.mark.long
 def test_a_test_that_does_not_end(tmp_path: Path) -> None:
     """It is ended, with the traces of its threads, and run again, as is what was to come after
     it; what has passed is not.

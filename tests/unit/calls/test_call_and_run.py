@@ -608,6 +608,7 @@ def test_a_death(verb: str, two: Executor, tmp_path: Path) -> None:
     assert same(*found)
 
 
+@pytest.mark.long
 def test_a_death_after_a_tensor_of_the_function_was_changed(two: Executor, tmp_path: Path) -> None:
     """The graph cannot be made again, and that is said."""
     model = DataParallel(Mortal(tmp_path), executor=two)

@@ -468,6 +468,7 @@ class Uneven(nn.Module):
             pass
 
 
+@pytest.mark.long
 def test_X2_auto_balances_a_slow_replica(two: Executor) -> None:
     """At least 0.9 of the ideal split within 20 steps, gradients as those of the even one."""
     net = Uneven().double()

@@ -61,6 +61,7 @@ def train(model: Any, steps: int) -> list[Tensor]:
     return losses
 
 
+@pytest.mark.long
 def test_X6_compiled_once_in_twenty_steps(two: Executor) -> None:
     """In each replica one graph, with changing weights and buffers; results are those of the module
     as it is.

@@ -118,6 +118,7 @@ def test_replicas_are_described(own: Executor) -> None:
         found[0].pid = 3  # type: ignore[misc]
 
 
+@pytest.mark.long
 @on_cluster
 def test_a_wrapper_uses_the_executor_that_it_is_given(own: Executor) -> None:
     """Its devices are the default, and its processes run the chunks."""
@@ -129,6 +130,7 @@ def test_a_wrapper_uses_the_executor_that_it_is_given(own: Executor) -> None:
     assert one(batch(2)).tolist() == [own.replicas()[0].pid] * 2
 
 
+@pytest.mark.long
 @on_cluster
 def test_an_executor_starts_what_a_wrapper_needs_besides(own: Executor) -> None:
     """A wrapper may name more devices than its executor was made for; those that run go on."""
@@ -148,6 +150,7 @@ def test_executors_do_not_share_replicas(own: Executor) -> None:
     assert not pids & {info.pid for info in process_wide.executor.replicas()}
 
 
+@pytest.mark.long
 @on_cluster
 def test_an_executor_without_devices_starts_nothing() -> None:
     """With ``()`` replicas start with the first forward; a wrapper's devices are the cluster's
@@ -228,6 +231,7 @@ def test_backward_after_close_says_so(closed: Closed) -> None:
         closed.out.sum().backward()
 
 
+@pytest.mark.long
 @on_cluster
 def test_who_is_stopped_is_ended_all_the_same() -> None:
     """Ray cannot reach it."""
@@ -362,6 +366,7 @@ class Threads(nn.Module):
         return torch.full((len(x),), torch.get_num_threads()) + 0 * x[:, 0]
 
 
+@pytest.mark.long
 @on_cluster
 def test_replicas_share_the_cores_that_there_are(pytestconfig: pytest.Config) -> None:
     """Not those that Ray was told of, which are four on one node, if those are more; in forward and
@@ -676,6 +681,7 @@ class Environment(nn.Module):
         ]
 
 
+@pytest.mark.long
 @on_cluster
 def test_a_replica_sees_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its GPU alone, none on a CPU; and the driver's variables, though the cluster was there before
@@ -946,6 +952,7 @@ raydp_parallel.shutdown()
     assert DataParallel(linear(), TWO)(batch()).shape == (6, 2)
 
 
+@pytest.mark.long
 def test_replicas_with_another_version_are_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -84,6 +84,7 @@ def assert_alike(net: nn.Module, plain: nn.Module) -> None:
             )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_X7_sums_are_made_over_backwards_and_then_over_chunks(two: Executor, chunks: int) -> None:
     """To the bit, in single precision; the gradient is an ordinary one in the end."""
@@ -124,6 +125,7 @@ def test_X7_nothing_travels_until_the_end(two: Executor) -> None:
     assert sent == [0] * 6 + [300 * 400 * 4] * 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["forward 0", "backward 0", "backward 1", "late forward 1"])
 @pytest.mark.parametrize("when", [0, 1, 2])
 def test_X7_a_death_changes_no_bit(two: Executor, tmp_path: Path, moment: str, when: int) -> None:
@@ -146,6 +148,7 @@ def test_X7_a_death_changes_no_bit(two: Executor, tmp_path: Path, moment: str, w
         assert one is not None and other is not None and torch.equal(one, other)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["fetch", "answer"])
 def test_X7_what_was_lost_is_made_again_where_it_is_used(
     two: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
@@ -182,6 +185,7 @@ def test_X7_what_was_lost_is_made_again_where_it_is_used(
     two.grow()
 
 
+@pytest.mark.long
 def test_X7_what_cannot_be_made_again_is_refused(two: Executor, tmp_path: Path) -> None:
     """After a change of the weights; zeros begin anew."""
     net = nn.Linear(6, 3)
@@ -654,6 +658,7 @@ def test_an_optimizer_in_the_replicas_gets_all_gradients(
     optimizer.close()
 
 
+@pytest.mark.long
 def test_with_faults_raised_a_death_loses_them(cluster: None, tmp_path: Path) -> None:
     """And the error says what to do."""
     with Executor(["cpu", "cpu"], options=Options(on_fault="raise")) as executor:
@@ -697,6 +702,7 @@ def test_X7_weights_of_another_shape_do_not_mix_with_old_gradients() -> None:
     assert_alike(net, plain)
 
 
+@pytest.mark.long
 def test_X7_batches_in_memory_that_is_filled_again(two: Executor, tmp_path: Path) -> None:
     """What a replica had that died is made of the batches of then, and so are gradients of
     outputs.

@@ -83,6 +83,7 @@ def test_T3_edits_before_a_step_that_takes_what_was_fetched(two: Executor) -> No
     assert isinstance(error, StateChanged) and "model.sync()" in str(error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("clipped", [False, True])
 def test_T2_the_norm_of_gradients_is_no_change_of_weights(cluster: None, clipped: bool) -> None:
     """A backward after it, or after they were clipped, may be made again, by another replica."""
@@ -508,6 +509,7 @@ class Sleepy(nn.Module):
         return self.linear(x)
 
 
+@pytest.mark.long
 def test_T3_closing_while_replicas_are_busy(
     cluster: None,
     tmp_path: Path,

@@ -195,6 +195,7 @@ def test_X3_derivatives_of_second_order(two: Executor) -> None:
     assert_same_grads(model, plain, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.long
 def test_X3_modes_and_no_grad(two: Executor) -> None:
     """Without gradients the batch's statistics count as well; in evaluation the running ones."""
     model, plain = pair(two)
@@ -329,6 +330,7 @@ class Slow(nn.Module):
         return out
 
 
+@pytest.mark.long
 def test_X3_a_chunk_that_is_slow_after_its_last_batch_norm(
     two: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

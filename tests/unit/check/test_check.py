@@ -205,6 +205,7 @@ def test_rows_about_speed(like_gpus: LikeGpus, monkeypatch: pytest.MonkeyPatch) 
     assert copies.own(like_gpus).keys() == {"on the device", "to it", "from it"}
 
 
+@pytest.mark.long
 def test_a_gpu_for_two(like_gpus: LikeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """The node of the tests counts two GPUs, which this process takes for one; its replicas are on
     CPUs.

@@ -45,6 +45,7 @@ def refusing(times: float) -> tuple[Callable[..., Any], list[str]]:
     return asked, names
 
 
+@pytest.mark.long
 def test_cpu_replicas_that_book_cpus() -> None:
     """Each has a group of its own; another executor of the same name has others, at the same time
     and later.
@@ -65,6 +66,7 @@ def test_cpu_replicas_that_book_cpus() -> None:
         assert again not in names
 
 
+@pytest.mark.long
 def test_a_group_that_ray_cannot_make_now_is_asked_for_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

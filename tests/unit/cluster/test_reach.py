@@ -85,6 +85,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, error: OSError, which: Collection[in
     return called
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("error", "which", "tried"),
     [
@@ -157,6 +158,7 @@ def test_successors_that_share_no_memory(
             assert not slot.client.shares and (slot.client.line is not None) is lines
 
 
+@pytest.mark.long
 def test_memory_that_a_filter_of_system_calls_refuses(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

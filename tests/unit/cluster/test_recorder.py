@@ -353,6 +353,7 @@ def test_steps_with_the_verbs_open_one_account_for_each_replica() -> None:
         assert [replica.calls for replica in executor.stats(net).replicas] in ([30, 30], [0, 0])
 
 
+@pytest.mark.long
 def test_modules_that_are_gone_leave_one_account(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search over many modules in one program: the sums stay, and the recorder does not grow."""
     with Executor(options=Options(in_process=True), device_ids=["cpu", "cpu"]) as executor:

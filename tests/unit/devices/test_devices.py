@@ -309,6 +309,7 @@ print(process._allocator() is None, process._in_main_heap(), *[done.get() for _ 
 """
 
 
+@pytest.mark.long
 def test_nothing_is_read_or_set_of_an_allocator_that_is_not_libcs() -> None:
     """What lies before a piece of its memory means something else, or is not mapped. Ray brings
     such a library.

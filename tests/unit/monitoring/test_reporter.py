@@ -107,6 +107,7 @@ class Stuck:
         self.go_on.wait(60)
 
 
+@pytest.mark.long
 def test_a_close_does_not_wait_for_a_sink_that_stands_still() -> None:
     """It goes on while the sink still stands; the last report comes after it."""
     stuck, listener = Stuck(), Listener()
@@ -134,6 +135,7 @@ told = Reporter(lambda history, last: report(history=history, last=last), [Stuck
 """
 
 
+@pytest.mark.long
 def test_a_program_ends_though_its_last_report_does_not_get_through() -> None:
     """Where the cluster's head is gone, Ray waits for it for a minute, and then ends the process
     with status 1.

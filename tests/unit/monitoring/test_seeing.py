@@ -49,6 +49,7 @@ def train(model: DataParallel, steps: int = 8) -> None:
         model(x).sum().backward()
 
 
+@pytest.mark.long
 def test_replicas_have_names_and_a_second_process_has_a_number() -> None:
     """The executor's, the replica's and the device's; GPUs under the number that the user gave."""
     raydp_parallel.shutdown()  # other tests' replicas hold the GPUs
@@ -65,6 +66,7 @@ def test_replicas_have_names_and_a_second_process_has_a_number() -> None:
         assert "took the place" in executor.recorder.events[-1][1]
 
 
+@pytest.mark.long
 def test_executors_of_one_name_share_a_cluster() -> None:
     with (
         Executor(["cpu"], options=Options(name="twice")) as one,
@@ -117,6 +119,7 @@ def test_advice_names_what_makes_state_travel_again() -> None:
         assert "because seen changed: 11 times in 12 forwards" in advice.text
 
 
+@pytest.mark.long
 def test_a_trace_has_the_driver_and_all_replicas_on_one_clock(tmp_path: Path) -> None:
     """Each chunk's phases lie inside the call's time in the driver."""
     options = Options(profile_dir=str(tmp_path), name="traced", metrics=False)
@@ -150,6 +153,7 @@ def test_torch_profiler_shows_the_replicas_work_as_ranges() -> None:
         assert ranges <= names
 
 
+@pytest.mark.long
 def test_an_entry_while_it_runs_and_none_afterwards(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

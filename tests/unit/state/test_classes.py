@@ -46,6 +46,7 @@ def tripled(self: Any, x: Tensor) -> Tensor:
 ONES = torch.ones(4, 2)
 
 
+@pytest.mark.long
 def test_C11_a_method_that_was_set_before_wrapping(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library's class patched at the top of a script: replicas import the class, and get the
     patch.

@@ -77,6 +77,7 @@ def computed(model: Any) -> float:
     return float(value)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("cluster")
 def test_a_script_in_a_folder_and_a_namesake_where_it_is_started(tmp_path: Path) -> None:
     """`python exp/train.py`: Ray gives its workers the working folder first, Python gives a script
@@ -272,6 +273,7 @@ def test_what_is_told_of_modules(modules: Callable[..., Any], tmp_path: Path) ->
     assert module_sources._GUARD not in sys.meta_path
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("cluster")
 def test_replicas_that_take_no_part_are_not_waited_for(
     modules: Callable[..., Any], tmp_path: Path

@@ -415,6 +415,7 @@ def train(
     return [*losses, *state(model)]
 
 
+@pytest.mark.long
 def test_training_has_the_same_bits_and_the_driver_carries_one_replica(
     three: Executor, here: Executor, tmp_path: Path
 ) -> None:

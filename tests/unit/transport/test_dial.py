@@ -359,6 +359,7 @@ def test_who_has_another_number_here_is_not_watched(
     assert innocent.returncode == 0
 
 
+@pytest.mark.long
 @may_unshare
 def test_a_replica_in_a_namespace_of_its_own_is_not_watched() -> None:
     """Its number means another process here, the first of all: that is never sent a signal."""
@@ -373,6 +374,7 @@ def test_a_replica_in_a_namespace_of_its_own_is_not_watched() -> None:
         client.close()
 
 
+@pytest.mark.long
 @may_unshare
 def test_a_driver_in_a_namespace_of_its_own_watches_nobody(station: Station) -> None:
     """The replica's number is somebody else's there, or nobody's."""

@@ -195,6 +195,7 @@ class Doubled(nn.Module):
         return x * self.weight
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options", [{}, {"direct_line": False}, {"link": "inline"}, {"link": "object_store"}]
 )
@@ -378,6 +379,7 @@ class Threads(nn.Module):
         return out.reshape(1), torch.tensor([len(os.listdir("/proc/self/task"))])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("direct", [True, False])
 def test_one_thread_of_a_replica_computes(cluster: None, direct: bool) -> None:
     """Whatever else is asked of it: OpenMP gives every thread that computes helpers of its own,
@@ -417,6 +419,7 @@ def test_what_ray_brings_beside_a_line() -> None:
     assert deliveries.take(Delivered(3), 60) == "weights 3"
 
 
+@pytest.mark.long
 def test_what_lies_in_the_object_store_comes_over_a_line(
     cluster: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -335,6 +335,7 @@ def test_two_replicas_on_one_gpu_are_in_no_group_of_nccl(
     assert kind_of(slots) is GroupKind.NCCL
 
 
+@pytest.mark.long
 def test_who_hangs_is_ended_and_the_others_are_told(three: Executor, tmp_path: Path) -> None:
     """Stopped, and killed from outside, as by the system: before that nobody knows, after it all
     do.

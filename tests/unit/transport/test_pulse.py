@@ -56,6 +56,7 @@ def waiting() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "raydp-pulse"]
 
 
+@pytest.mark.long
 def test_a_death_cuts_the_line_though_its_socket_is_open() -> None:
     """A child of the replica's keeps the socket open; without the pulse nobody would ever hear of
     the death.
@@ -68,6 +69,7 @@ def test_a_death_cuts_the_line_though_its_socket_is_open() -> None:
             caller.receive(2, 60)
 
 
+@pytest.mark.long
 def test_what_was_sent_before_the_death_is_read() -> None:
     """An answer that arrived is an answer."""
     others = set(waiting())

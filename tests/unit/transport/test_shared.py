@@ -443,6 +443,7 @@ OFTEN = 9
 """Sent so many times, a weight is seen where it lies, however small."""
 
 
+@pytest.mark.long
 @on_cluster
 def test_small_weights_that_change_again_and_again_are_seen_where_they_lie() -> None:
     """Then they are not sent any more, and a replica that is new sees them too. What replicas write
@@ -857,6 +858,7 @@ def test_training_is_the_same_by_every_link(executors: Any) -> None:
         assert all(torch.equal(found[key], reference[key]) for key in reference), link
 
 
+@pytest.mark.long
 @on_cluster
 def test_replicas_that_cannot_share_get_copies_and_that_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -876,6 +878,7 @@ def test_replicas_that_cannot_share_get_copies_and_that_is_said_once(
         Executor(TWO, options=Options(link="shared"))
 
 
+@pytest.mark.long
 @on_cluster
 def test_memory_is_shared_where_each_call_is_a_task(executors: Any) -> None:
     """Its descriptors travel in the calls, and the word which of them are used no more; nothing is
@@ -893,6 +896,7 @@ def test_memory_is_shared_where_each_call_is_a_task(executors: Any) -> None:
     assert max(len(slot.client._ledger) for slot in executor.slots(TWO)) <= 2
 
 
+@pytest.mark.long
 @on_cluster
 def test_an_exposed_module_moves_to_replicas_that_cannot_see_it() -> None:
     """When somebody joins who needs copies, what was exposed is sent from then on."""
@@ -933,6 +937,7 @@ def tidy(cluster: None) -> Iterator[None]:
         assert time.monotonic() < deadline, memory_files() - before
 
 
+@pytest.mark.long
 def test_nothing_is_left_of_an_executor(tidy: None) -> None:
     """Neither of its segments nor of its models'."""
     with Executor(TWO) as executor:
@@ -943,6 +948,7 @@ def test_nothing_is_left_of_an_executor(tidy: None) -> None:
         del model
 
 
+@pytest.mark.long
 def test_nothing_is_left_of_a_replica_that_is_killed(tidy: None) -> None:
     """What was lent to it is free again."""
     with Executor(TWO) as executor:
