@@ -17,6 +17,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -157,6 +158,21 @@ def load_all(targets: Sequence[Tensor], sources: Sequence[MemoryRange]) -> None:
         return
     torch._foreach_copy_(filled, data, non_blocking=True)
     lent.keep((data, owners), filled[0].device)
+
+
+def load_parts(targets: Sequence[Tensor], source: MemoryRange, offsets: Sequence[int]) -> None:
+    """Copy parts of one run of bytes, on any device, to a GPU's memory: one operation, without
+    waiting.
+    """
+    whole = source.origin.tensor if source.origin is not None else view(source)
+    placed = sorted(zip(offsets, targets, strict=True), key=itemgetter(0))
+    cuts, end = [], 0  # the bytes before each part, and its own
+    for offset, target in placed:
+        cuts += [offset - end, len(target)]
+        end = offset + len(target)
+    parts = whole.split_with_sizes([*cuts, len(whole) - end])[1::2]
+    torch._foreach_copy_([target for _, target in placed], parts, non_blocking=True)
+    lent.keep((parts, source.owner), targets[0].device)
 
 
 def finish(device: torch.device) -> None:

@@ -171,6 +171,20 @@ def load_all(targets: Sequence[torch.Tensor], sources: Sequence[MemoryRange]) ->
         ctypes.memmove(target.data_ptr(), cuda.on_host(source).address, source.size)
 
 
+def load_parts(
+    targets: Sequence[torch.Tensor], source: MemoryRange, offsets: Sequence[int]
+) -> None:
+    """Copy parts of one run of bytes, which begin at some offsets, to tensors of one device, each
+    of the part's size. No two parts overlap.
+    """
+    if not is_cpu(targets[0].device):
+        cuda.load_parts(targets, source, offsets)
+        return
+    begin = cuda.on_host(source).address
+    for target, offset in zip(targets, offsets, strict=True):
+        ctypes.memmove(target.data_ptr(), begin + offset, target.nbytes)
+
+
 def upload(source: MemoryRange, device: torch.device) -> torch.Tensor:
     """The bytes of ``source`` in new memory of ``device``."""
     if not source.size:

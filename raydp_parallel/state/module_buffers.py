@@ -11,6 +11,7 @@ report has them already.
 from __future__ import annotations
 
 import secrets
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -18,7 +19,12 @@ import torch
 from raydp_parallel import devices
 from raydp_parallel.devices.ranges import MemoryRange
 from raydp_parallel.state.flat_layout import SMALL, UNNAMED, Flat, copy
-from raydp_parallel.state.replica_memory import BlockMemory, BlockSource, CopiedMemory
+from raydp_parallel.state.replica_memory import (
+    BlockMemory,
+    BlockSource,
+    CopiedMemory,
+    Packet,
+)
 
 
 class Buffers:
@@ -46,8 +52,10 @@ class Buffers:
         self.blocks = frozenset(sizes)
         self._answer: Callable[[], list[int]] = list
         self._report = UNNAMED
+        if self.blocks:
+            drivers = [chosen[block].driver() for block in self._driver.blocks]
+            devices.load_all(self._driver.runs, drivers)
         for block, run in zip(self._driver.blocks, self._driver.runs, strict=True):
-            devices.load(run, chosen[block].driver())
             chosen[block].lie(devices.piece(run))
         self._told.follow(self._driver)
 
@@ -105,12 +113,12 @@ class Buffers:
 
     def adopt(self, sources: Mapping[int, BlockSource]) -> None:
         """Copy new bytes of the driver into some blocks."""
-        packets: dict[int, list[int]] = {}
+        packets: dict[Packet, list[int]] = defaultdict(list)
         for block, source in sources.items():
-            packets.setdefault(id(source.packet), []).append(block)
-        for chosen in packets.values():
+            packets[source.packet].append(block)
+        for packet, chosen in packets.items():
             offsets = [sources[block].offset for block in chosen]
-            self._driver.load(chosen, offsets, sources[chosen[0]].whole())
+            self._driver.load(chosen, offsets, packet.whole)
         rows = self._driver.rows([*sources])
         copy(
             [self._memory[block].tensor for block in sources],

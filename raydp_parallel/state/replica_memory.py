@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,37 +15,53 @@ from raydp_parallel.devices.ranges import Attachment, MemoryRange
 from raydp_parallel.transport.links import Attachments, MappedBuffer
 
 
+class Packet:
+    """A packet of an update, in which the driver's bytes of some blocks lie.
+
+    Args:
+        attachments: Opens it.
+        name: The packet, as the message names it.
+        device: The device of the replica.
+    """
+
+    def __init__(self, attachments: Attachments, name: Attachment, device: torch.device) -> None:
+        self._attachments = attachments
+        self._name = name
+        self._device = device
+
+    @functools.cached_property
+    def whole(self) -> MemoryRange:
+        """All its bytes, where the device reads them fastest. It is opened once for all blocks."""
+        return devices.near(self._attachments.open(self._name), self._device)
+
+    @property
+    def sent(self) -> Attachment:
+        """What the link brought."""
+        return self._attachments.find(self._name)
+
+    def window(self, offset: int, size: int) -> MappedBuffer | None:
+        """A window on some bytes; None if they must be copied."""
+        if not devices.is_cpu(self._device):
+            return None
+        return self._attachments.link.show(self.sent, offset, size)
+
+
 class BlockSource(NamedTuple):
     """The place of the driver's bytes of a block.
 
     Attributes:
-        attachments: Opens the packet.
-        packet: The packet, as the message names it.
+        packet: The packet.
         offset: Their offset in it.
         size: Their number.
-        near: The bytes of the packet where the device reads them fastest, if they are there.
     """
 
-    attachments: Attachments
-    packet: Attachment
+    packet: Packet
     offset: int
     size: int
-    near: MemoryRange | None = None
 
-    def whole(self) -> MemoryRange:
-        """All bytes of the packet, to be read."""
-        return self.near if self.near is not None else self.attachments.open(self.packet)
-
-    def open(self) -> MemoryRange:
-        """The bytes, to be read."""
-        return self.whole().part(self.offset, self.size)
-
-    def window(self, device: torch.device) -> MappedBuffer | None:
+    def window(self) -> MappedBuffer | None:
         """A window on them; None if they must be copied."""
-        if not devices.is_cpu(device):
-            return None
-        packet = self.attachments.find(self.packet)
-        return self.attachments.link.show(packet, self.offset, self.size)
+        return self.packet.window(self.offset, self.size)
 
 
 class BlockMemory(Protocol):
@@ -55,8 +73,8 @@ class BlockMemory(Protocol):
     def takes(self, source: BlockSource) -> bool:
         """Whether this memory can take over new bytes of the driver. A window shows them then."""
 
-    def copies(self, source: BlockSource) -> tuple[Tensor, MemoryRange] | None:
-        """The target and the source of the copy that new bytes need; None if they need none."""
+    def follow(self, source: BlockSource) -> bool:
+        """Note where new bytes of the driver are; returns whether they have to be copied."""
 
     def refresh(self) -> None:
         """Undo all writes since."""
@@ -78,38 +96,46 @@ class CopiedMemory:
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.tensor = torch.empty(size, dtype=torch.uint8, device=device)
-        self._driver = MemoryRange(0, 0, None)
+        # The driver's bytes: a run that holds them, and their offset. Most are never read again.
+        self._sent = MemoryRange(0, 0, None), 0
         self._near: MemoryRange | None = None
 
     def takes(self, source: BlockSource) -> bool:
         # Exposed memory of the driver is not sent again when it changes, so it needs a window.
-        return source.window(self.tensor.device) is None
+        return source.window() is None
 
-    def copies(self, source: BlockSource) -> tuple[Tensor, MemoryRange] | None:
-        self._driver, self._near = source.open(), None
-        return self.tensor, self._driver
+    def follow(self, source: BlockSource) -> bool:
+        self._sent, self._near = (source.packet.whole, source.offset), None
+        return True
 
     def refresh(self) -> None:
-        devices.load(self.tensor, self._near or self._driver)
+        devices.load(self.tensor, self.undone())
+
+    def undone(self) -> MemoryRange:
+        """The driver's bytes, to be copied."""
+        return self._near or self._driver()
 
     def lie(self, driver: MemoryRange) -> None:
         """Note another place of the driver's bytes, where they change from now on."""
-        self._driver, self._near = driver, None
+        self._sent, self._near = (driver, 0), None
 
     def renewed(self) -> CopiedMemory:
         other = CopiedMemory(len(self.tensor), self.tensor.device)
-        other._driver, other._near = self._driver, self._near
+        other._sent, other._near = self._sent, self._near
         other.refresh()
         return other
 
+    def _driver(self) -> MemoryRange:
+        whole, offset = self._sent
+        return whole.part(offset, len(self.tensor))
+
     def driver(self) -> MemoryRange:
-        if devices.is_cpu(self.tensor.device) or self._driver.origin is not None:
-            return self._driver
-        if not self._driver.size:
-            return self._driver
+        found = self._driver()
+        if devices.is_cpu(self.tensor.device) or found.origin is not None or not found.size:
+            return found
         # Kept on the device for the few blocks that are compared: buffers, after each forward.
         if self._near is None:
-            self._near = devices.piece(devices.upload(self._driver, self.tensor.device))
+            self._near = devices.piece(devices.upload(found, self.tensor.device))
         return self._near
 
 
@@ -125,12 +151,10 @@ class ShownMemory:
         self.tensor = devices.view(window.piece)
 
     def takes(self, source: BlockSource) -> bool:
-        return self._window.turn_to(
-            source.attachments.find(source.packet), source.offset, source.size
-        )
+        return self._window.turn_to(source.packet.sent, source.offset, source.size)
 
-    def copies(self, source: BlockSource) -> tuple[Tensor, MemoryRange] | None:
-        return None
+    def follow(self, source: BlockSource) -> bool:
+        return False
 
     def refresh(self) -> None:
         self._window.refresh()
@@ -142,21 +166,40 @@ class ShownMemory:
         return self._window.source()
 
 
-def make(source: BlockSource, device: torch.device) -> BlockMemory:
-    """The memory of a block with its bytes at ``source``."""
-    window = source.window(device)
-    if window is not None:
-        return ShownMemory(window)
-    memory = CopiedMemory(source.size, device)
-    adopt({0: memory}, {0: source})
-    return memory
+def make(sources: Mapping[int, BlockSource], device: torch.device) -> dict[int, BlockMemory]:
+    """The memory of some blocks with their bytes at ``sources``."""
+    made: dict[int, BlockMemory] = {}
+    for block, source in sources.items():
+        window = source.window()
+        made[block] = (
+            ShownMemory(window) if window is not None else CopiedMemory(source.size, device)
+        )
+    adopt(made, sources)
+    return made
 
 
 def adopt(memory: Mapping[int, BlockMemory], sources: Mapping[int, BlockSource]) -> None:
-    """Take over new bytes of the driver for blocks that `takes` allowed, with as few copies as the
-    device needs.
+    """Take over new bytes of the driver for blocks that `takes` allowed: one copy for all blocks of
+    a packet.
     """
-    pairs = [memory[block].copies(source) for block, source in sources.items()]
-    found = [pair for pair in pairs if pair is not None]
-    if found:
-        devices.load_all([target for target, _ in found], [piece for _, piece in found])
+    packets: dict[Packet, list[int]] = defaultdict(list)
+    for block, source in sources.items():
+        if memory[block].follow(source):
+            packets[source.packet].append(block)
+    for packet, blocks in packets.items():
+        offsets = [sources[block].offset for block in blocks]
+        devices.load_parts([memory[block].tensor for block in blocks], packet.whole, offsets)
+
+
+def refresh(memories: Iterable[BlockMemory]) -> None:
+    """Undo all writes to some blocks, with one copy for those that are copies."""
+    copied: list[CopiedMemory] = []
+    for memory in memories:
+        if isinstance(memory, CopiedMemory):
+            copied.append(memory)
+        else:
+            memory.refresh()
+    if copied:
+        devices.load_all(
+            [memory.tensor for memory in copied], [memory.undone() for memory in copied]
+        )

@@ -24,7 +24,7 @@ from raydp_parallel.state.module_buffers import Buffers
 from raydp_parallel.state.python_state import PythonState
 from raydp_parallel.state.raw_access import Accessed, RawAccess
 from raydp_parallel.state.replaced_memory import Replaced, shows_other
-from raydp_parallel.state.replica_memory import BlockMemory, BlockSource
+from raydp_parallel.state.replica_memory import BlockMemory, BlockSource, Packet
 from raydp_parallel.state.versions import TensorRow
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.links import Attachments, InlineLink
@@ -312,6 +312,8 @@ class ReplicaModule:
             if not self._replaced.lie_as_said(moved, self._slots, self._specs):
                 doubtful = self._moved.union(doubtful)
         self._replaced.slots = {slot for slot in doubtful if self._shows_other(slot)}
+        if self.owned and self._replaced.slots:
+            self._replaced.slots -= self._moved_alike()
         written = {self._specs[slot].block for slot in self._moved | self._replaced.slots}
         if touched:
             accessed = {block for block in self._memory if self._address(block) in touched}
@@ -367,13 +369,54 @@ class ReplicaModule:
         self._replaced.clear()
         if not dirty:
             return True
-        if graphs_alive or any(
-            self._spoiled(slot) for block in dirty for slot in self._members[block]
-        ):
+        if graphs_alive or not self._point_back(dirty):
             return self._renew(dirty)
-        for block in dirty:
-            self._memory[block].refresh()
+        replica_memory.refresh([self._memory[block] for block in dirty])
         return True
+
+    def _point_back(self, chosen: Collection[int]) -> bool:
+        """Let tensors that forward gave other memory show their blocks again; False if one of them
+        has to be made anew.
+
+        On CUDA `flatten_parameters()` gives the weights of a recurrent net other memory in each
+        forward. What holds these tensors, as lists and weak references do, then still does.
+        """
+        for block in chosen:
+            whole = self._memory[block].tensor
+            if whole.untyped_storage().nbytes() != whole.nbytes:  # a tensor was resized in place
+                return False
+            for slot in self._members[block]:
+                if not self._slots[slot].is_leaf:
+                    return False
+                if self._shows_other(slot):
+                    try:
+                        self._slots[slot].data = self._shown(slot)
+                    except RuntimeError:  # it became a tensor of another kind
+                        return False
+        return True
+
+    def _moved_alike(self) -> set[int]:
+        """Give tensors of owned blocks their memory back, if the forward that gave them other
+        memory left the values as they were; returns their slots.
+        """
+        chosen = [
+            slot
+            for slot in sorted(self._replaced.slots)
+            if self._specs[slot].block in self.owned and self._slots[slot].is_leaf
+        ]
+        shown = {slot: self._shown(slot) for slot in chosen}
+        pairs = {
+            slot: (devices.piece(now.detach()), devices.piece(shown[slot]))
+            for slot in chosen
+            if (now := self._slots[slot]).is_contiguous()
+            and (now.shape, now.dtype, now.stride())
+            == (shown[slot].shape, shown[slot].dtype, shown[slot].stride())
+        }
+        alike = devices.compare([*pairs.values()])()
+        found = {slot for slot, same in zip(pairs, alike, strict=True) if same}
+        for slot in found:
+            self._slots[slot].data = shown[slot]
+        return found
 
     def _spoiled_blocks(self, chosen: Collection[int]) -> set[int]:
         """The blocks among those chosen with tensors that cannot be used again."""
@@ -387,7 +430,7 @@ class ReplicaModule:
         """Whether new contents go into the run of small buffers, and are no window on the driver's
         memory.
         """
-        return block in self._buffers.blocks and source.window(self._device) is None
+        return block in self._buffers.blocks and source.window() is None
 
     def _spoiled(self, slot: int) -> bool:
         """Whether a tensor cannot be used again: it shows other memory, or is part of a graph."""
@@ -424,12 +467,9 @@ class ReplicaModule:
         module_sources.follow(new.origins)
         members = _members(new.slots)
         kept = {block for block, slots in members.items() if self._keeps(block, slots, new)}
-        self._memory = {
-            block: self._memory[block]
-            if block in kept
-            else replica_memory.make(sources.pop(block), self._device)
-            for block in new.block_sizes
-        }
+        absent = {block: sources.pop(block) for block in new.block_sizes if block not in kept}
+        made = replica_memory.make(absent, self._device)
+        self._memory = {block: made.get(block) or self._memory[block] for block in new.block_sizes}
         self._slots = {
             slot: self._slots[slot]
             if spec.block in kept
@@ -506,8 +546,9 @@ class ReplicaModule:
         plain = {b: s for b, s in others.items() if b not in untold and self._memory[b].takes(s)}
         replica_memory.adopt(self._memory, plain)
         anew = [block for block in others if block not in plain]
-        for block in anew:
-            self._memory[block] = replica_memory.make(sources[block], self._device)
+        self._memory.update(
+            replica_memory.make({block: sources[block] for block in anew}, self._device)
+        )
         for block in untold & flat.keys():
             self._memory[block] = self._memory[block].renewed()
         reached = self._rebuild([*anew, *(untold & flat.keys())]) if anew or untold else True
@@ -549,12 +590,10 @@ def _sources(
     for blob in update.blobs:
         if besides and besides >= {*blob.blocks}:
             continue
-        near = None
-        if not devices.is_cpu(device):
-            near = devices.near(attachments.open(blob.packet), device)
+        packet = Packet(attachments, blob.packet, device)
         for block, offset, size in zip(blob.blocks, blob.offsets, blob.sizes, strict=True):
             if block not in besides:
-                found[block] = BlockSource(attachments, blob.packet, offset, size, near)
+                found[block] = BlockSource(packet, offset, size)
     return found
 
 

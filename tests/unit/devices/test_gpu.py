@@ -37,6 +37,7 @@ from raydp_parallel.replica import actor
 from raydp_parallel.replica.replica import Replica
 from raydp_parallel.replica.server import ReplicaServer
 from raydp_parallel.state import block_layout
+from raydp_parallel.state.replica_module import ReplicaModule
 from raydp_parallel.state.tracker import ModuleTracker
 from raydp_parallel.transport import codec, cuda_ipc
 from raydp_parallel.transport.call_bytes import give_back, take_back
@@ -279,6 +280,105 @@ def test_fingerprints_of_some_and_newer_ones() -> None:
 
 
 # --- the whole way ---
+
+
+class Flattens(nn.Module):
+    """A recurrent net whose forward gives its weights other memory, with the same values, as
+    `flatten_parameters()` does on CUDA.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 5, num_layers=2, bidirectional=True, batch_first=True)
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The last layer's outputs."""
+        weights = [*self.lstm.parameters()]
+        flat = torch.cat([p.detach().flatten() for p in weights])
+        for p, part in zip(weights, flat.split([p.numel() for p in weights]), strict=True):
+            _assign(p, part.view_as(p))
+        out: Tensor = self.head(self.lstm(x)[0])
+        return out
+
+
+_assign: Any = vars(torch._C.TensorBase)["data"].__set__
+"""``p.data = ...`` as C++ does it, where no code of Python's sees it."""
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["in Python", "in C++"])
+@pytest.mark.parametrize("where", ["driver", "replicas"])
+@pytest.mark.usefixtures("fake")
+def test_weights_that_forward_moves_leave_the_module_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, where: str, seen: bool
+) -> None:
+    """It was built anew in each step; with the optimizer in the replicas it was an error."""
+    loads: list[int] = []
+    load = ReplicaModule._load
+    monkeypatch.setattr(ReplicaModule, "_load", lambda m: loads.append(1) or load(m))
+    if seen:
+        monkeypatch.setitem(globals(), "_assign", lambda p, data: setattr(p, "data", data))
+    torch.manual_seed(0)
+    net = Flattens().double()
+    plain = copy.deepcopy(net)
+    model = wrapped(net, 1)
+    ours: Any = torch.optim.SGD(net.parameters(), 0.1)
+    if where == "replicas":
+        ours = model.optimizer(torch.optim.SGD, lr=0.1)
+    theirs = torch.optim.SGD(plain.parameters(), 0.1)
+    for _ in range(4):
+        x = torch.randn(4, 7, 6, dtype=torch.float64)
+        for one, optimizer in ((model, ours), (plain, theirs)):
+            optimizer.zero_grad()
+            one(x).square().sum().backward()
+            optimizer.step()
+    if where == "replicas":
+        model.sync()
+    for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    assert len(loads) <= 2
+
+
+def test_an_update_is_waited_for_and_copied_once(fake: FakeGpu, ends: Ends) -> None:
+    """However many blocks it has: the packet is opened once, its event waited for once, and all is
+    one operation.
+    """
+    ends.link.arenas[CPU] = ends.arena
+    ends.link.withdraw()
+    mappings = ends.client._mappings
+    mappings.opener = opener = cuda_ipc.Opener(CPU)
+    asked: list[int] = []
+    calls: list[int] = []
+    foreach = torch._foreach_copy_
+    net = nn.Sequential(*[nn.Linear(150, 130) for _ in range(40)], nn.BatchNorm1d(130))
+    tracker, replica_module, held = ModuleTracker(net, ends.link), ReplicaModule(CPU), 0
+    for number in range(3):
+        tracker.sync()
+        update, attachments = tracker.update_from(held), Attachments(ends.link)
+        assert update is not None
+        held, message = tracker.revision, update.placed(attachments)
+        there = Attachments(ends.link, over(attachments.beside, mappings))
+        mappings.opener = lambda found: asked.append(1) or opener(found)
+        fake.log.clear()
+        asked.clear()
+        calls.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                torch,
+                "_foreach_copy_",
+                lambda t, s, **k: calls.append(len(t)) or foreach(t, s, **k),
+            )
+            replica_module.prepare(message, there, graphs_alive=False)
+        for one, other in zip(replica_module.module.parameters(), net.parameters(), strict=True):
+            assert torch.equal(one, other)
+        assert len(asked) == 1
+        assert fake.log.count("stream waits") == 1
+        if number:
+            assert max(calls) == 80 + 2
+            assert len(calls) <= 4
+        with torch.no_grad():
+            for p in net.parameters():
+                p.add_(1)
 
 
 def wrapped(net: nn.Module, chunks: int = 2) -> Any:
