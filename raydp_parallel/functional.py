@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -17,23 +18,37 @@ from raydp_parallel.cluster.backend import DeviceId, device_id
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
 from raydp_parallel.devices import ambient_state
 from raydp_parallel.options import Options, UnusedGrads
+from raydp_parallel.replica.attributes import WithAttributes
 from raydp_parallel.state.structure import refuse_unreplicable
 from raydp_parallel.state.tracker import ModuleTracker
 from raydp_parallel.transport.messages import Called
 
 __all__ = ["RemoteReplica", "gather", "parallel_apply", "replicate", "scatter", "scatter_kwargs"]
 
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
 
 class RemoteReplica:
     """A module's replica on a device of the cluster. Called like the module; gradients reach the
     module itself.
 
-    It is the module as it is when called: what changed since `replicate` is seen.
+    It is the module as it is when called: what changed since `replicate` is seen. Methods and
+    submodules can be called, too. An attribute that is set on it is set on the replica's module
+    while a call runs, and stays unknown to the module itself.
 
     Attributes:
         module: The master copy.
         device_id: Where the replica runs.
     """
+
+    module: nn.Module
+    device_id: DeviceId
+    _slot: ReplicaSlot
+    _tracker: ModuleTracker
+    _executor: Executor
+    _detach: bool
+    _called: Called
+    _set: Mapping[str, Any]
 
     def __init__(
         self,
@@ -44,14 +59,43 @@ class RemoteReplica:
         executor: Executor,
         detach: bool,
         called: Called = None,
+        attributes: Mapping[str, Any] = _NONE,
     ) -> None:
-        self.module = module
-        self.device_id = device
-        self._slot = slot
-        self._tracker = tracker
-        self._executor = executor
-        self._detach = detach
-        self._called = called
+        self.__dict__.update(
+            module=module,
+            device_id=device,
+            _slot=slot,
+            _tracker=tracker,
+            _executor=executor,
+            _detach=detach,
+            _called=called,
+            _set=attributes,
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._called is not None:
+            raise AttributeError(
+                f"{name!r} cannot be set on {self._called!r} of a replica, which is in another "
+                "process: set attributes on the replica itself, or on the module before the call"
+            )
+        self.__dict__["_set"] = {**self._set, name: value}
+
+    def __getattr__(self, name: str) -> Any:
+        """What was set, a value of the module's, or a method or submodule to be called there."""
+        known = self.__dict__
+        if name in known.get("_set", ()):
+            return known["_set"][name]
+        if name.startswith("__") or known.get("_called", "") is not None:
+            raise AttributeError(f"RemoteReplica has no attribute {name!r}")
+        value = getattr(self.module, name)
+        if not callable(value):
+            return value
+        if hasattr(nn.Module, name) and name != "forward":
+            raise AttributeError(
+                f"RemoteReplica has no attribute {name!r}: the replica's module is in another "
+                "process. Change the module before the call, and read it after the call"
+            )
+        return self._calling(name)
 
     @ambient_state.uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +116,7 @@ class RemoteReplica:
             where=where,
             rows=rows,
             detach=self._detach,
-            called=self._called,
+            called=WithAttributes(self._set, self._called) if self._set else self._called,
         )
 
     def _calling(self, called: Called) -> RemoteReplica:
@@ -84,20 +128,29 @@ class RemoteReplica:
             executor=self._executor,
             detach=self._detach,
             called=called,
+            attributes=self._set,
         )
 
     def __reduce__(self) -> Any:
-        again = self.module, self.device_id, self._detach, self._executor, self._called
-        return _replica_again, again
+        which = self.module, self.device_id, self._detach, self._executor
+        return _replica_again, (*which, self._called, dict(self._set))
 
     def __repr__(self) -> str:
         return f"RemoteReplica({type(self.module).__name__} on {self._slot})"
 
 
 def _replica_again(
-    module: nn.Module, device: DeviceId, detach: bool, executor: Executor, called: Called
+    module: nn.Module,
+    device: DeviceId,
+    detach: bool,
+    executor: Executor,
+    called: Called,
+    attributes: Mapping[str, Any],
 ) -> RemoteReplica:
-    return replicate(module, [device], detach, executor=executor)[0]._calling(called)
+    replica = replicate(module, [device], detach, executor=executor)[0]
+    for name, value in attributes.items():
+        setattr(replica, name, value)
+    return replica._calling(called)
 
 
 @ambient_state.uncompiled

@@ -124,7 +124,8 @@ class Options:
         metrics: Report to Ray's metrics and to `raydp-parallel status`, once per second, in the
             background.
         profile_dir: A folder to write all calls to, as a trace for Chrome or Perfetto with the
-            driver and the replicas on one clock. It grows by about 1 KB per call and chunk.
+            driver and the replicas on one clock. It grows by about 1 KB per call and chunk. When
+            the executor ends, the page of `raydp-parallel report` is written beside it.
         passthrough: Names that the wrapper has not got are looked up on the module: with
             ``model.config`` for ``model.module.config``. What is found is the master's, so that
             ``model.generate(x)`` runs in this process; ``model.call("generate", x)`` runs on the

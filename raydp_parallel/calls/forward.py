@@ -23,6 +23,7 @@ from raydp_parallel.cluster.replica_slots import ReplicaSlot
 from raydp_parallel.devices import ambient_state
 from raydp_parallel.errors import TransferError
 from raydp_parallel.options import UnusedGrads
+from raydp_parallel.replica.attributes import WithAttributes
 from raydp_parallel.replica.loss_call import LossCall
 from raydp_parallel.state import module_sources
 from raydp_parallel.state.history import Mark
@@ -547,7 +548,8 @@ def _refuse_own(chunk: ForwardChunk, tensors: Sequence[Tensor]) -> None:
         ValueError: One of the tensors that are sent is such a parameter.
     """
     called, tracker = chunk.called, chunk.tracker
-    is_loss = isinstance(called, LossCall)
+    inner = called.called if isinstance(called, WithAttributes) else called
+    is_loss = isinstance(inner, LossCall)
     if called is None or isinstance(called, str) or not (is_loss or tracker.training is not None):
         return
     if not any(isinstance(tensor, nn.Parameter) for tensor in tensors):
@@ -562,14 +564,17 @@ def _refuse_own(chunk: ForwardChunk, tensors: Sequence[Tensor]) -> None:
 
 def _origins(called: Called, preparations: Sequence[Callable[..., Any]]) -> Origins | None:
     """The origins of the functions among what is called, and of those that prepare arguments."""
+    given: tuple[Any, ...] = ()
+    if isinstance(called, WithAttributes):
+        given, called = tuple(called.attributes.values()), called.called
     own = (called.criterion, called.count) if isinstance(called, LossCall) else (called,)
     parts = [part for part in own if callable(part)]
-    found = [module_sources.origins_of(part) for part in (*parts, *preparations)]
-    given = [origins for origins in found if origins is not None]
-    if len(given) < 2:
-        return given[0] if given else None
-    sources = {name: one for origins in given for name, one in origins.sources.items()}
-    return given[0]._replace(sources=sources)
+    found = [module_sources.origins_of(part) for part in (*parts, *given, *preparations)]
+    known = [origins for origins in found if origins is not None]
+    if len(known) < 2:
+        return known[0] if known else None
+    sources = {name: one for origins in known for name, one in origins.sources.items()}
+    return known[0]._replace(sources=sources)
 
 
 def _failed(answers: Sequence[ChunkAnswer]) -> bool:

@@ -23,6 +23,7 @@ from ray.util.metrics import Counter, Gauge
 from raydp_parallel import cluster
 from raydp_parallel.errors import ClusterError
 from raydp_parallel.monitoring.advice import SlowGpu
+from raydp_parallel.monitoring.html_report import ReportFile
 from raydp_parallel.monitoring.metrics import LABELS, MEASURES, MetricKind, News
 from raydp_parallel.monitoring.reporter import Report, Reporter, Sink
 from raydp_parallel.monitoring.status import DriverStatus, entry
@@ -46,7 +47,8 @@ def watch(executor: Any) -> Reporter | None:
         executor.recorder.span = span
     sinks: list[Sink] = []
     if options.profile_dir is not None:
-        sinks.append(TraceFile(options.profile_dir, executor.recorder.name))
+        trace = TraceFile(options.profile_dir, executor.recorder.name)
+        sinks += [trace, ReportFile(trace.beside(".html"), _driver())]
         executor.recorder.traced = []
     if options.metrics and not options.in_process:
         sinks += [Metrics(_addresses()), RegistryEntry(executor.recorder.name), SlowGpu()]
@@ -109,9 +111,8 @@ class RegistryEntry:
 
     def __init__(self, name: str) -> None:
         self._session = cluster.Session()
-        self._job = ray.get_runtime_context().get_job_id()
-        self._key = f"{self._job}:{os.getpid()}:{name}".encode()
-        self._host = socket.gethostname()
+        self._driver = _driver()
+        self._key = f"{self._driver.job}:{self._driver.pid}:{name}".encode()
 
     def take(self, report: Report) -> None:
         """Write the entry over, or delete it."""
@@ -121,8 +122,13 @@ class RegistryEntry:
         if report.last:
             store.internal_kv_del(self._key, False, _NAMESPACE)
             return
-        found = entry(report, DriverStatus(self._host, os.getpid(), self._job))
+        found = entry(report, self._driver)
         store.internal_kv_put(self._key, json.dumps(found).encode(), True, _NAMESPACE)
+
+
+def _driver() -> DriverStatus:
+    job = ray.get_runtime_context().get_job_id() if ray.is_initialized() else "none"
+    return DriverStatus(socket.gethostname(), os.getpid(), job)
 
 
 def entries(address: str | None = None) -> list[dict[str, Any]]:

@@ -1,5 +1,5 @@
 """The report: one HTML page with graphs and tables, made from executors' entries alone. It needs no
-network.
+network. `raydp-parallel report` makes one of what runs, and `ReportFile` one of what has ended.
 """
 
 from __future__ import annotations
@@ -8,10 +8,20 @@ import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from raydp_parallel.monitoring.phases import IN_REPLICA
-from raydp_parallel.monitoring.status import UNREADABLE, device, rates, shares, unreadable
+from raydp_parallel.monitoring.reporter import Report
+from raydp_parallel.monitoring.status import (
+    UNREADABLE,
+    DriverStatus,
+    device,
+    entry,
+    rates,
+    shares,
+    unreadable,
+)
 
 _STYLE = """
 :root { color-scheme: light dark; --ground: #fff; --ink: #1b1f24; --faint: #667; --rule: #d5d9de; --soft: #f3f5f7;
@@ -47,6 +57,24 @@ _PHASES = ("adopt", "copy_in", "forward", "backward", "copy_out", "wait", "reduc
 _WIDTH, _LEFT, _RIGHT, _BAR = 1060, 150, 10, 26
 _SHOWN_CALLS = 12
 """Calls in the timeline: few, so that each phase has some width."""
+
+
+class ReportFile:
+    """The report of one executor, written when it ends.
+
+    Args:
+        path: Where to write it.
+        driver: The process of the executor.
+    """
+
+    def __init__(self, path: Path, driver: DriverStatus) -> None:
+        self._path = path
+        self._driver = driver
+
+    def take(self, found: Report) -> None:
+        """Write the page, if this is the last report."""
+        if found.last:
+            self._path.write_text(report([entry(found, self._driver)]), encoding="utf-8")
 
 
 def report(entries: Sequence[Mapping[str, Any]], now: float | None = None) -> str:

@@ -19,6 +19,8 @@ from raydp_parallel.monitoring.stats import ReplicaInfo, device_of
 _DRIVER = 0
 """The row of the driver; replica n has row n + 1."""
 
+_SUFFIX = ".trace.json"
+
 
 class TraceFile:
     """A trace file that grows with each report. It can be opened at any time: viewers accept a file
@@ -33,6 +35,10 @@ class TraceFile:
         Path(folder).mkdir(parents=True, exist_ok=True)
         self.path = _begin(Path(folder), f"{name.replace('/', '-')}-{os.getpid()}")
         self._named: set[int] = set()
+
+    def beside(self, suffix: str) -> Path:
+        """A file of the same name with another ending, which no other executor's trace has."""
+        return self.path.with_name(self.path.name.removesuffix(_SUFFIX) + suffix)
 
     def take(self, report: Report) -> None:
         """Write what is new."""
@@ -53,7 +59,7 @@ def _begin(folder: Path, name: str) -> Path:
     process, or by a process of the same number on another machine.
     """
     for number in itertools.count(1):
-        path = folder / f"{name}{f'~{number}' if number > 1 else ''}.trace.json"
+        path = folder / f"{name}{f'~{number}' if number > 1 else ''}{_SUFFIX}"
         with contextlib.suppress(FileExistsError), path.open("x", encoding="utf-8") as file:
             file.write("[\n")
             return path

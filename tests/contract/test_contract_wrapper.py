@@ -19,6 +19,7 @@ from harness import Trio, assert_same_grads, assert_same_state, raised, trio
 from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
+import raydp_parallel
 from raydp_parallel import DataParallel, Executor, Options, data_parallel, devices
 from raydp_parallel.cluster.in_process import InProcessBackend
 from raydp_parallel.devices.specs import ReplicaHello
@@ -730,6 +731,102 @@ def test_C17_instance_patches_count() -> None:
     model = DataParallel(nn.Linear(4, 2), TWO)
     model.gather = lambda outputs, device: [len(out) for out in outputs]  # type: ignore[method-assign]
     assert model(batch(5)) == [3, 2]
+
+
+class Marked(nn.Module):
+    """Tells what it was given as attributes, and what it finds without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 2)
+        self.scale = torch.ones(())
+        self.number = -1
+        self.register_buffer("table", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.scale + self.table + self.number
+
+    def halved(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x) / 2
+
+
+def marking(base: type, scales: torch.Tensor) -> type:
+    """A subclass of a wrapper that sets attributes of its replicas, one of them in place of a
+    buffer.
+    """
+
+    class Marking(base):  # type: ignore[misc]
+        on = True
+
+        def replicate(self, module: Any, device_ids: Any) -> Any:
+            replicas = super().replicate(module, device_ids)
+            for i, replica in enumerate(replicas):
+                if self.on:
+                    replica.number = i
+                    replica.scale = scales[i]
+                    replica.table = module.table + 10 * i
+            return replicas
+
+    return Marking
+
+
+def test_C17_attributes_set_on_replicas() -> None:
+    """Forward sees them, gradients reach them; neither the module nor the next call has them."""
+    results = []
+    for base, ids in ((DataParallel, TWO), (oracle.DataParallel, [0, 1])):
+        torch.manual_seed(3)
+        scales = torch.tensor([2.0, 3.0], requires_grad=True)
+        model = marking(base, scales)(Marked(), ids)
+        out = model(batch())
+        out.square().sum().backward()
+        assert model.module.number == -1 and model.module.table.eq(0).all()
+        model.on = False
+        results.append((out, model(batch()), scales.grad, model.module.inner.weight.grad))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_C17_attributes_go_with_the_call() -> None:
+    """Also where a loss is computed in the replicas, and with a copy of a replica."""
+    net, x, y = Marked(), batch(), torch.zeros(6, 2)
+    model = marking(DataParallel, torch.tensor([2.0, 3.0]))(net, TWO)
+    with torch.no_grad():
+        expected = nn.functional.mse_loss(model(x), y)
+        torch.testing.assert_close(model.with_loss(nn.MSELoss())(x, y), expected)
+        replica = model.replicate(net, TWO)[1]
+        for copied in (copy.copy(replica), pickle.loads(pickle.dumps(replica))):
+            assert copied.number == 1
+            torch.testing.assert_close(copied(x[3:]), model(x)[3:])
+
+
+def test_C17_methods_and_submodules_of_replicas() -> None:
+    """They run where the replica is, with what was set on it; values are the module's."""
+    net, x = Marked(), batch()
+    first, second = raydp_parallel.replicate(net, TWO)
+    second.number = 5
+    assert (first.number, second.number, net.number) == (-1, 5, -1)
+    out = raydp_parallel.parallel_apply([first.halved, second.halved], [(x,), (x,)])
+    torch.testing.assert_close(out[0] + 3, out[1])
+    first.inner(x).sum().backward()
+    assert torch.equal(net.inner.bias.grad, torch.full((2,), 6.0))
+    torch.testing.assert_close(first.forward(x), net(x))
+
+
+@pytest.mark.parametrize(
+    ("use", "says"),
+    [
+        (lambda r: r.parameters(), "is in another process. Change the module"),
+        (lambda r: r.eval(), "is in another process. Change the module"),
+        (lambda r: setattr(r.inner, "device", "cpu"), "set attributes on the replica itself"),
+        (lambda r: r.inner.weight, "no attribute 'weight'"),
+        (lambda r: r.absent, "no attribute 'absent'"),
+    ],
+)
+def test_C17_what_a_replica_cannot_do_says_so(use: Any, says: str) -> None:
+    """Nothing that a program does to a replica is lost in silence."""
+    (replica,) = raydp_parallel.replicate(Marked(), ["cpu"])
+    with pytest.raises(AttributeError, match=says):
+        use(replica)
 
 
 # --- F1 ---

@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import subprocess
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -233,6 +235,96 @@ def test_encoding_parallel_loss(how: str) -> None:
     assert ours[3:] == theirs[3:] == ([3, 3, 2], 3)
     assert_same_grads(ours[0], theirs[0])
     assert_same_grads(ours[1], theirs[1])
+
+
+# --- replicate, overridden for what each device has of its own ---
+
+
+class Centres(nn.Module):
+    """Distances to centres that are no parameters: a plain tensor, and a flag for replicas."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 3)
+        self.centres = torch.zeros(3)
+        self.replica = -1
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self.lin(x) - self.centres
+        return rows, torch.full((len(x),), self.replica)
+
+
+def with_centres(base: Any) -> Any:
+    """After the many subclasses that move plain tensors to each replica's device, and mark it."""
+
+    class WithCentres(base):  # type: ignore[misc]
+        def replicate(self, module: Any, device_ids: Any) -> Any:
+            replicas = super().replicate(module, device_ids)
+            for i, replica in enumerate(replicas):
+                if hasattr(module, "centres"):
+                    replica.centres = module.centres.to("cpu") + 0.5
+                replica.replica = i
+            return replicas
+
+    return WithCentres
+
+
+def test_replicate_gives_each_device_its_own_attributes() -> None:
+    """Forward sees what was set on its replica; the module does not."""
+    results = []
+    for base, ids in BASES.values():
+        torch.manual_seed(2)
+        model = with_centres(base)(Centres(), ids)
+        rows, which = model(data(6)[0])
+        rows.square().sum().backward()
+        assert model.module.replica == -1 and model.module.centres.eq(0).all()
+        results.append((model, rows, which))
+    (ours, rows, which), (theirs, expected, _) = results
+    assert which.tolist() == [0, 0, 1, 1, 2, 2]
+    torch.testing.assert_close(rows, expected, rtol=0, atol=0)
+    assert_same_grads(ours, theirs)
+
+
+# --- CLIP: a second verb of the wrapper, for a part of the model ---
+
+
+class Clip(nn.Module):
+    """Two encoders, one of which is used alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.visual = nn.Linear(4, 3)
+        self.text = nn.Linear(4, 3)
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        return (self.visual(image) * self.text(text)).sum(1)
+
+
+def encoding(base: Any) -> Any:
+    """A subclass whose other method replicates a submodule of the wrapped module."""
+
+    class Encoding(base):  # type: ignore[misc]
+        def encode_image(self, *inputs: Any, **kwargs: Any) -> Any:
+            inputs, kwargs = self.scatter(inputs, kwargs, self.device_ids)
+            replicas = self.replicate(self.module.visual, self.device_ids[: len(inputs)])
+            return self.gather(self.parallel_apply(replicas, inputs, kwargs), self.output_device)
+
+    return Encoding
+
+
+def test_clip_encodes_images_in_parallel() -> None:
+    """The part and the whole are used in turn, and both get gradients."""
+    results = []
+    for base, ids in BASES.values():
+        torch.manual_seed(2)
+        model = encoding(base)(Clip(), ids)
+        x, _ = data(7)
+        encoded = model.encode_image(x)
+        (encoded.square().sum() + model(x, -x).sum()).backward()
+        results.append((model, encoded))
+    (ours, encoded), (theirs, expected) = results
+    torch.testing.assert_close(encoded, expected, rtol=0, atol=0)
+    assert_same_grads(ours, theirs)
 
 
 # --- __getattr__ passthrough: the most frequent subclass ---
@@ -484,6 +576,108 @@ def test_cyclegan_saves_through_the_cpu() -> None:
     wrapped = oracle.DataParallel(reference, [0, 1])
     train(wrapped, 1)
     assert_same_state(model, wrapped, rtol=1e-6, atol=1e-7)
+
+
+SAVED = """
+import sys
+import torch
+from torch import nn
+
+model = torch.load(sys.argv[1], weights_only=False)
+assert isinstance(model, nn.DataParallel)
+plain = model.module if isinstance(model, nn.DataParallel) else model
+torch.save(plain.eval()(torch.load(sys.argv[2])), sys.argv[3])
+assert not sys.modules["ray"].is_initialized()
+"""
+
+
+@pytest.mark.long
+def test_a_whole_model_is_saved_and_opened_by_another_program(tmp_path: Path) -> None:
+    """``torch.save(model)`` after training; the other program unwraps it, and needs no Ray to use
+    what was in it.
+    """
+    model = DataParallel(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)), TWO)
+    train(model)
+    whole, given, found = (str(tmp_path / name) for name in ("whole.pt", "given.pt", "found.pt"))
+    torch.save(model, whole)
+    x, _ = data()
+    torch.save(x, given)
+    subprocess.run([sys.executable, "-c", SAVED, whole, given, found], check=True, timeout=120)
+    assert torch.equal(torch.load(found), model.module.eval()(x))
+    again = torch.load(whole, weights_only=False)
+    assert_same_state(train(again), train(model.train()), rtol=0, atol=0)
+
+
+# --- torch.func: weights as an argument of the module, inside and beside the wrapper ---
+
+
+class Adapting(nn.Module):
+    """After MAML: a step on the chunk's own support rows, then the adapted weights' loss on its
+    query rows.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        weights = dict(self.net.named_parameters())
+        out = torch.func.functional_call(self.net, weights, (x,))
+        loss = nn.functional.cross_entropy(out, y)
+        with torch.enable_grad():
+            grads = torch.autograd.grad(loss, [*weights.values()], create_graph=True)
+        adapted = {
+            name: weight - 0.1 * grad
+            for (name, weight), grad in zip(weights.items(), grads, strict=True)
+        }
+        out = torch.func.functional_call(self.net, adapted, (x,))
+        return nn.functional.cross_entropy(out, y, reduction="none")
+
+
+class AdaptingPlain(Adapting):
+    """The same for upstream's replicas, which have no parameters to name."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        weights = {"weight": self.net.weight, "bias": self.net.bias}
+        loss = nn.functional.cross_entropy(nn.functional.linear(x, **weights), y)
+        grads = torch.autograd.grad(loss, [*weights.values()], create_graph=True)
+        adapted = [w - 0.1 * g for w, g in zip(weights.values(), grads, strict=True)]
+        out = nn.functional.linear(x, *adapted)
+        return nn.functional.cross_entropy(out, y, reduction="none")
+
+
+def test_functional_call_inside_a_replica() -> None:
+    """`functional_call` finds the replica's parameters by name, and second derivatives reach the
+    master: upstream's replicas have none, so its program does the same by hand.
+    """
+    results = []
+    for wrap, kind in zip(WRAPS, (Adapting, AdaptingPlain), strict=True):
+        torch.manual_seed(2)
+        model = wrap(kind())
+        loss = model(*data(6))
+        loss.sum().backward()
+        results.append((model, loss))
+    (ours, loss), (theirs, expected) = results
+    torch.testing.assert_close(loss, expected)
+    assert_same_grads(ours, theirs)
+
+
+def test_functional_call_of_the_wrapped_module() -> None:
+    """Gradients for each sample, of ``model.module`` in the driver, between two parallel steps."""
+    model: Any = DataParallel(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), TWO)
+    train(model, 1)
+    x, y = data()
+
+    def loss(weights: Any, row: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        out = torch.func.functional_call(model.module, weights, (row.unsqueeze(0),))
+        return nn.functional.cross_entropy(out, label.unsqueeze(0))
+
+    weights = {name: p.detach() for name, p in model.module.named_parameters()}
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(weights, x, y)
+    model.zero_grad()
+    nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
+    for name, parameter in model.module.named_parameters():
+        torch.testing.assert_close(each[name].sum(0), parameter.grad)
 
 
 # --- fastai: wrapped for each fit ---

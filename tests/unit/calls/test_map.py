@@ -580,7 +580,7 @@ def test_wrong_settings_are_named_at_once(executor: Executor) -> None:
 def test_progress_is_one_line(
     executor: Executor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On standard error, where there is no tqdm; with the number of batches, if that is known."""
+    """On standard error, where there is no tqdm; as a bar, if the number of batches is known."""
     monkeypatch.setitem(sys.modules, "tqdm", None)
     model = DataParallel(Picky(), executor=executor)
     list(model.map(numbers(5), progress=True))
@@ -589,8 +589,9 @@ def test_progress_is_one_line(
     list(model.map(numbers(1), progress=True))
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.splitlines()[:2] == ["map: 5 of 5 batches", "map: 3 batches"]
-    assert err.endswith("\rmap: 1 of 1 batches\rmap: 1 of 1 batches\n")
+    whole = f"[{'#' * 30}] map:"
+    assert err.splitlines()[:2] == [f"{whole} 5 of 5 batches", "map: 3 batches"]
+    assert err.endswith(f"\r{whole} 1 of 1 batches\r{whole} 1 of 1 batches\n")
 
 
 def test_progress_by_tqdm(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,13 @@ waits.
 
 from __future__ import annotations
 
+import fcntl
 import io
 import logging
+import os
+import pty
+import struct
+import termios
 
 import pytest
 
@@ -73,20 +78,64 @@ def test_a_short_wait_is_not_worth_a_word(caplog: pytest.LogCaptureFixture) -> N
     assert not stream.getvalue() and not caplog.text
 
 
-def test_a_long_wait_says_what_for(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a terminal each second, in the log now and then, and the line is gone at the end."""
+class Clock:
+    """What time it is, as the test says."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        """As that of `time`."""
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Stands in for the time."""
+    found = Clock()
+    monkeypatch.setattr(progress, "time", found)
+    return found
+
+
+def test_a_long_wait_says_what_for(caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
+    """On a terminal each second, as a bar; in the log now and then; and the line is gone at the
+    end.
+    """
     caplog.set_level(logging.INFO, "raydp_parallel")
-    times = iter([0.0, 3.0, 4.0, 14.0])
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(times))
     stream = Terminal()
     with Waiting("replicas", 2, stream) as tell:
-        for done in (0, 1, 1):
+        for at, done in ((3.0, 0), (4.0, 1), (14.0, 1)):
+            clock.now = at
             tell(done)
-    assert "replicas: 1 of 2 after 4 s" in stream.getvalue()
-    assert stream.getvalue().endswith("\r\x1b[K")
+    first, second, *_, last, end = stream.getvalue().removeprefix("\r").split("\r")
+    assert first.strip() == "[............] raydp_parallel: waiting for replicas: 0 of 2 after 3 s"
+    assert second.strip() == "[######......] raydp_parallel: waiting for replicas: 1 of 2 after 4 s"
+    assert last.isspace() and len(last) >= len(second) and not end
     assert [record.message for record in caplog.records] == [
         "waiting for replicas: 0 of 2 after 3 s",
         "waiting for replicas: 1 of 2 after 14 s",
     ]
+
+
+def test_a_long_wait_is_drawn_in_a_notebook_and_not_in_a_file(clock: Clock) -> None:
+    """A notebook knows no command that clears a line: blanks cover it."""
+    notebook = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
+    for stream, drawn in ((notebook, True), (io.StringIO(), False)):
+        clock.now = 0.0
+        with Waiting("replicas", 2, stream) as tell:
+            clock.now = 5.0
+            tell(1)
+        assert ("[######......]" in stream.getvalue()) is drawn
+        assert "\x1b" not in stream.getvalue()
+
+
+def test_a_line_fits_the_terminal() -> None:
+    """What is longer would begin a line of its own each time."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 25, 40, 0, 0))
+    with open(theirs, "w") as stream, Progress(3, "step", stream=stream) as bar:
+        bar.advance("a note that is longer than the rest of the line")
+    drawn = os.read(ours, 1000).decode()
+    os.close(ours)
+    assert drawn.startswith("\r[##########....................] step 1")
+    assert len(drawn.strip("\r\n")) == 39

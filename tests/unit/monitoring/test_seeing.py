@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -125,7 +126,7 @@ def test_a_trace_has_the_driver_and_all_replicas_on_one_clock(tmp_path: Path) ->
     options = Options(profile_dir=str(tmp_path), name="traced", metrics=False)
     with Executor(["cpu", "cpu"], options=options) as executor:
         train(DataParallel(nn.Linear(4, 2), executor=executor), 4)
-    (file,) = tmp_path.iterdir()
+    (file,) = tmp_path.glob("*.trace.json")
     events = [event for event in json.loads(file.read_text()) if event["ph"] == "X"]
     calls = {
         name: [e for e in events if name in e["name"]]
@@ -137,6 +138,21 @@ def test_a_trace_has_the_driver_and_all_replicas_on_one_clock(tmp_path: Path) ->
     assert sorted({event["tid"] for event in chunks}) == [1, 2]
     for event in chunks:
         assert event["ts"] + event["dur"] <= wait["ts"] + wait["dur"] + 1
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_the_report_page_lies_beside_the_trace_at_the_end(tmp_path: Path, in_process: bool) -> None:
+    """And not before: `raydp-parallel report` shows what runs. Also without Ray and metrics."""
+    name = f"paged-{in_process}"
+    options = Options(profile_dir=str(tmp_path), name=name, metrics=False, in_process=in_process)
+    with Executor(["cpu", "cpu"], options=options) as executor:
+        train(DataParallel(nn.Linear(4, 2), executor=executor), 4)
+        assert [file.suffix for file in tmp_path.iterdir()] == [".json"]
+    trace, page = sorted(tmp_path.iterdir(), key=lambda file: file.suffix != ".json")
+    assert page.name == trace.name.replace(".trace.json", ".html")
+    text = page.read_text()
+    assert f"<h2>{name}</h2>" in text and "4 forwards and 4 backwards" in text
+    assert "The last calls, on one clock" in text and re.search(r"models Linear-\d+;", text)
 
 
 def test_torch_profiler_shows_the_replicas_work_as_ranges() -> None:
