@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, TypeVar
 
@@ -16,6 +16,7 @@ Scalars = Literal["vector", "mean", "weighted_mean", "sum"]
 LinkName = Literal["auto", "shared", "inline", "object_store", "collective"]
 OnFault = Literal["replay", "raise"]
 RandomNumbers = Literal["per_chunk", "per_sample"]
+GpuPath = Literal["host", "registered", "ipc", "courier", "nccl"]
 ChunkWeights = Sequence[float] | Literal["auto"] | None
 
 _CHOICES = {
@@ -25,6 +26,9 @@ _CHOICES = {
     "link": ("auto", "shared", "inline", "object_store", "collective"),
     "on_fault": ("replay", "raise"),
 }
+
+GPU_PATHS = ("host", "registered", "ipc", "courier", "nccl")
+"""Ways by which bytes leave a GPU, in the order in which they should be tried."""
 
 GRADIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What gradients may become on their way."""
@@ -87,8 +91,14 @@ class Options:
             shared memory if the cluster is one machine, the weights of CPU replicas included, else
             they go beside the call or through Ray's object store; replicas on several nodes sum
             gradients among themselves and pass weights on. ``"collective"`` lets replicas do both
-            wherever they are, and those that have GPUs of their own sum by NCCL. The other names
-            force one way for everything.
+            wherever they are. The other names force one way for everything.
+        gpu_paths: By which ways bytes may leave a GPU, such as ``("ipc", "courier")``. ``"host"``,
+            by pinned memory of torch's with one wait before the answer, is always among them, and
+            alone by default, because no other way was ever seen on a GPU. ``"registered"``
+            registers shared memory with CUDA, for direct copies. ``"ipc"`` leaves bytes on a GPU
+            that driver and replica share. ``"courier"`` copies gradients while backward runs.
+            ``"nccl"`` lets replicas with GPUs of their own sum gradients there. Each is tried when
+            replicas start, and not used where that fails; ``docs/gpu.md`` compares them.
         placement_timeout: Seconds that replicas may take to be placed and to start. While they wait
             for a place Ray's autoscaler knows of it, and a node that is added is used.
         call_timeout: Seconds that one forward or backward may take before its replica counts as
@@ -143,6 +153,7 @@ class Options:
     compile: bool | Mapping[str, Any] = False
     gradient_dtype: torch.dtype | None = None
     link: LinkName = "auto"
+    gpu_paths: Sequence[GpuPath] = ("host",)
     placement_timeout: float = 60.0
     call_timeout: float | None = None
     on_fault: OnFault = "replay"
@@ -178,6 +189,7 @@ class Options:
                 "itself, and not row by row"
             )
         self._check_gradient_dtype()
+        self._check_gpu_paths()
         self._check_chunks()
         self._check_numbers()
         self._check_placement()
@@ -235,6 +247,19 @@ class Options:
                 f"Options(gradient_dtype={self.gradient_dtype}, link='collective'): replicas that "
                 "sum gradients among themselves send them as they are"
             )
+
+    def _check_gpu_paths(self) -> None:
+        paths: Any = self.gpu_paths
+        if isinstance(paths, str) or not isinstance(paths, (Sequence, Set)):
+            raise TypeError(
+                f"Options(gpu_paths={paths!r}): expected names, such as ('ipc', 'courier')"
+            )
+        for name in paths:
+            if name not in GPU_PATHS:
+                raise ValueError(
+                    f"Options(gpu_paths={paths!r}): expected some of {', '.join(GPU_PATHS)}"
+                )
+        object.__setattr__(self, "gpu_paths", tuple(p for p in GPU_PATHS if p in {"host", *paths}))
 
     def _check_chunks(self) -> None:
         weights: Any = self.chunk_weights

@@ -309,6 +309,7 @@ def _run(
     partial = any(leaf.requires_grad for leaf in itertools.compress(call.leaves, map(not_, needed)))
     threads = call.executor.threads(len(call.parts))
     synced = call.synced if chosen is None else None
+    early = "courier" in call.executor.options.gpu_paths
 
     def job(number: int, i: int, part: ReductionPart) -> ChunkCall:
         given, makes = _given(stash, i), derived.get(i)
@@ -348,6 +349,7 @@ def _run(
                 narrow=None if part.gradient_dtype is None else (part.gradient_dtype, part.own),
                 stays=part.own if stays else 0,
                 hold=None if hold is None else hold.hold(i),
+                early=early,
             )
             before = [(graph, graph.recipe) for graph in needs if graph.recipe is not None]
             # A backward that exchanges tensors cannot run again without the other chunks.

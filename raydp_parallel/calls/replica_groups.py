@@ -132,10 +132,8 @@ class ReplicaGroups:
     def kind(self, slots: Sequence[ReplicaSlot]) -> GroupKind:
         """What these replicas can sum by. NCCL refuses a GPU that comes twice: kernels on it would
         wait for each other.
-
-        Only ``link="collective"`` chooses NCCL, because such groups were never seen on GPUs.
         """
-        if self._replica_set.options.link != "collective":
+        if "nccl" not in self._replica_set.options.gpu_paths:
             return GroupKind.GLOO
         hellos = [slot.hello for slot in slots if slot.hello is not None]
         gpus = {hello.gpu_uuid for hello in hellos if hello.gpu_uuid and hello.device != "cpu"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -13,16 +15,16 @@ from raydp_parallel.check import nets
 from raydp_parallel.check.here import PLAIN, Here, exact
 from raydp_parallel.check.table import Row, RowResult
 from raydp_parallel.data_parallel import DataParallel
-from raydp_parallel.devices.buffers import Arena
+from raydp_parallel.devices.buffers import Arena, SharedBuffer
 from raydp_parallel.devices.ranges import MemoryRange
-from raydp_parallel.options import Options
+from raydp_parallel.options import GpuPath
 from raydp_parallel.transport import cuda_ipc
 
 _SIZE = 64 << 20
 _GB = 1e9
 
-BY_HOST = Options(threads=PLAIN.threads, metrics=PLAIN.metrics, link="object_store")
-"""Without shared memory of any kind."""
+BY_HOST = dataclasses.replace(PLAIN, link="object_store", gpu_paths=("courier",))
+"""Without shared memory of any kind; gradients leave while backward runs."""
 
 
 class LargeInput(nn.Module):
@@ -55,8 +57,9 @@ def links(here: Here) -> RowResult:
     ]
     wrong = _misplaced([r.gpu_uuid for r in replicas], len({*here.several})) if here.gpus else ""
     shared = bool(here.gpus) and _uuid(here) in [r.gpu_uuid for r in replicas]
+    asked = "ipc" in executor.options.gpu_paths
     # Expandable segments, which the user asked for, rule out CUDA IPC: that is no failure.
-    if shared and not wrong and "CUDA IPC" not in link and not cuda_ipc.expandable():
+    if asked and shared and not wrong and "CUDA IPC" not in link and not cuda_ipc.expandable():
         wrong = "; CUDA IPC IS OFF though a replica is on the driver's GPU: the log says why"
     text = f"{link}; replica {'; '.join(shown)}{wrong}"
     return RowResult(text, {"link": link, "replicas": shown}, not wrong)
@@ -75,6 +78,11 @@ def _misplaced(uuids: Sequence[str], expected: int) -> str:
     return ""
 
 
+def _registered(lent: SharedBuffer) -> bool:
+    """Whether CUDA knows some memory."""
+    return devices.view(MemoryRange(lent.array.ctypes.data, lent.array.nbytes, lent)).is_pinned()
+
+
 def registered(here: Here) -> RowResult:
     """Whether CUDA registers shared memory. In either case copies have the right bytes, and the
     next kernel runs.
@@ -83,7 +91,7 @@ def registered(here: Here) -> RowResult:
     source = torch.randint(256, (1 << 20,), dtype=torch.uint8, device=here.device)
     lent = arena.take(source.nbytes)
     copied = devices.view(MemoryRange(lent.array.ctypes.data, lent.array.nbytes, lent))
-    taken = copied.is_pinned()
+    taken = _registered(lent)
     alive = bool(torch.ones(8, device=here.device).sum() == 8)
     origin = devices.piece(source).origin
     assert origin is not None
@@ -185,6 +193,33 @@ def _grads(net: nn.Module) -> list[Tensor]:
     return [p.grad for p in net.parameters() if p.grad is not None]
 
 
+def path(name: GpuPath, here: Here) -> RowResult:
+    """Training by one of `Options.gpu_paths`: whether it is in use, and gives the plain module's
+    gradients.
+    """
+    executor = here.executor(dataclasses.replace(PLAIN, gpu_paths=(name,)))
+    torch.manual_seed(0)
+    net = nets.Twice(1024).to(here.device)
+    plain, x = copy.deepcopy(net), torch.randn(32, 1024, device=here.device)
+    model, worst = DataParallel(net, here.several, executor=executor), 0.0
+    with exact():
+        for _ in range(here.rounds(10)):
+            for one in (model, plain):
+                one.zero_grad()
+                one(x).square().mean().backward()
+            pairs = zip(_grads(net), _grads(plain), strict=True)
+            gaps = [float((ours - theirs).norm() / theirs.norm()) for ours, theirs in pairs]
+            worst = max(worst, *[gap if gap == gap else float("inf") for gap in gaps])
+    used = {
+        "ipc": "CUDA IPC" in executor.stats().link or cuda_ipc.expandable(),
+        "registered": not here.gpus or _registered(Arena(pin=devices.pinner(here.device)).take(8)),
+        "courier": not here.gpus or devices.courier(here.device) is not None,
+        "nccl": not executor.groups.trouble,
+    }[name]
+    text = f"{'in use' if used else 'NOT IN USE: the log says why'}; largest difference {worst:.0e}"
+    return RowResult(text, {"difference": worst, "used": used}, used and worst < 1e-5)
+
+
 def through_the_host(here: Here) -> RowResult:
     """Gradients as from a GPU that is not the driver's: large ones are sent while backward runs,
     and one grows after it was sent.
@@ -209,6 +244,10 @@ def through_the_host(here: Here) -> RowResult:
 ROWS = (
     Row("copies", "links in use", links),
     Row("copies", "registered memory", registered, gpus=1),
+    Row("copies", "path: registered", functools.partial(path, "registered"), gpus=1),
+    Row("copies", "path: ipc", functools.partial(path, "ipc"), gpus=1),
+    Row("copies", "path: courier", functools.partial(path, "courier"), gpus=1),
+    Row("copies", "path: nccl", functools.partial(path, "nccl"), gpus=2),
     Row("copies", "evaluation first", evaluation_first),
     Row("copies", "inputs of two GPUs", two_devices, gpus=2),
     Row("copies", "bandwidth", bandwidth),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import importlib.metadata
 import os
@@ -19,7 +20,7 @@ from torch import nn
 
 from raydp_parallel.calls.executor import Executor
 from raydp_parallel.data_parallel import DataParallel
-from raydp_parallel.options import Options
+from raydp_parallel.options import GpuPath, Options
 
 PLAIN = Options(threads=1, metrics=False)
 """One thread each: how a sum is divided among threads decides its last bits."""
@@ -31,10 +32,14 @@ class Here:
     Args:
         quick: Whether to measure for a short time only.
         gpus: How many GPUs to use; None finds out.
+        paths: `Options.gpu_paths` of rows that choose none themselves.
     """
 
-    def __init__(self, quick: bool = False, gpus: int | None = None) -> None:
+    def __init__(
+        self, quick: bool = False, gpus: int | None = None, paths: Sequence[GpuPath] = ()
+    ) -> None:
         self.quick = quick
+        self._plain = dataclasses.replace(PLAIN, gpu_paths=paths)
         self.gpus = torch.cuda.device_count() if gpus is None else gpus
         self.device = torch.device("cuda", 0) if self.gpus else torch.device("cpu")
         self._executor: Executor | None = None
@@ -51,10 +56,11 @@ class Here:
             return [*range(self.gpus)]
         return [0, 0] if self.gpus else ["cpu", "cpu"]
 
-    def executor(self, options: Options = PLAIN) -> Executor:
+    def executor(self, options: Options | None = None) -> Executor:
         """The executor that rows share. One with other options is closed first: a GPU belongs to
         one executor at a time.
         """
+        options = self._plain if options is None else options
         if self._executor is not None and self._executor.options != options:
             self.close()
         if self._executor is None:

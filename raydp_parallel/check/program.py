@@ -13,6 +13,7 @@ from typing import Any
 from raydp_parallel.check import runner
 from raydp_parallel.check.here import machine
 from raydp_parallel.check.table import RowStatus, TableLine, as_json, as_text, summary
+from raydp_parallel.options import GPU_PATHS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quick",
         action="store_true",
         help="measure for a short time, and leave out what takes long",
+    )
+    parser.add_argument(
+        "--gpu-paths",
+        nargs="+",
+        choices=GPU_PATHS,
+        default=(),
+        metavar="PATH",
+        help=f"Options(gpu_paths=...) of all rows, some of {', '.join(GPU_PATHS)}",
     )
 
 
@@ -55,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         f"{_devices(about)}; driver {about['driver'] or 'none'}, torch {about['torch']}, "
         f"Ray {about['ray']}"
     )
-    for line in runner.lines(options.quick):
+    for line in runner.lines(options.quick, options.gpu_paths):
         found.append(line)
         sys.stderr.write(
             f"  {line.status.value}: {line.group}, {line.name} ({line.seconds:.1f} s)\n"

@@ -21,6 +21,7 @@ from typing import Any
 from raydp_parallel.calls.executor import shutdown
 from raydp_parallel.check.here import Here
 from raydp_parallel.check.table import NotHere, Row, RowStatus, TableLine
+from raydp_parallel.options import GpuPath
 
 TABLE = "raydp_parallel.check.rows"
 """The module with the ``ROWS`` to run."""
@@ -66,27 +67,31 @@ def try_row(row: Row, here: Here) -> TableLine:
     return TableLine(row.group, row.name, status, text, numbers=numbers, seconds=seconds)
 
 
-def lines(quick: bool = False) -> Iterator[TableLine]:
+def lines(quick: bool = False, paths: Sequence[GpuPath] = ()) -> Iterator[TableLine]:
     """The lines of the table, each as soon as its row is done.
 
     Args:
         quick: Whether to measure for a short time only.
+        paths: `Options.gpu_paths` of rows that choose none themselves.
     """
     table, patience = TABLE, PATIENCE
     left = [*importlib.import_module(table).ROWS]
     while left:
         done = 0
-        for line in _in_child(left, quick, table, patience):
+        for line in _in_child(left, (quick, paths), table, patience):
             yield line
             done += 1
         left = left[done:]
 
 
-def _in_child(rows: Sequence[Row], quick: bool, table: str, patience: float) -> Iterator[TableLine]:
+def _in_child(
+    rows: Sequence[Row], settings: tuple[Any, ...], table: str, patience: float
+) -> Iterator[TableLine]:
     """The lines of one child: at least one, also if it fails to start."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    child = context.Process(target=_work, args=(theirs, table, [row.name for row in rows], quick))
+    names = [row.name for row in rows]
+    child = context.Process(target=_work, args=(theirs, table, names, *settings))
     child.start()
     theirs.close()
     begun = time.monotonic()
@@ -133,9 +138,15 @@ def _end(child: Any) -> None:
         child.join()
 
 
-def _work(connection: Connection, table: str, names: Sequence[str], quick: bool) -> None:
+def _work(
+    connection: Connection,
+    table: str,
+    names: Sequence[str],
+    quick: bool,
+    paths: Sequence[GpuPath] = (),
+) -> None:
     """Run rows in the child, one after the other, until one leaves the device unusable."""
-    here = Here(quick)
+    here = Here(quick, paths=paths)
     rows = {row.name: row for row in importlib.import_module(table).ROWS}
     connection.send(Word.STARTED)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,9 @@ class ActorNames:
         self._ranks = {**ranks}
         self._used: set[str] = set()
 
-    def start(self, place: DevicePlace, link: str, options: Mapping[str, Any]) -> Any:
+    def start(
+        self, place: DevicePlace, link: str, paths: Sequence[str], options: Mapping[str, Any]
+    ) -> Any:
         """Start a replica. Its name ends in a number if there is or was another of that name."""
         rank = self._ranks.setdefault(place, len(self._ranks))
         device = "cpu" if place.kind == "cpu" else f"cuda:{place.number}"
@@ -54,7 +56,7 @@ class ActorNames:
             self._used.add(name)
             try:
                 return ReplicaActor.options(name=name, **options).remote(  # type: ignore[attr-defined]
-                    place.kind, link, rank, environment(), self._secret
+                    place.kind, link, rank, environment(), self._secret, paths=paths
                 )
             # another program of this namespace has it, or got it at the same moment
             except ValueError as error:

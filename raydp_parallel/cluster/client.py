@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import select
@@ -15,12 +16,11 @@ from typing import Any
 
 import torch
 
-from raydp_parallel import devices
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.answers import Lost, Pending
 from raydp_parallel.cluster.backend import TaskLabel
-from raydp_parallel.devices import forks
-from raydp_parallel.devices.buffers import Arena, Descriptor, LeaseTable, SharedBuffer
+from raydp_parallel.devices import forks, trials
+from raydp_parallel.devices.buffers import Arena, Descriptor, LeaseTable, Pin, SharedBuffer
 from raydp_parallel.devices.ranges import Attachment
 from raydp_parallel.transport import cuda_ipc, handshake
 from raydp_parallel.transport.call_bytes import (
@@ -42,8 +42,8 @@ _SILENCE = 5
 there.
 """
 
-_TRIAL = 10.0
-"""Seconds that a replica may take to open a GPU's memory, while the driver tries whether it can."""
+_PATIENT = 2
+"""How much longer the driver waits for a replica's part of a trial than the replica itself."""
 
 
 class ReplicaClient:
@@ -52,6 +52,7 @@ class ReplicaClient:
     Args:
         actor: The replica's actor.
         patience: Seconds that a frame may stand still on the connection; None waits.
+        pin: Registers the replica's memory with a GPU that copies from it; None copies otherwise.
 
     Attributes:
         unanswered: The numbers of the calls that the replica has still to answer.
@@ -63,7 +64,7 @@ class ReplicaClient:
             is none.
     """
 
-    def __init__(self, actor: Any, patience: float | None = None) -> None:
+    def __init__(self, actor: Any, patience: float | None = None, pin: Pin | None = None) -> None:
         self.actor = actor
         self.unanswered: set[int] = set()
         self.modules: dict[str, str] = {}
@@ -75,7 +76,7 @@ class ReplicaClient:
         self._number = 0
         self._deliveries = 0
         self._given_up: deque[Any] = deque()
-        self._mappings = Mappings(devices.pinner(None))
+        self._mappings = Mappings(pin)
         self._ledger = LeaseTable()
         self._process: int | None = None
         self._pid = 0
@@ -320,22 +321,25 @@ class ReplicaClient:
         """
         if cuda_ipc.expandable():
             return "this process's allocator uses expandable segments"
+        self._mappings.opener = cuda_ipc.Opener(arena.device)
         try:
-            probe, shown = cuda_ipc.sample(arena)
-            self._ledger.lend(probe)
-            found = ray_api.get(
-                self.actor.share_device.remote(probe.descriptor, shown), timeout=_TRIAL
-            )
-            if isinstance(found, str):
-                return found
-            self._mappings.opener = cuda_ipc.Opener(arena.device)
-            if not cuda_ipc.shows(self._mappings.find(found[0]).piece(), found[1]):
-                return "what this process saw is not what the replica wrote"
-            ray_api.get(self.actor.start_device.remote(), timeout=_TRIAL)
+            for number in range(trials.ROUNDS):
+                probe = cuda_ipc.sample(arena, number)
+                self._ledger.lend(probe)
+                asked = self.actor.share_device.remote(probe.descriptor, number)
+                found = ray_api.get(asked, timeout=_PATIENT * trials.LIMIT)
+                if isinstance(found, str):
+                    return found
+                seen = functools.partial(cuda_ipc.sees, self._mappings.find(found), number)
+                if why := trials.outcome(arena.device, seen):
+                    return why
+            ray_api.get(self.actor.start_device.remote(), timeout=trials.LIMIT)
         except TimeoutError:
-            return f"the replica did not say within {_TRIAL:g} s what it saw"
+            return f"the replica did not say within {_PATIENT * trials.LIMIT:g} s what it saw"
         except (RuntimeError, OSError, AttributeError, TypeError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
+        finally:
+            arena.trial = None
         self.gpu = arena.device
         return ""
 

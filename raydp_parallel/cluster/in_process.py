@@ -33,10 +33,11 @@ class InProcessClient:
 
     Args:
         link: The link of its answers.
+        paths: See `Options.gpu_paths`.
     """
 
-    def __init__(self, link: Link) -> None:
-        self._server = _Server("cpu", link)
+    def __init__(self, link: Link, paths: Sequence[str] = ()) -> None:
+        self._server = _Server("cpu", link, paths=paths)
 
     def call(self, method: str, header: bytes, beside: Any) -> Any:
         """Call a method of the server, and leave the driver's generators and settings as
@@ -100,7 +101,8 @@ class InProcessBackend:
             memory=0,
             processors=0,
         )
-        return {place: (InProcessClient(link_for(self._options.link)), hello) for place in places}
+        name, paths = self._options.link, self._options.gpu_paths
+        return {place: (InProcessClient(link_for(name), paths), hello) for place in places}
 
     def link_to(self, client: InProcessClient) -> Link:
         return self.link

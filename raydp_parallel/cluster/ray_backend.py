@@ -70,6 +70,7 @@ class RayBackend:
         computing = for_cpus(machines, options) or machines
         self._nodes, self._machines = len(computing), len({node.address for node in computing})
         self._arena: Arena | None = None
+        self._pin = devices.pinner(None) if "registered" in options.gpu_paths else None
         self._told = False
         self.link = self._choose_link(machines)
         # Checked once: isinstance() of a protocol is slow.
@@ -279,15 +280,17 @@ class RayBackend:
         on_gpu, here = homes(machines, self._options), ray_api.here()
         # If all GPUs are on other nodes, no replica would use the memory.
         if name in ("auto", "shared") and possible and (count == 1 or not on_gpu or here in on_gpu):
-            self._arena = Arena(pin=devices.pinner(None))
+            self._arena = Arena(pin=self._pin)
             # Ray's object store lies in the same file system as shared storages, and takes the
             # pages that it may use one by one.
             promised = sum(
                 int(node.free.get("object_store_memory", 0)) for node in machines if node.id == here
             )
-            link = cuda_ipc.reaching(
-                shared_link(self._arena, exposes=True, always=name == "shared", promised=promised)
+            link = shared_link(
+                self._arena, exposes=True, always=name == "shared", promised=promised
             )
+            if "ipc" in self._options.gpu_paths:
+                link = cuda_ipc.reaching(link)
             if count > 1:
                 # Replicas on other nodes get copies, which are compared with the driver's memory.
                 link.withdraw()
@@ -305,8 +308,9 @@ class RayBackend:
                 "resources": needs,
             }
             strategy = {"scheduling_strategy": hold.strategy()}
-            actor = self._names.start(place, self._options.link, {**amounts, **strategy})
-            yield place, ReplicaClient(actor, self._options.call_timeout)
+            paths = self._options.gpu_paths
+            actor = self._names.start(place, self._options.link, paths, {**amounts, **strategy})
+            yield place, ReplicaClient(actor, self._options.call_timeout, self._pin)
 
     def link_to(self, client: ReplicaClient) -> Link:
         if self._device_link is None:

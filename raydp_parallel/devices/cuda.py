@@ -15,14 +15,18 @@ import contextlib
 import ctypes
 import functools
 import logging
+import mmap
+import os
 import threading
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from raydp_parallel.devices import trials
 from raydp_parallel.devices.kinds import is_cpu
 from raydp_parallel.devices.ranges import MemoryRange
 from raydp_parallel.devices.raw import bytes_of, view
@@ -271,9 +275,35 @@ class _Registry:
 
     def __init__(self) -> None:
         self.refused = False
+        self._tried = False
 
     def pin(self, device: torch.device, address: int, size: int) -> Callable[[], object] | None:
         """Register a run of memory; returns a function that ends this, None if it is refused."""
+        if not self._tried:
+            self._tried = True
+            ways = functools.partial(self._trial, device)
+            self.refused = not trials.passes("registered", device, ways) or self.refused
+        return self._pin(device, address, size)
+
+    def _trial(self, device: torch.device) -> bool:
+        """Copy from and to registered memory that another process could map."""
+        file = os.memfd_create("raydp_parallel", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(file, trials.SIZE)
+            memory = np.frombuffer(mmap.mmap(file, trials.SIZE), dtype=np.uint8)
+        finally:
+            os.close(file)
+        run = MemoryRange(memory.ctypes.data, trials.SIZE, memory)
+        unpin = self._pin(device, run.address, run.size)
+        if unpin is None:
+            return True  # it was refused, and that was said
+        try:
+            return all(_arrives(number, run, device) for number in range(trials.ROUNDS))
+        finally:
+            finish(device)
+            unpin()
+
+    def _pin(self, device: torch.device, address: int, size: int) -> Callable[[], object] | None:
         if self.refused:
             return None
         runtime, block = torch.cuda.cudart(), torch.cuda.device(device)
@@ -289,6 +319,18 @@ class _Registry:
             code,
         )
         return None
+
+
+def _arrives(number: int, memory: MemoryRange, device: torch.device) -> bool:
+    """Whether memory gets the bytes of a GPU that is busy, and the GPU gets them from there."""
+    origin = DeviceBytes(trials.late(number, device))
+    origin.copy_to(memory.address)
+    origin.wait()
+    origin.settle()
+    if not torch.equal(view(memory), trials.contents(number)):
+        return False
+    back = upload(memory, device)
+    return torch.equal(on_host(on_device(back)).owner, trials.contents(number))
 
 
 def _unpin(block: torch.cuda.device, runtime: Any, address: int) -> None:

@@ -17,15 +17,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raydp_parallel.devices.cuda import behind
+from raydp_parallel.devices import trials
+from raydp_parallel.devices.cuda import behind, on_device
 from raydp_parallel.devices.kinds import is_cpu
 from raydp_parallel.devices.ranges import DeviceRange, MemoryRange
 
 
 @functools.cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    """This process's stream for copies."""
-    return torch.cuda.Stream(device)
+def _beside(device: torch.device) -> torch.cuda.Stream | None:
+    """This process's stream for copies; None if copies there do not wait for what they read."""
+    stream = torch.cuda.Stream(device)
+    trial = functools.partial(_carries, Courier(device, stream), device)
+    return stream if trials.passes("courier", device, trial) else None
+
+
+def _carries(carrier: Courier, device: torch.device) -> bool:
+    """Whether copies beside the computing bring what is computed before they were asked for."""
+    target = torch.empty(trials.SIZE, dtype=torch.uint8, device="cpu")
+    same = True
+    for number in range(trials.ROUNDS):
+        carrier.carry([on_device(trials.late(number, device))], [target.data_ptr()])
+        carrier.finish()
+        same = same and torch.equal(target, trials.contents(number))
+    return same
 
 
 class Courier:
@@ -33,11 +47,12 @@ class Courier:
 
     Args:
         device: The device.
+        stream: The stream for the copies.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._device = device
-        self._stream = _beside(device)
+        self._stream = stream
         self._begun: list[tuple[DeviceRange, MemoryRange]] = []
 
     def carry(self, pieces: Sequence[MemoryRange], addresses: Sequence[int]) -> None:
@@ -64,8 +79,11 @@ class Courier:
 
 
 def courier(device: torch.device) -> Courier | None:
-    """What copies beside the computing; None on a CPU, where nothing runs beside it."""
-    return None if is_cpu(device) else Courier(device)
+    """What copies beside the computing, once a trial has shown that it does; None on a CPU, where
+    nothing runs beside it.
+    """
+    stream = None if is_cpu(device) else _beside(device)
+    return Courier(device, stream) if stream is not None else None
 
 
 Track = tuple[Tensor, Any]

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +82,18 @@ class ReplicaActor(ReplicaServer):
         rank: Which of the executor's replicas this is, for the dashboard and for what it prints.
         environment: Variables of the driver's that change what is computed.
         secret: By this replicas of the same executor know each other when they form groups.
+        paths: By which ways bytes may leave a GPU. See `Options.gpu_paths`.
     """
 
     def __init__(
-        self, device: str, link: str, rank: int, environment: Mapping[str, str], secret: str
+        self,
+        device: str,
+        link: str,
+        rank: int,
+        environment: Mapping[str, str],
+        secret: str,
+        *,
+        paths: Sequence[str],
     ) -> None:
         # Before CUDA starts, which reads them. What is read even earlier is there already.
         os.environ.update(environment)
@@ -93,7 +101,7 @@ class ReplicaActor(ReplicaServer):
         process.belong_to_replica()
         sys.breakpointhook = _refuse_debugger  # Ray's own waits until a debugger connects
         given = [*map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))]
-        super().__init__(devices.take_given(device, given), link_for(link), _task_span)
+        super().__init__(devices.take_given(device, given), link_for(link), _task_span, paths)
         self._replica.groups.secret = secret
         self._rank = rank
         # A child does not get so far as to write its answer, into the same shared memory.

@@ -535,7 +535,7 @@ class Replica:
         hold = request.hold
         stays = hold is not None and hold.key is not None
         streams = request.reduce is None and request.narrow is None and not stays
-        if streams and autograd_engine.plainly(request, partial):
+        if streams and request.early and autograd_engine.plainly(request, partial):
             early = gradient_stream.begin(leaves, back, self.device)
         first = reducer or early
         watching = first.watching() if first is not None else _UNWATCHED

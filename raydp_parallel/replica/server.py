@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from raydp_parallel import devices
-from raydp_parallel.devices import forks
+from raydp_parallel.devices import forks, trials
 from raydp_parallel.devices.buffers import Arena, Descriptor, LeaseTable, SharedBuffer
 from raydp_parallel.devices.specs import ReplicaHello
 from raydp_parallel.errors import TransferError
@@ -71,9 +71,12 @@ class ReplicaServer:
         device: Name of the torch device.
         link: What answers travel by.
         span: Opens a span for each phase of a call that Ray carries.
+        paths: By which ways bytes may leave a GPU. See `Options.gpu_paths`.
     """
 
-    def __init__(self, device: str, link: Link, span: OpenSpan = unseen) -> None:
+    def __init__(
+        self, device: str, link: Link, span: OpenSpan = unseen, paths: Sequence[str] = ()
+    ) -> None:
         self._device = torch.device(device)
         self._replica = Replica(self._device)
         self._span = span
@@ -81,7 +84,7 @@ class ReplicaServer:
         self._working = threading.Lock()
         self._caller: object = None
         self._deliveries = Deliveries()
-        self._mappings = Mappings(devices.pinner(self._device))
+        self._mappings = Mappings(devices.pinner(self._device) if "registered" in paths else None)
         self._ledger = LeaseTable()
         self._followed = 0
         self._device_arena: cuda_ipc.DeviceArena | None = None
@@ -206,36 +209,38 @@ class ReplicaServer:
 
     def start_sharing(self, always: bool) -> None:
         """Both can read the other's memory: answer through it from now on."""
-        self._link = shared_link(
-            Arena(pin=devices.pinner(self._device)), exposes=False, always=always
-        )
+        self._link = shared_link(Arena(pin=self._mappings.pin), exposes=False, always=always)
 
-    def share_device(self, probe: Descriptor, shown: bytes) -> tuple[Descriptor, bytes] | str:
-        """See whether memory of the driver's GPU, which is this replica's, can be opened here.
+    def share_device(self, probe: Descriptor, number: int) -> Descriptor | str:
+        """One round of a trial: whether memory of the driver's GPU, which is this replica's, can be
+        opened here, and has the right bytes.
 
         Args:
             probe: Some memory of the driver's there.
-            shown: What lies in it.
+            number: The round.
 
         Returns:
-            Some memory of this process there, and what lies in it, for the driver to try; or why it
-            does not work.
+            Some memory of this process there, for the driver to try; or why it does not work.
         """
         if cuda_ipc.expandable():
             return "the replica's allocator uses expandable segments"
-        try:
-            self._mappings.opener = cuda_ipc.Opener(self._device)
-            if not cuda_ipc.shows(self._mappings.find(probe).piece(), shown):
-                return "what the replica saw is not what was written"
+        if self._device_arena is None:
             self._device_arena = cuda_ipc.DeviceArena(self._device)
-            lent, shown = cuda_ipc.sample(self._device_arena)
+            self._mappings.opener = cuda_ipc.Opener(self._device)
+        seen = functools.partial(cuda_ipc.sees, self._mappings.find(probe), number)
+        if why := trials.outcome(self._device, seen):
+            return why
+        try:
+            lent = cuda_ipc.sample(self._device_arena, number)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         self._ledger.lend(lent)
-        return lent.descriptor, shown
+        return lent.descriptor
 
     def start_device(self) -> None:
         """Both can open the other's memory: answer through it from now on."""
+        if self._device_arena is not None:
+            self._device_arena.trial = None
         self._link = cuda_ipc.DeviceLink(self._link, self._device_arena)
 
     def deliver(self, number: int, buffer: Any) -> None:

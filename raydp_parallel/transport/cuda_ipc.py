@@ -32,12 +32,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from raydp_parallel.devices import trials
 from raydp_parallel.devices.ambient_state import ALLOCATOR
 from raydp_parallel.devices.buffers import Arena, Descriptor, SharedBuffer, new_lease, new_token
 from raydp_parallel.devices.cuda import DeviceBytes, has_memory, on_host, spoiled
 from raydp_parallel.devices.ranges import Attachment, MemoryRange
 from raydp_parallel.transport.links.inline import InlineLink
 from raydp_parallel.transport.links.link import Link, MappedBuffer, ReservedMemory
+from raydp_parallel.transport.links.mapped import ForeignMemory
 
 log = logging.getLogger("raydp_parallel")
 
@@ -45,7 +47,6 @@ LIMIT = 1 << 16
 """Bytes up to which a packet lies in the message."""
 
 _SMALLEST = 1 << 20
-_SAMPLE = 4096
 
 
 class _DeviceSegment:
@@ -120,11 +121,15 @@ class DeviceArena(Arena):
 
     Args:
         device: The GPU.
+
+    Attributes:
+        trial: The memory of a trial, while it is made.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
+        self.trial: DeviceBuffer | None = None
         self._pool: torch.cuda.MemPool | None = None
         self._making = threading.Lock()
 
@@ -141,10 +146,16 @@ class DeviceArena(Arena):
                 return _DeviceSegment(length, self.device)
 
     def fill(
-        self, pieces: Sequence[MemoryRange], offsets: Sequence[int], size: int
+        self,
+        pieces: Sequence[MemoryRange],
+        offsets: Sequence[int],
+        size: int,
+        lent: DeviceBuffer | None = None,
     ) -> DeviceBuffer:
-        """Copies of bytes that lie on the device, ready for another process."""
-        lent = self.take(size)
+        """Copies of bytes that lie on the device, ready for another process; in memory that is lent
+        to it already, if that is given.
+        """
+        lent = self.take(size) if lent is None else lent
         whole = lent.segment.tensor
         targets: list[Tensor] = []
         sources: list[Tensor] = []
@@ -372,18 +383,20 @@ def expandable() -> bool:
     return any(segment.get("is_expandable", False) for segment in segments)
 
 
-def sample(arena: DeviceArena) -> tuple[DeviceBuffer, bytes]:
-    """Some memory of the GPU for a test, and its contents."""
-    shown = os.urandom(_SAMPLE)
-    data = torch.frombuffer(bytearray(shown), dtype=torch.uint8).to(arena.device)
-    return arena.fill([MemoryRange(0, _SAMPLE, data, DeviceBytes(data))], [0], _SAMPLE), shown
+def sample(arena: DeviceArena, number: int) -> DeviceBuffer:
+    """The bytes of a round of the trial in memory of a GPU that is busy: the same memory in each
+    round.
+    """
+    data = trials.late(number, arena.device)
+    piece = MemoryRange(0, trials.SIZE, data, DeviceBytes(data))
+    arena.trial = arena.fill([piece], [0], trials.SIZE, arena.trial)
+    return arena.trial
 
 
-def shows(piece: MemoryRange, expected: bytes) -> bool:
-    """Whether another process's memory holds the expected bytes."""
-    if piece.origin is None:
-        return False
-    return bool(on_host(piece).owner.numpy().tobytes() == expected)
+def sees(found: ForeignMemory, number: int) -> bool:
+    """Whether another process's memory holds the bytes of a round of the trial."""
+    piece = found.piece()
+    return piece.origin is not None and torch.equal(on_host(piece).owner, trials.contents(number))
 
 
 _COUNTERS = "/dev/shm"

@@ -252,6 +252,7 @@ class BackwardRequest(NamedTuple):
         stays: How many of the leaves, the first ones, have gradients that other replicas read where
             they lie, and not the driver.
         hold: The gradients that stay here, or stayed here before; None for none.
+        early: Whether large gradients may leave a GPU while backward runs.
     """
 
     model: int
@@ -275,6 +276,7 @@ class BackwardRequest(NamedTuple):
     narrow: tuple[torch.dtype, int] | None = None
     stays: int = 0
     hold: Holding | None = None
+    early: bool = False
 
 
 class TrainingEntry(NamedTuple):

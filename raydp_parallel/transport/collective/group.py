@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from raydp_parallel import devices
+from raydp_parallel.devices import trials
 from raydp_parallel.transport import handshake
 from raydp_parallel.transport.collective.backends import (
     Gloo,
@@ -88,12 +90,20 @@ class Group:
         return -(-length // self.size) * self.size
 
     def probe(self, device: torch.device, patience: float) -> None:
-        """Sum a number of each member, to open the connections and to see that the group works."""
-        mine = torch.full((self.padded(1),), self.rank + 1.0, device=device)
-        total = self.sum(mine, 0, range(self.size), patience).finish(time.monotonic() + patience)
-        expected = self.size * (self.size + 1) / 2
-        if self.rank == 0 and float(total[0]) != expected:
-            raise RuntimeError(f"the members' sum was {float(total[0])}, and not {expected}")
+        """Sum numbers of each member, twice, to open the connections and to see that the group
+        works. A GPU is busy before it has them.
+        """
+        for number in range(1, trials.ROUNDS + 1):
+            if devices.is_cpu(device):
+                ones = torch.ones(self.padded(1), device=device)
+            else:
+                ones = trials.late_ones(device)[: self.padded(trials.SIZE // 4)]
+            mine = ones * number * (self.rank + 1)
+            until = time.monotonic() + patience
+            total = self.sum(mine, 0, range(self.size), patience).finish(until)
+            expected = number * self.size * (self.size + 1) / 2
+            if self.rank == 0 and not bool((total == expected).all()):
+                raise RuntimeError(f"the members' sum was {float(total[0])}, and not {expected}")
 
     def broadcast(self, tensor: Tensor, root: int, patience: float) -> Operation:
         """Begin to copy the root's tensor to the tensors of the other members."""

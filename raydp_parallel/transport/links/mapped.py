@@ -203,11 +203,12 @@ class Mappings:
         pin: Registers memory that a GPU copies from; None where there is no GPU.
 
     Attributes:
+        pin: As given.
         opener: Opens a GPU's memory, once both sides have tested that this works.
     """
 
     def __init__(self, pin: Pin | None = None) -> None:
-        self._pin = pin
+        self.pin = pin
         self.opener: Callable[[Descriptor], DeviceRange] = _unopened
         self._mapping = threading.Lock()
         self._known: dict[int, tuple[_Region, int]] = {}
@@ -273,6 +274,6 @@ class Mappings:
                 region, _ = self._known[token]
             else:
                 length = found.descriptor.length
-                region = _Region(found.file(), 0, length, mmap.MAP_SHARED, self._pin)
+                region = _Region(found.file(), 0, length, mmap.MAP_SHARED, self.pin)
             self._known[token] = region, self._clock
             return region

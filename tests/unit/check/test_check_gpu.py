@@ -168,7 +168,7 @@ def test_gradients_that_leave_early_are_held_against_the_plain_modules(
     """On a fake GPU; a copy that is not made again, after more was added, is noticed."""
     monkeypatch.setattr(gradient_stream, "TOGETHER", 1 << 20)
     devices.streams._beside.cache_clear()
-    options = Options(in_process=True, link="object_store")
+    options = Options(in_process=True, link="object_store", gpu_paths=("courier",))
     executor = Executor((), options=options)
     machine: Any = Here(quick=True, gpus=0)
     machine.executor = lambda _options: executor
@@ -192,7 +192,9 @@ def executor_that(**answers: Any) -> Any:
     """An executor whose statistics and replicas are these."""
     stats = {"link": "shared and CUDA IPC", "deaths": 0, **answers}
     return SimpleNamespace(
-        stats=lambda: SimpleNamespace(**stats), replicas=lambda: stats.get("replicas", ())
+        stats=lambda: SimpleNamespace(**stats),
+        replicas=lambda: stats.get("replicas", ()),
+        options=stats.get("options", Options()),
     )
 
 
@@ -216,7 +218,8 @@ def test_a_gpu_that_is_shared_without_cuda_ipc_has_failed(
         SimpleNamespace(index=i, gpu="G", device="cuda:0", gpu_uuid=uuid)
         for i, uuid in enumerate(uuids)
     ]
-    machine.executor = lambda: executor_that(link=link, replicas=replicas)
+    options = Options(gpu_paths=("ipc",))
+    machine.executor = lambda: executor_that(link=link, replicas=replicas, options=options)
     assert copies.links(machine).good  # of CPUs nothing is asked
     with installed(monkeypatch) as gpu:
         machine.gpus = len(uuids)
@@ -224,6 +227,8 @@ def test_a_gpu_that_is_shared_without_cuda_ipc_has_failed(
         assert found.good == good, found
         gpu.expandable = True
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        assert copies.links(machine).good == (good or case == "IPC is off")
+        gpu.expandable, options = False, Options()  # for which bytes go by the host
         assert copies.links(machine).good == (good or case == "IPC is off")
 
 
@@ -414,7 +419,7 @@ def test_a_file_that_cannot_be_written_is_told_at_once(
     with pytest.raises(argparse.ArgumentTypeError, match="cannot be written"):
         program._file(str(tmp_path / "out.json"))
     monkeypatch.setattr(runner, "lines", lines)
-    assert program.run(argparse.Namespace(out=Unreadable(), quick=True)) == 0
+    assert program.run(argparse.Namespace(out=Unreadable(), quick=True, gpu_paths=())) == 0
     printed = capsys.readouterr()
     assert "the table cannot be kept: the disk is full" in printed.err
     assert "1 rows as they should be" in printed.out

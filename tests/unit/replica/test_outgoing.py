@@ -224,6 +224,7 @@ def test_want_of_memory_for_copies_is_no_failure(
     def full(*_: object) -> Any:
         raise RuntimeError("CUDA error: out of memory")
 
+    assert devices.courier(CPU) is not None  # the trial is over
     monkeypatch.setattr(devices.Courier, "carry", full)
     weight, other = leaf(4, 4), leaf(4, 4)
     run = Backward(fake, (torch.randn(2, 4) @ weight @ other).sum(), weight, other)
@@ -233,7 +234,8 @@ def test_want_of_memory_for_copies_is_no_failure(
 
 def test_gradients_are_kept_until_they_were_copied(fake: FakeGpu) -> None:
     """Torch's allocator knows nothing of the other stream."""
-    courier = devices.Courier(CPU)
+    courier = devices.courier(CPU)
+    assert courier is not None
     tensor, room = torch.ones(4), torch.zeros(4)
     fake.pinned[room.data_ptr()] = 16
     alive = weakref.ref(tensor)
@@ -293,7 +295,7 @@ def test_training_is_right_with_gradients_that_leave_early(fake: FakeGpu, name: 
     torch.manual_seed(0)
     net = case.make().double()
     plain = training.train(copy.deepcopy(net), case, 4, CPU)
-    options = Options(in_process=True, link="object_store")
+    options = Options(in_process=True, link="object_store", gpu_paths=("courier",))
     model = raydp_parallel.DataParallel(net, ["cpu"], options=options)
     assert training.difference(training.train(model, case, 4, CPU), plain) <= training.TOLERANCE
     assert "wait on stream 1" in fake.log
@@ -336,7 +338,7 @@ def test_a_whole_backward_on_a_stream_of_the_users(
     """Outputs of one stream, differentiated on another: the trip follows, and what it brings is
     handed over.
     """
-    options = Options(in_process=True, link="object_store")
+    options = Options(in_process=True, link="object_store", gpu_paths=("courier",))
     net = nn.Linear(4, 3)
     model = raydp_parallel.DataParallel(net, ["cpu"], options=options)
     followed: list[Stream] = []

@@ -67,9 +67,9 @@ def test_sums_of_nccl_have_the_order_of_the_chunks(nccl: list[str], size: int) -
         f"made {k}/{size}, 10 s, True" for k in range(size)
     ]
     assert nccl.count("connected cpu") == size
-    # The probe and each of two buckets.
-    assert nccl.count("broadcast") == (6 if size == 2 else 0)
-    assert nccl.count("alltoall_base") == nccl.count("gather") == (0 if size == 2 else 9)
+    # Two rounds of the probe, and each of two buckets.
+    assert nccl.count("broadcast") == (8 if size == 2 else 0)
+    assert nccl.count("alltoall_base") == nccl.count("gather") == (0 if size == 2 else 12)
 
 
 def test_a_member_that_waits_in_a_kernel_is_told_to_leave(nccl: list[str]) -> None:
@@ -252,9 +252,8 @@ class OnGpus(Wide):
 @pytest.fixture(scope="module")
 def three(cluster: None) -> Iterator[Executor]:
     """Three replicas that the driver takes for three GPUs of one node."""
-    with Executor(
-        ["cpu"] * 3, options=Options(link="collective", max_restarts_per_hour=100)
-    ) as executor:
+    options = Options(link="collective", gpu_paths=("nccl",), max_restarts_per_hour=100)
+    with Executor(["cpu"] * 3, options=options) as executor:
         yield executor
 
 
