@@ -244,14 +244,18 @@ class ReplicaClient:
     def _within_reach(self, beside: Sequence[Attachment]) -> Sequence[Attachment]:
         """Attachments in a form that the replica can open."""
         beside = [
-            packet.elsewhere()
-            if isinstance(packet, cuda_ipc.DeviceBuffer) and packet.device != self.gpu
-            else packet
+            self._on_gpu(packet) if isinstance(packet, cuda_ipc.DeviceBuffer) else packet
             for packet in beside
         ]
         if not self.shares:
             beside = [_stored(packet) for packet in beside]
         return beside if self.line is None else [self._brought(packet) for packet in beside]
+
+    def _on_gpu(self, packet: cuda_ipc.DeviceBuffer) -> Attachment:
+        """A GPU's memory: this replica's view of it, or its bytes by another way."""
+        if packet.device != self.gpu:
+            return packet.elsewhere()
+        return cuda_ipc.Addressed(packet, self)
 
     def _brought(self, packet: Attachment) -> Attachment:
         """An attachment for the connection. If it lies in the object store, a Ray call of its own
@@ -325,8 +329,9 @@ class ReplicaClient:
         try:
             for number in range(trials.ROUNDS):
                 probe = cuda_ipc.sample(arena, number)
-                self._ledger.lend(probe)
-                asked = self.actor.share_device.remote(probe.descriptor, number)
+                lent = cuda_ipc.Addressed(probe, self)
+                self._ledger.lend(lent)
+                asked = self.actor.share_device.remote(lent.descriptor, number)
                 found = ray_api.get(asked, timeout=_PATIENT * trials.LIMIT)
                 if isinstance(found, str):
                     return found

@@ -3,13 +3,14 @@
 [Note: what CUDA shares]
 CUDA shares a whole allocation with another process, by a handle that may be opened once per
 process, and the memory must stay allocated until the other process has closed it; opening takes
-long. So not each tensor's own memory is shared but a segment of an arena, which is shared once and
-used again, like segments in the machine's memory: the sender copies on the device, records the
-segment's event, and sends a descriptor; the receiver's stream waits for that event, copies from the
-segment, and says with a later message that it is done, once its copy has run. Torch counts the
-processes that have opened a storage, and keeps a freed one until none is left; here a segment stays
-open while it is in use, and both sides free segments that are no longer used. The memory of
-segments comes from a pool of its own, so that they do not lie between short-lived tensors.
+long. So not each tensor's own memory is shared but a segment of an arena, which is shared once with
+each process and used again, like segments in the machine's memory: the sender copies on the device,
+records the segment's event, and sends a descriptor; the receiver's stream waits for that event,
+copies from the segment, and says with a later message that it is done, once its copy has run. Torch
+counts the processes that have opened a storage, and keeps a freed one until none is left; here a
+segment stays open while it is in use, and both sides free segments that are no longer used. The
+memory of segments comes from a pool of its own, so that they do not lie between short-lived
+tensors.
 
 Upstream's first replica works on the memory of the user's module. Here it has a copy, also on the
 same GPU: a forward that runs again, after a death or a change that no version shows, must not see
@@ -31,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.multiprocessing import reductions
 
 from raydp_parallel.devices import trials
 from raydp_parallel.devices.ambient_state import ALLOCATOR
@@ -48,6 +50,16 @@ LIMIT = 1 << 16
 
 _SMALLEST = 1 << 20
 
+_INDEX = 6
+"""Where torch's description of a shared tensor has the number of its GPU."""
+
+
+class _Reader:
+    """Stands for a process."""
+
+
+_ONLY = _Reader()
+
 
 class _DeviceSegment:
     """Memory of a GPU that another process can open."""
@@ -61,9 +73,18 @@ class _DeviceSegment:
         self.written.record(
             torch.cuda.current_stream(device)
         )  # there is no handle before the first record
-        handle = self.tensor.untyped_storage()._share_cuda_()
-        known = pickle.dumps((handle[1:], self.tensor.storage_offset(), self.written.ipc_handle()))
-        self.descriptor = Descriptor(new_token(), "", 0, length, length, device=known)
+        self.descriptor = Descriptor(new_token(), "", 0, length, length)
+        self._handles: weakref.WeakKeyDictionary[object, bytes] = weakref.WeakKeyDictionary()
+
+    def handle(self, reader: object) -> bytes:
+        """What a process opens the memory with. Torch counts one opening for each handle, and frees
+        the memory by these counts; so each process that reads there has a handle of its own.
+        """
+        found = self._handles.get(reader)
+        if found is None:
+            _, shared = reductions.reduce_tensor(self.tensor)
+            found = self._handles[reader] = pickle.dumps((shared, self.written.ipc_handle()))
+        return found
 
 
 class DeviceBuffer(SharedBuffer):
@@ -82,9 +103,18 @@ class DeviceBuffer(SharedBuffer):
         self.segment = segment
         self.near: Link = InlineLink()
         self._elsewhere: Attachment = None
-        self.descriptor = segment.descriptor._replace(size=size, lease=new_lease())
+        self._described = segment.descriptor._replace(size=size, lease=new_lease())
         self._return = weakref.finalize(self, free, segment)
         self._return.atexit = False
+
+    @property
+    def descriptor(self) -> Descriptor:  # type: ignore[override]  # an attribute of slices
+        """The description for the only process that may read, as the driver of a replica."""
+        return self.described(_ONLY)
+
+    def described(self, reader: object) -> Descriptor:
+        """The description for one of several processes."""
+        return self._described._replace(device=self.segment.handle(reader))
 
     def spend(self) -> None:
         """Nothing: a receiver copies from a segment and never writes to it, so it can be lent
@@ -100,13 +130,13 @@ class DeviceBuffer(SharedBuffer):
     @property
     def piece(self) -> MemoryRange:
         """The bytes, without a copy. The stream that reads them waits for what `fill` wrote."""
-        size = self.descriptor.size
+        size = self._described.size
         return MemoryRange(0, size, self, _Opened(self.segment.tensor[:size], self.segment.written))
 
     def elsewhere(self) -> Attachment:
         """The bytes for processes that cannot open a GPU's memory, copied once for all of them."""
         if self._elsewhere is None:
-            self._elsewhere = self.near.send([self.piece], [0], self.descriptor.size)
+            self._elsewhere = self.near.send([self.piece], [0], self._described.size)
         return self._elsewhere
 
     @property
@@ -114,6 +144,22 @@ class DeviceBuffer(SharedBuffer):
         """A copy on the host, for a call that is made through Ray."""
         found = on_host(self.piece)
         return found.owner.numpy()  # type: ignore[no-any-return]
+
+
+class Addressed(SharedBuffer):
+    """A segment that is lent to one of several processes.
+
+    Args:
+        lent: The segment.
+        reader: Stands for that process.
+    """
+
+    def __init__(self, lent: DeviceBuffer, reader: object) -> None:
+        self._lent = lent  # which is free again once this object is garbage, too
+        self.descriptor = lent.described(reader)
+
+    def spend(self) -> None:
+        """Nothing. See `DeviceBuffer.spend`."""
 
 
 class DeviceArena(Arena):
@@ -235,10 +281,12 @@ class Opener:
         return found
 
     def _opened(self, descriptor: Descriptor) -> _Opened:
-        handle, offset, event = pickle.loads(descriptor.device)
+        shared, event = pickle.loads(descriptor.device)
+        # The index is this process's: the other process may number the GPUs in another order.
+        own = (*shared[:_INDEX], self._device.index or 0, *shared[_INDEX + 1 :])
         try:
-            # The index is this process's: the other process may number the GPUs in another order.
-            storage = torch.UntypedStorage._new_shared_cuda(self._device.index or 0, *handle)
+            with torch.inference_mode(False):
+                whole = reductions.rebuild_cuda_tensor(*own)
             written = torch.cuda.Event.from_ipc_handle(self._device, event)
         except torch.OutOfMemoryError:
             raise
@@ -246,9 +294,6 @@ class Opener:
             if spoiled(self._device):
                 raise  # this process cannot use its GPU any more
             raise OSError(f"a GPU's memory cannot be opened: {error}") from error
-        with torch.inference_mode(False):
-            whole = torch.empty(0, dtype=torch.uint8, device=self._device)
-            whole.set_(storage, offset, (descriptor.length,), (1,))
         return _Opened(whole, written)
 
 

@@ -27,6 +27,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing import reductions
 
 from raydp_parallel.devices import cuda as package
 from raydp_parallel.devices import kinds
@@ -418,23 +419,30 @@ class FakeGpu:
 
         return Event
 
-    def share(self, storage: Any) -> tuple[Any, ...]:
-        """``_share_cuda_``."""
+    def share(self, tensor: Tensor) -> tuple[Any, tuple[Any, ...]]:
+        """``reductions.reduce_tensor``."""
         self.check()
-        handle = b"storage %d" % len(self.shares)
+        handle, storage = b"storage %d" % len(self.shares), tensor.untyped_storage()
         self.shares[handle] = storage
-        return (5, handle, storage.nbytes(), 0, b"counter", 0, b"event", False)
+        shape = tensor.size(), tensor.stride(), tensor.storage_offset()
+        kind = type(tensor), *shape, torch.TypedStorage, tensor.dtype, 5
+        how = handle, storage.nbytes(), 0, False, b"counter", 0, b"event", False
+        return reductions.rebuild_cuda_tensor, (*kind, *how)
 
-    def open(self, *given: Any) -> Any:
-        """``_new_shared_cuda``."""
+    def open(self, *given: Any) -> Tensor:
+        """``reductions.rebuild_cuda_tensor``."""
         self.check()
-        if [*map(type, given)] != [int, bytes, int, int, bytes, int, bytes, bool]:
-            raise TypeError(f"Invalid arguments to _new_shared_cuda: {given}")
-        handle = given[1]
+        kinds = [type(Tensor), torch.Size, tuple, int, type, torch.dtype, int]
+        if [*map(type, given)] != [*kinds, bytes, int, int, bool, bytes, int, bytes, bool]:
+            raise TypeError(f"Invalid arguments to rebuild_cuda_tensor: {given}")
+        handle = given[7]
         if self.gone:
             raise RuntimeError("CUDA error: invalid resource handle")
+        if handle in self.opened:  # which torch would not have counted
+            raise RuntimeError("a handle was opened twice")
         self.opened.append(handle)
-        return self.shares[handle]
+        found: Tensor = _empty(0, dtype=given[5])
+        return found.set_(self.shares[handle], given[3], given[1], given[2])
 
     def refuse_to_move(self, storage: Any) -> Any:
         """``_share_fd_cpu_``."""
@@ -481,8 +489,8 @@ def installed(patch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         "get_device_properties": lambda index: gpu.properties(index),
     }.items():
         patch.setattr(torch.cuda, name, value)
-    patch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: gpu.share(storage))
-    patch.setattr(torch.UntypedStorage, "_new_shared_cuda", staticmethod(gpu.open))
+    patch.setattr(reductions, "reduce_tensor", gpu.share)
+    patch.setattr(reductions, "rebuild_cuda_tensor", gpu.open)
     patch.setattr(
         torch.UntypedStorage, "_share_fd_cpu_", lambda storage: gpu.refuse_to_move(storage)
     )

@@ -110,14 +110,14 @@ def test_a_replica_s_name_that_another_program_has(
 
     def options(name: str) -> Any:
         asked.append(name)
-        return SimpleNamespace(remote=lambda *_: name if len(asked) > 1 else refuse())
+        return SimpleNamespace(remote=lambda *_, **__: name if len(asked) > 1 else refuse())
 
     def refuse() -> None:
         raise ValueError(words)
 
     monkeypatch.setattr(actor_names, "ReplicaActor", SimpleNamespace(options=options))
     assert (
-        actor_names.ActorNames("train", {}).start(DevicePlace("cpu", 0), "auto", {})
+        actor_names.ActorNames("train", {}).start(DevicePlace("cpu", 0), "auto", (), {})
         == "raydp:train:0@cpu~2"
     )
     assert asked == ["raydp:train:0@cpu", "raydp:train:0@cpu~2"]
@@ -138,10 +138,10 @@ def test_the_allocator_s_variables_are_there_when_a_process_begins(
 
     def options(**given: Any) -> Any:
         asked.append(given)
-        return SimpleNamespace(remote=lambda *_: None)
+        return SimpleNamespace(remote=lambda *_, **__: None)
 
     monkeypatch.setattr(actor_names, "ReplicaActor", SimpleNamespace(options=options))
-    actor_names.ActorNames("train", {}).start(DevicePlace(kind, 0), "auto", {"num_cpus": 1})
+    actor_names.ActorNames("train", {}).start(DevicePlace(kind, 0), "auto", (), {"num_cpus": 1})
     early = {"runtime_env": {"env_vars": {"PYTORCH_CUDA_ALLOC_CONF": wanted}}}
     name = f"raydp:train:0@{'cpu' if kind == 'cpu' else 'cuda:0'}"
     expected = {"name": name, "num_cpus": 1}

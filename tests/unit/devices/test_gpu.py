@@ -21,6 +21,7 @@ import ray
 import torch
 from fake_gpu import UUID, FakeGpu, installed
 from torch import Tensor, nn
+from torch.multiprocessing import reductions
 
 import raydp_parallel
 from raydp_parallel import cluster, devices
@@ -927,9 +928,11 @@ def test_each_gpu_of_the_drivers_has_memory_to_share(fake: FakeGpu, ends: Ends) 
             if place is None:
                 assert packet.device == x.device
                 ends.remote.gpu = x.device
-                assert ends.remote._within_reach([packet])[0] is packet
+                (near,) = ends.remote._within_reach([packet])
+                assert near.descriptor.lease == packet.descriptor.lease
                 ends.remote.gpu = SECOND if x is here else CPU
-                assert not isinstance(ends.remote._within_reach([packet])[0], cuda_ipc.DeviceBuffer)
+                (near,) = ends.remote._within_reach([packet])
+                assert not near.descriptor.device
     both = [devices.piece(here), devices.piece(there)]
     packet = ends.link.send(both, [0, here.nbytes], 2 * here.nbytes)
     assert not isinstance(packet, cuda_ipc.DeviceBuffer)
@@ -987,9 +990,9 @@ def test_a_failed_trial_leaves_host_copies(
     """Whatever goes wrong, on whichever side: it is said once, and the memory is not used."""
     seen = iter([True, False])
     patches: dict[str, tuple[Any, str, Any]] = {
-        "driver shares": (torch.UntypedStorage, "_share_cuda_", refuse),
+        "driver shares": (reductions, "reduce_tensor", refuse),
         "replica sees": (cuda_ipc, "sees", wrong),
-        "replica opens": (torch.UntypedStorage, "_new_shared_cuda", staticmethod(refuse)),
+        "replica opens": (reductions, "rebuild_cuda_tensor", refuse),
         "driver sees": (cuda_ipc, "sees", lambda *_: next(seen)),
     }
     monkeypatch.setattr(*patches[where])

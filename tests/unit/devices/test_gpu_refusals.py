@@ -5,6 +5,7 @@ opened.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import pickle
@@ -20,6 +21,7 @@ import pytest
 import torch
 from fake_gpu import ASSERTION, UUID, FakeGpu, installed
 from torch import Tensor, nn
+from torch.multiprocessing import reductions
 
 import raydp_parallel
 from raydp_parallel import cluster, devices
@@ -314,7 +316,7 @@ def test_the_owner_waits_for_its_own_copies(fake: FakeGpu) -> None:
     devices.finish(CPU)
     assert done == ["copied"]
     assert torch.equal(devices.on_host(again.piece).owner.view(torch.float32), x.neg())
-    assert len(fake.shares) == 1  # one segment, each time
+    assert len(fake.pools) == 1  # one segment, each time
 
 
 def test_only_cudas_own_errors_end_the_sharing(
@@ -536,17 +538,44 @@ def test_a_replica_that_dies_behind_its_answer_is_dead(fake: FakeGpu) -> None:
     found = answered(mappings, cuda_ipc.DeviceArena(CPU).take(5 << 20).descriptor)
     assert isinstance(found, Death)
     assert "invalid resource handle" in found.cause
+    handle = some_handle()
     fake.gone, fake.broken = False, ASSERTION
     with pytest.raises(RuntimeError, match="device-side assert"):  # which is this process's own
-        answered(mappings, Descriptor(9, "", 0, 8, 8, 7, some_handle()))
+        answered(mappings, Descriptor(9, "", 0, 8, 8, 7, handle))
 
 
 def some_handle() -> bytes:
     """Some memory's."""
-    return pickle.dumps(((b"storage 0", 8, 0, b"counter", 0, b"event", False), 0, b"event 1"))
+    _, shared = reductions.reduce_tensor(torch.zeros(8))
+    return pickle.dumps((shared, b"event 1"))
 
 
 def test_arguments_are_those_of_torch(fake: FakeGpu) -> None:
     """The fake asks for them by number and type."""
     with pytest.raises(TypeError, match="Invalid arguments"):
-        torch.UntypedStorage._new_shared_cuda(0, b"storage 0", 8)
+        reductions.rebuild_cuda_tensor(0, b"storage 0", 8)
+
+
+def test_each_replica_opens_a_handle_of_its_own(fake: FakeGpu) -> None:
+    """Torch counts one opening for each: with one for two replicas the first that closes it would
+    free what the other still reads. A segment is shared once with each, and lent while one reads.
+    """
+    arena, x = cuda_ipc.DeviceArena(CPU), torch.randn(30000)
+    clients = [cluster.ReplicaClient(None), cluster.ReplicaClient(None)]
+    readers = [Mappings(), Mappings()]
+    for client, mappings in zip(clients, readers, strict=True):
+        client.gpu, client.shares, mappings.opener = CPU, True, cuda_ipc.Opener(CPU)
+    for _ in range(2):
+        packet = arena.fill([devices.piece(x)], [0], x.nbytes)
+        sent = [client._within_reach([packet])[0] for client in clients]
+        del packet
+        for buffer, mappings in zip(sent, readers, strict=True):
+            piece = mappings.find(buffer.descriptor).piece().part(0, x.nbytes)
+            assert torch.equal(devices.on_host(piece).owner.view(torch.float32), x)
+            del piece, buffer
+            assert not sum(map(len, arena._free.values()))
+        sent.clear()
+        gc.collect()
+        assert sum(map(len, arena._free.values())) == 1
+    assert sorted(fake.opened) == sorted(fake.shares)
+    assert len(fake.shares) == 2

@@ -190,6 +190,7 @@ def test_memory_that_a_gpu_copies_from_is_pinned_once(
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(cuda, "_registry", cuda._Registry())
+    cuda._registry._tried = True  # with success
     monkeypatch.setattr(cuda, "_take_error", taken.append)
     assert devices.pinner(torch.device("cpu")) is None
     mappings = Mappings(devices.pinner(torch.device("cuda", 0)))
