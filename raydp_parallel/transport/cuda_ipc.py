@@ -54,11 +54,11 @@ _INDEX = 6
 """Where torch's description of a shared tensor has the number of its GPU."""
 
 
-class _Reader:
-    """Stands for a process."""
+class _OnlyReader:
+    """Stands for the only process that reads."""
 
 
-_ONLY = _Reader()
+_ONLY = _OnlyReader()
 
 
 class _DeviceSegment:
