@@ -1,11 +1,13 @@
-"""The number of cores, and how the driver leaves them to replicas on the same machine.
+"""The number of cores, and how driver and replicas on one machine leave them to each other.
 
 An OpenMP thread that has finished its part of an operation spins before it sleeps, in case another
 operation begins; GCC's threads were measured to spin for 8 ms, each on a core. In a training step
 of 23 ms on two cores, the driver's second thread spun for 17 ms, and two replicas waited for that
 core. So if replicas are on the driver's node, a thread that calls them first ends its helper
-threads, which takes 20 us; its next parallel operation starts new ones, which takes 30 us. Nothing
-else changes: the driver's own operations between calls are as fast as without replicas.
+threads, which takes 20 us; its next parallel operation starts new ones, which takes 30 us. A
+replica does the same before it answers: with one replica on two cores the driver's loss took 2.6 ms
+instead of 0.2, because its helper waited for the core on which the replica's spun. Nothing else
+changes: the driver's own operations between calls are as fast as without replicas.
 """
 
 from __future__ import annotations

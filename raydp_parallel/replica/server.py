@@ -266,14 +266,20 @@ class ReplicaServer:
                 return None
             address, listener = found
             self._ledger.settle(held)
-            devices.start_thread(lambda: self._serve(caller, listener), _LINE)
+            devices.start_thread(lambda: self._serve(caller, listener, near), _LINE)
             return address, self._mappings.held()
 
-    def _serve(self, caller: object, listener: Any) -> None:
+    def _serve(self, caller: object, listener: Any, near: bool) -> None:
         # Ray wraps an actor's own methods, for tracing; those of this class it leaves alone.
+        def answer(number: int, buffers: list[Any]) -> Sequence[Any]:
+            found = ReplicaServer._answer_line(self, caller, number, buffers)
+            if near:
+                devices.rest()  # a driver on this machine computes next
+            return found
+
         direct_connection.serve(
             listener,
-            functools.partial(ReplicaServer._answer_line, self, caller),
+            answer,
             self._follow,
             functools.partial(ReplicaServer._use_pause, self, caller),
         )

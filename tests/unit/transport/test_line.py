@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from raydp_parallel import DataParallel, Executor, Options
 from raydp_parallel.cluster import Pending, RayBackend, ReplicaClient, client
 from raydp_parallel.cluster.backend import Death
+from raydp_parallel.devices import cores
 from raydp_parallel.devices.buffers import Arena, Descriptor
 from raydp_parallel.replica.server import ReplicaServer
 from raydp_parallel.transport import direct_connection, handshake
@@ -375,8 +376,9 @@ class Threads(nn.Module):
         self.weight = nn.Parameter(torch.ones(1 << 18))
 
     def forward(self, x: Tensor) -> Any:
+        before = len(os.listdir("/proc/self/task"))
         out = (x * self.weight).exp().sum()
-        return out.reshape(1), torch.tensor([len(os.listdir("/proc/self/task"))])
+        return out.reshape(1), torch.tensor([len(os.listdir("/proc/self/task"))]), before
 
 
 @pytest.mark.long
@@ -391,7 +393,7 @@ def test_one_thread_of_a_replica_computes(cluster: None, direct: bool) -> None:
         (slot,) = executor.slots(["cpu"])
         counted = []
         for _ in range(4):
-            out, threads = model(torch.ones(1, 1 << 18))
+            out, threads, _ = model(torch.ones(1, 1 << 18))
             out.sum().backward()
             counted.append(int(threads))
             executor.show_work(0, "work")
@@ -401,6 +403,19 @@ def test_one_thread_of_a_replica_computes(cluster: None, direct: bool) -> None:
             backend.note(slot.client, "a line")
             ray.get(slot.client.actor.work.remote("work"))
         assert max(counted) - counted[0] < 8, counted
+
+
+@pytest.mark.skipif(
+    cores._openmp() is None, reason="torch computes with another library than GCC's"
+)
+def test_a_replica_leaves_the_cores_to_a_driver_beside_it(cluster: None) -> None:
+    """Its helpers end before it answers: they would spin where the driver computes the loss."""
+    with Executor(["cpu"], options=Options(threads=9)) as executor, torch.no_grad():
+        model = DataParallel(Threads(), executor=executor)
+        for _ in range(3):
+            _, during, _ = model(torch.ones(1, 1 << 18))
+            _, _, before = model(torch.ones(1, 1 << 18))
+            assert before <= int(during) - 8
 
 
 def test_what_ray_brings_beside_a_line() -> None:
