@@ -33,6 +33,7 @@ def parallel(net: nn.Module, device_ids: list[str | int] | None) -> DataParallel
     """
     model = DataParallel(net, device_ids)
     if not model.device_ids:
+        print("No GPU was found: two CPU replicas instead")
         model = DataParallel(net, ["cpu", "cpu"])
     return model
 

@@ -1,11 +1,15 @@
-"""The wheel: built from the files that are kept, installed apart from the checkout, and used."""
+"""The sdist and the wheel: built from the files that are kept, installed apart from the checkout,
+and used.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -44,22 +48,53 @@ def call(command: list[str], folder: Path, **environment: str) -> str:
     return done.stdout
 
 
+LEFT_OUT = (
+    *(".git", ".venv*", "__pycache__", "*.egg-info", "*.pyc", "build", "dist", "site"),
+    *(".coverage*", ".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache"),
+)
+"""What a checkout has besides its files."""
+
+MAKE_SDIST = "import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1])"
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of the checkout."""
-    folder = tmp_path_factory.mktemp("wheel")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist of the checkout, unpacked."""
+    folder = tmp_path_factory.mktemp("sdist")
     source = folder / "source"
-    shutil.copytree(
-        ROOT / "raydp_parallel",
-        source / "raydp_parallel",
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*LEFT_OUT))
+    call([sys.executable, "-c", MAKE_SDIST, str(folder)], source)
+    shutil.rmtree(source / "raydp_parallel.egg-info")
+    (made,) = folder.glob("*.tar.gz")
+    with tarfile.open(made) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / made.name.removesuffix(".tar.gz")
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of the sdist."""
+    folder = tmp_path_factory.mktemp("wheel")
     build = ["wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
-    call([sys.executable, "-m", "pip", *build, str(source)], folder)
+    call([sys.executable, "-m", "pip", *build, str(sdist)], folder)
     (made,) = folder.glob("*.whl")
     return made
+
+
+def files(folder: Path) -> set[str]:
+    """All files below a folder."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_sdist_is_the_checkout_and_runs_its_tests(sdist: Path) -> None:
+    """So whoever gets it can test it: all are found there, and some are run."""
+    made = {name for name in files(sdist) if ".egg-info/" not in name}
+    assert made == files(sdist.parent / "source") | {"PKG-INFO", "setup.cfg"}
+    here = {"PYTHONPATH": str(sdist), "PYTHONDONTWRITEBYTECODE": "1"}
+    pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    found = call([*pytest_, "--collect-only", "--long"], sdist, **here)
+    assert re.search(r"[1-9]\d{3,}(?:/\d+)? tests collected", found)
+    assert " passed" in call([*pytest_, "tests/unit/batch", "-k", "gather"], sdist, **here)
 
 
 def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
