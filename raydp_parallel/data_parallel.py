@@ -38,6 +38,7 @@ from raydp_parallel import batch, devices, functional
 from raydp_parallel.calls import batch_inference, forward
 from raydp_parallel.calls.chunk_balance import ChunkBalance
 from raydp_parallel.calls.executor import Executor, normalize, shared
+from raydp_parallel.calls.remote_gradients import fetch_gradients
 from raydp_parallel.calls.replica_optimizer import ReplicaOptimizer
 from raydp_parallel.calls.training_record import Training, bring_up_to_date
 from raydp_parallel.cluster.backend import DeviceId
@@ -308,10 +309,12 @@ class DataParallel(nn.DataParallel[T]):
 
     def __getstate__(self) -> dict[str, Any]:
         self._bring_up_to_date()
-        return dict(self.__dict__)
+        # A copy that is made under `no_sync` never leaves that block.
+        return {**self.__dict__, "_holding": []} if "_holding" in vars(self) else {**self.__dict__}
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self._bring_up_to_date()
+        fetch_gradients(self._master.parameters())
         return super()._apply(*args, **kwargs)
 
     @property

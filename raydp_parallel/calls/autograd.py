@@ -381,9 +381,14 @@ def _run(
             tracker.training.trim()  # what replicas no longer read is theirs for this backward
     jobs = [job(number, i, part) for number, (i, part) in enumerate(_parts(call, stash))]
     if synced is not None:
-        return synced.run(jobs)
-    # [11]
-    return call.executor.run(jobs if chosen is None else [jobs[number] for number in chosen])
+        answers = synced.run(jobs)
+    else:
+        if chosen is not None:
+            jobs = [jobs[number] for number in chosen]
+        answers = call.executor.run(jobs)  # [11]
+    if held is not None:
+        held.note(answers)
+    return answers
 
 
 def _parts(call: CallNode, stash: Stash) -> list[tuple[int, ReductionPart]]:
@@ -482,6 +487,9 @@ def _collect(
         if held is not None:
             held.abandon()
         raise
+    finally:
+        if held is not None:
+            held.end()
 
 
 def _sums(

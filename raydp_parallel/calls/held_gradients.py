@@ -10,17 +10,19 @@ is answered the whole. So ``.grad`` is at any time what it would be without ``no
 order of additions: over backwards first, then over chunks. Whatever uses a stand-in fetches it.
 
 [Note: what is taken along]
-A stand-in gives up what it stands for while a backward runs, and gets the new sum in return; a
-clone of it has what it had. Outside, ``.grad`` becomes an ordinary gradient, unless the program has
-the stand-in too. A gradient that is in this process already, such as one that was edited, is what
-the others are added to, in place. Where something else refers to its memory, such as a flat buffer,
-or where a parameter has hooks, each gradient travels at once: they are to see it.
+A stand-in lends what it stands for to a backward, and gets the new sum in return; if the pass ends
+without that, it has what it had. Outside, ``.grad`` becomes an ordinary gradient at the end of the
+pass, unless the program has the stand-in too. A gradient that is in this process already, such as
+one that was edited, is what the others are added to, in place. Where something else refers to its
+memory, such as a flat buffer, or where a parameter has hooks, each gradient travels at once: they
+are to see it.
 
 [Note: deaths]
 What a replica has accumulated is made again as a graph is: its recipe is the backward's message,
-with the graphs and the earlier gradients that went into it as parents. The driver keeps copies
-of the batches for that until the sums were fetched: a reader may fill their memory again. What can
-no longer be made again, because weights have changed since, is refused where it is used.
+with the graphs and the earlier gradients that went into it as parents. So is what a replica has
+used up for a pass that brought nothing. The driver keeps copies of the batches for that until the
+sums were fetched: a reader may fill their memory again. What can no longer be made again, because
+weights have changed since, is refused where it is used.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,12 +40,19 @@ from torch import Tensor
 from raydp_parallel.calls import gradients
 from raydp_parallel.calls.executor import Executor
 from raydp_parallel.calls.group_reduction import ReductionPart
-from raydp_parallel.calls.remote_gradients import GradientState, RemoteGradient, Term
+from raydp_parallel.calls.remote_gradients import (
+    GradientState,
+    Loan,
+    RemoteGradient,
+    Term,
+    changed_within,
+)
 from raydp_parallel.cluster.chunk_calls import (
     ChunkAnswer,
     ChunkCall,
     GraphHandle,
     GraphRecipe,
+    Prepare,
     RemoteGraph,
 )
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
@@ -56,6 +65,7 @@ from raydp_parallel.transport.links import Attachments
 from raydp_parallel.transport.messages import BackwardRequest, Holding
 
 _WHAT = "the gradients accumulated under no_sync()"
+_REMEDY = "set the gradients to zero, and accumulate again"
 
 
 class HeldPart(NamedTuple):
@@ -72,27 +82,36 @@ class HeldPart(NamedTuple):
     handle: GraphHandle
 
 
+class HeldModel(NamedTuple):
+    """The model that gradients are of. They belong to its parameters, so they do not keep it alive:
+    Python's collector sees no reference from a parameter to its gradient.
+
+    Attributes:
+        executor: The executor of the replicas.
+        tracker: The model's tracker.
+        id: The model's number.
+        device: Where its parameters are.
+    """
+
+    executor: Executor
+    tracker: weakref.ref[ModuleTracker]
+    id: int
+    device: torch.device
+
+
 class HeldGradients:
     """Gradients of a model's parameters that stay in replicas, chunk by chunk.
 
     Args:
-        executor: The executor of the replicas.
-        tracker: The model.
+        model: The model.
         parts: What each chunk has, by its number.
-        leaves: The parameters.
+        count: How many gradients they are.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        tracker: ModuleTracker,
-        parts: dict[int, HeldPart],
-        leaves: Sequence[Tensor],
-    ) -> None:
-        self.executor = executor
-        self.tracker = tracker
+    def __init__(self, model: HeldModel, parts: dict[int, HeldPart], count: int) -> None:
+        self.model = model
         self.parts = parts
-        self.leaves = leaves
+        self.count = count
         self._found: Sequence[Tensor | None] | None = None
         self._lock = threading.RLock()
 
@@ -113,28 +132,28 @@ class HeldGradients:
                 part.slot,
                 "backward",
                 functools.partial(self._request, part),
-                model=self.tracker.id,
+                model=self.model.id,
                 needs=[part.graph],
             )
             for part in parts
         ]
-        answers = self.executor.run(jobs)
+        answers = self.model.executor.run(jobs)
         for answer in answers:
             if answer.reply.failure is not None:
                 exceptions.reraise(answer.reply.failure, str(answer.slot))
         shares = []
         for answer in answers:
             assert answer.reply.value is not None
-            rows = range(len(self.leaves))
+            rows = range(self.count)
             shares.append(gradients.GradientShare(answer.reply.value, answer.attachments, rows))
-        return gradients.total(shares, self.leaves[0].device, len(self.leaves))
+        return gradients.total(shares, self.model.device, self.count)
 
     def _request(
         self, part: HeldPart, slot: ReplicaSlot, attachments: Attachments
     ) -> BackwardRequest:
         parcel, _ = codec.encode((), attachments, "gradients")
         return BackwardRequest(
-            model=slot.name_of(self.tracker.id, part.slot),
+            model=slot.name_of(self.model.id, part.slot),
             graph=part.graph.key,
             outputs=(),
             grads=parcel,
@@ -148,38 +167,92 @@ class HeldGradients:
             context=ambient_state.capture(),
             forget=slot.forget(),
             kept=part.graph.key,
-            by_host=self.leaves[0].device.type == "cpu",
+            by_host=self.model.device.type == "cpu",
         )
 
 
-class _Earlier(NamedTuple):
+class _Earlier:
     """Gradients that a backward takes along.
 
-    Attributes:
-        found: What stands for them; None once nothing else refers to it.
+    Args:
+        held: What stands for them.
         parts: What each chunk has.
-        leaves: As in `HeldGradients`.
-        pairs: Their rows, each with the leaf of the call.
-    """
-
-    found: weakref.ref[HeldGradients]
-    parts: dict[int, HeldPart]
-    leaves: Sequence[Tensor]
-    pairs: list[tuple[int, int]]
-
-
-class _Taken(NamedTuple):
-    """What was taken from a parameter's gradient.
 
     Attributes:
-        leaf: The parameter, by its number in the call.
-        state: The state of its stand-in; None if that was taken away as a whole.
-        terms: The gradients, each with its row.
+        parts: See above.
+        pairs: Their rows, each with the leaf of the call.
+        last: Whether nothing else refers to them, so that replicas may add to them in place.
     """
 
-    leaf: int
-    state: GradientState | None
-    terms: list[tuple[_Earlier, int]]
+    def __init__(self, held: HeldGradients, parts: dict[int, HeldPart]) -> None:
+        self.parts = parts
+        self.pairs: list[tuple[int, int]] = []
+        self.last = False
+        self._model, self._count = held.model, held.count
+        self._found = weakref.ref(held)
+
+    @property
+    def found(self) -> HeldGradients | None:
+        """What stands for them; None once nothing refers to it."""
+        return self._found()
+
+    def again(self) -> HeldGradients:
+        """What stands for them, made again if need be."""
+        found = self.found
+        if found is None:
+            found = HeldGradients(self._model, self.parts, self._count)
+            self._found = weakref.ref(found)
+        return found
+
+
+class _Trip:
+    """The time in which it is not known what of the earlier gradients replicas have used up."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._thread = threading.get_ident()
+
+    def end(self) -> None:
+        """End it."""
+        self._ended.set()
+
+    def again(self, terms: Sequence[tuple[_Earlier, int]]) -> list[Term]:
+        """Earlier gradients, given back after the trip."""
+        if threading.get_ident() != self._thread:
+            self._ended.wait()
+        return [Term(earlier.again(), row) for earlier, row in terms]
+
+
+class _PassEnd:
+    """What torch calls once a pass has succeeded, and drops in any case.
+
+    Args:
+        loans: The leaves of which gradients were taken along, with what says whether the pass
+            brought them.
+        stays: Whether the gradients stay in the replicas.
+    """
+
+    def __init__(self, loans: list[tuple[Tensor, Loan]], stays: bool) -> None:
+        self.loans = loans
+        self._stays = stays
+
+    def __call__(self) -> None:
+        lost = False
+        for leaf, loan in self.loans:
+            lost = lost or not loan.repaid
+            if not self._stays and _refers_alone(leaf):
+                _make_ordinary(leaf)
+        self.loans = []
+        if lost:
+            raise changed_within()
+
+
+def _make_ordinary(leaf: Tensor) -> None:
+    """Give a leaf an ordinary gradient, if all of its gradient is in this process."""
+    grad = leaf.grad
+    found = grad.state.settled(grad) if isinstance(grad, RemoteGradient) else None
+    if found is not None:
+        leaf.grad = found
 
 
 class HeldPass:
@@ -199,76 +272,80 @@ class HeldPass:
         leaves: Sequence[Tensor],
         stays: bool,
     ) -> None:
-        self._executor = executor
         self._parts = parts
         self._leaves = leaves
         self._earlier: list[_Earlier] = []
-        self._taken: list[_Taken] = []
+        self._left: set[int] = set()
         self._rows: list[int] = []
+        self._trip = _Trip()
+        self._tracker = next(iter(parts.values())).tracker
+        device = leaves[0].device
+        ours = weakref.ref(self._tracker)
+        self._model = HeldModel(executor, ours, self._tracker.id, device)
         self.makes: dict[int, RemoteGraph] = {}
         if stays:
-            self.makes = {number: RemoteGraph(_WHAT) for number in parts}
-
-    @property
-    def _tracker(self) -> ModuleTracker:
-        return next(iter(self._parts.values())).tracker
+            self.makes = {number: RemoteGraph(_WHAT, _REMEDY) for number in parts}
 
     def begin(self, chosen: Sequence[int]) -> bool:
         """Take along what some leaves' gradients stand for; returns whether there is anything to
         do.
         """
+        loans: list[tuple[Tensor, Loan]] = []
+        end = _PassEnd(loans, bool(self.makes))
         for at in chosen:
-            if self._take(at) or (self.makes and _accumulates(self._leaves[at])):
+            loan = self._take(at, end)
+            if loan is not None:
+                loans.append((self._leaves[at], loan))
+            if loan is not None or (self.makes and _accumulates(self._leaves[at])):
                 self._rows.append(at)
+        for entry in self._earlier:
+            entry.last = entry.found is None
+        if loans:
+            torch.autograd.Variable._execution_engine.queue_callback(end)
         return bool(self._rows)
 
-    def _take(self, at: int) -> bool:
+    def _take(self, at: int, end: _PassEnd) -> Loan | None:
         """Take along what a parameter's gradient stands for, if all of it can be."""
         leaf = self._leaves[at]
-        alone = not self.makes and _refers_alone(leaf)
         grad = leaf.grad
         if not isinstance(grad, RemoteGradient) or not _match(grad, leaf):
-            return False
+            return None
         state = grad.state
         # Another thread may be about to use it, which takes a trip: it is added to as it is then.
         if not state.lock.acquire(blocking=False):
-            return False
+            return None
         try:
-            return self._take_terms(at, state, alone)
+            return self._take_terms(at, state, end)
         finally:
             state.lock.release()
 
-    def _take_terms(self, at: int, state: GradientState, alone: bool) -> bool:
-        leaf = self._leaves[at]
-        state.settle()
-        held = [term.sums for term in state.terms if isinstance(term.sums, HeldGradients)]
+    def _take_terms(self, at: int, state: GradientState, end: _PassEnd) -> Loan | None:
+        if state.loan is not None and state.loan.runs:
+            return None  # another backward has it
+        terms = state.settle()
+        held = [term.sums for term in terms if isinstance(term.sums, HeldGradients)]
         own = state.untouched or state.base is not None
         # Another thread that fetches them takes their parts away.
         parts = [one.parts for one in held]
-        if not own or not held or len(held) < len(state.terms):
-            return False
+        if not own or not held or len(held) < len(terms):
+            return None
         if not all(map(self._fits, held, parts)):
-            return False
-        del held
-        terms = state.take()
-        if alone:
-            # What follows is an ordinary gradient.
-            leaf.grad = torch.zeros_like(leaf) if state.zeros else state.base
-            terms = (*terms, *state.take())
+            return None
         found = []
-        for term, had in zip(terms, parts, strict=True):
-            assert isinstance(term.sums, HeldGradients)
-            entry = self._entry(term.sums, had)
+        for term, one, had in zip(terms, held, parts, strict=True):
+            entry = self._entry(one, had)
             entry.pairs.append((term.row, at))
             found.append((entry, term.row))
-        self._taken.append(_Taken(at, None if alone else state, found))
-        return True
+        again = functools.partial(self._trip.again, found)
+        loan = Loan(torch._C._current_graph_task_id(), end, again)
+        state.lend(loan)
+        return loan
 
     def _fits(self, held: HeldGradients, parts: dict[int, HeldPart]) -> bool:
         """Whether the replicas that this call asks have them, or can make them again."""
         return (
-            held.executor is self._executor
-            and held.tracker is self._tracker
+            held.model.executor is self._model.executor
+            and held.model.id == self._model.id
             and bool(parts)
             and all(
                 number in self._parts and self._parts[number].slot is part.slot
@@ -278,15 +355,19 @@ class HeldPass:
 
     def _entry(self, held: HeldGradients, parts: dict[int, HeldPart]) -> _Earlier:
         for one in self._earlier:
-            if one.found() is held:
+            if one.found is held:
                 return one
-        made = _Earlier(weakref.ref(held), parts, held.leaves, [])
+        made = _Earlier(held, parts)
         self._earlier.append(made)
         return made
 
+    def _added(self, number: int) -> list[_Earlier]:
+        """The earlier gradients that a chunk's are added to."""
+        return [entry for entry in self._earlier if number in entry.parts]
+
     def needs(self, number: int) -> list[RemoteGraph]:
         """The earlier gradients that a chunk needs."""
-        return [e.parts[number].graph for e in self._earlier if e.pairs and number in e.parts]
+        return [entry.parts[number].graph for entry in self._added(number)]
 
     def hold(self, number: int) -> Holding:
         """The field of a chunk's message."""
@@ -295,11 +376,10 @@ class HeldPass:
         added = [
             (
                 entry.parts[number].graph.key,
-                entry.found() is None,
+                entry.last,
                 tuple([(row, rows[leaf]) for row, leaf in entry.pairs]),
             )
-            for entry in self._earlier
-            if entry.pairs and number in entry.parts
+            for entry in self._added(number)
         ]
         made = self.makes.get(number)
         kept = tuple([rows[at] for at in self._rows]) if made is not None else ()
@@ -309,31 +389,27 @@ class HeldPass:
         """How a chunk's gradients are made again, as long as no optimizer in the replicas has made
         a step: the graph would be made with the weights of then.
         """
-        training = self._tracker.training
-        steps = 0 if training is None else training.steps
+        parents = [
+            (graph, one if graph.what == _WHAT else one._replace(prepare=_saying(one.prepare)))
+            for graph, one in recipe.parents
+        ]
+        prepare = _before_steps(recipe.prepare, self._model.tracker)
+        return recipe._replace(prepare=prepare, parents=parents)
 
-        def prepare(slot: ReplicaSlot, attachments: Attachments) -> BackwardRequest:
-            now = self._tracker.training
-            if now is not None and now.steps != steps:
-                raise StateChanged(
-                    "backward: gradients that no_sync() left in a replica died with it, and cannot "
-                    "be made again, because the optimizer made a step since; set them to zero, and "
-                    "accumulate again"
-                )
-            return recipe.prepare(slot, attachments)  # type: ignore[no-any-return]  # of a backward
-
-        return recipe._replace(prepare=prepare)
+    def note(self, answers: Sequence[ChunkAnswer]) -> None:
+        """Note what replicas have left of what was taken along."""
+        for answer in answers:
+            self._left.update(answer.reply.left)
 
     def spend(self) -> None:
-        """Note that replicas have used up what was taken along: a further trip needs it anew."""
+        """Note that replicas have used up what was taken along: a further use needs it anew."""
         for entry in self._earlier:
-            if entry.found() is None:
-                for part in entry.parts.values():
+            for part in entry.parts.values() if entry.last else ():
+                if part.graph.key not in self._left:
                     part.graph.lose()
 
     def finish(self, answers: Sequence[ChunkAnswer]) -> dict[int, RemoteGradient]:
         """What stands for the gradients that stayed, by leaf of the call."""
-        self._taken, self._earlier = [], []
         stayed = {
             at
             for answer in answers
@@ -344,8 +420,7 @@ class HeldPass:
             number: HeldPart(self._parts[number].slot, graph, GraphHandle([graph]))
             for number, graph in self.makes.items()
         }
-        leaves = [self._leaves[at] for at in self._rows]
-        held = HeldGradients(self._executor, self._tracker, parts, leaves)
+        held = HeldGradients(self._model, parts, len(self._rows))
         found = {}
         for row, at in enumerate(self._rows):
             if at in stayed:
@@ -357,29 +432,51 @@ class HeldPass:
         return found
 
     def abandon(self) -> None:
-        """Give back what was taken along: the backward failed, so the replicas may have used it up,
-        and make it again when it is used.
-        """
-        self.spend()
+        """Let go of what the backward was to leave: it failed."""
         for graph in self.makes.values():
             graph.drop()
-        again: dict[int, HeldGradients] = {}
-        for entry in self._earlier:
-            found = entry.found() or HeldGradients(
-                self._executor, self._tracker, entry.parts, entry.leaves
+
+    def end(self) -> None:
+        """End the trip: what was taken along can be used, in place of what the pass brings."""
+        self.spend()
+        self._trip.end()
+
+
+def _saying(prepare: Prepare) -> Prepare:
+    """The same, with an error that says what is lost."""
+
+    def prepared(slot: ReplicaSlot, attachments: Attachments) -> Any:
+        try:
+            return prepare(slot, attachments)
+        except StateChanged as error:
+            raise StateChanged(
+                f"backward: {_WHAT} are no longer in a replica, which died or in which a backward "
+                f"failed, and cannot be made again ({error}); {_REMEDY}"
+            ) from error
+
+    return prepared
+
+
+def _before_steps(prepare: Prepare, tracker: weakref.ref[ModuleTracker]) -> Prepare:
+    """The same, refused after a further step of an optimizer in the replicas."""
+
+    def steps() -> int:
+        found = tracker()
+        training = None if found is None else found.training
+        return 0 if training is None else training.steps
+
+    then = steps()
+
+    def prepared(slot: ReplicaSlot, attachments: Attachments) -> Any:
+        if steps() != then:
+            raise StateChanged(
+                f"backward: {_WHAT} are no longer in a replica, which died or in which a backward "
+                f"failed, and cannot be made again, because the optimizer made a step since; "
+                f"{_REMEDY}"
             )
-            again[id(entry)] = found
-        for one in self._taken:
-            leaf = self._leaves[one.leaf]
-            terms = [Term(again[id(entry)], row) for entry, row in one.terms]
-            now = leaf.grad
-            if one.state is not None:
-                one.state.put(terms)
-            elif isinstance(now, RemoteGradient):  # another thread's
-                now.state.put(terms)
-            else:
-                state = GradientState(terms, base=now)
-                leaf.grad = RemoteGradient(leaf if now is None else now, state)
+        return prepare(slot, attachments)
+
+    return prepared
 
 
 def begin(

@@ -11,6 +11,13 @@ and by any way to its memory that was given away.
 [Note: two kinds of terms]
 A `GradientSum` is kept by each replica as a whole, so a step can name it. `HeldGradients`, which
 `DataParallel.no_sync` leaves behind, are the parts of the chunks: a step gets their sum as a value.
+
+[Note: terms that a backward takes along]
+The replicas add a backward's gradients to what they hold, so what torch then adds to ``.grad``
+includes what ``.grad`` stands for already. Between the two anything may happen: a hook raises an
+exception, another thread adds or looks. So the terms are lent (`Loan`), and it is the addition to
+this parameter in this pass of torch's engine that takes their place. Whatever looks before, or
+after a pass that ended without it, finds the terms as they were.
 """
 
 from __future__ import annotations
@@ -19,7 +26,8 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,6 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
 from raydp_parallel.devices.ranges import Attachment
+from raydp_parallel.errors import StateChanged
 from raydp_parallel.transport.messages import GradientTerms
 
 log = logging.getLogger("raydp_parallel")
@@ -131,6 +140,69 @@ class Term(NamedTuple):
     row: int
 
 
+def changed_within() -> StateChanged:
+    """The error if a gradient is no longer what a backward took along."""
+    return StateChanged(
+        "backward: a gradient that no_sync() accumulated was changed while a backward ran that "
+        "added to it, so that it is wrong now; set the gradients to zero, and accumulate again"
+    )
+
+
+class LocalRow:
+    """A gradient of this process among those in replicas.
+
+    Args:
+        value: The gradient, in memory of its own.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+
+    def row(self, number: int) -> Tensor:
+        """The gradient."""
+        return self._value
+
+
+class Loan:
+    """Terms that a running backward takes along, so that what it brings includes them.
+
+    Args:
+        task: Torch's number of its pass.
+        end: What torch calls at the end of the pass, and has no longer than that.
+        again: Gives the terms back, once the replicas have answered.
+
+    Attributes:
+        back: The terms, if they were given back.
+        repaid: Whether what the backward brought has taken their place.
+    """
+
+    def __init__(
+        self, task: int, end: Callable[[], None], again: Callable[[], Sequence[Term]]
+    ) -> None:
+        self.back: tuple[Term, ...] | None = None
+        self.repaid = False
+        self._task = task
+        self._end = weakref.ref(end)
+        self._again = again
+
+    @property
+    def runs(self) -> bool:
+        """Whether the pass may still bring something."""
+        return not self.repaid and self._end() is not None
+
+    def give_back(self) -> Sequence[Term]:
+        """The terms, which something uses before the pass brings them, or in place of that."""
+        self.back = tuple(self._again())
+        return self.back
+
+    def brought(self, to: Tensor) -> bool:
+        """Whether what is being added to a gradient is what the pass brings."""
+        if torch._C._current_graph_task_id() != self._task:
+            return False
+        variable = getattr(torch._C._current_autograd_node(), "variable", None)
+        return variable is not None and variable.grad is to
+
+
 class GradientState:
     """What a remote gradient, and all that show the same memory, have in common.
 
@@ -142,7 +214,8 @@ class GradientState:
 
     Attributes:
         lock: Held while its terms change, or their sum is made. Torch keeps additions apart, but
-            not `take`.
+            not `lend`.
+        loan: What a backward takes along of its terms; None if that is nothing.
     """
 
     def __init__(
@@ -152,18 +225,67 @@ class GradientState:
         blank: Callable[[], Tensor] | None = None,
         base: Tensor | None = None,
     ) -> None:
-        self.terms = tuple(terms)
+        self._terms = tuple(terms)
         self.zeros = zeros
         self.blank = blank
         self.base = base
         self.lock = threading.RLock()
+        self.loan: Loan | None = None
         self._value: Tensor | None = None
         self._version = 0
         self._given_away = False
 
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """Its summands."""
+        loan = self.loan
+        if loan is not None:
+            with self.lock:
+                if self.loan is loan and loan.back is None:
+                    self._terms = (*loan.give_back(), *self._terms)
+                    self._value = None
+                if self.loan is loan and not loan.runs:
+                    self.loan = None
+        return self._terms
+
+    @property
+    def count(self) -> int:
+        """How many summands it has that are not lent."""
+        return len(self._terms)
+
+    @property
+    def empty(self) -> bool:
+        """Whether it is the sum of nothing, to which nothing need be added."""
+        there = self._terms or self.zeros or self.blank is not None or self.base is not None
+        return not there and self._value is None and not self._given_away
+
+    def lend(self, loan: Loan) -> None:
+        """Note that a backward takes all terms along."""
+        with self.lock:
+            self._terms, self._value, self.loan = (), None, loan
+
+    def repay(self) -> None:
+        """Note that what the backward brought is about to be added, which includes what it took
+        along.
+
+        Raises:
+            StateChanged: That was changed meanwhile.
+        """
+        loan, self.loan = self.loan, None
+        assert loan is not None
+        loan.repaid = True
+        if loan.back is None:
+            return
+        count = len(loan.back)
+        if not self.untouched_terms or self._terms[:count] != loan.back:
+            raise changed_within()
+        self._terms, self._value = self._terms[count:], None
+
     def value(self, like: Tensor) -> Tensor:
         """The gradient itself, in memory of this process."""
         with self.lock:
+            if self._value is None or self.loan is not None:
+                _ = self.terms  # what was lent is part of it
             if self._value is None:
                 with ordinarily():
                     value = self._made(like)
@@ -174,7 +296,7 @@ class GradientState:
         # All that may fail comes first: adding twice would be wrong.
         rows = [term.sums.row(term.row).to(like.device) for term in self.terms]
         if self.base is not None:
-            value, self.terms = self.base, ()
+            value, self._terms = self.base, ()
         elif self.blank is not None:
             value = self.blank()
             self._given_away = True
@@ -193,19 +315,29 @@ class GradientState:
     @property
     def untouched(self) -> bool:
         """Whether it is still the sum of its terms."""
-        if self.blank is not None or self.base is not None or self._given_away:
+        return self.base is None and self.untouched_terms
+
+    @property
+    def untouched_terms(self) -> bool:
+        """Whether it is, but for what they are added to."""
+        if self.blank is not None or self._given_away:
             return False
         return self._value is None or self._value._version == self._version
 
     def replace(self, value: Tensor) -> None:
         """Take other contents, which are not the sum of any terms."""
-        self.terms, self.zeros, self.blank, self.base = (), False, None, None
+        self._terms, self.zeros, self.blank, self.base = (), False, None, None
         self._value, self._version, self._given_away = value, value._version, True
+        self.loan = None
 
-    def settle(self) -> None:
-        """If this process has the value already, add other terms to that from now on."""
+    def settle(self) -> tuple[Term, ...]:
+        """If this process has the value already, add other terms to that from now on. Returns the
+        terms.
+        """
+        _ = self.terms  # those of a backward that brought nothing
         if self._value is not None:
-            self.terms, self.zeros, self.blank, self.base = (), False, None, self._value
+            self._terms, self.zeros, self.blank, self.base = (), False, None, self._value
+        return self._terms
 
     def give_away(self) -> None:
         """Note that other code can change it unnoticed."""
@@ -218,20 +350,39 @@ class GradientState:
     def put(self, terms: Sequence[Term]) -> None:
         """Add some terms."""
         with self.lock:
-            self.terms += tuple(terms)
+            self._terms += tuple(terms)
             self._value = None
-
-    def take(self) -> Sequence[Term]:
-        """Take all terms away, because something else stands for them from now on."""
-        with self.lock:
-            terms, self.terms = self.terms, ()
-            self._value = None
-        return terms
 
     def become(self, terms: Sequence[Term], zeros: bool) -> None:
         """Take over another gradient."""
-        self.terms, self.zeros, self.blank, self.base = tuple(terms), zeros, None, None
-        self._value, self._given_away = None, False
+        with self.lock:
+            self._terms, self.zeros, self.blank, self.base = tuple(terms), zeros, None, None
+            self._value, self._given_away, self.loan = None, False, None
+
+    def forget_terms(self) -> Tensor | None:
+        """Let go of what is added to memory of this process, because that is overwritten; returns
+        the memory, None if there is none.
+        """
+        with self.lock:
+            if self.base is not None:
+                self._terms, self._value, self.loan = (), None, None
+            return self.base
+
+    @property
+    def has_value(self) -> bool:
+        """Whether this process has its value already."""
+        return self._value is not None
+
+    def settled(self, like: Tensor) -> Tensor | None:
+        """The gradient itself, if this process has all of it; the memory is that of this state from
+        now on, so that what is added to either is added to both.
+        """
+        with self.lock:
+            if any(not isinstance(term.sums, LocalRow) for term in self.terms):
+                return None
+            value = self.value(like)
+            self.replace(value)
+            return value
 
     def message(self) -> GradientTerms:
         """What a step says of it."""
@@ -297,12 +448,17 @@ class RemoteGradient(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
+        if value.shape != self.shape:
             raise RuntimeError(
-                f"grad.data: expected a tensor of shape {tuple(self.shape)}, {self.dtype}, on "
-                f"{self.device}; assign to .grad instead"
+                f"grad.data: expected a tensor of shape {tuple(self.shape)}; assign to .grad "
+                "instead"
             )
-        self.state.replace(local(value.detach()))
+        found = local(value.detach())
+        if value.dtype != self.dtype or value.device != self.device:
+            # As `Module.double` does: it has set the parameter's data already.
+            made = RemoteGradient(found, self.state)
+            Tensor.data.__set__(self, made)  # type: ignore[attr-defined]  # no stub has it
+        self.state.replace(found)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's takes contents
         return repr(self._open())
@@ -374,6 +530,13 @@ def local(grad: Tensor) -> Tensor:
     return grad.state.value(grad) if isinstance(grad, RemoteGradient) else grad
 
 
+def fetch_gradients(parameters: Iterable[Tensor]) -> None:
+    """Give parameters gradients in memory of this process, because their dtype is to change."""
+    for parameter in parameters:
+        if isinstance(parameter.grad, RemoteGradient):
+            parameter.grad = local(parameter.grad)
+
+
 def _detach(args: Any, _kwargs: Any) -> Tensor:
     return RemoteGradient(args[0], args[0].state)
 
@@ -403,10 +566,37 @@ def _adds_nothing(one: Any, other: Any) -> bool:
 
 
 def _add_in_place(args: Any, kwargs: Any) -> Tensor | None:
-    if not _addable(args, kwargs):
+    one, other = args[0], args[1]
+    if not isinstance(one, RemoteGradient):
         return None
-    args[0].state.add(args[1].state)
-    return args[0]  # type: ignore[no-any-return]
+    state = one.state
+    with state.lock:
+        brought = state.loan is not None and state.loan.brought(one)
+        if brought:
+            state.repay()
+        if _addable(args, kwargs):
+            state.add(other.state)
+            return one
+        if type(other) is not Tensor or not _alike(one, other) or kwargs:
+            return None
+        if brought and state.empty:
+            state.replace(other.detach().clone())
+            return one
+        if (state.loan is not None or (brought and state.count)) and state.untouched_terms:
+            # Two backwards at once: what was lent stays lent, and what lies elsewhere stays there.
+            state.put([Term(LocalRow(other.detach().clone()), 0)])
+            return one
+    return None
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether one can take the contents of the other as they are."""
+    return (
+        one.shape == other.shape
+        and one.dtype == other.dtype
+        and one.device == other.device
+        and other.layout is torch.strided
+    )
 
 
 def _add(args: Any, kwargs: Any) -> Tensor | None:
@@ -417,10 +607,15 @@ def _add(args: Any, kwargs: Any) -> Tensor | None:
 
 
 def _zero(args: Any, _kwargs: Any) -> Tensor | None:
-    if not _lies(args[0]):
+    one = args[0]
+    if _lies(one):
+        one.state.become((), zeros=True)
+        return one  # type: ignore[no-any-return]
+    base = one.state.forget_terms() if isinstance(one, RemoteGradient) else None
+    if base is None:
         return None
-    args[0].state.become((), zeros=True)
-    return args[0]  # type: ignore[no-any-return]
+    base.zero_()
+    return one  # type: ignore[no-any-return]
 
 
 def _zero_each(args: Any, _kwargs: Any) -> Any:
@@ -452,13 +647,29 @@ def _new_blank(args: Any, kwargs: Any) -> Tensor | None:
 
 def _copy(args: Any, _kwargs: Any) -> Tensor | None:
     one, other = args[0], args[1]
-    if not isinstance(one, RemoteGradient) or not _lies(other):
+    if not isinstance(one, RemoteGradient):
         return None
+    if not _lies(other):
+        return _overwrite(one, _fetched(other))
     if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
         return None
     if one.state.blank is None and not one.state.untouched:
         return None
     one.state.become(other.state.terms, other.state.zeros)
+    return one
+
+
+def _overwrite(one: RemoteGradient, other: Tensor) -> Tensor | None:
+    """What is overwritten is not fetched: it may be lost, and this is a way out."""
+    state = one.state
+    base = state.forget_terms()
+    if base is not None:
+        base.copy_(other)
+        return one
+    if not state.untouched or state.has_value:
+        return None
+    found = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
+    state.replace(found.copy_(other))
     return one
 
 

@@ -9,6 +9,7 @@ executor's own write-backs, it is refused: a silently different graph would be w
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -91,11 +92,20 @@ def forward(
     if request.update is not None or request.overlay is not None or _takes_memory(request.inputs):
         request = request._replace(update=None, overlay=None, inputs=inputs.parcel)
 
-    def prepare(slot: ReplicaSlot, attachments: Attachments) -> ForwardRequest:
-        with tracker.before_rebinding():
-            return again(slot, attachments)
+    # Gradients that stay in replicas refer to recipes, and parameters to gradients, which Python's
+    # collector does not see.
+    found = weakref.ref(tracker)
 
-    def again(slot: ReplicaSlot, attachments: Attachments) -> ForwardRequest:
+    def prepare(slot: ReplicaSlot, attachments: Attachments) -> ForwardRequest:
+        tracker = found()
+        if tracker is None:
+            raise _changed("the model's wrapper was deleted")
+        with tracker.before_rebinding():
+            return again(tracker, slot, attachments)
+
+    def again(
+        tracker: ModuleTracker, slot: ReplicaSlot, attachments: Attachments
+    ) -> ForwardRequest:
         changed = tracker.changed_since(marks[0])
         if changed is not None:
             raise _changed(f"{changed} was changed")

@@ -67,7 +67,7 @@ def _many(parameters: Iterable[Tensor]) -> bool:
     this process.
     """
     grads = [parameter.grad for parameter in parameters]
-    return any(type(g) is RemoteGradient and len(g.state.terms) >= _MOST for g in grads)
+    return any(type(g) is RemoteGradient and g.state.count >= _MOST for g in grads)
 
 
 def keep(

@@ -59,16 +59,21 @@ class RemoteGraph:
 
     Args:
         what: What it is, for errors.
+        remedy: What to do if it is lost.
 
     Attributes:
         what: What it is.
+        remedy: See above.
         key: The key.
         recipe: How to make it again; None before it was made, and once torch released it.
         slot: The slot that made it last, whether or not it is still there.
     """
 
-    def __init__(self, what: str = "the graph of this forward") -> None:
+    def __init__(
+        self, what: str = "the graph of this forward", remedy: str = "run forward again"
+    ) -> None:
         self.what = what
+        self.remedy = remedy
         self.key = number("graph")
         self.recipe: GraphRecipe | None = None
         self.slot: ReplicaSlot | None = None
@@ -131,26 +136,24 @@ def steps(graphs: Sequence[RemoteGraph], slot: ReplicaSlot) -> list[GraphStep]:
         GraphLost: One of them cannot be made again.
     """
     found: dict[RemoteGraph, GraphStep] = {}
-    for graph in graphs:
-        _enter(graph, graph.recipe, slot, found)
+    # Accumulated gradients are made of those before, thousands of times.
+    todo: list[tuple[RemoteGraph, GraphRecipe | None, bool]] = [
+        (graph, graph.recipe, False) for graph in reversed(graphs)
+    ]
+    while todo:
+        graph, recipe, ready = todo.pop()
+        if graph.on(slot) or graph in found:
+            continue
+        if recipe is None:
+            raise GraphLost(
+                f"{slot} has not got {graph.what}, and cannot make that again; {graph.remedy}"
+            )
+        if ready:
+            found[graph] = GraphStep(graph, recipe.method, recipe.prepare)
+            continue
+        todo.append((graph, recipe, True))
+        todo += [(parent, before, False) for parent, before in reversed(recipe.parents)]
     return [*found.values()]
-
-
-def _enter(
-    graph: RemoteGraph,
-    recipe: GraphRecipe | None,
-    slot: ReplicaSlot,
-    found: dict[RemoteGraph, GraphStep],
-) -> None:
-    if graph.on(slot) or graph in found:
-        return
-    if recipe is None:
-        raise GraphLost(
-            f"{slot} has not got {graph.what}, and cannot make that again; run forward again"
-        )
-    for parent, before in recipe.parents:
-        _enter(parent, before, slot, found)
-    found[graph] = GraphStep(graph, recipe.method, recipe.prepare)
 
 
 class ChunkCall(NamedTuple):

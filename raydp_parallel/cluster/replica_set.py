@@ -248,7 +248,7 @@ class ReplicaSet:
             if lost or not self.backend.alive():
                 gone = next((graph for graph in needs if not graph.on(slot)), needs[0])
                 raise GraphLost(
-                    f"{slot} lost {gone.what}, because its process ended; run forward again"
+                    f"{slot} lost {gone.what}, because its process ended; {gone.remedy}"
                 )
         if slot.ready or not self.replays:
             return slot

@@ -4,7 +4,8 @@ into one, and what the driver accumulates without fetching it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -15,30 +16,51 @@ from raydp_parallel.transport.messages import Holding
 Kept = dict[int, Sequence[Tensor | None]]
 
 
-def find(kept: Kept, key: int, last: bool = False) -> Sequence[Tensor | None]:
-    """What is kept under a key; ``last`` lets go of it."""
+def find(kept: Kept, key: int) -> Sequence[Tensor | None]:
+    """What is kept under a key."""
     found = kept.get(key)
     if found is None:
         raise GraphLost(
             "backward: the replica no longer holds the gradients that were accumulated in it; set "
             "them to zero, and run forward and backward again"
         )
-    if last:
-        del kept[key]
     return found
 
 
-def earlier(kept: Kept, hold: Holding | None) -> dict[int, Tensor]:
-    """The gradients that a backward's are added to, by the number of their leaf."""
+@contextlib.contextmanager
+def adding(kept: Kept, hold: Holding | None) -> Iterator[dict[int, Tensor]]:
+    """Give the block the gradients that a backward's are added to, by the number of their leaf.
+
+    What is used up is not kept beyond the block; if that fails, what it has not written to is.
+    """
+    added = hold.added if hold is not None else ()
+    rows = {key: find(kept, key) for key, _, _ in added}
+    used = [key for key, last, _ in added if last]
+    before = {key: _versions(rows[key]) for key in used}
     sums: dict[int, Tensor] = {}
-    for key, last, pairs in hold.added if hold is not None else ():
-        row = find(kept, key, last)
-        for at, leaf in pairs:
-            grad = row[at]
-            if grad is not None:
-                own = grad if last else grad.clone()
-                sums[leaf] = own if leaf not in sums else sums[leaf].add_(own)
-    return sums
+    try:
+        for key, last, pairs in added:
+            for at, leaf in pairs:
+                grad = rows[key][at]
+                if grad is not None:
+                    own = grad if last else grad.clone()
+                    sums[leaf] = own if leaf not in sums else sums[leaf].add_(own)
+        yield sums
+    except BaseException:
+        used = [key for key in used if _versions(rows[key]) != before[key]]
+        raise
+    finally:
+        for key in used:
+            kept.pop(key, None)
+
+
+def _versions(row: Sequence[Tensor | None]) -> list[int]:
+    return [grad._version for grad in row if grad is not None]
+
+
+def left(kept: Kept, hold: Holding | None) -> tuple[int, ...]:
+    """The keys of the earlier gradients of a `Holding` that are as they were."""
+    return tuple([key for key, _, _ in hold.added if key in kept]) if hold is not None else ()
 
 
 def stay(

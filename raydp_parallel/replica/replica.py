@@ -49,6 +49,7 @@ from raydp_parallel.transport.messages import (
     Called,
     Forget,
     ForwardRequest,
+    Holding,
     Parcel,
     Produced,
     Reply,
@@ -235,8 +236,7 @@ class Replica:
 
     def _marks(self, request: ForwardRequest | BackwardRequest) -> bytes:
         """Which gradients of a backward stayed here."""
-        hold = request.hold if isinstance(request, BackwardRequest) else None
-        return kept_gradients.marks(self._kept, hold)
+        return kept_gradients.marks(self._kept, _hold_of(request))
 
     def use_pause(self) -> None:
         """Do now, between two calls, what the next one would begin with."""
@@ -307,6 +307,7 @@ class Replica:
             passed=back.left,
             training=self._trained(request.model),
             stayed=self._marks(request),
+            left=kept_gradients.left(self._kept, _hold_of(request)),
         )
 
     def _written(
@@ -547,9 +548,9 @@ class Replica:
             graphs[0].held.as_of(graphs[0].edits),
             _Watching(graphs[0], request.write_back),
             watching,
+            kept_gradients.adding(self._kept, hold) as earlier,
         ):
             self._laps.begin(2)
-            earlier = kept_gradients.earlier(self._kept, hold)
             found = autograd_engine.differentiate(
                 leaves, partial, outputs, grads, request=request, earlier=earlier
             )
@@ -727,6 +728,11 @@ def capturing(module: nn.Module, names: Sequence[str]) -> Iterator[dict[str, lis
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _hold_of(request: ForwardRequest | BackwardRequest) -> Holding | None:
+    """The gradients that stay here, or stayed here before."""
+    return request.hold if isinstance(request, BackwardRequest) else None
 
 
 def _keeper(kept: list[Any]) -> Callable[[nn.Module, Any, Any], None]:

@@ -567,6 +567,7 @@ class Reply(NamedTuple):
         gathered: The parcel of what the chunks of a forward gathered, a tuple; only chunk 0 has it,
             and None if the forward cannot be run again alone.
         stayed: For each row of the request's `Holding` whether a gradient of it stayed.
+        left: The keys of earlier gradients of the request's `Holding` that the replica still has.
     """
 
     value: Parcel | None = None
@@ -585,6 +586,7 @@ class Reply(NamedTuple):
     training: int = -1
     gathered: Parcel | None = None
     stayed: bytes = b""
+    left: tuple[int, ...] = ()
 
 
 class Package(NamedTuple):

@@ -13,16 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from accumulating import HERE, assert_alike, backward, batch, lie, lie_based, small
 from mortal import Everything, Mortal, arm, armed, rows
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from raydp_parallel import DataParallel, Executor, Options, cluster, convert_sync_batchnorm
 from raydp_parallel.calls.held_gradients import HeldGradients, HeldPass
-from raydp_parallel.calls.remote_gradients import RemoteGradient
 from raydp_parallel.errors import GraphLost, StateChanged
-
-HERE = Options(in_process=True)
 
 
 @pytest.fixture(scope="module")
@@ -38,50 +36,6 @@ def joined(cluster: None) -> Iterator[Executor]:
     options = Options(link="collective", max_restarts_per_hour=10_000)
     with Executor(["cpu", "cpu"], options=options) as executor:
         yield executor
-
-
-def small() -> nn.Sequential:
-    """A net in double precision, so that orders of additions hardly differ."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 2)).double()
-
-
-def batch(seed: int, size: int = 6) -> Tensor:
-    """Rows for it."""
-    return torch.randn(size, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def backward(model: nn.Module, x: Tensor, hold: bool = False) -> None:
-    """One backward; its gradients stay in the replicas if ``hold``."""
-    with model.no_sync() if hold else contextlib.nullcontext():  # type: ignore[operator]
-        loss = model(x).square().sum()
-    loss.backward()
-
-
-def lie(net: nn.Module) -> list[bool]:
-    """Which gradients lie in the replicas."""
-    return [isinstance(p.grad, RemoteGradient) and p.grad.state.untouched for p in net.parameters()]
-
-
-def lie_based(net: nn.Module) -> list[bool]:
-    """Which gradients have parts in the replicas."""
-    return [
-        isinstance(p.grad, RemoteGradient) and bool(p.grad.state.terms) for p in net.parameters()
-    ]
-
-
-def assert_alike(net: nn.Module, plain: nn.Module) -> None:
-    """The gradients are those of a module that runs here, but for the order of additions."""
-    for (name, one), other in zip(net.named_parameters(), plain.parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None), name
-        if one.grad is not None:
-            torch.testing.assert_close(
-                one.grad.clone(),
-                other.grad,
-                rtol=1e-11,
-                atol=1e-11,
-                msg=lambda m, name=name: f"{name}: {m}",
-            )
 
 
 @pytest.mark.long
@@ -737,7 +691,7 @@ def test_a_step_fetches_before_it_locks_the_replicas(monkeypatch: pytest.MonkeyP
     fetch, locked = HeldGradients._fetch, []
 
     def watched(self: HeldGradients) -> Any:
-        locked.append(self.executor.replica_set.lock._is_owned())
+        locked.append(self.model.executor.replica_set.lock._is_owned())
         return fetch(self)
 
     monkeypatch.setattr(HeldGradients, "_fetch", watched)

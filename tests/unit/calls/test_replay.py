@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raydp_parallel.calls import replay
 from raydp_parallel.devices import ambient_state
@@ -52,7 +52,7 @@ def test_a_recipe_holds_tensors_and_not_their_bytes_once_more(size: int, held: b
     tensor = torch.arange(float(size))
     parcel = parcel_of(tensor)
     packet, nobody = parcel.packet, sys.getrefcount(parcel.packet)
-    nowhere: Any = None
+    nowhere: Any = nn.Module()
     kept = replay.keep(parcel, [tensor], "arguments")
     recipe = replay.forward(request_of(parcel), kept, nowhere, nowhere, (nowhere, nowhere))
     del parcel, kept
@@ -63,7 +63,7 @@ def test_a_recipe_holds_tensors_and_not_their_bytes_once_more(size: int, held: b
 def test_a_recipe_holds_nothing_of_an_update() -> None:
     """Contents are not copied for it, nor kept because they were on their way once."""
     update = StateUpdate(1, 7, (3,))
-    nobody, nowhere, tensor = sys.getrefcount(update), None, torch.ones(SMALL)
+    nobody, nowhere, tensor = sys.getrefcount(update), nn.Module(), torch.ones(SMALL)
     anything: Any = nowhere
     parcel = parcel_of(tensor)
     kept = replay.keep(parcel, [tensor], "arguments")
