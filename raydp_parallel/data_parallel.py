@@ -690,6 +690,7 @@ class DataParallel(nn.DataParallel[T]):
             per_sample=per_sample,
             compiled=None if compiled is False else {} if compiled is True else dict(compiled),
             holds=bool(self._holding),
+            means=self._options.buffers == "mean",
             **more,
         )
         reset = forward.settings.set(settings)

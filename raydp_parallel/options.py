@@ -13,6 +13,7 @@ import torch
 
 UnusedGrads = Literal["zeros", "none"]
 Scalars = Literal["vector", "mean", "weighted_mean", "sum"]
+BufferPolicy = Literal["first", "mean"]
 LinkName = Literal["auto", "shared", "inline", "object_store", "collective"]
 OnFault = Literal["replay", "raise"]
 RandomNumbers = Literal["per_chunk", "per_sample"]
@@ -22,6 +23,7 @@ ChunkWeights = Sequence[float] | Literal["auto"] | None
 _CHOICES = {
     "unused_grads": ("zeros", "none"),
     "scalars": ("vector", "mean", "weighted_mean", "sum"),
+    "buffers": ("first", "mean"),
     "rng": ("per_chunk", "per_sample"),
     "link": ("auto", "shared", "inline", "object_store", "collective"),
     "on_fault": ("replay", "raise"),
@@ -69,6 +71,10 @@ class Options:
             ``"none"`` as a plain module would leave it.
         scalars: What 0-dim outputs become: upstream's ``"vector"``, one entry per chunk, or one
             number, their ``"mean"``, their mean weighted by the chunks' rows, or their ``"sum"``.
+        buffers: What the module's buffers are after a forward that writes to them in place, such as
+            batch norm's running statistics: as upstream what the ``"first"`` chunk wrote; or the
+            ``"mean"`` over the chunks, each of which counts the same, for buffers of floating-point
+            and complex numbers.
         rng: Where random numbers of a chunk come from: ``"per_chunk"`` gives each chunk a stream of
             its own. ``"per_sample"`` makes those of dropout and of other operations with one entry
             for each row follow from the row's number in the batch, so that they do not depend on
@@ -147,6 +153,7 @@ class Options:
 
     unused_grads: UnusedGrads = "zeros"
     scalars: Scalars = "vector"
+    buffers: BufferPolicy = "first"
     rng: RandomNumbers = "per_chunk"
     chunk_weights: ChunkWeights = None
     least_rows: int = 1

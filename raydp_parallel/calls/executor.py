@@ -400,6 +400,7 @@ def _drop_model(executor: weakref.ref[Executor], model: int) -> None:
 _READ_BY_WRAPPERS: dict[str, Any] = {
     "unused_grads": "zeros",
     "scalars": "vector",
+    "buffers": "first",
     "passthrough": False,
     "chunk_weights": None,
     "least_rows": 1,

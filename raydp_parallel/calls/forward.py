@@ -123,6 +123,7 @@ class CallSettings(NamedTuple):
         compiled: The settings of `torch.compile` for the module; None runs it as it is.
         per_sample: Whether random numbers follow from the rows' numbers in the batch.
         holds: Whether gradients of parameters stay in the replicas until they are used.
+        means: Whether buffers that chunks change get the mean over them, and not what chunk 0 has.
     """
 
     joins: bool = False
@@ -131,6 +132,7 @@ class CallSettings(NamedTuple):
     per_sample: bool = False
     compiled: Mapping[str, Any] | None = None
     holds: bool = False
+    means: bool = False
 
 
 NO_SETTINGS = CallSettings()
@@ -235,8 +237,11 @@ class ForwardCall:
         self._leave_out_unreached(answers)
         if self.token is None and self.call.leaves:
             self.token = autograd.fork(self.call)
-        first = self.chunks[0].tracker
         # [8]
+        first: ModuleTracker | None = self.chunks[0].tracker
+        if self.settings.means and len(answers) > 1:
+            self._write_means(answers)
+            first = None
         try:
             autograd.finish([(first if i == 0 else None, a) for i, a in enumerate(answers)])
         except Exception as error:
@@ -354,7 +359,7 @@ class ForwardCall:
             context=self.ambient,
             seed=self.seed,
             threads=self.threads,
-            write_back=number == 0 and self.mapping is None,
+            write_back=(number == 0 or self.settings.means) and self.mapping is None,
             capture=self.capture.names if self.capture is not None else (),
             detach=chunk.detach,
             alone=chunk.alone,
@@ -461,6 +466,13 @@ class ForwardCall:
             reached.update(owned[k] for k in answer.reply.reached)
         for at in asked - reached:
             self.call.leaves[at] = self.call.leaves[at].detach()
+
+    def _write_means(self, answers: Sequence[ChunkAnswer]) -> None:
+        """Apply what chunks changed in place, where buffers get the mean over the chunks."""
+        written = [(answer.reply.written, answer.attachments) for answer in answers]
+        if any(one is not None for one, _ in written):
+            tracker = self.chunks[0].tracker
+            tracker.write_back(*written[0], tracker.means(written))
 
     def _note_parts(self) -> None:
         marks = {tracker: (tracker.versions(), tracker.mark()) for tracker in self.trackers}

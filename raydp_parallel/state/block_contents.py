@@ -7,7 +7,7 @@ The sent bytes are kept as long as they are current. Replicas that start later g
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
@@ -147,6 +147,30 @@ class BlockContents:
             told.report = written.report
             self._told.keep(told)
         return lambda: {**{s: t for s, t in before().items() if s in moved}, **alone}
+
+    def contents_of(self, written: WriteBack, attachments: Attachments) -> dict[int, Tensor]:
+        """What a replica wrote, by slot, but for tensors that it gave other memory."""
+        blob, changed = written.blob, dict(written.slots).keys() - {*written.replaced}
+        source = attachments.open(blob.packet)
+        found: dict[int, Tensor] = {}
+        for block, offset, size in zip(blob.blocks, blob.offsets, blob.sizes, strict=True):
+            found.update(self._shown(block, source.part(offset, size)))
+        return {slot: tensor for slot, tensor in found.items() if slot in changed}
+
+    def fill(self, news: Mapping[int, tuple[Tensor, bool]]) -> dict[int, Tensor]:
+        """Write to some slots, in place; returns the overwritten contents.
+
+        Args:
+            news: By slot the new contents, with whether its version moves.
+        """
+        overwritten = {slot: self.tensors[slot].detach().clone() for slot in news}
+        for slot, (found, moves) in news.items():
+            target = self.tensors[slot]
+            (target if moves and not target.is_inference() else target.data).copy_(found)
+        stale = {self.layout.specs[slot].block for slot in news} - self._exposed
+        self._homes.written(stale)
+        self._stale |= stale
+        return overwritten
 
     def _run_of(self, blocks: Sequence[int]) -> Told | None:
         """A run for some small blocks: that of the last report, if it had the same blocks."""

@@ -313,16 +313,58 @@ class ModuleTracker:
             self._updates[held] = self._make_update(held)
         return self._updates[held]
 
-    def write_back(self, written: WriteBack, attachments: Attachments) -> None:
+    def write_back(
+        self,
+        written: WriteBack | None,
+        attachments: Attachments,
+        means: Mapping[int, tuple[Tensor, bool]] | None = None,
+    ) -> None:
         """Apply to the master, in place, what chunk 0 changed in place. The overwritten contents
         are kept, see `history`.
+
+        Args:
+            written: What it changed; None if nothing.
+            attachments: Where the contents are.
+            means: What `means` found: what some buffers get in place of that.
         """
         before = self._contents.look()
-        overwritten = self._contents.write_back(written, attachments)
+        overwritten: Callable[[], dict[int, Tensor]] = dict
+        if written is not None:
+            overwritten = self._contents.write_back(written, attachments)
+        if means:
+            former, first = self._contents.fill(means), overwritten
+
+            def overwritten() -> dict[int, Tensor]:
+                return {**former, **first()}
+
         after = before._replace(versions=self._contents.versions())  # writing moves nothing else
-        if written.replaced:
+        if written is not None and written.replaced:
             after = self._contents.look()
         self._moment = self._moment.end(overwritten, before, after)
+
+    def means(
+        self, found: Sequence[tuple[WriteBack | None, Attachments]]
+    ) -> dict[int, tuple[Tensor, bool]]:
+        """The means of the buffers that chunks changed in place, of those that have means, each
+        with whether its version moved. A chunk that did not change one has what the master has.
+
+        Args:
+            found: What each chunk changed.
+        """
+        each = [
+            {} if written is None else self._contents.contents_of(written, attachments)
+            for written, attachments in found
+        ]
+        written = [one for one, _ in found if one is not None]
+        moved = {slot for one in written for slot, moves in one.slots if moves}
+        replaced = {slot for one in written for slot in one.replaced}
+        means = {}
+        for slot in sorted({slot for one in each for slot in one} - replaced):
+            now = self._contents.tensors[slot]
+            if self._kinds.get(slot) == "buffer" and (now.is_floating_point() or now.is_complex()):
+                values = torch.stack([one.get(slot, now.detach()) for one in each])
+                means[slot] = values.mean(0), slot in moved
+        return means
 
     def rebind(self, found: tuple[tuple[int, str, Any], ...]) -> None:
         """Set on the master the attributes that a forward set on its only replica: with one device
