@@ -18,7 +18,10 @@ from raydp_parallel import DataParallel, Executor, Options, convert_sync_batchno
 MEAN = Options(buffers="mean")
 
 
-@pytest.fixture(scope="module", params=["auto", "inline", "collective", "in_process"])
+OTHERS = [pytest.param(link, marks=pytest.mark.long) for link in ("inline", "collective")]
+
+
+@pytest.fixture(scope="module", params=["auto", "in_process", *OTHERS])
 def two(request: pytest.FixtureRequest, cluster: None) -> Iterator[Executor]:
     """Two replicas, of several ways to move bytes."""
     link: Any = "auto" if request.param == "in_process" else request.param
