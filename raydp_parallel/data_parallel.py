@@ -691,6 +691,7 @@ class DataParallel(nn.DataParallel[T]):
             compiled=None if compiled is False else {} if compiled is True else dict(compiled),
             holds=bool(self._holding),
             means=self._options.buffers == "mean",
+            late_buffers=self._options.buffer_updates == "evaluation",
             **more,
         )
         reset = forward.settings.set(settings)

@@ -18,6 +18,7 @@ LinkName = Literal["auto", "shared", "inline", "object_store", "collective"]
 OnFault = Literal["replay", "raise"]
 RandomNumbers = Literal["per_chunk", "per_sample"]
 GpuPath = Literal["host", "registered", "ipc", "courier", "nccl"]
+BufferUpdates = Literal["every_forward", "evaluation"]
 ChunkWeights = Sequence[float] | Literal["auto"] | None
 
 _CHOICES = {
@@ -25,6 +26,7 @@ _CHOICES = {
     "scalars": ("vector", "mean", "weighted_mean", "sum"),
     "buffers": ("first", "mean"),
     "rng": ("per_chunk", "per_sample"),
+    "buffer_updates": ("every_forward", "evaluation"),
     "link": ("auto", "shared", "inline", "object_store", "collective"),
     "on_fault": ("replay", "raise"),
 }
@@ -80,6 +82,12 @@ class Options:
             for each row follow from the row's number in the batch, so that they do not depend on
             the number of devices. That costs each operation of the module some microseconds, and
             each random one some for each row.
+        buffer_updates: When the other replicas get what the first chunk's forward wrote to small
+            buffers, such as batch norm's running means: with ``"every_forward"``, as upstream's;
+            or, while `DataParallel.optimizer` trains, for an ``"evaluation"``, which is any forward
+            of a module that is not in training mode, or has been changed otherwise. That is for
+            buffers that a training forward writes and does not read. The master has them after each
+            forward either way.
         chunk_weights: What the rows of the chunks are in proportion to, one number for each of
             ``device_ids``, such as ``(4, 1)``; or ``"auto"``, by what each device was measured to
             compute per second; None cuts batches as upstream does. All arguments that are split
@@ -155,6 +163,7 @@ class Options:
     scalars: Scalars = "vector"
     buffers: BufferPolicy = "first"
     rng: RandomNumbers = "per_chunk"
+    buffer_updates: BufferUpdates = "every_forward"
     chunk_weights: ChunkWeights = None
     least_rows: int = 1
     compile: bool | Mapping[str, Any] = False

@@ -405,6 +405,7 @@ _READ_BY_WRAPPERS: dict[str, Any] = {
     "chunk_weights": None,
     "least_rows": 1,
     "rng": "per_chunk",
+    "buffer_updates": "every_forward",
     "compile": False,
     "gradient_dtype": None,
 }

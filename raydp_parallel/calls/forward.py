@@ -124,6 +124,8 @@ class CallSettings(NamedTuple):
         per_sample: Whether random numbers follow from the rows' numbers in the batch.
         holds: Whether gradients of parameters stay in the replicas until they are used.
         means: Whether buffers that chunks change get the mean over them, and not what chunk 0 has.
+        late_buffers: Whether replicas of other chunks get the first one's buffers for an
+            evaluation only, while an optimizer in the replicas trains.
     """
 
     joins: bool = False
@@ -133,6 +135,7 @@ class CallSettings(NamedTuple):
     compiled: Mapping[str, Any] | None = None
     holds: bool = False
     means: bool = False
+    late_buffers: bool = False
 
 
 NO_SETTINGS = CallSettings()
@@ -258,7 +261,7 @@ class ForwardCall:
             training_record.bring_up_to_date(tracker.module, tracker.training)
             if tracker.training is not None:
                 slots = [chunk.slot for chunk in self.chunks if chunk.tracker is tracker]
-                tracker.training.bring_along(slots)
+                tracker.training.bring_along(slots, self.call.synced is not None)
         self.inputs: list[list[Tensor]] = [[] for _ in self.chunks]
         self.marks: dict[ModuleTracker, Mark] = {}
         self.made: dict[int, tuple[ForwardRequest, replay.KeptForward]] = {}
@@ -302,6 +305,8 @@ class ForwardCall:
         for number, chunk in enumerate(self.chunks):
             if chunk.tracker is tracker:
                 chunks[number] = chunk.slot
+                if self._are_late(number, chunk.slot.held.get(tracker.id, 0)):
+                    return None
         return begin_relay(self.executor.groups, self.ways[tracker], tracker, chunks)
 
     def _answer_taker(self, tracker: ModuleTracker) -> Callable[[Reply | None], None]:
@@ -347,7 +352,7 @@ class ForwardCall:
         _refuse_own(chunk, tensors)
         self.inputs[number] = [t for t in tensors if t.requires_grad] if grad else []
         name = slot.name_of(chunk.tracker.id, chunk.slot)
-        news = replay.news(chunk.tracker, slot, name, attachments)
+        news = replay.news(chunk.tracker, slot, name, attachments, together=part is not None)
         update, relay = self._update(number, slot, name, attachments)
         request = ForwardRequest(
             model=name,
@@ -393,14 +398,14 @@ class ForwardCall:
         """What a slot's replica needs of the state; the recorder counts it."""
         before, tracker = len(self.sends), self.chunks[number].tracker
         relay = self.relays[tracker]
-        update: StateUpdate | None
+        update: StateUpdate | None = None
         message: Relay | None = None
         passed = None
         if relay is not None:
             passed = relay.update(number, slot, name, attachments, self.sends.append)
         if passed is not None:
             update, message = passed
-        else:
+        elif not self._are_late(number, slot.held.get(name, 0)):
             update = replay.update(tracker, slot, name, attachments, self.sends.append)
         sent = sum(self.sends[before:])
         if update is not None and update.structure is not None and sent > _MUCH:
@@ -408,12 +413,23 @@ class ForwardCall:
         self.executor.recorder.state(slot, tracker.id, sent, tracker.size)
         return update, message
 
+    def _are_late(self, number: int, held: int) -> bool:
+        """Whether a chunk's replica does without what is new, because that is buffers which this
+        forward does not read.
+        """
+        chunk = self.chunks[number]
+        tracker = chunk.tracker
+        trains = tracker.training is not None and tracker.module.training
+        late = self.settings.late_buffers and number > 0 and self.mapping is None
+        plain = trains and late and runs_module(chunk.called)
+        return plain and tracker.only_reported_since(held)
+
     def _meanwhile(self) -> None:
         self._plan()
         # With doubtful leaves the answers say which of them take part.
         if self.call.leaves and not any(self.doubts.values()):
             self.token = autograd.fork(self.call)
-        verified = [tracker.verify() for tracker in self.trackers]  # [5]
+        verified = [tracker.verify(wholly=False) for tracker in self.trackers]  # [5]
         self.verified = all(verified)
         if self.mapping is not None:
             self.mapping.sent()

@@ -167,14 +167,25 @@ def derived(
 
 
 def news(
-    tracker: ModuleTracker, slot: ReplicaSlot, name: int, attachments: Attachments
+    tracker: ModuleTracker,
+    slot: ReplicaSlot,
+    name: int,
+    attachments: Attachments,
+    together: bool = False,
 ) -> TrainingNews | None:
     """What a slot's replica lacks of the record of the model's optimizer; None if nothing. It may
     bring the master up to date, hence before `update`.
+
+    Args:
+        tracker: The module.
+        slot: The slot.
+        name: What the model is called there.
+        attachments: Where the contents go.
+        together: Whether replicas that were sent their chunks may wait for this one.
     """
     if tracker.training is None:
         return None
-    found: TrainingNews | None = tracker.training.news(slot, name, attachments)
+    found: TrainingNews | None = tracker.training.news(slot, name, attachments, together)
     return found
 
 

@@ -150,11 +150,7 @@ class ReplicaGroups:
             kind: What it would be made of, None whatever they can.
         """
         options = self._replica_set.options
-        if options.in_process or options.link not in ("auto", "collective") or len(slots) < 2:
-            return False
-        if size < _LEAST and options.link != "collective":
-            return False
-        if len({*slots}) < len(slots) or not all(slot.ready for slot in slots):
+        if not self.can_be(slots) or (size < _LEAST and options.link != "collective"):
             return False
         if options.link == "collective":
             return True
@@ -162,6 +158,13 @@ class ReplicaGroups:
         if len(nodes) > 1:
             return handshake.far_lines()  # members' connections are as plain to read as those
         return (kind or self.kind(slots)) is GroupKind.NCCL
+
+    def can_be(self, slots: Sequence[ReplicaSlot]) -> bool:
+        """Whether there can be a group of these."""
+        options = self._replica_set.options
+        if options.in_process or options.link not in ("auto", "collective") or len(slots) < 2:
+            return False
+        return len({*slots}) == len(slots) and all(slot.ready for slot in slots)
 
     def find(
         self,

@@ -159,7 +159,7 @@ class SyncedCall:
                 f"{groups.trouble}"
             )
         if self._tracker.training is not None:
-            self._tracker.training.bring_along(slots)
+            self._tracker.training.bring_along(slots, together=True)
         order = tuple(ticket.rank(slot) for slot in slots)
         self._part = TakePart(ticket.name, order, groups.share(_PATIENCE))
 

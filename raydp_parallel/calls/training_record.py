@@ -5,8 +5,9 @@ What changes the weights is entered in a record, and each replica makes the entr
 a start (the optimizer, its state and the weights at one moment), and then steps. An entry rides
 with the next call to a replica, so it costs no trip. The record keeps an entry until all replicas
 have said that they made it. A replica that has none of it, because it is new or its process died,
-begins with a start: the driver fetches weights and state from another replica first. So replicas
-that have made the same entries hold the same bits, however they came by them.
+takes over from another one (`training_handover`), or begins with a start that the driver has: it
+fetches weights and state from another replica first. So replicas that have made the same entries
+hold the same bits, however they came by them.
 
 [Note: the master copy]
 It is as of the last `Training.sync`, which one replica answers. For the tracker these contents are
@@ -38,6 +39,13 @@ from raydp_parallel.calls.remote_gradients import (
     ordinarily,
 )
 from raydp_parallel.calls.training_entries import PackedEntry, Record, packed
+from raydp_parallel.calls.training_handover import (
+    Handover,
+    arrived,
+    left_behind,
+    passing,
+    shares,
+)
 from raydp_parallel.cluster.backend import Death
 from raydp_parallel.cluster.chunk_calls import RemoteGraph
 from raydp_parallel.cluster.replica_set import ReplicaSet
@@ -51,7 +59,7 @@ from raydp_parallel.state.optimizer_state import (
     take_stepped,
 )
 from raydp_parallel.state.tracker import ModuleTracker
-from raydp_parallel.transport import codec
+from raydp_parallel.transport import codec, handshake
 from raydp_parallel.transport.call_bytes import unseal
 from raydp_parallel.transport.links import Attachments
 from raydp_parallel.transport.message_bytes import pack
@@ -59,6 +67,7 @@ from raydp_parallel.transport.messages import (
     Forget,
     GradientNorm,
     GradientTerms,
+    LeaveSnapshot,
     Reply,
     TrainingClip,
     TrainingNews,
@@ -66,6 +75,7 @@ from raydp_parallel.transport.messages import (
     TrainingSnapshot,
     TrainingStart,
     TrainingStep,
+    Wanted,
 )
 
 log = logging.getLogger("raydp_parallel")
@@ -134,6 +144,8 @@ class Training:
         self.steps = self._synced = 0
         self._seen: tuple[Any, list[Any]] = None, []
         self._coming: _Sent | None = None
+        self._handed: dict[tuple[ReplicaSlot, int], Handover] = {}
+        self._given: dict[tuple[ReplicaSlot, int], Handover] = {}
         with self._replica_set.lock:
             tracker.sync()
             self._own()
@@ -259,13 +271,16 @@ class Training:
             self._make_clips()
             self._own()
 
-    def news(self, slot: ReplicaSlot, name: int, attachments: Attachments) -> TrainingNews | None:
+    def news(
+        self, slot: ReplicaSlot, name: int, attachments: Attachments, together: bool = False
+    ) -> TrainingNews | None:
         """The entries that a slot's replica lacks. The caller holds the executor's lock.
 
         Args:
             slot: The slot.
             name: What the model is called there.
             attachments: Where the contents go.
+            together: Whether replicas that were sent their chunks may wait for this one.
         """
         held = slot.sent_training.get(name) or slot.trained.get(name, 0)
         if held == self.record.number:
@@ -273,19 +288,165 @@ class Training:
         if self.record.follows(slot, held):
             slot.sent_training[name] = self.record.number
             return self.record.news(held, attachments)
+        handed = self._handed.pop((slot, name), None)
+        if handed is None and not together:
+            handed = self._hand_over_now(slot, name)
+        if handed is not None and handed.incarnation == slot.incarnation:
+            self.record.skipped(slot)
+            if self.record.follows(slot, handed.number):
+                slot.sent_training[name] = self.record.number
+                later = self.record.news(handed.number, attachments).entries
+                self._given[slot, name] = handed
+                return TrainingNews((handed.placed(attachments), *later), anew=True)
+            handed.drop()
         self._bring_back()
         self.record.skipped(slot)
         slot.sent_training[name] = self.record.number
         return TrainingNews((self._pack_start().placed(attachments),), anew=True)
 
-    def bring_along(self, slots: Sequence[ReplicaSlot]) -> None:
-        """Bring the master up to date for replicas that begin with it in the next call, while none
-        of the others has begun: these may wait for them.
+    def bring_along(self, slots: Sequence[ReplicaSlot], together: bool) -> None:
+        """Let replicas that begin in the next call take over from others, or bring the master up to
+        date for them, while none of the others has begun.
+
+        Args:
+            slots: The slots of the call.
+            together: Whether replicas wait for each other in it.
         """
-        if self.behind and self.trains:
-            own = self.tracker.id
-            if not all(s.ready and self.record.follows(s, s.trained.get(own, 0)) for s in slots):
-                self.bring_up_to_date()
+        if not self.trains:
+            return
+        own = self.tracker.id
+        with self._replica_set.lock:
+            left = [self._handed.pop(key) for key in [*self._handed]]
+            for one in left:
+                one.drop()
+            ready = [slot for slot in dict.fromkeys(slots) if slot.ready]
+            new = [s for s in ready if not self.record.follows(s, s.trained.get(own, 0))]
+        absent = together and len(ready) < len({*slots})
+        if (new or absent) and (not self._hand_over(new) or absent) and self.behind:
+            self.bring_up_to_date()
+
+    def _hand_over(self, new: Sequence[ReplicaSlot]) -> bool:
+        """Let the replicas in some slots have what they begin with; returns whether they do. Not
+        under the lock: it may make a group.
+        """
+        with self._replica_set.lock:
+            holders = self._holders()
+            if not holders or self._has_failed(*holders[0]):
+                return False
+            giver, name = holders[0]
+            near = [slot for slot in new if shares(slot) and shares(giver)]
+            if near and not self._leave(giver, name, [(slot, self.tracker.id) for slot in near]):
+                return False
+        far = [slot for slot in new if slot not in near]
+        return not far or self._pass_on(giver, name, far)
+
+    def _hand_over_now(self, slot: ReplicaSlot, name: int) -> Handover | None:
+        """What a replica begins with in the midst of a call; None if that has to come from the
+        driver.
+        """
+        holders = [one for one in self._holders() if not self._has_failed(*one)]
+        own = [one for one in holders if one[0] is slot]
+        near = [one for one in holders if shares(one[0]) and shares(slot)]
+        if own and not near:
+            self._keep(*own[0], name)
+        elif near:
+            self._leave(*near[0], [(slot, name)])
+        return self._handed.pop((slot, name), None)
+
+    def _leave(
+        self, giver: ReplicaSlot, name: int, takers: Sequence[tuple[ReplicaSlot, int]]
+    ) -> bool:
+        """Let a replica leave what it has where others of this machine read it."""
+        answer = self._ask(giver, name, LeaveSnapshot(None))
+        left = None if answer is None else left_behind(*answer)
+        if answer is None or left is None:
+            return False
+        for slot, taker in takers:
+            self._hand(slot, taker, answer[0].training, left[0])
+            self._handed[slot, taker] = self._handed[slot, taker]._replace(packet=left[1])
+        return True
+
+    def _keep(self, giver: ReplicaSlot, name: int, taker: int) -> None:
+        """Let a replica keep what it has, for another copy of the model there."""
+        key = RemoteGraph().key
+        answer = self._ask(giver, name, LeaveSnapshot(key))
+        if answer is not None and answer[0].value is not None:
+            reply = answer[0]
+            kept = key if reply.passed else None
+            self._hand(giver, taker, reply.training, reply.value, kept)
+
+    def _hand(
+        self, slot: ReplicaSlot, name: int, number: int, snapshot: Any, key: int | None = None
+    ) -> None:
+        """Note what a replica begins with."""
+        slots = iter(self.tracker.owned)
+        start = TrainingStart(
+            kind=type(self.optimizer),
+            keywords=self._keywords,
+            options=(),
+            slots=tuple(
+                [tuple([next(slots) for _ in g["params"]]) for g in self.optimizer.param_groups]
+            ),
+            weights=(),
+            state=(),
+            common={},
+        )
+        entry = packed(number, start, "optimizer", self._replica_set.backend.link)
+        self._handed[slot, name] = Handover(
+            slot=slot,
+            incarnation=slot.incarnation,
+            number=number,
+            start=entry,
+            snapshot=snapshot,
+            packet=None,
+            key=key,
+        )
+
+    def _pass_on(self, giver: ReplicaSlot, name: int, takers: Sequence[ReplicaSlot]) -> bool:
+        """Let a replica pass on what it has to others, in a group."""
+        groups, members = self._executor.groups, [giver, *takers]
+        # On one node, too: it is another one than the driver's.
+        if not groups.can_be(members) or not handshake.far_lines():
+            return False
+        ticket = groups.find(members, self.size, always=True)
+        if ticket is None:
+            return False
+        backend, own = self._replica_set.backend, self.tracker.id
+        with self._replica_set.lock:
+            key, incarnation = RemoteGraph().key, giver.incarnation
+            kept = self._ask(giver, name, LeaveSnapshot(key))
+            if kept is None or kept[0].value is None:
+                return False
+            there = [True] * len(takers)
+            if kept[0].passed:
+                wanted = passing(groups, ticket, giver, key, kept[0].passed)
+                sent: list[_Sent] = []
+                found: dict[int, Any] = {}
+
+                def take(number: int, answer: Any) -> None:
+                    known = answer if isinstance(answer, Death) else unseal(answer, backend.link)
+                    found[number] = known
+                    if not all(arrived([known])):
+                        groups.dissolve(ticket)  # the others wait no more
+
+                try:
+                    for slot, model in ((giver, name), *((slot, own) for slot in takers)):
+                        sent.append(self._send(slot, model, wanted, follows=False))
+                    backend.collect([one.pending for one in sent], take)
+                except BaseException:
+                    groups.dissolve(ticket)
+                    for one in sent:
+                        self._give_up(one)
+                    raise
+                there = arrived([found[number] for number in range(len(sent))])[1:]
+                for number, one in enumerate(sent):
+                    self._understood(one, found[number])
+                giver.drop_graph(key, incarnation)
+            for slot, arrives in zip(takers, there, strict=True):
+                if arrives:
+                    kept_under = key if kept[0].passed else None
+                    self._hand(slot, own, kept[0].training, kept[0].value, kept_under)
+            return all(there)
 
     def _bring_back(self) -> None:
         """Bring the master up to date in the middle of a call."""
@@ -506,6 +667,9 @@ class Training:
         with self._replica_set.lock:
             made = [slot.trained[name] for slot, name in self._holders()]
             self.record.trim(min(made, default=0))
+            for slot, name in [*self._given]:
+                if self._given[slot, name].is_made(name):
+                    del self._given[slot, name]
 
     def _flush(self) -> None:
         """Send the record to all replicas that can follow it."""
@@ -515,7 +679,7 @@ class Training:
         self.trim()
 
     def _ask(
-        self, slot: ReplicaSlot, name: int, wanted: str | int | GradientNorm | None
+        self, slot: ReplicaSlot, name: int, wanted: Wanted
     ) -> tuple[Reply, Attachments] | None:
         """A replica's answer to a request of its own; None if it died, or if what it failed to make
         is known.
@@ -526,7 +690,7 @@ class Training:
         self,
         slot: ReplicaSlot,
         name: int,
-        wanted: str | int | GradientNorm | None,
+        wanted: Wanted,
         follows: bool = True,
     ) -> _Sent:
         """Send a request, with what the replica lacks of the record unless it ``follows`` not."""
@@ -535,7 +699,8 @@ class Training:
         incarnation, forget = slot.incarnation, slot.forget()
         try:
             news = self.news(slot, name, attachments) if follows else None
-            request = TrainingRequest(name, news, wanted, forget)
+            left = isinstance(wanted, LeaveSnapshot)  # others may have another device
+            request = TrainingRequest(name, news, wanted, forget, by_host=left)
             pending = backend.submit(slot.client, "train", pack(request), attachments.beside)
         except BaseException:
             slot.forget_again(forget)
@@ -555,16 +720,24 @@ class Training:
 
     def _receive(self, sent: _Sent) -> tuple[Reply, Attachments] | None:
         """The answer to a request, as in `_ask`."""
-        backend, slot, name = self._replica_set.backend, sent.slot, sent.name
+        backend = self._replica_set.backend
         try:
             (answer,) = backend.collect([sent.pending])
         except BaseException:
             self._give_up(sent)
             raise
+        known = answer if isinstance(answer, Death) else unseal(answer, backend.link)
+        return self._understood(sent, known)
+
+    def _understood(
+        self, sent: _Sent, answer: tuple[Reply, Attachments] | Death
+    ) -> tuple[Reply, Attachments] | None:
+        """An answer, once it is noted what it says."""
+        slot, name = sent.slot, sent.name
         if isinstance(answer, Death):
             self._replica_set.mark_dead(slot, sent.incarnation, "train", answer)
             return None
-        reply, found = unseal(answer, backend.link)
+        reply, found = answer
         failed = reply.failure.entry if reply.failure is not None else 0
         known = [s.failed_training.get(n, 0) for s, n in self._known()]
         raised_before = 0 < failed <= max(known, default=0)

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from raydp_parallel import batch, devices
 from raydp_parallel.devices import ambient_state, process
-from raydp_parallel.devices.ranges import MemoryRange
+from raydp_parallel.devices.ranges import MemoryRange, in_bytes
 from raydp_parallel.errors import GraphLost, StateChanged
 from raydp_parallel.monitoring.phases import IN_REPLICA, Laps, OpenSpan, unseen
 from raydp_parallel.replica import (
@@ -42,7 +42,7 @@ from raydp_parallel.state.replica_module import ReplicaModule
 from raydp_parallel.state.versions import bump
 from raydp_parallel.transport import codec, collective
 from raydp_parallel.transport.group_messages import Reduced, SumOutcome
-from raydp_parallel.transport.links import Attachments, InlineLink
+from raydp_parallel.transport.links import INLINE_LIMIT, Attachments, InlineLink
 from raydp_parallel.transport.messages import (
     Arguments,
     BackwardRequest,
@@ -50,7 +50,9 @@ from raydp_parallel.transport.messages import (
     Forget,
     ForwardRequest,
     Holding,
+    LeaveSnapshot,
     Parcel,
+    PassSnapshot,
     Produced,
     Reply,
     TrainingNews,
@@ -189,13 +191,17 @@ class Replica:
     def train(self, request: TrainingRequest, attachments: Attachments, back: Attachments) -> Reply:
         """Let a model's optimizer catch up, and answer what it has made, if that is asked for."""
         self.forget(request.forget)
-        value, failure = None, None
+        value, failure, missed, left = None, None, False, 0
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
                 self._catch_up(request.model, request.training, attachments)
                 training = self._trainings.get(request.model)
-                if isinstance(request.wanted, int):
+                if isinstance(request.wanted, PassSnapshot):
+                    missed = not collective.pass_kept(request.wanted, self._kept, self.groups)
+                elif isinstance(request.wanted, LeaveSnapshot):
+                    value, left = self._leave_snapshot(request.model, request.wanted.key, back)
+                elif isinstance(request.wanted, int):
                     value = codec.encode(tuple(self._kept[request.wanted]), back, "gradients")[0]
                 elif request.wanted is not None and training is not None:
                     value = codec.encode(training.answer(request.wanted), back, "state")[0]
@@ -205,9 +211,30 @@ class Replica:
             value=value,
             warnings=exceptions.caught(caught),
             failure=failure,
-            size=back.size,
+            size=back.size - back.left,
+            missed=missed,
+            passed=left,
             training=self._trained(request.model),
         )
+
+    def _leave_snapshot(
+        self, model: int, key: int | None, back: Attachments
+    ) -> tuple[Parcel | None, int]:
+        """What a model's optimizer has made, for other replicas; and how many bytes of it are not
+        in the answer.
+        """
+        training = self._trainings.get(model)
+        if training is None:
+            return None, 0
+        if key is None:
+            parcel, _ = codec.encode(training.answer("snapshot"), back, "state")
+            back.left = 0 if type(parcel.packet) is bytes else back.size
+            return parcel, back.left
+        parcel, _ = codec.encode(training.answer("snapshot"), Attachments(InlineLink()), "state")
+        if len(parcel.packet) <= INLINE_LIMIT:
+            return parcel, 0
+        self._kept[key] = (devices.view(in_bytes(parcel.packet)),)
+        return parcel._replace(packet=b""), len(parcel.packet)
 
     def _catch_up(self, model: int, news: TrainingNews | None, attachments: Attachments) -> None:
         """Make the steps of a model's optimizer that it has not made yet."""
@@ -369,6 +396,7 @@ class Replica:
     ) -> Parcel:
         replica_module = self._replica_module(request, attachments)  # [4]
         self._catch_up(request.model, request.training, attachments)
+        replica_module.check_filled()
         self._laps.begin(1)
         if request.origins is not None:
             module_sources.expect(request.origins)

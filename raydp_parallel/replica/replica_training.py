@@ -24,6 +24,7 @@ from raydp_parallel.transport.messages import (
     GradientNorm,
     GradientTerms,
     TrainingClip,
+    TrainingHandover,
     TrainingNews,
     TrainingSnapshot,
     TrainingStart,
@@ -87,10 +88,11 @@ class ReplicaTraining:
         step that fails leaves what it had changed, too.
         """
         shared = ReadAttachments(attachments.link, attachments.beside)
-        for entry in news.entries:
-            if entry.number <= self.number:
+        for at, entry in enumerate(news.entries):
+            begins = news.anew and at == 0
+            if entry.number <= self.number and not begins:
                 continue
-            if not news.anew and entry.number != self.number + 1:
+            if entry.number != self.number + 1 and not begins:
                 raise RuntimeError(
                     f"the optimizer of this replica has made {self.number} entries of its record, "
                     f"and was sent number {entry.number}"
@@ -101,17 +103,31 @@ class ReplicaTraining:
                 if isinstance(value, TrainingSum):
                     chunks = [shared.open(packet) for packet in value.packets]
                     self._sums[value.key] = KeptSum(value.layout, chunks)
+                elif isinstance(value, TrainingHandover):
+                    value = self._taken_over(value, shared)
+                    self._make(value, replica_module)
                 else:
                     value, _ = codec.decode(value, shared, self._device)
                     self._make(value, replica_module)
             except BaseException as error:
-                if news.anew:
+                if begins:
                     raise
                 self.number = self.failed = entry.number
                 raise exceptions.OfOptimizer(entry.number, _explained(value)) from error
             finally:
                 replica_module.settle()
             self.number = entry.number
+
+    def _taken_over(self, handover: TrainingHandover, attachments: Attachments) -> TrainingStart:
+        """A start with what another replica has."""
+        start, _ = codec.decode(handover.start, attachments, self._device)
+        snapshot = handover.snapshot
+        if handover.key is not None:
+            (whole,) = self._sums.pop(handover.key)
+            assert whole is not None
+            snapshot = snapshot._replace(packet=attachments.place(whole.numpy()))
+        found, _ = codec.decode(snapshot, attachments, self._device)
+        return TrainingStart(start.kind, start.keywords, found[0], start.slots, *found[1:])
 
     def _make(self, value: Any, replica_module: ReplicaModule) -> None:
         if isinstance(value, TrainingStart):

@@ -327,13 +327,43 @@ class BlockContents:
         self._geometry = seen if fit else []
         return fit
 
-    def differing(self, revision: int) -> list[int]:
-        """The blocks with contents other than those sent up to ``revision``, although no version
-        moved.
+    def differing(self, revision: int, besides: Collection[int] = ()) -> list[int]:
+        """The blocks, except ``besides``, with contents other than those sent up to ``revision``,
+        although no version moved.
         """
-        return self._unlike(
-            [b for b, at in self._block_at.items() if at <= revision and b not in self._exposed]
-        )
+        known = [b for b, at in self._block_at.items() if at <= revision]
+        return self._unlike([b for b in known if b not in self._exposed and b not in besides])
+
+    def large(self, blocks: Iterable[int]) -> list[int]:
+        """The blocks among some that are too large to be compared with many others at once."""
+        return sorted([block for block in blocks if self.layout.sizes[block] > SMALL])
+
+    def differing_part(
+        self, chosen: Sequence[int], revision: int, begin: int, size: int
+    ) -> tuple[list[int], int]:
+        """The blocks among those chosen that differ, as in `differing`, in a run of bytes.
+
+        Args:
+            chosen: The blocks; their bytes are counted in this order.
+            revision: See `differing`.
+            begin: The first byte.
+            size: The bytes of the run.
+
+        Returns:
+            The blocks, and where the next run begins: at the first byte again, after the last one.
+        """
+        pairs, blocks, at = [], [], 0
+        for block in chosen:
+            length = self.layout.sizes[block]
+            first, last = max(begin, at), min(begin + size, at + length)
+            if first < last and self._block_at.get(block, revision + 1) <= revision:
+                part = first - at, last - first
+                pairs.append((self._read(block).part(*part), self._sent(block).part(*part)))
+                blocks.append(block)
+            at += length
+        alike = zip(blocks, devices.compare(pairs)(), strict=True)
+        end = begin + size
+        return [block for block, same in alike if not same], end if end < at else 0
 
     def edited(self, besides: set[int]) -> list[int]:
         """The blocks, except ``besides``, that differ from what was sent last, although no version

@@ -92,12 +92,14 @@ class CopiedMemory:
     Args:
         size: Its bytes.
         device: Its device.
+        blank: Whether the driver has no bytes for it: whatever it holds counts as these.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, size: int, device: torch.device, blank: bool = False) -> None:
         self.tensor = torch.empty(size, dtype=torch.uint8, device=device)
         # The driver's bytes: a run that holds them, and their offset. Most are never read again.
-        self._sent = MemoryRange(0, 0, None), 0
+        own = devices.piece(self.tensor) if blank else MemoryRange(0, 0, None)
+        self._sent = own, 0
         self._near: MemoryRange | None = None
 
     def takes(self, source: BlockSource) -> bool:

@@ -102,6 +102,7 @@ class ReplicaModule:
         self._alike: Callable[[], list[bool]] = list
         self.owned: set[int] = set()
         self._refused: set[int] = set()
+        self._blank: set[int] = set()
         self._compiled: tuple[nn.Module, Mapping[str, Any], Callable[..., Any]] | None = None
 
     def prepare(
@@ -181,6 +182,15 @@ class ReplicaModule:
         """Leave the contents of some slots to an optimizer of this replica."""
         self.owned = {self._specs[slot].block for slot in slots}
         self._dirty -= self.owned
+        self._blank -= self.owned
+
+    def check_filled(self) -> None:
+        """Raise an error if no optimizer gave contents to blocks that the driver leaves to it."""
+        if self._blank:
+            raise RuntimeError(
+                "the weights of this replica come from an optimizer that it does not have: it "
+                "gets both with the next call"
+            )
 
     def overwritten(self) -> list[int]:
         """The slots of owned blocks that the module itself wrote to."""
@@ -467,8 +477,13 @@ class ReplicaModule:
         module_sources.follow(new.origins)
         members = _members(new.slots)
         kept = {block for block, slots in members.items() if self._keeps(block, slots, new)}
-        absent = {block: sources.pop(block) for block in new.block_sizes if block not in kept}
+        self._blank = new.block_sizes.keys() - kept - sources.keys()
+        lacking = [block for block in new.block_sizes if block not in kept]
+        absent = {block: sources.pop(block) for block in lacking if block not in self._blank}
         made = replica_memory.make(absent, self._device)
+        for block in self._blank:
+            size = new.block_sizes[block]
+            made[block] = replica_memory.CopiedMemory(size, self._device, blank=True)
         self._memory = {block: made.get(block) or self._memory[block] for block in new.block_sizes}
         self._slots = {
             slot: self._slots[slot]

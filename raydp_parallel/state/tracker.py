@@ -11,8 +11,9 @@ Each change has a revision. A replica that holds revision 3 gets an update with 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,9 @@ from raydp_parallel.state.python_state import PythonState
 from raydp_parallel.state.special_tensors import Specials
 from raydp_parallel.transport.links import Attachments, Link
 from raydp_parallel.transport.messages import StateUpdate, Structure, WriteBack
+
+_PART = 4 << 20
+"""Bytes of trained parameters that are compared in each forward while the master lacks steps."""
 
 _SIMPLE = (bool, int, float, str, type(None))
 _MISSING = object()
@@ -112,6 +116,7 @@ class ModuleTracker:
         self.owned: dict[int, Tensor] = {}
         self.edited_owned = False
         self.training: Any = None
+        self._next_part = 0
 
     def __reduce__(self) -> Any:
         # it tracks one module of one process; a copy of its wrapper gets its own
@@ -160,14 +165,21 @@ class ModuleTracker:
         their tensors.
 
         Changes up to revision ``held``, which the replica has, are left out: newer graphs have
-        saved the tensors as they are now.
+        saved the tensors as they are now. So are those of buffers that it does without.
         """
+        if held != self.revision and self.only_reported_since(held):
+            held = self.revision
         moved = self._contents.moved_from(*mark, held)
         return tuple([slot for slot in moved if slot not in self.owned]) if self.owned else moved
 
     def mark(self) -> Mark:
         """A mark of the state that the last `sync` found, for a replay."""
         return Mark(self._moment, self._contents.seen, self._disturbed_at, self._trained())
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether replicas have made steps that the master lacks."""
+        return self.training is not None and self.training.behind > 0
 
     def _trained(self) -> int:
         """How many steps were made in the replicas. Other entries, as of a norm, change nothing."""
@@ -231,11 +243,16 @@ class ModuleTracker:
                 self._restructure()
         return True
 
-    def verify(self) -> bool:
+    def verify(self, wholly: bool = True) -> bool:
         """Whether contents are those that the last `sync` found. Changes are taken into the next
         update.
+
+        Args:
+            wholly: Whether all contents are compared. If not, some megabytes of what an optimizer
+                in the replicas trains are, others in each call, where the master lacks its steps:
+                no result depends on them.
         """
-        return self._or_begin_anew(self._verify)
+        return self._or_begin_anew(functools.partial(self._verify, wholly))
 
     def _or_begin_anew(self, look: Callable[[], bool]) -> bool:
         """Run a comparison. If an exception interrupts it, such as Ctrl-C or a lack of memory, all
@@ -288,7 +305,7 @@ class ModuleTracker:
         # Taken over now: what is edited from here on differs from it.
         self._or_begin_anew(self._take_news)
 
-    def _verify(self) -> bool:
+    def _verify(self, wholly: bool) -> bool:
         assert self._python_state is not None
         if (
             self._python_state.deep_changed()
@@ -297,10 +314,20 @@ class ModuleTracker:
         ):
             self._restructure()
             return False
-        differing = self._contents.differing(self._sent_before)
-        if differing:
+        blocks: Collection[int] = ()
+        if self.owned:
             blocks = self._owned_blocks()
-            self.edited_owned |= not blocks.isdisjoint(differing)
+        apart: list[int] = []
+        if not wholly and self.is_behind and self.device.type == "cpu":
+            apart = self._contents.large(blocks)
+        differing = self._contents.differing(self._sent_before, apart)
+        if apart:
+            edited, self._next_part = self._contents.differing_part(
+                apart, self._sent_before, self._next_part, _PART
+            )
+            differing += edited
+        if differing:
+            self.edited_owned |= not {*blocks}.isdisjoint(differing)
             self._disturbed_at = self._next_revision()
             self._contents.send(differing, self.revision)
         return not differing
@@ -312,6 +339,20 @@ class ModuleTracker:
         if held not in self._updates:
             self._updates[held] = self._make_update(held)
         return self._updates[held]
+
+    def only_reported_since(self, held: int) -> bool:
+        """Whether all that is new after revision ``held`` are small buffers as a replica's last
+        report left them.
+        """
+        change = self.update_from(held) if held else None
+        if change is None:
+            return False
+        message, specs = change.message, self._contents.layout.specs
+        if message.structure is not None or message.edits or message.flags:
+            return False
+        blocks = {block for blob in message.blobs for block in blob.blocks}
+        blocks.update(specs[slot].block for slot in message.bumped if slot in specs)
+        return blocks <= {*message.kept}
 
     def write_back(
         self,
@@ -448,7 +489,7 @@ class ModuleTracker:
             structure=self._whole() if held < self.structure_at else None,
             edits=tuple(edits),
             flags=contents.flags_since(held),
-            blobs=contents.blobs_since(held, attachments, self._owned_blocks() if held else ()),
+            blobs=contents.blobs_since(held, attachments, self._owned_blocks()),
             report=report,
             kept=kept,
         )

@@ -285,11 +285,11 @@ class TrainingEntry(NamedTuple):
     Attributes:
         number: Its number; a replica enters each once.
         value: The parcel of a `TrainingStart`, a `TrainingStep` or a `TrainingClip`; or a
-            `TrainingSum`.
+            `TrainingSum`, or a `TrainingHandover`.
     """
 
     number: int
-    value: Parcel | TrainingSum
+    value: Parcel | TrainingSum | TrainingHandover
 
 
 class TrainingNews(NamedTuple):
@@ -324,6 +324,49 @@ class TrainingStart(NamedTuple):
     weights: tuple[Any, ...]
     state: tuple[dict[Any, Any] | None, ...]
     common: dict[Any, Any]
+
+
+class TrainingHandover(NamedTuple):
+    """What a replica begins with that takes over from another one.
+
+    Attributes:
+        start: The parcel of a `TrainingStart` without options, weights and state.
+        snapshot: The parcel of the other one's `TrainingSnapshot`.
+        key: The key under which this replica keeps the bytes of that; None if the parcel has them.
+    """
+
+    start: Parcel
+    snapshot: Parcel
+    key: int | None
+
+
+class LeaveSnapshot(NamedTuple):
+    """Asks for a `TrainingSnapshot` whose bytes are for other replicas: they are left in memory
+    that these read, or kept.
+
+    Attributes:
+        key: The key to keep them under; None leaves them.
+    """
+
+    key: int | None
+
+
+class PassSnapshot(NamedTuple):
+    """Pass the bytes of a snapshot on to other members of a group, or take them from there.
+
+    Attributes:
+        key: The key under which they are kept.
+        group: The group.
+        root: The member that has them.
+        size: Their number.
+        patience: Seconds that this may take.
+    """
+
+    key: int
+    group: str
+    root: int
+    size: int
+    patience: float
 
 
 class GradientTerms(NamedTuple):
@@ -437,6 +480,10 @@ class TrainingSnapshot(NamedTuple):
     common: dict[Any, Any]
 
 
+Wanted = str | int | GradientNorm | LeaveSnapshot | PassSnapshot | None
+"""What a `TrainingRequest` asks for."""
+
+
 class TrainingRequest(NamedTuple):
     """A word about a model's optimizer that no other call carries.
 
@@ -444,14 +491,15 @@ class TrainingRequest(NamedTuple):
         model: The model.
         training: What the replica's optimizer does first; None for nothing.
         wanted: What the answer has: ``"snapshot"`` for a `TrainingSnapshot`, the key of gradients
-            that the replica keeps, a `GradientNorm`, or None for nothing.
+            that the replica keeps, a `GradientNorm`, or None for nothing; or what is done with a
+            snapshot for other replicas.
         forget: Graph keys and models that the driver no longer needs.
         by_host: As in `ForwardRequest`.
     """
 
     model: int
     training: TrainingNews | None
-    wanted: str | int | GradientNorm | None
+    wanted: Wanted
     forget: Forget | None = None
     by_host: bool = False
 

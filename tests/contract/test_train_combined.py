@@ -1,5 +1,5 @@
 """`DataParallel.optimizer` together with other options and verbs, and on two nodes: the bits of the
-same optimizer in the driver, also where a replica dies.
+same optimizer in the driver, also where a replica dies. Rows T1 and T8.
 """
 
 from __future__ import annotations
@@ -109,17 +109,100 @@ def test_T1_with_other_options(name: str, dies: bool, two: Executor) -> None:
     assert same(train(two, True, how, dies), expected)
 
 
+class Wide(nn.Module):
+    """Running means of 12 KB each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 3000), nn.BatchNorm1d(3000)
+        self.last = nn.Linear(3000, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+@pytest.mark.parametrize("dies", [None, 0, pytest.param(1, marks=pytest.mark.long)])
+def test_T8_buffers_for_an_evaluation(two: Executor, dies: int | None) -> None:
+    """Nothing of them is sent to the other replica in between; evaluations, checkpoints, edits and
+    frozen statistics find those of the last step, also after a death.
+    """
+    found: list[list[Tensor]] = []
+    sent: list[int] = []
+    for when in ("every_forward", "evaluation"):
+        torch.manual_seed(0)
+        two.grow()
+        net = Wide()
+        options = replace(PLENTY, link=two.options.link, buffer_updates=when)
+        model = DataParallel(net, executor=two, options=options)
+        optimizer = model.optimizer(torch.optim.SGD, lr=1e-6)
+        seen: list[Tensor] = []
+
+        def advance(steps: int, model: Any = model, optimizer: Any = optimizer) -> None:
+            for _ in range(steps):
+                optimizer.zero_grad()
+                first = model(torch.randn(8, 6)).square().mean()
+                model(torch.randn(8, 6)).square().mean().backward()
+                first.backward()
+                optimizer.step()
+
+        def evaluate(model: Any = model, seen: list[Tensor] = seen) -> None:
+            model.eval()
+            with torch.no_grad():
+                seen.append(model(torch.ones(4, 6)))
+            model.train()
+
+        advance(3)
+        evaluate()
+        advance(1)
+        before = two.stats().replicas
+        advance(4)
+        after = two.stats().replicas
+        if dies is None:
+            sent.append(after[1].state_sent - before[1].state_sent)
+        elif when == "evaluation":
+            process = os.pidfd_open(two.replicas()[dies].pid)
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+            select.select([process], [], [])
+            os.close(process)
+        advance(2)
+        seen += [tensor.clone() for tensor in model.state_dict().values()]
+        evaluate()
+        net.norm.running_mean.zero_()  # type: ignore[union-attr]
+        advance(1)
+        net.norm.eval()
+        advance(2)
+        net.norm.train()
+        seen.append(model.call("forward", torch.ones(4, 6)))
+        advance(2)
+        evaluate()
+        seen += [tensor.clone() for tensor in model.state_dict().values()]
+        found.append([tensor.detach() for tensor in seen])
+        optimizer.close()
+    assert same(*found)
+    if dies is None:
+        # In a group the first replica passes them on.
+        least = 0 if two.options.link == "collective" else 8 * 24_000
+        assert sent[1] == 0 and sent[0] >= least, sent
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "rows", ["T1_the_bits or T1_groups", "T2_a_death and 2-", "T5 and collective"]
+    ("file", "rows"),
+    [
+        ("test_train_in_replicas.py", "T1_the_bits or T1_groups"),
+        ("test_train_in_replicas.py", "T2_a_death and 2-"),
+        ("test_train_in_replicas.py", "T2_newcomers and memory"),
+        ("test_train_in_replicas.py", "T5 and collective"),
+        ("test_train_combined.py", "T8"),
+    ],
 )
-def test_T1_on_two_nodes(rows: str) -> None:
-    """The tests of one node hold there: the bits on 1, 2 and 3 replicas, deaths in each phase, and
-    gradients that stay.
+def test_T1_on_two_nodes(file: str, rows: str) -> None:
+    """The tests of one node hold there: the bits on 1, 2 and 3 replicas, deaths in each phase,
+    gradients that stay, and buffers that do.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--nodes=2", "--long", "-k", rows]
     done = subprocess.run(
-        [*command, "-p", "no:cacheprovider", str(HERE / "test_train_in_replicas.py")],
+        [*command, "-p", "no:cacheprovider", str(HERE / file)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

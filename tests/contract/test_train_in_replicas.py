@@ -23,6 +23,7 @@ from mortal import Everything, Mortal, arm, armed, fate, rows, same
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, ExecutorClosed, Options, StateChanged, StateLost
+from raydp_parallel.calls import training_record
 from raydp_parallel.calls.remote_gradients import RemoteGradient, lies_remote
 from raydp_parallel.calls.replica_optimizer import ReplicaOptimizer
 
@@ -492,6 +493,79 @@ def test_T2_a_death_changes_no_bit(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("way", "midst"),
+    [
+        ("memory", ""),
+        ("group", ""),
+        ("memory", "leaving"),
+        ("group", "leaving"),
+        ("group", "passing"),
+    ],
+)
+def test_T2_newcomers_take_over_from_another_replica(
+    way: str, midst: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another copy of the model in a process that is left, and then a new process: neither 4 MB of
+    weights nor 8 MB of state pass through the driver. If the giver dies, another replica's do.
+    """
+    if way == "group":
+        monkeypatch.setattr(training_record, "shares", lambda slot: False)
+    options = replace(PLENTY, link="collective" if way == "group" else "auto")
+    passing = training_record.passing
+    results = []
+    with Executor(["cpu"] * 3, options=options) as executor:
+
+        def carried() -> int:
+            return sum(one.bytes_in + one.bytes_out for one in executor.stats().replicas)
+
+        def pass_and_die(groups: Any, ticket: Any, giver: Any, *more: Any) -> Any:
+            if armed(tmp_path):
+                (tmp_path / "passing 0").unlink()
+                kill(executor, giver.index)
+            return passing(groups, ticket, giver, *more)
+
+        monkeypatch.setattr(training_record, "passing", pass_and_die)
+        for inside in (True, False):
+            executor.grow()
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(700, 700), nn.ReLU(), nn.Linear(700, 700))
+            model = DataParallel(net, executor=executor)
+            keywords: dict[str, Any] = {"lr": 1e-3, "folder": str(tmp_path), "driver": os.getpid()}
+            if inside:
+                optimizer: Any = model.optimizer(Fragile, **keywords)
+            else:
+                optimizer = Fragile(net.parameters(), **keywords)
+            found: list[Tensor] = []
+            for step in range(4):
+                x = torch.full((6, 700), 0.1 * step)
+                for moment in ("a death", "a newcomer") if step == 2 else ():
+                    if inside and moment == "a death":
+                        kill(executor, 2)
+                    elif inside:
+                        executor.grow()
+                        if midst:
+                            arm(tmp_path, "sync" if midst == "leaving" else midst)
+                    before = carried()
+                    with torch.no_grad():
+                        found.append(model(x))
+                    if inside and (moment == "a death" or not midst):
+                        assert carried() - before < 1_000_000, moment
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                found.append(loss.detach())
+            assert armed(tmp_path) == []
+            found += [*model.state_dict().values()]
+            for values in optimizer.state_dict()["state"].values():
+                found += [value for value in values.values() if isinstance(value, Tensor)]
+            results.append([tensor.clone() for tensor in found])
+        assert executor.stats().deaths == 1 + bool(midst)
+    assert same(*results)
+
+
+@pytest.mark.long
 def test_T5_a_death_where_gradients_stay(exchanging: Executor, tmp_path: Path) -> None:
     """In forward, in backward, after it, and in a step: no bit changes."""
     plan = {1: ["forward 1"], 2: ["backward 0"], 3: ["between"], 5: ["step"]}
@@ -541,6 +615,7 @@ def test_T5_memory_of_gradients_goes_back(exchanging: Executor) -> None:
 
 def test_T5_many_backwards_before_a_step(exchanging: Executor) -> None:
     """They hold the memory of some backwards, and not of all; the bits stay."""
+    exchanging.grow()  # an earlier test may have ended a replica
     results, held = [], []
     for inside in (False, True):
         model, optimizer = small(exchanging, inside=inside)
@@ -759,6 +834,39 @@ def test_T3_an_edit_while_the_master_is_behind(how: str, two: Executor) -> None:
     edit(plain.module)
     advance(plain, ordinary, 1)
     assert same([*model.state_dict().values()], [*plain.state_dict().values()])
+
+
+def test_T3_an_edit_of_large_weights_while_the_master_is_behind(two: Executor) -> None:
+    """Where it moves no version, it is refused some forwards later, and before any sync by itself.
+    It is compared in parts: the rest of what is trained is 12 MB.
+    """
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 1000), nn.Linear(1000, 1000))
+    model = DataParallel(net, executor=two)
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.01)
+
+    def advance() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 1000)).mean().backward()
+        optimizer.step()
+
+    advance()
+    net[2].weight.data[-1, -1] = 5.0
+    steps = 0
+    with pytest.raises(StateChanged, match=r"model\.sync\(\)"):
+        while steps < 8:
+            advance()
+            steps += 1
+    assert 1 <= steps <= 4
+    model.sync()
+    net[0].weight.data[0, 0] = 5.0  # after a sync all is compared: it travels
+    advance()
+    assert abs(float(model.state_dict()["module.0.weight"][0, 0]) - 5.0) < 0.1
+    advance()
+    net[1].weight.data[0, 0] = 5.0
+    error = raised(model.state_dict)
+    assert isinstance(error, StateChanged) and "model.sync()" in str(error)
+    model.sync()
 
 
 def test_T3_between_the_steps(two: Executor) -> None:

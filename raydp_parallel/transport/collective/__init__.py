@@ -15,6 +15,17 @@ from __future__ import annotations
 
 from raydp_parallel.transport.collective.group import Group, Groups
 from raydp_parallel.transport.collective.reducer import APART, NOTHING, SUMMED, Reducer, fits
-from raydp_parallel.transport.collective.relay import pass_on, placed
+from raydp_parallel.transport.collective.relay import pass_kept, pass_on, placed
 
-__all__ = ["APART", "NOTHING", "SUMMED", "Group", "Groups", "Reducer", "fits", "pass_on", "placed"]
+__all__ = [
+    "APART",
+    "NOTHING",
+    "SUMMED",
+    "Group",
+    "Groups",
+    "Reducer",
+    "fits",
+    "pass_kept",
+    "pass_on",
+    "placed",
+]

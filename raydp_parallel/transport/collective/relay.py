@@ -18,7 +18,7 @@ from raydp_parallel.devices.ranges import MemoryRange, aligned
 from raydp_parallel.transport.collective.group import Groups, wait
 from raydp_parallel.transport.group_messages import Leg, Relay
 from raydp_parallel.transport.links.link import Attachments
-from raydp_parallel.transport.messages import Blob, StateUpdate
+from raydp_parallel.transport.messages import Blob, PassSnapshot, StateUpdate
 
 _SEGMENT = 4 << 20
 """The most bytes of blocks that are sent together; a larger block is sent alone."""
@@ -82,6 +82,30 @@ def pass_on(
         return _get(relay, update, attachments, groups, until)
     except RuntimeError:
         return None
+
+
+def pass_kept(
+    passing: PassSnapshot, kept: dict[int, Sequence[Tensor | None]], groups: Groups
+) -> bool:
+    """Pass bytes on that are kept under a key, or keep those that come; returns whether that was
+    done.
+    """
+    until = time.monotonic() + passing.patience
+    group = groups.find(passing.group)
+    if group is None:
+        return False
+    try:
+        if group.rank == passing.root:
+            whole = kept[passing.key][0]
+            assert whole is not None
+        else:
+            whole = devices.recycled((passing.size,), torch.uint8)
+        wait([group.broadcast(whole, passing.root, passing.patience)], until)
+    except (RuntimeError, MemoryError):
+        groups.leave(passing.group)
+        return False
+    kept[passing.key] = (whole,)
+    return True
 
 
 def _give(
