@@ -8,7 +8,9 @@ that sums begin when backward is over; and the object store, where everything go
 driver. At the end all must hold the same weights.
 
 It then counts the bytes through the driver per step, with 2 replicas and with 8 on two further
-nodes, and trains with AdamW in 2, 4 and 8 replicas on two nodes, beside DDP with as many processes.
+nodes, and trains with AdamW in 2, 4 and 8 replicas on one of these and on both, beside DDP with as
+many processes, and one process with all threads, which is the floor: whatever the number of
+replicas, they share this machine's cores.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ from benchmarks.measure import Asked, Effort, Report, Table, alone, interleaved
 from benchmarks.nets import MLP_ADAMW, perceptron
 from benchmarks.peers import IN_REPLICAS
 from benchmarks.peers.base import Peer
-from benchmarks.peers.here import Here, in_replicas
+from benchmarks.peers.here import Here, in_replicas, plain
 from benchmarks.peers.processes import ddp
 from raydp_parallel import DataParallel, Executor, Options
 
 CASE = "MLP 16.8 M, batch 256"
 NODES = 2
 ROUNDS = 24
-_GPUS = 4
+_GPUS = _MANY = 8
 """GPUs that Ray counts on each of two further nodes, where CPU replicas take their places to count
 bytes.
 """
@@ -41,11 +43,12 @@ _STORE = 2 << 30
 in each step.
 """
 
-_FIRST, _OURS, _LATE, _STAR = (
+_FIRST, _OURS, _LATE, _STAR, _FLOOR = (
     "DDP gloo",
     "among replicas",
     "among replicas, no overlap",
     "object store",
+    "one process",
 )
 
 
@@ -62,17 +65,18 @@ def contender(link: Any, overlap: bool = True) -> tuple[Peer, Executor]:
     return Here(wrap, executor.close), executor
 
 
-def _places(replicas: int) -> list[int]:
-    """So many places, half of them on each of the two further nodes."""
-    half = replicas // 2
-    return [*range(half), *range(_GPUS, _GPUS + half)]
+def _places(replicas: int, nodes: int = NODES) -> list[int]:
+    """So many places, the same number on each of so many of the further nodes."""
+    each = replicas // nodes
+    return [node * _GPUS + place for node in range(nodes) for place in range(each)]
 
 
-def inside(replicas: int, effort: Effort) -> dict[str, float]:
-    """Milliseconds of a step with AdamW in replicas on two nodes, and of DDP's."""
-    executor = Executor([*_places(replicas)], options=Options(metrics=False))
+def inside(replicas: int, nodes: int, effort: Effort) -> dict[str, float]:
+    """Milliseconds of a step with AdamW in replicas on some nodes, of DDP's, and of one process."""
+    executor = Executor([*_places(replicas, nodes)], options=Options(metrics=False))
     peers: dict[str, Peer] = {
         _FIRST: ddp(replicas),
+        _FLOOR: plain(replicas),
         IN_REPLICAS: Here(
             lambda net: DataParallel(net, executor=executor), executor.close, in_replicas
         ),
@@ -146,7 +150,7 @@ def run(effort: Effort, add_gpus: Callable[[], None]) -> Report:
         Table(f"{CASE}, {NODES} nodes", ["", "ms per step", f"to {_FIRST}", "checksum"], rows)
     ]
     asked = [Asked(f"two nodes, step to {_FIRST}", medians[_OURS] / medians[_FIRST], 1.1)]
-    many = 2 * _GPUS
+    many = _MANY
     lines = []
     add_gpus()
     for width in (512, 2896) if effort is Effort.FULL else (512,) if effort is Effort.QUICK else ():
@@ -167,20 +171,23 @@ def run(effort: Effort, add_gpus: Callable[[], None]) -> Report:
         f"{many} replicas that train, MB in all",
     ]
     tables.append(Table("bytes through the driver per step and byte of the model", columns, lines))
-    steps_inside = {}
-    for count in (2, 4, many) if effort is not Effort.SMOKE else ():
-        found_inside = steps_inside[str(count)] = inside(count, effort)
-        ratio = found_inside[IN_REPLICAS] / found_inside[_FIRST]
-        if count == NODES:
-            asked.append(
-                Asked(f"two nodes, AdamW in {count} replicas, step to {_FIRST}", ratio, 1.0)
-            )
-    rows = [
-        [count, found[_FIRST], found[IN_REPLICAS], found[IN_REPLICAS] / found[_FIRST]]
-        for count, found in steps_inside.items()
+    steps_inside: dict[str, dict[str, float]] = {}
+    rows = []
+    for nodes in (1, NODES):
+        for count in (2, 4, many) if effort is not Effort.SMOKE else (2,):
+            medians_inside = inside(count, nodes, effort)
+            steps_inside[f"{count} on {nodes}"] = medians_inside
+            first, floor = medians_inside[_FIRST], medians_inside[_FLOOR]
+            ours = medians_inside[IN_REPLICAS]
+            rows.append([f"{count} on {nodes}", first, ours, ours / first, ours / floor])
+            if count == nodes == NODES:
+                what = f"two nodes, AdamW in {count} replicas, step to {_FIRST}"
+                asked.append(Asked(what, ours / first, 1.0))
+    columns = [
+        *("replicas, on nodes", f"{_FIRST}, ms", f"{IN_REPLICAS}, ms"),
+        *(f"to {_FIRST}", f"to {_FLOOR}"),
     ]
-    columns = ["replicas", f"{_FIRST}, ms", f"{IN_REPLICAS}, ms", "ratio"]
-    tables.append(Table(f"{MLP_ADAMW}, two nodes", columns, rows))
+    tables.append(Table(MLP_ADAMW, columns, rows))
     notes = [f"The replicas of the default exchanged {sum(among) / 1e6:.0f} MB in this run."]
     question = (
         "What do replicas of two nodes gain from exchanging gradients and weights among themselves?"
