@@ -124,6 +124,11 @@ class SharedBuffer:
         self._return = weakref.finalize(self, free, segment)
         self._return.atexit = False
 
+    @property
+    def size(self) -> int:
+        """Bytes that are in use."""
+        return self.descriptor.size
+
     def cut(self, size: int) -> SharedBuffer:
         """This buffer, shortened to its first ``size`` bytes."""
         self.array, self.descriptor = self.array[:size], self.descriptor._replace(size=size)

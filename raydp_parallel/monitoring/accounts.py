@@ -288,7 +288,7 @@ def way_of(packet: Any) -> tuple[str, int | None]:
     has their number.
     """
     if isinstance(packet, SharedBuffer):
-        return "shared", packet.array.nbytes
+        return "shared", packet.size
     if isinstance(packet, ForeignMemory):
         return "shared", packet.descriptor.size
     if isinstance(packet, Exposed):

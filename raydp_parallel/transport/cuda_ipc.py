@@ -122,6 +122,11 @@ class DeviceBuffer(SharedBuffer):
         """
 
     @property
+    def size(self) -> int:
+        """Bytes that are in use."""
+        return self._described.size
+
+    @property
     def device(self) -> torch.device:
         """The GPU."""
         found: torch.device = self.segment.tensor.device
@@ -130,13 +135,13 @@ class DeviceBuffer(SharedBuffer):
     @property
     def piece(self) -> MemoryRange:
         """The bytes, without a copy. The stream that reads them waits for what `fill` wrote."""
-        size = self._described.size
-        return MemoryRange(0, size, self, _Opened(self.segment.tensor[:size], self.segment.written))
+        run = self.segment.tensor[: self.size]
+        return MemoryRange(0, self.size, self, _Opened(run, self.segment.written))
 
     def elsewhere(self) -> Attachment:
         """The bytes for processes that cannot open a GPU's memory, copied once for all of them."""
         if self._elsewhere is None:
-            self._elsewhere = self.near.send([self.piece], [0], self._described.size)
+            self._elsewhere = self.near.send([self.piece], [0], self.size)
         return self._elsewhere
 
     @property

@@ -467,9 +467,11 @@ def _overwrite(arena: Arena, segment: Any) -> None:
 
 
 @contextmanager
-def installed(patch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
-    """Let the package take the CPU for a GPU."""
-    gpu = FakeGpu()
+def installed(
+    patch: pytest.MonkeyPatch, kind: Callable[[], FakeGpu] = FakeGpu
+) -> Iterator[FakeGpu]:
+    """Let the package take the CPU for a GPU, of a kind."""
+    gpu = kind()
     patch.setattr(kinds, "HOST", frozenset())
     for name, value in {
         "Event": gpu.event_class(),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from benchmarks import journey, measure, summary, training_step
+from benchmarks import gpu_host, journey, measure, summary, training_step
 from benchmarks.measure import Asked, Effort, Report, Table
+from raydp_parallel.check import nets
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.long]
 
@@ -32,6 +35,27 @@ def test_peers_train_to_the_same_weights(tmp_path: Path) -> None:
     (table,) = report.tables
     assert [row[0] for row in table.rows] == names
     kept_and_shown(report, tmp_path)
+
+
+@pytest.mark.parametrize("way", gpu_host.WAYS)
+def test_the_host_s_part_of_a_step_on_a_gpu(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Both sides work, and a replica that shares the GPU's memory asks for little: however many
+    tensors there are.
+    """
+    monkeypatch.setitem(gpu_host.NETS, "small", (nets.residual, 1.0))
+    found = gpu_host.measure("small", way, 1, 3)
+    assert found.driver > 0 and found.replica > 0
+    assert min(found.asked) > 0
+    if way == "ipc":
+        several = functools.partial(_several, 4)
+        monkeypatch.setitem(gpu_host.NETS, "larger", (several, 1.0))
+        large = gpu_host.measure("larger", way, 1, 3)
+        assert large.waits == found.waits
+        assert max(large.asked) <= max(found.asked) + 4
+
+
+def _several(count: int) -> nn.Module:
+    return nn.Sequential(*[nets.residual() for _ in range(count)])
 
 
 def test_the_journey_passes_through_driver_and_replica() -> None:

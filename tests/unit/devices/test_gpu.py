@@ -33,6 +33,7 @@ from raydp_parallel.devices import comparison, cuda
 from raydp_parallel.devices.buffers import Arena, Descriptor, LeaseTable
 from raydp_parallel.devices.ranges import MemoryRange
 from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.monitoring import accounts
 from raydp_parallel.options import Options
 from raydp_parallel.replica import actor
 from raydp_parallel.replica.replica import Replica
@@ -846,6 +847,18 @@ def test_requests_say_where_their_answers_are_wanted(
     monkeypatch.setattr(devices.kinds, "HOST", MIXED[where])
     wrapped(nn.Linear(3, 2), 1)(torch.ones(4, 3)).sum().backward()
     assert seen == [where == "driver on the CPU"] * 2
+
+
+def test_bytes_are_counted_and_not_read(fake: FakeGpu, ends: Ends) -> None:
+    """What went by a GPU's memory was copied to the host in each step, to see how long it was."""
+    ends.link.arenas[CPU] = ends.arena
+    x = torch.randn(30000)
+    lent = ends.link.send([devices.piece(x)], [0], x.nbytes)
+    ends.remote.gpu, ends.remote.shares = CPU, True
+    fake.log.clear()
+    for packet in (lent, *ends.remote._within_reach([lent])):
+        assert accounts.ways([packet], x.nbytes) == (("shared", x.nbytes),)
+    assert not fake.log
 
 
 def test_who_cannot_open_it_gets_a_copy(fake: FakeGpu, ends: Ends) -> None:

@@ -1,0 +1,385 @@
+"""How long does the host work for each training step on a GPU?
+
+`python -m benchmarks.gpu_host` needs no GPU: tensors lie on the CPU under the fake of the tests,
+and the time that a GPU would spend, in copies, comparisons and the module's own work, is taken off.
+What is left is the host's, in CPU time: this package, messages, and torch's own code. The tensors
+and submodules are those of a ResNet-50 and a GPT-2 small in full size; all weights change with each
+step. It counts the waits of the host for the GPU, and the operations that it asks the GPU for.
+
+`--profile` prints the functions of this package that take longest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import cProfile
+import functools
+import importlib
+import pstats
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import raydp_parallel
+from benchmarks.measure import Asked, Effort, Report, Table, alone
+from raydp_parallel.calls import executor
+from raydp_parallel.check import nets
+from raydp_parallel.cluster import in_process, replica_set
+from raydp_parallel.devices import comparison
+from raydp_parallel.devices.buffers import Arena, Descriptor, LeaseTable, SharedBuffer
+from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.options import Options
+from raydp_parallel.replica.server import ReplicaServer
+from raydp_parallel.transport import cuda_ipc
+from raydp_parallel.transport.call_bytes import give_back, take_back
+from raydp_parallel.transport.links import Link, Mappings, shared_link
+from tests.support.fake_gpu import FakeGpu, installed
+
+CPU = torch.device("cpu")
+OPTIONS = Options(in_process=True, metrics=False)
+ROUNDS = 24
+
+NETS: dict[str, tuple[Callable[[], nn.Module], float]] = {
+    "ResNet-50": (nets.resnet50, 6.0),
+    "GPT-2 small": (nets.gpt2_small, 4.0),
+}
+"""Each net, and the milliseconds that are asked of driver and replica together."""
+
+WAYS = ("ipc", "host")
+"""How bytes go between a driver and a replica on the same GPU."""
+
+
+class Clock:
+    """Where the time of a step goes.
+
+    Attributes:
+        replica: Seconds in calls of the replica.
+        gpu: Seconds that stand for the GPU's, by who asked.
+        waits: Waits for the GPU, by who waited.
+        asked: Operations that the GPU was asked for, by who asked.
+    """
+
+    def __init__(self) -> None:
+        self.replica = 0.0
+        self.gpu: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+        self.asked: Counter[str] = Counter()
+        self.side = "driver"
+        self._inside = False
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """A block that the GPU would do."""
+        if self._inside:
+            yield
+            return
+        self._inside, start = True, time.thread_time()
+        try:
+            yield
+        finally:
+            self._inside = False
+            self.gpu[self.side] += time.thread_time() - start
+
+    @contextlib.contextmanager
+    def in_replica(self) -> Iterator[None]:
+        """A block in which the replica works."""
+        self.side, start = "replica", time.thread_time()
+        try:
+            yield
+        finally:
+            self.side = "driver"
+            self.replica += time.thread_time() - start
+
+    def of_the_gpu(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        """An operation of the GPU's."""
+
+        @functools.wraps(operation)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not self._inside:
+                self.asked[self.side] += 1
+            with self.taken():
+                return operation(*args, **kwargs)
+
+        return run
+
+
+class Gpu(FakeGpu):
+    """A GPU that does at once what it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+
+    def read_later(self, source: Tensor, device: torch.device) -> None:
+        """Nothing: what was copied is there."""
+
+    def later(
+        self, what: str, work: Callable[[], object], device: torch.device | None = None
+    ) -> None:
+        """Do it now."""
+        work()
+
+    def copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        """``Tensor.copy_``."""
+        return torch._C.TensorBase.copy_(target, source)  # type: ignore[attr-defined]
+
+    def say(self, what: str, stream: Any) -> None:
+        """Count waits."""
+        if what == "wait":
+            self.clock.waits[self.clock.side] += 1
+
+    def waits(self, stream: Any, other: Any, at: int) -> None:
+        """Nothing: all is done in order."""
+
+
+class _Step(torch.autograd.Function):
+    """Takes all parameters, and has gradients for all of them, without computing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clock: Clock, grads: list[Tensor], *leaves: Tensor) -> Tensor:
+        ctx.clock, ctx.grads = clock, grads
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        with ctx.clock.taken():
+            return grads[0], None, None, *[grad.view_as(grad) for grad in ctx.grads]
+
+
+class Shaped(nn.Module):
+    """A net's modules, parameters and buffers. It writes its buffers as batch norm does, and does
+    not compute.
+
+    Args:
+        net: The net.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input."""
+        clock = _clocks[-1]
+        with clock.taken(), torch.no_grad():
+            leaves = [*self.net.parameters()]
+            grads = _grads.setdefault(len(leaves), [torch.zeros_like(p) for p in leaves])
+            buffers = [*self.net.buffers()]
+            counters = [b for b in buffers if not b.is_floating_point()]
+            if counters:
+                torch._foreach_add_(counters, 1)
+                silent = [torch._C.TensorBase.detach(b) for b in buffers if b.is_floating_point()]
+                versions = [b._version for b in silent]
+                torch._foreach_add_(silent, 1)
+                for tensor, version in zip(silent, versions, strict=True):
+                    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+        out: Tensor = _Step.apply(x, clock, grads, *leaves)
+        return out
+
+
+_clocks: list[Clock] = []
+_grads: dict[int, list[Tensor]] = {}
+
+
+class Client:
+    """The driver's side of a replica of this process that lies on the same GPU.
+
+    Args:
+        clock: Where the time goes.
+        way: How bytes go.
+    """
+
+    def __init__(self, clock: Clock, way: str) -> None:
+        self._clock = clock
+        self._server = ReplicaServer("cpu", shared_link(Arena(), exposes=False, always=False))
+        self._mappings, self._ledger = Mappings(), LeaseTable()
+        if way == "ipc":
+            self._server._device_arena = cuda_ipc.DeviceArena(CPU)
+            self._server._mappings.opener = cuda_ipc.Opener(CPU)
+            self._server.start_device()
+            self._mappings.opener = cuda_ipc.Opener(CPU)
+
+    def call(self, method: str, header: bytes, beside: Sequence[Any]) -> Any:
+        """Call the replica; what lies beside the message goes as over a line."""
+        parts = []
+        for packet in beside:
+            if isinstance(packet, SharedBuffer):
+                self._ledger.lend(packet)
+            parts.append(getattr(packet, "descriptor", packet))
+        ended = give_back(self._mappings)
+        with self._clock.in_replica(), torch.enable_grad(), torch.inference_mode(False):
+            ended, *answer = getattr(self._server, method)(ended, header, *parts)
+        take_back(ended, self._ledger)
+        answer = [self._mappings.find(p) if isinstance(p, Descriptor) else p for p in answer]
+        return tuple(answer) if len(answer) > 1 else answer[0]
+
+
+class GpuBackend(in_process.InProcessBackend):
+    """Replicas of this process on the driver's GPU.
+
+    Args:
+        clock: Where the time goes.
+        way: How bytes go.
+        options: As of any backend.
+    """
+
+    def __init__(self, clock: Clock, way: str, options: Options) -> None:
+        super().__init__(options)
+        self._clock = clock
+        self._way = way
+        near = shared_link(Arena(), exposes=False, always=False)
+        self.link: Link = near
+        if way == "ipc":
+            self.link = cuda_ipc.DeviceLink(near, cuda_ipc.DeviceArena(CPU))
+
+    def start(
+        self, places: Sequence[Any], cancelled: Callable[[], bool] | None = None
+    ) -> dict[Any, tuple[Any, ReplicaHello]]:
+        """One in each place."""
+        found = super().start(places, cancelled)
+        return {
+            place: (Client(self._clock, self._way), hello) for place, (_, hello) in found.items()
+        }
+
+
+class Found(NamedTuple):
+    """What a step takes.
+
+    Attributes:
+        driver: Milliseconds of the driver's host.
+        replica: Milliseconds of the replica's.
+        waits: Waits for the GPU: of the driver, and of the replica.
+        asked: Operations that the GPU was asked for: by the driver, and by the replica.
+    """
+
+    driver: float
+    replica: float
+    waits: tuple[int, int]
+    asked: tuple[int, int]
+
+
+@contextlib.contextmanager
+def fake_gpu(way: str) -> Iterator[Clock]:
+    """A GPU on which the driver and its replica lie."""
+    with pytest.MonkeyPatch.context() as patch, installed(patch, Gpu) as gpu:
+        assert isinstance(gpu, Gpu)
+        clock = gpu.clock
+        _clocks.append(clock)
+        for owner, names in {
+            torch: ("_foreach_copy_", "ne", "cat"),
+            torch.nn.functional: ("pad",),
+            comparison: ("_print",),
+        }.items():
+            for name in names:
+                patch.setattr(owner, name, clock.of_the_gpu(getattr(owner, name)))
+        for name in ("copy_", "to", "clone", "cumsum"):
+            type.__setattr__(Tensor, name, clock.of_the_gpu(getattr(Tensor, name)))
+        patch.setattr(replica_set, "InProcessBackend", functools.partial(GpuBackend, clock, way))
+        patch.setattr(replica_set.ReplicaSet, "after_fork", lambda _: None)
+        executor.shared(OPTIONS).close()
+        try:
+            yield clock
+        finally:
+            executor.shared(OPTIONS).close()
+            _clocks.clear()
+            _grads.clear()
+            for name in ("clone", "cumsum"):
+                type.__delattr__(Tensor, name)
+
+
+def measure(
+    name: str, way: str, rounds: int, warmup: int, profile: cProfile.Profile | None = None
+) -> Found:
+    """The median step of a net."""
+    with fake_gpu(way) as clock:
+        net = Shaped(NETS[name][0]())
+        model = raydp_parallel.DataParallel(net, ["cpu"], options=OPTIONS)
+        weights = [*net.parameters()]
+        x = torch.zeros(64, 4, requires_grad=True)
+        steps: list[tuple[float, float]] = []
+        for number in range(warmup + rounds):
+            for counter in (clock.gpu, clock.waits, clock.asked):
+                counter.clear()
+            clock.replica = 0.0
+            if profile is not None and number >= warmup:
+                profile.enable()
+            start = time.thread_time()
+            model(x).sum().backward()
+            whole = time.thread_time() - start
+            if profile is not None:
+                profile.disable()
+            replica = clock.replica - clock.gpu["replica"]
+            driver = whole - clock.replica - clock.gpu["driver"]
+            if number >= warmup:
+                steps.append((driver, replica))
+            with clock.taken(), torch.no_grad():  # the optimizer, which is not this package's
+                torch._foreach_add_(weights, 1e-3)
+            net.zero_grad()
+        both = [1e3 * statistics.median(column) for column in zip(*steps, strict=True)]
+        counts = [(c["driver"], c["replica"]) for c in (clock.waits, clock.asked)]
+        return Found(both[0], both[1], counts[0], counts[1])
+
+
+def run(effort: Effort) -> Report:
+    """Host time of a training step on a GPU."""
+    rows: list[list[Any]] = []
+    asked: list[Asked] = []
+    for name, (_, limit) in NETS.items():
+        for way in WAYS:
+            found = measure(name, way, effort.rounds(ROUNDS), effort.warmup)
+            together = found.driver + found.replica
+            rows.append(
+                [
+                    f"{name}, {way}",
+                    found.driver,
+                    found.replica,
+                    together,
+                    *found.waits,
+                    *found.asked,
+                ]
+            )
+            if way == "ipc":
+                asked += [
+                    Asked(f"host time per step on a GPU, {name}: ms", together, limit),
+                    Asked(f"waits per step in the replica, {name}", found.waits[1], 2),
+                    Asked(f"waits per step in the driver, {name}", found.waits[0], 0),
+                ]
+    columns = ["", "driver ms", "replica ms", "together", *WAITS, *OPERATIONS]
+    notes = [
+        "Driver and replica are one process, which has one core for both. No GPU took part: its "
+        "calls cost what a Python function costs, where CUDA's take 1 to 5 us.",
+    ]
+    data = {"rows": rows, "columns": columns}
+    question = "How long does the host work for each training step on a GPU?"
+    return Report("gpu_host", question, [Table("a step", columns, rows)], asked, data, notes)
+
+
+WAITS = ("waits: driver", "replica")
+OPERATIONS = ("operations: driver", "replica")
+
+
+def main() -> None:
+    """Measure, or profile."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--profile", choices=[*NETS])
+    options, rest = parser.parse_known_args()
+    if options.profile is None:
+        sys.argv[1:] = rest
+        alone(run)
+        return
+    profile = cProfile.Profile()
+    print(measure(options.profile, "ipc", 8, 3, profile))
+    pstats.Stats(profile).sort_stats("tottime").print_stats("raydp_parallel", 45)
+
+
+if __name__ == "__main__":
+    # as another module: classes of the program's own file travel by value
+    importlib.import_module("benchmarks.gpu_host").main()
