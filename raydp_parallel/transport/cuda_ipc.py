@@ -45,9 +45,6 @@ from raydp_parallel.transport.links.mapped import ForeignMemory
 
 log = logging.getLogger("raydp_parallel")
 
-LIMIT = 1 << 16
-"""Bytes up to which a packet lies in the message."""
-
 _SMALLEST = 1 << 20
 
 _INDEX = 6
@@ -338,7 +335,8 @@ class DeviceLink(Link):
         return self.near.exposes
 
     def send(self, pieces: Sequence[MemoryRange], offsets: Sequence[int], size: int) -> Attachment:
-        arena = self._arena_for(pieces) if size > LIMIT else None
+        # Small ones too: to read them for the message the host would wait for all work before.
+        arena = self._arena_for(pieces) if size else None
         if arena is not None:
             try:
                 lent = arena.fill(pieces, offsets, size)

@@ -374,11 +374,10 @@ def test_an_update_is_waited_for_and_copied_once(fake: FakeGpu, ends: Ends) -> N
             replica_module.prepare(message, there, graphs_alive=False)
         for one, other in zip(replica_module.module.parameters(), net.parameters(), strict=True):
             assert torch.equal(one, other)
-        assert len(asked) == 1
-        assert fake.log.count("stream waits") == 1
+        assert len(asked) == fake.log.count("stream waits") == len(attachments.beside) <= 2
         if number:
             assert max(calls) == 80 + 2
-            assert len(calls) <= 4
+            assert len(calls) <= 5
         with torch.no_grad():
             for p in net.parameters():
                 p.add_(1)
@@ -787,7 +786,7 @@ def test_tensors_go_by_the_gpus_memory(fake: FakeGpu, ends: Ends) -> None:
 
 
 def test_answers_come_by_the_gpus_memory(ends: Ends) -> None:
-    """What the replica sends, and what is small or lies elsewhere goes as ever."""
+    """What the replica sends, also if it is small; what lies elsewhere goes as ever."""
     assert ends.remote.share_device(ends.arena) == ""
     answer = Attachments(ends.client._link)
     parcel, _ = codec.encode((torch.arange(90000.0),), answer, "output")
@@ -796,7 +795,9 @@ def test_answers_come_by_the_gpus_memory(ends: Ends) -> None:
     )
     assert torch.equal(found[0], torch.arange(90000.0))
     ends.link.arenas[CPU] = ends.arena
-    assert isinstance(ends.link.send([devices.piece(torch.ones(2))], [0], 8), bytes)
+    small = ends.link.send([devices.piece(torch.ones(2))], [0], 8)
+    assert isinstance(small, cuda_ipc.DeviceBuffer)
+    assert isinstance(ends.link.send([], [], 0), bytes)
     near = torch.ones(90000)
     assert not isinstance(
         ends.link.send([MemoryRange(near.data_ptr(), near.nbytes, near)], [0], near.nbytes),
