@@ -81,7 +81,7 @@ class RemoteReplica:
         self.__dict__["_set"] = {**self._set, name: value}
 
     def __getattr__(self, name: str) -> Any:
-        """What was set, a value of the module's, or a method or submodule to be called there."""
+        # What was set, a value of the module's, or a method or submodule to be called there.
         known = self.__dict__
         if name in known.get("_set", ()):
             return known["_set"][name]

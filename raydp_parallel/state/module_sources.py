@@ -243,7 +243,9 @@ def _functions(module: Any) -> Iterator[types.FunctionType]:
     """The functions of a module and of its classes."""
     values = [*vars(module).values()]
     kinds = [
-        value for value in values if isinstance(value, type) and value.__module__ == module.__name__
+        value
+        for value in values
+        if issubclass(type(value), type) and value.__module__ == module.__name__
     ]
     for value in [*values, *(part for kind in kinds for part in vars(kind).values())]:
         function = getattr(value, "__func__", value)

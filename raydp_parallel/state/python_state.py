@@ -112,7 +112,7 @@ class PythonState:
                 names = introspection.global_names(value)
                 self._code.add_function(value, names)
                 self._read_code(functools.partial(introspection.function_parts, value, names))
-        elif isinstance(value, type):
+        elif issubclass(kind, type):  # Python 3.10 takes list[int] for an instance of type
             if introspection.by_value(value):
                 self._code.add_class(value, filter(introspection.by_value, value.__mro__))
                 self._read_code(functools.partial(introspection.class_parts, value))

@@ -601,6 +601,24 @@ def test_views_made_or_broken_through_data_are_seen(edit: Callable[[Any], None])
 
 # --- functions and classes that travel by value ---
 
+
+def test_generic_aliases_of_a_class_that_travels_by_value() -> None:
+    """Such as ``list[int]``, which Python 3.10 takes for a class."""
+
+    class Aliased(nn.Module):
+        pairs = dict[str, int]
+        function = Callable[..., Any]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * len(self.pairs.__args__)
+
+    model = DataParallel(Aliased(), ["cpu", "cpu"])
+    x = torch.ones(4, 2)
+    assert torch.equal(model(x), 2 * x)
+    Aliased.pairs = list[int]
+    assert torch.equal(model(x), x)
+
+
 SOURCE = """
 import torch
 from torch import nn

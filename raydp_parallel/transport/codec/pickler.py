@@ -43,7 +43,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _stream, (name,)
         kind: Any = type(value)
         # a class is pickled by its name, even if its metaclass has a `__getattr__`
-        if not isinstance(value, type) and _delegates(kind):
+        if not issubclass(kind, type) and _delegates(kind):
             return copyreg.__newobj__, (kind,), _state(value), None, None, _set_state  # type: ignore[attr-defined]
         if kind is logging.StreamHandler:
             state = {key: part for key, part in vars(value).items() if key != "lock"}
