@@ -2,10 +2,15 @@
 
 `python -m benchmarks.inference` computes the same batches with a net that is bound by the CPU,
 interleaved: `map` on one replica, `map` on two, `map` on two with a loader that waits as long per
-batch as two replicas compute, a loop that calls the wrapper on two replicas, and Ray Data's
+batch as two replicas compute, a loop that calls the wrapper on two replicas, two Ray actors that
+are kept busy by hand, which is the floor for anything that sends batches by Ray, and Ray Data's
 `map_batches` with two actors. Each replica and each actor has one thread. Ray Data starts its
 actors anew each time; its time counts from when the first of them begins its first batch. All
 outputs are compared.
+
+A second table has training steps on two replicas of which one takes twice as long for a row: split
+evenly, split by `chunk_weights=(2, 1)`, which is ideal, and by ``"auto"`` after 20 steps. Their
+gradients are compared.
 
 Sending a batch and taking its output needs 1.7 ms of the driver's CPU time, and on two cores the
 driver has none of its own: the net is deep enough that this does not decide.
@@ -13,27 +18,34 @@ driver has none of its own: the net is deep enough that this does not decide.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 from torch import Tensor, nn
 
 import raydp_parallel
-from benchmarks.measure import Asked, Effort, Report, Table, alone, interleaved, timed
+from benchmarks.measure import Asked, Effort, Report, Table, alone, compared, interleaved, timed
 
 REPLICAS = 2
 WIDTH, ROWS, LAYERS = 1024, 128, 12
 _ROUNDS = 12
 ONE, TWO, LOADED = "one replica", "two replicas", "two replicas, a loader as slow"
 LOOP, RAY_DATA = "two replicas, a loop of calls", "Ray Data, two actors"
+BY_HAND = "two Ray actors, by hand"
+EVEN, IDEAL, AUTO = "even", "(2, 1)", "auto, after 20 steps"
+_STEPS = 20
 _LIMIT_TWO = 1 / 0.95
 _LIMIT_LOADED = 1.1
 _LIMIT_RAY_DATA = 1.0
+_LIMIT_AUTO = 1 / 0.9
 
 
 class Predictor:
@@ -84,6 +96,71 @@ def ray_data(net: nn.Module, batches: list[Tensor], check: Callable[[Any], None]
     return run
 
 
+def by_hand(net: nn.Module, batches: list[Tensor], check: Callable[[float], None]) -> Any:
+    """A contender that keeps two actors busy, with two batches each on their way."""
+    actor = ray.remote(num_cpus=0)(Predictor)
+    actors = [actor.remote(net) for _ in range(REPLICAS)]
+
+    def run() -> None:
+        waiting: list[Any] = []
+        total = 0.0
+        for number, x in enumerate(batches):
+            if len(waiting) == 2 * REPLICAS:
+                total += float(ray.get(waiting.pop(0))["out"].sum())
+            waiting.append(actors[number % REPLICAS].__call__.remote({"data": x.numpy()}))
+        check(total + sum(float(ray.get(one)["out"].sum()) for one in waiting))
+
+    return run
+
+
+class Slowed(nn.Module):
+    """Computes twice in one process.
+
+    Args:
+        body: What it computes.
+        slow: The process.
+    """
+
+    def __init__(self, body: nn.Module, slow: int) -> None:
+        super().__init__()
+        self.body = body
+        self.slow = slow
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.body(x)
+        return out + 0 * self.body(x) if os.getpid() == self.slow else out
+
+
+def mixed_speeds(effort: Effort) -> dict[str, float]:
+    """Milliseconds of a training step where one replica is half as fast, by how it is split."""
+    options = raydp_parallel.Options(threads=1)
+    with raydp_parallel.Executor(["cpu"] * REPLICAS, options=options) as executor:
+        net = Slowed(deep(WIDTH // 2, LAYERS // 2).double(), executor.replicas()[1].pid)
+        x = torch.randn(3 * ROWS, WIDTH // 2, dtype=torch.double)
+        ways: dict[str, Any] = {EVEN: None, IDEAL: (2, 1), AUTO: "auto"}
+        models = {
+            name: raydp_parallel.DataParallel(
+                copy.deepcopy(net),
+                executor=executor,
+                options=raydp_parallel.Options(threads=1, chunk_weights=weights),
+            )
+            for name, weights in ways.items()
+        }
+
+        def step(model: Any) -> None:
+            model.zero_grad()
+            model(x).square().mean().backward()
+
+        for _ in range(_STEPS):
+            step(models[AUTO])
+        contenders = {name: (lambda model=model: step(model)) for name, model in models.items()}
+        medians = interleaved(contenders, effort.rounds(4 * _ROUNDS), 3)
+        for model in models.values():
+            for one, other in zip(model.parameters(), models[EVEN].parameters(), strict=True):
+                torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12)
+        return medians
+
+
 def deep(width: int, layers: int) -> nn.Module:
     """So many square layers."""
     torch.manual_seed(0)
@@ -128,6 +205,7 @@ def measure(effort: Effort) -> tuple[dict[str, float], int]:
             TWO: lambda: mapped(two, lambda: batches),
             LOADED: lambda: mapped(two, slow),
             LOOP: called,
+            BY_HAND: by_hand(net, batches, check),
         }
         if importlib.util.find_spec("pyarrow") is not None:
             contenders[RAY_DATA] = ray_data(net, batches, check)
@@ -140,12 +218,14 @@ def run(effort: Effort) -> Report:
     torch.set_num_threads(1)
     try:
         medians, count = measure(effort)
+        mixed = mixed_speeds(effort)
     finally:
         torch.set_num_threads(threads)
     rows = [[name, ms, count / ms * 1e3, medians[ONE] / ms] for name, ms in medians.items()]
     table = Table(
         f"{count} batches of {ROWS} rows", ["", "ms", "batches per s", f"rate to {ONE}"], rows
     )
+    speeds = compared("A training step, one replica half as fast, by its split", mixed)
     asked = [
         Asked(
             "map: two replicas to half of one replica's time",
@@ -155,6 +235,11 @@ def run(effort: Effort) -> Report:
         Asked(
             "map: with a loader as slow to without", medians[LOADED] / medians[TWO], _LIMIT_LOADED
         ),
+        Asked(
+            'chunk_weights="auto" to the ideal split after 20 steps',
+            mixed[AUTO] / mixed[IDEAL],
+            _LIMIT_AUTO,
+        ),
     ]
     notes = ["One thread each. Ray Data's time is without the start of its actors."]
     if RAY_DATA in medians:
@@ -163,7 +248,8 @@ def run(effort: Effort) -> Report:
     else:
         notes.append("Left out: Ray Data. Not installed: pyarrow")
     question = "How fast is batch inference, beside one replica's rate and Ray Data?"
-    return Report("inference", question, [table], asked, {"median_ms": medians}, notes)
+    numbers = {"median_ms": medians, "mixed_speeds_ms": mixed}
+    return Report("inference", question, [table, speeds], asked, numbers, notes)
 
 
 if __name__ == "__main__":

@@ -258,6 +258,33 @@ def test_X2_gradients_are_those_of_the_even_split(two: Executor, weights: Any) -
         assert sum(split) == 10 if weights == "auto" else split == rows
 
 
+def test_X2_gradients_stay_those_of_the_even_split_as_auto_moves(
+    two: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each of 20 steps, with a replica that is measured to take twice as long for a row; it gets
+    half as many.
+    """
+
+    def note(self: ChunkTimes, method: str, numbers: Any, answers: Any) -> None:
+        for number in numbers:
+            self._balance.note(method, number, 1.0 + number)
+
+    monkeypatch.setattr(ChunkTimes, "note", note)
+    net = Net().double()
+    even = DataParallel(copy.deepcopy(net), executor=two)
+    model = DataParallel(net, executor=two, options=Options(chunk_weights="auto"))
+    sizes = []
+    for _ in range(20):
+        x = torch.randn(30, 4, dtype=torch.double)
+        for one in (even, model):
+            one.zero_grad()
+            out, rows = one(x)
+            out.square().sum().backward()
+        sizes.append(rows)
+        assert_same_grads(model, even, rtol=1e-12, atol=1e-12)
+    assert sizes[0] == [15, 15] and sizes[-1] == [20, 10]
+
+
 def test_X2_a_bound_keeps_batch_norm_fed(two: Executor) -> None:
     """One row for the last chunk makes batch norm fail upstream; fewer chunks do not."""
     net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
