@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from raydp_parallel.check import nets
 from raydp_parallel.check.here import Here, exact
 from raydp_parallel.check.table import Row, RowResult
+from raydp_parallel.data_parallel import DataParallel
 
 STEPS = 5
 _CLOSE = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -275,6 +276,49 @@ def on_cpus(here: Here) -> RowResult:
     return RowResult(f"difference {gap:.0e}", {"difference": gap}, gap < 1e-5)
 
 
+def on_the_host(here: Here) -> RowResult:
+    """A module on the CPU with replicas on GPUs, in a program that uses a GPU too."""
+    torch.manual_seed(0)
+    net = nets.perceptron(256)
+    plain, x = copy.deepcopy(net), torch.randn(6, 8)
+    model = DataParallel(net, here.several, executor=here.executor())
+    with exact():
+        model(x).square().sum().backward()
+        plain(x).square().sum().backward()
+    pairs = [(p.grad, q.grad) for p, q in zip(net.parameters(), plain.parameters(), strict=True)]
+    gap = max(
+        _gap(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None
+    )
+    return RowResult(f"difference {gap:.0e}", {"difference": gap}, gap < 1e-5)
+
+
+def flattened(here: Here) -> RowResult:
+    """Steps of a recurrent net that calls `flatten_parameters()`: the plain module's weights."""
+    torch.manual_seed(0)
+    net = nets.Flattens().double().to(here.device)
+    plain, model = copy.deepcopy(net), here.ours(net, here.one)
+    pairs = [(one, torch.optim.SGD(one.parameters(), 0.1)) for one in (model, plain)]
+    with exact():
+        for _ in range(3):
+            x = torch.randn(4, 7, 6, dtype=torch.float64, device=here.device)
+            for one, optimizer in pairs:
+                optimizer.zero_grad()
+                one(x).square().sum().backward()
+                optimizer.step()
+    gap = max(map(_gap, net.parameters(), plain.parameters()))
+    return RowResult(f"difference {gap:.0e}", {"difference": gap}, gap < 1e-9)
+
+
+def names_a_device(here: Here) -> RowResult:
+    """A module that names the driver's last GPU computes on the replica's own."""
+    last = torch.device("cuda", here.gpus - 1) if here.gpus else here.device
+    net = nets.Named(last).to(here.device)
+    x = torch.ones(2 * len(here.several), 4, device=here.device)
+    found = here.ours(net, here.several)(x)
+    good = torch.equal(found, x) and net.place == last
+    return RowResult("computed" if good else "WRONG", {}, good)
+
+
 ROWS = (
     Row("behaviour", "scatter and gather", placement),
     Row("behaviour", "output_device", output_device),
@@ -287,5 +331,8 @@ ROWS = (
     Row("behaviour", "buffers", buffers),
     Row("behaviour", "edits that move no version", silent_edits),
     Row("behaviour", "the caller's settings", settings),
+    Row("behaviour", "recurrent net that flattens", flattened),
+    Row("behaviour", "a device that the module names", names_a_device),
     Row("behaviour", "replicas on CPUs", on_cpus, gpus=1),
+    Row("behaviour", "module on the CPU", on_the_host, gpus=1),
 )

@@ -240,6 +240,37 @@ class Products(nn.Module):
         return x @ self.weight, (precision, os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
 
 
+class Flattens(nn.Module):
+    """A recurrent net whose forward gives its weights other memory on CUDA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 8, num_layers=2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The last layer's outputs."""
+        self.lstm.flatten_parameters()
+        out: Tensor = self.lstm(x)[0]
+        return out
+
+
+class Named(nn.Module):
+    """Computes on a device that it names.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.place = device
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input, scaled."""
+        return x.to(self.place) * self.scale
+
+
 class Stray(nn.Module):
     """Indexes out of bounds if the first entry of its chunk is below zero."""
 

@@ -37,7 +37,7 @@ from torch.multiprocessing import reductions
 from raydp_parallel.devices import trials
 from raydp_parallel.devices.ambient_state import ALLOCATOR
 from raydp_parallel.devices.buffers import Arena, Descriptor, SharedBuffer, new_lease, new_token
-from raydp_parallel.devices.cuda import DeviceBytes, has_memory, on_host, spoiled
+from raydp_parallel.devices.cuda import DeviceBytes, has_memory, on_host, parts_of, spoiled
 from raydp_parallel.devices.ranges import Attachment, MemoryRange
 from raydp_parallel.transport.links.inline import InlineLink
 from raydp_parallel.transport.links.link import Link, MappedBuffer, ReservedMemory
@@ -204,14 +204,10 @@ class DeviceArena(Arena):
         to it already, if that is given.
         """
         lent = self.take(size) if lent is None else lent
-        whole = lent.segment.tensor
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for piece, offset in zip(pieces, offsets, strict=True):
-            if piece.origin:
-                data = piece.origin.tensor
-                targets.append(whole[offset : offset + len(data)])
-                sources.append(data)
+        rows = [row for row, piece in enumerate(pieces) if piece.origin]
+        sources: list[Tensor] = [piece.origin.tensor for piece in pieces if piece.origin]
+        sizes = [pieces[row].size for row in rows]
+        targets = parts_of(lent.segment.tensor, [offsets[row] for row in rows], sizes)
         stream = torch.cuda.current_stream(self.device)
         # Another stream may still have to write what nothing read.
         lent.segment.written.wait(stream)

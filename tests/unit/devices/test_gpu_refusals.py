@@ -82,7 +82,7 @@ def test_the_answer_leaves_after_an_assertion_failed(
 
     monkeypatch.setattr(client._replica, "forward", forward)
     address, listener = handshake.listen(None) or pytest.fail("no sockets here")
-    serving = threading.Thread(target=client._serve, args=(None, listener), daemon=True)
+    serving = threading.Thread(target=client._serve, args=(None, listener, True), daemon=True)
     serving.start()
     line = Connection(address, lambda _buffers: None)
     line.send(0, [b"", METHODS["forward"], pack(None)])
