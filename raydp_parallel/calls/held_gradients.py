@@ -216,10 +216,12 @@ class _Trip:
         """End it."""
         self._ended.set()
 
-    def again(self, terms: Sequence[tuple[_Earlier, int]]) -> list[Term]:
+    def again(self, terms: Sequence[tuple[_Earlier, int]], loan: Loan) -> list[Term]:
         """Earlier gradients, given back after the trip."""
         if threading.get_ident() != self._thread:
-            self._ended.wait()
+            # An interrupt just before the trip leaves nothing that would end it.
+            while not self._ended.wait(1.0) and loan.runs:
+                pass
         return [Term(earlier.again(), row) for earlier, row in terms]
 
 

@@ -177,7 +177,7 @@ class Loan:
     """
 
     def __init__(
-        self, task: int, end: Callable[[], None], again: Callable[[], Sequence[Term]]
+        self, task: int, end: Callable[[], None], again: Callable[[Loan], Sequence[Term]]
     ) -> None:
         self.back: tuple[Term, ...] | None = None
         self.repaid = False
@@ -192,7 +192,7 @@ class Loan:
 
     def give_back(self) -> Sequence[Term]:
         """The terms, which something uses before the pass brings them, or in place of that."""
-        self.back = tuple(self._again())
+        self.back = tuple(self._again(self))
         return self.back
 
     def brought(self, to: Tensor) -> bool:

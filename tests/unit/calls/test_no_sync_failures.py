@@ -9,6 +9,7 @@ import copy
 import gc
 import itertools
 import pickle
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from mortal import Mortal, arm, armed, rows
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, Options
-from raydp_parallel.calls.held_gradients import HeldGradients
+from raydp_parallel.calls.held_gradients import HeldGradients, HeldPass
 from raydp_parallel.calls.remote_gradients import RemoteGradient
 from raydp_parallel.cluster.chunk_calls import GraphRecipe, RemoteGraph, steps
 from raydp_parallel.errors import GraphLost, StateChanged
@@ -174,6 +175,23 @@ def test_X7_gradients_that_change_while_a_backward_adds_to_them(hold: bool, act:
         torch.testing.assert_close(seen[0], first.clone())
         backward(plain, batch(1))
         assert_alike(net, plain)
+
+
+def test_X7_a_pass_that_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread, though an interrupt has kept the backward from saying so."""
+    net = small()
+    model = DataParallel(net, ["cpu", "cpu"], options=HERE)
+    backward(model, batch(0), hold=True)
+    loss = model(batch(1)).square().sum()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(HeldPass, "end", lambda _: None)
+        patch.setattr(Executor, "run", lambda *_: fail(KeyboardInterrupt))
+        loss.backward()
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(net[2].bias.grad.clone()), daemon=True)  # type: ignore[union-attr]
+    thread.start()
+    thread.join(60)
+    assert len(found) == 1
 
 
 class Fragile(nn.Module):
