@@ -356,6 +356,8 @@ def run(effort: Effort) -> Report:
     notes = [
         "Driver and replica are one process, which has one core for both. No GPU took part: its "
         "calls cost what a Python function costs, where CUDA's take 1 to 5 us.",
+        "The comparison of small buffers is the host's here. On a GPU it is one more wait in the "
+        "replica of a net with batch norm.",
     ]
     data = {"rows": rows, "columns": columns}
     question = "How long does the host work for each training step on a GPU?"
