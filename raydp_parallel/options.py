@@ -204,6 +204,11 @@ class Options:
                 "Options(compile=..., rng='per_sample'): compiled code makes its random numbers "
                 "itself, and not row by row"
             )
+        if self.buffers == "mean" and self.buffer_updates == "evaluation":
+            raise ValueError(
+                "Options(buffers='mean', buffer_updates='evaluation'): the mean would be over "
+                "buffers that were written at different times"
+            )
         self._check_gradient_dtype()
         self._check_gpu_paths()
         self._check_chunks()

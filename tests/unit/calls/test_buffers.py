@@ -244,3 +244,9 @@ def test_buffers_has_two_values() -> None:
     """All others are refused."""
     with pytest.raises(ValueError, match=r"buffers='last'.*first, mean"):
         Options(buffers="last")  # type: ignore[arg-type]
+
+
+def test_X8_buffers_that_replicas_get_late_have_no_mean() -> None:
+    """Each replica would write to those of another step."""
+    with pytest.raises(ValueError, match="different times"):
+        Options(buffers="mean", buffer_updates="evaluation")
