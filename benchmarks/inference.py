@@ -3,10 +3,11 @@
 `python -m benchmarks.inference` computes the same batches with a net that is bound by the CPU,
 interleaved: `map` on one replica, `map` on two, `map` on two with a loader that waits as long per
 batch as two replicas compute, a loop that calls the wrapper on two replicas, two Ray actors that
-are kept busy by hand, which is the floor for anything that sends batches by Ray, and Ray Data's
-`map_batches` with two actors. Each replica and each actor has one thread. Ray Data starts its
-actors anew each time; its time counts from when the first of them begins its first batch. All
-outputs are compared.
+are kept busy by hand, and Ray Data's `map_batches` with two actors. Each replica and each actor has
+one thread. Ray Data starts its actors anew each time; its time counts from when the first of them
+begins its first batch. All outputs are compared. The floor is the net in two processes that each
+compute half as many batches of their own, when told: two cores that share caches and memory are not
+twice one.
 
 A second table has training steps on two replicas of which one takes twice as long for a row: split
 evenly, split by `chunk_weights=(2, 1)`, which is ideal, and by ``"auto"`` after 20 steps. Their
@@ -18,12 +19,15 @@ driver has none of its own: the net is deep enough that this does not decide.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import logging
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -39,7 +43,7 @@ WIDTH, ROWS, LAYERS = 1024, 128, 12
 _ROUNDS = 12
 ONE, TWO, LOADED = "one replica", "two replicas", "two replicas, a loader as slow"
 LOOP, RAY_DATA = "two replicas, a loop of calls", "Ray Data, two actors"
-BY_HAND = "two Ray actors, by hand"
+BY_HAND, FLOOR = "two Ray actors, by hand", "two processes, alone"
 EVEN, IDEAL, AUTO = "even", "(2, 1)", "auto, after 20 steps"
 _STEPS = 20
 _LIMIT_TWO = 1 / 0.95
@@ -113,6 +117,42 @@ def by_hand(net: nn.Module, batches: list[Tensor], check: Callable[[float], None
     return run
 
 
+@contextlib.contextmanager
+def alone_in_processes(count: int) -> Iterator[Callable[[], None]]:
+    """A contender that lets processes compute so many batches together, and carries none."""
+    context = multiprocessing.get_context("spawn")
+    lines = []
+    for _ in range(REPLICAS):
+        here, there = context.Pipe()
+        arguments = (there, count // REPLICAS)
+        context.Process(target=compute_when_told, args=arguments, daemon=True).start()
+        lines.append(here)
+
+    def run() -> None:
+        for line in lines:
+            line.send(True)
+        for line in lines:
+            line.recv()
+
+    try:
+        yield run
+    finally:
+        for line in lines:
+            line.send(False)
+
+
+def compute_when_told(line: Connection, count: int) -> None:
+    """Compute so many batches for each word that comes."""
+    torch.set_num_threads(1)
+    net = deep(WIDTH, LAYERS).eval()
+    batches = torch.randn(count, ROWS, WIDTH)
+    with torch.no_grad():
+        while line.recv():
+            for x in batches:
+                net(x)
+            line.send(None)
+
+
 class Slowed(nn.Module):
     """Computes twice in one process.
 
@@ -181,7 +221,10 @@ def measure(effort: Effort) -> tuple[dict[str, float], int]:
             raise RuntimeError(f"other outputs: they add up to {total}, expected {expected}")
 
     options = raydp_parallel.Options(threads=1)
-    with raydp_parallel.Executor(["cpu"] * REPLICAS, options=options) as executor:
+    with (
+        raydp_parallel.Executor(["cpu"] * REPLICAS, options=options) as executor,
+        alone_in_processes(count) as floor,
+    ):
         one = raydp_parallel.DataParallel(net, ["cpu"], executor=executor)
         two = raydp_parallel.DataParallel(net, executor=executor)
 
@@ -206,6 +249,7 @@ def measure(effort: Effort) -> tuple[dict[str, float], int]:
             LOADED: lambda: mapped(two, slow),
             LOOP: called,
             BY_HAND: by_hand(net, batches, check),
+            FLOOR: floor,
         }
         if importlib.util.find_spec("pyarrow") is not None:
             contenders[RAY_DATA] = ray_data(net, batches, check)
