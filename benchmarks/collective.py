@@ -23,7 +23,7 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 
-from benchmarks.measure import Asked, Effort, Report, Table, alone, interleaved
+from benchmarks.measure import Asked, Effort, Report, Table, alone, interleaved, use_niceness
 from benchmarks.nets import MLP_ADAMW, perceptron
 from benchmarks.peers import IN_REPLICAS
 from benchmarks.peers.base import Peer
@@ -208,6 +208,7 @@ def _turn(peer: Peer, steps: int) -> float:
 
 def main() -> None:
     """Start two nodes, and measure."""
+    use_niceness()
     head = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False, "object_store_memory": _STORE}
     cluster = Cluster(initialize_head=True, head_node_args=head)
 
