@@ -193,7 +193,7 @@ def test_T8_buffers_for_an_evaluation(two: Executor, dies: int | None) -> None:
         ("test_train_in_replicas.py", "T2_a_death and 2-"),
         ("test_train_in_replicas.py", "T2_newcomers and memory"),
         ("test_train_in_replicas.py", "T5 and collective"),
-        ("test_train_combined.py", "T8"),
+        ("test_train_combined.py", "T8 and not on_two_nodes"),
     ],
 )
 def test_T1_on_two_nodes(file: str, rows: str) -> None:
