@@ -8,6 +8,7 @@ whatever is in the tensors.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Iterator
@@ -124,10 +125,8 @@ class ProcessGroupNCCL:
         """Torch's: all operations end."""
         log.append("abort")
         self.aborted = True
-        kept.append(self._gloo)  # whose own end would wait for what is under way
-
-
-kept: list[Any] = []
+        # Never freed: gloo's end would wait for what is under way, if only when Python ends.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
 
 
 def install() -> None:
