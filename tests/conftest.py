@@ -42,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make the chosen link the default; and one thread in each replica, as in the tests' own
-    computations.
+    computations. Tests may end as many replicas as they like.
     """
     from raydp_parallel import Options
 
@@ -50,7 +50,9 @@ def pytest_configure(config: pytest.Config) -> None:
     _nodes = config.getoption("--nodes")
     if config.getoption("--record"):
         config.pluginmanager.register(Record(config.getoption("--record")))
-    Options.__init__.__kwdefaults__.update(link=config.getoption("--link"), threads=1)
+    Options.__init__.__kwdefaults__.update(
+        link=config.getoption("--link"), threads=1, max_restarts_per_hour=10_000
+    )
     # A shell starts what runs in the background with SIGINT ignored, and tests of Ctrl-C would wait
     # for ever.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -77,8 +79,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="with --link shared nothing is copied"))
 
 
-def pytest_collection_finish() -> None:
-    """Leave what was imported out of each later look for cycles: some tests ask for many."""
+@pytest.fixture(scope="module", autouse=True)
+def imports_apart() -> None:
+    """Leave what was imported up to this file out of each later look for cycles, which would take
+    0.3 s: some tests ask for many.
+    """
     gc.collect()
     gc.freeze()
 
@@ -99,8 +104,8 @@ class Executors:
     """Executors that tests share, because a replica takes seconds to start: one for each number of
     CPU replicas and for each `Options`.
 
-    A test may end replicas of those alone whose ``max_restarts_per_hour`` it gives; none closes
-    one. What it counts, it counts from where it begins.
+    No test closes one, or ends replicas of one that is not named ``"killable"``. What it counts, it
+    counts from where it begins.
     """
 
     def __init__(self) -> None:
@@ -117,6 +122,7 @@ class Executors:
             found = raydp_parallel.Executor(["cpu"] * count, options=key[1])
             self._made[key] = found
         found.grow(120)  # an earlier test may have ended a replica
+        assert len(found.replicas()) == count, "an earlier test has added replicas"
         return found
 
     def close(self) -> None:
@@ -131,6 +137,20 @@ def executors(cluster: None) -> Iterator[Executors]:
     made = Executors()
     yield made
     made.close()
+
+
+@pytest.fixture
+def two(executors: Executors) -> Any:
+    """An executor with two replicas."""
+    return executors()
+
+
+@pytest.fixture
+def killable(executors: Executors) -> Any:
+    """An executor with two replicas that a test ends: others than those of `two`, so that the tests
+    after it need not wait until the next ones have started.
+    """
+    return executors(name="killable")
 
 
 def start_ray(**options: object) -> None:

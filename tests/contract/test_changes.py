@@ -783,13 +783,14 @@ def test_a_flag_costs_no_contents(sent: Any) -> None:
 def test_an_edit_behind_versions_costs_one_rerun(sent: Any) -> None:
     """Contents are checked while the replicas run; only a difference runs the forward again."""
     net = nn.Linear(4, 4)
-    model = DataParallel(net, CPUS)
-    model(torch.ones(4, 4))
+    model, x = DataParallel(net, CPUS), torch.ones(4, 4)
+    model(x)
     reruns = sent(model)[2]
     net.weight.data.mul_(2)
-    assert torch.equal(model(torch.ones(4, 4)), net(torch.ones(4, 4)))
+    # By chunks: torch's kernels for two rows and for four differ by the last bit.
+    assert torch.equal(model(x), torch.cat([net(part) for part in x.chunk(2)]))
     assert sent(model)[2] == reruns + 1
-    model(torch.ones(4, 4))
+    model(x)
     assert sent(model)[2] == reruns + 1
 
 
@@ -1080,7 +1081,7 @@ NOT_UPSTREAM_WITH_GRAD = (
     "foreach",
     "written and restored",
 )
-"""What torch refuses in upstream's replica 0, whose parameters are views."""
+"""What torch refuses in upstream's replica 0, as its parameters are views."""
 
 
 def by_the_contract(net: Any, x: Tensor) -> Tensor:
@@ -1232,7 +1233,7 @@ class Saving(nn.Module):
 
 
 def test_forwards_with_weights_of_different_times() -> None:
-    """An optimizer step between two forwards whose backwards come later: each graph saw its own
+    """An optimizer step between two forwards with backwards that come later: each graph saw its own
     weights.
     """
     net = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 1, bias=False))
@@ -1324,7 +1325,7 @@ class Lambda(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A recurrent net whose weights are parametrized."""
+    """A recurrent net with parametrized weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1475,7 +1476,7 @@ def test_edits_of_tensors_of_other_layouts_are_seen(name: str) -> None:
 
 
 class ScriptedState(nn.Module):
-    """A module whose script keeps plain attributes."""
+    """A module of which the script keeps plain attributes."""
 
     def __init__(self) -> None:
         super().__init__()

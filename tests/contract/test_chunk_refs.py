@@ -40,7 +40,6 @@ from raydp_parallel.transport.direct_connection import Connection
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
-PLENTY: dict[str, Any] = {"max_restarts_per_hour": 10_000}
 WAYS: dict[str, dict[str, Any]] = {
     "line": {},
     "calls of Ray": {"direct_line": False},
@@ -371,13 +370,12 @@ def test_T7_objects_are_released(executors: Any, way: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("moment", ["forward 1", "late forward 0", "backward 0", "backward 1"])
-def test_T7_a_death_changes_no_bit(executors: Any, tmp_path: Path, moment: str) -> None:
+def test_T7_a_death_changes_no_bit(killable: Executor, tmp_path: Path, moment: str) -> None:
     """The replica that stands in gets the objects, too."""
-    executor: Executor = executors(2, **PLENTY)
     results = []
     for dies in (False, True):
         torch.manual_seed(2)
-        model = DataParallel(Mortal(Everything(), tmp_path), executor=executor)
+        model = DataParallel(Mortal(Everything(), tmp_path), executor=killable)
         optimizer = torch.optim.Adam(model.parameters(), 0.01)
         losses = []
         for number in range(4):
@@ -388,7 +386,6 @@ def test_T7_a_death_changes_no_bit(executors: Any, tmp_path: Path, moment: str) 
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
-        executor.grow()
         results.append([t.clone() for t in (*losses, *model.state_dict().values())])
     assert not armed(tmp_path)
     assert same(*results)
@@ -482,7 +479,7 @@ def test_T7_a_step_that_moves_only_losses(executors: Any, counted: Counted) -> N
     """
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(500, 500), nn.Tanh(), nn.Linear(500, 3))
-    model = DataParallel(module, executor=executors(2, link="collective"))
+    model = DataParallel(module, executor=executors(2, link="collective", name="killable"))
     optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
     criterion_model = model.with_loss(nn.CrossEntropyLoss())
     x, y = put(torch.randn(500, 500), 250, 250), put(torch.randint(0, 3, (500,)), 250, 250)

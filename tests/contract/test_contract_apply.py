@@ -166,7 +166,7 @@ class Pointed(Exception):
 
 
 class Raises(nn.Module):
-    """Raises what it is told, in the chunks whose first value is in its list."""
+    """Raises what it is told, in the chunks that begin with a value of its list."""
 
     def __init__(self, make: Callable[[], BaseException], rows: tuple[int, ...] = (0, 1)) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ class Marks(nn.Module):
 def test_A5_the_lowest_replica_wins_and_the_others_ran(
     rows: tuple[int, ...], tmp_path: Any
 ) -> None:
-    """Whoever is done first; what the others did stays done."""
+    """Whichever is done first; what the others did stays done."""
     model = DataParallel(Marks(str(tmp_path), rows), ["cpu"] * 3)
     error = raised(lambda: model(torch.arange(3.0).view(3, 1)))
     assert f"in replica {rows[0]} on device cpu" in str(error)
@@ -348,7 +348,7 @@ class Dies(nn.Module):
 @pytest.mark.long
 def test_A7_a_process_that_ends_is_a_named_error_and_is_replaced(executors: Any) -> None:
     """os._exit: which replica; the next call has a new one, the other stays."""
-    executor = executors(on_fault="raise", max_restarts_per_hour=10_000)
+    executor = executors(on_fault="raise")
     model = DataParallel(Dies(), executor=executor)
     assert model(torch.tensor([[5.0], [6.0]])).tolist() == [[5.0], [6.0]]
     before = [replica.pid for replica in executor.replicas()]
@@ -909,7 +909,7 @@ class OwnGenerator(nn.Module):
 
 
 def test_A10_a_generator_that_the_module_holds() -> None:
-    """It is a plain attribute: each forward starts from the master's, whose edits are seen."""
+    """It is a plain attribute: each forward starts from the master's, of which edits are seen."""
     net = OwnGenerator()
     model = DataParallel(net, CPUS)
     first = model(torch.ones(4, 1))

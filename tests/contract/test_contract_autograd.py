@@ -464,7 +464,7 @@ def test_B1_batch_along_another_dimension():
 
 
 def test_B1_expanded_input():
-    """An input whose rows share memory: its leaf gets the sum over rows."""
+    """An input with rows that share memory: its leaf gets the sum over rows."""
 
     def use(model):
         x = leaf(1, 3)
@@ -1068,7 +1068,7 @@ def test_B6_a_hook_made_in_forward_sees_the_sum(replicas, order):
 
 
 class ClippedSquare(nn.Module):
-    """The square of a product, whose gradient is clipped by a hook."""
+    """The square of a product, with a gradient that is clipped by a hook."""
 
     def __init__(self):
         super().__init__()
@@ -1215,7 +1215,7 @@ class Trap(Function):
 
     @staticmethod
     def backward(ctx, grad):
-        raise ValueError("nobody asked for this gradient")
+        raise ValueError("nothing asked for this gradient")
 
 
 class Trapped(nn.Module):
@@ -1238,7 +1238,7 @@ def test_B6_subset_computes_only_what_was_asked(create_graph):
         last = list(model.parameters())[2:]
         out = model(data(4, 3)).square().sum()
         found = torch.autograd.grad(out, last, retain_graph=True, create_graph=create_graph)
-        assert "nobody asked" in str(raised(out.backward))
+        assert "nothing asked" in str(raised(out.backward))
         model.zero_grad()
         return found
 
@@ -1472,7 +1472,7 @@ def test_B8_unused_output_costs_nothing():
 
 @pytest.mark.parametrize("rows", [slice(0, 2), slice(3, 4), slice(1, 5)])
 def test_B9_loss_on_a_slice(rows):
-    """Replicas whose rows are unused receive zero gradients."""
+    """Replicas with unused rows receive zero gradients."""
 
     def use(model):
         x = leaf(6, 3)
@@ -2704,7 +2704,7 @@ def test_two_wrapped_models_in_one_graph():
 
 
 class Block(nn.Module):
-    """A model whose middle may be wrapped."""
+    """A model with a middle that may be wrapped."""
 
     def __init__(self, middle):
         super().__init__()
@@ -2717,7 +2717,7 @@ class Block(nn.Module):
 
 
 def test_wrapped_block_at_second_order():
-    """A penalty through a model whose middle block is wrapped."""
+    """A penalty through a model with a wrapped middle block."""
     plain = Block(mlp())
     ours = copy.deepcopy(plain)
     ours.middle = wrap(ours.middle)

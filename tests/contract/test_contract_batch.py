@@ -199,7 +199,7 @@ def test_S9_what_is_no_tensor_is_equal_in_every_replica(leaf: Any) -> None:
 
 
 def test_S10_objects_among_the_arguments_are_copies() -> None:
-    """A deviation: upstream's replicas share them with the caller, who sees what forward does to
+    """A deviation: upstream's replicas share them with the caller, which sees what forward does to
     them.
     """
 

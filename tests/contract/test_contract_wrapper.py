@@ -108,7 +108,7 @@ class Number(nn.Module):
 
 
 class HalfUsed(nn.Module):
-    """Has a parameter that nobody uses."""
+    """Has a parameter that is not used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ def test_C6_balanced_or_cpu_is_not_warned() -> None:
 
 
 def test_C6_is_told_when_replicas_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By whoever starts them: what the GPUs are is known from their processes."""
+    """By the program that starts them: what the GPUs are is known from their processes."""
     hellos = [_gpu(100, 10), _gpu(50, 10)]
 
     def start(_backend: InProcessBackend, places: Any) -> dict[Any, Any]:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 
 class MaxNormConv(nn.Conv2d):
-    """A convolution whose filters are kept short, as those of EEGNet."""
+    """A convolution with filters that are kept short, as those of EEGNet."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.weight.data = torch.renorm(self.weight.data, p=2, dim=0, maxnorm=0.7)
@@ -147,7 +147,7 @@ def test_F5_R6_replaced_data_stays_where_upstream_keeps_it(
 
 
 def test_F5_the_master_gets_other_memory_as_upstream() -> None:
-    """Who kept the old data keeps what it was, and a tied tensor is tied no more."""
+    """What kept the old data keeps what it was, and a tied tensor is tied no more."""
     net = Replaces("buffer")
     net.register_buffer("tied", net.mean.view(3, 1))
     old = net.mean.data
@@ -228,7 +228,7 @@ def test_B10_replaced_in_a_checkpoint(devices: int, reentrant: bool) -> None:
 def test_a_death_changes_nothing(moment: str, devices: int, tmp_path: Path, executors: Any) -> None:
     """The graph is made again of what forward found, though forward replaced it."""
     weights, net = [], Both()
-    executor = mortal.whole(executors(devices, max_restarts_per_hour=10_000))
+    executor = executors(devices, name="killable")
     for moments in ([], [moment]):
         folder = tmp_path / str(len(moments))
         folder.mkdir()

@@ -86,7 +86,7 @@ class Strange(nn.Module):
 
 
 def value(draw: random.Random, rows: int, depth: int) -> Any:
-    """Something that somebody may pass to a module."""
+    """Something that a program may pass to a module."""
     kind = draw.choice(
         ["tensor"] * 6 + ["leaf"] * 3 + ["list", "tuple", "dict"] * (2 if depth else 0)
     )
@@ -207,7 +207,7 @@ def test_random_calls(calls: int, executors: Any) -> None:
     assert {"ValueError", "TransferError", "ZeroDivisionError", "ReplicaExit"} <= results.keys()
 
 
-SHORT, ALL = 50, 300
+SHORT, ALL = 20, 300
 
 
 @pytest.mark.parametrize(

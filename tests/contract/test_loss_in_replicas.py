@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import assert_same_grads, raised
+from harness import assert_same_grads, optimizer_of, raised
 from mortal import Everything, Mortal, arm, armed, fate, rows, same
 from torch import Tensor, nn
 
@@ -25,7 +25,6 @@ from raydp_parallel.calls import synced_call
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
-PLENTY: dict[str, Any] = {"max_restarts_per_hour": 10_000}
 ROWS = 7
 """In three chunks of 3, 3 and 1 rows."""
 
@@ -188,7 +187,7 @@ def test_T6_the_loss_is_that_of_the_whole_batch(executors: Any, replicas: int, n
     torch.manual_seed(0)
     case = CASES[name]
     plain = Head(case.shape, case.last).double()
-    model = DataParallel(copy.deepcopy(plain), executor=executors(replicas, **PLENTY))
+    model = DataParallel(copy.deepcopy(plain), executor=executors(replicas))
     x = torch.randn(ROWS, 5, dtype=torch.float64)
     torch.set_default_dtype(torch.float64)
     try:
@@ -221,7 +220,7 @@ def test_T6_parameters_of_a_criterion_get_gradients(executors: Any, steps: bool)
     """They stay here, with an optimizer of their own; also beside one in the replicas."""
     plain, criterion = Head((3,)), Margin()
     copies = copy.deepcopy(plain), copy.deepcopy(criterion)
-    model = DataParallel(plain, executor=executors(3, **PLENTY))
+    model = DataParallel(plain, executor=executors(3))
     found = model.with_loss(criterion, reduction="mean")
     made = model.optimizer if steps else torch.optim.SGD
     optimizers = [
@@ -255,11 +254,11 @@ def words(_out: Tensor, y: Tensor) -> Tensor:
 
 
 def test_T6_a_count_says_what_a_mean_is_over(executors: Any) -> None:
-    """Also where a chunk counts nothing, whose mean is no number."""
+    """Also where a chunk counts nothing, so that its mean is no number."""
     plain = Head((6, 4)).double()
     y = torch.randint(0, 4, (ROWS, 6))
     y[0, 2:], y[3:] = -1, -1
-    model = DataParallel(copy.deepcopy(plain), executor=executors(3, **PLENTY))
+    model = DataParallel(copy.deepcopy(plain), executor=executors(3))
     case = Case(of_words, lambda: (y,))
     x = torch.randn(ROWS, 5).double()
     compared(model.with_loss(of_words, count=words), plain, case, x)
@@ -271,7 +270,7 @@ def test_T6_a_count_says_what_a_mean_is_over(executors: Any) -> None:
 def test_T6_a_function_of_ones_own_says_what_it_gives(executors: Any, reduction: str) -> None:
     """A closure with a tensor that gets a gradient, of several targets and a tuple of outputs."""
     plain = Head((4,), lambda out: (out, {"square": out.square()})).double()
-    model = DataParallel(copy.deepcopy(plain), executor=executors(3, **PLENTY))
+    model = DataParallel(copy.deepcopy(plain), executor=executors(3))
     scale = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
 
     def criterion(out: Any, y: Tensor, weight: Tensor) -> Tensor:
@@ -302,7 +301,7 @@ def test_T6_targets_by_keyword(executors: Any) -> None:
             return self.linear(x) * scale + flag
 
     plain = Both()
-    model = DataParallel(copy.deepcopy(plain), executor=executors(3, **PLENTY))
+    model = DataParallel(copy.deepcopy(plain), executor=executors(3))
     x, scale, y = torch.randn(ROWS, 5), torch.rand(ROWS, 1), torch.randint(0, 4, (ROWS,))
     expected = F.cross_entropy(plain(x, scale=scale, flag=True), y)
     for targets in ("labels", ["labels"], ("labels",)):
@@ -321,7 +320,7 @@ def test_T6_a_model_output_of_transformers(executors: Any) -> None:
     transformers = pytest.importorskip("transformers")
     output = transformers.modeling_outputs.SequenceClassifierOutput
     plain = Head((4,), lambda out: output(loss=out.mean(), logits=out))
-    model = DataParallel(copy.deepcopy(plain), executor=executors(2, **PLENTY))
+    model = DataParallel(copy.deepcopy(plain), executor=executors(2))
     x, y = torch.randn(ROWS, 5), torch.randint(0, 4, (ROWS,))
     found = model.with_loss(lambda out, y: F.cross_entropy(out.logits, y), reduction="mean")
     torch.testing.assert_close(found(x, y), F.cross_entropy(plain(x).logits, y))
@@ -351,7 +350,7 @@ class Similar(nn.CrossEntropyLoss):
 def test_T6_it_has_to_be_known_how_losses_add_up(executors: Any) -> None:
     """Or the error says what to give."""
     net = Head()
-    model = DataParallel(net, executor=executors(3, **PLENTY))
+    model = DataParallel(net, executor=executors(3))
     for own in (lambda out, y: out.mean(), Strange(), functools.partial(of_words)):
         with pytest.raises(ValueError, match=r"give reduction='mean'.*compares rows"):
             model.with_loss(own)
@@ -396,7 +395,7 @@ def penalty(net: nn.Module, out: Tensor, _y: Tensor) -> Tensor:
 def test_T6_parameters_of_the_model_are_refused_wherever_they_are(executors: Any) -> None:
     """They would be sent as they are here, where they lack the steps that replicas have made."""
     net = Head()
-    model = DataParallel(net, executor=executors(2, **PLENTY))
+    model = DataParallel(net, executor=executors(2))
     x, y = torch.randn(4, 5), torch.arange(4)
     refused: list[tuple[Any, Any]] = [
         (lambda out, y: F.cross_entropy(out, y) + penalty(net, out, y), None),
@@ -427,7 +426,7 @@ def test_T6_parameters_of_the_model_are_refused_wherever_they_are(executors: Any
 def test_T6_what_a_call_cannot_do_is_refused(executors: Any) -> None:
     """Where the loss of the chunks would be another one than that of the batch."""
     x, y = torch.randn(8, 5), torch.randn(8)
-    executor = executors(2, **PLENTY)
+    executor = executors(2)
     lengths = torch.ones(8).long(), torch.full((8,), 4), torch.ones(8).long()
     times_first = Head((4, 4), lambda out: out.log_softmax(2).transpose(0, 1))
     refused: list[tuple[nn.Module, Any, tuple[Any, ...], str]] = [
@@ -483,7 +482,7 @@ def test_T6_what_a_call_cannot_do_is_refused(executors: Any) -> None:
 def test_T6_few_rows(executors: Any, batch: int) -> None:
     """As many chunks as there are rows; of none the mean is no number, as torch's."""
     plain = Head().double()
-    model = DataParallel(copy.deepcopy(plain), executor=executors(3, **PLENTY))
+    model = DataParallel(copy.deepcopy(plain), executor=executors(3))
     x, y = torch.randn(batch, 5).double(), torch.randn(batch, 4).double()
     for criterion in (nn.MSELoss(), nn.CrossEntropyLoss(), nn.CrossEntropyLoss(reduction="sum")):
         loss, expected = model.with_loss(criterion)(x, y), criterion(plain(x), y)
@@ -495,7 +494,7 @@ def test_T6_few_rows(executors: Any, batch: int) -> None:
 def test_T6_it_is_the_wrapper_with_a_loss(executors: Any) -> None:
     """One master, one executor, the same names in state_dict; pickled, copied, chosen again."""
     net = Head()
-    model = DataParallel(net, executor=executors(2, **PLENTY))
+    model = DataParallel(net, executor=executors(2))
     called: list[str] = []
     model.register_forward_hook(lambda *_: called.append("outputs"))
     found = model.with_loss(nn.MSELoss())
@@ -562,7 +561,7 @@ def compared_loosely(
 
 def test_T6_no_output_travels(executors: Any) -> None:
     """A megabyte of outputs stays in the replicas, and so does its gradient."""
-    model = DataParallel(Head((1000,)), executor=executors(2, **PLENTY))
+    model = DataParallel(Head((1000,)), executor=executors(2))
     x, y = torch.randn(256, 5), torch.randint(0, 1000, (256,))
     found = model.with_loss(nn.CrossEntropyLoss())
     found(x, y).backward()
@@ -582,7 +581,7 @@ def carried(model: DataParallel[Any]) -> int:
 def test_T6_derivatives_of_any_order(executors: Any) -> None:
     """A gradient penalty, and a gradient of the target."""
     plain = Head((4,), lambda out: out.tanh()).double()
-    model = DataParallel(copy.deepcopy(plain), executor=executors(3, **PLENTY))
+    model = DataParallel(copy.deepcopy(plain), executor=executors(3))
     x = torch.randn(ROWS, 5, dtype=torch.float64)
     y = torch.randn(ROWS, 4, dtype=torch.float64)
     results = []
@@ -603,7 +602,7 @@ def test_T6_derivatives_of_any_order(executors: Any) -> None:
 def test_T6_half_precision(executors: Any, dtype: torch.dtype) -> None:
     """A sum that would be infinite in half precision; the loss has the criterion's dtype."""
     plain = Head().to(dtype)
-    model = DataParallel(copy.deepcopy(plain), executor=executors(3, **PLENTY))
+    model = DataParallel(copy.deepcopy(plain), executor=executors(3))
     x, y = torch.randn(3000, 5).to(dtype), torch.full((3000, 4), 12.0).to(dtype)
     loss = model.with_loss(nn.MSELoss())(x, y)
     assert loss.dtype == dtype and loss.isfinite()
@@ -617,7 +616,7 @@ def test_T6_half_precision(executors: Any, dtype: torch.dtype) -> None:
 def test_T6_autocast(executors: Any) -> None:
     """The caller's holds for the criterion, too."""
     plain = Head()
-    model = DataParallel(copy.deepcopy(plain), executor=executors(3, **PLENTY))
+    model = DataParallel(copy.deepcopy(plain), executor=executors(3))
     x, y = torch.randn(ROWS, 5), torch.randint(0, 4, (ROWS,))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = model.with_loss(nn.CrossEntropyLoss())(x, y)
@@ -629,15 +628,15 @@ def test_T6_autocast(executors: Any) -> None:
 def test_T6_chunks_of_chosen_sizes_and_other_options(executors: Any) -> None:
     """Weights of chunks, compiled modules, scalars, unused parameters, capture, and map."""
     x, y = torch.randn(10, 5), torch.randint(0, 4, (10,))
-    executor = executors(2, **PLENTY)
+    executor = executors(2)
     plain = Head()
     expected = F.cross_entropy(plain(x), y)
     for options in (
-        Options(chunk_weights=(4, 1), **PLENTY),
-        Options(scalars="weighted_mean", **PLENTY),
-        Options(scalars="mean", unused_grads="none", **PLENTY),
-        Options(compile={"backend": "eager"}, **PLENTY),
-        Options(rng="per_sample", **PLENTY),
+        Options(chunk_weights=(4, 1)),
+        Options(scalars="weighted_mean"),
+        Options(scalars="mean", unused_grads="none"),
+        Options(compile={"backend": "eager"}),
+        Options(rng="per_sample"),
     ):
         model = DataParallel(copy.deepcopy(plain), executor=executor, options=options)
         compared_loosely(model.with_loss(nn.CrossEntropyLoss()), plain, F.cross_entropy, x, y)
@@ -656,7 +655,7 @@ def test_T6_synchronised_batch_norm(executors: Any) -> None:
     """Then all is as on the whole batch, with chunks of other sizes too."""
     plain = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)).double()
     synced = convert_sync_batchnorm(copy.deepcopy(plain))
-    model = DataParallel(synced, executor=executors(3, **PLENTY))
+    model = DataParallel(synced, executor=executors(3))
     case = Case(nn.CrossEntropyLoss(), classes)
     compared(model.with_loss(case.criterion), plain, case, torch.randn(ROWS, 5).double())
 
@@ -669,7 +668,7 @@ def test_T6_synchronised_batch_norm_where_a_chunk_counts_nothing(
     monkeypatch.setattr(synced_call, "_PATIENCE", 10.0)
     plain = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
     net = convert_sync_batchnorm(copy.deepcopy(plain))
-    model = DataParallel(net, executor=executors(2, **PLENTY))
+    model = DataParallel(net, executor=executors(2))
 
     def criterion(out: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(out, y, reduction="sum") / (y != -100).sum().clamp(min=guard)
@@ -683,14 +682,14 @@ def test_T6_along_another_dimension(executors: Any) -> None:
     """Where each element has a loss."""
     plain = nn.LSTM(5, 4)
     x, y = torch.randn(3, 7, 5), torch.randn(3, 7, 4)
-    model = DataParallel(copy.deepcopy(plain), executor=executors(3, **PLENTY), dim=1)
+    model = DataParallel(copy.deepcopy(plain), executor=executors(3), dim=1)
 
     def first(out: Any, y: Tensor) -> Tensor:
         return F.smooth_l1_loss(out[0], y)
 
     found = model.with_loss(first, reduction="mean")
     torch.testing.assert_close(found(x, y), first(plain(x), y))
-    model = DataParallel(nn.Sequential(nn.Linear(5, 4)), executor=executors(3, **PLENTY), dim=1)
+    model = DataParallel(nn.Sequential(nn.Linear(5, 4)), executor=executors(3), dim=1)
     criterion = nn.SmoothL1Loss()
     torch.testing.assert_close(model.with_loss(criterion)(x, y), criterion(model.module(x), y))
 
@@ -708,13 +707,10 @@ def test_T6_training(executors: Any, replicas: int, inside: bool) -> None:
     for with_loss in (False, True):
         torch.manual_seed(1)
         net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
-        model = DataParallel(net.double(), executor=executors(replicas, **PLENTY))
+        model = DataParallel(net.double(), executor=executors(replicas))
         criterion = nn.CrossEntropyLoss(ignore_index=1)
         found = model.with_loss(criterion)
-        if inside:
-            optimizer: Any = model.optimizer(torch.optim.AdamW, lr=0.01)
-        else:
-            optimizer = torch.optim.AdamW(found.parameters(), 0.01)
+        optimizer = optimizer_of(model, inside, torch.optim.AdamW, lr=0.01)
         losses = []
         for step in range(6):
             optimizer.zero_grad()
@@ -752,20 +748,15 @@ class Loss(nn.Module):
 )
 @pytest.mark.parametrize("inside", [False, True])
 def test_T6_a_death_changes_no_bit(
-    executors: Any, tmp_path: Path, moment: str, inside: bool
+    killable: Executor, tmp_path: Path, moment: str, inside: bool
 ) -> None:
     """In forward, in the criterion, in backward."""
-    executor: Executor = executors(2, **PLENTY)
     results = []
     for dies in (False, True):
         torch.manual_seed(2)
-        model = DataParallel(Mortal(Everything(), tmp_path), executor=executor)
+        model = DataParallel(Mortal(Everything(), tmp_path), executor=killable)
         found = model.with_loss(Loss(tmp_path), reduction="mean")
-        optimizer: Any = (
-            model.optimizer(torch.optim.Adam, lr=0.01)
-            if inside
-            else torch.optim.Adam(model.parameters(), 0.01)
-        )
+        optimizer = optimizer_of(model, inside, torch.optim.Adam, lr=0.01)
         losses = []
         for number in range(4):
             if dies and number == 2:
@@ -775,7 +766,6 @@ def test_T6_a_death_changes_no_bit(
             loss.backward()
             optimizer.step()
             losses.append(loss.detach())
-        executor.grow()
         results.append([t.clone() for t in (*losses, *found.state_dict().values())])
     assert not armed(tmp_path)
     assert same(*results)

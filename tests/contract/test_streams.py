@@ -1,4 +1,6 @@
-"""Modules that hold the process's streams, and objects whose `__getattr__` asks another object."""
+"""Modules that hold the process's streams, and objects with a `__getattr__` that asks another
+object.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,7 @@ class Uses(nn.Module):
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("name", ["stdout", "stderr", "__stdout__", "__stderr__"])
 def test_a_replica_has_its_own_streams(name: str) -> None:
-    """Also that of before somebody put another in its place; and the forward after it sends nothing
+    """Also that of before another was put in its place; and the forward after it sends nothing
     again.
     """
     model = DataParallel(Holds(getattr(sys, name)), ["cpu", "cpu"])

@@ -9,20 +9,17 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import raised
+from harness import optimizer_of, raised
 from mortal import same
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, Options, convert_sync_batchnorm
 
-PLENTY = Options(max_restarts_per_hour=10_000)
 HERE = Path(__file__).parent
 
 
@@ -38,11 +35,13 @@ class Net(nn.Module):
         return self.last(torch.dropout(hidden, 0.3, self.training))
 
 
-@pytest.fixture(scope="module", params=["auto", "collective"])
-def two(cluster: None, request: pytest.FixtureRequest) -> Iterator[Executor]:
-    """Two replicas, that may die."""
-    with Executor(["cpu"] * 2, options=replace(PLENTY, link=request.param)) as executor:
-        yield executor
+LINKS = ("auto", "collective")
+
+
+@pytest.fixture(params=LINKS)
+def two(executors: Any, request: pytest.FixtureRequest) -> Executor:
+    """Two replicas that may die, of both ways to sum gradients."""
+    return executors(link=request.param, name="killable")  # type: ignore[no-any-return]
 
 
 def train(executor: Executor, inside: bool, how: dict[str, Any], dies: bool) -> list[Tensor]:
@@ -55,13 +54,9 @@ def train(executor: Executor, inside: bool, how: dict[str, Any], dies: bool) -> 
     if how.pop("synchronised", False):
         net = convert_sync_batchnorm(net)
     with_loss = how.pop("with_loss", False)
-    options = replace(PLENTY, link=executor.options.link, **how)
+    options = Options(link=executor.options.link, **how)
     model = DataParallel(net, executor=executor, options=options)
-    optimizer: Any
-    if inside:
-        optimizer = model.optimizer(torch.optim.AdamW, lr=0.01)
-    else:
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    optimizer = optimizer_of(model, inside, torch.optim.AdamW, lr=0.01)
     criterion = model.with_loss(nn.CrossEntropyLoss()) if with_loss else None
     found: list[Tensor] = []
     for step in range(5):
@@ -96,8 +91,20 @@ COMBINED: dict[str, dict[str, Any]] = {
 }
 
 
+MORE = ("weights", "rng", "compiled")
+"""Those that are tried with ``--long`` alone where replicas sum gradients among themselves."""
+
+
 @pytest.mark.parametrize("dies", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", COMBINED)
+@pytest.mark.parametrize(
+    ("two", "name"),
+    [
+        pytest.param(link, name, marks=[pytest.mark.long] * (link != "auto" and name in MORE))
+        for link in LINKS
+        for name in COMBINED
+    ],
+    indirect=["two"],
+)
 def test_T1_with_other_options(name: str, dies: bool, two: Executor) -> None:
     """What a wrapper may ask for besides; where that cannot be, the error is the ordinary one."""
     how = COMBINED[name]
@@ -132,7 +139,7 @@ def test_T8_buffers_for_an_evaluation(two: Executor, dies: int | None) -> None:
         torch.manual_seed(0)
         two.grow()
         net = Wide()
-        options = replace(PLENTY, link=two.options.link, buffer_updates=when)
+        options = Options(link=two.options.link, buffer_updates=when)
         model = DataParallel(net, executor=two, options=options)
         optimizer = model.optimizer(torch.optim.SGD, lr=1e-6)
         seen: list[Tensor] = []

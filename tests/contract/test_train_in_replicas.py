@@ -4,21 +4,19 @@ driver, whatever dies, and the master copy is up to date wherever the wrapper gi
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
 import os
 import pickle
 import select
 import signal
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import raised
+from harness import optimizer_of, raised
 from mortal import Everything, Mortal, arm, armed, fate, rows, same
 from torch import Tensor, nn
 
@@ -28,30 +26,6 @@ from raydp_parallel.calls.remote_gradients import RemoteGradient, lies_remote
 from raydp_parallel.calls.replica_optimizer import ReplicaOptimizer
 
 pytestmark = pytest.mark.usefixtures("cluster")
-
-PLENTY = Options(max_restarts_per_hour=10_000)
-
-
-@pytest.fixture(scope="module")
-def executors(cluster: None) -> Iterator[Callable[[int], Executor]]:
-    """Executors with so many replicas, each made once."""
-    made: dict[int, Executor] = {}
-
-    def executor(count: int) -> Executor:
-        if count not in made:
-            made[count] = Executor(["cpu"] * count, options=PLENTY)
-        made[count].grow()
-        return made[count]
-
-    yield executor
-    for one in made.values():
-        one.close()
-
-
-@pytest.fixture
-def two(executors: Callable[[int], Executor]) -> Executor:
-    """Two replicas."""
-    return executors(2)
 
 
 class Net(nn.Module):
@@ -108,10 +82,7 @@ def train(
     model = DataParallel(net, executor=executor)
     optimizer_class, keywords = KINDS[kind]
     chosen: Any = two_groups(net) if groups else net.parameters()
-    if inside:
-        optimizer: Any = model.optimizer(optimizer_class, chosen, **keywords)
-    else:
-        optimizer = optimizer_class(chosen, **keywords)
+    optimizer = optimizer_of(model, inside, optimizer_class, chosen, **keywords)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
     found = []
     for step in range(steps):
@@ -140,7 +111,7 @@ def train(
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW"])
 def test_T1_the_bits_of_the_optimizer_in_the_driver(
-    replicas: int, kind: str, executors: Callable[[int], Executor]
+    replicas: int, kind: str, executors: Any
 ) -> None:
     """Twenty steps with a scheduler, clipping, tied weights, batch norm, dropout, and frozen and
     unused parameters.
@@ -176,10 +147,7 @@ def test_T1_large_weights_do_not_travel(two: Executor) -> None:
         torch.manual_seed(0)
         model = DataParallel(nn.Linear(700, 500), executor=two)
         keywords: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
-        if inside:
-            optimizer: Any = model.optimizer(torch.optim.SGD, **keywords)
-        else:
-            optimizer = torch.optim.SGD(model.parameters(), **keywords)
+        optimizer = optimizer_of(model, inside, torch.optim.SGD, **keywords)
         for step in range(4):
             optimizer.zero_grad()
             model(torch.ones(4, 700) * step).square().mean().backward()
@@ -194,31 +162,26 @@ def test_T1_large_weights_do_not_travel(two: Executor) -> None:
     assert same(*found)
 
 
-@pytest.fixture(scope="module", params=["collective", "shared"])
-def exchanging(cluster: None, request: pytest.FixtureRequest) -> Iterator[Executor]:
+@pytest.fixture(params=["collective", "shared"])
+def exchanging(executors: Any, request: pytest.FixtureRequest) -> Executor:
     """Two replicas that sum gradients of any size among themselves, or where they lie."""
     if request.param == "shared" and request.config.getoption("--nodes"):
         pytest.skip("several nodes share no memory")
-    with Executor(["cpu"] * 2, options=replace(PLENTY, link=request.param)) as executor:
-        yield executor
+    return executors(link=request.param, name="killable")  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
     ("replicas", "kind"), [(2, "AdamW"), pytest.param(3, "SGD", marks=pytest.mark.long)]
 )
 def test_T5_gradients_that_stay_in_the_replicas(
-    replicas: int, kind: str, exchanging: Executor
+    replicas: int, kind: str, exchanging: Executor, executors: Any
 ) -> None:
     """Accumulated in groups, and clipped by torch, which fetches them."""
     how: dict[str, Any] = {"steps": 8, "accumulated": 2, "groups": True}
-    options = replace(PLENTY, link=exchanging.options.link)
-    with contextlib.ExitStack() as stack:
-        executor = exchanging
-        if replicas > 2:
-            executor = stack.enter_context(Executor(["cpu"] * replicas, options=options))
-        found, model, _ = train(executor, kind, inside=True, **how)
-        assert isinstance(model.module.first.weight.grad, RemoteGradient)
-        assert same(found, train(executor, kind, inside=False, **how)[0])
+    executor = executors(replicas, link=exchanging.options.link, name="killable")
+    found, model, _ = train(executor, kind, inside=True, **how)
+    assert isinstance(model.module.first.weight.grad, RemoteGradient)
+    assert same(found, train(executor, kind, inside=False, **how)[0])
 
 
 def test_T5_nothing_but_inputs_and_answers_travels(exchanging: Executor) -> None:
@@ -229,10 +192,7 @@ def test_T5_nothing_but_inputs_and_answers_travels(exchanging: Executor) -> None
         net = nn.Sequential(nn.Linear(700, 700), nn.ReLU(), nn.Linear(700, 700))
         net.register_parameter("unused", nn.Parameter(torch.ones(5)))
         model = DataParallel(net, executor=exchanging)
-        if inside:
-            optimizer: Any = model.optimizer(torch.optim.AdamW, lr=1e-3)
-        else:
-            optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        optimizer = optimizer_of(model, inside, torch.optim.AdamW, lr=1e-3)
         found = []
         for step in range(6):
             optimizer.zero_grad(set_to_none=step % 2 > 0)
@@ -429,10 +389,7 @@ def train_fragile(
     chunks = len(executor.device_ids)
     model = DataParallel(Mortal(Everything(), folder), executor=executor)
     keywords: dict[str, Any] = {"lr": 0.01, "folder": str(folder), "driver": os.getpid()}
-    if inside:
-        optimizer: Any = model.optimizer(Fragile, **keywords)
-    else:
-        optimizer = Fragile(model.parameters(), **keywords)
+    optimizer = optimizer_of(model, inside, Fragile, **keywords)
     found = []
     for step in range(7):
         executor.grow()  # so that it has more than one replica when one is to die
@@ -465,7 +422,8 @@ def kill(executor: Executor, *numbers: int) -> None:
 @pytest.mark.parametrize(
     "plan",
     [
-        {2: ["forward 1"], 3: ["backward 0"], 5: ["step"]},
+        {2: ["backward 0"]},
+        pytest.param({2: ["forward 1"], 3: ["backward 0"], 5: ["step"]}, marks=pytest.mark.long),
         pytest.param({2: ["late forward 0"]}, marks=pytest.mark.long),
         pytest.param({2: ["backward 1"], 4: ["backward 0"] * 2}, marks=pytest.mark.long),
         pytest.param({3: ["between"]}, marks=pytest.mark.long),
@@ -478,13 +436,13 @@ def kill(executor: Executor, *numbers: int) -> None:
 def test_T2_a_death_changes_no_bit(
     plan: dict[int, list[str]],
     replicas: int,
-    executors: Callable[[int], Executor],
+    executors: Any,
     tmp_path: Path,
 ) -> None:
     """In forward, backward, between them, before and after a step, and as weights are fetched."""
     with Executor(["cpu"] * replicas, options=Options(in_process=True, threads=1)) as here:
         expected = train_fragile(here, tmp_path, {}, inside=False)
-    executor = executors(replicas)
+    executor = executors(replicas, name="killable")
     deaths = executor.stats().deaths
     found = train_fragile(executor, tmp_path, plan, inside=True, sync_at=4)
     assert armed(tmp_path) == []
@@ -511,7 +469,7 @@ def test_T2_newcomers_take_over_from_another_replica(
     """
     if way == "group":
         monkeypatch.setattr(training_record, "shares", lambda slot: False)
-    options = replace(PLENTY, link="collective" if way == "group" else "auto")
+    options = Options(link="collective" if way == "group" else "auto")
     passing = training_record.passing
     results = []
     with Executor(["cpu"] * 3, options=options) as executor:
@@ -532,10 +490,7 @@ def test_T2_newcomers_take_over_from_another_replica(
             net = nn.Sequential(nn.Linear(700, 700), nn.ReLU(), nn.Linear(700, 700))
             model = DataParallel(net, executor=executor)
             keywords: dict[str, Any] = {"lr": 1e-3, "folder": str(tmp_path), "driver": os.getpid()}
-            if inside:
-                optimizer: Any = model.optimizer(Fragile, **keywords)
-            else:
-                optimizer = Fragile(net.parameters(), **keywords)
+            optimizer = optimizer_of(model, inside, Fragile, **keywords)
             found: list[Tensor] = []
             for step in range(4):
                 x = torch.full((6, 700), 0.1 * step)
@@ -636,7 +591,7 @@ def test_T5_many_backwards_before_a_step(exchanging: Executor) -> None:
 
 def test_T5_what_programs_do_with_gradients_that_stay(exchanging: Executor) -> None:
     """Hooks, a graph that is kept, gradients without ``backward``, edits, many small backwards, and
-    backwards whose gradients are thrown away.
+    backwards of which the gradients are thrown away.
     """
     results = []
     for inside in (False, True):
@@ -795,7 +750,7 @@ def test_T3_what_reads_the_master_syncs(reader: str, two: Executor) -> None:
 @pytest.mark.long
 def test_T3_closing_the_executor_syncs() -> None:
     """So do the end of its ``with`` and `shutdown`; the optimizer is of no use afterwards."""
-    with Executor(["cpu"] * 2, options=PLENTY) as executor:
+    with Executor(["cpu"] * 2) as executor:
         expected = reference(executor, 3)
         model, optimizer = small(executor)
         for step in range(3):
@@ -916,11 +871,7 @@ def test_T3_another_group_of_parameters(two: Executor) -> None:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
         model = DataParallel(net, executor=two)
-        optimizer: Any
-        if inside:
-            optimizer = model.optimizer(torch.optim.Adam, net[1].parameters(), lr=0.01)
-        else:
-            optimizer = torch.optim.Adam(net[1].parameters(), lr=0.01)
+        optimizer = optimizer_of(model, inside, torch.optim.Adam, net[1].parameters(), lr=0.01)
         advance(model, optimizer, 0)
         optimizer.add_param_group({"params": [*net[0].parameters()], "lr": 0.1})
         advance(model, optimizer, 1)

@@ -103,7 +103,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def numbers(step: int) -> torch.Generator:
-    """The same batches for everybody."""
+    """The same batches for all."""
     return torch.Generator().manual_seed(100 + step)
 
 

@@ -41,18 +41,6 @@ pytestmark = pytest.mark.usefixtures("cluster")
 TWO = ["cpu", "cpu"]
 
 
-@pytest.fixture(scope="module")
-def two(executors: Any) -> Executor:
-    """Two replicas, that die often."""
-    return executors(max_restarts_per_hour=10_000)  # type: ignore[no-any-return]
-
-
-@pytest.fixture(scope="module")
-def three(executors: Any) -> Executor:
-    """Three of them."""
-    return executors(3, max_restarts_per_hour=10_000)  # type: ignore[no-any-return]
-
-
 def ended(pid: int) -> bool:
     """Waits for a process to end."""
     for _ in range(2000):
@@ -87,7 +75,7 @@ class Count:
 
 # --- the same bits ---
 
-PLAN = {
+PLAN: dict[int, Sequence[str]] = {
     0: ["forward 1"],
     1: ["late forward 0"],
     2: ["backward 1"],
@@ -96,46 +84,54 @@ PLAN = {
 
 
 def undisturbed(chunks: int, folder: Path, steps: int, **how: Any) -> list[Tensor]:
-    """What comes of it if nobody dies."""
+    """What comes of it if no replica dies."""
     with Executor(["cpu"] * chunks, options=Options(in_process=True, threads=1)) as executor:
         return train(executor, folder, steps, {}, **how)
 
 
 @pytest.mark.parametrize(
-    ("chunks", "how"),
-    [(2, {"twice": True}), pytest.param(3, {"checkpointed": True}, marks=pytest.mark.long)],
+    ("chunks", "how", "plan"),
+    [
+        (2, {"twice": True}, {0: ["forward 1"], 2: ["backward 0"]}),
+        pytest.param(2, {"twice": True}, PLAN, marks=pytest.mark.long),
+        pytest.param(3, {"checkpointed": True}, PLAN, marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_training_ends_with_the_same_bits(
-    chunks: int, how: dict[str, Any], request: pytest.FixtureRequest, tmp_path: Path
+    chunks: int,
+    how: dict[str, Any],
+    plan: dict[int, Sequence[str]],
+    executors: Any,
+    tmp_path: Path,
 ) -> None:
     """Deaths in forward and backward, of chunk 0 and of others, in a replay: losses, state and
     generator are equal.
     """
     expected = undisturbed(chunks, tmp_path, 5, **how)
-    executor = whole(request.getfixturevalue("two" if chunks == 2 else "three"))
+    executor = executors(chunks, name="killable")
     count = Count(executor)
-    found = train(executor, tmp_path, 5, PLAN, **how)
+    found = train(executor, tmp_path, 5, plan, **how)
     assert armed(tmp_path) == []
     assert same(found, expected)
-    assert count()[0] == 5
+    assert count()[0] == sum(map(len, plan.values()))
 
 
 @pytest.mark.long
-def test_a_gradient_penalty_ends_with_the_same_bits(two: Executor, tmp_path: Path) -> None:
+def test_a_gradient_penalty_ends_with_the_same_bits(killable: Executor, tmp_path: Path) -> None:
     """Graphs of graphs are made again, too: deaths in the first derivative, in the second, and
     between.
     """
     plan = {0: ["second 1"], 1: ["forward 0", "backward 1"], 2: ["second 0"]}
     expected = undisturbed(2, tmp_path, 4, penalty=True, twice=True)
-    found = train(whole(two), tmp_path, 4, plan, penalty=True, twice=True)
+    found = train(killable, tmp_path, 4, plan, penalty=True, twice=True)
     assert armed(tmp_path) == []
     assert same(found, expected)
 
 
 @pytest.mark.long
-def test_the_death_of_all_between_forward_and_backward(two: Executor, tmp_path: Path) -> None:
-    """Nobody is left to take over: backward waits for the first that comes back."""
+def test_the_death_of_all_between_forward_and_backward(killable: Executor, tmp_path: Path) -> None:
+    """No replica is left to take over: backward waits for the first that comes back."""
 
     def backward(executor: Executor, deadly: bool) -> list[Tensor]:
         torch.manual_seed(3)
@@ -148,26 +144,28 @@ def test_the_death_of_all_between_forward_and_backward(two: Executor, tmp_path: 
 
     with Executor(TWO, options=Options(in_process=True, threads=1)) as executor:
         expected = backward(executor, False)
-    assert same(backward(whole(two), True), expected)
+    assert same(backward(killable, True), expected)
 
 
 @pytest.mark.long
 def test_a_call_does_not_wait_for_the_new_process(
-    two: Executor, caplog: pytest.LogCaptureFixture
+    killable: Executor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A survivor does the work at once; who died, of what, and what was done is one line; the
+    """A survivor does the work at once; what died, of what, and what was done is one line; the
     counters tell, too.
     """
-    model = DataParallel(nn.Linear(4, 2), executor=whole(two))
+    model = DataParallel(nn.Linear(4, 2), executor=killable)
     x = torch.ones(4, 4)
     expected = model(x)
-    lost, before = two.replicas()[1], two.stats()
-    kill(two, 1)
+    lost, before = killable.replicas()[1], killable.stats()
+    kill(killable, 1)
     with caplog.at_level(logging.INFO, "raydp_parallel"):
         assert torch.equal(model(x), expected)
-        assert two.replicas()[1].state == "dead" and two.stats().respawns == before.respawns
-        whole(two)
-    after = two.stats()
+        assert (
+            killable.replicas()[1].state == "dead" and killable.stats().respawns == before.respawns
+        )
+        whole(killable)
+    after = killable.stats()
     assert (after.deaths, after.replays, after.respawns) == (
         before.deaths + 1,
         before.replays + 1,
@@ -189,15 +187,15 @@ def test_a_call_does_not_wait_for_the_new_process(
         before.replicas[1].calls,
     ]
     model(x)
-    assert two.stats().replicas[1].calls == before.replicas[1].calls + 1
+    assert killable.stats().replicas[1].calls == before.replicas[1].calls + 1
 
 
-def test_a_replica_that_somebody_killed_through_ray(two: Executor) -> None:
+def test_a_replica_that_somebody_killed_through_ray(killable: Executor) -> None:
     """``ray.kill`` from outside is a death like any other."""
-    model = DataParallel(nn.Linear(4, 2), executor=whole(two))
+    model = DataParallel(nn.Linear(4, 2), executor=killable)
     expected = model(torch.ones(4, 4))
-    pid = two.replicas()[0].pid
-    ray.kill(two.slots(TWO)[0].client.actor)
+    pid = killable.replicas()[0].pid
+    ray.kill(killable.slots(TWO)[0].client.actor)
     assert ended(pid)
     assert torch.equal(model(torch.ones(4, 4)), expected)
 
@@ -209,7 +207,7 @@ def test_every_way_of_calling_survives(
 ) -> None:
     """As Ray tasks, and by each link."""
     expected = undisturbed(2, tmp_path, 2)
-    executor = whole(executors(max_restarts_per_hour=10_000, **options))
+    executor = executors(name="killable", **options)
     found = train(executor, tmp_path, 2, {0: ["late forward 1"], 1: ["backward 0"]})
     assert same(found, expected)
 
@@ -235,12 +233,12 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.long
-def test_effects_take_place_once(two: Executor, tmp_path: Path) -> None:
+def test_effects_take_place_once(killable: Executor, tmp_path: Path) -> None:
     """Of a forward that ran twice: one write-back, one warning, one gradient, its rows counted
     once.
     """
-    model = DataParallel(Noisy(tmp_path), executor=whole(two))
-    before = sum(r.rows for r in two.stats().replicas)
+    model = DataParallel(Noisy(tmp_path), executor=killable)
+    before = sum(r.rows for r in killable.stats().replicas)
     arm(tmp_path, "backward 0", "backward 1")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -248,8 +246,8 @@ def test_effects_take_place_once(two: Executor, tmp_path: Path) -> None:
     assert sorted(str(w.message) for w in caught) == ["chunk 0", "chunk 1"]
     assert model.module.calls.item() == 1
     assert model.module.weight.grad is not None and model.module.weight.grad.item() == 1
-    assert sum(r.rows for r in two.stats().replicas) == before + 2
-    assert [held for _, held in whole(two).flush()] == [0, 0]
+    assert sum(r.rows for r in killable.stats().replicas) == before + 2
+    assert [held for _, held in whole(killable).flush()] == [0, 0]
 
 
 class Raising(nn.Module):
@@ -269,15 +267,17 @@ class Raising(nn.Module):
 
 
 @pytest.mark.parametrize("raises", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_an_exception_and_a_death_in_one_call(raises: int, two: Executor, tmp_path: Path) -> None:
+def test_an_exception_and_a_death_in_one_call(
+    raises: int, killable: Executor, tmp_path: Path
+) -> None:
     """The user's exception is raised, and the death is healed all the same."""
-    model = DataParallel(Raising(tmp_path, raises), executor=whole(two))
-    count = Count(two)
+    model = DataParallel(Raising(tmp_path, raises), executor=killable)
+    count = Count(killable)
     arm(tmp_path, f"forward {1 - raises}")
     with pytest.raises(ValueError, match=f"Caught ValueError in replica {raises}"):
         model(torch.arange(2.0))
     assert count() == (1, 1)
-    assert whole(two)
+    assert whole(killable)
 
 
 class Remembers(nn.Module):
@@ -298,7 +298,7 @@ class Remembers(nn.Module):
 def test_one_device_that_rebinds_attributes(executors: Any) -> None:
     """They come back to the module; a replay finds what the forward found, and changes nothing."""
     found = []
-    executor = executors(1, max_restarts_per_hour=10_000)
+    executor = executors(1, name="killable")
     for deadly in (False, True):
         model = DataParallel(Remembers(), executor=whole(executor))
         for number in range(3):
@@ -331,17 +331,17 @@ def change(how: str, model: Any, x: Tensor) -> None:
     "how",
     [
         "parameter 'weight'",
-        "behind its version",
+        pytest.param("behind its version", marks=pytest.mark.long),
         pytest.param("attribute", marks=pytest.mark.long),
         pytest.param("arguments", marks=pytest.mark.long),
     ],
 )
-def test_a_graph_of_another_state_is_not_made(how: str, two: Executor) -> None:
+def test_a_graph_of_another_state_is_not_made(how: str, killable: Executor) -> None:
     """A named error; no gradient is left, and what the graph needs not is not minded."""
-    model = DataParallel(nn.Linear(4, 2), executor=whole(two))
+    model = DataParallel(nn.Linear(4, 2), executor=killable)
     x = torch.randn(4, 4)
     loss = model(x).sum()
-    kill(two, 1)
+    kill(killable, 1)
     change(how, model, x)
     words = how if how != "behind its version" else "parameter 'weight'"
     error = raised(lambda: loss.backward(retain_graph=True))
@@ -352,7 +352,7 @@ def test_a_graph_of_another_state_is_not_made(how: str, two: Executor) -> None:
     assert model.module.weight.grad is not None
 
 
-# --- who dies for ever ---
+# --- what dies for ever ---
 
 
 class Poison(nn.Module):
@@ -365,15 +365,18 @@ class Poison(nn.Module):
 
 
 @pytest.mark.long
-def test_a_chunk_that_ends_whoever_runs_it(two: Executor) -> None:
+def test_a_chunk_that_ends_whoever_runs_it(killable: Executor) -> None:
     """Is given up after a few, with an error that says so; the next call works."""
     with pytest.raises(
         ReplicaDied,
         match=r"^6 replicas died of chunk 1 in forward.* .*ends "
         r"its process",
     ):
-        DataParallel(Poison(), executor=whole(two))(torch.arange(2.0))
-    assert DataParallel(Poison(), executor=two)(torch.tensor([0.0, 2.0])).tolist() == [0.0, 2.0]
+        DataParallel(Poison(), executor=killable)(torch.arange(2.0))
+    assert DataParallel(Poison(), executor=killable)(torch.tensor([0.0, 2.0])).tolist() == [
+        0.0,
+        2.0,
+    ]
 
 
 @pytest.mark.long
@@ -451,24 +454,24 @@ class Spoils(nn.Module):
 
 
 @pytest.mark.long
-def test_a_replica_whose_device_is_spoiled_is_replaced(two: Executor) -> None:
+def test_a_replica_whose_device_is_spoiled_is_replaced(killable: Executor) -> None:
     """Its error is raised; its process ends with the next call, which is as right as ever, and
     another one comes.
     """
-    model = DataParallel(Spoils(), TWO, executor=two)
+    model = DataParallel(Spoils(), TWO, executor=killable)
     x = torch.ones(4, 2)
     assert torch.equal(model(x), x)
-    victim, before = two.replicas()[1].pid, two.stats().deaths
+    victim, before = killable.replicas()[1].pid, killable.stats().deaths
     bad = x.clone()
     bad[2:] = -1
     with pytest.raises(RuntimeError, match="illegal memory access"):
         model(bad)
-    assert two.stats().deaths == before
+    assert killable.stats().deaths == before
     out = model(x)
     assert torch.equal(out, x)
     out.sum().backward()
     assert model.module.scale.grad == 8
-    assert two.stats().deaths == before + 1
+    assert killable.stats().deaths == before + 1
     assert ended(victim)
 
 
@@ -485,16 +488,16 @@ class Greedy(nn.Module):
 
 
 @pytest.mark.long
-def test_out_of_memory_is_an_exception(two: Executor) -> None:
+def test_out_of_memory_is_an_exception(killable: Executor) -> None:
     """The replica lives on, and holds nothing of the forward that failed."""
-    model = DataParallel(Greedy(), executor=whole(two))
-    before = two.replicas()
+    model = DataParallel(Greedy(), executor=killable)
+    before = killable.replicas()
     gc.collect()  # graphs of tests before this one, which their errors hold
     with pytest.raises(RuntimeError, match=r"in replica 1 .*(?s:.*)memory"):
         model(torch.arange(2.0), True)
-    assert [held for _, held in two.flush()] == [0, 0]
+    assert [held for _, held in killable.flush()] == [0, 0]
     model(torch.arange(2.0), False).sum().backward()
-    assert two.replicas() == before
+    assert killable.replicas() == before
 
 
 # --- Ctrl-C ---
@@ -519,20 +522,23 @@ def press_when(happens: Callable[[], bool]) -> threading.Thread:
 
 
 @pytest.mark.long
-def test_ctrl_c_while_everybody_is_dead(two: Executor) -> None:
+def test_ctrl_c_while_everybody_is_dead(killable: Executor) -> None:
     """A call that waits for a new replica is left at once; the next call waits in its turn, and is
     right.
     """
-    model = DataParallel(nn.Linear(4, 2), executor=whole(two))
+    model = DataParallel(nn.Linear(4, 2), executor=killable)
     x = torch.ones(4, 4)
     expected = model(x)
-    kill(two, 0, 1)
-    thread = press_when(lambda: [info.state for info in two.replicas()] == ["dead", "dead"])
+    kill(killable, 0, 1)
+    thread = press_when(lambda: [info.state for info in killable.replicas()] == ["dead", "dead"])
     begun = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         model(x)
     assert time.monotonic() - begun < 30
-    assert [info.state for info in two.replicas()] == ["dead", "dead"]  # it did not wait for them
+    assert [info.state for info in killable.replicas()] == [
+        "dead",
+        "dead",
+    ]  # it did not wait for them
     thread.join()
     assert torch.equal(model(x), expected)
 
@@ -563,11 +569,11 @@ class Slow(nn.Module):
 
 @pytest.mark.long
 @pytest.mark.parametrize("phase", ["replay", "backward"])
-def test_ctrl_c_in_a_replay_and_in_backward(phase: str, two: Executor, tmp_path: Path) -> None:
-    """It comes through at once, what is answered later goes to nobody, and no graph is left
+def test_ctrl_c_in_a_replay_and_in_backward(phase: str, killable: Executor, tmp_path: Path) -> None:
+    """It comes through at once, what is answered later is dropped, and no graph is left
     behind.
     """
-    model = DataParallel(Slow(tmp_path), executor=whole(two))
+    model = DataParallel(Slow(tmp_path), executor=killable)
     x = torch.tensor([2.0, 1.0])
     if phase == "replay":
         arm(tmp_path, "forward 1")
@@ -587,7 +593,7 @@ def test_ctrl_c_in_a_replay_and_in_backward(phase: str, two: Executor, tmp_path:
     model.zero_grad()
     model(x).sum().backward()
     assert model.module.weight.grad is not None and model.module.weight.grad.item() == 3
-    assert [held for _, held in whole(two).flush()] == [0, 0]
+    assert [held for _, held in whole(killable).flush()] == [0, 0]
 
 
 @pytest.mark.long
@@ -616,7 +622,7 @@ def test_ctrl_c_while_replicas_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
-def test_close_while_a_replica_starts(two: Executor) -> None:
+def test_close_while_a_replica_starts(killable: Executor) -> None:
     """Nothing is left of it, and no thread."""
     executor = Executor(TWO)
     model = DataParallel(nn.Linear(4, 2), executor=executor)
@@ -633,13 +639,13 @@ def test_close_while_a_replica_starts(two: Executor) -> None:
 # --- several callers ---
 
 
-def test_replicas_that_are_held_and_threads(two: Executor) -> None:
-    """Who holds a replica is served by another; calls of other threads are, too."""
+def test_replicas_that_are_held_and_threads(killable: Executor) -> None:
+    """Calls of a held replica are served by another; those of other threads are, too."""
     net = nn.Linear(4, 2)
-    held = replicate(net, TWO, executor=whole(two))
+    held = replicate(net, TWO, executor=killable)
     x = torch.ones(2, 4)
     expected = held[1](x)
-    kill(two, 1)
+    kill(killable, 1)
     results: list[Sequence[Tensor]] = []
     threads = [
         threading.Thread(target=lambda: results.append(parallel_apply(held, [x, x])))

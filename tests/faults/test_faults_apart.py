@@ -17,7 +17,7 @@ pytestmark = pytest.mark.long
 TESTS = Path(__file__).parents[1]
 HERE = TESTS / "support"
 SMALL_SHM = "mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "
-"""In a name space of its own, so that nobody else's memory is touched."""
+"""In a name space of its own, so that no other program's memory is touched."""
 
 
 def environment() -> dict[str, str]:

@@ -440,8 +440,8 @@ class Forks(nn.Module):
 
 @pytest.fixture(scope="module", params=[True, False], ids=["line", "tasks"])
 def alone(executors: Any, request: pytest.FixtureRequest) -> Executor:
-    """One replica, which is called over its line or by Ray's tasks."""
-    return executors(1, direct_line=request.param)  # type: ignore[no-any-return]
+    """Replicas that are called over their lines or by Ray's tasks; tests use the first."""
+    return executors(direct_line=request.param)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -452,7 +452,7 @@ def test_a_child_of_a_replica_answers_nothing(
     """It ends where its process would have answered; the replica waits for it, and answers what is
     right.
     """
-    model = DataParallel(Forks(how, tmp_path, backward), executor=alone)
+    model = DataParallel(Forks(how, tmp_path, backward), ["cpu"], executor=alone)
     x = torch.arange(3.0, requires_grad=True)
     for _ in range(2):
         out = model(x)
@@ -467,8 +467,8 @@ def test_what_a_child_raises_does_not_stand_in_the_replica_s_log(
     alone: Executor, tmp_path: Path
 ) -> None:
     """Its text may hold data. That there was an error, and where, does."""
-    DataParallel(Forks("raise", tmp_path, False), executor=alone)(torch.ones(3))
-    (info,) = alone.replicas()
+    DataParallel(Forks("raise", tmp_path, False), ["cpu"], executor=alone)(torch.ones(3))
+    info, _ = alone.replicas()
     logs = Path(ray._private.worker.global_worker.node.get_logs_dir_path())
     (file,) = logs.glob(f"worker-*-{info.pid}.err")
     log = file.read_text()
@@ -513,7 +513,7 @@ def test_a_child_that_returns_writes_into_no_answer(
     """
     os.mkfifo(tmp_path / "told")
     net = ReturnsTwice(tmp_path, backward)
-    model = DataParallel(net, executor=alone)
+    model = DataParallel(net, ["cpu"], executor=alone)
     x = torch.ones(1 << 20, requires_grad=True)
 
     def call() -> Tensor:

@@ -24,7 +24,7 @@ TWO = ["cpu", "cpu"]
 
 
 def test_a_send_that_was_interrupted_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C while the weights were packed left replicas with memory that nobody had filled."""
+    """Ctrl-C while the weights were packed left replicas with memory that was never filled."""
     net = nn.Linear(3, 2)
     model, x = DataParallel(net, TWO), torch.ones(4, 3)
     from raydp_parallel.state.block_contents import BlockContents
@@ -62,7 +62,7 @@ class Boom(torch.autograd.Function):
 
 
 class Between(nn.Module):
-    """Two layers, and between them something whose backward may fail."""
+    """Two layers, and between them something with a backward that may fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,10 +172,10 @@ def test_attributes_that_are_more_than_a_number() -> None:
 
 @pytest.mark.long
 def test_a_replica_that_is_held_recovers(executors: Any) -> None:
-    """Who held a replica of a process that died was told that the next call starts one, and it did
-    not.
+    """A program with a replica of a process that died was told that the next call starts one, and
+    it did not.
     """
-    executor = executors(on_fault="raise", max_restarts_per_hour=10_000)
+    executor = executors(on_fault="raise")
     (replica,) = replicate(nn.Linear(2, 2), ["cpu"], executor=executor)
     x = torch.ones(1, 2)
     replica(x)

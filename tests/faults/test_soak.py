@@ -182,7 +182,7 @@ class Chaos:
 
     Args:
         soak: The soak.
-        executor: Whose replicas are ended and stopped.
+        executor: Its replicas are ended and stopped.
         model: What forked children call.
     """
 

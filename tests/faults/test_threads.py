@@ -61,14 +61,22 @@ def test_an_answer_that_ray_carries_outlives_the_next_call(method: str) -> None:
     assert len(client._ledger) == 3 - 2 + 1  # the last one is in use
 
 
-@pytest.mark.parametrize("link", ["auto", "inline"])
-@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"direct_line": False},
+        {"link": "inline"},
+        pytest.param({"direct_line": False, "link": "inline"}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_threads_get_their_own_outputs_and_gradients(
-    direct: bool, link: Any, executors: Any
+    options: dict[str, Any], executors: Any
 ) -> None:
     """The calls of one are answered while the answers of another are read."""
     size = 1 << 20
-    model = DataParallel(Scaled(size), executor=executors(1, direct_line=direct, link=link))
+    model = DataParallel(Scaled(size), ["cpu"], executor=executors(**options))
     model(torch.ones(1, size))
 
     def ask(number: int) -> None:

@@ -301,7 +301,7 @@ class Clip(nn.Module):
 
 
 def encoding(base: Any) -> Any:
-    """A subclass whose other method replicates a submodule of the wrapped module."""
+    """A subclass with another method that replicates a submodule of the wrapped module."""
 
     class Encoding(base):  # type: ignore[misc]
         def encode_image(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -406,7 +406,7 @@ def test_getattr_passthrough_before_module_is_set() -> None:
         _ = bare.module
 
 
-# --- who asks whether a model is wrapped ---
+# --- programs that ask whether a model is wrapped ---
 
 
 def test_isinstance_and_unwrapping() -> None:
@@ -684,7 +684,7 @@ def test_functional_call_of_the_wrapped_module() -> None:
 
 
 class Learner:
-    """A learner whose callback wraps before a fit and unwraps after it."""
+    """A learner with a callback that wraps before a fit and unwraps after it."""
 
     def __init__(self, model: nn.Module, wrap: Callable[..., Any]) -> None:
         self.model, self.wrap = model, wrap

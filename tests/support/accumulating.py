@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
+from typing import Any
 
 import torch
+from mortal import arm, armed, rows
 from torch import Tensor, nn
 
 from raydp_parallel import Options
@@ -29,6 +32,14 @@ def backward(model: nn.Module, x: Tensor, hold: bool = False) -> None:
     with model.no_sync() if hold else contextlib.nullcontext():  # type: ignore[operator]
         loss = model(x).square().sum()
     loss.backward()
+
+
+def lose(model: Any, folder: Path, chunk: int) -> None:
+    """End the replica that runs a chunk of a `mortal.Mortal`, in a forward without gradients."""
+    arm(folder, f"forward {chunk}")
+    with torch.no_grad():
+        model(rows(2, 1))
+    assert not armed(folder)
 
 
 def lie(net: nn.Module) -> list[bool]:

@@ -36,7 +36,7 @@ def missing() -> str:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A port without a listener now."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
@@ -123,4 +123,4 @@ def _wait_until_up(url: str) -> None:
             urllib.request.urlopen(url, timeout=5).close()
             return
         time.sleep(0.1)
-    raise AssertionError(f"nobody answers at {url}")
+    raise AssertionError(f"nothing answers at {url}")

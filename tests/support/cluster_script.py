@@ -149,8 +149,8 @@ def nodes_of(executor: Executor) -> list[str]:
 
 
 def two_nodes(net: nn.Module) -> None:
-    """Code and weights reach nodes that have neither; somebody who asks for more is told who holds
-    what.
+    """Code and weights reach nodes that have neither; a job that asks for more is told which one
+    holds what.
     """
     with Executor(options=Options(name="first")) as executor:
         model = DataParallel(copy.deepcopy(net), executor=executor)
@@ -226,7 +226,7 @@ def lost_in_each_phase(cluster: Cluster, net: nn.Module, executor: Executor) -> 
     def when_reached(replica: int) -> None:
         while not Path(folder, "reached").exists():
             time.sleep(0.01)
-        Path(folder, "reached").unlink()  # first: whoever ends next must not find it
+        Path(folder, "reached").unlink()  # first: the next one that ends must not find it
         end(replica)
 
     def heal() -> None:

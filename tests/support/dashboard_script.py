@@ -52,7 +52,7 @@ window.scrollBy(0, -120);
 
 
 class Net(nn.Module):
-    """A perceptron that is slow in the replica whose rows say so."""
+    """A perceptron that is slow in the replica with rows that say so."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Net(nn.Module):
 
 
 class Training:
-    """A loop whose second replica can be slowed."""
+    """A loop with a second replica that can be slowed."""
 
     def __init__(self, executor: Executor | None = None) -> None:
         self.net = Net()
@@ -187,7 +187,7 @@ def ended(asked: Prometheus, total: float) -> None:
 
 
 def straggler(asked: Prometheus | None, training: Training) -> None:
-    """Who says how soon which replica is slow."""
+    """What says how soon which replica is slow."""
     address = ray.get_runtime_context().gcs_address
     start, said = time.monotonic(), {}
 

@@ -1,16 +1,16 @@
 """A GPU that is none: tensors lie on the CPU, what CUDA would do later is done later, and
 everything is written down.
 
-A copy to the host that does not block takes place when somebody waits for an event behind it, with
-the bytes that there were when it was asked for. So who does not wait reads what was there before,
-as on a GPU. Each stream does what it was asked for in order, and what another stream was asked for
-only where it was told to wait for that. A copy from the host arrives at once, for the operations
-that come next are the CPU's; but its source has to be there, unchanged, when the stream comes to
-it, and memory that an arena got back is overwritten.
+A copy to the host that does not block takes place when an event behind it is waited for, with
+the bytes that there were when it was asked for. So a read without a wait finds what was there
+before, as on a GPU. Each stream does what it was asked for in order, and what another stream was
+asked for only where it was told to wait for that. A copy from the host arrives at once, for the
+operations that come next are the CPU's; but its source has to be there, unchanged, when the stream
+comes to it, and memory that an arena got back is overwritten.
 
 It refuses what a GPU refuses: everything once a kernel failed an assertion, the next kernel after a
-call whose error nobody took, handles of a process that ended, arguments of other types than
-torch's, two threads in one pool of memory.
+call with an error that was not taken, handles of a process that ended, arguments of other types
+than torch's, two threads in one pool of memory.
 """
 
 from __future__ import annotations
@@ -111,9 +111,9 @@ class FakeGpu:
         asked_to_pin: How often memory was to be registered.
         registering: The devices by which memory was registered, or ceased to be.
         counts: Whether the allocator says how much memory there is.
-        last_error: An error that nobody took, which the next kernel tells.
+        last_error: An error that was not taken, which the next kernel tells.
         broken: What everything is refused with, once a kernel failed an assertion.
-        torn: Copies from the host whose source was not there any more when they took place.
+        torn: Copies from the host with a source that was not there any more when they took place.
         shares: What was shared between processes, by handle.
         gone: Whether the process that shared it has ended.
         expandable: Whether the allocator makes segments that grow.

@@ -48,7 +48,7 @@ class Work:
         try:
             self._work.wait(timedelta(seconds=1))
         except RuntimeError:
-            return False  # gloo saw that somebody died; nccl would not
+            return False  # gloo saw that one died; nccl would not
         return True
 
     def synchronize(self) -> None:

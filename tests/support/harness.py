@@ -41,6 +41,15 @@ def trio(module: nn.Module, replicas: int, **kwargs: Any) -> Trio:
     )
 
 
+def optimizer_of(
+    model: Any, inside: bool, kind: type[torch.optim.Optimizer], params: Any = None, **keywords: Any
+) -> Any:
+    """An optimizer of a wrapper's parameters, or of some: in the replicas, or in this process."""
+    if inside:
+        return model.optimizer(kind, params, **keywords)
+    return kind(model.module.parameters() if params is None else params, **keywords)
+
+
 def grads(module: nn.Module) -> dict[str, Tensor | None]:
     """Every parameter's gradient by name, without the wrapper's prefix."""
     return {name.removeprefix("module."): p.grad for name, p in module.named_parameters()}

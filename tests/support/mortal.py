@@ -1,5 +1,5 @@
-"""Modules whose processes end at a chosen moment, and training that is compared to the bit with an
-undisturbed run.
+"""Modules that end their processes at a chosen moment, and training that is compared to the bit
+with an undisturbed run.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def fate(folder: str, moment: str) -> None:
 
 
 class Mortal(nn.Module):
-    """Runs a module on rows whose first column says which chunk they are; its process may end on
-    the way.
+    """Runs a module on rows of which the first column says which chunk they are; its process may
+    end on the way.
 
     Args:
         body: The module.

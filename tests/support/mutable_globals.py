@@ -3,9 +3,9 @@
 ``python tests/support/mutable_globals.py`` lists them. A name of a module counts if a function
 binds it anew, or if its value is an object that can change: a container that is empty at first or
 that the code writes to, a lock, a counter, an instance that is not frozen. Tables that nothing
-writes to do not count, nor do loggers, classes, functions, and `ContextVar`, whose values belong to
-contexts. Caches of functions whose results depend on their arguments alone (`functools.cache`) do
-not count either.
+writes to do not count, nor do loggers, classes, functions, and `ContextVar`, as their values belong
+to contexts. Caches of functions with results that depend on their arguments alone
+(`functools.cache`) do not count either.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 DEVICES = 2
-"""How many devices there are when nobody says which to use."""
+"""How many devices there are when none are named."""
 
 _PACKAGE = "_upstream_on_cpu"
 

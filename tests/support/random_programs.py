@@ -52,7 +52,7 @@ class Residual(nn.Module):
 
 
 class Branches(nn.Module):
-    """A list and a dict of blocks, whose outputs are added."""
+    """A list and a dict of blocks; their outputs are added."""
 
     def __init__(self, blocks: list[nn.Module]) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class Edits(nn.Module):
         self.layer, self.how = nn.Linear(WIDTH, WIDTH), how
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the layer, whose weight is other than before."""
+        """As the layer, with another weight than before."""
         weight = self.layer.weight
         if self.how == "decay":
             weight.data.mul_(0.95)
@@ -174,7 +174,7 @@ def squash_grad(_module: nn.Module, grads: Any, _outputs: Any) -> Any:
 
 
 def normed(draw: random.Random) -> nn.Module:
-    """A layer whose weight is computed, in the old way or the new."""
+    """A layer with a weight that is computed, in the old way or the new."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         how = draw.choice(("weight", "old weight", "spectral", "old spectral"))

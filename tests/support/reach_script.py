@@ -21,7 +21,7 @@ import raydp_parallel
 from raydp_parallel import DataParallel, Executor, Options
 
 USER = 12345
-"""Somebody else."""
+"""Another user."""
 
 
 def train(model: Any, steps: int) -> list[Tensor]:
@@ -105,7 +105,7 @@ def _ctrl_c(*_arguments: Any) -> Any:
 
 
 def another_user(net: nn.Module) -> None:
-    """Ray runs as somebody else, as in a container that was entered as root."""
+    """Ray runs as another user, as in a container that was entered as root."""
     folder = tempfile.mkdtemp(prefix="rp", dir="/tmp")
     os.chown(folder, USER, USER)
     # He may read files as root does: this checkout may lie where only root can.

@@ -1,4 +1,4 @@
-"""Several threads at once, and a net whose outputs tell calls apart."""
+"""Several threads at once, and a net with outputs that tell calls apart."""
 
 from __future__ import annotations
 

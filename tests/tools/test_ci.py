@@ -83,8 +83,8 @@ def test_hangs():
 
 
 def check(root: Path, tests: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the check in a checkout whose suite is ``tests``, laid out as this one: its options stand
-    in the folder that pytest finds by itself. No browser is installed for it.
+    """Run the check in a checkout of which the suite is ``tests``, laid out as this one: its
+    options stand in the folder that pytest finds by itself. No browser is installed for it.
     """
     scripts = {
         "scripts/test": f'cd "{root}"\nexec "{sys.executable}" -m pytest -q "$@"',

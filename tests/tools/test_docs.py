@@ -58,13 +58,14 @@ ENTRIES = [entry(line) for line in CONTRACT.splitlines() if re.match(r"\| [A-Z]\
 
 
 @functools.cache
-def names_in(file: str) -> set[str]:
-    """The names of a file's tests."""
+def names_in(file: str, short: bool = False) -> set[str]:
+    """The names of a file's tests; if asked for, without those that only ``--long`` runs."""
     tree = ast.parse(next((ROOT / "tests").rglob(file)).read_text())
     return {
         node.name
         for node in tree.body
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        if not (short and "pytest.mark.long" in map(ast.unparse, node.decorator_list))
     }
 
 
@@ -83,6 +84,16 @@ def test_an_entry_names_tests_that_exist(found: Entry) -> None:
         assert names, f"{file}: no test"
         for name in names:
             assert fnmatch.filter(known, name), f"{file}: {name}"
+
+
+@pytest.mark.parametrize("found", ENTRIES, ids=lambda found: found.row)
+def test_an_entry_has_a_test_that_always_runs(found: Entry) -> None:
+    """Without ``--long`` too."""
+    assert any(
+        fnmatch.filter(names_in(file, short=True), name)
+        for file, names in found.tests.items()
+        for name in names
+    )
 
 
 @pytest.mark.parametrize("file", sorted(path.name for path in (ROOT / "tests").rglob("test_*.py")))

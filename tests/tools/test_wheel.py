@@ -87,7 +87,7 @@ def files(folder: Path) -> set[str]:
 
 
 def test_the_sdist_is_the_checkout_and_runs_its_tests(sdist: Path) -> None:
-    """So whoever gets it can test it: all are found there, and some are run."""
+    """So it can be tested where it is unpacked: all are found there, and some are run."""
     made = {name for name in files(sdist) if ".egg-info/" not in name}
     assert made == files(sdist.parent / "source") | {"PKG-INFO", "setup.cfg"}
     here = {"PYTHONPATH": str(sdist), "PYTHONDONTWRITEBYTECODE": "1"}

@@ -45,7 +45,7 @@ class Marked(torch.Tensor):
 
 
 class Named(dict):
-    """A dict whose constructor does not take items."""
+    """A dict with a constructor that does not take items."""
 
     def __init__(self, name):
         super().__init__()
@@ -53,7 +53,7 @@ class Named(dict):
 
 
 class Labelled(dict):
-    """A dict whose constructor takes anything, and keeps none of it."""
+    """A dict with a constructor that takes anything, and keeps none of it."""
 
     def __init__(self, label=None):
         super().__init__()
@@ -771,7 +771,7 @@ def test_G5_sets():
 
 
 class Bag:
-    """A class of somebody's own that can be iterated over."""
+    """A class of a program's own that can be iterated over."""
 
     def __init__(self, parts=()):
         self.parts = list(parts)
@@ -927,7 +927,7 @@ def test_G11_scalars_beside_batches():
 
 
 def test_G12_states_of_an_lstm():
-    """Tensors whose batch is elsewhere are joined along dim all the same, as upstream."""
+    """Tensors with the batch elsewhere are joined along dim all the same, as upstream."""
     parts = [(numbers(2, 3), numbers(1, 2, 4))] * 2
     assert_same(gather(parts, "cpu"), oracle.gather(parts, 0))
     assert gather(parts, "cpu")[1].shape == (2, 2, 4)
@@ -1116,7 +1116,7 @@ def test_X_registered_type():
 
 
 def test_X_registration_in_a_with():
-    """The handle ends the registration with its block; meanwhile nobody else may register the
+    """The handle ends the registration with its block; meanwhile no other may register the
     class.
     """
     with register_batch_type(Graphs, scatter=split_graphs, gather=join_graphs):

@@ -39,7 +39,7 @@ def graphs(executor: Executor) -> int:
 
 
 class TwoHeads(nn.Module):
-    """Two outputs that share nothing, and a part that nobody uses."""
+    """Two outputs that share nothing, and a part that is not used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class TwoHeads(nn.Module):
 
 
 def critic() -> nn.Module:
-    """A small network whose second derivatives are not zero."""
+    """A small network with second derivatives that are not zero."""
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
 
 

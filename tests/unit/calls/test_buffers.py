@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from harness import optimizer_of
 from mortal import Mortal, arm, armed, rows
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -21,15 +21,16 @@ MEAN = Options(buffers="mean")
 OTHERS = [pytest.param(link, marks=pytest.mark.long) for link in ("inline", "collective")]
 
 
-@pytest.fixture(scope="module", params=["auto", "in_process", *OTHERS])
-def two(request: pytest.FixtureRequest, cluster: None) -> Iterator[Executor]:
+@pytest.fixture(params=["auto", "in_process", *OTHERS])
+def way(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """A way to move bytes."""
+    return {"in_process": True} if request.param == "in_process" else {"link": request.param}
+
+
+@pytest.fixture
+def two(way: dict[str, Any], executors: Any) -> Executor:
     """Two replicas, of several ways to move bytes."""
-    link: Any = "auto" if request.param == "in_process" else request.param
-    options = Options(
-        link=link, in_process=request.param == "in_process", max_restarts_per_hour=10_000
-    )
-    with Executor(["cpu", "cpu"], options=options) as executor:
-        yield executor
+    return executors(**way)  # type: ignore[no-any-return]
 
 
 class Counting(nn.Module):
@@ -121,12 +122,13 @@ def test_X8_by_default_the_first_chunk_s(two: Executor) -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_X8_other_numbers_of_chunks(two: Executor, chunks: int) -> None:
-    """More of them than replicas, and one alone; two wrappers of a module may differ."""
+def test_X8_other_numbers_of_chunks(way: dict[str, Any], chunks: int, executors: Any) -> None:
+    """More of them, and one alone; two wrappers of a module may differ."""
     net = Counting()
     plain = copy.deepcopy(net)
-    model = DataParallel(net, ["cpu"] * chunks, executor=two, options=MEAN)
-    first = DataParallel(net, executor=two)
+    executor = executors(max(2, chunks), **way)
+    model = DataParallel(net, ["cpu"] * chunks, executor=executor, options=MEAN)
+    first = DataParallel(net, ["cpu"] * 2, executor=executor)
     for number in range(3):
         x = batch(number, 6)
         if number == 1:
@@ -164,11 +166,7 @@ def test_X8_an_optimizer_in_the_replicas(two: Executor, buffers: Any) -> None:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
         model = DataParallel(net, executor=two, options=Options(buffers=buffers))
-        optimizer: Any
-        if remote:
-            optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
-        else:
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimizer = optimizer_of(model, remote, torch.optim.SGD, lr=0.1)
         for number in range(4):
             optimizer.zero_grad()
             model(batch(number)).square().mean().backward()
@@ -210,20 +208,21 @@ class Recomputed(nn.Module):
 @pytest.mark.long
 @pytest.mark.parametrize("moment", ["forward 0", "forward 1", "backward 0", "late forward 1"])
 @pytest.mark.parametrize("again", [False, True])
-def test_X8_a_death_changes_no_bit(cluster: None, tmp_path: Path, moment: str, again: bool) -> None:
+def test_X8_a_death_changes_no_bit(
+    killable: Executor, tmp_path: Path, moment: str, again: bool
+) -> None:
     """Of weights' gradients and buffers."""
     found = []
-    with Executor(["cpu", "cpu"], options=Options(max_restarts_per_hour=10_000)) as executor:
-        for deadly in (False, True):
-            net = Recomputed() if again else Recomputed().body
-            model = DataParallel(Mortal(net, tmp_path), executor=executor, options=MEAN)
-            for number in range(3):
-                if deadly and number == 1:
-                    arm(tmp_path, moment)
-                model(rows(2, number)).square().sum().backward()
-            found.append([*[p.grad for p in net.parameters()], *net.buffers()])
-            executor.grow()
-        assert not armed(tmp_path)
+    for deadly in (False, True):
+        net = Recomputed() if again else Recomputed().body
+        model = DataParallel(Mortal(net, tmp_path), executor=killable, options=MEAN)
+        for number in range(3):
+            if deadly and number == 1:
+                arm(tmp_path, moment)
+            model(rows(2, number)).square().sum().backward()
+        found.append([*[p.grad for p in net.parameters()], *net.buffers()])
+        killable.grow()
+    assert not armed(tmp_path)
     for one, other in zip(*found, strict=True):
         assert one is not None and other is not None and torch.equal(one, other)
 

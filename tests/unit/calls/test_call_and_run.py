@@ -119,12 +119,6 @@ class Mortal(nn.Module):
         return out
 
 
-@pytest.fixture(scope="module")
-def two(executors: Any) -> Executor:
-    """Two replicas, for wrappers of one device and of two."""
-    return executors(max_restarts_per_hour=10_000)  # type: ignore[no-any-return]
-
-
 @pytest.fixture(params=[ONE, TWO], ids=["one", "two"])
 def pair(request: pytest.FixtureRequest, two: Executor) -> tuple[Any, Net]:
     """A wrapped net in double precision, and a plain copy of it."""
@@ -586,7 +580,7 @@ def test_a_function_that_cannot_be_sent(pair: tuple[Any, Net]) -> None:
 
 
 @pytest.mark.parametrize("verb", ["call", pytest.param("run", marks=pytest.mark.long)])
-def test_a_death(verb: str, two: Executor, tmp_path: Path) -> None:
+def test_a_death(verb: str, killable: Executor, tmp_path: Path) -> None:
     """In the method, and in its backward, where the graph is made again: the bits of an undisturbed
     run.
     """
@@ -594,7 +588,7 @@ def test_a_death(verb: str, two: Executor, tmp_path: Path) -> None:
     for moments in ([], ["call 1", "backward 0"]):
         arm(tmp_path, *moments)
         torch.manual_seed(5)
-        model = DataParallel(Mortal(tmp_path).double(), executor=two)
+        model = DataParallel(Mortal(tmp_path).double(), executor=killable)
         x = rows(2, 1).double().requires_grad_()
         scale = torch.tensor(3.0, dtype=torch.double, requires_grad=True)
         if verb == "call":
@@ -609,9 +603,11 @@ def test_a_death(verb: str, two: Executor, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_death_after_a_tensor_of_the_function_was_changed(two: Executor, tmp_path: Path) -> None:
+def test_a_death_after_a_tensor_of_the_function_was_changed(
+    killable: Executor, tmp_path: Path
+) -> None:
     """The graph cannot be made again, and that is said."""
-    model = DataParallel(Mortal(tmp_path), executor=two)
+    model = DataParallel(Mortal(tmp_path), executor=killable)
     scale = torch.tensor(3.0)
     out = model.run(lambda net, x: net.train_on(x, scale=scale), rows(2, 1))
     scale += 1
@@ -645,8 +641,7 @@ def test_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_replicas_in_the_process_of_the_driver() -> None:
     """`Options(in_process=True)`: chunks one after the other, on copies."""
     with Executor(TWO, options=Options(in_process=True, threads=1)) as executor:
-        model = DataParallel(Net(), executor=executor)
-        x = torch.randn(4, 3)
+        model, x = DataParallel(Net().double(), executor=executor), batch(4)
         close(model.call("generate", x, steps=2), model.module.generate(x, steps=2))
         seen: list[int] = []
         out = model.run(lambda net, x: (seen.append(len(x)), net(x))[1], x)

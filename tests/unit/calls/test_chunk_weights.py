@@ -11,7 +11,6 @@ import pickle
 import random
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,6 @@ from raydp_parallel.cluster.chunk_calls import ChunkAnswer
 from raydp_parallel.transport.messages import Reply
 
 TWO, THREE = ["cpu", "cpu"], ["cpu", "cpu", "cpu"]
-
-
-@pytest.fixture(scope="module")
-def two(cluster: None) -> Iterator[Executor]:
-    """Two replicas, for wrappers with different weights."""
-    with Executor(TWO, options=Options(max_restarts_per_hour=10_000)) as executor:
-        yield executor
 
 
 class Net(nn.Module):
@@ -308,14 +300,14 @@ class Rows(nn.Module):
 
 
 @pytest.mark.long
-def test_X2_deaths_run_the_same_split_again(two: Executor, tmp_path: Path) -> None:
+def test_X2_deaths_run_the_same_split_again(killable: Executor, tmp_path: Path) -> None:
     """In forward and in backward, to the bit, with dropout and batch norm."""
     runs = []
     for moments in ((), ("forward 1", "late forward 0"), ("backward 0",), ("second 1",)):
         torch.manual_seed(5)
         arm(tmp_path, *moments)
-        options = Options(chunk_weights=(3, 2), max_restarts_per_hour=10_000)
-        model = DataParallel(Mortal(Everything(), tmp_path), executor=two, options=options)
+        options = Options(chunk_weights=(3, 2))
+        model = DataParallel(Mortal(Everything(), tmp_path), executor=killable, options=options)
         # the first column says which chunk a row is in
         number = torch.tensor([0.0] * 6 + [1.0] * 4).unsqueeze(1)
         x = torch.cat([number, torch.linspace(-1, 1, 60).view(10, 6)], 1).requires_grad_()

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,13 +18,6 @@ from raydp_parallel import DataParallel, Executor, Options, convert_sync_batchno
 
 BACKEND = {"backend": "aot_eager"}
 TWO = ["cpu", "cpu"]
-
-
-@pytest.fixture(scope="module")
-def two(cluster: None) -> Iterator[Executor]:
-    """Two replicas, that may die."""
-    with Executor(TWO, options=Options(max_restarts_per_hour=10_000)) as executor:
-        yield executor
 
 
 def net() -> nn.Module:
@@ -82,10 +74,10 @@ def test_X6_compiled_once_in_twenty_steps(two: Executor) -> None:
         torch.testing.assert_close(model(batch), plain(batch))
 
 
-def test_X6_a_death_changes_nothing(two: Executor) -> None:
+def test_X6_a_death_changes_nothing(killable: Executor) -> None:
     """The replica that takes over compiles its own, and makes the graph again."""
     module = net()
-    model = DataParallel(module, executor=two, options=Options(compile=BACKEND))
+    model = DataParallel(module, executor=killable, options=Options(compile=BACKEND))
     found = []
     before = copy.deepcopy(module.state_dict())
     for dies in (False, True):
@@ -94,14 +86,14 @@ def test_X6_a_death_changes_nothing(two: Executor) -> None:
         torch.manual_seed(5)
         out = model(torch.randn(8, 4, dtype=torch.double))
         if dies:
-            os.kill(two.replicas()[1].pid, signal.SIGKILL)
+            os.kill(killable.replicas()[1].pid, signal.SIGKILL)
         out.square().sum().backward()
         found.append([out.detach(), *[p.grad.clone() for p in module.parameters()]])  # type: ignore[union-attr]
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_X6_one_device_and_captures() -> None:
-    """Captures run the module as it is, whose hooks compiled code would not see."""
+    """Captures run the module as it is, as compiled code would not see its hooks."""
     module = net().eval()
     model = DataParallel(module, ["cpu"], options=inside())
     x = torch.randn(8, 4, dtype=torch.double)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,9 @@ from raydp_parallel import DataParallel, Executor, Options
 HALVES = (torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(scope="module")
-def two(cluster: None) -> Iterator[Executor]:
-    """Two replicas, that may die."""
-    with Executor(["cpu", "cpu"], options=Options(max_restarts_per_hour=10_000)) as executor:
-        yield executor
-
-
 def narrow(dtype: torch.dtype) -> Options:
     """The option."""
-    return Options(gradient_dtype=dtype, max_restarts_per_hour=10_000)
+    return Options(gradient_dtype=dtype)
 
 
 def by_hand(net: nn.Module, parts: Any, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -138,14 +130,14 @@ def test_X4_second_order_is_exact_in_its_first(two: Executor) -> None:
 
 
 @pytest.mark.long
-def test_X4_a_death_changes_nothing(two: Executor, tmp_path: Path) -> None:
+def test_X4_a_death_changes_nothing(killable: Executor, tmp_path: Path) -> None:
     """In forward and in backward, to the bit."""
     runs = []
     for moments in ((), ("forward 1",), ("backward 0",)):
         torch.manual_seed(5)
         arm(tmp_path, *moments)
         net = Mortal(Everything(), tmp_path)
-        model = DataParallel(net, executor=two, options=narrow(torch.bfloat16))
+        model = DataParallel(net, executor=killable, options=narrow(torch.bfloat16))
         model(rows(2, 0)).square().sum().backward()
         assert not armed(tmp_path)
         runs.append(state(model))

@@ -33,7 +33,7 @@ on_each_number = pytest.mark.parametrize("ids", [TWO, ["cpu"]], ids=["two", "one
 @pytest.fixture(scope="module")
 def executor(executors: Any) -> Executor:
     """Two replicas for all tests."""
-    return executors(max_restarts_per_hour=10_000)  # type: ignore[no-any-return]
+    return executors()  # type: ignore[no-any-return]
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ class Nested(nn.Module):
 
 
 class Interrupting(nn.Module):
-    """Sends Ctrl-C to the process whose number it gets, if it is not 0."""
+    """Sends Ctrl-C to the process of which it gets the number, if it is not 0."""
 
     def forward(self, pid: int) -> int:
         if pid:
@@ -624,7 +624,7 @@ def test_progress_by_tqdm(executor: Executor, monkeypatch: pytest.MonkeyPatch) -
     assert second.done == ["update", "close"]
 
 
-# --- deaths, at the end: the tests before have both replicas ---
+# --- deaths ---
 
 
 @pytest.mark.parametrize(
@@ -636,21 +636,21 @@ def test_progress_by_tqdm(executor: Executor, monkeypatch: pytest.MonkeyPatch) -
     ids=["one", "three"],
 )
 def test_a_replica_that_dies_is_no_event(
-    executor: Executor, tmp_path: Path, moments: Sequence[str]
+    killable: Executor, tmp_path: Path, moments: Sequence[str]
 ) -> None:
     """Another one computes its batches, with the same bits."""
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 2))
-    model = DataParallel(Mortal(net, tmp_path), executor=executor)
+    model = DataParallel(Mortal(net, tmp_path), executor=killable)
     batches = [torch.cat([torch.full((4, 1), float(n)), torch.randn(4, 6)], 1) for n in range(12)]
     torch.manual_seed(4)
     expected = list(model.map(batches))
-    before = sum(tally.deaths for tally in executor.stats().replicas)
+    before = sum(tally.deaths for tally in killable.stats().replicas)
     arm(tmp_path, *moments)
     torch.manual_seed(4)
     found = list(model.map(batches))
     assert armed(tmp_path) == []
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    after = sum(tally.deaths for tally in executor.stats().replicas)
+    after = sum(tally.deaths for tally in killable.stats().replicas)
     assert after - before == len(moments)
-    assert usable(DataParallel(Picky(), executor=executor))
+    assert usable(DataParallel(Picky(), executor=killable))

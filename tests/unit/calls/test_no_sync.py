@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from accumulating import HERE, assert_alike, backward, batch, lie, lie_based, small
+from accumulating import HERE, assert_alike, backward, batch, lie, lie_based, lose, small
 from mortal import Everything, Mortal, arm, armed, rows
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -23,28 +23,20 @@ from raydp_parallel.calls.held_gradients import HeldGradients, HeldPass
 from raydp_parallel.errors import GraphLost, StateChanged
 
 
-@pytest.fixture(scope="module")
-def two(cluster: None) -> Iterator[Executor]:
-    """Two replicas, that may die."""
-    with Executor(["cpu", "cpu"], options=Options(max_restarts_per_hour=10_000)) as executor:
-        yield executor
-
-
-@pytest.fixture(scope="module")
-def joined(cluster: None) -> Iterator[Executor]:
+@pytest.fixture
+def joined(executors: Any) -> Executor:
     """Two replicas that sum gradients among themselves."""
-    options = Options(link="collective", max_restarts_per_hour=10_000)
-    with Executor(["cpu", "cpu"], options=options) as executor:
-        yield executor
+    return executors(link="collective", name="killable")  # type: ignore[no-any-return]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("chunks", [1, 2, 3])
-def test_X7_sums_are_made_over_backwards_and_then_over_chunks(two: Executor, chunks: int) -> None:
+def test_X7_sums_are_made_over_backwards_and_then_over_chunks(executors: Any, chunks: int) -> None:
     """To the bit, in single precision; the gradient is an ordinary one in the end."""
     net = nn.Sequential(nn.Linear(5, 80), nn.Tanh(), nn.Linear(80, 2))
-    plain = [DataParallel(copy.deepcopy(net), ["cpu"], executor=two) for _ in range(chunks)]
-    model = DataParallel(net, ["cpu"] * chunks, executor=two)
+    executor = executors(chunks)
+    plain = [DataParallel(copy.deepcopy(net), ["cpu"], executor=executor) for _ in range(chunks)]
+    model = DataParallel(net, executor=executor)
     batches = [torch.randn(chunks * 2, 5) for _ in range(4)]
     for number, x in enumerate(batches):
         backward(model, x, number < 3)
@@ -82,13 +74,15 @@ def test_X7_nothing_travels_until_the_end(two: Executor) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("moment", ["forward 0", "backward 0", "backward 1", "late forward 1"])
 @pytest.mark.parametrize("when", [0, 1, 2])
-def test_X7_a_death_changes_no_bit(two: Executor, tmp_path: Path, moment: str, when: int) -> None:
+def test_X7_a_death_changes_no_bit(
+    killable: Executor, tmp_path: Path, moment: str, when: int
+) -> None:
     """Dropout, batch norm and a checkpoint: what was accumulated is made again."""
     found = []
     for deadly in (False, True):
         torch.manual_seed(3)
         net = Everything(checkpointed=True)
-        model = DataParallel(Mortal(net, tmp_path), executor=two)
+        model = DataParallel(Mortal(net, tmp_path), executor=killable)
         for number in range(3):
             with model.no_sync() if number < 2 else contextlib.nullcontext():
                 if deadly and number == when:
@@ -96,7 +90,7 @@ def test_X7_a_death_changes_no_bit(two: Executor, tmp_path: Path, moment: str, w
                 loss = model(rows(2, number)).square().sum()
             loss.backward()
         found.append([p.grad for p in net.parameters()] + [*net.buffers()])
-        two.grow()
+        killable.grow()
     assert not armed(tmp_path)
     for one, other in zip(*found, strict=True):
         assert one is not None and other is not None and torch.equal(one, other)
@@ -105,19 +99,16 @@ def test_X7_a_death_changes_no_bit(two: Executor, tmp_path: Path, moment: str, w
 @pytest.mark.long
 @pytest.mark.parametrize("moment", ["fetch", "answer"])
 def test_X7_what_was_lost_is_made_again_where_it_is_used(
-    two: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+    killable: Executor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """Without a backward outside, after a death; and after Ctrl-C as an answer was there."""
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    plain, model = copy.deepcopy(net), DataParallel(Mortal(net, tmp_path), executor=two)
+    plain, model = copy.deepcopy(net), DataParallel(Mortal(net, tmp_path), executor=killable)
     for number in range(2):
         backward(model, rows(2, number), hold=True)
         backward(plain, rows(2, number)[:, 1:])
     if moment == "fetch":
-        arm(tmp_path, "forward 0")
-        with torch.no_grad():
-            model(rows(2, 5))
-        assert not armed(tmp_path)
+        lose(model, tmp_path, 0)
     else:
         run = Executor.run
 
@@ -136,21 +127,18 @@ def test_X7_what_was_lost_is_made_again_where_it_is_used(
         backward(plain, rows(2, 3)[:, 1:])
     for p, q in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad.clone(), q.grad)  # type: ignore[union-attr]
-    two.grow()
 
 
 @pytest.mark.long
-def test_X7_what_cannot_be_made_again_is_refused(two: Executor, tmp_path: Path) -> None:
+def test_X7_what_cannot_be_made_again_is_refused(killable: Executor, tmp_path: Path) -> None:
     """After a change of the weights; zeros begin anew."""
     net = nn.Linear(6, 3)
-    model = DataParallel(Mortal(net, tmp_path), executor=two)
+    model = DataParallel(Mortal(net, tmp_path), executor=killable)
     backward(model, rows(2, 0), hold=True)
     with torch.no_grad():
         net.weight.mul_(2)
-    arm(tmp_path, "forward 1")
-    model(rows(2, 1))
-    assert not armed(tmp_path)
-    two.grow()
+    lose(model, tmp_path, 1)
+    killable.grow()
     with pytest.raises(StateChanged, match=r"weight.* was changed"):
         net.weight.grad.sum()  # type: ignore[union-attr]
     with pytest.raises(StateChanged, match=r"weight.* was changed"):
@@ -311,7 +299,9 @@ def random_program(seed: int, net: nn.Module, model: DataParallel[Any]) -> Itera
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize(
+    "seed", [*range(30), *[pytest.param(seed, marks=pytest.mark.long) for seed in range(30, 60)]]
+)
 def test_X7_gradients_are_what_they_were_without_it(seed: int) -> None:
     """Whatever a program does to them between."""
     net = small()
@@ -321,7 +311,9 @@ def test_X7_gradients_are_what_they_were_without_it(seed: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")
-@pytest.mark.parametrize("seed", range(60, 66))
+@pytest.mark.parametrize(
+    "seed", [60, 61, *[pytest.param(seed, marks=pytest.mark.long) for seed in range(62, 66)]]
+)
 @pytest.mark.parametrize("group", [False, True])
 def test_X7_gradients_are_what_they_were_in_processes(
     request: pytest.FixtureRequest, seed: int, group: bool
@@ -455,12 +447,13 @@ def test_unused_tied_and_sparse_parameters(two: Executor, unused: Any) -> None:
     assert net.table.weight.grad.is_sparse == (unused == "none")
 
 
-def test_several_models_and_wrappers_share_replicas(two: Executor) -> None:
+def test_several_models_and_wrappers_share_replicas(executors: Any) -> None:
     """Each accumulates for itself; a second wrapper of a module goes on where the first was."""
+    three = executors(3)
     nets = [small(), small()]
     plain = copy.deepcopy(nets)
-    models = [DataParallel(net, executor=two) for net in nets]
-    again = DataParallel(nets[0], ["cpu", "cpu", "cpu"], executor=two)
+    models = [DataParallel(net, ["cpu", "cpu"], executor=three) for net in nets]
+    again = DataParallel(nets[0], executor=three)
     for number in range(3):
         for model, one in zip(models, plain, strict=True):
             backward(model, batch(number), hold=True)
@@ -613,19 +606,19 @@ def test_an_optimizer_in_the_replicas_gets_all_gradients(
 
 
 @pytest.mark.long
-def test_with_faults_raised_a_death_loses_them(cluster: None, tmp_path: Path) -> None:
+def test_with_faults_raised_a_death_loses_them(executors: Any, tmp_path: Path) -> None:
     """And the error says what to do."""
-    with Executor(["cpu", "cpu"], options=Options(on_fault="raise")) as executor:
-        net = nn.Linear(6, 3)
-        model = DataParallel(Mortal(net, tmp_path), executor=executor)
-        backward(model, rows(2, 0), hold=True)
-        arm(tmp_path, "forward 1")
-        with pytest.raises(Exception, match="died in forward"):
-            model(rows(2, 1))
-        with pytest.raises(GraphLost, match="accumulated under no_sync"):
-            backward(model, rows(2, 1))
-        net.zero_grad()
+    executor = executors(on_fault="raise")
+    net = nn.Linear(6, 3)
+    model = DataParallel(Mortal(net, tmp_path), executor=executor)
+    backward(model, rows(2, 0), hold=True)
+    arm(tmp_path, "forward 1")
+    with pytest.raises(Exception, match="died in forward"):
+        model(rows(2, 1))
+    with pytest.raises(GraphLost, match="accumulated under no_sync"):
         backward(model, rows(2, 1))
+    net.zero_grad()
+    backward(model, rows(2, 1))
 
 
 def test_in_place_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -657,12 +650,12 @@ def test_X7_weights_of_another_shape_do_not_mix_with_old_gradients() -> None:
 
 
 @pytest.mark.long
-def test_X7_batches_in_memory_that_is_filled_again(two: Executor, tmp_path: Path) -> None:
+def test_X7_batches_in_memory_that_is_filled_again(killable: Executor, tmp_path: Path) -> None:
     """What a replica had that died is made of the batches of then, and so are gradients of
     outputs.
     """
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    plain, model = copy.deepcopy(net), DataParallel(Mortal(net, tmp_path), executor=two)
+    plain, model = copy.deepcopy(net), DataParallel(Mortal(net, tmp_path), executor=killable)
     memory, given = rows(2, 0).numpy(), torch.ones(len(rows(2, 0)), 3).numpy()
     x, grad = torch.from_numpy(memory), torch.from_numpy(given)
     for number in range(2):
@@ -673,13 +666,9 @@ def test_X7_batches_in_memory_that_is_filled_again(two: Executor, tmp_path: Path
         out.backward(grad)
         plain(x[:, 1:]).backward(grad)
     memory[:], given[:] = 7, 7
-    arm(tmp_path, "forward 0")
-    with torch.no_grad():
-        model(rows(2, 5))
-    assert not armed(tmp_path)
+    lose(model, tmp_path, 0)
     for p, q in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad.clone(), q.grad)  # type: ignore[union-attr]
-    two.grow()
 
 
 def test_a_step_fetches_before_it_locks_the_replicas(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,24 +8,16 @@ import contextlib
 import copy
 import os
 import signal
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import ray
 import torch
 from accumulating import assert_alike, batch, lie, small
+from harness import optimizer_of
 from torch import Tensor, nn
 
 from raydp_parallel import ChunkRefs, DataParallel, Executor, Options
 from raydp_parallel.calls.remote_gradients import RemoteGradient
-
-
-@pytest.fixture(scope="module")
-def two(cluster: None) -> Iterator[Executor]:
-    """Two replicas, that may die."""
-    with Executor(["cpu", "cpu"], options=Options(max_restarts_per_hour=10_000)) as executor:
-        yield executor
 
 
 def targets(seed: int, size: int = 6) -> Tensor:
@@ -62,10 +54,10 @@ def test_X7_losses_in_the_replicas(two: Executor, outer: bool, size: int) -> Non
 
 
 @pytest.mark.long
-def test_X7_batches_by_reference(two: Executor) -> None:
+def test_X7_batches_by_reference(killable: Executor) -> None:
     """Another replica gets the objects again where one died, though the program let go of them."""
     net = small()
-    plain, model = copy.deepcopy(net), DataParallel(net, executor=two)
+    plain, model = copy.deepcopy(net), DataParallel(net, executor=killable)
     kept = []
     for number in range(4):
         refs = by_reference(batch(number))
@@ -74,16 +66,15 @@ def test_X7_batches_by_reference(two: Executor) -> None:
             loss = model(refs).square().sum()
         if number == 2:
             kept.clear()
-            os.kill(two.replicas()[1].pid, signal.SIGKILL)
+            os.kill(killable.replicas()[1].pid, signal.SIGKILL)
         loss.backward()
         plain(batch(number)).square().sum().backward()
     assert not any(lie(net))
     assert_alike(net, plain)
-    two.grow()
 
 
 @pytest.mark.parametrize("dies", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_X7_an_optimizer_a_loss_and_references_at_once(two: Executor, dies: bool) -> None:
+def test_X7_an_optimizer_a_loss_and_references_at_once(killable: Executor, dies: bool) -> None:
     """Nothing but losses passes through the driver, and gradients once per step."""
     net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).double()
     found = []
@@ -91,20 +82,16 @@ def test_X7_an_optimizer_a_loss_and_references_at_once(two: Executor, dies: bool
         torch.manual_seed(0)
         mine = copy.deepcopy(net)
         options = Options(buffers="mean")
-        model = DataParallel(mine, executor=two, options=options)
+        model = DataParallel(mine, executor=killable, options=options)
         lossy = model.with_loss(nn.MSELoss())
-        optimizer: Any
-        if remote:
-            optimizer = model.optimizer(torch.optim.AdamW, lr=0.1)
-        else:
-            optimizer = torch.optim.AdamW(mine.parameters(), lr=0.1)
+        optimizer = optimizer_of(model, remote, torch.optim.AdamW, lr=0.1)
         for number in range(9):
             hold = remote and number % 3 < 2
             x, y = batch(number), targets(number)
             with model.no_sync() if hold else contextlib.nullcontext():
                 loss = lossy(by_reference(x), by_reference(y)) if remote else lossy(x, y)
             if remote and dies and number == 4:
-                os.kill(two.replicas()[0].pid, signal.SIGKILL)
+                os.kill(killable.replicas()[0].pid, signal.SIGKILL)
             loss.backward()
             if hold:
                 assert all(isinstance(p.grad, RemoteGradient) for p in mine.parameters())
@@ -119,4 +106,3 @@ def test_X7_an_optimizer_a_loss_and_references_at_once(two: Executor, dies: bool
             optimizer.close()
     for name, expected in found[0].items():
         torch.testing.assert_close(found[1][name], expected, rtol=1e-9, atol=1e-9)
-    two.grow()

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from accumulating import HERE, assert_alike, backward, batch, lie, small
-from mortal import Mortal, arm, armed, rows
+from accumulating import HERE, assert_alike, backward, batch, lie, lose, small
+from mortal import Mortal, rows
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, Options
@@ -26,13 +26,6 @@ from raydp_parallel.calls.held_gradients import HeldGradients, HeldPass
 from raydp_parallel.calls.remote_gradients import RemoteGradient
 from raydp_parallel.cluster.chunk_calls import GraphRecipe, RemoteGraph, steps
 from raydp_parallel.errors import GraphLost, StateChanged
-
-
-@pytest.fixture(scope="module")
-def two(cluster: None) -> Iterator[Executor]:
-    """Two replicas, that may die."""
-    with Executor(["cpu", "cpu"], options=Options(max_restarts_per_hour=10_000)) as executor:
-        yield executor
 
 
 class HookError(Exception):
@@ -309,12 +302,12 @@ def test_X7_a_module_that_gets_another_dtype(wrapped: bool, to: torch.dtype) -> 
 
 
 @pytest.mark.long
-def test_X7_what_is_overwritten_is_not_fetched(two: Executor, tmp_path: Path) -> None:
+def test_X7_what_is_overwritten_is_not_fetched(killable: Executor, tmp_path: Path) -> None:
     """Zeroing lost gradients is what errors advise, also where they are added to memory of this
     process; so does a program that copies its own into them.
     """
     net = nn.Linear(6, 3)
-    plain, model = copy.deepcopy(net), DataParallel(Mortal(net, tmp_path), executor=two)
+    plain, model = copy.deepcopy(net), DataParallel(Mortal(net, tmp_path), executor=killable)
     for begin in ("base", "alone"):
         for act in ("zero", "copy"):
             net.zero_grad()
@@ -325,10 +318,8 @@ def test_X7_what_is_overwritten_is_not_fetched(two: Executor, tmp_path: Path) ->
             backward(model, rows(2, 0), hold=True)
             with torch.no_grad():
                 net.weight.mul_(2)
-            arm(tmp_path, "forward 1")
-            model(rows(2, 1))
-            assert not armed(tmp_path)
-            two.grow()
+            lose(model, tmp_path, 1)
+            killable.grow()
             with pytest.raises(StateChanged):
                 net.weight.grad.sum()  # type: ignore[union-attr]
             if act == "zero":

@@ -243,23 +243,22 @@ def test_X5_without_rows_there_is_one_stream() -> None:
 
 
 @pytest.mark.long
-def test_X5_processes_and_deaths(cluster: None, tmp_path: Path) -> None:
+def test_X5_processes_and_deaths(killable: Executor, tmp_path: Path) -> None:
     """Two and one replica give the same bits, and a death changes nothing."""
-    with Executor(["cpu", "cpu"], options=Options(max_restarts_per_hour=10_000)) as executor:
-        runs = []
-        for moments in ((), ("forward 1",), ("backward 0",)):
-            torch.manual_seed(5)
-            arm(tmp_path, *moments)
-            net = Mortal(Net(), tmp_path)
-            model = DataParallel(net, executor=executor, options=Options(rng="per_sample"))
-            x = rows(2, 0).requires_grad_()
-            out = model(x)
-            out.square().sum().backward()
-            assert not armed(tmp_path) and x.grad is not None
-            runs.append([out.detach(), x.grad, *state(model)])
-        assert same(runs[0], runs[1]) and same(runs[0], runs[2])
+    runs = []
+    for moments in ((), ("forward 1",), ("backward 0",)):
         torch.manual_seed(5)
-        one = DataParallel(
-            Mortal(Net(), tmp_path), ["cpu"], executor=executor, options=Options(rng="per_sample")
-        )
-        assert torch.equal(one(rows(2, 0)), runs[0][0])
+        arm(tmp_path, *moments)
+        net = Mortal(Net(), tmp_path)
+        model = DataParallel(net, executor=killable, options=Options(rng="per_sample"))
+        x = rows(2, 0).requires_grad_()
+        out = model(x)
+        out.square().sum().backward()
+        assert not armed(tmp_path) and x.grad is not None
+        runs.append([out.detach(), x.grad, *state(model)])
+    assert same(runs[0], runs[1]) and same(runs[0], runs[2])
+    torch.manual_seed(5)
+    one = DataParallel(
+        Mortal(Net(), tmp_path), ["cpu"], executor=killable, options=Options(rng="per_sample")
+    )
+    assert torch.equal(one(rows(2, 0)), runs[0][0])

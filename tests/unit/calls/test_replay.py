@@ -1,4 +1,4 @@
-"""Recipes, apart from whoever runs them: what they keep in memory, and what they refuse."""
+"""Recipes, apart from what runs them: what they keep in memory, and what they refuse."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from raydp_parallel.transport.links import INLINE_LIMIT, Attachments, InlineLink
 from raydp_parallel.transport.messages import ForwardRequest, Parcel, StateUpdate
 
 SMALL, LARGE = 4, INLINE_LIMIT // 4 + 1
-"""Floats whose bytes a recipe may keep, and floats whose bytes it may not."""
+"""Floats of which a recipe may keep the bytes, and floats of which it may not."""
 
 
 def parcel_of(tensor: Tensor) -> Parcel:
-    """A parcel whose bytes lie in the message, however many."""
+    """A parcel with bytes that lie in the message, however many."""
     return codec.encode((tensor,), Attachments(InlineLink()), "inputs")[0]
 
 
@@ -76,7 +76,7 @@ def test_a_recipe_holds_nothing_of_an_update() -> None:
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_what_is_kept_is_sent_again_as_it_was(size: int) -> None:
-    """Not if somebody wrote to it since: a different graph in silence would be worse than
+    """Not if it was written to since: a different graph in silence would be worse than
     an error.
     """
     tensor = torch.arange(float(size))

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import raised
+from harness import optimizer_of, raised
 from torch import nn
 
 from raydp_parallel import (
@@ -406,10 +406,7 @@ def test_T3_a_module_that_reads_its_weights_data(in_backward: bool, two: Executo
     for inside in (True, False):
         torch.manual_seed(0)
         model = DataParallel(Looking(in_backward), executor=two)
-        if inside:
-            optimizer: Any = model.optimizer(torch.optim.Adam, lr=0.01)
-        else:
-            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        optimizer = optimizer_of(model, inside, torch.optim.Adam, lr=0.01)
         for step in range(3):
             advance(model, optimizer, step)
         if inside:

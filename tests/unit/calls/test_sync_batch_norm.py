@@ -7,13 +7,12 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import assert_same_grads, assert_same_state, raised
+from harness import assert_same_grads, assert_same_state, optimizer_of, raised
 from mortal import arm, armed, fate, same, state
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -31,15 +30,6 @@ from raydp_parallel import (
     replicate,
 )
 from raydp_parallel.transport import collective
-
-PLENTY = Options(max_restarts_per_hour=10_000)
-
-
-@pytest.fixture(scope="module")
-def two(cluster: None) -> Iterator[Executor]:
-    """Two replicas, that may die."""
-    with Executor(["cpu", "cpu"], options=PLENTY) as executor:
-        yield executor
 
 
 class Net(nn.Module):
@@ -74,12 +64,12 @@ def pair(executor: Executor, **options: Any) -> tuple[Any, nn.Module]:
     torch.manual_seed(3)
     plain = Net().double()
     net = convert_sync_batchnorm(copy.deepcopy(plain))
-    how = Options(max_restarts_per_hour=10_000, **options)
+    how = Options(**options)
     return DataParallel(net, executor=executor, options=how), plain
 
 
 def rows(count: int) -> Tensor:
-    """A batch whose chunks have different statistics."""
+    """A batch with chunks of different statistics."""
     generator = torch.Generator().manual_seed(count)
     found = torch.randn(count, 3, dtype=torch.double, generator=generator)
     return (found + torch.arange(count).unsqueeze(1)).requires_grad_()
@@ -196,7 +186,7 @@ def test_X3_derivatives_of_second_order(two: Executor) -> None:
 
 
 @pytest.mark.long
-def test_X3_modes_and_no_grad(two: Executor) -> None:
+def test_X3_modes_and_no_grad(two: Executor, killable: Executor) -> None:
     """Without gradients the batch's statistics count as well; in evaluation the running ones."""
     model, plain = pair(two)
     with torch.no_grad():
@@ -207,9 +197,9 @@ def test_X3_modes_and_no_grad(two: Executor) -> None:
         model.eval(), plain.eval()
         close(model(rows(6)), plain(rows(6)))
     before = len(two.synced_groups._known)
-    with Executor(["cpu", "cpu"], options=PLENTY) as other:
-        close(DataParallel(model.module, executor=other)(rows(6)), plain(rows(6)))
-        assert not other.synced_groups._known and before
+    known = len(killable.synced_groups._known)
+    close(DataParallel(model.module, executor=killable)(rows(6)), plain(rows(6)))
+    assert len(killable.synced_groups._known) == known and before
     alone = DataParallel(model.module.train(), ["cpu"], executor=two)
     close(alone(rows(6)), plain.train()(rows(6)))
     with torch.inference_mode():
@@ -370,7 +360,7 @@ def test_X3_a_death_while_the_group_is_formed(tmp_path: Path) -> None:
     """The call runs once there is another replica."""
     net = convert_sync_batchnorm(Falls(str(tmp_path)))
     plain = copy.deepcopy(net)
-    with Executor(["cpu", "cpu"], options=PLENTY) as executor:
+    with Executor(["cpu", "cpu"]) as executor:
         model = DataParallel(net, executor=executor)
         model.eval()(torch.zeros(4, 2))
         arm(tmp_path, "join 1")
@@ -430,9 +420,9 @@ def test_X3_chunks_need_replicas_of_their_own(two: Executor) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(two: Executor, tmp_path_factory: pytest.TempPathFactory) -> list[Tensor]:
+def undisturbed(executors: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Tensor]:
     """What a run gives in which nothing dies."""
-    return train(two, tmp_path_factory.mktemp("undisturbed"), {})
+    return train(executors(), tmp_path_factory.mktemp("undisturbed"), {})
 
 
 def train(
@@ -440,14 +430,8 @@ def train(
 ) -> list[Tensor]:
     """Three steps, arming ``plan[step]`` before each. The losses and the final state."""
     torch.manual_seed(7)
-    model = DataParallel(
-        convert_sync_batchnorm(Net(str(folder)).double()), executor=executor, options=PLENTY
-    )
-    optimizer: Any
-    if inside:
-        optimizer = model.optimizer(torch.optim.Adam, lr=0.01)
-    else:
-        optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    model = DataParallel(convert_sync_batchnorm(Net(str(folder)).double()), executor=executor)
+    optimizer = optimizer_of(model, inside, torch.optim.Adam, lr=0.01)
     losses = []
     for number in range(3):
         arm(folder, *plan.get(number, ()))
@@ -469,12 +453,12 @@ def train(
     ids=["forward", "late forward", "backward", "backward of chunk 0"],
 )
 def test_X3_a_death_changes_nothing(
-    two: Executor, undisturbed: list[Tensor], tmp_path: Path, plan: dict[int, list[str]]
+    killable: Executor, undisturbed: list[Tensor], tmp_path: Path, plan: dict[int, list[str]]
 ) -> None:
     """The others do not wait for it, and all run again once there is another replica, with the same
     bits.
     """
-    assert same(train(two, tmp_path, plan), undisturbed)
+    assert same(train(killable, tmp_path, plan), undisturbed)
 
 
 @pytest.mark.long
@@ -484,26 +468,26 @@ def test_X3_a_death_changes_nothing(
     ids=["forward", "both"],
 )
 def test_T2_a_death_with_synchronised_batch_norm(
-    two: Executor, tmp_path: Path, plan: dict[int, list[str]], monkeypatch: pytest.MonkeyPatch
+    killable: Executor, tmp_path: Path, plan: dict[int, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What an optimizer in the replicas has made is brought back before a chunk waits for it."""
 
     def wait(training: Any) -> None:
         assert not training.behind, "the weights were asked for in the midst of a call"
 
-    undisturbed = train(two, tmp_path, {}, inside=True)
+    undisturbed = train(killable, tmp_path, {}, inside=True)
     monkeypatch.setattr("raydp_parallel.calls.training_record.Training._bring_back", wait)
-    deaths = two.stats().deaths
-    assert same(train(two, tmp_path, plan, inside=True), undisturbed)
-    assert two.stats().deaths == deaths + sum(map(len, plan.values()))
+    deaths = killable.stats().deaths
+    assert same(train(killable, tmp_path, plan, inside=True), undisturbed)
+    assert killable.stats().deaths == deaths + sum(map(len, plan.values()))
 
 
 @pytest.mark.long
-def test_X3_a_graph_that_died_between_two_calls(two: Executor, tmp_path: Path) -> None:
+def test_X3_a_graph_that_died_between_two_calls(killable: Executor, tmp_path: Path) -> None:
     """It is made again without the other chunk; a graph of second order cannot be."""
     torch.manual_seed(7)
     net = convert_sync_batchnorm(Net(str(tmp_path)).double())
-    model = DataParallel(net, executor=two)
+    model = DataParallel(net, executor=killable)
     chunk = torch.tensor([0] * 4 + [1] * 4)
     found = []
     for dies in (False, True):
@@ -526,12 +510,12 @@ def test_X3_a_graph_that_died_between_two_calls(two: Executor, tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_X3_a_death_is_an_error_if_that_was_asked_for(cluster: None, tmp_path: Path) -> None:
+def test_X3_a_death_is_an_error_if_that_was_asked_for(executors: Any, tmp_path: Path) -> None:
     """With ``on_fault="raise"``; the next call works."""
-    with Executor(["cpu", "cpu"], options=Options(on_fault="raise")) as executor:
-        model = DataParallel(convert_sync_batchnorm(Net(str(tmp_path)).double()), executor=executor)
-        chunk = torch.tensor([0] * 4 + [1] * 4)
-        arm(tmp_path, "forward 1")
-        with pytest.raises(ReplicaDied, match="died in forward"):
-            model(rows(8), chunk)
-        assert model(rows(8), chunk)[0].shape == (8, 12)
+    executor = executors(on_fault="raise")
+    model = DataParallel(convert_sync_batchnorm(Net(str(tmp_path)).double()), executor=executor)
+    chunk = torch.tensor([0] * 4 + [1] * 4)
+    arm(tmp_path, "forward 1")
+    with pytest.raises(ReplicaDied, match="died in forward"):
+        model(rows(8), chunk)
+    assert model(rows(8), chunk)[0].shape == (8, 12)

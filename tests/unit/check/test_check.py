@@ -41,7 +41,7 @@ APART = {"speed", "sharing"}
 
 
 class LikeGpus(Here):
-    """A machine whose CPU passes for a GPU, and upstream on CPUs for upstream."""
+    """A machine on which the CPU passes for a GPU, and upstream on CPUs for upstream."""
 
     def __init__(self) -> None:
         super().__init__(quick=True, gpus=0)
@@ -184,7 +184,7 @@ def test_rows_about_a_gpus_memory(like_gpus: LikeGpus, monkeypatch: pytest.Monke
 
 
 def test_rows_about_speed(like_gpus: LikeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everybody's time; and a ratio that is held against what was asked."""
+    """The time of all; and a ratio that is held against what was asked."""
     monkeypatch.setattr(ddp, "step_seconds", lambda *_: 0.001)
     found = speed.steps(SMALL, like_gpus)
     assert [*found.numbers] == [
@@ -210,7 +210,7 @@ def test_a_gpu_for_two(like_gpus: LikeGpus, monkeypatch: pytest.MonkeyPatch) -> 
     """The node of the tests counts two GPUs, which this process takes for one; its replicas are on
     CPUs.
     """
-    raydp_parallel.shutdown()  # who holds those GPUs for other tests
+    raydp_parallel.shutdown()  # which hold those GPUs for other tests
     found = sharing.halves(like_gpus)
     assert found.good, found
     monkeypatch.setattr(

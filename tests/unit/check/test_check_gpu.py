@@ -189,7 +189,7 @@ def test_gradients_that_leave_early_are_held_against_the_plain_modules(
 
 
 def executor_that(**answers: Any) -> Any:
-    """An executor whose statistics and replicas are these."""
+    """An executor with these statistics and replicas."""
     stats = {"link": "shared and CUDA IPC", "deaths": 0, **answers}
     return SimpleNamespace(
         stats=lambda: SimpleNamespace(**stats),
@@ -388,7 +388,7 @@ def test_a_driver_that_does_not_answer_is_none(
 
 
 def test_a_gpu_that_torch_cannot_use_is_told_of() -> None:
-    """Who has one would be surprised to read that there is none."""
+    """To read that there is none would be a surprise where there is one."""
     about: dict[str, Any] = {"gpus": [], "driver": "", "cuda": None}
     assert program._devices(about) == "no GPU"
     about["driver"] = "580.1"

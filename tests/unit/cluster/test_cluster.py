@@ -37,8 +37,8 @@ def run(script: str, *arguments: str) -> str:
 
 
 def test_several_nodes() -> None:
-    """Two and three nodes, code that only the driver has, who holds what, nodes that come, go, die
-    and drain.
+    """Two and three nodes, code that only the driver has, which job holds what, nodes that come,
+    go, die and drain.
     """
     printed = run("cluster_script.py")
     for line in (
@@ -86,7 +86,7 @@ def test_a_node_that_joins_later() -> None:
 
 
 def test_the_same_call_again_after_ctrl_c() -> None:
-    """Over lines between nodes, whose sockets hold less than a message, both ways at the
+    """Over lines between nodes, with sockets that hold less than a message, both ways at the
     same time.
     """
     assert ("a call that was aborted between nodes can be made again") in run(
@@ -97,7 +97,7 @@ def test_the_same_call_again_after_ctrl_c() -> None:
 # beside another running Ray, as the suite's, Ray drops that user's actors before they start
 @pytest.mark.soak
 @pytest.mark.skipif(
-    os.getuid() != 0 or shutil.which("setpriv") is None, reason="only root may become somebody else"
+    os.getuid() != 0 or shutil.which("setpriv") is None, reason="only root may become another user"
 )
 def test_replicas_of_another_user() -> None:
     """They refuse the line, and their memory cannot be read: calls go through Ray."""

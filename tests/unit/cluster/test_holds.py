@@ -1,5 +1,5 @@
-"""What replicas hold of a cluster: placement groups whose names are never used twice, and are asked
-for again.
+"""What replicas hold of a cluster: placement groups with names that are never used twice, and are
+asked for again.
 """
 
 from __future__ import annotations
@@ -23,10 +23,20 @@ pytestmark = pytest.mark.usefixtures("cluster")
 X = torch.ones(4, 2)
 
 
-def held() -> list[str]:
-    """The names of the placement groups that exist."""
-    found: dict[str, Any] = placement_group_table()
-    return [group["name"] for group in found.values() if group["state"] != "REMOVED"]
+@pytest.fixture
+def held(cluster: None) -> Callable[[], list[str]]:
+    """Gives the names of the placement groups that the test has made, and that exist."""
+    before = {*placement_group_table()}
+
+    def names() -> list[str]:
+        found: dict[str, Any] = placement_group_table()
+        return [
+            group["name"]
+            for number, group in found.items()
+            if number not in before and group["state"] != "REMOVED"
+        ]
+
+    return names
 
 
 def refusing(times: float) -> tuple[Callable[..., Any], list[str]]:
@@ -46,7 +56,7 @@ def refusing(times: float) -> tuple[Callable[..., Any], list[str]]:
 
 
 @pytest.mark.long
-def test_cpu_replicas_that_book_cpus() -> None:
+def test_cpu_replicas_that_book_cpus(held: Callable[[], list[str]]) -> None:
     """Each has a group of its own; another executor of the same name has others, at the same time
     and later.
     """
@@ -69,6 +79,7 @@ def test_cpu_replicas_that_book_cpus() -> None:
 @pytest.mark.long
 def test_a_group_that_ray_cannot_make_now_is_asked_for_again(
     monkeypatch: pytest.MonkeyPatch,
+    held: Callable[[], list[str]],
 ) -> None:
     """What was made before is let go of, and no name comes twice: Ray may know of it all
     the same.
@@ -83,6 +94,7 @@ def test_a_group_that_ray_cannot_make_now_is_asked_for_again(
 
 def test_a_group_that_ray_never_makes_is_an_error_that_says_why(
     monkeypatch: pytest.MonkeyPatch,
+    held: Callable[[], list[str]],
 ) -> None:
     """At the deadline, in Ray's words; nothing stays behind."""
     asked, names = refusing(times=float("inf"))

@@ -124,7 +124,7 @@ def test_who_holds_gpus_in_words() -> None:
 
 
 def test_names_of_other_programs_are_shown_without_control_characters() -> None:
-    """The error is printed on a terminal, and whoever shares the cluster chooses the names."""
+    """The error is printed on a terminal, and other users of the cluster choose the names."""
     evil = "\x1b]0;owned\x07"
     holders = [Holder("a", 1.0, f"actor 'y' ({evil}, pid 7)", "", f"job 1 ({evil})")]
     held = _held([node("a", 1, free=0)], holders)

@@ -1,4 +1,4 @@
-"""Replicas that cannot be called directly, or whose memory cannot be shared: calls go through Ray,
+"""Replicas that cannot be called directly, or that cannot share memory: calls go through Ray,
 and are right.
 """
 
@@ -113,7 +113,7 @@ def test_replicas_of_this_node_without_a_line(
 
 @pytest.mark.long
 def test_successors_without_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """All die in a forward; who takes over is called through Ray, and sees the weights."""
+    """All die in a forward; the one that takes over is called through Ray, and sees the weights."""
     with Executor(TWO) as executor:
         called = refuse(
             monkeypatch, direct_connection.LineCut("the other end hung up at once"), range(9)
@@ -132,8 +132,8 @@ def test_successors_without_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_successors_that_share_no_memory(
     lines: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """All die in the midst of a forward that was made for replicas that see the weights; who takes
-    over sees none of them, and gets copies.
+    """All die in the midst of a forward that was made for replicas that see the weights; the one
+    that takes over sees none of them, and gets copies.
     """
     stored, copied = cluster.client._stored, []
 
@@ -163,7 +163,7 @@ def test_successors_that_share_no_memory(
 def test_memory_that_a_filter_of_system_calls_refuses(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As in a container: what is sent is copied; a replica whose filter refuses says so."""
+    """As in a container: what is sent is copied; a replica with a filter that refuses says so."""
 
     def refused(*_: object) -> int:
         raise PermissionError(1, "Operation not permitted")

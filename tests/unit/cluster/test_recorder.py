@@ -155,7 +155,7 @@ def test_a_call_that_is_under_way_counts_as_waited(clock: Time) -> None:
 
 
 def test_what_a_death_leaves_is_no_work(clock: Time) -> None:
-    """The time of the call counts as waited; whoever sits there next goes on from there."""
+    """The time of the call counts as waited; the next replica there goes on from it."""
     kept = Recorder("death")
     slots = install(kept)
     call = kept.begin([ChunkCall(slot, "forward", lambda *_: None, 1) for slot in slots])

@@ -1,5 +1,5 @@
-"""What happens around the start of a new replica, with replicas in this process: who waits, who
-leaves, who counts.
+"""What happens around the start of a new replica, with replicas in this process: what waits, what
+leaves, what counts.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def test_ctrl_c_while_it_closes_leaves_no_replica(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_start_is_left_with_its_cluster() -> None:
-    """It asks nothing more: asked after its end, Ray would start another cluster, that nobody
-    wants.
+    """It asks nothing more: asked after its end, Ray would start another cluster, which is
+    not wanted.
     """
     executor, backend, model = make()
     model(X)
@@ -164,8 +164,8 @@ def test_a_replica_that_is_replaced_by_the_next_call_counts_too() -> None:
 
 
 def test_a_name_that_is_in_use_again_is_not_forgotten() -> None:
-    """Who gives up a call tells again what it had told; of a model that was sent anew since,
-    nothing.
+    """A driver that gives up a call tells again what it had told; of a model that was sent anew
+    since, nothing.
     """
     executor, _, model = make()
     model(X)

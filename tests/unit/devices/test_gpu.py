@@ -139,7 +139,7 @@ def test_what_a_copy_reads_is_kept_until_it_has_run(fake: FakeGpu, begin: Any) -
 
 
 def test_reading_a_gpus_bytes_on_a_cpu(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is on a CPU gets a copy."""
+    """A replica on a CPU gets a copy."""
     piece = devices.piece(torch.arange(4.0))
     monkeypatch.setattr(devices.kinds, "HOST", frozenset({"cpu"}))
     spec = codec.spec_of(torch.empty(4))
@@ -150,7 +150,9 @@ def test_reading_a_gpus_bytes_on_a_cpu(fake: FakeGpu, monkeypatch: pytest.Monkey
 
 
 def test_segments_are_pinned_where_a_gpu_copies(fake: FakeGpu) -> None:
-    """When they are made, until they go; who uses no GPU pins nothing; a refusal is no error."""
+    """When they are made, until they go; a driver that uses no GPU pins nothing; a refusal is no
+    error.
+    """
     arena = Arena(pin=devices.pinner(CPU))
     lent = arena.take(1000)
     address = lent.array.ctypes.data
@@ -286,7 +288,7 @@ def test_fingerprints_of_some_and_newer_ones() -> None:
 
 
 class Flattens(nn.Module):
-    """A recurrent net whose forward gives its weights other memory, with the same values, as
+    """A recurrent net with a forward that gives its weights other memory, with the same values, as
     `flatten_parameters()` does on CUDA.
     """
 
@@ -392,7 +394,7 @@ def wrapped(net: nn.Module, chunks: int = 2) -> Any:
     "name", ["perceptron, SGD", "residual net with batch norm", "tied transformer, loss inside"]
 )
 def test_training_is_right_though_copies_take_place_later(fake: FakeGpu, name: str) -> None:
-    """Who read before the wait would find something else."""
+    """A read before the wait would find something else."""
     case = training.CASES[name]
     torch.manual_seed(0)
     net = case.make().double()
@@ -477,7 +479,7 @@ def test_buffers_of_a_large_net_come_right() -> None:
     assert sum(t.nbytes for t in net.state_dict().values()) > devices.memory.SMALL
     plain, x = copy.deepcopy(net), torch.randn(6, 1200).double()
     model = wrapped(net, 1)
-    # whose graphs keep what they saw: blocks get other memory
+    # their graphs keep what they saw: blocks get other memory
     outs = [model(x * scale).sum() for scale in (1, 2, 3)]
     theirs = [plain(x * scale).sum() for scale in (1, 2, 3)]
     for ours, expected in zip(outs, theirs, strict=True):
@@ -554,7 +556,7 @@ def test_what_was_sent_comes_back_a_few_blocks_at_a_time(
 
 
 class Flat(nn.Module):
-    """A recurrent net whose weights are one run of memory, as on a GPU."""
+    """A recurrent net with weights that are one run of memory, as on a GPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -666,7 +668,7 @@ def test_a_replica_whose_gpu_is_spoiled_ends_with_the_next_call(
     fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA refuses to work in a process after an illegal access. The error is told first; other
-    errors end nobody.
+    errors end no process.
     """
     ended: list[str] = []
     monkeypatch.setattr(ReplicaServer, "_end", lambda _client: ended.append("ended"))
@@ -808,8 +810,8 @@ def test_answers_come_by_the_gpus_memory(ends: Ends) -> None:
 def test_what_is_wanted_on_the_host_takes_no_detour(
     ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the outputs and gradients of a master copy on the CPU, whose driver uses that GPU for
-    something else.
+    """As the outputs and gradients of a master copy on the CPU, with a driver that uses that GPU
+    for something else.
     """
     assert ends.remote.share_device(ends.arena) == ""
 

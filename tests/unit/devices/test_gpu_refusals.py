@@ -179,8 +179,8 @@ def test_a_replica_sees_the_gpu_that_ray_gave(
 def test_cuda_that_does_not_start_is_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where there is a GPU; to compute on the CPU would be a hundred times as slow, and nobody
-    would know why.
+    """Where there is a GPU; to compute on the CPU would be a hundred times as slow, without
+    a word of why.
     """
 
     def busy(*_: Any, **__: Any) -> Any:
@@ -480,7 +480,7 @@ def test_a_model_that_goes_leaves_its_memory_to_others(
 
 
 def test_the_files_of_an_ended_process_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Torch's counters of who uses a GPU's memory; nobody else's."""
+    """Torch's counters of what uses a GPU's memory; no other's."""
     monkeypatch.setattr(cuda_ipc, "_COUNTERS", str(tmp_path))
     for name in ("torch_12_7_0", "torch_12_7_1", "torch_123_7_0", "other"):
         (tmp_path / name).touch()

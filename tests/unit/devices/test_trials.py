@@ -59,9 +59,8 @@ def test_registered_memory(
     monkeypatch.setattr(trials, "LIMIT", 0.2 if how == "no end" else 60.0)
     if how in WRONG:
         monkeypatch.setattr(cuda.DeviceBytes, "wait", WRONG[how])
-    segment = Arena(pin=devices.pinner(CPU)).take(100)
-    (other,) = (Arena(pin=devices.pinner(CPU)).take(100),)
-    for lent in (segment, other):
+    segments = [Arena(pin=devices.pinner(CPU)).take(100) for _ in range(2)]
+    for lent in segments:
         assert (lent.array.ctypes.data in fake.pinned) == (how == "right")
     told = [r.getMessage() for r in caplog.records if "gpu_paths=['registered']" in r.getMessage()]
     assert len(told) == (how != "right")
@@ -94,8 +93,8 @@ def remote(client: ReplicaServer, **instead: Callable[..., Any]) -> Any:
 def test_memory_of_the_gpu_that_is_as_it_was_before(
     fake: FakeGpu, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """The second round has other bytes in the same memory: who does not wait finds those of the
-    first.
+    """The second round has other bytes in the same memory: a copy that does not wait finds those of
+    the first.
     """
     monkeypatch.setattr(cluster.ray_api, "get", lambda found, timeout=None: found)
     server, arena = ReplicaServer("cpu", link_for("auto")), cuda_ipc.DeviceArena(CPU)

@@ -76,7 +76,7 @@ def test_every_panels_query_returns_data(seen: str) -> None:
 
 @needs_prometheus
 def test_prometheus_has_all_of_the_time(seen: str) -> None:
-    """Also of an executor that has ended, whose last report is not lost."""
+    """Also of an executor that has ended: its last report is not lost."""
     share = re.search(r"phases in Prometheus at the end: ([\d.]+) of the wall time", seen)
     assert share and abs(float(share[1]) - 1) < 0.05, seen
 

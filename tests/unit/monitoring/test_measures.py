@@ -53,7 +53,7 @@ def test_a_replica_that_comes_back_elsewhere_counts_on() -> None:
 
 
 def test_a_process_that_was_replaced_is_not_there() -> None:
-    """Also when its successor came between two reports; and after the last report nobody is."""
+    """Also when its successor came between two reports; and after the last report none is."""
     heard, who = Heard(), replace(replica(0, 0.02), memory=7)
     heard.hear(who=who, rows=1)
     heard.hear(who=replace(who, pid=99, gpu_uuid="other"), rows=1)

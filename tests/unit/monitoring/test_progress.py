@@ -57,7 +57,7 @@ def test_one_line_on_a_terminal() -> None:
 
 
 def test_one_line_in_a_notebook() -> None:
-    """Whose output is no terminal, and can be drawn over all the same."""
+    """With output that is no terminal, and can be drawn over all the same."""
     stream = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
     with Progress(20, stream=stream) as bar:
         for _ in range(20):

@@ -36,7 +36,7 @@ def test_rates_are_of_the_last_seconds() -> None:
 
 
 def test_nothing_yet() -> None:
-    """An executor whose replicas have just started."""
+    """An executor with replicas that have just started."""
     fresh = report(replica(0, 0.0, calls=0, rows=0, recent_ms=0.0), history=[], events=[])
     assert "0 samples per second" in status.render([posted(fresh)])
     assert "No executor is running" in status.render([])
@@ -124,7 +124,7 @@ def test_an_entry_that_is_no_entry(value: bytes, monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_one_entry_that_cannot_be_read(entry: Any) -> None:
-    """Of another version, or somebody's: the others are shown, as text and as a page."""
+    """Of another version, or of another program: the others are shown, as text and as a page."""
     text = status.render([entry, posted()])
     assert "an entry that this version cannot read" in text
     assert "replica 1 on cuda:1" in text

@@ -1,5 +1,5 @@
-"""What the dashboard says of replicas with direct lines: short tasks, whose few names tell how fast
-each works.
+"""What the dashboard says of replicas with direct lines: short tasks, the few names of which tell
+how fast each works.
 """
 
 from __future__ import annotations

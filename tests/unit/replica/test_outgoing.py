@@ -41,7 +41,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
 
 
 class Backward:
-    """One backward whose gradients leave early.
+    """One backward with gradients that leave early.
 
     Args:
         fake: The device.

@@ -49,7 +49,7 @@ def test_a_block_inside_another() -> None:
 
 
 def test_blocks_of_two_threads_that_overlap() -> None:
-    """The end of one ended the other, whose module's writes were then lost."""
+    """The end of one ended the other, and its module's writes were then lost."""
     first, second = threading.Event(), threading.Event()
     over = threading.Event()
     tensor = torch.zeros(2)

@@ -1,4 +1,4 @@
-"""What of a module travels: blocks, images, contents, and a master copy whose mirrors follow it
+"""What of a module travels: blocks, images, contents, and a master copy with mirrors that follow it
 whatever is edited.
 """
 
@@ -694,7 +694,7 @@ def test_R6_tensors_that_a_graph_saved_keep_what_it_saw() -> None:
 
 
 def test_R6_without_graphs_tensors_stay() -> None:
-    """Nothing is allocated anew where nobody could have saved the old one."""
+    """Nothing is allocated anew where the old one cannot have been saved."""
     tracker, far = ModuleTracker(Net(), InlineLink()), Far()
     step(tracker, far)
     before = far.replica_module.module.norm.running_mean
@@ -968,7 +968,9 @@ class RecordingStore:
         return ObjectStoreLink(put, lambda reference: reference.data)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *[pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 12)]]
+)
 def test_C11_mirrors_follow_any_sequence_of_edits(seed: int) -> None:
     """Two mirrors that update at different moments, one that starts late, and forwards that leave
     traces.

@@ -131,7 +131,7 @@ def test_a_package_of_data_does_not_travel(
 
 
 def test_two_processes_unpack_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is slower uses what is there, and leaves nothing of its own; the path grows by one entry
+    """The slower one uses what is there, and leaves nothing of its own; the path grows by one entry
     only.
     """
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -182,8 +182,8 @@ def test_links_to_files_elsewhere_are_not_packed(
 def test_the_folder_of_what_was_sent_is_ours_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever can write there runs code as this user: one of others, or open to them, or a link, is
-    not used.
+    """A user that can write there runs code as this one: one of others, or open to them, or a link,
+    is not used.
     """
     monkeypatch.setattr(code_shipping.tempfile, "tempdir", str(tmp_path))
     folder = code_shipping.place("session_1")

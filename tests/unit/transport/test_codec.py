@@ -186,7 +186,7 @@ def test_every_stride(kind: str) -> None:
     assert torch.equal(found, tensor)
     assert found.dtype == tensor.dtype
     assert found.untyped_storage().nbytes() <= max(tensor.nbytes, 1) + 64
-    found.add_(1)  # a window of somebody else's memory, or an expanded one, would refuse or leak
+    found.add_(1)  # a window of other memory, or an expanded one, would refuse or leak
     assert torch.equal(tensor, LAYOUTS[kind]())
 
 

@@ -1,5 +1,5 @@
 """Replicas among themselves: sums of gradients and weights that are passed on, with the driver's
-bits, whoever dies.
+bits, whatever dies.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def test_a_group_listens_at_one_address() -> None:
 def test_where_ray_encrypts_there_are_no_groups_of_several_nodes(
     encrypts: str, link: str, wanted: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their sockets are as plain to read as lines; who asks for groups gets them."""
+    """Their sockets are as plain to read as lines; a program that asks for groups gets them."""
     monkeypatch.setenv("RAY_USE_TLS", encrypts)
     options = Options(link=link)  # type: ignore[arg-type]
     groups = driver.ReplicaGroups(SimpleNamespace(options=options))  # type: ignore[arg-type]
@@ -130,7 +130,7 @@ def net() -> nn.Module:
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("shared", [False, True], ids=["inline", "shared"])
 def test_sums_have_the_order_of_the_chunks(size: int, shared: bool) -> None:
-    """To the bit, whoever is the root; every root's sum lies as its parameter does, on its way to
+    """To the bit, whichever is the root; every root's sum lies as its parameter does, on its way to
     the driver too.
     """
     leaves = [*net().parameters()]
@@ -245,8 +245,9 @@ def test_what_is_done_just_after_its_time_was_up_is_done(failed: bool) -> None:
 def test_a_gradient_that_changes_after_its_sum_has_begun_is_told(
     again: Callable[[Tensor], object],
 ) -> None:
-    """It grows, as with a reentrant checkpoint, whose backward runs inside of backward; or is
-    written to, and it was being read where it lies."""
+    """It grows, as with a reentrant checkpoint, of which the backward runs inside of backward; or
+    is written to, and it was being read where it lies.
+    """
 
     def work(rank: int, group: Group) -> Any:
         leaf = torch.ones(400_000, requires_grad=True)
@@ -300,14 +301,11 @@ def test_who_is_silent_is_not_waited_for_forever() -> None:
 
 # --- replicas ---
 
-LINK = Options(link="collective", max_restarts_per_hour=10_000)
 
-
-@pytest.fixture(scope="module")
-def three(cluster: None) -> Iterator[Executor]:
+@pytest.fixture
+def three(executors: Any) -> Executor:
     """Three replicas on CPUs of one machine, which exchange all they can among themselves."""
-    with Executor(["cpu"] * 3, options=LINK) as executor:
-        yield executor
+    return executors(3, link="collective", name="killable")  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
@@ -397,7 +395,7 @@ def train(
     chunks: int = 3,
     limits: Mapping[int, float] = MappingProxyType({}),
 ) -> list[Tensor]:
-    """Train, arming ``plan[step]`` before each step, whose calls may take ``limits[step]``
+    """Train, arming ``plan[step]`` before each step; its calls may take ``limits[step]``
     seconds.
     """
     torch.manual_seed(3)
@@ -428,7 +426,7 @@ def test_training_has_the_same_bits_and_the_driver_carries_one_replica(
     # one way each, in each step; batch norm's means
     assert 8 * size <= moved <= 8 * size * 1.02 + 4 * 3 * 20_000
     assert among(three) - exchanged >= 4 * 3 * size
-    assert [left for _, left in three.flush()] == [0, 0, 0]  # nobody keeps gradients
+    assert [left for _, left in three.flush()] == [0, 0, 0]  # no gradients are kept
 
 
 @pytest.mark.long
@@ -620,7 +618,7 @@ def test_what_does_not_fit_into_a_sum_is_right_all_the_same(
 
 
 def test_second_order(three: Executor, here: Executor) -> None:
-    """A gradient penalty, whose first derivatives are themselves differentiated."""
+    """A gradient penalty: its first derivatives are themselves differentiated."""
 
     def grads(executor: Executor) -> list[Tensor]:
         torch.manual_seed(5)

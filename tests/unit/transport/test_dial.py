@@ -1,4 +1,4 @@
-"""Lines: who may call and be called, and what is seen of an end that no socket tells of."""
+"""Lines: what may call and be called, and what is seen of an end that no socket tells of."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Station:
 
 @pytest.fixture(params=[HERE, None], ids=["far", "near"])
 def station(request: pytest.FixtureRequest) -> Iterator[Station]:
-    """Somebody on another machine, or on this one."""
+    """A peer on another machine, or on this one."""
     found = Station(request.param)
     yield found
     if not (found.heard or found.met or found.called):
@@ -227,7 +227,7 @@ def test_a_minute_begins_when_the_listener_can_answer(
 
 @pytest.mark.parametrize("host", [HERE, None], ids=["far", "near"])
 def test_who_listens_has_to_know_the_secret_too(host: str | None) -> None:
-    """Whoever got the port, or the name, of a replica that died is told nothing."""
+    """A process that got the port, or the name, of a replica that died is told nothing."""
     found = handshake.listen(host)
     assert found is not None
     address, listener = found
@@ -284,7 +284,7 @@ def test_a_line_is_kept_alive() -> None:
 def test_a_node_whose_address_is_not_its_own(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in a container with forwarded ports: nobody can be called there, which is no error, and a
+    """As in a container with forwarded ports: nothing can be called there, which is no error, and a
     warning.
     """
     client = server.ReplicaServer("cpu", link_for("auto"))
@@ -297,7 +297,7 @@ def test_a_node_whose_address_is_not_its_own(
 
 
 def test_a_replica_listens_when_it_can_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not while a call still runs: whoever called then would not be answered."""
+    """Not while a call still runs: a call made then would not be answered."""
     replica = server.ReplicaServer("cpu", link_for("auto"))
     listened: list[bool] = []
 
@@ -334,7 +334,7 @@ def test_who_has_another_number_here_is_not_watched(
     translated: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel says of the socket which process of this namespace is at its other end: none, or
-    one with another number. The number that the replica has for itself is then somebody else's.
+    one with another number. The number that the replica has for itself is then that of another.
     """
     found = handshake.listen()
     assert found is not None
@@ -377,7 +377,7 @@ def test_a_replica_in_a_namespace_of_its_own_is_not_watched() -> None:
 @pytest.mark.long
 @may_unshare
 def test_a_driver_in_a_namespace_of_its_own_watches_nobody(station: Station) -> None:
-    """The replica's number is somebody else's there, or nobody's."""
+    """The replica's number is that of another there, or of none."""
     caller = (
         "import sys, os; from raydp_parallel.transport.direct_connection import Connection; "
         "found = Connection(sys.argv[1], list);"
@@ -407,8 +407,8 @@ def test_a_replica_is_watched_by_a_descriptor(station: Station) -> None:
 def test_strangers_are_hung_up_on(
     station: Station, said: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who does not know the secret gets a number that is of no use, and is not in the way of who
-    does.
+    """A peer without the secret gets a number that is of no use, and is not in the way of one
+    that has it.
     """
     monkeypatch.setattr(handshake, "_AUTHENTICATION", 0.05)
     with station.connect() as stranger:
@@ -429,7 +429,7 @@ def test_strangers_are_hung_up_on(
 
 
 def test_one_caller_only(station: Station) -> None:
-    """Nobody listens any more once the right one has come."""
+    """There is no listener any more once the right one has come."""
     caller = direct_connection.Connection(station.address, list)
     with pytest.raises(OSError):  # refused, or hung up on, if the listener had not closed yet
         direct_connection.Connection(station.address, list)
@@ -437,7 +437,7 @@ def test_one_caller_only(station: Station) -> None:
 
 
 def test_a_wrong_secret_is_an_error_for_the_caller(station: Station) -> None:
-    """As if nobody were there."""
+    """As if there were none."""
     where, _, secret = station.address.rpartition(" ")
     with pytest.raises(OSError):
         direct_connection.Connection(f"{where} {secret[::-1]}", list)
@@ -519,8 +519,8 @@ class Mute:
 def test_ray_is_asked_after_who_is_long_silent(
     monkeypatch: pytest.MonkeyPatch, together: bool
 ) -> None:
-    """No socket tells of a node that lost its power, or of a process whose child keeps the socket
-    open.
+    """No socket tells of a node that lost its power, or of a process with a child that keeps the
+    socket open.
     """
     mute = Mute(monkeypatch, dies_after=3)
     call = mute.client.submit("forward", b"", [])
@@ -551,7 +551,7 @@ def _result(call: Pending, together: bool) -> Any:
 
 
 def nobody() -> str:
-    """An address where somebody was."""
+    """An address that was in use."""
     found = handshake.listen(HERE)
     assert found is not None
     address, listener = found

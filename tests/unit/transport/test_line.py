@@ -50,7 +50,7 @@ class Station:
 
 @pytest.fixture(params=[None, "127.0.0.1"], ids=["near", "far"])
 def echo(request: pytest.FixtureRequest) -> Iterator[direct_connection.Connection]:
-    """A line to somebody who says everything back, on this machine and as if on another."""
+    """A line to a peer that says everything back, on this machine and as if on another."""
     station = Station(lambda number, buffers: [bytes([number]), *buffers], request.param)
     caller = direct_connection.Connection(station.address, list)
     yield caller
@@ -165,7 +165,7 @@ def test_a_frame_that_stands_still() -> None:
     caller = direct_connection.Connection(station.address, list)
     caller.limit(0.2)
     caller.send(1, [b"small"])
-    # more than the socket takes, and nobody reads
+    # more than the socket takes, and no end reads
     caller.send(2, [np.zeros(8_000_000, dtype=np.uint8)])
     with pytest.raises(TimeoutError):
         caller.receive(2, 0.1)
@@ -174,7 +174,7 @@ def test_a_frame_that_stands_still() -> None:
 
 
 def test_only_one_caller_is_let_in(echo: direct_connection.Connection) -> None:
-    """The second finds nobody listening."""
+    """The second finds no listener."""
     echo.send(1, [])
     echo.receive(1, 10)
     name = echo._socket.getpeername()
@@ -215,7 +215,7 @@ def test_every_way_gives_the_same(executors: Any, options: dict[str, Any]) -> No
 
 
 class Parting(nn.Module):
-    """One chunk ends its process, the other waits until somebody knows."""
+    """One chunk ends its process, the other waits until that is known."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -241,8 +241,7 @@ def test_a_death_is_known_while_others_work(
     """They may be waiting for the one that died, and can be told. The first in the order of calls
     is such a one.
     """
-    executor = executors(direct_line=direct, max_restarts_per_hour=10_000)
-    executor.grow(float("inf"))
+    executor = executors(direct_line=direct, name="killable")
     deaths = executor.stats().deaths
     backend = executor._replica_set.backend
     collect = backend.collect
@@ -312,8 +311,8 @@ def test_a_full_object_store_is_nobody_s_death() -> None:
 
 @pytest.mark.parametrize("left", [False, True])
 def test_the_cause_of_a_death_is_not_asked_of_a_cluster_that_was_left(left: bool) -> None:
-    """Who leaves while a thread is inside of Ray finds his process ended; else Ray says what it
-    knows.
+    """A program that leaves while a thread is inside of Ray finds its process ended; else Ray says
+    what it knows.
     """
     asked: list[float] = []
     greeting, plain, get = ray.ObjectRef.from_random(), ray.wait, ray.get
@@ -339,8 +338,8 @@ def test_the_cause_of_a_death_is_not_asked_of_a_cluster_that_was_left(left: bool
 
 
 def test_a_call_waits_for_those_in_front_of_it() -> None:
-    """Also of other threads: each has its own ``call_timeout``, and who has to wait is no replica
-    that hangs.
+    """Also of other threads: each has its own ``call_timeout``, and one that has to wait is no
+    replica that hangs.
     """
     actor = SimpleNamespace(
         forward=SimpleNamespace(remote=lambda *_arguments: ray.ObjectRef.from_random())
@@ -362,10 +361,10 @@ def test_a_call_waits_for_those_in_front_of_it() -> None:
 
 def test_calls_are_ray_tasks_where_that_is_asked(executors: Any) -> None:
     """Without a direct line each phase is a task of the actor."""
-    executor = executors(1, direct_line=False)
+    executor = executors(direct_line=False)
     (slot,) = executor.slots(["cpu"])
     assert slot.client.line is None
-    DataParallel(Doubled(2), executor=executor)(torch.ones(2, 2))
+    DataParallel(Doubled(2), ["cpu"], executor=executor)(torch.ones(2, 2))
 
 
 class Threads(nn.Module):
@@ -405,6 +404,7 @@ def test_one_thread_of_a_replica_computes(cluster: None, direct: bool) -> None:
         assert max(counted) - counted[0] < 8, counted
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     cores._openmp() is None, reason="torch computes with another library than GCC's"
 )
@@ -474,8 +474,8 @@ def test_calls_that_an_earlier_line_brought_are_not_done() -> None:
 def test_a_task_that_was_given_up_lends_nothing_for_ever(executors: Any) -> None:
     """Its answer is heard before a later call, and what it lent is given back with that."""
     size = 1 << 18
-    executor = executors(1, direct_line=False)
-    model = DataParallel(Doubled(size), executor=executor)
+    executor = executors(direct_line=False)
+    model = DataParallel(Doubled(size), ["cpu"], executor=executor)
     backend = executor._replica_set.backend
     (slot,) = executor.slots(["cpu"])
     model(torch.ones(1, size))

@@ -117,7 +117,7 @@ def test_room_is_a_packet_that_is_filled_later(link: Link, size: int) -> None:
 
 
 def test_which_links_have_room() -> None:
-    """Those whose packets lie in memory of their own."""
+    """Those with packets that lie in memory of their own."""
     found = {name: make().room(LIMIT + 1) is not None for name, make in LINKS.items()}
     own = {"object_store, replica's", "auto, replica's", "shared", "auto, one machine's"}
     assert {name for name, has in found.items() if has} == own
@@ -384,7 +384,7 @@ def test_a_segment_is_lent_again_when_its_slice_is_garbage() -> None:
 
 
 def test_a_segment_is_gone_with_its_arena() -> None:
-    """Nobody can map it any more."""
+    """It cannot be mapped any more."""
     arena = Arena()
     lent = [arena.take(1 << 20) for _ in range(3)]
     paths = [os.path.realpath(one.descriptor.path) for one in lent]

@@ -1,4 +1,4 @@
-"""Groups of nccl's, on a fake one: what is asked of it, in which order, on which streams, and who
+"""Groups of nccl's, on a fake one: what is asked of it, in which order, on which streams, and which
 is told to leave.
 """
 
@@ -94,7 +94,7 @@ def test_a_member_that_waits_in_a_kernel_is_told_to_leave(nccl: list[str]) -> No
 
 
 def test_a_member_that_waits_is_patient_only_so_long(nccl: list[str]) -> None:
-    """Also where nobody tells it anything."""
+    """Also where it is told nothing."""
     done = threading.Event()
 
     def work(rank: int, group: Group) -> Any:
@@ -252,7 +252,7 @@ class OnGpus(Wide):
 @pytest.fixture(scope="module")
 def three(cluster: None) -> Iterator[Executor]:
     """Three replicas that the driver takes for three GPUs of one node."""
-    options = Options(link="collective", gpu_paths=("nccl",), max_restarts_per_hour=100)
+    options = Options(link="collective", gpu_paths=("nccl",))
     with Executor(["cpu"] * 3, options=options) as executor:
         yield executor
 
@@ -293,7 +293,7 @@ def test_a_death_in_the_midst_of_a_sum_of_nccl(three: Executor, tmp_path: Path) 
     expected = train(whole(three), tmp_path, {}, False)
     exchanged = among(three)
     began = time.monotonic()
-    three.groups._wait = 600.0  # so that only who is told leaves
+    three.groups._wait = 600.0  # so that only a replica that is told leaves
     assert same(train(three, tmp_path, {}), expected)
     assert among(three) > exchanged, "two GPUs of one node sum among themselves"
     # besides, gloo passes weights on
@@ -303,13 +303,18 @@ def test_a_death_in_the_midst_of_a_sum_of_nccl(three: Executor, tmp_path: Path) 
 
 
 def test_two_replicas_on_one_gpu_are_in_no_group_of_nccl(
-    three: Executor, monkeypatch: pytest.MonkeyPatch
+    executors: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor some of which one is on a CPU. Where a group of nccl's cannot be made, no other
     is tried.
     """
+    three = executors(3, link="collective", name="killable")
+    options = Options(link="collective", gpu_paths=("nccl",))
+    monkeypatch.setattr(three._replica_set, "options", options)
     kind_of = three.groups.kind
-    slots = [*whole(three)._replica_set.slots.values()]
+    slots = [*three._replica_set.slots.values()]
+    for slot in slots:
+        monkeypatch.setattr(slot, "hello", slot.hello)  # as it is again afterwards
     pose(three, ["", "", ""])
     assert kind_of(slots) is GroupKind.GLOO
     pose(three, ["a", "b", "b"])
@@ -320,7 +325,7 @@ def test_two_replicas_on_one_gpu_are_in_no_group_of_nccl(
     pose(three, ["a", "b", "c"])
     assert kind_of(slots) is GroupKind.NCCL
     size = 1 << 20
-    with monkeypatch.context() as patch:  # by default no sum goes by what nobody has seen on a GPU
+    with monkeypatch.context() as patch:  # by default no sum goes by what was never seen on a GPU
         patch.setattr(three._replica_set, "options", Options())
         assert kind_of(slots) is GroupKind.GLOO
         assert not three.groups.wanted(slots, size, None)
@@ -336,7 +341,7 @@ def test_two_replicas_on_one_gpu_are_in_no_group_of_nccl(
 
 @pytest.mark.long
 def test_who_hangs_is_ended_and_the_others_are_told(three: Executor, tmp_path: Path) -> None:
-    """Stopped, and killed from outside, as by the system: before that nobody knows, after it all
+    """Stopped, and killed from outside, as by the system: before that none knows, after it all
     do.
     """
     expected = train(whole(three), tmp_path, {}, False)

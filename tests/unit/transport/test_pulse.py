@@ -58,8 +58,8 @@ def waiting() -> list[threading.Thread]:
 
 @pytest.mark.long
 def test_a_death_cuts_the_line_though_its_socket_is_open() -> None:
-    """A child of the replica's keeps the socket open; without the pulse nobody would ever hear of
-    the death.
+    """A child of the replica's keeps the socket open; without the pulse the death would never be
+    noticed.
     """
     with holder() as (caller, process, _):
         assert bytes(caller.receive(1, 10)[0]) == b"first"

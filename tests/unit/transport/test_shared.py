@@ -210,7 +210,7 @@ def test_memory_that_a_gpu_copies_from_is_pinned_once(
 
 
 def known(tensor: Tensor) -> Any:
-    """A tensor's storage, exposed if nobody else is known to look at it."""
+    """A tensor's storage, exposed if nothing else is known to look at it."""
     return exposed.expose(tensor.untyped_storage(), 1)
 
 
@@ -420,7 +420,7 @@ def test_weights_are_seen_where_they_lie(pair: Any) -> None:
 
 
 class Small(nn.Module):
-    """Small weights, and batch norm, to whose means replicas write."""
+    """Small weights, and batch norm, with means that replicas write to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -791,7 +791,7 @@ def test_outputs_and_gradients_are_the_user_s(executors: Any) -> None:
 
 
 def test_gradients_are_kept_across_steps(pair: Any) -> None:
-    """A gradient that somebody holds is not overwritten by the next step's."""
+    """A gradient that a program holds is not overwritten by the next step's."""
     kept: list[list[Tensor]] = [[], []]
     for step in range(4):
         for net, row in zip(pair, kept, strict=True):
@@ -900,7 +900,7 @@ def test_memory_is_shared_where_each_call_is_a_task(executors: Any) -> None:
 @pytest.mark.long
 @on_cluster
 def test_an_exposed_module_moves_to_replicas_that_cannot_see_it() -> None:
-    """When somebody joins who needs copies, what was exposed is sent from then on."""
+    """When a replica joins that needs copies, what was exposed is sent from then on."""
     plain = Net()
     with Executor(TWO) as executor:
         model = DataParallel(copy.deepcopy(plain), executor=executor)
@@ -963,7 +963,7 @@ def test_nothing_is_left_of_a_replica_that_is_killed(tidy: None) -> None:
 
 
 def private(pid: int) -> int:
-    """Bytes that a process shares with nobody."""
+    """Bytes that a process does not share."""
     with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
         rows = {line.split(":")[0]: line.split() for line in file}
     return sum(int(rows[name][1]) * 1024 for name in ("Private_Clean", "Private_Dirty"))

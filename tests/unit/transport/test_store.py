@@ -1,4 +1,4 @@
-"""The store of a group: who is heard, what it holds, and what is left of it."""
+"""The store of a group: which requests are heard, what it holds, and what is left of it."""
 
 from __future__ import annotations
 

@@ -114,7 +114,9 @@ def kinds(value: Any) -> Any:
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_a_message_comes_back_as_it_was(message: Any) -> None:
-    """Names too: a plain tuple is equal to one with names, and of no use to who reads a field."""
+    """Names too: a plain tuple is equal to one with names, and of no use to code that reads a
+    field.
+    """
     again = unpack(pack(message))
     assert again == message
     assert kinds(again) == kinds(message)

@@ -30,7 +30,7 @@ from raydp_parallel.transport.message_bytes import pack
 from raydp_parallel.transport.messages import Forget
 
 LARGE = 8_000_000
-"""Bytes that no socket takes in before somebody reads."""
+"""Bytes that no socket takes in before they are read."""
 
 
 @contextmanager
@@ -238,7 +238,7 @@ def test_small_calls_are_owed_together() -> None:
 
 
 def test_limits_hold_where_another_thread_reads() -> None:
-    """Whoever waits for nothing in particular keeps nothing from the others; frames of others
+    """A thread that waits for nothing in particular keeps nothing from the others; frames of others
     prolong nothing.
     """
     over = threading.Event()
@@ -613,7 +613,7 @@ def test_a_lock_that_cannot_be_taken_is_no_pulse(monkeypatch: pytest.MonkeyPatch
 
 
 def _refusing(refused: str) -> Any:
-    """The C library, one of whose functions fails."""
+    """The C library, with one function that fails."""
     library = process_end.ctypes.CDLL(None)
     attributes = [f"mutexattr_{what}" for what in ("init", "setpshared", "setrobust", "destroy")]
     names = [
