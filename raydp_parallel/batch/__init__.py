@@ -1,10 +1,16 @@
 """Scatter and gather of nested values: pure functions in the driver, with torch's own autograd."""
 
 from raydp_parallel.batch.chunk_refs import ChunkRefs, holds_refs, preparations, resolved
-from raydp_parallel.batch.chunk_sizes import ChunkSizes, weighted_sizes
-from raydp_parallel.batch.custom_types import BatchTypeHandle, any_registered, register_batch_type
-from raydp_parallel.batch.gathering import gather
-from raydp_parallel.batch.scattering import rows, scatter, scatter_kwargs, sizes
+from raydp_parallel.batch.containers import BatchTypeHandle, any_registered, register_batch_type
+from raydp_parallel.batch.scatter_gather import (
+    ChunkSizes,
+    gather,
+    rows,
+    scatter,
+    scatter_kwargs,
+    sizes,
+    weighted_sizes,
+)
 
 __all__ = [
     "BatchTypeHandle",

@@ -25,7 +25,7 @@ from torch.multiprocessing import reductions
 
 import raydp_parallel
 from raydp_parallel import cluster, devices
-from raydp_parallel.batch import autograd_functions
+from raydp_parallel.batch import scatter_gather
 from raydp_parallel.calls import executor
 from raydp_parallel.check import training
 from raydp_parallel.cluster import RayBackend, backend, in_process
@@ -657,11 +657,11 @@ def test_large_outputs_on_a_gpu_are_joined_there(
 ) -> None:
     """And not in the memory that a CPU uses again and again."""
     parts = [torch.randn(1 << 17).requires_grad_() for _ in range(2)]
-    joined = autograd_functions.join_along(parts, 0)
+    joined = scatter_gather.join_along(parts, 0)
     assert joined.grad_fn is not None
     assert joined.grad_fn.name() == "CatBackward0"
     monkeypatch.setattr(devices.kinds, "HOST", frozenset({"cpu"}))
-    assert autograd_functions.join_along(parts, 0).grad_fn.name() == "GatherBackward"  # type: ignore[union-attr]
+    assert scatter_gather.join_along(parts, 0).grad_fn.name() == "GatherBackward"  # type: ignore[union-attr]
 
 
 def test_a_replica_whose_gpu_is_spoiled_ends_with_the_next_call(
