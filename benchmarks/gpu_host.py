@@ -35,7 +35,7 @@ from raydp_parallel.check import nets
 from raydp_parallel.cluster import in_process, replica_set
 from raydp_parallel.devices import comparison
 from raydp_parallel.devices.buffers import Arena, Descriptor, LeaseTable, SharedBuffer
-from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.devices.ranges import ReplicaHello
 from raydp_parallel.options import Options
 from raydp_parallel.replica.server import ReplicaServer
 from raydp_parallel.transport import cuda_ipc

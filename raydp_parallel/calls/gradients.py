@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from raydp_parallel import devices
-from raydp_parallel.devices.specs import SpecRow, TensorSpec
+from raydp_parallel.devices.ranges import SpecRow, TensorSpec
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.links import Attachments

@@ -25,7 +25,7 @@ from raydp_parallel.calls.remote_gradients import (
     Term,
 )
 from raydp_parallel.cluster.chunk_calls import RemoteGraph
-from raydp_parallel.devices.specs import TensorSpec
+from raydp_parallel.devices.ranges import TensorSpec
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.links import ForeignMemory, PassedOn, ReadAttachments
 from raydp_parallel.transport.messages import SumRow

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from raydp_parallel.devices.ranges import Attachment
-from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.devices.ranges import Attachment, ReplicaHello
 from raydp_parallel.transport.links import Link
 from raydp_parallel.transport.messages import Package
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
-from raydp_parallel.devices.numbering import number
+from raydp_parallel.devices.process import number
 from raydp_parallel.errors import GraphLost
 from raydp_parallel.transport.links import Attachments
 from raydp_parallel.transport.messages import Reply

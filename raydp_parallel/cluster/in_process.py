@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from raydp_parallel.cluster.backend import Death, DevicePlace, OnAnswer, TaskLabel
-from raydp_parallel.devices.ranges import Attachment
-from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.devices.ranges import Attachment, ReplicaHello
 from raydp_parallel.options import Options
 from raydp_parallel.replica.actor import fetched
 from raydp_parallel.replica.server import ReplicaServer

@@ -23,8 +23,7 @@ from raydp_parallel.cluster.nodes import booked, for_cpus, homes
 from raydp_parallel.cluster.placement import Hold, Holds
 from raydp_parallel.cluster.ray_api import Node, living, nodes
 from raydp_parallel.devices.buffers import Arena
-from raydp_parallel.devices.ranges import Attachment
-from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.devices.ranges import Attachment, ReplicaHello
 from raydp_parallel.errors import PlacementError
 from raydp_parallel.options import Options
 from raydp_parallel.progress import Waiting

@@ -22,7 +22,7 @@ from raydp_parallel.cluster.chunk_calls import ChunkCall
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
 from raydp_parallel.cluster.run_notes import AnswerNote, CallRecord, Reducing, Round, SentNote
 from raydp_parallel.devices import forks
-from raydp_parallel.devices.numbering import number
+from raydp_parallel.devices.process import number
 from raydp_parallel.monitoring.accounts import (
     Account,
     Accounts,

@@ -19,7 +19,7 @@ from raydp_parallel.cluster.recorder import Recorder
 from raydp_parallel.cluster.replica_slots import ReplicaSlot, SlotState
 from raydp_parallel.cluster.respawn import Loss, Respawner
 from raydp_parallel.devices import forks
-from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.devices.ranges import ReplicaHello
 from raydp_parallel.errors import ExecutorClosed, GraphLost, ReplicaDied, forked
 from raydp_parallel.monitoring.stats import Totals
 from raydp_parallel.options import Options

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any
 
 from raydp_parallel.cluster.backend import DevicePlace
-from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.devices.ranges import ReplicaHello
 from raydp_parallel.monitoring.stats import ReplicaInfo, Tally
 from raydp_parallel.transport.messages import Forget
 

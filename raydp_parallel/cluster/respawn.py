@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from raydp_parallel.cluster.backend import Backend, Death, DevicePlace
 from raydp_parallel.devices import forks
-from raydp_parallel.devices.specs import ReplicaHello
-from raydp_parallel.devices.waiters import Waiters
+from raydp_parallel.devices.process import Waiters
+from raydp_parallel.devices.ranges import ReplicaHello
 from raydp_parallel.errors import (
     ClusterError,
     ExecutorClosed,

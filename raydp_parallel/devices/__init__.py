@@ -10,18 +10,7 @@ from raydp_parallel.devices.comparison import (
     prints,
     prints_of_host,
 )
-from raydp_parallel.devices.cores import rest
 from raydp_parallel.devices.cuda import Stopwatch, finish, let_go, on_host, pinner, spoiled
-from raydp_parallel.devices.info import (
-    MemoryLook,
-    check_balance,
-    describe,
-    give_back_freed,
-    output_place,
-    own,
-    take_given,
-)
-from raydp_parallel.devices.kinds import is_cpu
 from raydp_parallel.devices.lanes import Lane, Makers
 from raydp_parallel.devices.memory import (
     RECYCLED,
@@ -41,15 +30,23 @@ from raydp_parallel.devices.memory import (
     windows,
 )
 from raydp_parallel.devices.process import (
+    MemoryLook,
+    check_balance,
+    describe,
     drawing_from,
+    give_back_freed,
     keep_freed_memory,
+    output_place,
+    own,
     random_kept,
     reseed,
+    rest,
     seed,
     start_thread,
+    take_given,
     use_threads,
 )
-from raydp_parallel.devices.raw import view
+from raydp_parallel.devices.ranges import is_cpu, view
 from raydp_parallel.devices.streams import (
     Courier,
     Track,

@@ -26,9 +26,7 @@ import torch
 from torch import Tensor
 
 from raydp_parallel.devices import trials
-from raydp_parallel.devices.kinds import is_cpu
-from raydp_parallel.devices.ranges import MemoryRange
-from raydp_parallel.devices.raw import bytes_of, view
+from raydp_parallel.devices.ranges import MemoryRange, bytes_of, is_cpu, view
 
 log = logging.getLogger("raydp_parallel")
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raydp_parallel.devices.kinds import is_cpu
+from raydp_parallel.devices.ranges import is_cpu
 
 
 class Lane:

@@ -11,10 +11,7 @@ import torch
 
 from raydp_parallel.devices import cuda
 from raydp_parallel.devices.buffers import Arena
-from raydp_parallel.devices.kinds import is_cpu
-from raydp_parallel.devices.ranges import MemoryRange
-from raydp_parallel.devices.raw import shaped, view
-from raydp_parallel.devices.specs import RowPlan, TensorSpec
+from raydp_parallel.devices.ranges import MemoryRange, RowPlan, TensorSpec, is_cpu, shaped, view
 
 
 def piece(tensor: torch.Tensor) -> MemoryRange:

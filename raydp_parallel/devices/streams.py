@@ -19,8 +19,7 @@ from torch import Tensor
 
 from raydp_parallel.devices import trials
 from raydp_parallel.devices.cuda import behind, on_device
-from raydp_parallel.devices.kinds import is_cpu
-from raydp_parallel.devices.ranges import DeviceRange, MemoryRange
+from raydp_parallel.devices.ranges import DeviceRange, MemoryRange, is_cpu
 
 
 @functools.cache

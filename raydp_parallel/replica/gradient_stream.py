@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from raydp_parallel import devices
-from raydp_parallel.devices.ranges import MemoryRange, aligned
-from raydp_parallel.devices.specs import TensorSpec
+from raydp_parallel.devices.ranges import MemoryRange, TensorSpec, aligned
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.links import Attachments, ReservedMemory
 from raydp_parallel.transport.messages import Parcel

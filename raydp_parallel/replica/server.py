@@ -15,7 +15,7 @@ import torch
 from raydp_parallel import devices
 from raydp_parallel.devices import forks, trials
 from raydp_parallel.devices.buffers import Arena, Descriptor, LeaseTable, SharedBuffer
-from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.devices.ranges import ReplicaHello
 from raydp_parallel.errors import TransferError
 from raydp_parallel.monitoring.phases import OpenSpan, unseen
 from raydp_parallel.replica import exceptions

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from raydp_parallel import devices
-from raydp_parallel.devices.ranges import Attachment, MemoryRange, aligned, paged
-from raydp_parallel.devices.specs import TensorSpec
+from raydp_parallel.devices.ranges import Attachment, MemoryRange, TensorSpec, aligned, paged
 from raydp_parallel.state import block_layout
 from raydp_parallel.state.flat_layout import PLAIN, SMALL, UNNAMED, copy
 from raydp_parallel.state.shareable import Homes, Lookers

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel import devices
-from raydp_parallel.devices.ranges import MemoryRange
-from raydp_parallel.devices.specs import TensorSpec
+from raydp_parallel.devices.ranges import MemoryRange, TensorSpec
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.messages import SlotSpec
 

@@ -83,7 +83,7 @@ class Flat:
         """A copy of the run.
 
         By one thread: torch takes several from 32 KB on, and helper threads of this process would
-        wait for cores on which those of another one spin (see `devices.cores`).
+        wait for cores on which those of another one spin (see `devices.process`).
         """
         found = torch.empty_like(self.bytes)
         devices.load(found, self.piece())

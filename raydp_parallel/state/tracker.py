@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from raydp_parallel.devices.numbering import number
+from raydp_parallel.devices.process import number
 from raydp_parallel.devices.ranges import Attachment
 from raydp_parallel.state import change_reasons, module_sources, structure
 from raydp_parallel.state.block_contents import BlockContents

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from raydp_parallel.devices import forks
-from raydp_parallel.devices.waiters import Waiters
+from raydp_parallel.devices.process import Waiters
 from raydp_parallel.transport import handshake, process_end
 from raydp_parallel.transport.frames import (
     QUIETLY,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from raydp_parallel.devices.ambient_state import CallContext
-from raydp_parallel.devices.specs import SpecRow, TensorSpec
+from raydp_parallel.devices.ranges import SpecRow, TensorSpec
 from raydp_parallel.transport.messages import (
     BackwardRequest,
     Blob,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from raydp_parallel.devices.ambient_state import CallContext
-from raydp_parallel.devices.specs import TensorSpec
+from raydp_parallel.devices.ranges import TensorSpec
 from raydp_parallel.transport.group_messages import Reduce, Reduced, Relay, TakePart
 from raydp_parallel.transport.module_origins import Origins
 

@@ -22,7 +22,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 import raydp_parallel
 from raydp_parallel import DataParallel, Executor, Options, data_parallel, devices
 from raydp_parallel.cluster.in_process import InProcessBackend
-from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.devices.ranges import ReplicaHello
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

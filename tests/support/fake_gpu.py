@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from raydp_parallel.devices import cuda as package
-from raydp_parallel.devices import kinds
+from raydp_parallel.devices import ranges
 from raydp_parallel.devices.buffers import Arena
 
 ASSERTION = "CUDA error: device-side assert triggered"
@@ -446,13 +446,13 @@ class FakeGpu:
 
     def refuse_to_move(self, storage: Any) -> Any:
         """``_share_fd_cpu_``."""
-        if kinds.is_cpu(torch.device("cpu")):
+        if ranges.is_cpu(torch.device("cpu")):
             return _share_fd(storage)
         raise RuntimeError("_share_fd_: only available on CPU")
 
     def is_shared(self, storage: Any) -> bool:
         """``UntypedStorage.is_shared``: of a device's memory torch says so always."""
-        return _is_shared(storage) if kinds.is_cpu(torch.device("cpu")) else True
+        return _is_shared(storage) if ranges.is_cpu(torch.device("cpu")) else True
 
 
 _share_fd: Any = torch.UntypedStorage._share_fd_cpu_
@@ -472,7 +472,7 @@ def installed(
 ) -> Iterator[FakeGpu]:
     """Let the package take the CPU for a GPU, of a kind."""
     gpu = kind()
-    patch.setattr(kinds, "HOST", frozenset())
+    patch.setattr(ranges, "HOST", frozenset())
     for name, value in {
         "Event": gpu.event_class(),
         "current_stream": gpu.current_stream,

@@ -178,7 +178,7 @@ _MUTABLE_GLOBALS = {
     "devices/cuda.py: lent": "memory that a device still copies from",
     "devices/forks.py: _after_fork": "what is notified in a forked child",
     "devices/memory.py: _recycled": "a cache: memory for outputs, used again",
-    "devices/numbering.py: _counters": "numbers that name things, each once",
+    "devices/process.py: _counters": "numbers that name things, each once",
     "devices/process.py: _of_replica": "whether the process is a replica's",
     "monitoring/reporter.py: _running": "threads to end with the program",
     "replica/exceptions.py: _registry": "Python's record of warnings that were shown",

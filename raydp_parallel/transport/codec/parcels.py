@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from raydp_parallel import devices
-from raydp_parallel.devices.ranges import Attachment, MemoryRange
-from raydp_parallel.devices.specs import SpecRow, TensorSpec
+from raydp_parallel.devices.ranges import Attachment, MemoryRange, SpecRow, TensorSpec
 from raydp_parallel.transport.codec.tensor_bytes import (
     read_small,
     rebuild,

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel import devices
-from raydp_parallel.devices.ranges import MemoryRange, address_of, aligned
-from raydp_parallel.devices.specs import SpecRow, TensorSpec
+from raydp_parallel.devices.ranges import MemoryRange, SpecRow, TensorSpec, address_of, aligned
 from raydp_parallel.transport.links.link import Attachments
 from raydp_parallel.transport.messages import Parcel
 

@@ -42,8 +42,8 @@ from raydp_parallel import (
     replicate,
 )
 from raydp_parallel.calls.executor import shared
-from raydp_parallel.devices import cores
-from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.devices import process
+from raydp_parallel.devices.ranges import ReplicaHello
 from raydp_parallel.state import module_sources
 
 TWO = ["cpu", "cpu"]
@@ -371,7 +371,7 @@ def test_replicas_share_the_cores_that_there_are(pytestconfig: pytest.Config) ->
     with Executor(TWO, options=Options(threads=None)) as executor:
         assert {
             slot.hello.cores for slot in executor._replica_set.slots.values() if slot.hello
-        } == {cores.cores()}
+        } == {process.cores()}
         assert DataParallel(Threads(), executor=executor)(batch()).tolist() == [each] * 6
 
 

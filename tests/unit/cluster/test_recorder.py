@@ -22,7 +22,7 @@ from raydp_parallel.cluster.recorder import Recorder
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
 from raydp_parallel.cluster.run_notes import AnswerNote, note_of
 from raydp_parallel.devices.buffers import Arena
-from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.devices.ranges import ReplicaHello
 from raydp_parallel.monitoring.stats import ExecutorStats, Totals
 from raydp_parallel.transport.links import Attachments, InlineLink, Mappings
 from raydp_parallel.transport.messages import Reply

@@ -25,8 +25,7 @@ from raydp_parallel import (
 from raydp_parallel.cluster import replica_set
 from raydp_parallel.cluster.backend import Death, DevicePlace, TaskLabel
 from raydp_parallel.cluster.in_process import Answered, InProcessBackend
-from raydp_parallel.devices.ranges import Attachment
-from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.devices.ranges import Attachment, ReplicaHello
 from raydp_parallel.errors import PlacementError
 
 PLACES = ["cpu", "cpu"]

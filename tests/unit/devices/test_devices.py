@@ -20,9 +20,8 @@ import torch
 from fake_gpu import installed
 
 from raydp_parallel import devices
-from raydp_parallel.devices import cores
-from raydp_parallel.devices.ranges import MemoryRange
-from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.devices import process
+from raydp_parallel.devices.ranges import MemoryRange, ReplicaHello
 from raydp_parallel.transport import codec
 
 CPU = torch.device("cpu")
@@ -184,7 +183,7 @@ def test_a_cpu_says_who_it_is() -> None:
 APART = """
 import ctypes, json, os, queue, resource, select, threading, torch
 from raydp_parallel import devices
-from raydp_parallel.devices import cores
+from raydp_parallel.devices import process
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
@@ -231,7 +230,7 @@ devices.rest()
 met.wait()
 thread.join()
 seen.append(helpers(0))
-library = cores._openmp()
+library = process._openmp()
 inside = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: devices.rest())
 library.GOMP_parallel(inside, None, 2, 0)
 seen.append(helpers(1))
@@ -260,7 +259,7 @@ def apart() -> list[Any]:
 
 
 @pytest.mark.skipif(
-    cores._openmp() is None, reason="torch computes with another library than GCC's"
+    process._openmp() is None, reason="torch computes with another library than GCC's"
 )
 def test_a_thread_that_waits_for_replicas_leaves_them_the_cores(apart: list[Any]) -> None:
     """Its helpers end, and come back with its next operation; not inside of one, and those of other
@@ -273,7 +272,7 @@ def test_a_thread_that_waits_for_replicas_leaves_them_the_cores(apart: list[Any]
 def test_who_says_how_threads_wait_is_heard(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Then they do so in calls, too."""
     monkeypatch.setenv(name, "1")
-    assert cores._find_pause() is cores._nothing
+    assert process._find_pause() is process._nothing
 
 
 @pytest.mark.parametrize(
@@ -284,9 +283,9 @@ def test_threads_of_other_libraries_are_left_alone(
 ) -> None:
     """Intel's has GCC's names, too; an old one of GCC's cannot end its threads."""
     library = SimpleNamespace(**dict.fromkeys(names))
-    monkeypatch.setattr(cores.ctypes, "CDLL", lambda *_args, **_kwargs: library)
-    assert cores._find_pause() is cores._nothing
-    cores._nothing()
+    monkeypatch.setattr(process.ctypes, "CDLL", lambda *_args, **_kwargs: library)
+    assert process._find_pause() is process._nothing
+    process._nothing()
 
 
 def test_memory_that_a_replicas_thread_frees_is_kept(apart: list[Any]) -> None:
@@ -364,10 +363,10 @@ def test_cores_are_those_that_a_process_may_use(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
         (tmp_path / name).with_name("cpu.cfs_period_us").write_text("100000\n")
-    assert cores.cores(tmp_path, tmp_path / "own") == expected
+    assert process.cores(tmp_path, tmp_path / "own") == expected
 
 
 def test_cores_are_those_of_the_affinity(tmp_path: Path) -> None:
     """Where nothing limits the time on them; also if control groups cannot be looked at."""
-    assert cores.cores(tmp_path, tmp_path / "none") == len(os.sched_getaffinity(0))
-    assert devices.describe(CPU, 1, "node").cores == cores.cores()
+    assert process.cores(tmp_path, tmp_path / "none") == len(os.sched_getaffinity(0))
+    assert devices.describe(CPU, 1, "node").cores == process.cores()

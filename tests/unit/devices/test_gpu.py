@@ -31,8 +31,7 @@ from raydp_parallel.check import training
 from raydp_parallel.cluster import RayBackend, backend, in_process
 from raydp_parallel.devices import comparison, cuda
 from raydp_parallel.devices.buffers import Arena, Descriptor, LeaseTable
-from raydp_parallel.devices.ranges import MemoryRange
-from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.devices.ranges import MemoryRange, ReplicaHello
 from raydp_parallel.monitoring import accounts
 from raydp_parallel.options import Options
 from raydp_parallel.replica import actor

@@ -29,10 +29,9 @@ from raydp_parallel.calls import executor
 from raydp_parallel.cluster import RayBackend, in_process
 from raydp_parallel.cluster.answers import Pending
 from raydp_parallel.cluster.backend import Death
-from raydp_parallel.devices import cuda, info
+from raydp_parallel.devices import cuda, process
 from raydp_parallel.devices.buffers import Arena, Descriptor, LeaseTable
-from raydp_parallel.devices.ranges import MemoryRange
-from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.devices.ranges import MemoryRange, ReplicaHello
 from raydp_parallel.options import Options
 from raydp_parallel.replica.replica import Replica
 from raydp_parallel.replica.server import ReplicaServer
@@ -148,7 +147,7 @@ def visible(monkeypatch: pytest.MonkeyPatch) -> Callable[[], str | None]:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(info, "_DRIVER", ())
+    monkeypatch.setattr(process, "_DRIVER", ())
     return lambda: os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
@@ -188,7 +187,7 @@ def test_cuda_that_does_not_start_is_an_error(
 
     monkeypatch.setattr(torch, "zeros", busy)
     monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(info, "_DRIVER", (str(tmp_path),))
+    monkeypatch.setattr(process, "_DRIVER", (str(tmp_path),))
     assert devices.take_given("gpu", ["1"]) == "cpu"
     assert "torch is built for CPUs alone" in caplog.text
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -198,7 +197,7 @@ def test_cuda_that_does_not_start_is_an_error(
         r"start.*busy.*EXCLUSIVE_PROCESS",
     ):
         devices.take_given("gpu", ["1"])
-    monkeypatch.setattr(info, "_DRIVER", ())
+    monkeypatch.setattr(process, "_DRIVER", ())
     assert devices.take_given("gpu", ["1"]) == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     # CUDA counts the GPU, and cannot use it

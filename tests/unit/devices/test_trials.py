@@ -15,7 +15,7 @@ from raydp_parallel import Options, cluster, devices
 from raydp_parallel.cluster import RayBackend
 from raydp_parallel.devices import cuda, streams, trials
 from raydp_parallel.devices.buffers import Arena
-from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.devices.ranges import ReplicaHello
 from raydp_parallel.replica.server import ReplicaServer
 from raydp_parallel.transport import cuda_ipc
 from raydp_parallel.transport.links import link_for, shared_link

@@ -30,7 +30,7 @@ from raydp_parallel.calls import replica_groups as driver
 from raydp_parallel.cluster.backend import DevicePlace
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
 from raydp_parallel.devices.buffers import Arena
-from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.devices.ranges import ReplicaHello
 from raydp_parallel.transport import codec, collective
 from raydp_parallel.transport.collective import Group, Groups, Reducer
 from raydp_parallel.transport.collective.backends import _GlooWork

@@ -22,7 +22,7 @@ from raydp_parallel import Options, cluster
 from raydp_parallel.calls.replica_groups import ReplicaGroups
 from raydp_parallel.cluster import Pending, RayBackend, ReplicaClient
 from raydp_parallel.cluster.backend import Death
-from raydp_parallel.devices.specs import ReplicaHello
+from raydp_parallel.devices.ranges import ReplicaHello
 from raydp_parallel.replica import server
 from raydp_parallel.transport import direct_connection, handshake
 from raydp_parallel.transport.links import link_for

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from raydp_parallel import DataParallel, Executor, Options
 from raydp_parallel.cluster import Pending, RayBackend, ReplicaClient, client
 from raydp_parallel.cluster.backend import Death
-from raydp_parallel.devices import cores
+from raydp_parallel.devices import process
 from raydp_parallel.devices.buffers import Arena, Descriptor
 from raydp_parallel.replica.server import ReplicaServer
 from raydp_parallel.transport import direct_connection, handshake
@@ -406,7 +406,7 @@ def test_one_thread_of_a_replica_computes(cluster: None, direct: bool) -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(
-    cores._openmp() is None, reason="torch computes with another library than GCC's"
+    process._openmp() is None, reason="torch computes with another library than GCC's"
 )
 def test_a_replica_leaves_the_cores_to_a_driver_beside_it(cluster: None) -> None:
     """Its helpers end before it answers: they would spin where the driver computes the loss."""

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from raydp_parallel import devices
-from raydp_parallel.devices.ranges import MemoryRange
-from raydp_parallel.devices.specs import SpecRow, TensorSpec
+from raydp_parallel.devices.ranges import MemoryRange, SpecRow, TensorSpec
 from raydp_parallel.transport import codec, message_bytes
 from raydp_parallel.transport.links import Attachments, InlineLink, ObjectStoreLink
 from raydp_parallel.transport.messages import Parcel, Reply

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raydp_parallel.devices import ambient_state
-from raydp_parallel.devices.specs import TensorSpec
+from raydp_parallel.devices.ranges import TensorSpec
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.group_messages import HostStore
 from raydp_parallel.transport.links import Attachments, InlineLink
