@@ -39,8 +39,8 @@ from raydp_parallel.devices.ranges import ReplicaHello
 from raydp_parallel.options import Options
 from raydp_parallel.replica.server import ReplicaServer
 from raydp_parallel.transport import cuda_ipc
-from raydp_parallel.transport.call_bytes import give_back, take_back
 from raydp_parallel.transport.links import Link, Mappings, shared_link
+from raydp_parallel.transport.message_bytes import give_back, take_back
 from tests.support.fake_gpu import FakeGpu, installed
 
 CPU = torch.device("cpu")

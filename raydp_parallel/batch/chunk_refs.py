@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from raydp_parallel.batch.containers import ContainerKind, container_like, contents, kind_of
-from raydp_parallel.transport.chunk_ref import ChunkRef
+from raydp_parallel.transport.messages import ChunkRef
 
 
 class ChunkRefs:

@@ -21,9 +21,8 @@ from raydp_parallel.cluster.replica_set import ReplicaSet
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
 from raydp_parallel.cluster.run_notes import AnswerNote, note_of
 from raydp_parallel.errors import GraphLost, ReplicaDied
-from raydp_parallel.transport.call_bytes import unseal
 from raydp_parallel.transport.links import Attachments
-from raydp_parallel.transport.message_bytes import pack
+from raydp_parallel.transport.message_bytes import pack, unseal
 from raydp_parallel.transport.messages import Forget, Reply
 
 _MOST_REPLAYS = {Ending.LOST: 5, Ending.SILENT: 1}

@@ -31,9 +31,8 @@ from raydp_parallel.monitoring.stats import ExecutorStats, ReplicaInfo
 from raydp_parallel.options import Options
 from raydp_parallel.state import code_shipping
 from raydp_parallel.state.tracker import ModuleTracker
-from raydp_parallel.transport.call_bytes import unseal
 from raydp_parallel.transport.links import Link
-from raydp_parallel.transport.message_bytes import pack
+from raydp_parallel.transport.message_bytes import pack, unseal
 
 log = logging.getLogger("raydp_parallel")
 

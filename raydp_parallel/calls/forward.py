@@ -35,11 +35,11 @@ from raydp_parallel.transport.messages import (
     Arguments,
     Called,
     ForwardRequest,
+    Origins,
     Produced,
     Reply,
     StateUpdate,
 )
-from raydp_parallel.transport.module_origins import Origins
 
 log = logging.getLogger("raydp_parallel")
 

@@ -21,7 +21,6 @@ from raydp_parallel.errors import StateChanged
 from raydp_parallel.state.history import Mark
 from raydp_parallel.state.tracker import ModuleTracker
 from raydp_parallel.transport import codec
-from raydp_parallel.transport.chunk_ref import StoredObject
 from raydp_parallel.transport.links import INLINE_LIMIT, Attachments
 from raydp_parallel.transport.messages import (
     BackwardRequest,
@@ -29,6 +28,7 @@ from raydp_parallel.transport.messages import (
     Overlay,
     Parcel,
     StateUpdate,
+    StoredObject,
     TrainingNews,
 )
 

@@ -28,10 +28,9 @@ from raydp_parallel.cluster.replica_set import ReplicaSet
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
 from raydp_parallel.devices import forks
 from raydp_parallel.transport import handshake
-from raydp_parallel.transport.call_bytes import unseal
 from raydp_parallel.transport.group_messages import GroupKind, HostStore, JoinGroup
 from raydp_parallel.transport.links import Link
-from raydp_parallel.transport.message_bytes import pack
+from raydp_parallel.transport.message_bytes import pack, unseal
 
 log = logging.getLogger("raydp_parallel")
 

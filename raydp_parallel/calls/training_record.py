@@ -60,9 +60,8 @@ from raydp_parallel.state.optimizer_state import (
 )
 from raydp_parallel.state.tracker import ModuleTracker
 from raydp_parallel.transport import codec, handshake
-from raydp_parallel.transport.call_bytes import unseal
 from raydp_parallel.transport.links import Attachments
-from raydp_parallel.transport.message_bytes import pack
+from raydp_parallel.transport.message_bytes import pack, unseal
 from raydp_parallel.transport.messages import (
     Forget,
     GradientNorm,

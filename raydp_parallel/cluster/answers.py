@@ -11,8 +11,7 @@ from typing import Any, Protocol
 
 from raydp_parallel.cluster.backend import Death
 from raydp_parallel.cluster.ray_api import TURN, RayError, get, in_short, late
-from raydp_parallel.transport.direct_connection import Connection
-from raydp_parallel.transport.frames import LineCut, StoodStill
+from raydp_parallel.transport.direct_connection import Connection, LineCut, StoodStill
 
 _SHORT_TURN = 0.02
 """Seconds of a turn, if several threads read from one connection."""

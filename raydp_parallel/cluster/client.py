@@ -23,7 +23,9 @@ from raydp_parallel.devices import forks, trials
 from raydp_parallel.devices.buffers import Arena, Descriptor, LeaseTable, Pin, SharedBuffer
 from raydp_parallel.devices.ranges import Attachment
 from raydp_parallel.transport import cuda_ipc, handshake
-from raydp_parallel.transport.call_bytes import (
+from raydp_parallel.transport.direct_connection import Connection
+from raydp_parallel.transport.links import SHARE_LIMIT, Delivered, Exposed, ForeignMemory, Mappings
+from raydp_parallel.transport.message_bytes import (
     METHODS,
     check_read,
     give_back,
@@ -31,9 +33,7 @@ from raydp_parallel.transport.call_bytes import (
     shows,
     take_back,
 )
-from raydp_parallel.transport.chunk_ref import StoredObject
-from raydp_parallel.transport.direct_connection import Connection
-from raydp_parallel.transport.links import SHARE_LIMIT, Delivered, Exposed, ForeignMemory, Mappings
+from raydp_parallel.transport.messages import StoredObject
 
 log = logging.getLogger("raydp_parallel")
 

@@ -21,9 +21,7 @@ from raydp_parallel.devices import process
 from raydp_parallel.errors import ReplicaError, TransferError
 from raydp_parallel.replica import exceptions
 from raydp_parallel.replica.server import ReplicaServer
-from raydp_parallel.transport.links import (
-    link_for,
-)
+from raydp_parallel.transport.links import link_for
 
 log = logging.getLogger("raydp_parallel")
 

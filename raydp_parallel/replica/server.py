@@ -23,16 +23,7 @@ from raydp_parallel.replica.replica import Replica
 from raydp_parallel.state import code_shipping
 from raydp_parallel.state.module_sources import versions
 from raydp_parallel.transport import cuda_ipc, direct_connection, handshake
-from raydp_parallel.transport.call_bytes import (
-    check_read,
-    give_back,
-    sample,
-    seal,
-    shows,
-    take_back,
-)
-from raydp_parallel.transport.chunk_ref import StoredObject
-from raydp_parallel.transport.frames import LineCut
+from raydp_parallel.transport.direct_connection import LineCut
 from raydp_parallel.transport.group_messages import HostStore, JoinGroup
 from raydp_parallel.transport.links import (
     Attachments,
@@ -43,8 +34,16 @@ from raydp_parallel.transport.links import (
     shared,
     shared_link,
 )
-from raydp_parallel.transport.message_bytes import unpack
-from raydp_parallel.transport.messages import Package, Reply
+from raydp_parallel.transport.message_bytes import (
+    check_read,
+    give_back,
+    sample,
+    seal,
+    shows,
+    take_back,
+    unpack,
+)
+from raydp_parallel.transport.messages import Package, Reply, StoredObject
 
 _PATIENCE = 600.0
 """Seconds in which Ray has to bring what lies in its object store."""

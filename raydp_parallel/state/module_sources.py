@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from raydp_parallel.errors import SourceMismatch
-from raydp_parallel.transport.module_origins import ModuleSource, Origins
+from raydp_parallel.transport.messages import ModuleSource, Origins
 
 log = logging.getLogger("raydp_parallel")
 

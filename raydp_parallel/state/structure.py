@@ -23,7 +23,7 @@ from raydp_parallel.state import classes, module_sources
 from raydp_parallel.state.python_state import PythonState
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.codec import unsendable
-from raydp_parallel.transport.module_origins import Origins
+from raydp_parallel.transport.messages import Origins
 
 _CPU = torch.device("cpu")
 

@@ -39,9 +39,8 @@ from raydp_parallel.devices.ambient_state import ALLOCATOR
 from raydp_parallel.devices.buffers import Arena, Descriptor, SharedBuffer, new_lease, new_token
 from raydp_parallel.devices.cuda import DeviceBytes, has_memory, on_host, parts_of, spoiled
 from raydp_parallel.devices.ranges import Attachment, MemoryRange
-from raydp_parallel.transport.links.inline import InlineLink
-from raydp_parallel.transport.links.link import Link, MappedBuffer, ReservedMemory
-from raydp_parallel.transport.links.mapped import ForeignMemory
+from raydp_parallel.transport.links.link import InlineLink, Link, MappedBuffer, ReservedMemory
+from raydp_parallel.transport.links.shared import ForeignMemory
 
 log = logging.getLogger("raydp_parallel")
 

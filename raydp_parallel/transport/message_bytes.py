@@ -1,4 +1,5 @@
-"""Messages as bytes.
+"""Messages as bytes, and what both ends of a call do with them: seal, open, and say which memory
+is free again.
 
 Named tuples are slow to pickle: pickle calls Python code for each, and looks its type up by name
 when it unpickles. The fields of frequent messages are pickled as plain tuples, in a third of the
@@ -7,13 +8,22 @@ time; a message with a hundred tensors has a hundred specs. Rare messages are pi
 
 from __future__ import annotations
 
+import array
+import ctypes
 import functools
+import itertools
+import os
 import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+from raydp_parallel import devices
 from raydp_parallel.devices.ambient_state import CallContext
+from raydp_parallel.devices.buffers import Arena, LeaseTable, SharedBuffer
 from raydp_parallel.devices.ranges import SpecRow, TensorSpec
+from raydp_parallel.transport.links import Attachments, ForeignMemory, Link, Mappings
 from raydp_parallel.transport.messages import (
     BackwardRequest,
     Blob,
@@ -118,3 +128,62 @@ def unpack(data: bytes) -> Any:
         if fields[at] is not None:
             fields[at] = back(fields[at])
     return named(fields)
+
+
+METHODS = {
+    method: bytes([number])
+    for number, method in enumerate(("forward", "backward", "forget", "group", "train"))
+}
+"""What stands for a method on a direct line."""
+
+
+def sample(arena: Arena) -> tuple[SharedBuffer, bytes]:
+    """Some shared memory to try, and what lies in it."""
+    lent = arena.take(16)
+    lent.array[:] = np.frombuffer(os.urandom(16), dtype=np.uint8)
+    return lent, lent.array.tobytes()
+
+
+def shows(found: ForeignMemory, expected: bytes) -> bool:
+    """Whether another process's memory can be read, and is what it should be."""
+    try:
+        piece = found.piece()
+    except (OSError, ValueError):
+        return False
+    return ctypes.string_at(piece.address, piece.size) == expected
+
+
+def check_read(*parts: Any) -> None:
+    """Raise the error of a part of a message that there was no memory for."""
+    for part in parts:
+        if isinstance(part, MemoryError):
+            raise part
+
+
+def give_back(mappings: Mappings) -> bytes:
+    """The word which of the other's memory is no longer used, for the next message."""
+    devices.let_go()
+    if not mappings.ended:
+        return b""
+    return array.array("Q", itertools.chain.from_iterable(mappings.released())).tobytes()
+
+
+def take_back(word: Any, ledger: LeaseTable) -> None:
+    """Hear that word: bytes, or an array if there is much to tell."""
+    numbers = iter(array.array("Q", bytes(word)))
+    for lease, times in zip(numbers, numbers, strict=True):
+        ledger.returned(lease, times)
+
+
+def seal(message: Any, attachments: Attachments) -> Any:
+    """A message and its packets as one return value of a Ray call: bytes alone if nothing lies
+    beside them.
+    """
+    header = pack(message)
+    return (header, *attachments.beside) if attachments.beside else header
+
+
+def unseal(answer: Any, link: Link) -> tuple[Any, Attachments]:
+    """The message of a return value, and the mail to open its packets with."""
+    header, *beside = answer if isinstance(answer, tuple) else (answer,)
+    return unpack(header), Attachments(link, beside)

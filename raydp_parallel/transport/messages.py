@@ -12,7 +12,63 @@ import torch
 from raydp_parallel.devices.ambient_state import CallContext
 from raydp_parallel.devices.ranges import TensorSpec
 from raydp_parallel.transport.group_messages import Reduce, Reduced, Relay, TakePart
-from raydp_parallel.transport.module_origins import Origins
+
+
+class ModuleSource(NamedTuple):
+    """The source of a module.
+
+    Attributes:
+        file: Its file.
+        digest: The digest of the text; empty if the file has been changed since.
+    """
+
+    file: str
+    digest: str
+
+
+class Origins(NamedTuple):
+    """The driver's search path and its modules, so that replicas load the same.
+
+    Attributes:
+        process: The driver's process.
+        paths: Its search path, in order.
+        installed: The entries of the path that belong to Python and to installed packages.
+        sources: The sources of the modules that it has loaded, by name.
+    """
+
+    process: str
+    paths: tuple[str, ...]
+    installed: tuple[str, ...]
+    sources: Mapping[str, ModuleSource]
+
+
+class ChunkRef:
+    """Stands among a chunk's arguments for an object in Ray's object store.
+
+    Args:
+        ref: The reference; in a message the object's number in `ForwardRequest.stored`.
+        prepare: What makes the argument of the object; None for the object itself.
+    """
+
+    __slots__ = ("prepare", "ref")
+
+    def __init__(self, ref: Any, prepare: Callable[[Any], Any] | None) -> None:
+        self.ref = ref
+        self.prepare = prepare
+
+    def __reduce__(self) -> Any:
+        # Pickling a reference keeps its object for ever; a message does not pickle it.
+        raise TypeError("a reference to an object of Ray's can only be an argument of a call")
+
+
+class StoredObject(NamedTuple):
+    """An object in Ray's object store that the receiver of a message gets by itself.
+
+    Attributes:
+        ref: The reference.
+    """
+
+    ref: Any
 
 
 class Parcel(NamedTuple):

@@ -35,7 +35,7 @@ from raydp_parallel import (
 from raydp_parallel.calls import executor as executors
 from raydp_parallel.cluster import recorder
 from raydp_parallel.state import raw_access
-from raydp_parallel.transport.links import exposed
+from raydp_parallel.transport.links import shared
 
 on_cluster = pytest.mark.usefixtures("cluster")
 
@@ -225,10 +225,10 @@ def test_a_child_may_use_the_module_itself(model: DataParallel[Any]) -> None:
         with torch.no_grad():
             out = model.module(x)
             model.module.weight.zero_()
-        return out, exposed.expose(model.module.weight.untyped_storage(), 1 << 20)
+        return out, shared.expose(model.module.weight.untyped_storage(), 1 << 20)
 
     expected = model(x).detach()
-    assert exposed.expose(model.module.weight.untyped_storage(), 1 << 20) is not None
+    assert shared.expose(model.module.weight.untyped_storage(), 1 << 20) is not None
     found, shown = in_child(train)
     torch.testing.assert_close(found, expected)
     assert shown is None  # to replicas of the child's own, which would see the parent's

@@ -20,9 +20,8 @@ from raydp_parallel.devices import buffers
 from raydp_parallel.devices.buffers import Arena, SharedBuffer
 from raydp_parallel.devices.ranges import MemoryRange
 from raydp_parallel.replica.server import ReplicaServer
-from raydp_parallel.transport.call_bytes import give_back
 from raydp_parallel.transport.links import Attachments, Link, Mappings, shared_link
-from raydp_parallel.transport.message_bytes import pack
+from raydp_parallel.transport.message_bytes import give_back, pack
 
 LARGE = 1 << 20
 """Bytes that lie in shared memory and not in the message."""

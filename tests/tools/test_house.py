@@ -188,7 +188,7 @@ _MUTABLE_GLOBALS = {
     "state/module_sources.py: _known": "a cache: the texts of loaded modules",
     "state/raw_access.py: _collectors": "what replaces attributes of torch's class",
     "transport/cuda_ipc.py: _told": "whether a refusal was logged",
-    "transport/links/exposed.py: _exposures": "storages that were moved to shared memory",
+    "transport/links/shared.py: _exposures": "storages that were moved to shared memory",
 }
 
 

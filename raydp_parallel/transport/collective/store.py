@@ -28,7 +28,7 @@ from torch import distributed
 
 from raydp_parallel.devices import forks
 from raydp_parallel.transport import handshake
-from raydp_parallel.transport.frames import QUIETLY
+from raydp_parallel.transport.direct_connection import QUIETLY
 
 _HEAD = struct.Struct("<BdI")
 """What is asked, or whether it was done; the seconds to wait; the bytes that follow."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from raydp_parallel import DataParallel, Executor, Options, PlacementError, cluster
 from raydp_parallel.devices.buffers import Arena
 from raydp_parallel.replica import server
-from raydp_parallel.transport import call_bytes, direct_connection, links
+from raydp_parallel.transport import direct_connection, links, message_bytes
 
 pytestmark = pytest.mark.usefixtures("cluster")
 TWO = ["cpu", "cpu"]
@@ -168,7 +168,7 @@ def test_memory_that_a_filter_of_system_calls_refuses(
     def refused(*_: object) -> int:
         raise PermissionError(1, "Operation not permitted")
 
-    probe, shown = call_bytes.sample(Arena())
+    probe, shown = message_bytes.sample(Arena())
     monkeypatch.setattr(os, "memfd_create", refused)
     assert (
         server.ReplicaServer("cpu", links.link_for("auto")).share(probe.descriptor, shown) is None

@@ -41,7 +41,6 @@ from raydp_parallel.state import block_layout
 from raydp_parallel.state.replica_module import ReplicaModule
 from raydp_parallel.state.tracker import ModuleTracker
 from raydp_parallel.transport import codec, cuda_ipc
-from raydp_parallel.transport.call_bytes import give_back, take_back
 from raydp_parallel.transport.links import (
     Attachments,
     InlineLink,
@@ -50,7 +49,7 @@ from raydp_parallel.transport.links import (
     link_for,
     shared_link,
 )
-from raydp_parallel.transport.message_bytes import pack, unpack
+from raydp_parallel.transport.message_bytes import give_back, pack, take_back, unpack
 from raydp_parallel.transport.messages import BackwardRequest, Reply
 
 CPU = torch.device("cpu")

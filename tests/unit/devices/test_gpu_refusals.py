@@ -38,10 +38,9 @@ from raydp_parallel.replica.server import ReplicaServer
 from raydp_parallel.state.replica_module import ReplicaModule
 from raydp_parallel.state.tracker import ModuleTracker
 from raydp_parallel.transport import cuda_ipc, handshake
-from raydp_parallel.transport.call_bytes import METHODS, unseal
 from raydp_parallel.transport.direct_connection import Connection
 from raydp_parallel.transport.links import InlineLink, Mappings, link_for, shared_link
-from raydp_parallel.transport.message_bytes import pack
+from raydp_parallel.transport.message_bytes import METHODS, pack, unseal
 from raydp_parallel.transport.messages import Forget
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ import torch
 
 from raydp_parallel import DataParallel, Executor, SourceMismatch
 from raydp_parallel.state import module_sources
-from raydp_parallel.transport.module_origins import ModuleSource, Origins
+from raydp_parallel.transport.messages import ModuleSource, Origins
 
 ONES = torch.ones(4, 2)
 

@@ -32,7 +32,7 @@ def short(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
     """
     if not request.param:
         monkeypatch.setattr(InlineLink, "inline", 0)
-        monkeypatch.setattr(codec.parcels, "read_small", lambda parcel: None)
+        monkeypatch.setattr(codec, "read_small", lambda parcel: None)
     return bool(request.param)
 
 
@@ -112,23 +112,15 @@ def test_large_ones_go_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(InlineLink, "inline", 100)
     tensors, attachments = (numbers(8), numbers(8)), Attachments(InlineLink())
-    assert (
-        codec.tensor_bytes.write_small(tensors, attachments, False) is None
-        and attachments.size == 0
-    )
-    assert (
-        codec.tensor_bytes.write_small(tensors[:1], attachments, False) is not None
-        and attachments.size == 64
-    )
+    assert codec.write_small(tensors, attachments, False) is None and attachments.size == 0
+    assert codec.write_small(tensors[:1], attachments, False) is not None and attachments.size == 64
 
 
 def test_many_go_the_long_way() -> None:
     """Else a large model's small gradients would be copied for nothing before the first
     large one.
     """
-    assert (
-        codec.tensor_bytes.write_small((numbers(1),) * 17, Attachments(InlineLink()), False) is None
-    )
+    assert codec.write_small((numbers(1),) * 17, Attachments(InlineLink()), False) is None
 
 
 def test_some_rows() -> None:
@@ -588,7 +580,7 @@ def calls_to_encode(count: int) -> int:
     attachments, counts = Attachments(InlineLink()), [0]
 
     def note(frame: FrameType, event: str, _: object) -> None:
-        counts[0] += event == "call" and frame.f_code.co_filename == codec.tensor_bytes.__file__
+        counts[0] += event == "call" and frame.f_code.co_filename == codec.__file__
 
     codec.encode(tensors, attachments, "gradients")
     sys.setprofile(note)

@@ -26,10 +26,9 @@ from raydp_parallel.cluster.backend import Death
 from raydp_parallel.devices import process
 from raydp_parallel.devices.buffers import Arena, Descriptor
 from raydp_parallel.replica.server import ReplicaServer
-from raydp_parallel.transport import direct_connection, handshake
-from raydp_parallel.transport.call_bytes import METHODS
-from raydp_parallel.transport.links import Delivered, Deliveries, InlineLink, Mappings, by_size
-from raydp_parallel.transport.message_bytes import pack
+from raydp_parallel.transport import direct_connection, handshake, links
+from raydp_parallel.transport.links import Delivered, Deliveries, InlineLink, Mappings
+from raydp_parallel.transport.message_bytes import METHODS, pack
 from raydp_parallel.transport.messages import Forget
 
 
@@ -440,7 +439,7 @@ def test_what_lies_in_the_object_store_comes_over_a_line(
 ) -> None:
     """Once for all replicas, and the calls stay where they were: no one of them is a task."""
     monkeypatch.setattr(client, "SHARE_LIMIT", 1 << 16)
-    monkeypatch.setattr(by_size, "SHARE_LIMIT", 1 << 16)
+    monkeypatch.setattr(links, "SHARE_LIMIT", 1 << 16)
     monkeypatch.setattr(client, "shows", lambda *_: False)  # as on two machines
     plain = Doubled(100_000)
     with Executor(["cpu", "cpu"]) as executor:

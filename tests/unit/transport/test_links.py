@@ -31,7 +31,7 @@ from raydp_parallel.transport.links import (
     ObjectStoreLink,
     SharedLink,
     link_for,
-    mapped,
+    shared,
 )
 
 LIMIT = 256
@@ -299,11 +299,11 @@ def test_a_slice_is_read_where_it_lies() -> None:
     """
     lent = Arena().take(100_000)
     lent.array[:] = 7
-    mapped = Mappings().find(lent.descriptor).piece()
-    assert mapped.size == 100_000
-    assert ctypes.string_at(mapped.address, mapped.size) == bytes([7]) * 100_000
+    shared_mapping = Mappings().find(lent.descriptor).piece()
+    assert shared_mapping.size == 100_000
+    assert ctypes.string_at(shared_mapping.address, shared_mapping.size) == bytes([7]) * 100_000
     lent.array[5] = 8
-    assert ctypes.string_at(mapped.address, 6)[5] == 8
+    assert ctypes.string_at(shared_mapping.address, 6)[5] == 8
 
 
 @pytest.mark.parametrize("field", ["volume", "inode"])
@@ -334,7 +334,7 @@ class Watched:
 
 def test_threads_map_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was not used for long is taken out while another thread puts in what it needs."""
-    monkeypatch.setattr(mapped, "_PATIENCE", 2)
+    monkeypatch.setattr(shared, "_PATIENCE", 2)
     arena, mappings, lock = Arena(), Mappings(), Watched()
     lent = [arena.take(100_000) for _ in range(3)]
     first, second, third = [mappings.find(one.descriptor) for one in lent]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from raydp_parallel.transport import direct_connection, handshake, process_end
+from raydp_parallel.transport import direct_connection, handshake
 
 HOLDER = """
 import os, sys, time
@@ -112,7 +112,7 @@ def test_without_such_a_lock_the_socket_tells(monkeypatch: pytest.MonkeyPatch) -
     closes.
     """
     monkeypatch.delattr(os, "memfd_create")
-    assert process_end.make() is None
+    assert direct_connection.make_pulse() is None
     before = set(waiting())
 
     def answer(number: int, buffers: list[Any]) -> Sequence[Any]:
@@ -163,7 +163,7 @@ def test_a_lock_that_does_not_get_through(monkeypatch: pytest.MonkeyPatch) -> No
 def test_who_hangs_up_at_once_is_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a process that cannot map the lock does."""
 
-    def full(_file: int) -> process_end.Pulse:
+    def full(_file: int) -> direct_connection.Pulse:
         raise OSError("no memory")
 
     found = handshake.listen()
@@ -173,10 +173,10 @@ def test_who_hangs_up_at_once_is_no_line(monkeypatch: pytest.MonkeyPatch) -> Non
         args=(found[1], lambda number, buffers: buffers),
         daemon=True,
     )
-    make = process_end.Pulse
+    make = direct_connection.Pulse
     mine = threading.current_thread()
     monkeypatch.setattr(
-        process_end,
+        direct_connection,
         "Pulse",
         lambda file: make(file) if threading.current_thread() is mine else full(file),
     )

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from raydp_parallel import DataParallel, Executor, Options, PlacementError, cluster, devices
 from raydp_parallel.devices import cuda
 from raydp_parallel.devices.buffers import Arena, LeaseTable
-from raydp_parallel.transport.links import ForeignMemory, Mappings, exposed
-from raydp_parallel.transport.links.mapped import Private
+from raydp_parallel.transport.links import ForeignMemory, Mappings, shared
+from raydp_parallel.transport.links.shared import Private
 
 on_cluster = pytest.mark.usefixtures("cluster")
 TWO = ["cpu", "cpu"]
@@ -211,20 +211,20 @@ def test_memory_that_a_gpu_copies_from_is_pinned_once(
 
 def known(tensor: Tensor) -> Any:
     """A tensor's storage, exposed if nothing else is known to look at it."""
-    return exposed.expose(tensor.untyped_storage(), 1)
+    return shared.expose(tensor.untyped_storage(), 1)
 
 
 def test_a_storage_moves_with_its_tensors() -> None:
     """Views too; and other processes see what is written afterwards."""
     tensor = torch.arange(1000.0)
     view = tensor[10:20]
-    found = exposed.expose(tensor.untyped_storage(), 2)
+    found = shared.expose(tensor.untyped_storage(), 2)
     assert found is not None
     tensor.mul_(2)
     assert view[0] == 20
     seen = Mappings().find(found.descriptor).piece()
     assert text(seen) == tensor.numpy().tobytes()
-    assert exposed.expose(tensor.untyped_storage(), 2) is found
+    assert shared.expose(tensor.untyped_storage(), 2) is found
 
 
 def test_a_storage_that_moved_cannot_be_resized() -> None:
@@ -244,10 +244,10 @@ def test_only_so_many_storages_are_exposed(monkeypatch: pytest.MonkeyPatch) -> N
     """Each is a file and a mapping. One that is exposed already stays so."""
     first, second = torch.zeros(1000), torch.zeros(1000)
     found = known(first)
-    monkeypatch.setattr(exposed, "_MOST", len(exposed._exposures.known))
+    monkeypatch.setattr(shared, "_MOST", len(shared._exposures.known))
     assert known(second) is None and not second.is_shared()
     assert known(first) is found
-    monkeypatch.setattr(exposed, "_MOST", len(exposed._exposures.known) + 1)
+    monkeypatch.setattr(shared, "_MOST", len(shared._exposures.known) + 1)
     assert known(second) is not None
 
 
@@ -280,7 +280,7 @@ def test_a_storage_that_somebody_unknown_looks_at_stays() -> None:
     tensor = torch.zeros(1000)
     alias = tensor.detach()
     assert known(tensor) is None
-    assert exposed.expose(tensor.untyped_storage(), 2) is not None
+    assert shared.expose(tensor.untyped_storage(), 2) is not None
     alias.add_(1)
     assert tensor.sum() == 1000
 
@@ -307,8 +307,8 @@ def test_without_room_nothing_is_exposed_and_that_is_said_once(
             raise FileNotFoundError(path)
         return Full
 
-    monkeypatch.setattr(exposed.os, "statvfs", statvfs)
-    monkeypatch.setattr(exposed._exposures, "said", False)
+    monkeypatch.setattr(shared.os, "statvfs", statvfs)
+    monkeypatch.setattr(shared._exposures, "said", False)
     tensor = torch.zeros(1 << 15)
     before = tensor.data_ptr()
     with caplog.at_level(logging.WARNING, logger="raydp_parallel"):
@@ -338,8 +338,8 @@ def test_what_ray_has_promised_itself_is_not_free(
         def f_bavail(self) -> int:
             return left["bytes"]
 
-    monkeypatch.setattr(exposed.os, "statvfs", lambda path: Free())
-    monkeypatch.setattr(exposed._exposures, "said", False)
+    monkeypatch.setattr(shared.os, "statvfs", lambda path: Free())
+    monkeypatch.setattr(shared._exposures, "said", False)
     plain = Net()
     for more, moved in ((0, False), (1 << 26, True)):
         left["bytes"] += more

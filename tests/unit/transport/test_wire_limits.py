@@ -21,12 +21,11 @@ from threaded import Scaled, together
 from raydp_parallel import DataParallel, TransferError, parallel_apply, replicate
 from raydp_parallel.cluster import ReplicaClient
 from raydp_parallel.replica.server import ReplicaServer
-from raydp_parallel.transport import direct_connection, frames, handshake, process_end
-from raydp_parallel.transport.call_bytes import METHODS, unseal
+from raydp_parallel.transport import direct_connection, handshake
 from raydp_parallel.transport.collective import store
-from raydp_parallel.transport.frames import LineCut, StoodStill, read_frame, write_frame
+from raydp_parallel.transport.direct_connection import LineCut, StoodStill, read_frame, write_frame
 from raydp_parallel.transport.links import InlineLink
-from raydp_parallel.transport.message_bytes import pack
+from raydp_parallel.transport.message_bytes import METHODS, pack, unseal
 from raydp_parallel.transport.messages import Forget
 
 LARGE = 8_000_000
@@ -84,7 +83,7 @@ def test_an_answer_that_stood_still_is_not_completed_by_the_next() -> None:
     with ends() as (caller, other):
         caller.limit(0.1)
         caller.send(1, [b"one"])
-        other.sendall(frames._HEAD.pack(1, 1, 100) + b"half")
+        other.sendall(direct_connection._HEAD.pack(1, 1, 100) + b"half")
         with pytest.raises(StoodStill):
             caller.receive(1, None)
         assert not caller.intact
@@ -473,7 +472,7 @@ class Poor:
 
 def test_what_there_is_no_memory_for_is_read_and_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next frame begins where it should, at either end."""
-    monkeypatch.setattr(frames, "np", Poor(LARGE))
+    monkeypatch.setattr(direct_connection, "np", Poor(LARGE))
     one, other = socket.socketpair()
     sent = [b"small", np.zeros(LARGE, dtype=np.uint8), np.ones(LARGE // 2, dtype=np.uint8)]
     thread = threading.Thread(target=lambda: [write_frame(one, number, sent) for number in (1, 2)])
@@ -499,7 +498,7 @@ def test_small_parts_that_there_is_no_memory_for(
             raise MemoryError(f"no room for {size}")
         return bytearray(size)
 
-    monkeypatch.setattr(frames, "bytearray", space, raising=False)
+    monkeypatch.setattr(direct_connection, "bytearray", space, raising=False)
     one, other = socket.socketpair()
     sent = [b"small", b"x" * (1 << 16), np.ones(LARGE, dtype=np.uint8), b"y" * 50_000, b"last"]
     thread = threading.Thread(target=lambda: [write_frame(one, number, sent) for number in (1, 2)])
@@ -551,7 +550,7 @@ def test_a_driver_without_memory_for_an_answer(
         def empty(self, size: int, dtype: Any) -> Any:
             raise MemoryError(f"no room for {size}")
 
-    monkeypatch.setattr(frames, "np", Empty(0))
+    monkeypatch.setattr(direct_connection, "np", Empty(0))
     with pytest.raises(MemoryError, match="no room"):
         model(torch.ones(2, size))
     monkeypatch.undo()
@@ -596,15 +595,15 @@ def _ctrl_c(*_arguments: Any) -> Any:
 )
 def test_a_system_that_refuses_such_a_lock(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is none then, and the socket tells."""
-    monkeypatch.setattr(process_end.ctypes, "CDLL", _refusing(refused))
-    assert process_end.make() is None
+    monkeypatch.setattr(direct_connection.ctypes, "CDLL", _refusing(refused))
+    assert direct_connection.make_pulse() is None
 
 
 def test_a_lock_that_cannot_be_taken_is_no_pulse(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other end is told that there is none, and cuts nothing."""
     before = {*threading.enumerate()}
     with monkeypatch.context() as patch:
-        patch.setattr(process_end.ctypes, "CDLL", _refusing("pthread_mutex_lock"))
+        patch.setattr(direct_connection.ctypes, "CDLL", _refusing("pthread_mutex_lock"))
         with served(lambda number, buffers: buffers) as caller:
             new = {*threading.enumerate()} - before
             assert "raydp-pulse" not in {thread.name for thread in new}
@@ -614,7 +613,7 @@ def test_a_lock_that_cannot_be_taken_is_no_pulse(monkeypatch: pytest.MonkeyPatch
 
 def _refusing(refused: str) -> Any:
     """The C library, with one function that fails."""
-    library = process_end.ctypes.CDLL(None)
+    library = direct_connection.ctypes.CDLL(None)
     attributes = [f"mutexattr_{what}" for what in ("init", "setpshared", "setrobust", "destroy")]
     names = [
         f"pthread_{name}" for name in (*attributes, "mutex_init", "mutex_lock", "mutex_unlock")
