@@ -26,8 +26,7 @@ from raydp_parallel.options import UnusedGrads
 from raydp_parallel.replica.attributes import WithAttributes
 from raydp_parallel.replica.loss_call import LossCall
 from raydp_parallel.state import module_sources
-from raydp_parallel.state.history import Mark
-from raydp_parallel.state.tracker import ModuleTracker
+from raydp_parallel.state.tracker import Mark, ModuleTracker
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.group_messages import Relay
 from raydp_parallel.transport.links import Attachments

@@ -2,21 +2,30 @@
 
 Most tensors have a block of their own. Tensors that share memory (views, ties of different shapes,
 the flat weights of a recurrent net) share a block, so that they share memory in a replica too.
+Tensors that are no plain window on a storage have none: they are sent inside the structure.
+
+[Note: one run]
+A ResNet-50 has 159 buffers, most of them with a few hundred bytes. To read, compare, send and write
+each of them separately takes Python longer than the network takes for its forward. So both sides
+copy small blocks into one run of bytes, and out of it, by one call of torch; the run is compared
+and sent.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from typing import NamedTuple
+import functools
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from raydp_parallel import devices
-from raydp_parallel.devices.ranges import MemoryRange, TensorSpec
+from raydp_parallel.devices.ranges import MemoryRange, TensorSpec, aligned
 from raydp_parallel.transport import codec
-from raydp_parallel.transport.messages import SlotSpec
+from raydp_parallel.transport.links import Attachments, InlineLink
+from raydp_parallel.transport.messages import Parcel, SlotSpec
 
 _PARAMETER = b"parameter"
 """Stands for `nn.Parameter`, the most common class."""
@@ -207,3 +216,288 @@ def build(spec: SlotSpec, storage: Tensor) -> Tensor:
         return plain.requires_grad_(kind.requires_grad)
     cls = nn.Parameter if kind.cls == _PARAMETER else codec.load_class(kind.cls)
     return Tensor._make_subclass(cls, plain, kind.requires_grad)  # type: ignore[no-any-return]
+
+
+SMALL = 1 << 16
+"""Bytes up to which a block lies in a run with others. A larger one costs more to copy than to
+handle separately.
+"""
+
+PLAIN = {
+    codec.DTYPE_NAMES[kind]
+    for kind in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+        *(torch.complex128, torch.complex64, torch.bool),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+    )
+}
+"""The dtypes of tensors in such runs. Others may lack a copy operation."""
+
+UNNAMED = 0
+"""No report has this number."""
+
+
+class Flat:
+    """Blocks in one run of bytes.
+
+    Args:
+        sizes: The bytes of each block, by its number.
+        device: The device of the run.
+
+    Attributes:
+        blocks: The blocks, in order.
+        sizes: Their bytes.
+        offsets: Where each begins.
+        bytes: The run.
+        runs: The bytes of each block.
+    """
+
+    def __init__(self, sizes: Mapping[int, int], device: torch.device) -> None:
+        self.blocks = tuple(sizes)
+        self.sizes = tuple(sizes.values())
+        spaces = [*map(aligned, self.sizes)]
+        starts = [0]
+        for space in spaces:
+            starts.append(starts[-1] + space)
+        self.offsets = tuple(starts[:-1])
+        with torch.inference_mode(False):
+            self.bytes = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
+            parts: list[int] = []  # the bytes of each block, and the gap behind it
+            for size, space in zip(self.sizes, spaces, strict=True):
+                parts += [size, space - size]
+            self.runs = [*self.bytes.split_with_sizes(parts)[::2]]
+
+    def like(self) -> Flat:
+        """Another run for the same blocks."""
+        return Flat(dict(zip(self.blocks, self.sizes, strict=True)), self.bytes.device)
+
+    def piece(self) -> MemoryRange:
+        """The whole run."""
+        return devices.piece(self.bytes)
+
+    def follow(self, other: Flat) -> None:
+        """Copy all of another run of the same blocks. See `copied`."""
+        devices.load(self.bytes, other.piece())
+
+    def copied(self) -> Tensor:
+        """A copy of the run.
+
+        By one thread: torch takes several from 32 KB on, and helper threads of this process would
+        wait for cores on which those of another one spin (see `devices.process`).
+        """
+        found = torch.empty_like(self.bytes)
+        devices.load(found, self.piece())
+        return found
+
+    def load(self, blocks: Sequence[int], offsets: Sequence[int], source: MemoryRange) -> None:
+        """Copy some blocks, each from an offset of ``source``; neighbours are copied together."""
+        for here, there, size in self._joined(blocks, offsets):
+            devices.load(self.bytes[here : here + size], source.part(there, size))
+
+    def packed(
+        self, blocks: Sequence[int]
+    ) -> tuple[Sequence[int], list[tuple[MemoryRange, int]], int]:
+        """Some blocks for a packet: where each lies there, the pieces with their places, and the
+        packet's size.
+        """
+        offsets, end = self.offsets, len(self.bytes)
+        if tuple(blocks) != self.blocks:
+            offsets, end = packed([self.sizes[row] for row in self.rows(blocks)])
+        whole = self.piece()
+        pieces = [(whole.part(here, size), at) for here, at, size in self._joined(blocks, offsets)]
+        return offsets, pieces, end
+
+    def rows(self, blocks: Sequence[int]) -> list[int]:
+        """The positions of some blocks in the run."""
+        if tuple(blocks) == self.blocks:
+            return [*range(len(self.blocks))]
+        at = {block: row for row, block in enumerate(self.blocks)}
+        return [at[block] for block in blocks]
+
+    def _joined(self, blocks: Sequence[int], offsets: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Where runs of neighbours begin here and at other offsets, and their bytes."""
+        if tuple(offsets) == self.offsets and tuple(blocks) == self.blocks:
+            return [(0, 0, self.offsets[-1] + self.sizes[-1])] if self.sizes else []
+        found: list[tuple[int, int, int]] = []
+        for row, there in zip(self.rows(blocks), offsets, strict=True):
+            here, size = self.offsets[row], self.sizes[row]
+            if found:
+                start, other, length = found[-1]
+                if here == start + aligned(length) and here - start == there - other:
+                    found[-1] = start, other, here - start + size
+                    continue
+            found.append((here, there, size))
+        return found
+
+    def compare(self, other: Flat) -> Callable[[], list[int]]:
+        """Compare with another run of the same blocks.
+
+        Returns:
+            A function that returns the blocks that differ. A GPU begins at once; the function waits
+            for it.
+        """
+        alike = devices.compare_runs(self.bytes, other.bytes, self.offsets, self.sizes)
+        return lambda: [block for block, same in zip(self.blocks, alike(), strict=True) if not same]
+
+
+def tensors_in(run: Tensor, starts: Mapping[int, int], specs: Iterable[SlotSpec]) -> list[Tensor]:
+    """The tensors of some slots over a run of bytes.
+
+    Args:
+        run: The bytes.
+        starts: Where each block begins.
+        specs: The slots' specs.
+    """
+    typed: dict[str, Tensor] = {}
+    found = []
+    with torch.inference_mode(False), torch.no_grad():
+        for block, offset, kind in specs:
+            whole = typed.get(kind.dtype)
+            if whole is None:
+                whole = typed[kind.dtype] = run.view(codec.DTYPES[kind.dtype])
+            start = starts[block] // whole.itemsize + offset if 0 not in kind.shape else 0
+            found.append(whole.as_strided(kind.shape, kind.stride, start))
+    return found
+
+
+def packed(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Where blocks of some sizes lie in a packet of their own, and how long it is."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += aligned(size)
+    return tuple(offsets), end
+
+
+def copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each of some tensors to another, all by one call."""
+    if targets:
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            torch._foreach_copy_([*targets], [*sources])
+
+
+class Specials:
+    """The special ones of some tensors, by slot, as they are now.
+
+    Args:
+        found: All tensors.
+
+    Attributes:
+        tensors: The special ones.
+    """
+
+    def __init__(self, found: Mapping[int, Tensor]) -> None:
+        self.tensors = {slot: t for slot, t in sorted(found.items()) if not is_plain(t)}
+        self._look, self._parcel = _look(self.tensors.values()), _encode(self.tensors.values())
+
+    @property
+    def message(self) -> tuple[tuple[int, ...], Parcel] | None:
+        """What replicas need to build them; None if there are none."""
+        return (tuple(self.tensors), self._parcel) if self._parcel else None
+
+    def look_alike(self) -> bool:
+        """Whether they are unchanged, as far as versions and flags show."""
+        return not self.tensors or _look(self.tensors.values()) == self._look
+
+    def are_alike(self) -> bool:
+        """Whether their contents are unchanged."""
+        return not self.tensors or _encode(self.tensors.values()) == self._parcel
+
+
+def _look(tensors: Iterable[Tensor]) -> list[Any]:
+    return [(t._version, t.requires_grad) for t in tensors]
+
+
+def _encode(tensors: Iterable[Tensor]) -> Parcel | None:
+    row = tuple(tensors)
+    if not row:
+        return None
+    return codec.encode(row, Attachments(InlineLink()), "module", requires_grad=True)[0]
+
+
+T = TypeVar("T")
+
+
+class Rows:
+    """Some blocks, and the tensors that lie in them.
+
+    Args:
+        blocks: The blocks.
+        layout: The layout of the master's tensors.
+        device: The device of the run.
+
+    Attributes:
+        layout: The layout.
+        flat: The bytes of the blocks, as they were last read or loaded.
+        slots: The slots of the tensors in them.
+        views: The tensors in the run.
+    """
+
+    def __init__(self, blocks: tuple[int, ...], layout: BlockLayout, device: torch.device) -> None:
+        self.layout = layout
+        self.flat = Flat({block: layout.sizes[block] for block in blocks}, device)
+        self.slots = tuple([slot for block in blocks for slot in layout.members[block]])
+        self._specs = [layout.specs[slot] for slot in self.slots]
+        self.views = self._shown(self.flat.bytes)
+
+    def fit(self, blocks: tuple[int, ...], layout: BlockLayout, device: torch.device) -> bool:
+        """Whether the run has these blocks of this layout on this device."""
+        return (
+            self.flat.blocks == blocks
+            and self.layout is layout
+            and self.flat.bytes.device == device
+        )
+
+    def like(self) -> Rows:
+        """Another run for the same blocks."""
+        return Rows(self.flat.blocks, self.layout, self.flat.bytes.device)
+
+    def take(self, tensors: Mapping[int, Tensor]) -> None:
+        """Read the blocks, given all tensors by slot."""
+        copy(self.views, [tensors[slot] for slot in self.slots])
+
+    def kept(self) -> Callable[[], dict[int, Tensor]]:
+        """A function that returns the contents of now, by slot, whatever is read later."""
+        return functools.partial(self._by_slot, self.flat.copied())
+
+    def _by_slot(self, run: Tensor) -> dict[int, Tensor]:
+        return dict(zip(self.slots, self._shown(run), strict=True))
+
+    def _shown(self, run: Tensor) -> list[Tensor]:
+        starts = dict(zip(self.flat.blocks, self.flat.offsets, strict=True))
+        return tensors_in(run, starts, self._specs)
+
+
+class Told:
+    """The blocks that a replica last reported.
+
+    Args:
+        rows: The blocks, as they were reported.
+
+    Attributes:
+        report: The report's number.
+        now: Another run of the same blocks, to read and compare.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+        self.now = rows.like()
+        self.report = UNNAMED
+
+
+class Spare(Generic[T]):
+    """One object that is kept for later use. A thread that takes it has it alone."""
+
+    def __init__(self) -> None:
+        self._kept: deque[T] = deque(maxlen=1)
+
+    def take(self) -> T | None:
+        """The kept object; None if another thread has it."""
+        try:
+            return self._kept.pop()
+        except IndexError:
+            return None
+
+    def keep(self, thing: T) -> None:
+        """Keep an object instead of the one before."""
+        self._kept.append(thing)

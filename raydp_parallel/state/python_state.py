@@ -6,7 +6,9 @@ The driver must see every edit between two forwards, and a replica must start ea
 driver's state. Both compare the same objects, so both use a `PythonState`. Contents are compared by
 identity, element for element: equality would take a new tensor for an old one with the same
 numbers. The comparison runs in C over flat lists (0.2 to 0.4 ms for the 286 modules of a
-ResNet-50); a fresh pickle to compare would cost 4 to 15 ms.
+ResNet-50); a fresh pickle to compare would cost 4 to 15 ms. Attributes of classes, parts of
+functions and specs of modules, of which a model of a library has some thirty, are read into one row
+by a few calls in C (`CodeRow`).
 
 Changes that identity cannot show, inside of arrays and of objects with their state in C, are found
 by comparing contents in `deep_changed`, while replicas run.
@@ -19,26 +21,217 @@ which is always right and costs milliseconds.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import decimal
 import enum
 import functools
+import io
 import logging
 import operator
+import pickle
 import re
+import sys
 import types
 import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
+import cloudpickle
 import numpy as np
 import torch
+from cloudpickle.cloudpickle import _extract_code_globals
+from torch import Tensor, nn
 
-from raydp_parallel.state import introspection
-from raydp_parallel.state.code_row import CodeRow
 from raydp_parallel.transport import codec
+
+_MISSING = object()
+
+
+def array_bytes(array: np.ndarray) -> tuple[Any, ...]:
+    """An array's shape, dtype and contents."""
+    contents = pickle.dumps(array) if array.dtype.hasobject else array.tobytes()
+    return array.shape, array.dtype, contents
+
+
+class _ContentPickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles tensors by identity: their contents are compared elsewhere."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[torch.Tensor] = []
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        self.tensors.append(value)
+        return id(value)
+
+
+def pickled(value: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """A value's pickle, and the tensors in it, which stand in the pickle by identity."""
+    file = io.BytesIO()
+    pickler = _ContentPickler(file)
+    # The pickler of the structure raises the error for what cannot be pickled, with the path.
+    with contextlib.suppress(Exception):
+        pickler.dump(value)
+    return file.getvalue(), pickler.tensors
+
+
+def generator_state(generator: torch.Generator) -> tuple[bytes, None]:
+    """The state of torch's generator, whose pickle differs each time."""
+    return generator.get_state().numpy().tobytes(), None
+
+
+def reduces_itself(value: Any) -> bool:
+    """Whether a value's class defines how it is pickled."""
+    kind: Any = type(value)
+    return (
+        kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not object.__reduce__
+    )
+
+
+def has_own_state(value: Any) -> bool:
+    """Whether a value's class defines which of its attributes are pickled."""
+    base = torch.nn.Module if isinstance(value, torch.nn.Module) else object
+    return getattr(type(value), "__getstate__", None) is not getattr(base, "__getstate__", None)
+
+
+def slot_names(kind: type) -> tuple[str, ...]:
+    """The names under which a class's slots are attributes."""
+    names = []
+    for base in kind.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            private = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{name}" if private else name)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def slot_parts(value: Any, names: tuple[str, ...]) -> list[Any]:
+    """What is in a value's slots."""
+    return [getattr(value, name, _MISSING) for name in names]
+
+
+def by_value(value: Any) -> bool:
+    """Whether a class or function is sent by value, and not by name."""
+    return not cloudpickle.cloudpickle._should_pickle_by_reference(value)
+
+
+def mapping_parts(value: dict[Any, Any]) -> list[Any]:
+    """The contents of a dict's subclass, in its order, without calling methods of the subclass."""
+    raw: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+    return [getattr(value, "default_factory", None), *raw.keys(value), *raw.values(value)]
+
+
+def global_names(function: types.FunctionType) -> list[str]:
+    """The globals that are sent along with a function that is sent by value."""
+    return sorted(_extract_code_globals(function.__code__))
+
+
+def function_parts(function: types.FunctionType, names: Iterable[str]) -> list[Any]:
+    """The parts of a function that is sent by value: its code, defaults, closure and globals."""
+    cells = [_cell(cell) for cell in function.__closure__ or ()]
+    used = [function.__globals__.get(name, _MISSING) for name in names]
+    return [function.__code__, function.__defaults__, function.__kwdefaults__, *cells, *used]
+
+
+def _cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _MISSING
+
+
+def class_parts(kind: type) -> list[Any]:
+    """The attributes of a class that is sent by value."""
+    attributes = chain.from_iterable(vars(base).items() for base in kind.__mro__ if by_value(base))
+    # copyreg's cache
+    return [*chain.from_iterable(item for item in attributes if item[0] != "__slotnames__")]
+
+
+def script_parts(module: torch.jit.ScriptModule) -> list[Any]:
+    """The tensors and modes of a script."""
+    tensors = chain(module.named_parameters(), module.named_buffers())
+    # the names are new strings each time
+    named = ((sys.intern(name), tensor) for name, tensor in tensors)
+    return [*chain.from_iterable(named), *(m.training for m in module.modules())]
+
+
+def script_values(module: torch.jit.ScriptModule) -> list[str]:
+    """A script's plain attributes. It returns copies only, so they are compared as text."""
+    scripts: Iterable[Any] = module.modules()
+    values = (m._c.getattr(name) for m in scripts for name in m._concrete_type.get_attributes())
+    return [repr(value) for value in values if not isinstance(value, torch.Tensor)]
+
+
+_code: Any = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_contents: Any = operator.attrgetter("cell_contents")
+_bases: Any = operator.attrgetter("__mro__")
+
+
+class CodeRow:
+    """What is read of classes, functions and modules, one after the other."""
+
+    def __init__(self) -> None:
+        self._kinds: list[type] = []
+        self._views: list[Iterable[Any]] = []
+        self._functions: list[types.FunctionType] = []
+        self._cells: list[types.CellType] = []
+        self._spaces: list[dict[str, Any]] = []
+        self._names: list[str] = []
+        self._modules: list[str] = []
+        self._then: list[Any] | None = None
+
+    def add_class(self, kind: type, bases: Iterable[type] = ()) -> None:
+        """Add the attributes of a class, and of some of its bases."""
+        self._kinds.append(kind)
+        for one in dict.fromkeys((kind, *bases)):
+            attributes = vars(one)  # its views show what the class has now
+            self._views += [attributes.keys(), attributes.values()]
+
+    def add_function(self, function: types.FunctionType, names: Sequence[str]) -> None:
+        """Add a function with its closure, and the globals with some names."""
+        self._functions.append(function)
+        self._cells += function.__closure__ or ()
+        self._spaces += [function.__globals__] * len(names)
+        self._names += names
+
+    def add_modules(self, names: Iterable[str]) -> None:
+        """Add the specs of loaded modules."""
+        self._modules += names
+
+    def unchanged(self) -> bool:
+        """Whether all is as `note` noted it."""
+        then, now = self._then, self.look()
+        if then is None or now is None:
+            return False
+        return len(then) == len(now) and all(map(operator.is_, then, now))
+
+    def note(self, look: list[Any] | None) -> None:
+        """Note a look with which later ones are compared: one from before an exact comparison that
+        found no change.
+        """
+        self._then = look
+
+    def look(self) -> list[Any] | None:
+        """What there is now; None if some part is missing, and has to be looked at alone."""
+        modules = [*map(sys.modules.get, self._modules)]
+        try:
+            return [
+                *chain.from_iterable(self._views),
+                *map(_bases, self._kinds),
+                *chain.from_iterable(map(_code, self._functions)),
+                *map(_contents, self._cells),
+                *map(dict.get, self._spaces, self._names, repeat(_MISSING)),
+                *modules,
+                *map(dict.get, map(vars, modules), repeat("__spec__")),
+            ]
+        except (TypeError, ValueError):  # a module that is not loaded, a cell without contents
+            return None
+
 
 _IMMUTABLE = (
     *(int, float, complex, str, bytes, bool, type(None), type(...)),
@@ -50,7 +243,6 @@ _IMMUTABLE = (
     *(datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, np.generic, np.dtype),
 )
 _ATOMS = frozenset((int, float, complex, str, bytes, bool, type(None)))
-_MISSING = object()
 
 
 class _Reader(NamedTuple):
@@ -106,26 +298,26 @@ class PythonState:
         elif isinstance(value, torch.Tensor):
             self._owners.append(value)
         elif isinstance(value, np.ndarray):
-            self._compare(functools.partial(introspection.array_bytes, value))
+            self._compare(functools.partial(array_bytes, value))
         elif isinstance(value, types.FunctionType):
-            if introspection.by_value(value):
-                names = introspection.global_names(value)
+            if by_value(value):
+                names = global_names(value)
                 self._code.add_function(value, names)
-                self._read_code(functools.partial(introspection.function_parts, value, names))
+                self._read_code(functools.partial(function_parts, value, names))
         elif issubclass(kind, type):  # Python 3.10 takes list[int] for an instance of type
-            if introspection.by_value(value):
-                self._code.add_class(value, filter(introspection.by_value, value.__mro__))
-                self._read_code(functools.partial(introspection.class_parts, value))
+            if by_value(value):
+                self._code.add_class(value, filter(by_value, value.__mro__))
+                self._read_code(functools.partial(class_parts, value))
         elif isinstance(value, torch.jit.ScriptModule):
             self._opaque = True
-            self._read(functools.partial(introspection.script_parts, value))
-            self._compare(functools.partial(introspection.script_values, value))
+            self._read(functools.partial(script_parts, value))
+            self._compare(functools.partial(script_values, value))
         elif not isinstance(value, _IMMUTABLE) or hasattr(value, "__dict__"):
             self._visit_object(value)
 
     def _visit_container(self, value: Any) -> None:
         if isinstance(value, dict):
-            self._read(functools.partial(introspection.mapping_parts, value))
+            self._read(functools.partial(mapping_parts, value))
         elif isinstance(value, set):
             self._sets.append(value)
         else:
@@ -138,21 +330,21 @@ class PythonState:
             return
         if codec.stream_name(value):
             return
-        reduces = not isinstance(value, torch.nn.Module) and introspection.reduces_itself(value)
+        reduces = not isinstance(value, torch.nn.Module) and reduces_itself(value)
         plain = not reduces or isinstance(value, types.SimpleNamespace)
-        slots = introspection.slot_names(type(value)) if plain else ()
+        slots = slot_names(type(value)) if plain else ()
         if plain and hasattr(value, "__dict__"):
             self._owners.append(value)
         elif not slots and not isinstance(value, _IMMUTABLE):
             self._visit_opaque(value)
         if slots:
-            self._read(functools.partial(introspection.slot_parts, value, slots))
-        self._opaque |= bool(slots) or reduces or introspection.has_own_state(value)
+            self._read(functools.partial(slot_parts, value, slots))
+        self._opaque |= bool(slots) or reduces or has_own_state(value)
 
     def _visit_opaque(self, value: Any) -> None:
-        take: Callable[[Any], Any] = introspection.pickled
+        take: Callable[[Any], Any] = pickled
         if isinstance(value, torch.Generator):
-            take = introspection.generator_state
+            take = generator_state
         then, again = take(value), take(value)
         if then[0] == again[0]:  # some pickles differ each time, and show nothing
             self._contents.append(_Content(lambda: take(value)[0], then[0]))
@@ -409,3 +601,88 @@ def _alike(node: dict[Any, Any], copy: dict[Any, Any]) -> bool:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
+
+
+_MOST = 3
+"""Names that are shown at most."""
+
+_HOLDERS = {"_parameters": "a parameter", "_buffers": "a buffer", "_modules": "a submodule"}
+
+
+def change_reason(module: nn.Module, state: PythonState) -> str:
+    """The names of what changed since the Python state was recorded."""
+    paths = {id(part): path for path, part in module.named_modules()}
+    names = []
+    for owner, name in state.culprits():
+        where = paths.get(id(owner))
+        if where is None:
+            names.append(f"{type(owner).__name__}.{name}")
+        elif name in _HOLDERS:
+            names.append(f"{_HOLDERS[name]} of {where or type(module).__name__}")
+        else:
+            names.append(f"{where}.{name}".lstrip("."))
+    if not names:
+        return "something inside the module (a container in a container, a class, a function)"
+    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return ", ".join(names[:_MOST]) + more
+
+
+class Held:
+    """The tensors that one module holds, by slot, and the attributes that the driver changed.
+
+    Args:
+        python_state: The places where it holds them.
+        tensors: The tensors that it holds now.
+    """
+
+    def __init__(self, python_state: PythonState, tensors: Mapping[int, Tensor]) -> None:
+        self._python_state = python_state
+        self._tensors = dict(tensors)
+        self._edits: list[tuple[dict[str, Any], str, Any, Any]] = []
+
+    @property
+    def edits(self) -> int:
+        """How many attributes were changed so far."""
+        return len(self._edits)
+
+    def edit(self, owner: nn.Module, name: str, value: Any) -> None:
+        """Change an attribute of a submodule."""
+        attributes = vars(owner)
+        self._edits.append((attributes, name, attributes.get(name, _MISSING), value))
+        attributes[name] = value
+
+    def forget_edits(self) -> None:
+        """Forget the edits: no graph is left that was made before them."""
+        self._edits.clear()
+
+    @contextlib.contextmanager
+    def as_of(self, edits: int) -> Iterator[None]:
+        """Give the module, in the block, the attributes that it had after so many edits."""
+        undone = self._edits[edits:]
+        for attributes, name, old, _ in reversed(undone):
+            if old is _MISSING:
+                attributes.pop(name, None)
+            else:
+                attributes[name] = old
+        try:
+            yield
+        finally:
+            for attributes, name, _, value in undone:
+                attributes[name] = value
+
+    def holds(self, tensors: Mapping[int, Tensor]) -> bool:
+        """Whether the module holds exactly these tensors."""
+        return len(tensors) == len(self._tensors) and all(
+            map(operator.is_, tensors.values(), self._tensors.values())
+        )
+
+    def replace(self, tensors: Mapping[int, Tensor]) -> bool:
+        """Give the module other tensors for those slots that it has. False if a place could not be
+        reached.
+        """
+        known = {slot: self._tensors[slot] for slot in tensors if slot in self._tensors}
+        others = {slot: tensors[slot] for slot, old in known.items() if tensors[slot] is not old}
+        self._tensors.update(others)
+        return not others or self._python_state.replace(
+            {id(known[slot]): new for slot, new in others.items()}
+        )

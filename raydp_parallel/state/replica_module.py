@@ -18,14 +18,17 @@ from torch import Tensor, nn
 from raydp_parallel import devices
 from raydp_parallel.devices.ranges import MemoryRange
 from raydp_parallel.state import block_layout, module_sources, replica_memory, structure
-from raydp_parallel.state.flat_layout import packed
-from raydp_parallel.state.held_tensors import Held
-from raydp_parallel.state.module_buffers import Buffers
-from raydp_parallel.state.python_state import PythonState
-from raydp_parallel.state.raw_access import Accessed, RawAccess
-from raydp_parallel.state.replaced_memory import Replaced, shows_other
-from raydp_parallel.state.replica_memory import BlockMemory, BlockSource, Packet
-from raydp_parallel.state.versions import TensorRow
+from raydp_parallel.state.block_layout import packed
+from raydp_parallel.state.python_state import Held, PythonState
+from raydp_parallel.state.replica_memory import (
+    BlockMemory,
+    BlockSource,
+    Buffers,
+    Packet,
+    Replaced,
+    shows_other,
+)
+from raydp_parallel.state.versions import Accessed, RawAccess, TensorRow
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.links import Attachments, InlineLink
 from raydp_parallel.transport.messages import Blob, SlotSpec, StateUpdate, Structure

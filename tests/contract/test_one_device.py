@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import raydp_parallel
 from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
-from raydp_parallel.state import module_buffers, python_state, replica_module
+from raydp_parallel.state import python_state, replica_memory, replica_module
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -294,14 +294,14 @@ def test_a_replica_does_not_receive_what_it_reported() -> None:
     with raydp_parallel.Executor(["cpu"], options=options) as executor, torch.no_grad():
         model = raydp_parallel.DataParallel(net, executor=executor)
         adopted: list[int] = []
-        plain = module_buffers.Buffers.adopt
+        plain = replica_memory.Buffers.adopt
 
-        def noted(self: module_buffers.Buffers, sources: Any) -> None:
+        def noted(self: replica_memory.Buffers, sources: Any) -> None:
             adopted.append(len(sources))
             plain(self, sources)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module_buffers.Buffers, "adopt", noted)
+            patch.setattr(replica_memory.Buffers, "adopt", noted)
             for _ in range(4):
                 model(torch.randn(4, 3))
             net[2].running_mean.data.fill_(9)  # type: ignore[union-attr, operator]

@@ -34,7 +34,7 @@ from raydp_parallel import (
 )
 from raydp_parallel.calls import executor as executors
 from raydp_parallel.cluster import recorder
-from raydp_parallel.state import raw_access
+from raydp_parallel.state import versions
 from raydp_parallel.transport.links import shared
 
 on_cluster = pytest.mark.usefixtures("cluster")
@@ -181,7 +181,7 @@ def test_locks_that_a_thread_held_at_the_fork(model: DataParallel[Any]) -> None:
         slot.client._mappings._mapping,
         executor.groups._guard,
         executor.groups._making,
-        raw_access._collectors._lock,
+        versions._collectors._lock,
     ]
     if executor._reporter is not None:
         held.append(executor._reporter._guard)

@@ -183,10 +183,10 @@ _MUTABLE_GLOBALS = {
     "monitoring/reporter.py: _running": "threads to end with the program",
     "replica/exceptions.py: _registry": "Python's record of warnings that were shown",
     "replica/exchange.py: _current": "what the chunk that runs exchanges, for torch's threads too",
-    "state/classes.py: _record": "classes, which belong to the process, as they were first seen",
+    "state/structure.py: _record": "classes, which belong to the process, as they were first seen",
     "state/module_sources.py: _GUARD": "what the driver told a replica's process of modules",
     "state/module_sources.py: _known": "a cache: the texts of loaded modules",
-    "state/raw_access.py: _collectors": "what replaces attributes of torch's class",
+    "state/versions.py: _collectors": "what replaces attributes of torch's class",
     "transport/cuda_ipc.py: _told": "whether a refusal was logged",
     "transport/links/shared.py: _exposures": "storages that were moved to shared memory",
 }

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from raydp_parallel.state.code_row import CodeRow
-from raydp_parallel.state.python_state import PythonState
+from raydp_parallel.state.python_state import CodeRow, PythonState
 
 
 class Base:

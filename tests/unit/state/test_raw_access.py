@@ -10,7 +10,7 @@ import torch
 from threaded import together
 from torch import Tensor
 
-from raydp_parallel.state.raw_access import RawAccess
+from raydp_parallel.state.versions import RawAccess
 
 
 @pytest.fixture(autouse=True)
