@@ -46,8 +46,13 @@ from raydp_parallel.calls.group_reduction import GroupReduction, ReductionPart, 
 from raydp_parallel.calls.held_gradients import HeldPass
 from raydp_parallel.calls.remote_gradients import GradientState, RemoteGradient, Term
 from raydp_parallel.calls.synced_call import SyncedCall
-from raydp_parallel.cluster.chunk_calls import ChunkAnswer, ChunkCall, GraphHandle, RemoteGraph
-from raydp_parallel.cluster.replica_slots import ReplicaSlot
+from raydp_parallel.cluster.replica_slots import (
+    ChunkAnswer,
+    ChunkCall,
+    GraphHandle,
+    RemoteGraph,
+    ReplicaSlot,
+)
 from raydp_parallel.devices import ambient_state
 from raydp_parallel.errors import ExecutorClosed
 from raydp_parallel.options import UnusedGrads

@@ -18,8 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from raydp_parallel.cluster.backend import DeviceId, places
-from raydp_parallel.cluster.chunk_calls import ChunkAnswer
-from raydp_parallel.cluster.replica_slots import ReplicaSlot
+from raydp_parallel.cluster.replica_slots import ChunkAnswer, ReplicaSlot
 from raydp_parallel.devices import forks
 from raydp_parallel.transport.messages import Failure
 

@@ -16,10 +16,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from raydp_parallel.cluster.backend import Death, Ending
-from raydp_parallel.cluster.chunk_calls import ChunkAnswer, ChunkCall, Prepare, RemoteGraph, steps
+from raydp_parallel.cluster.recorder import AnswerNote, note_of
 from raydp_parallel.cluster.replica_set import ReplicaSet
-from raydp_parallel.cluster.replica_slots import ReplicaSlot
-from raydp_parallel.cluster.run_notes import AnswerNote, note_of
+from raydp_parallel.cluster.replica_slots import (
+    ChunkAnswer,
+    ChunkCall,
+    Prepare,
+    RemoteGraph,
+    ReplicaSlot,
+    steps,
+)
 from raydp_parallel.errors import GraphLost, ReplicaDied
 from raydp_parallel.transport.links import Attachments
 from raydp_parallel.transport.message_bytes import pack, unseal

@@ -22,9 +22,8 @@ from raydp_parallel.calls.dispatcher import Dispatcher
 from raydp_parallel.calls.replica_groups import ReplicaGroups
 from raydp_parallel.cluster import registry
 from raydp_parallel.cluster.backend import Death, DeviceId, DevicePlace, device_id, places
-from raydp_parallel.cluster.chunk_calls import ChunkAnswer, ChunkCall
 from raydp_parallel.cluster.replica_set import ReplicaSet
-from raydp_parallel.cluster.replica_slots import ReplicaSlot
+from raydp_parallel.cluster.replica_slots import ChunkAnswer, ChunkCall, ReplicaSlot
 from raydp_parallel.devices import forks
 from raydp_parallel.monitoring.reporter import Reporter
 from raydp_parallel.monitoring.stats import ExecutorStats, ReplicaInfo

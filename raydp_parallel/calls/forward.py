@@ -18,8 +18,13 @@ from raydp_parallel.calls.chunk_balance import ChunkBalance, ChunkTimes
 from raydp_parallel.calls.executor import Executor
 from raydp_parallel.calls.group_reduction import ReductionPart
 from raydp_parallel.calls.weight_relay import RelayRoute, WeightRelay, begin_relay, route, size_of
-from raydp_parallel.cluster.chunk_calls import ChunkAnswer, ChunkCall, GraphHandle, RemoteGraph
-from raydp_parallel.cluster.replica_slots import ReplicaSlot
+from raydp_parallel.cluster.replica_slots import (
+    ChunkAnswer,
+    ChunkCall,
+    GraphHandle,
+    RemoteGraph,
+    ReplicaSlot,
+)
 from raydp_parallel.devices import ambient_state
 from raydp_parallel.errors import TransferError
 from raydp_parallel.options import UnusedGrads

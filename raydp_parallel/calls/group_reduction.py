@@ -19,8 +19,7 @@ from raydp_parallel.calls.executor import Executor
 from raydp_parallel.calls.gradients import GradientShare
 from raydp_parallel.calls.remote_gradients import GradientSum, Term
 from raydp_parallel.calls.replica_groups import GroupTicket
-from raydp_parallel.cluster.chunk_calls import ChunkAnswer, RemoteGraph
-from raydp_parallel.cluster.replica_slots import ReplicaSlot
+from raydp_parallel.cluster.replica_slots import ChunkAnswer, RemoteGraph, ReplicaSlot
 from raydp_parallel.devices.ranges import TensorSpec
 from raydp_parallel.state.tracker import ModuleTracker
 from raydp_parallel.transport import codec, collective

@@ -47,15 +47,15 @@ from raydp_parallel.calls.remote_gradients import (
     Term,
     changed_within,
 )
-from raydp_parallel.cluster.chunk_calls import (
+from raydp_parallel.cluster.replica_slots import (
     ChunkAnswer,
     ChunkCall,
     GraphHandle,
     GraphRecipe,
     Prepare,
     RemoteGraph,
+    ReplicaSlot,
 )
-from raydp_parallel.cluster.replica_slots import ReplicaSlot
 from raydp_parallel.devices import ambient_state
 from raydp_parallel.errors import StateChanged
 from raydp_parallel.replica import exceptions

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from raydp_parallel.cluster.chunk_calls import GraphRecipe, RemoteGraph
-from raydp_parallel.cluster.replica_slots import ReplicaSlot
+from raydp_parallel.cluster.replica_slots import GraphRecipe, RemoteGraph, ReplicaSlot
 from raydp_parallel.errors import StateChanged
 from raydp_parallel.state.tracker import Mark, ModuleTracker
 from raydp_parallel.transport import codec

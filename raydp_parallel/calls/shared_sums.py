@@ -24,7 +24,7 @@ from raydp_parallel.calls.remote_gradients import (
     SharedGradients,
     Term,
 )
-from raydp_parallel.cluster.chunk_calls import RemoteGraph
+from raydp_parallel.cluster.replica_slots import RemoteGraph
 from raydp_parallel.devices.ranges import TensorSpec
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.links import ForeignMemory, PassedOn, ReadAttachments

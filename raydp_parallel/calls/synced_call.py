@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel.calls.executor import Executor
-from raydp_parallel.cluster.chunk_calls import ChunkAnswer, ChunkCall
-from raydp_parallel.cluster.replica_slots import ReplicaSlot
+from raydp_parallel.cluster.replica_slots import ChunkAnswer, ChunkCall, ReplicaSlot
 from raydp_parallel.errors import GroupBroken, PlacementError, ReplicaDied
 from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
 from raydp_parallel.state.tracker import ModuleTracker

@@ -47,9 +47,8 @@ from raydp_parallel.calls.training_handover import (
     shares,
 )
 from raydp_parallel.cluster.backend import Death
-from raydp_parallel.cluster.chunk_calls import RemoteGraph
 from raydp_parallel.cluster.replica_set import ReplicaSet
-from raydp_parallel.cluster.replica_slots import ReplicaSlot
+from raydp_parallel.cluster.replica_slots import RemoteGraph, ReplicaSlot
 from raydp_parallel.errors import ExecutorClosed, StateChanged, StateLost
 from raydp_parallel.replica import exceptions
 from raydp_parallel.state.optimizer_state import (

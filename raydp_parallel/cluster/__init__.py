@@ -1,9 +1,8 @@
 """Ray: joining a cluster, placing replicas on it, calling them, seeing their end."""
 
-from raydp_parallel.cluster.answers import Pending, await_each
-from raydp_parallel.cluster.client import ReplicaClient
+from raydp_parallel.cluster.client import Pending, ReplicaClient, await_each
 from raydp_parallel.cluster.joining import connect, disconnect
-from raydp_parallel.cluster.nodes import all_gpus, check_gpus
+from raydp_parallel.cluster.placement import all_gpus, check_gpus
 from raydp_parallel.cluster.ray_api import Session
 from raydp_parallel.cluster.ray_backend import RayBackend
 

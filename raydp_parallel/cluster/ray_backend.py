@@ -1,10 +1,13 @@
-"""`RayBackend`: starts replicas on a Ray cluster, carries calls to them, and notices their end."""
+"""`RayBackend`: starts replicas on a Ray cluster, carries calls to them, sends the source files
+that they lack, and notices their end.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import math
+import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -12,15 +15,17 @@ from typing import Any
 
 from raydp_parallel import devices
 from raydp_parallel.cluster import ray_api
-from raydp_parallel.cluster.actor_names import ActorNames
-from raydp_parallel.cluster.answers import Lost, Pending, await_each
-from raydp_parallel.cluster.backend import Death, DevicePlace, Ending, OnAnswer, TaskLabel
-from raydp_parallel.cluster.client import ReplicaClient, await_ends
-from raydp_parallel.cluster.code_delivery import CodeDelivery
-from raydp_parallel.cluster.holders import no_room
+from raydp_parallel.cluster.backend import (
+    ActorNames,
+    Death,
+    DevicePlace,
+    Ending,
+    OnAnswer,
+    TaskLabel,
+)
+from raydp_parallel.cluster.client import Lost, Pending, ReplicaClient, await_each, await_ends
 from raydp_parallel.cluster.joining import connect
-from raydp_parallel.cluster.nodes import booked, for_cpus, homes
-from raydp_parallel.cluster.placement import Hold, Holds
+from raydp_parallel.cluster.placement import Hold, Holds, booked, for_cpus, homes, no_room
 from raydp_parallel.cluster.ray_api import Node, living, nodes
 from raydp_parallel.devices.buffers import Arena
 from raydp_parallel.devices.ranges import Attachment, ReplicaHello
@@ -33,6 +38,50 @@ from raydp_parallel.transport.links import Link, link_for, shared, shared_link
 from raydp_parallel.transport.messages import Package
 
 log = logging.getLogger("raydp_parallel")
+
+
+class CodeDelivery:
+    """The modules that the replicas of one backend were sent.
+
+    Attributes:
+        version: The number of modules that were added; a replica with this number has all of them.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._packages: dict[str, tuple[str, Any]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, package: Package, clients: Sequence[ReplicaClient]) -> bool:
+        """Send a module to all replicas, to each before its next call; False if all of these have
+        it already.
+        """
+        with self._lock:
+            if self._packages.get(package.name, ("",))[0] != package.digest:
+                self._packages[package.name] = package.digest, ray_api.put(package)
+                self.version += 1
+                log.info(
+                    "replicas cannot import the driver's %s: its files are sent to them",
+                    package.name,
+                )
+                return True
+        return any(client.modules.get(package.name) != package.digest for client in clients)
+
+    def catch_up(self, client: ReplicaClient, timeout: float | None) -> None:
+        """Send a replica the modules that it lacks."""
+        if client.code_version == self.version:
+            return
+        with self._lock:
+            version, packages = self.version, dict(self._packages)
+        missing = {
+            name: entry for name, entry in packages.items() if client.modules.get(name) != entry[0]
+        }
+        ray_api.get(
+            [client.actor.learn.remote(ref) for _, ref in missing.values()], timeout=timeout
+        )
+        client.modules.update((name, digest) for name, (digest, _) in missing.items())
+        client.code_version = version
+
 
 _BETWEEN_LOOKS = 1.0
 """Seconds between two checks for nodes that are about to end; each is a call to Ray."""

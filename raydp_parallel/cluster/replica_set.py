@@ -11,12 +11,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from raydp_parallel import cluster, devices
-from raydp_parallel.cluster.actor_names import ActorNames, program
-from raydp_parallel.cluster.backend import Backend, Death, DevicePlace, Ending
-from raydp_parallel.cluster.chunk_calls import ChunkCall
+from raydp_parallel.cluster.backend import ActorNames, Backend, Death, DevicePlace, Ending, program
 from raydp_parallel.cluster.in_process import InProcessBackend
 from raydp_parallel.cluster.recorder import Recorder
-from raydp_parallel.cluster.replica_slots import ReplicaSlot, SlotState
+from raydp_parallel.cluster.replica_slots import ChunkCall, ReplicaSlot, SlotState
 from raydp_parallel.cluster.respawn import Loss, Respawner
 from raydp_parallel.devices import forks
 from raydp_parallel.devices.ranges import ReplicaHello

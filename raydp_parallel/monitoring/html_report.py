@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from raydp_parallel.monitoring.phases import IN_REPLICA
+from raydp_parallel.monitoring.accounts import IN_REPLICA
 from raydp_parallel.monitoring.reporter import Report
 from raydp_parallel.monitoring.status import (
     UNREADABLE,

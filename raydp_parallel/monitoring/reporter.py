@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from raydp_parallel.devices import forks
-from raydp_parallel.monitoring.accounts import Account
-from raydp_parallel.monitoring.phases import CallSpan
+from raydp_parallel.monitoring.accounts import Account, CallSpan
 from raydp_parallel.monitoring.stats import ExecutorStats
 
 log = logging.getLogger("raydp_parallel")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from raydp_parallel.monitoring.phases import IN_REPLICA, CallSpan
+from raydp_parallel.monitoring.accounts import IN_REPLICA, CallSpan
 from raydp_parallel.monitoring.reporter import Report
 from raydp_parallel.monitoring.stats import ReplicaInfo, device_of
 

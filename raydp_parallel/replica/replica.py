@@ -23,7 +23,7 @@ from raydp_parallel import batch, devices
 from raydp_parallel.devices import ambient_state, process
 from raydp_parallel.devices.ranges import MemoryRange, in_bytes
 from raydp_parallel.errors import GraphLost, StateChanged
-from raydp_parallel.monitoring.phases import IN_REPLICA, Laps, OpenSpan, unseen
+from raydp_parallel.monitoring.accounts import IN_REPLICA, Laps, OpenSpan, unseen
 from raydp_parallel.replica import (
     autograd_engine,
     exceptions,
@@ -32,7 +32,7 @@ from raydp_parallel.replica import (
     kept_gradients,
     sample_rng,
 )
-from raydp_parallel.replica.pause import KeptGraphs
+from raydp_parallel.replica.autograd_engine import KeptGraphs
 from raydp_parallel.replica.replica_training import ReplicaTraining
 from raydp_parallel.state import module_sources
 from raydp_parallel.state.python_state import Held

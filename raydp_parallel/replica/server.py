@@ -17,7 +17,7 @@ from raydp_parallel.devices import forks, trials
 from raydp_parallel.devices.buffers import Arena, Descriptor, LeaseTable, SharedBuffer
 from raydp_parallel.devices.ranges import ReplicaHello
 from raydp_parallel.errors import TransferError
-from raydp_parallel.monitoring.phases import OpenSpan, unseen
+from raydp_parallel.monitoring.accounts import OpenSpan, unseen
 from raydp_parallel.replica import exceptions
 from raydp_parallel.replica.replica import Replica
 from raydp_parallel.state import code_shipping

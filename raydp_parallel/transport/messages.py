@@ -660,7 +660,7 @@ class Reply(NamedTuple):
         size: Bytes of tensors in the answer.
         reached: The doubtful leaves that the outputs depend on.
         laps: The times at which each of the replica's phases began and the last one ended, by its
-            clock; see `phases`.
+            clock; see `monitoring.accounts`.
         memory: Bytes of the GPU's memory that are allocated, and the most that were; None on a CPU,
             and in most answers.
         reduced: The result of summing gradients among replicas, if that was requested.

@@ -8,8 +8,8 @@ import json
 import time
 from typing import Any
 
+from raydp_parallel.monitoring.accounts import CallSpan, ChunkSpan
 from raydp_parallel.monitoring.advice import advise
-from raydp_parallel.monitoring.phases import CallSpan, ChunkSpan
 from raydp_parallel.monitoring.reporter import Report, ReportedMoment
 from raydp_parallel.monitoring.stats import DriverSeconds, ExecutorStats, PhaseSeconds, ReplicaStats
 from raydp_parallel.monitoring.status import DriverStatus, entry

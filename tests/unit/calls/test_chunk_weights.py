@@ -25,7 +25,7 @@ from raydp_parallel import DataParallel, Executor, Options, scatter
 from raydp_parallel.batch import register_batch_type, scatter_kwargs, weighted_sizes
 from raydp_parallel.calls.chunk_balance import ChunkBalance, ChunkTimes
 from raydp_parallel.calls.executor import shared
-from raydp_parallel.cluster.chunk_calls import ChunkAnswer
+from raydp_parallel.cluster.replica_slots import ChunkAnswer
 from raydp_parallel.transport.messages import Reply
 
 TWO, THREE = ["cpu", "cpu"], ["cpu", "cpu", "cpu"]

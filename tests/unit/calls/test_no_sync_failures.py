@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from raydp_parallel import DataParallel, Executor, Options
 from raydp_parallel.calls.held_gradients import HeldGradients, HeldPass
 from raydp_parallel.calls.remote_gradients import RemoteGradient
-from raydp_parallel.cluster.chunk_calls import GraphRecipe, RemoteGraph, steps
+from raydp_parallel.cluster.replica_slots import GraphRecipe, RemoteGraph, steps
 from raydp_parallel.errors import GraphLost, StateChanged
 
 

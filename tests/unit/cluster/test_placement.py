@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from raydp_parallel.cluster import nodes
+from raydp_parallel.cluster import placement
 from raydp_parallel.cluster.backend import DevicePlace, places
-from raydp_parallel.cluster.holders import _held
-from raydp_parallel.cluster.nodes import booked, for_cpus, homes, plan, suits
+from raydp_parallel.cluster.placement import _held, booked, for_cpus, homes, plan, suits
 from raydp_parallel.cluster.ray_api import Holder, Node
 from raydp_parallel.options import Options
 
@@ -103,10 +102,10 @@ def test_home_counts_as_such_only_where_the_cluster_has_the_number() -> None:
     """What is beyond is not waited for."""
     known = ["a", "b"]
     zero, one, two = places([0, 1, 2])
-    assert nodes.at_home([zero, one], {zero: "a", one: "b"}, known)
-    assert not nodes.at_home([zero, one], {zero: "b", one: "b"}, known)
-    assert not nodes.at_home([zero], {}, known)
-    assert nodes.at_home([two], {}, known)
+    assert placement.at_home([zero, one], {zero: "a", one: "b"}, known)
+    assert not placement.at_home([zero, one], {zero: "b", one: "b"}, known)
+    assert not placement.at_home([zero], {}, known)
+    assert placement.at_home([two], {}, known)
 
 
 def test_who_holds_gpus_in_words() -> None:

@@ -15,12 +15,10 @@ import torch
 from torch import nn
 
 from raydp_parallel import DataParallel, Executor, Options, parallel_apply, replicate
-from raydp_parallel.cluster import recorder, run_notes
+from raydp_parallel.cluster import recorder
 from raydp_parallel.cluster.backend import DevicePlace
-from raydp_parallel.cluster.chunk_calls import ChunkCall
-from raydp_parallel.cluster.recorder import Recorder
-from raydp_parallel.cluster.replica_slots import ReplicaSlot
-from raydp_parallel.cluster.run_notes import AnswerNote, note_of
+from raydp_parallel.cluster.recorder import AnswerNote, Recorder, note_of
+from raydp_parallel.cluster.replica_slots import ChunkCall, ReplicaSlot
 from raydp_parallel.devices.buffers import Arena
 from raydp_parallel.devices.ranges import ReplicaHello
 from raydp_parallel.monitoring.stats import ExecutorStats, Totals
@@ -49,7 +47,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Time:
     """The only clock of these tests."""
     found = Time()
     monkeypatch.setattr(recorder, "time", found)
-    monkeypatch.setattr(run_notes, "time", found)
+    monkeypatch.setattr(recorder, "time", found)
     return found
 
 

@@ -27,8 +27,8 @@ import raydp_parallel
 from raydp_parallel import cluster, devices
 from raydp_parallel.calls import executor
 from raydp_parallel.cluster import RayBackend, in_process
-from raydp_parallel.cluster.answers import Pending
 from raydp_parallel.cluster.backend import Death
+from raydp_parallel.cluster.client import Pending
 from raydp_parallel.devices import cuda, process
 from raydp_parallel.devices.buffers import Arena, Descriptor, LeaseTable
 from raydp_parallel.devices.ranges import MemoryRange, ReplicaHello
