@@ -214,7 +214,8 @@ class Fork(Function):
                 "it, or run forward again with one that is open"
             )
         ending = call.end_pass()
-        devices.follow(ending.tracks)
+        if ending.tracks:
+            devices.follow(ending.tracks)
         will_run, captured = _needed(ctx)
         derived = len(call.parents)
         for parent, runs in zip(call.parents, will_run[:derived], strict=True):
@@ -238,7 +239,8 @@ class Fork(Function):
             else _collect(call, stash, needed, keep, accumulates=not captured)
         )
         del ending
-        devices.hand_over(grads)
+        if not all(map(devices.is_cpu, {leaf.device for leaf in call.leaves})):
+            devices.hand_over(grads)
         return (None, *[None] * derived, *grads)
 
 
@@ -266,7 +268,7 @@ class Join(Function):
         for (chunk, k), grad in zip(ctx.places, grads, strict=True):
             if grad is not None:
                 now.grads.setdefault(ctx.call, {}).setdefault(chunk, {})[k] = grad
-                track = devices.track(grad)
+                track = None if devices.is_cpu(grad.device) else devices.track(grad)
                 if track is not None:
                     now.tracks.append(track)
         return None, None, None, *[None] * len(grads)
@@ -471,7 +473,8 @@ def finish(answers: Sequence[tuple[ModuleTracker | None, ChunkAnswer]]) -> None:
         if tracker is not None and written is not None:
             tracker.write_back(written, answer.attachments)
     for _, answer in answers:
-        exceptions.warn_again(answer.reply.warnings)
+        if answer.reply.warnings:
+            exceptions.warn_again(answer.reply.warnings)
     for _, answer in answers:
         if answer.reply.failure is not None:
             exceptions.reraise(answer.reply.failure, str(answer.slot))
@@ -484,7 +487,7 @@ def _collect(
     replicas.
     """
     held = None
-    if accumulates:
+    if accumulates and call.executor.holds:
         held = held_gradients.begin(call.executor, _parts(call, stash), call.leaves, needed)
     try:
         return _sums(call, stash, needed, keep, held)
@@ -509,12 +512,13 @@ def _sums(
         lie += [(graph, part.slot) for graph in held.needs(i)] if held is not None else []
     there = all(graph.on(slot) for graph, slot in lie)
     reduction = None
-    if parts and there and not stays:
+    if parts and there and not stays and call.executor.exchanges:
         reduction = plan(call.executor, parts, call.leaves, needed)
     summed: Mapping[int, int] = {}
     stay: Mapping[int, Term] = {}
     if reduction is None:
-        shared = bool(parts) and not stays and shared_sums.wanted(parts)
+        trained = bool(parts) and parts[0].tracker.training is not None
+        shared = trained and not stays and shared_sums.wanted(parts)
         answers = _run(call, stash, needed, keep, {}, stays=shared, held=held)
         _finish(call, parts, answers)
         shares = [share(part, answer) for part, answer in zip(parts, answers, strict=True)]

@@ -69,6 +69,7 @@ class Executor:
         groups: The groups of replicas that sum gradients and pass weights on.
         synced_groups: Those that chunks exchange tensors in while they run; others, because the two
             have no order.
+        holds: Whether gradients ever stayed in its replicas, under `DataParallel.no_sync`.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Executor:
         self.replays = self._replica_set.replays
         self.groups = ReplicaGroups(self._replica_set)
         self.synced_groups = ReplicaGroups(self._replica_set)
+        self.holds = False
         self._reporter: Reporter | None = None
         self._trackers: weakref.WeakValueDictionary[int, ModuleTracker] = (
             weakref.WeakValueDictionary()
@@ -118,6 +120,16 @@ class Executor:
     def link(self) -> Link:
         """What bytes travel by."""
         return self._replica_set.backend.link
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether replicas may sum gradients and pass weights on among themselves: they are on
+        several nodes, or the options say so.
+        """
+        if self.options.link == "collective" or "nccl" in self.options.gpu_paths:
+            return True
+        hellos = [slot.hello for slot in [*self._replica_set.slots.values()]]
+        return len({hello.node for hello in hellos if hello is not None}) > 1
 
     def replicas(self) -> tuple[ReplicaInfo, ...]:
         """The replicas, one entry per device."""

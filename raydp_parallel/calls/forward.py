@@ -30,6 +30,7 @@ from raydp_parallel.errors import TransferError
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.replica.attributes import WithAttributes
 from raydp_parallel.replica.loss_call import LossCall
+from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
 from raydp_parallel.state import module_sources
 from raydp_parallel.state.tracker import Mark, ModuleTracker
 from raydp_parallel.transport import codec
@@ -201,7 +202,10 @@ class ForwardCall:
         if balance is not None:
             self.call.times = ChunkTimes(balance, [(chunk.slot, chunk.rows) for chunk in chunks])
         slots = [chunk.slot for chunk in chunks]
-        self.call.synced = synced_call.plan(executor, slots, [chunk.tracker for chunk in chunks])
+        if SyncBatchNorm.made:
+            trackers = [chunk.tracker for chunk in chunks]
+            self.call.synced = synced_call.plan(executor, slots, trackers)
+        executor.holds |= self.settings.holds
         if self.call.synced is not None and self.settings.compiled is not None:
             raise ValueError(
                 "Options(compile=...): synchronised batch norm cannot be compiled, because chunks "
@@ -262,7 +266,8 @@ class ForwardCall:
     def _attempt(self) -> list[ChunkAnswer]:
         self.executor.revive([chunk.slot for chunk in self.chunks])
         for tracker in self.trackers:
-            training_record.bring_up_to_date(tracker.module, tracker.training)
+            if training_record.trainings:
+                training_record.bring_up_to_date(tracker.module, tracker.training)
             if tracker.training is not None:
                 slots = [chunk.slot for chunk in self.chunks if chunk.tracker is tracker]
                 tracker.training.bring_along(slots, self.call.synced is not None)
@@ -300,7 +305,7 @@ class ForwardCall:
     def _way(self, tracker: ModuleTracker) -> RelayRoute | None:
         """The way for a model's new contents from replica to replica, if there is to be one."""
         slots = [chunk.slot for chunk in self.chunks if chunk.tracker is tracker]
-        if len(slots) < 2:
+        if len(slots) < 2 or not self.executor.exchanges:
             return None
         return route(self.executor.groups, slots, size_of(tracker, tracker.module))
 
@@ -339,12 +344,15 @@ class ForwardCall:
                 self.executor.recorder.changed(tracker.why())
             self.marks = {tracker: tracker.mark() for tracker in self.trackers}
             self.doubts = {tracker: tracker.doubtful() for tracker in self.trackers}
-            self.relays = {tracker: self._begin_relay(tracker) for tracker in self.trackers}
+            self.relays = {
+                tracker: None if self.ways[tracker] is None else self._begin_relay(tracker)
+                for tracker in self.trackers
+            }
         part = None if self.call.synced is None else self.call.synced.part(number, slot)
         chunk, graph = self.chunks[number], self.graphs[number]
         value, root = chunk.message()
         # Before it is pickled: a module of which the file was changed is sent by value.
-        origins = _origins(chunk.called, batch.preparations((chunk.args, chunk.kwargs)))
+        origins = _origins(chunk)
         grad = self.ambient.grad
         refs: dict[Any, int] = {}
         parcel, tensors = codec.encode(value, attachments, root, requires_grad=grad, refs=refs)
@@ -594,8 +602,12 @@ def _refuse_own(chunk: ForwardChunk, tensors: Sequence[Tensor]) -> None:
         raise ValueError(LOSS_HAS_PARAMETERS if is_loss else _FUNCTION_HAS_PARAMETERS)
 
 
-def _origins(called: Called, preparations: Sequence[Callable[..., Any]]) -> Origins | None:
+def _origins(chunk: ForwardChunk) -> Origins | None:
     """The origins of the functions among what is called, and of those that prepare arguments."""
+    called = chunk.called
+    if called is None and not chunk.kwargs and {*map(type, chunk.args)} <= {Tensor}:
+        return None  # nearly every call
+    preparations = batch.preparations((chunk.args, chunk.kwargs))
     given: tuple[Any, ...] = ()
     if isinstance(called, WithAttributes):
         given, called = tuple(called.attributes.values()), called.called

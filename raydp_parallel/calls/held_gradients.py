@@ -444,6 +444,14 @@ class HeldPass:
         self._trip.end()
 
 
+def _lost(why: str) -> StateChanged:
+    """The error for gradients that are lost for good."""
+    return StateChanged(
+        f"backward: {_WHAT} are no longer in a replica, which died or in which a backward "
+        f"failed, and cannot be made again{why}; {_REMEDY}"
+    )
+
+
 def _saying(prepare: Prepare) -> Prepare:
     """The same, with an error that says what is lost."""
 
@@ -451,10 +459,7 @@ def _saying(prepare: Prepare) -> Prepare:
         try:
             return prepare(slot, attachments)
         except StateChanged as error:
-            raise StateChanged(
-                f"backward: {_WHAT} are no longer in a replica, which died or in which a backward "
-                f"failed, and cannot be made again ({error}); {_REMEDY}"
-            ) from error
+            raise _lost(f" ({error})") from error
 
     return prepared
 
@@ -471,11 +476,7 @@ def _before_steps(prepare: Prepare, tracker: weakref.ref[ModuleTracker]) -> Prep
 
     def prepared(slot: ReplicaSlot, attachments: Attachments) -> Any:
         if steps() != then:
-            raise StateChanged(
-                f"backward: {_WHAT} are no longer in a replica, which died or in which a backward "
-                f"failed, and cannot be made again, because the optimizer made a step since; "
-                f"{_REMEDY}"
-            )
+            raise _lost(", because the optimizer made a step since")
         return prepare(slot, attachments)
 
     return prepared

@@ -240,7 +240,7 @@ def plan(
     """The `SyncedCall` of a call, given the slot and the module of each chunk; None if its chunks
     exchange nothing.
     """
-    if not SyncBatchNorm.made or len(slots) < 2:
+    if len(slots) < 2:
         return None
     distinct = {*trackers}
     if not any(_exchanges(tracker.module) for tracker in distinct):

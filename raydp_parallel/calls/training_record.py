@@ -83,7 +83,7 @@ _MOST_KEPT = 4
 itself.
 """
 
-_trainings: weakref.WeakSet[Training] = weakref.WeakSet()
+trainings: weakref.WeakSet[Training] = weakref.WeakSet()
 
 
 class _Sent(NamedTuple):
@@ -154,7 +154,7 @@ class Training:
                 tracker.own({})
                 raise
             tracker.training = self
-        _trainings.add(self)
+        trainings.add(self)
 
     def _own(self) -> None:
         """Take over the optimizer's parameters, which must be the module's."""
@@ -312,7 +312,9 @@ class Training:
         """
         if not self.trains:
             return
-        own = self.tracker.id
+        own, last = self.tracker.id, self.record.number
+        if not self._handed and all([slot.trained.get(own) == last for slot in slots]):
+            return  # all have made all of it, as in most calls between two steps
         with self._replica_set.lock:
             left = [self._handed.pop(key) for key in [*self._handed]]
             for one in left:
@@ -962,7 +964,7 @@ def _gone() -> StateLost:
 def trained(parameters: Sequence[Tensor]) -> list[Training]:
     """What trains some of these in replicas already."""
     ids = {id(p) for p in parameters}
-    living = [one for one in [*_trainings] if not one.ended]
+    living = [one for one in [*trainings] if not one.ended]
     return [one for one in living if not ids.isdisjoint(map(id, one.parameters()))]
 
 
@@ -977,9 +979,7 @@ def bring_up_to_date(
         but: What trains them in the replicas that are about to be asked.
         overwrite: Whether edits in the driver are overwritten.
     """
-    if not _trainings:
-        return
-    others = [one for one in [*_trainings] if one is not but and one.behind and one.trains]
+    others = [one for one in [*trainings] if one is not but and one.behind and one.trains]
     if others:
         ids = {id(p) for p in module.parameters()}
         for one in others:

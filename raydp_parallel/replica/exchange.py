@@ -89,25 +89,22 @@ def current() -> ChunkExchange | None:
 
 @contextlib.contextmanager
 def taking_part(
-    groups: collective.Groups, part: TakePart | None, played: Sequence[Tensor] | None = None
-) -> Iterator[ChunkExchange | None]:
+    groups: collective.Groups, part: TakePart, played: Sequence[Tensor] | None = None
+) -> Iterator[ChunkExchange]:
     """Run a block as one of several chunks; if it fails, the others do not wait for this one.
 
     Args:
         groups: The groups of this process.
-        part: The driver's request; None if the chunk runs without others.
+        part: The driver's request.
         played: See `ChunkExchange`.
     """
     global _current
     before = _current
-    _current = None
-    if part is not None:
-        _current = ChunkExchange(part, groups.find(part.group), played)
+    _current = made = ChunkExchange(part, groups.find(part.group), played)
     try:
-        yield _current
+        yield made
     except BaseException:
-        if part is not None:
-            groups.leave(part.group)
+        groups.leave(part.group)
         raise
     finally:
         _current = before

@@ -30,10 +30,10 @@ from raydp_parallel.replica import (
     exchange,
     gradient_stream,
     kept_gradients,
-    sample_rng,
 )
 from raydp_parallel.replica.autograd_engine import KeptGraphs
 from raydp_parallel.replica.replica_training import ReplicaTraining
+from raydp_parallel.replica.sample_rng import RowRandom
 from raydp_parallel.state import module_sources
 from raydp_parallel.state.python_state import Held
 from raydp_parallel.state.replica_memory import lasts
@@ -48,7 +48,6 @@ from raydp_parallel.transport.messages import (
     Called,
     Forget,
     ForwardRequest,
-    Holding,
     LeaveSnapshot,
     Parcel,
     PassSnapshot,
@@ -60,7 +59,8 @@ from raydp_parallel.transport.messages import (
 )
 
 _NO_CAPTURES: contextlib.nullcontext[Any] = contextlib.nullcontext({})
-_UNWATCHED = contextlib.nullcontext()
+_NO_SUMS: contextlib.nullcontext[dict[int, Tensor]] = contextlib.nullcontext({})
+_AS_IT_IS = contextlib.nullcontext()
 
 _inside: ContextVar[bool] = ContextVar("raydp_parallel_inside_replica", default=False)
 """Whether the module of a replica runs here. Other threads of the driver's process may run
@@ -260,9 +260,9 @@ class Replica:
         training = self._trainings.get(model)
         return training.number if training is not None else 0
 
-    def _marks(self, request: ForwardRequest | BackwardRequest) -> bytes:
-        """Which gradients of a backward stayed here."""
-        return kept_gradients.marks(self._kept, _hold_of(request))
+    def _rows_of(self, samples: tuple[int, int] | None) -> contextlib.AbstractContextManager[Any]:
+        """Lets random numbers follow from the rows' numbers, where they do."""
+        return _AS_IT_IS if samples is None else RowRandom(self.device, *samples)
 
     def use_pause(self) -> None:
         """Do now, between two calls, what the next one would begin with."""
@@ -318,10 +318,11 @@ class Replica:
             if isinstance(request, ForwardRequest) and request.doubtful
             else ()
         )
+        hold = request.hold if isinstance(request, BackwardRequest) else None
         return Reply(
             value=value,
             written=written,
-            warnings=exceptions.caught(caught),
+            warnings=exceptions.caught(caught) if caught else (),
             failure=failure,
             seconds=laps[-1] - laps[0],
             revision=revision,
@@ -332,8 +333,8 @@ class Replica:
             reduced=self._reduced,
             passed=back.left,
             training=self._trained(request.model),
-            stayed=self._marks(request),
-            left=kept_gradients.left(self._kept, _hold_of(request)),
+            stayed=b"" if hold is None else kept_gradients.marks(self._kept, hold),
+            left=() if hold is None else kept_gradients.left(self._kept, hold),
         )
 
     def _written(
@@ -384,7 +385,9 @@ class Replica:
         played = None
         if request.played is not None:
             played = codec.unpack(request.played, attachments, self.device)
-        with exchange.taking_part(self.groups, request.part, played) as found:
+        part = request.part
+        taking = _AS_IT_IS if part is None else exchange.taking_part(self.groups, part, played)
+        with taking as found:
             parcel = self._forward(request, attachments, back)
         if found is not None and found.gathered is not None and request.chunk == 0:
             gathered.append(codec.encode(tuple(found.gathered), back, "state")[0])
@@ -417,7 +420,7 @@ class Replica:
             ambient_state.enter(request.context),
             replica_module.running(),
             _InReplica(),
-            sample_rng.by_row(self.device, request.samples),
+            self._rows_of(request.samples),
             captures as captured,
         ):
             if request.stored:
@@ -523,8 +526,9 @@ class Replica:
             kept = kept_gradients.find(self._kept, request.kept)
             return codec.encode(tuple(kept), back, "gradients")[0]
         self._catch_up(request.model, request.training, attachments)
+        part = request.part
         try:
-            with exchange.taking_part(self.groups, request.part):
+            with _AS_IT_IS if part is None else exchange.taking_part(self.groups, part):
                 return self._differentiate(request, attachments, back)
         finally:
             # Whatever goes wrong here, others do not wait for this replica's share: it leaves their
@@ -566,16 +570,16 @@ class Replica:
         if streams and request.early and autograd_engine.plainly(request, partial):
             early = gradient_stream.begin(leaves, back, self.device)
         first = reducer or early
-        watching = first.watching() if first is not None else _UNWATCHED
+        watching = first.watching() if first is not None else _AS_IT_IS
         self._distrust_all()
         with (
             ambient_state.enter(request.context),
             _InReplica(),
-            sample_rng.by_row(self.device, graphs[0].samples),
+            self._rows_of(graphs[0].samples),
             graphs[0].held.as_of(graphs[0].edits),
             _Watching(graphs[0], request.write_back),
             watching,
-            kept_gradients.adding(self._kept, hold) as earlier,
+            _NO_SUMS if hold is None else kept_gradients.adding(self._kept, hold) as earlier,
         ):
             self._laps.begin(2)
             found = autograd_engine.differentiate(
@@ -595,8 +599,9 @@ class Replica:
                 outputs=kept, leaves=brought, partial=True
             )
         # What autograd.grad() gives may be memory of the message, or of another gradient.
-        own = autograd_engine.plainly(request, partial)
-        found = kept_gradients.stay(self._kept, hold, leaves, found, own)
+        if hold is not None:
+            own = autograd_engine.plainly(request, partial)
+            found = kept_gradients.stay(self._kept, hold, leaves, found, own)
         if request.reduce is not None:
             found = self._reduce(request, reducer, found, back)
         if request.narrow is not None and request.derived is None:
@@ -755,11 +760,6 @@ def capturing(module: nn.Module, names: Sequence[str]) -> Iterator[dict[str, lis
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _hold_of(request: ForwardRequest | BackwardRequest) -> Holding | None:
-    """The gradients that stay here, or stayed here before."""
-    return request.hold if isinstance(request, BackwardRequest) else None
 
 
 def _keeper(kept: list[Any]) -> Callable[[nn.Module, Any, Any], None]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -167,13 +166,3 @@ def _settled(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     values.update(kwargs)
     dropped = next((values[name] for name in ("dropout_p", "dropout") if name in values), None)
     return dropped is not None and float(dropped) == 0.0
-
-
-def by_row(device: torch.device, samples: tuple[int, int] | None) -> AbstractContextManager[Any]:
-    """Run a block with random numbers that follow from the rows' numbers; None changes nothing.
-
-    Args:
-        device: The device.
-        samples: The number of the chunk's first row in the batch, and how many it has.
-    """
-    return nullcontext() if samples is None else RowRandom(device, *samples)
