@@ -39,10 +39,16 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from raydp_parallel import devices
-from raydp_parallel.calls import gradients, held_gradients, replay, shared_sums, synced_call
+from raydp_parallel.calls import gradients, held_gradients, replay, synced_call
 from raydp_parallel.calls.chunk_balance import ChunkTimes
 from raydp_parallel.calls.executor import Executor
-from raydp_parallel.calls.group_reduction import GroupReduction, ReductionPart, plan, share
+from raydp_parallel.calls.group_reduction import (
+    GroupReduction,
+    ReductionPart,
+    keep_shared,
+    plan,
+    wants_shared,
+)
 from raydp_parallel.calls.held_gradients import HeldPass
 from raydp_parallel.calls.remote_gradients import GradientState, RemoteGradient, Term
 from raydp_parallel.calls.synced_call import SyncedCall
@@ -518,11 +524,14 @@ def _sums(
     stay: Mapping[int, Term] = {}
     if reduction is None:
         trained = bool(parts) and parts[0].tracker.training is not None
-        shared = trained and not stays and shared_sums.wanted(parts)
+        shared = trained and not stays and wants_shared(parts)
         answers = _run(call, stash, needed, keep, {}, stays=shared, held=held)
         _finish(call, parts, answers)
-        shares = [share(part, answer) for part, answer in zip(parts, answers, strict=True)]
-        lying = shared_sums.keep(parts, shares, call.leaves) if shared else None
+        shares = [
+            gradients.share(answer, part.leaves)
+            for part, answer in zip(parts, answers, strict=True)
+        ]
+        lying = keep_shared(parts, shares, call.leaves) if shared else None
         if lying is not None:
             stay, shares, summed = lying
     else:

@@ -17,7 +17,7 @@ from raydp_parallel.calls import autograd, replay, synced_call, training_record
 from raydp_parallel.calls.chunk_balance import ChunkBalance, ChunkTimes
 from raydp_parallel.calls.executor import Executor
 from raydp_parallel.calls.group_reduction import ReductionPart
-from raydp_parallel.calls.weight_relay import RelayRoute, WeightRelay, begin_relay, route, size_of
+from raydp_parallel.calls.replica_groups import RelayRoute, WeightRelay, begin_relay, route, size_of
 from raydp_parallel.cluster.replica_slots import (
     ChunkAnswer,
     ChunkCall,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from raydp_parallel import devices
+from raydp_parallel.cluster.replica_slots import ChunkAnswer
 from raydp_parallel.devices.ranges import SpecRow, TensorSpec
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.transport import codec
@@ -38,6 +39,12 @@ class GradientShare(NamedTuple):
     parcel: Parcel
     attachments: Attachments
     leaves: Sequence[int | None]
+
+
+def share(answer: ChunkAnswer, leaves: Sequence[int | None]) -> GradientShare:
+    """The share of a chunk that answered with its own gradients."""
+    assert answer.reply.value is not None
+    return GradientShare(answer.reply.value, answer.attachments, leaves)
 
 
 def total(shares: Sequence[GradientShare], device: torch.device, count: int) -> list[Tensor | None]:

@@ -1,30 +1,45 @@
-"""One backward with the chunks' gradients summed among the replicas, so that only the sum reaches
-the driver.
+"""One backward with gradients summed without the driver: among the replicas, so that only the sum
+reaches it; or by each replica of this machine for itself, for their optimizers.
 
+[Note: sums of a group]
 No gradient is lost: each member keeps its own until the reduction is over. If the sum did not
 arrive (its root died, the group broke), the members that took part are asked for their gradients,
 and the driver sums them as it does without a group.
+
+[Note: sums in shared memory]
+Where the driver would sum gradients only to send the sums back, it says where each chunk's lie, and
+each replica adds them up (`replica/kept_sums.py`). It has that memory mapped itself, so a death
+loses none, and whatever uses ``.grad`` in the driver gets the sum that the driver makes then.
 """
 
 from __future__ import annotations
 
+import functools
+import pickle
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from raydp_parallel.calls import gradients
 from raydp_parallel.calls.executor import Executor
-from raydp_parallel.calls.gradients import GradientShare
-from raydp_parallel.calls.remote_gradients import GradientSum, Term
+from raydp_parallel.calls.gradients import GradientShare, share
+from raydp_parallel.calls.remote_gradients import (
+    GradientSum,
+    RemoteGradient,
+    SharedGradients,
+    Term,
+)
 from raydp_parallel.calls.replica_groups import GroupTicket
 from raydp_parallel.cluster.replica_slots import ChunkAnswer, RemoteGraph, ReplicaSlot
 from raydp_parallel.devices.ranges import TensorSpec
 from raydp_parallel.state.tracker import ModuleTracker
 from raydp_parallel.transport import codec, collective
 from raydp_parallel.transport.group_messages import Reduce, SumOutcome
-from raydp_parallel.transport.messages import Reply
+from raydp_parallel.transport.links import ForeignMemory, PassedOn, ReadAttachments
+from raydp_parallel.transport.messages import Reply, SumRow
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 """The dtypes that a group's backend sums as torch does."""
@@ -177,14 +192,14 @@ class GroupReduction:
         """
         if self._fetching:
             pairs = zip(self._parts, answers, strict=True)
-            return [share(part, answer) for part, answer in pairs], Counter()
+            return [share(answer, part.leaves) for part, answer in pairs], Counter()
         counts: Counter[int] = Counter()
         besides = []
         for part, answer in zip(self._parts, answers, strict=True):
             within = self._within(part, answer)
             counts.update(part.leaves[row] for row in within)
             left = [None if row in within else leaf for row, leaf in enumerate(part.leaves)]
-            besides.append(share(part, answer)._replace(leaves=left))
+            besides.append(share(answer, left))
         if self.stays is not None:
             return besides, counts
         first = answers[self._root]
@@ -294,7 +309,146 @@ def _plain(spec: TensorSpec) -> bool:
     return spec.layout == "strided" and spec.cls is None
 
 
-def share(part: ReductionPart, answer: ChunkAnswer) -> GradientShare:
-    """The share of a chunk that answered with its own gradients."""
-    assert answer.reply.value is not None
-    return GradientShare(answer.reply.value, answer.attachments, part.leaves)
+class SharedShares(NamedTuple):
+    """The gradients of one backward.
+
+    Attributes:
+        terms: What stands for the gradients that stay, by the call's leaves.
+        shares: What the driver sums.
+        counts: For each leaf that stays, how many chunks have a gradient of it.
+    """
+
+    terms: dict[int, Term]
+    shares: list[GradientShare]
+    counts: dict[int, int]
+
+
+_MOST = 4
+"""Backwards of which every chunk's gradients stay in shared memory, where programs accumulate."""
+
+
+def wants_shared(parts: Sequence[ReductionPart]) -> bool:
+    """Whether gradients of a model's leaves are to stay where these chunks' replicas leave them."""
+    first = parts[0]
+    training = first.tracker.training
+    return (
+        training is not None
+        and not _many(first.tracker.owned.values())
+        and first.gradient_dtype is None
+        and all(part.tracker is first.tracker and part.own == first.own for part in parts)
+        and training.reads()
+    )
+
+
+def _many(parameters: Iterable[Tensor]) -> bool:
+    """Whether the gradients of so many backwards lie in shared memory that the next are added up in
+    this process.
+    """
+    grads = [parameter.grad for parameter in parameters]
+    return any(type(g) is RemoteGradient and g.state.count >= _MOST for g in grads)
+
+
+def keep_shared(
+    parts: Sequence[ReductionPart],
+    shares: Sequence[GradientShare],
+    leaves: Sequence[Tensor],
+) -> SharedShares | None:
+    """Leave the gradients where they are; None if they do not lie where all replicas can read.
+
+    Args:
+        parts: The chunks.
+        shares: Each chunk's gradients.
+        leaves: The call's leaves.
+    """
+    training = parts[0].tracker.training
+    packets = _passed_on(shares)
+    if training is None or packets is None:
+        return None
+    trained = {id(p) for p in parts[0].tracker.owned.values()}
+    found: dict[int, list[tuple[int, TensorSpec]]] = {}
+    twice: set[int] = set()
+    for chunk, one in enumerate(shares):
+        present = gradients.rows_of(one)
+        count = parts[chunk].own
+        own = {*parts[chunk].leaves[:count]}
+        twice.update(leaf for leaf in parts[chunk].leaves[count:] if leaf in own)
+        for leaf, row in present:
+            if leaf in own and id(leaves[leaf]) in trained:
+                found.setdefault(leaf, []).append((chunk, one.parcel.specs[row]))
+    rows: dict[int, SumRow] = {}
+    for leaf, places in found.items():
+        alike = _row(leaves[leaf], places)
+        if alike is not None and leaf not in twice:
+            rows[leaf] = alike
+    if not rows:
+        return None
+    kept = [*rows]
+    layout = _layout(tuple(rows.values()))
+    sums = GradientSum(
+        RemoteGraph().key,
+        training.readers(),
+        functools.partial(_total, shares, kept, leaves[kept[0]].device, len(leaves)),
+        SharedGradients(layout, packets),
+    )
+    left = [
+        one._replace(leaves=[None if leaf in rows else leaf for leaf in one.leaves])
+        for one in shares
+    ]
+    counts = {leaf: len(row.places) for leaf, row in rows.items()}
+    return SharedShares({leaf: Term(sums, at) for at, leaf in enumerate(kept)}, left, counts)
+
+
+def _passed_on(shares: Sequence[GradientShare]) -> list[PassedOn] | None:
+    """What lets other replicas read each chunk's gradients; None if one lies elsewhere, or its
+    owner has just died.
+    """
+    found = []
+    for one in shares:
+        packet = one.attachments.find(one.parcel.packet)
+        if not isinstance(packet, ForeignMemory) or packet.on_device:
+            return None
+        try:
+            found.append(PassedOn(packet))
+        except OSError:
+            return None
+    return found
+
+
+def _row(leaf: Tensor, places: Sequence[tuple[int, TensorSpec]]) -> SumRow | None:
+    """Where a gradient's summands lie; None if they are not plain, or not alike."""
+    first = places[0][1]
+    alike = all(
+        spec.shape == first.shape
+        and spec.stride == first.stride
+        and spec.dtype == first.dtype
+        and spec.layout == "strided"
+        and spec.cls is None
+        for _, spec in places
+    )
+    dtype = codec.DTYPES[first.dtype]
+    if not alike or first.shape != tuple(leaf.shape) or dtype != leaf.dtype or not leaf.numel():
+        return None
+    spots = tuple([(chunk, spec.offset) for chunk, spec in places])
+    return SumRow(first.dtype, tuple(first.shape), tuple(first.stride), leaf.numel(), spots)
+
+
+@functools.lru_cache(maxsize=16)
+def _layout(rows: tuple[SumRow, ...]) -> bytes:
+    """The rows as bytes, the same object in each step."""
+    return pickle.dumps([tuple(row) for row in rows], protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _total(
+    shares: Sequence[GradientShare],
+    kept: Sequence[int],
+    device: torch.device,
+    count: int,
+    _: GradientSum,
+) -> list[Tensor]:
+    """The sums, made in the driver."""
+    read = [
+        one._replace(attachments=ReadAttachments(one.attachments.link, one.attachments.beside))
+        for one in shares
+    ]
+    sums = gradients.total(read, device, count)
+    return [total for leaf in kept if (total := sums[leaf]) is not None]

@@ -141,11 +141,7 @@ class HeldGradients:
         for answer in answers:
             if answer.reply.failure is not None:
                 exceptions.reraise(answer.reply.failure, str(answer.slot))
-        shares = []
-        for answer in answers:
-            assert answer.reply.value is not None
-            rows = range(self.count)
-            shares.append(gradients.GradientShare(answer.reply.value, answer.attachments, rows))
+        shares = [gradients.share(answer, range(self.count)) for answer in answers]
         return gradients.total(shares, self.model.device, self.count)
 
     def _request(

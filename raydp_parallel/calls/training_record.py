@@ -5,7 +5,7 @@ What changes the weights is entered in a record, and each replica makes the entr
 a start (the optimizer, its state and the weights at one moment), and then steps. An entry rides
 with the next call to a replica, so it costs no trip. The record keeps an entry until all replicas
 have said that they made it. A replica that has none of it, because it is new or its process died,
-takes over from another one (`training_handover`), or begins with a start that the driver has: it
+takes over from another one (`training_entries`), or begins with a start that the driver has: it
 fetches weights and state from another replica first. So replicas that have made the same entries
 hold the same bits, however they came by them.
 
@@ -38,11 +38,13 @@ from raydp_parallel.calls.remote_gradients import (
     local,
     ordinarily,
 )
-from raydp_parallel.calls.training_entries import PackedEntry, Record, packed
-from raydp_parallel.calls.training_handover import (
+from raydp_parallel.calls.training_entries import (
     Handover,
+    PackedEntry,
+    Record,
     arrived,
     left_behind,
+    packed,
     passing,
     shares,
 )
@@ -313,7 +315,7 @@ class Training:
         if not self.trains:
             return
         own, last = self.tracker.id, self.record.number
-        if not self._handed and all([slot.trained.get(own) == last for slot in slots]):
+        if not self._handed and {slot.trained.get(own) for slot in slots} == {last}:
             return  # all have made all of it, as in most calls between two steps
         with self._replica_set.lock:
             left = [self._handed.pop(key) for key in [*self._handed]]
