@@ -1,7 +1,7 @@
 """Scatter and gather of nested values: pure functions in the driver, with torch's own autograd."""
 
 from raydp_parallel.batch.chunk_refs import ChunkRefs, holds_refs, preparations, resolved
-from raydp_parallel.batch.containers import BatchTypeHandle, any_registered, register_batch_type
+from raydp_parallel.batch.containers import BatchTypeHandle, register_batch_type, registered
 from raydp_parallel.batch.scatter_gather import (
     ChunkSizes,
     gather,
@@ -16,11 +16,11 @@ __all__ = [
     "BatchTypeHandle",
     "ChunkRefs",
     "ChunkSizes",
-    "any_registered",
     "gather",
     "holds_refs",
     "preparations",
     "register_batch_type",
+    "registered",
     "resolved",
     "rows",
     "scatter",

@@ -193,7 +193,8 @@ class _Rules:
     gather: Joiner
 
 
-_registered: dict[type, _Rules] = {}
+registered: dict[type, _Rules] = {}
+"""The rules of the classes that `register_batch_type` was told."""
 
 
 class BatchTypeHandle:
@@ -207,8 +208,8 @@ class BatchTypeHandle:
 
     def remove(self) -> None:
         """Forget the rules; calling it again does nothing."""
-        if _registered.get(self._cls) is self._rules:
-            del _registered[self._cls]
+        if registered.get(self._cls) is self._rules:
+            del registered[self._cls]
 
     def __enter__(self) -> BatchTypeHandle:
         return self
@@ -264,10 +265,10 @@ def register_batch_type(cls: type, *, scatter: Splitter, gather: Joiner) -> Batc
             f"expected a class and two callables, got {cls!r}, "
             f"scatter={scatter!r}, gather={gather!r}"
         )
-    if cls in _registered:
+    if cls in registered:
         raise ValueError(f"{cls.__qualname__} is registered already: remove() its handle first")
     rules = _Rules(scatter, gather)
-    _registered[cls] = rules
+    registered[cls] = rules
     return BatchTypeHandle(cls, rules)
 
 
@@ -294,12 +295,7 @@ def joiner_of(value: object) -> Joiner | None:
     return getattr(type(value), "__gather__", None) if rules is None else rules.gather
 
 
-def any_registered() -> bool:
-    """Whether any class was registered, such as a tuple class that would be split otherwise."""
-    return bool(_registered)
-
-
 def _rules_of(cls: type) -> _Rules | None:
-    if not _registered:  # the common case: do not walk the bases of every leaf
+    if not registered:  # the common case: do not walk the bases of every leaf
         return None
-    return next((_registered[base] for base in cls.__mro__ if base in _registered), None)
+    return next((registered[base] for base in cls.__mro__ if base in registered), None)

@@ -40,6 +40,7 @@ from raydp_parallel.batch.containers import (
     iterates_over_tensors,
     joiner_of,
     kind_of,
+    registered,
     splitter_of,
     step,
     takes_sizes,
@@ -409,7 +410,8 @@ def scatter_kwargs(
         return (), ()
     plan = _plan(target_gpus, dim, sizes)
     # nearly every call
-    if not kwargs and {*map(type, inputs)} == {torch.Tensor} and splitter_of(inputs[0]) is None:
+    plain = not kwargs and {*map(type, inputs)} == {Tensor}
+    if plain and (not registered or splitter_of(inputs[0]) is None):
         split = [
             _split_tensor(tensor, plan, f"inputs[{number}]") for number, tensor in enumerate(inputs)
         ]
@@ -655,7 +657,7 @@ def _weights_of(weights: Sequence[float] | None, chunks: int) -> tuple[float, ..
 
 def _join(outs: list[Any], how: Gathering, path: str) -> Any:
     # nearly every call
-    if all(type(out) is torch.Tensor for out in outs) and joiner_of(outs[0]) is None:
+    if {*map(type, outs)} == {Tensor} and (not registered or joiner_of(outs[0]) is None):
         return join_tensors(outs, how)
     joiners = [joiner_of(out) for out in outs]
     if any(joiner is not None for joiner in joiners):

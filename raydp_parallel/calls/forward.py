@@ -556,7 +556,7 @@ class ForwardCall:
             place = self.mapping.place
             unpacked = [[tensor.to(place) for tensor in row] for row in unpacked]
         if self.token is not None:
-            joined = self.joins and not batch.any_registered()
+            joined = self.joins and not batch.registered
             joined = joined and codec.in_rows([a.reply.value for a in answers])
             autograd.attach(self.call, self.token, self.handle, unpacked, joined)
         else:
