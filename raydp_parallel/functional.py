@@ -18,7 +18,7 @@ from raydp_parallel.cluster.backend import DeviceId, device_id
 from raydp_parallel.cluster.replica_slots import ReplicaSlot
 from raydp_parallel.devices import ambient_state
 from raydp_parallel.options import Options, UnusedGrads
-from raydp_parallel.replica.attributes import WithAttributes
+from raydp_parallel.replica.replica import WithAttributes
 from raydp_parallel.state.structure import refuse_unreplicable
 from raydp_parallel.state.tracker import ModuleTracker
 from raydp_parallel.transport.messages import Called

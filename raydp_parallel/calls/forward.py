@@ -28,8 +28,8 @@ from raydp_parallel.cluster.replica_slots import (
 from raydp_parallel.devices import ambient_state
 from raydp_parallel.errors import TransferError
 from raydp_parallel.options import UnusedGrads
-from raydp_parallel.replica.attributes import WithAttributes
 from raydp_parallel.replica.loss_call import LossCall
+from raydp_parallel.replica.replica import WithAttributes
 from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
 from raydp_parallel.state import module_sources
 from raydp_parallel.state.tracker import Mark, ModuleTracker

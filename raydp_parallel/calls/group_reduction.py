@@ -8,7 +8,7 @@ and the driver sums them as it does without a group.
 
 [Note: sums in shared memory]
 Where the driver would sum gradients only to send the sums back, it says where each chunk's lie, and
-each replica adds them up (`replica/kept_sums.py`). It has that memory mapped itself, so a death
+each replica adds them up (`replica.replica_training`). It has that memory mapped itself, so a death
 loses none, and whatever uses ``.grad`` in the driver gets the sum that the driver makes then.
 """
 

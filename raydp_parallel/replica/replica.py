@@ -13,6 +13,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +28,9 @@ from raydp_parallel.monitoring.accounts import IN_REPLICA, Laps, OpenSpan, unsee
 from raydp_parallel.replica import (
     autograd_engine,
     exceptions,
-    exchange,
     gradient_stream,
     kept_gradients,
+    sync_batch_norm,
 )
 from raydp_parallel.replica.autograd_engine import KeptGraphs
 from raydp_parallel.replica.replica_training import ReplicaTraining
@@ -386,7 +387,9 @@ class Replica:
         if request.played is not None:
             played = codec.unpack(request.played, attachments, self.device)
         part = request.part
-        taking = _AS_IT_IS if part is None else exchange.taking_part(self.groups, part, played)
+        taking = (
+            _AS_IT_IS if part is None else sync_batch_norm.taking_part(self.groups, part, played)
+        )
         with taking as found:
             parcel = self._forward(request, attachments, back)
         if found is not None and found.gathered is not None and request.chunk == 0:
@@ -528,7 +531,7 @@ class Replica:
         self._catch_up(request.model, request.training, attachments)
         part = request.part
         try:
-            with _AS_IT_IS if part is None else exchange.taking_part(self.groups, part):
+            with _AS_IT_IS if part is None else sync_batch_norm.taking_part(self.groups, part):
                 return self._differentiate(request, attachments, back)
         finally:
             # Whatever goes wrong here, others do not wait for this replica's share: it leaves their
@@ -767,3 +770,24 @@ def _keeper(kept: list[Any]) -> Callable[[nn.Module, Any, Any], None]:
         kept.append(output)
 
     return keep
+
+
+@dataclass(frozen=True)
+class WithAttributes:
+    """Called with a module and arguments, it sets attributes of the module first. The next call
+    finds the module without them, as it takes back all that a call did.
+
+    Attributes:
+        attributes: What is set, by name.
+        called: What gets the arguments.
+    """
+
+    attributes: Mapping[str, Any]
+    called: Called
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Set them, and call."""
+        for name, value in self.attributes.items():
+            # They hide parameters and submodules of their names, as on upstream's replicas.
+            object.__setattr__(module, name, value)
+        return callee(module, self.called)(*args, **kwargs)

@@ -182,7 +182,7 @@ _MUTABLE_GLOBALS = {
     "devices/process.py: _of_replica": "whether the process is a replica's",
     "monitoring/reporter.py: _running": "threads to end with the program",
     "replica/exceptions.py: _registry": "Python's record of warnings that were shown",
-    "replica/exchange.py: _current": "what the chunk that runs exchanges, for torch's threads too",
+    "replica/sync_batch_norm.py: _current": "what the running chunk exchanges, in any thread",
     "state/structure.py: _record": "classes, which belong to the process, as they were first seen",
     "state/module_sources.py: _GUARD": "what the driver told a replica's process of modules",
     "state/module_sources.py: _known": "a cache: the texts of loaded modules",

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, optim
 
 from raydp_parallel.devices.ranges import MemoryRange
-from raydp_parallel.replica import sliced_optimizer
-from raydp_parallel.replica.kept_sums import KeptSum, TermSum
-from raydp_parallel.replica.sliced_optimizer import SlicedOptimizer
+from raydp_parallel.replica import replica_training
+from raydp_parallel.replica.replica_training import KeptSum, SlicedOptimizer, TermSum
 from raydp_parallel.transport.messages import GradientTerms
 
 SHAPES = [(13, 17), (5,), (128,), (131,), (33, 31), ()]
@@ -42,8 +41,8 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Slices of 64 elements, three at once."""
-    monkeypatch.setattr(sliced_optimizer, "SLICE", 64)
-    monkeypatch.setattr(sliced_optimizer, "_TURN", 3)
+    monkeypatch.setattr(replica_training, "SLICE", 64)
+    monkeypatch.setattr(replica_training, "_TURN", 3)
     yield
 
 
