@@ -21,7 +21,14 @@ from raydp_parallel import cluster
 from raydp_parallel.calls.dispatcher import Dispatcher
 from raydp_parallel.calls.replica_groups import ReplicaGroups
 from raydp_parallel.cluster import registry
-from raydp_parallel.cluster.backend import Death, DeviceId, DevicePlace, device_id, places
+from raydp_parallel.cluster.backend import (
+    Death,
+    DeviceId,
+    DevicePlace,
+    device_id,
+    known_places,
+    places,
+)
 from raydp_parallel.cluster.replica_set import ReplicaSet
 from raydp_parallel.cluster.replica_slots import ChunkAnswer, ChunkCall, ReplicaSlot
 from raydp_parallel.devices import forks
@@ -238,7 +245,7 @@ class Executor:
         """The slots for ``device_ids``. Where a replica died, another stands in until its successor
         is there.
         """
-        wanted = places(device_ids)
+        wanted = known_places(tuple(device_ids))
         with self._replica_set.lock:
             self._refresh()
             self._fill(wanted)

@@ -1,23 +1,17 @@
-"""`Backend`: what an executor needs of the code that runs its replicas; `DevicePlace`; and the
-names of executors and their replicas in Ray's dashboard. No Ray here.
+"""`Backend`: what an executor needs of the code that runs its replicas; and `DevicePlace`. No Ray
+here.
 """
 
 from __future__ import annotations
 
-import itertools
-import re
-import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from raydp_parallel.devices.ambient_state import environment, environment_at_load
 from raydp_parallel.devices.ranges import Attachment, ReplicaHello
-from raydp_parallel.replica.actor import ReplicaActor
-from raydp_parallel.transport import handshake
 from raydp_parallel.transport.links import Link
 from raydp_parallel.transport.messages import Package
 
@@ -175,6 +169,12 @@ class Death(NamedTuple):
 
 def places(device_ids: Sequence[DeviceId]) -> list[DevicePlace]:
     """The places that ``device_ids`` name. The n-th ``"cpu"`` is always the same replica."""
+    return [*known_places(tuple(device_ids))]
+
+
+@functools.lru_cache(maxsize=64)
+def known_places(device_ids: tuple[DeviceId, ...]) -> tuple[DevicePlace, ...]:
+    """`places` for the same ids in each call of a wrapper."""
     found = []
     cpus = 0
     for device_id in device_ids:
@@ -183,7 +183,7 @@ def places(device_ids: Sequence[DeviceId]) -> list[DevicePlace]:
             cpus += 1
         else:
             found.append(DevicePlace("gpu", int(device_id)))
-    return found
+    return tuple(found)
 
 
 def device_id(entry: Any) -> DeviceId:
@@ -214,53 +214,3 @@ def device_id(entry: Any) -> DeviceId:
         return device.index
     # Torch's stubs know no device without an index.
     return torch.cuda.current_device() if torch.cuda.is_available() else 0  # type: ignore[unreachable]
-
-
-def program() -> str:
-    """What to call a program's executor: its file, without the characters that names cannot
-    have.
-    """
-    stem = Path(sys.argv[0]).stem if sys.argv else ""
-    return re.sub(r"[^\w.-]+", "-", stem).strip("-.") or "python"
-
-
-class ActorNames:
-    """Starts replicas under names that say what they are, such as ``raydp:train:2@cuda:1``.
-
-    Args:
-        name: The executor's.
-        ranks: The numbers of the places that are known already.
-
-    Attributes:
-        executor: The executor's name.
-    """
-
-    def __init__(self, name: str, ranks: Mapping[DevicePlace, int]) -> None:
-        self.executor = name
-        self._secret = handshake.new_secret()
-        self._ranks = {**ranks}
-        self._used: set[str] = set()
-
-    def start(
-        self, place: DevicePlace, link: str, paths: Sequence[str], options: Mapping[str, Any]
-    ) -> Any:
-        """Start a replica. Its name ends in a number if there is or was another of that name."""
-        rank = self._ranks.setdefault(place, len(self._ranks))
-        device = "cpu" if place.kind == "cpu" else f"cuda:{place.number}"
-        early = environment_at_load() if place.kind == "gpu" else None
-        if early:  # a process of its own: those that Ray keeps ready have loaded without them
-            options = {**options, "runtime_env": {"env_vars": early}}
-        for number in itertools.count(1):
-            name = f"raydp:{self.executor}:{rank}@{device}" + (f"~{number}" if number > 1 else "")
-            if name in self._used:
-                continue
-            self._used.add(name)
-            try:
-                return ReplicaActor.options(name=name, **options).remote(  # type: ignore[attr-defined]
-                    place.kind, link, rank, environment(), self._secret, paths=paths
-                )
-            # another program of this namespace has it, or got it at the same moment
-            except ValueError as error:
-                if not re.search("already (taken|exists)", str(error)):
-                    raise
-        raise AssertionError("numbers do not end")

@@ -1,22 +1,25 @@
-"""`RayBackend`: starts replicas on a Ray cluster, carries calls to them, sends the source files
-that they lack, and notices their end.
+"""`RayBackend`: starts replicas on a Ray cluster under names that its dashboard shows, carries
+calls to them, sends the source files that they lack, and notices their end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
+import re
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from raydp_parallel import devices
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.backend import (
-    ActorNames,
     Death,
     DevicePlace,
     Ending,
@@ -27,17 +30,69 @@ from raydp_parallel.cluster.client import Lost, Pending, ReplicaClient, await_ea
 from raydp_parallel.cluster.joining import connect
 from raydp_parallel.cluster.placement import Hold, Holds, booked, for_cpus, homes, no_room
 from raydp_parallel.cluster.ray_api import Node, living, nodes
+from raydp_parallel.devices.ambient_state import environment, environment_at_load
 from raydp_parallel.devices.buffers import Arena
 from raydp_parallel.devices.ranges import Attachment, ReplicaHello
 from raydp_parallel.errors import PlacementError
 from raydp_parallel.options import Options
 from raydp_parallel.progress import Waiting
+from raydp_parallel.replica.actor import ReplicaActor
 from raydp_parallel.state import module_sources
-from raydp_parallel.transport import cuda_ipc
+from raydp_parallel.transport import cuda_ipc, handshake
 from raydp_parallel.transport.links import Link, link_for, shared, shared_link
 from raydp_parallel.transport.messages import Package
 
 log = logging.getLogger("raydp_parallel")
+
+
+def program() -> str:
+    """What to call a program's executor: its file, without the characters that names cannot
+    have.
+    """
+    stem = Path(sys.argv[0]).stem if sys.argv else ""
+    return re.sub(r"[^\w.-]+", "-", stem).strip("-.") or "python"
+
+
+class ActorNames:
+    """Starts replicas under names that say what they are, such as ``raydp:train:2@cuda:1``.
+
+    Args:
+        name: The executor's.
+        ranks: The numbers of the places that are known already.
+
+    Attributes:
+        executor: The executor's name.
+    """
+
+    def __init__(self, name: str, ranks: Mapping[DevicePlace, int]) -> None:
+        self.executor = name
+        self._secret = handshake.new_secret()
+        self._ranks = {**ranks}
+        self._used: set[str] = set()
+
+    def start(
+        self, place: DevicePlace, link: str, paths: Sequence[str], options: Mapping[str, Any]
+    ) -> Any:
+        """Start a replica. Its name ends in a number if there is or was another of that name."""
+        rank = self._ranks.setdefault(place, len(self._ranks))
+        device = "cpu" if place.kind == "cpu" else f"cuda:{place.number}"
+        early = environment_at_load() if place.kind == "gpu" else None
+        if early:  # a process of its own: those that Ray keeps ready have loaded without them
+            options = {**options, "runtime_env": {"env_vars": early}}
+        for number in itertools.count(1):
+            name = f"raydp:{self.executor}:{rank}@{device}" + (f"~{number}" if number > 1 else "")
+            if name in self._used:
+                continue
+            self._used.add(name)
+            try:
+                return ReplicaActor.options(name=name, **options).remote(  # type: ignore[attr-defined]
+                    place.kind, link, rank, environment(), self._secret, paths=paths
+                )
+            # another program of this namespace has it, or got it at the same moment
+            except ValueError as error:
+                if not re.search("already (taken|exists)", str(error)):
+                    raise
+        raise AssertionError("numbers do not end")
 
 
 class CodeDelivery:

@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from raydp_parallel import cluster, devices
-from raydp_parallel.cluster.backend import ActorNames, Backend, Death, DevicePlace, Ending, program
+from raydp_parallel.cluster.backend import Backend, Death, DevicePlace, Ending
 from raydp_parallel.cluster.in_process import InProcessBackend
+from raydp_parallel.cluster.ray_backend import ActorNames, program
 from raydp_parallel.cluster.recorder import Recorder
 from raydp_parallel.cluster.replica_slots import ChunkCall, ReplicaSlot, SlotState
 from raydp_parallel.cluster.respawn import Loss, Respawner
@@ -209,7 +210,7 @@ class ReplicaSet:
 
     def pick_up(self) -> None:
         """Install the replicas that were started in the background."""
-        if self._respawner is None:
+        if self._respawner is None or not self._respawner.arrived:
             return
         for place, (client, hello) in self._respawner.arrivals().items():
             home = self._slot(place, client, hello)

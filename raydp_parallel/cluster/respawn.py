@@ -99,7 +99,7 @@ class Respawner:
         self._ended = threading.Event()
         self._awaited = threading.Event()
         self._working: dict[DevicePlace, threading.Thread] = {}
-        self._arrived: dict[DevicePlace, Arrival] = {}
+        self.arrived: dict[DevicePlace, Arrival] = {}
         self._problems: dict[DevicePlace, ParallelError] = {}
         self._in_vain: dict[DevicePlace, int] = {}
         self._starts: deque[float] = deque()
@@ -115,15 +115,15 @@ class Respawner:
         if `Options.max_restarts_per_hour` allows it.
         """
         for place in places:
-            if place not in self._arrived and (self._left() or place not in self._problems):
+            if place not in self.arrived and (self._left() or place not in self._problems):
                 self._begin(place, None)
 
     def arrivals(self) -> dict[DevicePlace, Arrival]:
         """Take the replicas that started since the last time."""
-        if not self._arrived:
+        if not self.arrived:
             return {}
         with self._lock:
-            found, self._arrived = self._arrived, {}
+            found, self.arrived = self.arrived, {}
             return found
 
     def wait(self, places: Collection[DevicePlace]) -> None:
@@ -146,7 +146,7 @@ class Respawner:
 
         def settled() -> bool:
             coming = not self._ended.is_set() and any(p in self._working for p in places)
-            return any(p in self._arrived for p in places) or not coming
+            return any(p in self.arrived for p in places) or not coming
 
         self._awaited.set()
         deadline = time.monotonic() + timeout
@@ -161,7 +161,7 @@ class Respawner:
                     self._waiters.leave(change)
         if self._ended.is_set():
             raise ExecutorClosed("this executor was closed while a call waited for a new replica")
-        return any(place in self._arrived for place in places)
+        return any(place in self.arrived for place in places)
 
     def end(self) -> None:
         """Start no more replicas, and end all waits."""
@@ -214,7 +214,7 @@ class Respawner:
             with self._lock:
                 self._working.pop(place, None)
                 if arrival is not None and not self._ended.is_set():
-                    self._arrived[place], arrival = arrival, None
+                    self.arrived[place], arrival = arrival, None
                 self._waiters.wake()
             if arrival is not None:
                 self._backend.stop([arrival.client])

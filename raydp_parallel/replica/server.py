@@ -371,7 +371,7 @@ class ReplicaServer:
             beside = [*map(self._packet, beside)]
             check_read(header, *beside)
             asked = unpack(bytes(header))
-            if getattr(asked, "by_host", False):
+            if type(self._link) is cuda_ipc.DeviceLink and getattr(asked, "by_host", False):
                 back.link = cuda_ipc.by_host(self._link)
             reply = work(asked, Attachments(self._link, beside), back)
             self._check_process(process, None)

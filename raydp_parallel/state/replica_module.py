@@ -336,9 +336,10 @@ class ReplicaModule:
         self._fresh = written - self._buffers.blocks
         # A GPU begins to compare now; its answer is read after the outputs were sent.
         self._buffers.look()
-        self._alike = devices.compare(
-            [(self._bytes(b), self._memory[b].driver()) for b in self._unversioned]
-        )
+        if self._unversioned:
+            self._alike = devices.compare(
+                [(self._bytes(b), self._memory[b].driver()) for b in self._unversioned]
+            )
 
     def _take_back(self, blocks: Collection[int], touched: Accessed) -> None:
         """Undo what code wrote to blocks that an optimizer trains, as it got at their memory."""

@@ -15,7 +15,7 @@ from ray.util.placement_group import placement_group_table
 from torch import nn
 
 from raydp_parallel import DataParallel, Executor, Options, PlacementError
-from raydp_parallel.cluster import backend, ray_api
+from raydp_parallel.cluster import ray_api, ray_backend
 from raydp_parallel.cluster.backend import DevicePlace
 from raydp_parallel.devices import ambient_state
 
@@ -127,9 +127,9 @@ def test_a_replica_s_name_that_another_program_has(
     def refuse() -> None:
         raise ValueError(words)
 
-    monkeypatch.setattr(backend, "ReplicaActor", SimpleNamespace(options=options))
+    monkeypatch.setattr(ray_backend, "ReplicaActor", SimpleNamespace(options=options))
     assert (
-        backend.ActorNames("train", {}).start(DevicePlace("cpu", 0), "auto", (), {})
+        ray_backend.ActorNames("train", {}).start(DevicePlace("cpu", 0), "auto", (), {})
         == "raydp:train:0@cpu~2"
     )
     assert asked == ["raydp:train:0@cpu", "raydp:train:0@cpu~2"]
@@ -152,8 +152,8 @@ def test_the_allocator_s_variables_are_there_when_a_process_begins(
         asked.append(given)
         return SimpleNamespace(remote=lambda *_, **__: None)
 
-    monkeypatch.setattr(backend, "ReplicaActor", SimpleNamespace(options=options))
-    backend.ActorNames("train", {}).start(DevicePlace(kind, 0), "auto", (), {"num_cpus": 1})
+    monkeypatch.setattr(ray_backend, "ReplicaActor", SimpleNamespace(options=options))
+    ray_backend.ActorNames("train", {}).start(DevicePlace(kind, 0), "auto", (), {"num_cpus": 1})
     early = {"runtime_env": {"env_vars": {"PYTORCH_CUDA_ALLOC_CONF": wanted}}}
     name = f"raydp:train:0@{'cpu' if kind == 'cpu' else 'cuda:0'}"
     expected = {"name": name, "num_cpus": 1}
