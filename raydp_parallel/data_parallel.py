@@ -4,14 +4,14 @@ The journey of a batch. The numbers stand in the code as comments, such as `# [7
 
 ```
  driver                                                     replica k
- [1]  scatter          batch.scattering                     |
+ [1]  scatter          batch.scatter_gather                 |
  [2]  what changed     state.tracker.sync                   |
  [3]  request, send    calls.forward, calls.dispatcher ====>| [4] adopt the state, run the chunk
  [5]  verify           state.tracker.verify, meanwhile      | [6] report writes, encode outputs
  [7]  wait for all     calls.dispatcher <===================|
  [8]  apply effects    write-backs, warnings, first failure |
  [9]  attach           calls.autograd: Fork, Join           |
- [10] gather           batch.gathering                      |
+ [10] gather           batch.scatter_gather                 |
  backward: Joins put their gradients aside, then Fork makes
  [11] one trip         calls.autograd, as [3] to [7] <=====>| differentiate the kept graph
  [12] sum              calls.gradients, in chunk order      |

@@ -493,10 +493,11 @@ def _collect(
     replicas.
     """
     held = None
-    if accumulates and call.executor.holds:
-        held = held_gradients.begin(call.executor, _parts(call, stash), call.leaves, needed)
+    numbered = _parts(call, stash)
+    if accumulates and any(part.tracker.holds for _, part in numbered):
+        held = held_gradients.begin(call.executor, numbered, call.leaves, needed)
     try:
-        return _sums(call, stash, needed, keep, held)
+        return _sums(call, stash, numbered, needed, keep, held=held)
     except BaseException:
         if held is not None:
             held.abandon()
@@ -507,9 +508,13 @@ def _collect(
 
 
 def _sums(
-    call: CallNode, stash: Stash, needed: Sequence[bool], keep: bool, held: HeldPass | None
+    call: CallNode,
+    stash: Stash,
+    numbered: Sequence[tuple[int, ReductionPart]],
+    needed: Sequence[bool],
+    keep: bool,
+    held: HeldPass | None,
 ) -> list[Tensor | None]:
-    numbered = _parts(call, stash)
     parts = [part for _, part in numbered]
     stays = held is not None and bool(held.makes)
     lie: list[tuple[RemoteGraph, ReplicaSlot]] = []

@@ -76,7 +76,6 @@ class Executor:
         groups: The groups of replicas that sum gradients and pass weights on.
         synced_groups: Those that chunks exchange tensors in while they run; others, because the two
             have no order.
-        holds: Whether gradients ever stayed in its replicas, under `DataParallel.no_sync`.
     """
 
     def __init__(
@@ -91,7 +90,6 @@ class Executor:
         self.replays = self._replica_set.replays
         self.groups = ReplicaGroups(self._replica_set)
         self.synced_groups = ReplicaGroups(self._replica_set)
-        self.holds = False
         self._reporter: Reporter | None = None
         self._trackers: weakref.WeakValueDictionary[int, ModuleTracker] = (
             weakref.WeakValueDictionary()

@@ -205,7 +205,8 @@ class ForwardCall:
         if SyncBatchNorm.made:
             trackers = [chunk.tracker for chunk in chunks]
             self.call.synced = synced_call.plan(executor, slots, trackers)
-        executor.holds |= self.settings.holds
+        for tracker in self.trackers:
+            tracker.holds |= self.settings.holds
         if self.call.synced is not None and self.settings.compiled is not None:
             raise ValueError(
                 "Options(compile=...): synchronised batch norm cannot be compiled, because chunks "

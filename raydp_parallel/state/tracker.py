@@ -166,6 +166,7 @@ class ModuleTracker:
             their contents from its optimizer's record only.
         edited_owned: Whether `verify` found other contents in one of them.
         training: The driver's side of that optimizer, a `Training`; None without.
+        holds: Whether gradients ever stayed in the replicas, under `DataParallel.no_sync`.
     """
 
     def __init__(self, module: nn.Module, link: Link) -> None:
@@ -192,6 +193,7 @@ class ModuleTracker:
         self.owned: dict[int, Tensor] = {}
         self.edited_owned = False
         self.training: Any = None
+        self.holds = False
         self._next_part = 0
 
     def __reduce__(self) -> Any:

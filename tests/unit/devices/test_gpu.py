@@ -139,7 +139,7 @@ def test_what_a_copy_reads_is_kept_until_it_has_run(fake: FakeGpu, begin: Any) -
 def test_reading_a_gpus_bytes_on_a_cpu(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica on a CPU gets a copy."""
     piece = devices.piece(torch.arange(4.0))
-    monkeypatch.setattr(devices.kinds, "HOST", frozenset({"cpu"}))
+    monkeypatch.setattr(devices.ranges, "HOST", frozenset({"cpu"}))
     spec = codec.spec_of(torch.empty(4))
     assert devices.reader(piece, CPU)(spec, torch.float32).tolist() == [0, 1, 2, 3]
     (window,) = devices.windows(piece, [spec], [torch.float32], CPU)
@@ -421,10 +421,10 @@ def test_training_is_right_where_one_side_has_a_gpu(
     @contextlib.contextmanager
     def replicas() -> Iterator[None]:
         with isolated(), monkeypatch.context() as patch:
-            patch.setattr(devices.kinds, "HOST", inside)
+            patch.setattr(devices.ranges, "HOST", inside)
             yield
 
-    monkeypatch.setattr(devices.kinds, "HOST", outside)
+    monkeypatch.setattr(devices.ranges, "HOST", outside)
     monkeypatch.setattr(in_process, "_isolated", replicas)
     case = training.CASES[name]
     torch.manual_seed(0)
@@ -591,7 +591,7 @@ def test_the_weights_of_a_recurrent_net_stay_one_run(
             optimizer.step()
     for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
-    monkeypatch.setattr(devices.kinds, "HOST", frozenset({"cpu"}))
+    monkeypatch.setattr(devices.ranges, "HOST", frozenset({"cpu"}))
     assert len(block_layout.lay_out(tensors).members) == 16
 
 
@@ -658,7 +658,7 @@ def test_large_outputs_on_a_gpu_are_joined_there(
     joined = scatter_gather.join_along(parts, 0)
     assert joined.grad_fn is not None
     assert joined.grad_fn.name() == "CatBackward0"
-    monkeypatch.setattr(devices.kinds, "HOST", frozenset({"cpu"}))
+    monkeypatch.setattr(devices.ranges, "HOST", frozenset({"cpu"}))
     assert scatter_gather.join_along(parts, 0).grad_fn.name() == "GatherBackward"  # type: ignore[union-attr]
 
 
@@ -845,7 +845,7 @@ def test_requests_say_where_their_answers_are_wanted(
             return method(replica, request, *more)
 
         monkeypatch.setattr(Replica, name, noted)
-    monkeypatch.setattr(devices.kinds, "HOST", MIXED[where])
+    monkeypatch.setattr(devices.ranges, "HOST", MIXED[where])
     wrapped(nn.Linear(3, 2), 1)(torch.ones(4, 3)).sum().backward()
     assert seen == [where == "driver on the CPU"] * 2
 

@@ -250,7 +250,7 @@ def test_gradients_are_kept_until_they_were_copied(fake: FakeGpu) -> None:
     assert alive() is None
     assert room.tolist() == [1] * 4
     with pytest.MonkeyPatch.context() as patch:  # what lies on the host is moved at once
-        patch.setattr(devices.kinds, "HOST", frozenset({"cpu"}))
+        patch.setattr(devices.ranges, "HOST", frozenset({"cpu"}))
         courier.carry([devices.piece(near)], [room.data_ptr()])
     assert room.tolist() == [5] * 4
 
@@ -275,7 +275,7 @@ def test_where_gradients_do_not_leave_early(fake: FakeGpu, monkeypatch: pytest.M
     assert not early(shared_link(Arena(), False, False))
     monkeypatch.setattr(gradient_stream, "TOGETHER", 65)
     assert not early(shared)
-    monkeypatch.setattr(devices.kinds, "HOST", frozenset({"cpu"}))
+    monkeypatch.setattr(devices.ranges, "HOST", frozenset({"cpu"}))
     monkeypatch.setattr(gradient_stream, "TOGETHER", 1)
     assert not early(shared)
 
@@ -358,7 +358,7 @@ def test_a_whole_backward_on_a_stream_of_the_users(
 @pytest.mark.usefixtures("fake")
 def test_a_cpus_tensors_have_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is noted, nothing waits."""
-    monkeypatch.setattr(devices.kinds, "HOST", frozenset({"cpu"}))
+    monkeypatch.setattr(devices.ranges, "HOST", frozenset({"cpu"}))
     assert devices.track(torch.ones(2)) is None
     devices.hand_over([torch.ones(2), None])
     assert devices.courier(CPU) is None

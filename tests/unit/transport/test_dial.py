@@ -492,7 +492,7 @@ class Mute:
         monkeypatch.setattr(ray, "get", self._get)
         monkeypatch.setattr(ray, "is_initialized", lambda: True)
         monkeypatch.setattr(ray, "wait", lambda refs, num_returns, timeout: (refs, []))
-        monkeypatch.setattr(cluster.answers, "TURN", 0.01)
+        monkeypatch.setattr(cluster.client, "TURN", 0.01)
         opened = SimpleNamespace(remote=lambda *_arguments: (address, {}))
         self.client = ReplicaClient(
             SimpleNamespace(open_line=opened, hello=SimpleNamespace(remote=self._hello))
