@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from raydp_parallel.check import nets
-from raydp_parallel.check.here import Here, exact
+from raydp_parallel.check.here import Here, distance, distances, exact
 from raydp_parallel.check.table import Row, RowResult
-from raydp_parallel.data_parallel import DataParallel
 
 STEPS = 5
 _CLOSE = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -101,7 +101,7 @@ def autocast(dtype: torch.dtype, here: Here) -> RowResult:
         losses, scale, weights = _train_short(model, dtype, here.device)
         if scale != plain[1]:
             return RowResult(f"the scale is {scale}, expected {plain[1]}", {}, False)
-        gap = max(_gap(losses, plain[0]), _gap(weights, plain[2]))
+        gap = max(distance(losses, plain[0]), distance(weights, plain[2]))
         found[f"{len(ids)} chunk{'s' * (len(ids) > 1)}"] = gap
     text = ", ".join(f"{name} {gap:.0e}" for name, gap in found.items())
     return RowResult(
@@ -136,11 +136,6 @@ def _train_short(
     return torch.stack(losses), float(scaler.get_scale()), weights
 
 
-def _gap(one: Tensor, other: Tensor) -> float:
-    gap = float((one - other).norm() / other.norm())
-    return gap if gap == gap else float("inf")
-
-
 def formats(here: Here) -> RowResult:
     """The output of a convolution over channels_last images keeps that format."""
     net = nn.Conv2d(3, 8, 3, padding=1).to(here.device)
@@ -152,7 +147,7 @@ def formats(here: Here) -> RowResult:
         out.sum().backward()
         expected.sum().backward()
     kept, plain_kept = (t.is_contiguous(memory_format=torch.channels_last) for t in (out, expected))
-    gap = _gap(out.detach(), expected.detach())
+    gap = distance(out.detach(), expected.detach())
     text = f"output strides {out.stride()}, plain {expected.stride()}; difference {gap:.0e}"
     return RowResult(text, {"difference": gap}, kept == plain_kept and gap < 1e-5)
 
@@ -168,7 +163,7 @@ def sparse(here: Here) -> RowResult:
     found, expected = net.weight.grad, plain.weight.grad
     assert found is not None
     assert expected is not None
-    gap = _gap(found.to_dense(), expected.to_dense())
+    gap = distance(found.to_dense(), expected.to_dense())
     return RowResult(
         f"layout {found.layout}, difference {gap:.0e}",
         {"difference": gap},
@@ -189,7 +184,7 @@ def complex_numbers(here: Here) -> RowResult:
     assert net.weight.grad is not None
     assert plain.weight.grad is not None
     gap = max(
-        _gap(torch.view_as_real(a), torch.view_as_real(b))
+        distance(torch.view_as_real(a), torch.view_as_real(b))
         for a, b in _pairs(out, expected, net, plain)
     )
     return RowResult(f"difference {gap:.0e}", {"difference": gap}, gap < 1e-12)
@@ -206,7 +201,7 @@ def silent_edits(here: Here) -> RowResult:
     with exact(), torch.no_grad():
         model(x)
         next(net.parameters()).data.mul_(2)
-        gap = _gap(model(x), net(x))
+        gap = distance(model(x), net(x))
     return RowResult(
         f"difference {gap:.0e} after an edit that moves no version", {"difference": gap}, gap < 1e-5
     )
@@ -225,7 +220,7 @@ def buffers(here: Here) -> RowResult:
     model.eval()(x)
     assert net.running_mean is not None
     assert plain.running_mean is not None
-    gap, count = _gap(net.running_mean, plain.running_mean), int(net.num_batches_tracked or 0)
+    gap, count = distance(net.running_mean, plain.running_mean), int(net.num_batches_tracked or 0)
     return RowResult(
         f"difference {gap:.0e}, {count} forwards counted",
         {"difference": gap},
@@ -263,32 +258,23 @@ def settings(here: Here) -> RowResult:
 
 def on_cpus(here: Here) -> RowResult:
     """A module on the driver's GPU with replicas on CPUs gets the plain module's gradients."""
-    torch.manual_seed(0)
-    net = nets.perceptron(256).to(here.device)
-    plain, x = copy.deepcopy(net), torch.randn(6, 8, device=here.device)
-    with exact():
-        here.ours(net, ["cpu", "cpu"])(x).square().sum().backward()
-        plain(x).square().sum().backward()
-    pairs = [(p.grad, q.grad) for p, q in zip(net.parameters(), plain.parameters(), strict=True)]
-    gap = max(
-        _gap(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None
-    )
-    return RowResult(f"difference {gap:.0e}", {"difference": gap}, gap < 1e-5)
+    return _gradients(here, here.device, ["cpu", "cpu"])
 
 
 def on_the_host(here: Here) -> RowResult:
     """A module on the CPU with replicas on GPUs, in a program that uses a GPU too."""
+    return _gradients(here, torch.device("cpu"), here.several)
+
+
+def _gradients(here: Here, device: torch.device, ids: Sequence[Any]) -> RowResult:
+    """A module on a device gets the plain module's gradients from replicas on others."""
     torch.manual_seed(0)
-    net = nets.perceptron(256)
-    plain, x = copy.deepcopy(net), torch.randn(6, 8)
-    model = DataParallel(net, here.several, executor=here.executor())
+    net = nets.perceptron(256).to(device)
+    plain, x = copy.deepcopy(net), torch.randn(6, 8, device=device)
     with exact():
-        model(x).square().sum().backward()
+        here.wrapped(net, ids)(x).square().sum().backward()
         plain(x).square().sum().backward()
-    pairs = [(p.grad, q.grad) for p, q in zip(net.parameters(), plain.parameters(), strict=True)]
-    gap = max(
-        _gap(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None
-    )
+    gap = max(distances(net, plain))
     return RowResult(f"difference {gap:.0e}", {"difference": gap}, gap < 1e-5)
 
 
@@ -305,7 +291,7 @@ def flattened(here: Here) -> RowResult:
                 optimizer.zero_grad()
                 one(x).square().sum().backward()
                 optimizer.step()
-    gap = max(map(_gap, net.parameters(), plain.parameters()))
+    gap = max(map(distance, net.parameters(), plain.parameters()))
     return RowResult(f"difference {gap:.0e}", {"difference": gap}, gap < 1e-9)
 
 

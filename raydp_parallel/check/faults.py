@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import gc
 import os
 import signal
 import time
@@ -11,11 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel.check import nets
-from raydp_parallel.check.here import Here, exact
+from raydp_parallel.check.here import PLAIN, Here, exact
 from raydp_parallel.check.table import Row, RowResult
+from raydp_parallel.data_parallel import DataParallel
 
 _START = 60.0
 """Seconds in which a new process must start."""
+
+_CALLS = 300
+"""Calls after which memory that is shared and not used has been freed."""
 
 
 def _grads(net: nn.Module) -> Tensor:
@@ -40,7 +46,7 @@ def killed(here: Here) -> RowResult:
         seconds = time.perf_counter() - begun
     after = here.executor().stats()
     same = torch.equal(_grads(model), _grads(calm))
-    back = _wait_for_successor(here, model, x, victim.pid)
+    back = _wait_for_successor(model, x, victim.pid, len(replicas))
     noticed, lost = after.deaths - before.deaths, after.lost_ms - before.lost_ms
     text = (
         f"{'the same bits' if same else 'DIFFERENT gradients'} after a kill before backward, in "
@@ -50,16 +56,38 @@ def killed(here: Here) -> RowResult:
     return RowResult(text, {"lost_ms": lost, "deaths": noticed}, same and back and noticed == 1)
 
 
-def _wait_for_successor(here: Here, model: nn.Module, x: Tensor, pid: int) -> bool:
+def _wait_for_successor(model: DataParallel[nn.Module], x: Tensor, pid: int, count: int) -> bool:
     deadline = time.monotonic() + _START
     while time.monotonic() < deadline:
         with torch.no_grad():
             model(x)
-        pids = [info.pid for info in here.executor().replicas() if info.state == "ready"]
-        if pids and pid not in pids and len(pids) == len({*here.several}) + (here.gpus == 0):
+        pids = [info.pid for info in model.executor.replicas() if info.state == "ready"]
+        if pid not in pids and len(pids) == count:
             return True
         time.sleep(0.1)
     return False
+
+
+def left_open(here: Here) -> RowResult:
+    """Memory of the driver's GPU that a killed replica had open is the driver's again."""
+    options = dataclasses.replace(PLAIN, gpu_paths=("ipc",))
+    x, small = torch.zeros(16, 8, device=here.device), nn.Linear(8, 3).to(here.device)
+    other = here.wrapped(small, here.one, options)
+    other(x)
+    before, replicas = torch.cuda.memory_allocated(here.device), other.executor.replicas()
+    net = nets.perceptron(2048).to(here.device)
+    size = sum(p.nbytes for p in net.parameters())
+    here.wrapped(net, here.one, options)(x)
+    os.kill(replicas[0].pid, signal.SIGKILL)
+    back = _wait_for_successor(other, x, replicas[0].pid, len(replicas))
+    del net
+    gc.collect()
+    for _ in range(_CALLS):
+        other(x)
+    grown = torch.cuda.memory_allocated(here.device) - before
+    text = f"of {size / 1e6:.0f} MB of weights {grown / 1e6:.0f} are kept"
+    text += "" if back else "; a new process did not come"
+    return RowResult(text, {"kept": grown}, back and grown < size // 2)
 
 
 def out_of_memory(here: Here) -> RowResult:
@@ -115,4 +143,5 @@ ROWS = (
     Row("faults", "a replica is killed", killed),
     Row("faults", "a replica's GPU is spoiled", spoiled, gpus=1),
     Row("faults", "out of memory in one replica", out_of_memory, gpus=1),
+    Row("faults", "memory that a killed replica had open", left_open, gpus=1),
 )

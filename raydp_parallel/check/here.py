@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
+import math
 import os
 import platform
 import shutil
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from raydp_parallel.calls.executor import Executor
 from raydp_parallel.data_parallel import DataParallel
@@ -68,8 +69,14 @@ class Here:
         return self._executor
 
     def ours(self, net: nn.Module, ids: Sequence[Any], **more: Any) -> DataParallel[nn.Module]:
-        """A net in this package's wrapper."""
-        return DataParallel(net.to(self.device), ids, executor=self.executor(), **more)
+        """A net in this package's wrapper, on the first device."""
+        return self.wrapped(net.to(self.device), ids, **more)
+
+    def wrapped(
+        self, net: nn.Module, ids: Sequence[Any], options: Options | None = None, **more: Any
+    ) -> DataParallel[nn.Module]:
+        """A net in this package's wrapper, on the device that it is on."""
+        return DataParallel(net, ids, executor=self.executor(options), **more)
 
     def upstreams(
         self, net: nn.Module, ids: Sequence[Any], **more: Any
@@ -102,6 +109,22 @@ class Here:
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.close()
+
+
+def distances(net: nn.Module, plain: nn.Module) -> list[float]:
+    """The `distance` of each gradient of a net from the plain module's."""
+    pairs = zip(net.parameters(), plain.parameters(), strict=True)
+    return [distance(p.grad, q.grad) for p, q in pairs]
+
+
+def distance(one: Tensor | None, other: Tensor | None) -> float:
+    """The norm of the difference of two tensors, as a part of the other's; infinite if one of them
+    is missing, or no number.
+    """
+    if one is None or other is None:
+        return math.inf
+    found = float((one - other).norm() / other.norm())
+    return found if found == found else math.inf
 
 
 @contextlib.contextmanager

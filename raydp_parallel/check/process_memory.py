@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import re
 import time
@@ -10,11 +11,15 @@ from pathlib import Path
 
 import torch
 
+from raydp_parallel.check import nets
 from raydp_parallel.check.here import Here
 from raydp_parallel.check.loads import LOADS, PERCEPTRON, RESNET, stepper
 from raydp_parallel.check.table import Row, RowResult
 
 _MB = 1e6
+_WIDE = 8192
+"""Width of a perceptron of which a layer has 268 MB."""
+
 _TOLD = 1.1
 """Seconds after which a replica reports its GPU's memory again."""
 
@@ -86,6 +91,27 @@ def does_not_grow(here: Here) -> RowResult:
     return RowResult(text, {"graphs": graphs, "grown": grown}, not graphs and grown <= x.nbytes)
 
 
+def given_back(here: Here) -> RowResult:
+    """What a replica used for a model is free for other processes once the model is gone."""
+    x = torch.zeros(4, 8, device=here.device)
+    here.ours(torch.nn.Linear(8, 3), here.one)(x)  # which starts the process
+    before = _free(here)
+    here.ours(nets.perceptron(_WIDE), here.one)(x).sum().backward()
+    used = before - _free(here)
+    gc.collect()  # the model
+    here.executor().flush()
+    kept = before - _free(here)
+    text = f"MB: {used / _MB:.0f} in use for a model, {kept / _MB:.0f} after it"
+    return RowResult(text, {"used": used, "kept": kept}, 4 * kept <= used)
+
+
+def _free(here: Here) -> int:
+    """Bytes of the GPU that are free, with those that this process keeps for later."""
+    here.finish()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(here.device)[0]
+
+
 def of_processes(here: Here) -> RowResult:
     """The memory of each process, as the system reports it."""
     here.ours(torch.nn.Linear(8, 3), here.several)(torch.zeros(4, 8, device=here.device))
@@ -116,4 +142,5 @@ ROWS = (
     Row("memory", "of the processes", of_processes),
     Row("memory", "nothing is left behind", does_not_grow),
     Row("memory", "of the GPU", on_the_gpu, gpus=1),
+    Row("memory", "given back with a model", given_back, gpus=1),
 )

@@ -5,6 +5,8 @@ notices what is wrong.
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import multiprocessing
 import os
 import sys
@@ -49,7 +51,7 @@ class Stub(Here):
         super().__init__(quick=True, gpus=0)
         self._made = made
 
-    def ours(self, net: nn.Module, ids: Any, **more: Any) -> Any:
+    def wrapped(self, net: nn.Module, ids: Any, options: Any = None, **more: Any) -> Any:
         return self._made(net)
 
     def executor(self, *_: Any) -> Any:
@@ -188,6 +190,26 @@ def test_gradients_that_leave_early_are_held_against_the_plain_modules(
     devices.streams._beside.cache_clear()
 
 
+@pytest.mark.parametrize("brings", [False, True])
+def test_gradients_that_are_missing_are_noticed(brings: bool) -> None:
+    """On either side of a row that compares them."""
+
+    def made(net: nn.Module) -> Any:
+        return net if brings else copy.deepcopy(net)
+
+    machine: Any = Stub(made)
+    stats, groups = SimpleNamespace(link="shared and CUDA IPC"), SimpleNamespace(trouble="")
+    machine.executor = lambda *_: SimpleNamespace(stats=lambda: stats, groups=groups)
+    for row in (
+        functools.partial(copies.path, "ipc"),
+        copies.through_the_host,
+        copies.evaluation_first,
+        behaviour.on_cpus,
+        behaviour.on_the_host,
+    ):
+        assert row(machine).good == brings
+
+
 def executor_that(**answers: Any) -> Any:
     """An executor with these statistics and replicas."""
     stats = {"link": "shared and CUDA IPC", "deaths": 0, **answers}
@@ -252,6 +274,45 @@ def test_the_text_of_an_assertion_and_one_death(raised: str, deaths: int, good: 
     machine: Any = Stub(lambda _net: Fails())
     machine.executor = lambda: executor_that(deaths=3 + died[0])
     assert faults.spoiled(machine).good == good
+
+
+@pytest.mark.parametrize(("kept", "good"), [(0, True), (16 << 20, False)])
+def test_memory_that_stays_with_a_killed_replica_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, kept: int, good: bool
+) -> None:
+    """Most of the weights that it had open; and no other process is waited for than its
+    successor.
+    """
+    pids, sizes = [7], iter([100, 100 + kept])
+    monkeypatch.setattr(faults.os, "kill", lambda pid, _signal: pids.__setitem__(0, pid + 1))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: next(sizes))
+
+    class Wrapped(nn.Module):
+        executor = SimpleNamespace(
+            replicas=lambda: [SimpleNamespace(pid=pids[0], state="ready")],
+        )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    assert faults.left_open(Stub(lambda _net: Wrapped())).good == good
+    assert pids == [8]
+
+
+@pytest.mark.parametrize(("kept", "good"), [(100, True), (900, False)])
+def test_memory_that_a_replica_keeps_without_its_model_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, kept: int, good: bool
+) -> None:
+    """The driver's own cache is not counted."""
+    free, emptied = iter([5000, 4000, 5000 - kept]), list[int]()
+    monkeypatch.setattr(process_memory, "_WIDE", 16)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (next(free), 9000))
+    machine: Any = Stub(lambda net: net)
+    machine.executor = lambda: SimpleNamespace(flush=lambda: None)
+    found = process_memory.given_back(machine)
+    assert (found.good, found.numbers) == (good, {"used": 1000, "kept": kept})
+    assert len(emptied) == 3
 
 
 @pytest.mark.parametrize("refuses", [False, True])
