@@ -10,8 +10,15 @@ from raydp_parallel.devices.comparison import (
     prints,
     prints_of_host,
 )
-from raydp_parallel.devices.cuda import Stopwatch, finish, let_go, on_host, pinner, spoiled
-from raydp_parallel.devices.lanes import Lane, Makers
+from raydp_parallel.devices.cuda import (
+    Stopwatch,
+    finish,
+    let_go,
+    on_host,
+    pinner,
+    row_on_device,
+    spoiled,
+)
 from raydp_parallel.devices.memory import (
     RECYCLED,
     in_place,
@@ -46,9 +53,11 @@ from raydp_parallel.devices.process import (
     take_given,
     use_threads,
 )
-from raydp_parallel.devices.ranges import is_cpu, view
+from raydp_parallel.devices.ranges import copy_each, is_cpu, view
 from raydp_parallel.devices.streams import (
     Courier,
+    Lane,
+    Makers,
     Track,
     courier,
     follow,
@@ -70,6 +79,7 @@ __all__ = [
     "compare",
     "compare_runs",
     "copied",
+    "copy_each",
     "courier",
     "describe",
     "drawing_from",
@@ -99,6 +109,7 @@ __all__ = [
     "rest",
     "row_copied",
     "row_in_place",
+    "row_on_device",
     "row_windows",
     "same_stream",
     "scratch",

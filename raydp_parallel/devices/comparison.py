@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from raydp_parallel.devices.cuda import DeviceBytes, behind, on_device, upload
-from raydp_parallel.devices.ranges import MemoryRange
+from raydp_parallel.devices.cuda import DeviceBytes, behind, data_of, on_device, upload, wait_for
+from raydp_parallel.devices.ranges import MemoryRange, is_cpu
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -52,7 +52,7 @@ def compare(pairs: Sequence[tuple[MemoryRange, MemoryRange]]) -> Callable[[], li
             found[i] = _libc.memcmp(one.address, other.address, one.size) == 0
     if not on_gpu:
         return lambda: found
-    tensors = [(_tensor(pairs[i][0]), _tensor(pairs[i][1])) for i in on_gpu]
+    tensors = [(data_of(pairs[i][0]), data_of(pairs[i][1])) for i in on_gpu]
     answers = _Answer(torch.cat(_unlike(tensors)))
 
     def result() -> list[bool]:
@@ -74,7 +74,7 @@ def compare_runs(
     """
     if not sizes:
         return list
-    if one.device.type != "cpu":
+    if not is_cpu(one.device):
         begin, end = _edges(tuple(offsets), tuple(sizes), one.device)
         counts = torch.nn.functional.pad(torch.ne(one, other).cumsum(0, dtype=torch.int64), (1, 0))
         answers = _Answer(counts[end] != counts[begin])
@@ -101,16 +101,10 @@ class _Answer:
     def fetch(self) -> list[int]:
         """Wait for the copy; returns the tensor's values."""
         if not self._fetched:
-            self._copied.synchronize()
+            wait_for(self._copied)
             self._bytes.settle()
             self._fetched = True
         return self._host.tolist()
-
-
-def _tensor(piece: MemoryRange) -> Tensor:
-    assert piece.origin is not None
-    found: Tensor = piece.origin.tensor
-    return found
 
 
 def _unlike(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -163,8 +157,7 @@ def _ends(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 def copied(piece: MemoryRange) -> MemoryRange:
     """A copy of the bytes, on the same device."""
     if piece.origin is not None:
-        twin = _tensor(piece).clone()
-        return MemoryRange(0, piece.size, twin, DeviceBytes(twin))
+        return on_device(data_of(piece).clone())
     contents = ctypes.string_at(piece.address, piece.size)
     copy = ctypes.create_string_buffer(contents, max(1, piece.size))
     return MemoryRange(ctypes.addressof(copy), piece.size, copy)
@@ -224,7 +217,7 @@ def prints(runs: Mapping[int, MemoryRange]) -> Prints:
     parts: list[tuple[int, Tensor]] = []
     for key, piece in runs.items():
         if piece.origin is not None and piece.size:
-            parts += [(key, part) for part in _tensor(piece).split(_LARGE)]
+            parts += [(key, part) for part in data_of(piece).split(_LARGE)]
     if not parts:
         return Prints((), None)
     tensors = [part for _, part in parts]

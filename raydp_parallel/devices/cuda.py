@@ -15,18 +15,27 @@ import contextlib
 import ctypes
 import functools
 import logging
-import mmap
-import os
 import threading
+import time
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from raydp_parallel.devices import trials
-from raydp_parallel.devices.ranges import MemoryRange, bytes_of, is_cpu, view
+from raydp_parallel.devices.buffers import Arena
+from raydp_parallel.devices.ranges import (
+    MemoryRange,
+    RowPlan,
+    bytes_of,
+    copy_each,
+    cut,
+    fill,
+    is_cpu,
+    view,
+)
 
 log = logging.getLogger("raydp_parallel")
 
@@ -36,36 +45,39 @@ class DeviceBytes:
 
     Args:
         tensor: A tensor over these bytes, which is one run of memory.
+
+    Attributes:
+        device: The device that they lie on.
+        size: Their number.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
         self._staged: list[tuple[Tensor, int]] = []
+        self.device, self.size = tensor.device, tensor.nbytes
 
     @property
     def tensor(self) -> Tensor:
         """The bytes, as a tensor."""
         return bytes_of(self._tensor)
 
-    @property
-    def device(self) -> torch.device:
-        """The device that they lie on."""
-        return self._tensor.device
-
     def part(self, offset: int, size: int) -> DeviceBytes:
         """A part of the bytes."""
         return DeviceBytes(self.tensor[offset : offset + size])
 
+    def placed(self, whole: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """What a copy of the bytes to ``whole`` writes to, and what it reads."""
+        return [whole], [self.tensor]
+
     def copy_to(self, address: int) -> None:
         """Begin to copy the bytes to the machine's memory, which may be read only after `wait`."""
-        source = self.tensor
-        target = view(MemoryRange(address, len(source), None))
+        target = view(MemoryRange(address, self.size, None))
         if not target.is_pinned():
             # A copy to memory that is not pinned blocks the host. Torch recycles pinned memory.
-            staged = torch.empty(len(source), dtype=torch.uint8, device="cpu", pin_memory=True)
+            staged = torch.empty(self.size, dtype=torch.uint8, device="cpu", pin_memory=True)
             self._staged.append((staged, address))
             target = staged
-        target.copy_(source, non_blocking=True)
+        copy_each(*self.placed(target))
 
     def wait(self) -> None:
         """Wait for the copies that this and earlier `copy_to` calls of the device began."""
@@ -76,6 +88,32 @@ class DeviceBytes:
         while self._staged:
             staged, address = self._staged.pop()
             ctypes.memmove(address, staged.data_ptr(), len(staged))
+
+
+class DeviceRow(DeviceBytes):
+    """Tensors on a GPU that are sent together: what copies them does so in one operation, to where
+    each is to lie.
+
+    Args:
+        tensors: The tensors.
+        plan: Where each lies.
+        size: Bytes of all, with what lies between them.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], plan: RowPlan, size: int) -> None:
+        super().__init__(tensors[0])
+        self._tensors = tensors
+        self._plan = plan
+        self.size = size
+
+    @property
+    def tensor(self) -> Tensor:
+        whole = torch.empty(self.size, dtype=torch.uint8, device=self.device)
+        copy_each(*self.placed(whole))
+        return whole
+
+    def placed(self, whole: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        return cut(whole, self._plan), self._tensors
 
 
 def behind(device: torch.device, timed: bool = False) -> torch.cuda.Event:
@@ -90,15 +128,23 @@ def on_device(tensor: Tensor) -> MemoryRange:
     return MemoryRange(0, tensor.nbytes, tensor, DeviceBytes(tensor))
 
 
+def row_on_device(tensors: Sequence[Tensor], plan: RowPlan, size: int) -> MemoryRange:
+    """The memory range of tensors on a GPU that are sent together, without a copy."""
+    return MemoryRange(0, size, tensors, DeviceRow(tensors, plan, size))
+
+
 def on_host(source: MemoryRange) -> MemoryRange:
     """The same bytes in the machine's memory."""
     if source.origin is None:
         return source
     target = torch.empty(source.size, dtype=torch.uint8, device="cpu")
-    source.origin.copy_to(target.data_ptr())
-    source.origin.wait()
-    source.origin.settle()
+    fill(target.data_ptr(), [source], [0])
     return MemoryRange(target.data_ptr(), source.size, target)
+
+
+def data_of(source: MemoryRange) -> Tensor:
+    """A run of bytes as a tensor, where it lies."""
+    return source.origin.tensor if source.origin is not None else view(source)
 
 
 class _Lent:
@@ -134,60 +180,44 @@ let_go = lent.let_go
 
 def upload(source: MemoryRange, device: torch.device) -> Tensor:
     """Copy the bytes of ``source``, on any device, to new memory of a GPU, without waiting."""
-    data = source.origin.tensor if source.origin is not None else view(source)
+    data = data_of(source)
     found: Tensor = data.to(device, copy=True, non_blocking=True)
     lent.keep((data, source.owner), device)
     return found
 
 
-def load(target: Tensor, source: MemoryRange) -> None:
-    """Copy the bytes of ``source``, on any device, to a GPU's memory, without waiting."""
-    load_all([target], [source])
-
-
 def load_all(targets: Sequence[Tensor], sources: Sequence[MemoryRange]) -> None:
     """Copy the bytes of some sources, on any device, to a GPU's memory, without waiting."""
-    filled: list[Tensor] = []
-    data: list[Tensor] = []
-    owners: list[Any] = []
-    for target, source in zip(targets, sources, strict=True):
-        if source.size:
-            filled.append(target)
-            data.append(source.origin.tensor if source.origin is not None else view(source))
-            owners.append(source.owner)
-    if not filled:
-        return
-    torch._foreach_copy_(filled, data, non_blocking=True)
-    lent.keep((data, owners), filled[0].device)
+    pairs = [
+        (target, source) for target, source in zip(targets, sources, strict=True) if source.size
+    ]
+    if pairs:
+        data = [data_of(source) for _, source in pairs]
+        copy_each([target for target, _ in pairs], data)
+        lent.keep((data, sources), targets[0].device)
 
 
 def load_parts(targets: Sequence[Tensor], source: MemoryRange, offsets: Sequence[int]) -> None:
     """Copy parts of one run of bytes, on any device, to a GPU's memory: one operation, without
     waiting.
     """
-    whole = source.origin.tensor if source.origin is not None else view(source)
-    parts = parts_of(whole, offsets, [*map(len, targets)])
-    torch._foreach_copy_([*targets], parts, non_blocking=True)
+    whole = data_of(source)
+    shapes = map(Tensor.size, targets)
+    parts = [*map(torch.as_strided, repeat(whole), shapes, repeat((1,)), offsets)]
+    copy_each(targets, parts)
     lent.keep((parts, source.owner), targets[0].device)
-
-
-def parts_of(whole: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
-    """Parts of a run of bytes that do not overlap, by one operation: a slice for each would take
-    the host longer.
-    """
-    order = sorted(range(len(offsets)), key=offsets.__getitem__)
-    cuts, end = [], 0  # the bytes before each part, and its own
-    for row in order:
-        cuts += [offsets[row] - end, sizes[row]]
-        end = offsets[row] + sizes[row]
-    found = dict(zip(order, whole.split_with_sizes([*cuts, len(whole) - end])[1::2], strict=True))
-    return [found[row] for row in range(len(order))]
 
 
 def finish(device: torch.device) -> None:
     """Wait until the device has done all work on its current stream."""
     if not is_cpu(device):
-        behind(device).synchronize()
+        wait_for(behind(device))
+
+
+def wait_for(event: torch.cuda.Event) -> None:
+    """Wait for an event, if the device has not passed it yet."""
+    if not event.query():
+        event.synchronize()
 
 
 def spoiled(device: torch.device) -> bool:
@@ -219,16 +249,16 @@ class Stopwatch:
             self._marked = behind(self._device, timed=True)
 
     def finish(self) -> float | None:
-        """Wait for the device; returns the seconds since it passed the mark, None without a mark or
-        on a CPU.
+        """Wait for the device; returns when it passed the mark, by `time.perf_counter`, None
+        without a mark or on a CPU.
         """
         marked, self._marked = self._marked, None
         if marked is None:
             finish(self._device)
             return None
         end = behind(self._device, timed=True)
-        end.synchronize()
-        return float(marked.elapsed_time(end)) / 1e3
+        wait_for(end)
+        return time.perf_counter() - float(marked.elapsed_time(end)) / 1e3
 
 
 def pinner(device: torch.device | None) -> Callable[[int, int], Callable[[], object] | None] | None:
@@ -244,20 +274,17 @@ def pinner(device: torch.device | None) -> Callable[[int, int], Callable[[], obj
 
 def _pin_if_used(address: int, size: int) -> Callable[[], object] | None:
     # Only if a GPU is used already: registering would start CUDA in a driver that does not need it.
-    device = _in_use()
-    return _registry.pin(device, address, size) if device is not None else None
+    used = in_use()
+    return _registry.pin(used[0], address, size) if used else None
 
 
-def _in_use() -> torch.device | None:
-    """The first GPU on which this process has memory."""
-    if torch.cuda.is_initialized():
-        for index in range(torch.cuda.device_count()):
-            if has_memory(index):
-                return torch.device("cuda", index)
-    return None
+def in_use() -> list[torch.device]:
+    """The GPUs on which this process has memory."""
+    count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+    return [torch.device("cuda", index) for index in range(count) if _has_memory(index)]
 
 
-def has_memory(index: int) -> bool:
+def _has_memory(index: int) -> bool:
     """Whether this process has memory on a GPU; False with an allocator of the user's that does not
     count.
     """
@@ -281,24 +308,21 @@ class _Registry:
     def __init__(self) -> None:
         self.refused = False
         self._tried = False
+        self._trying = threading.Lock()
 
     def pin(self, device: torch.device, address: int, size: int) -> Callable[[], object] | None:
         """Register a run of memory; returns a function that ends this, None if it is refused."""
-        if not self._tried:
-            self._tried = True
-            ways = functools.partial(self._trial, device)
-            self.refused = not trials.passes("registered", device, ways) or self.refused
+        with self._trying:  # nothing is registered before the trial has ended
+            if not self._tried:
+                trial = functools.partial(self._trial, device)
+                self.refused = not trials.passes("registered", device, trial) or self.refused
+                self._tried = True
         return self._pin(device, address, size)
 
     def _trial(self, device: torch.device) -> bool:
         """Copy from and to registered memory that another process could map."""
-        file = os.memfd_create("raydp_parallel", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(file, trials.SIZE)
-            memory = np.frombuffer(mmap.mmap(file, trials.SIZE), dtype=np.uint8)
-        finally:
-            os.close(file)
-        run = MemoryRange(memory.ctypes.data, trials.SIZE, memory)
+        lent = Arena().take(trials.SIZE)
+        run = MemoryRange(lent.array.ctypes.data, trials.SIZE, lent)
         unpin = self._pin(device, run.address, run.size)
         if unpin is None:
             return True  # it was refused, and that was said
@@ -328,10 +352,7 @@ class _Registry:
 
 def _arrives(number: int, memory: MemoryRange, device: torch.device) -> bool:
     """Whether memory gets the bytes of a GPU that is busy, and the GPU gets them from there."""
-    origin = DeviceBytes(trials.late(number, device))
-    origin.copy_to(memory.address)
-    origin.wait()
-    origin.settle()
+    fill(memory.address, [on_device(trials.late(number, device))], [0])
     if not torch.equal(view(memory), trials.contents(number)):
         return False
     back = upload(memory, device)

@@ -11,7 +11,15 @@ import torch
 
 from raydp_parallel.devices import cuda
 from raydp_parallel.devices.buffers import Arena
-from raydp_parallel.devices.ranges import MemoryRange, RowPlan, TensorSpec, is_cpu, shaped, view
+from raydp_parallel.devices.ranges import (
+    MemoryRange,
+    RowPlan,
+    TensorSpec,
+    cut,
+    is_cpu,
+    shaped,
+    view,
+)
 
 
 def piece(tensor: torch.Tensor) -> MemoryRange:
@@ -55,8 +63,13 @@ def _read_in_place(source: MemoryRange, spec: TensorSpec, dtype: torch.dtype) ->
     return tensor.set_(view(run).untyped_storage(), 0, spec.shape, spec.stride)
 
 
-def row_copied(source: MemoryRange, plan: RowPlan) -> list[torch.Tensor]:
-    """The tensors of a row in new memory of the CPU, as `reader` makes them, in few steps."""
+def row_copied(source: MemoryRange, plan: RowPlan, device: torch.device) -> list[torch.Tensor]:
+    """The tensors of a row in new memory, as `reader` makes them, in few steps."""
+    if not is_cpu(device):
+        storage, new = upload(source, device).untyped_storage(), torch.empty
+        made = [new(0, dtype=dtype, device=device) for dtype in plan.dtypes]
+        places = zip(made, plan.elements, plan.shapes, plan.strides, strict=True)
+        return [tensor.set_(storage, at, shape, stride) for tensor, at, shape, stride in places]
     begin, tensors = cuda.on_host(source).address, []
     for dtype, shape, stride, start in zip(*plan[:3], plan.starts, strict=True):
         tensor = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
@@ -131,12 +144,7 @@ def windows(
 def row_windows(source: MemoryRange, plan: RowPlan, device: torch.device) -> list[torch.Tensor]:
     """The tensors of a row as `windows` makes them, in the fewest steps."""
     whole = view(cuda.on_host(source)) if is_cpu(device) else upload(source, device)
-    by_dtype = {
-        dtype: whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype)
-        for dtype in {*plan.dtypes}
-    }
-    runs = map(by_dtype.__getitem__, plan.dtypes)
-    return [*map(torch.as_strided, runs, plan.shapes, plan.strides, plan.elements)]
+    return cut(whole, plan)
 
 
 SMALL = 1 << 22

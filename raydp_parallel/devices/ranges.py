@@ -9,6 +9,7 @@ import functools
 import math
 import pickle
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -36,16 +37,18 @@ Attachment = Any
 class DeviceRange(Protocol):
     """Memory of a device, which the CPU cannot read."""
 
+    device: Any
+    """The device. Copies of one device finish in order, those of two devices do not."""
+
     @property
     def tensor(self) -> Any:
         """The bytes, as a tensor of the device."""
 
-    @property
-    def device(self) -> Any:
-        """The device. Copies of one device finish in order, those of two devices do not."""
-
     def part(self, offset: int, size: int) -> DeviceRange:
         """A part of the bytes."""
+
+    def placed(self, whole: Any) -> tuple[Sequence[Any], Sequence[Any]]:
+        """What a copy of the bytes to a run of as many writes to, and what it reads: tensors."""
 
     def copy_to(self, address: int) -> None:
         """Begin to copy the bytes to the CPU's memory."""
@@ -155,6 +158,15 @@ def bytes_of(tensor: Tensor) -> Tensor:
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     start: int = tensor.storage_offset() * tensor.itemsize  # type: ignore[assignment]  # SymInt while tracing only
     return flat.set_(tensor.untyped_storage(), start, (tensor.nbytes,), (1,))
+
+
+COPIED = frozenset(
+    (
+        *("float64", "float32", "float16", "bfloat16", "complex128", "complex64"),
+        *("bool", "int64", "int32", "int16", "int8", "uint8"),
+    )
+)
+"""The dtypes of tensors that torch copies many of at once, on each device."""
 
 
 class TensorSpec(NamedTuple):
@@ -287,3 +299,30 @@ class ReplicaHello(NamedTuple):
     processors: int
     gpu_index: str = ""
     cores: int = 0
+
+
+def cut(whole: Tensor, plan: RowPlan) -> list[Tensor]:
+    """The tensors of a row over a run of bytes, in the fewest steps."""
+    by_dtype = {
+        dtype: whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype)
+        for dtype in {*plan.dtypes}
+    }
+    runs = map(by_dtype.__getitem__, plan.dtypes)
+    return [*map(torch.as_strided, runs, plan.shapes, plan.strides, plan.elements)]
+
+
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Begin to copy each of some tensors to another one of its dtype. On a GPU those of a dtype are
+    one operation: torch would copy each by itself if dtypes differ.
+    """
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        kinds = {*map(_dtype, sources)}
+        for kind in kinds:
+            into, of = targets, sources
+            if len(kinds) > 1:
+                rows = [row for row, source in enumerate(sources) if source.dtype is kind]
+                into, of = [targets[row] for row in rows], [sources[row] for row in rows]
+            torch._foreach_copy_([*into], [*of], non_blocking=True)
+
+
+_dtype = attrgetter("dtype")

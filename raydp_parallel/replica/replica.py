@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from raydp_parallel import batch, devices
 from raydp_parallel.devices import ambient_state, process
-from raydp_parallel.devices.ranges import MemoryRange, in_bytes
+from raydp_parallel.devices.ranges import Attachment, MemoryRange, in_bytes
 from raydp_parallel.errors import GraphLost, StateChanged
 from raydp_parallel.monitoring.accounts import IN_REPLICA, Laps, OpenSpan, unseen
 from raydp_parallel.replica import (
@@ -38,7 +38,7 @@ from raydp_parallel.replica.sample_rng import RowRandom
 from raydp_parallel.state import module_sources
 from raydp_parallel.state.python_state import Held
 from raydp_parallel.state.replica_memory import lasts
-from raydp_parallel.state.replica_module import ReplicaModule
+from raydp_parallel.state.replica_module import Contents, ReplicaModule
 from raydp_parallel.state.versions import Accessed, RawAccess, bump
 from raydp_parallel.transport import codec, collective
 from raydp_parallel.transport.group_messages import Reduced, SumOutcome
@@ -285,7 +285,7 @@ class Replica:
         work: Callable[[], Parcel],
         request: ForwardRequest | BackwardRequest,
     ) -> Reply:
-        value, failure, self._reduced = None, None, None
+        value, failure, self._reduced, marked = None, None, None, None
         process = os.getpid()
         self._laps.begin(0)
         with warnings.catch_warnings(record=True) as caught:
@@ -300,7 +300,9 @@ class Replica:
                 value, failure = None, exceptions.failure(error, where)
                 self._drop_writes(request)
             try:
-                written, revision = self._written(request, back)
+                guess = self._guessed(request, back)
+                marked = self._worked.finish()
+                written, revision = self._written(request, back, guess)
                 self._show_the_present(request)
             except BaseException as error:  # what a kernel ran into may be told here, too
                 failure = failure or exceptions.failure(error, where)
@@ -308,12 +310,12 @@ class Replica:
                 self._models.pop(request.model, None)
                 written, revision = None, 0
         try:
-            ago = self._worked.finish()
+            self._worked.finish()  # what was sent since: nothing, if the guess was right
         except RuntimeError as error:  # what a kernel ran into, the host hears of now
-            ago, failure = None, failure or exceptions.failure(error, where)
+            failure = failure or exceptions.failure(error, where)
         laps = self._laps.end()
-        if ago is not None:  # the host had asked for the copies behind the work, and went on
-            laps = (*laps[:3], min(max(laps[2], laps[4] - ago), laps[4]), laps[4])
+        if marked is not None:  # the host had asked for the copies behind the work, and went on
+            laps = (*laps[:3], min(max(laps[2], marked), laps[4]), laps[4])
         reached = (
             self._reached(request)
             if isinstance(request, ForwardRequest) and request.doubtful
@@ -338,8 +340,21 @@ class Replica:
             left=() if hold is None else kept_gradients.left(self._kept, hold),
         )
 
-    def _written(
+    def _guessed(
         self, request: ForwardRequest | BackwardRequest, back: Attachments
+    ) -> tuple[Contents, Attachment] | None:
+        """What the module probably wrote to, sent before a GPU has told. See
+        `ReplicaModule.guess`.
+        """
+        replica_module = self._mirror_of(request) if request.write_back else None
+        found = replica_module.guess() if replica_module is not None else None
+        return (found, found.send(back)) if found is not None else None
+
+    def _written(
+        self,
+        request: ForwardRequest | BackwardRequest,
+        back: Attachments,
+        guess: tuple[Contents, Attachment] | None,
     ) -> tuple[WriteBack | None, int]:
         replica_module = self._mirror_of(request)
         if replica_module is None:
@@ -348,11 +363,14 @@ class Replica:
             replica_module.pass_over()
             return None, replica_module.revision
         found = replica_module.written(self._lasts(request))
+        right = guess is not None and found is not None and found.contents.blob == guess[0].blob
+        if guess is not None and not right:
+            back.take_back(guess[1], guess[0].size)
         if found is None:
             return None, replica_module.revision
-        packet = back.send(found.pieces, found.starts, found.size) if found.pieces else b""
+        packet = guess[1] if guess is not None and right else found.contents.send(back)
         parcel, _ = codec.encode(found.tensors, back, "state")
-        blob = found.blob._replace(packet=packet)
+        blob = found.contents.blob._replace(packet=packet)
         return WriteBack(
             found.report, found.slots, blob, found.replaced, parcel
         ), replica_module.revision

@@ -18,9 +18,16 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from raydp_parallel import devices
-from raydp_parallel.devices.ranges import Attachment, MemoryRange, TensorSpec, aligned, paged
+from raydp_parallel.devices.ranges import (
+    COPIED,
+    Attachment,
+    MemoryRange,
+    TensorSpec,
+    aligned,
+    paged,
+)
 from raydp_parallel.state import block_layout
-from raydp_parallel.state.block_layout import PLAIN, SMALL, UNNAMED, Rows, Spare, Told, copy
+from raydp_parallel.state.block_layout import SMALL, UNNAMED, BlockRow, Rows, Spare, Told, copy
 from raydp_parallel.state.versions import Look, bump, geometry, look, pointers, unlike, versions
 from raydp_parallel.transport import codec, cuda_ipc
 from raydp_parallel.transport.links import Attachments, Link
@@ -166,6 +173,7 @@ class BlockContents:
         self._unprinted: set[int] = set()
         self._told: Spare[Told] = Spare()
         self._rest: Rows | None = None
+        self._far: BlockRow | None = None
         self._small: set[int] = set()
         self._geometry: list[Any] = []
         self._as_sent: tuple[list[_Place | None], Told | None] = [], None
@@ -360,7 +368,7 @@ class BlockContents:
         self.slots, self._row = [*self.tensors], [*self.tensors.values()]
         self._geometry, kinds = [], layout.specs
         self._small = {
-            b for b, n in layout.sizes.items() if n <= SMALL and kinds[b].tensor.dtype in PLAIN
+            b for b, n in layout.sizes.items() if n <= SMALL and kinds[b].tensor.dtype in COPIED
         }
         now = self.look()
         after = dict(zip(self.slots, zip(*now, strict=True), strict=True))
@@ -617,7 +625,15 @@ class BlockContents:
         starts: dict[int, int] = {}
         sizes: dict[int, int] = {}
         end = 0
-        for rows in self._in_runs(chosen):
+        self._kept = self._kept[0], self._kept[1].difference(chosen)
+        used = {*map(_device, self._row)}
+        far = not all(map(devices.is_cpu, used))
+        lying = self._lying(tuple(chosen)) if far and len(used) == 1 else None
+        if lying is not None:
+            pieces, offsets, end = [lying.piece(self.tensors)], [0], lying.end
+            starts = dict(lying.starts)
+            sizes = {block: self.layout.sizes[block] for block in starts}
+        for rows in self._in_runs(chosen) if lying is None else ():
             flat = rows.flat
             pieces.append(flat.piece())
             offsets.append(end)
@@ -635,12 +651,20 @@ class BlockContents:
         packet = self._link.send(pieces, offsets, end)
         self._prints = self._prints.without(chosen)
         self._unprinted.difference_update(chosen)
-        far = not all(map(devices.is_cpu, {*map(_device, self._row)}))
         if far and not cuda_ipc.lies_on_a_gpu(packet):  # such a packet needs no fingerprints
             self._unprinted.update(b for b in chosen if not devices.is_cpu(self._device_of(b)))
         places = zip(repeat(packet), repeat(end), starts.values(), sizes.values())
         self._places.update(zip(starts, map(_new_place, places), strict=True))
         self._block_at.update(dict.fromkeys(chosen, revision))
+
+    def _lying(self, chosen: tuple[int, ...]) -> BlockRow | None:
+        """The blocks among those chosen, all on one GPU, that one operation sends; None if there
+        are none.
+        """
+        found = self._far
+        if found is None or found.asked != chosen or found.layout is not self.layout:
+            found = self._far = BlockRow(chosen, self.layout, self.tensors)
+        return found if found.starts else None
 
     def _in_runs(self, chosen: Sequence[int]) -> list[Rows]:
         """The small blocks among those chosen, in runs; blocks reported together share one."""
@@ -649,7 +673,6 @@ class BlockContents:
         if {*map(_device, self._row)} != {device}:
             small = [block for block in small if self._device_of(block) == device]
         told, found = self._told.take(), []
-        self._kept = self._kept[0], self._kept[1].difference(chosen)
         if told is not None and told.rows.fit(told.rows.flat.blocks, self.layout, device):
             reported = {*told.rows.flat.blocks}
             if reported <= {*small}:

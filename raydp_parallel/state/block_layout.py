@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel import devices
-from raydp_parallel.devices.ranges import MemoryRange, TensorSpec, aligned
+from raydp_parallel.devices.ranges import COPIED, MemoryRange, SpecRow, TensorSpec, aligned, paged
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.links import Attachments, InlineLink
 from raydp_parallel.transport.messages import Parcel, SlotSpec
@@ -223,16 +223,6 @@ SMALL = 1 << 16
 handle separately.
 """
 
-PLAIN = {
-    codec.DTYPE_NAMES[kind]
-    for kind in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-        *(torch.complex128, torch.complex64, torch.bool),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
-    )
-}
-"""The dtypes of tensors in such runs. Others may lack a copy operation."""
-
 UNNAMED = 0
 """No report has this number."""
 
@@ -371,9 +361,11 @@ def packed(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
 
 def copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each of some tensors to another, all by one call."""
-    if targets:
+    if targets and devices.is_cpu(targets[0].device):
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             torch._foreach_copy_([*targets], [*sources])
+    elif targets:
+        devices.copy_each(targets, sources)
 
 
 class Specials:
@@ -466,6 +458,46 @@ class Rows:
     def _shown(self, run: Tensor) -> list[Tensor]:
         starts = dict(zip(self.flat.blocks, self.flat.offsets, strict=True))
         return tensors_in(run, starts, self._specs)
+
+
+class BlockRow:
+    """Blocks of one tensor each, which a GPU sends from where they lie. Small buffers are
+    neighbours in the packet, as in the run that a replica keeps of them.
+
+    Args:
+        blocks: Blocks; those of several tensors, or of none, are left out.
+        layout: The layout of the master's tensors.
+        tensors: The tensors, by slot.
+
+    Attributes:
+        asked: The blocks that were given.
+        layout: The layout.
+        starts: Where each block lies in the packet.
+        end: The bytes of the packet.
+    """
+
+    def __init__(
+        self, blocks: tuple[int, ...], layout: BlockLayout, tensors: Mapping[int, Tensor]
+    ) -> None:
+        self.asked, self.layout, self.starts, self.end = blocks, layout, dict[int, int](), 0
+
+        def is_apart(block: int) -> bool:
+            return layout.sizes[block] > SMALL or isinstance(tensors[block], nn.Parameter)
+
+        specs = []
+        for block in sorted(blocks, key=lambda block: (is_apart(block), block)):
+            size, spec = layout.sizes[block], layout.specs[block].tensor
+            if size and len(layout.members[block]) == 1 and spec.dtype in COPIED:
+                start = self.starts[block] = paged(self.end, size)
+                specs.append(spec._replace(offset=start, cls=None, requires_grad=False))
+                self.end = start + aligned(size)
+        self._plan = SpecRow(specs).plan
+
+    def piece(self, tensors: Mapping[int, Tensor]) -> MemoryRange:
+        """The bytes, given all tensors by slot."""
+        assert self._plan is not None
+        chosen = [*map(tensors.__getitem__, self.starts)]  # a block is named by its first slot
+        return devices.row_on_device(chosen, self._plan, self.end)
 
 
 class Told:

@@ -47,6 +47,7 @@ class Packet:
         self._attachments = attachments
         self._name = name
         self._device = device
+        self._shows = devices.is_cpu(device)
 
     @functools.cached_property
     def whole(self) -> MemoryRange:
@@ -60,7 +61,7 @@ class Packet:
 
     def window(self, offset: int, size: int) -> MappedBuffer | None:
         """A window on some bytes; None if they must be copied."""
-        if not devices.is_cpu(self._device):
+        if not self._shows:
             return None
         return self._attachments.link.show(self.sent, offset, size)
 
@@ -236,6 +237,7 @@ class Buffers:
 
     Attributes:
         blocks: The small ones among them; large blocks and windows are handled separately.
+        likely: The blocks that the next report will have, if it is as the last one.
     """
 
     def __init__(
@@ -251,6 +253,7 @@ class Buffers:
         self.blocks = frozenset(sizes)
         self._answer: Callable[[], list[int]] = list
         self._report = UNNAMED
+        self.likely: tuple[int, ...] = ()
         if self.blocks:
             drivers = [chosen[block].driver() for block in self._driver.blocks]
             devices.load_all(self._driver.runs, drivers)
@@ -263,6 +266,11 @@ class Buffers:
         if self.blocks:
             copy(self._now.runs, [self._memory[block].tensor for block in self._now.blocks])
             self._answer = self._now.compare(self._told)
+
+    @property
+    def looking(self) -> bool:
+        """Whether a comparison was begun of which `written` has not told yet."""
+        return self._answer is not list
 
     def written(self) -> set[int]:
         """The blocks that differ from what was last reported, or from the driver's bytes if they
@@ -282,7 +290,10 @@ class Buffers:
         of the report.
         """
         self._report = secrets.randbits(62) + 1
-        self._told.load(changed, self._places(changed), self._now.piece())
+        if tuple(changed) == self._now.blocks:  # all: the next look fills the other run
+            self._told, self._now = self._now, self._told
+        else:
+            self._told.load(changed, self._places(changed), self._now.piece())
         return self._report
 
     def packed(

@@ -9,6 +9,8 @@ graph keeps its values.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from itertools import repeat
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel import devices
-from raydp_parallel.devices.ranges import MemoryRange
+from raydp_parallel.devices.ranges import Attachment, MemoryRange
 from raydp_parallel.state import block_layout, module_sources, replica_memory, structure
 from raydp_parallel.state.block_layout import packed
 from raydp_parallel.state.python_state import Held, PythonState
@@ -35,9 +37,30 @@ from raydp_parallel.transport.messages import Blob, SlotSpec, StateUpdate, Struc
 
 _flag = attrgetter("requires_grad")
 _leaf = attrgetter("is_leaf")
+_new_source: Any = partial(tuple.__new__, BlockSource)
 
 _HOLDERS = ("_parameters", "_buffers", "_modules")
 """The attributes of a module that users do not rebind."""
+
+
+class Contents(NamedTuple):
+    """The contents of some blocks, to be sent.
+
+    Attributes:
+        blob: The blocks, without a packet yet.
+        pieces: The contents of the packet.
+        starts: The offset of each piece.
+        size: Bytes of the packet.
+    """
+
+    blob: Blob
+    pieces: Sequence[MemoryRange]
+    starts: Sequence[int]
+    size: int
+
+    def send(self, attachments: Attachments) -> Attachment:
+        """Send them; returns what stands for the packet in the message."""
+        return attachments.send(*self[1:]) if self.pieces else b""
 
 
 class Written(NamedTuple):
@@ -46,20 +69,14 @@ class Written(NamedTuple):
     Attributes:
         report: The report's number.
         slots: The slots, with whether their version moved.
-        blob: The blocks that they lie in, without a packet yet.
-        pieces: The contents of the packet.
-        starts: The offset of each piece.
-        size: Bytes of the packet.
+        contents: The blocks that they lie in.
         replaced: The slots among them that were given other memory.
         tensors: The tensors of these, as they are now.
     """
 
     report: int
     slots: tuple[tuple[int, bool], ...]
-    blob: Blob
-    pieces: Sequence[MemoryRange]
-    starts: Sequence[int]
-    size: int
+    contents: Contents
     replaced: tuple[int, ...]
     tensors: tuple[Tensor, ...]
 
@@ -241,6 +258,7 @@ class ReplicaModule:
         Args:
             lasts: Whether a tensor that was given other memory is reported too.
         """
+        looked = self._buffers.looking
         self._take_answers()
         lasting = {slot for slot in self._replaced.slots if lasts(self._slots[slot])}
         changed = sorted(self._fresh & self._buffers.blocks)
@@ -254,26 +272,42 @@ class ReplicaModule:
             if slot not in lasting
         ]
         slots = [(slot, slot in self._moved) for slot in (*members, *replaced)]
+        if looked:
+            self._buffers.likely = ()
         if not slots:
             return None
-        together = self._buffers.together(changed)
+        together = tuple(self._buffers.together(changed))
+        if looked and not others:
+            self._buffers.likely = together
+        contents = self._contents(together, others)
+        return Written(
+            report=self._buffers.report(together),
+            slots=tuple(slots),
+            contents=contents,
+            replaced=tuple(replaced),
+            tensors=tuple([self._slots[slot].detach() for slot in replaced]),
+        )
+
+    def guess(self) -> Contents | None:
+        """What the module wrote to, if it is what it wrote to the last time; None if nothing was,
+        or if that is known already. It is sent while a GPU still compares: `written` would have to
+        wait for that, and the answer for what it sends.
+        """
+        if devices.is_cpu(self._device) or not self._buffers.looking or not self._buffers.likely:
+            return None
+        return self._contents(self._buffers.likely, ())
+
+    def _contents(self, together: Sequence[int], others: Sequence[int]) -> Contents:
+        """What the module left in small buffers that were compared together, and other blocks."""
         offsets, pieces, end = self._buffers.packed(together)
         alone = [self._bytes(block) for block in others]
         further, size = packed([piece.size for piece in alone])
         pieces += [(piece, end + at) for piece, at in zip(alone, further, strict=True)]
         sizes = [self._memory[block].tensor.nbytes for block in (*together, *others)]
-        return Written(
-            report=self._buffers.report(together),
-            slots=tuple(slots),
-            blob=Blob(
-                (*together, *others), (*offsets, *[end + at for at in further]), tuple(sizes), b""
-            ),
-            pieces=[piece for piece, _ in pieces],
-            starts=[start for _, start in pieces],
-            size=end + size,
-            replaced=tuple(replaced),
-            tensors=tuple([self._slots[slot].detach() for slot in replaced]),
-        )
+        places = (*offsets, *[end + at for at in further])
+        blob = Blob((*together, *others), places, tuple(sizes), b"")
+        ranges, starts = zip(*pieces, strict=True) if pieces else ((), ())
+        return Contents(blob, ranges, starts, end + size)
 
     def _changed_besides(self, chosen: Sequence[int]) -> list[int]:
         """The blocks among those chosen that differ from the last report; they count as reported
@@ -610,9 +644,10 @@ def _sources(
         if besides and besides >= {*blob.blocks}:
             continue
         packet = Packet(attachments, blob.packet, device)
-        for block, offset, size in zip(blob.blocks, blob.offsets, blob.sizes, strict=True):
-            if block not in besides:
-                found[block] = BlockSource(packet, offset, size)
+        sources = map(_new_source, zip(repeat(packet), blob.offsets, blob.sizes))
+        found.update(zip(blob.blocks, sources, strict=True))
+    for block in besides:
+        found.pop(block, None)
     return found
 
 

@@ -31,8 +31,10 @@ from torch import Tensor, nn
 
 from raydp_parallel import devices
 from raydp_parallel.devices.ranges import (
+    COPIED,
     Attachment,
     MemoryRange,
+    RowPlan,
     SpecRow,
     TensorSpec,
     address_of,
@@ -429,17 +431,21 @@ class RowLayout(NamedTuple):
         sizes: The size of each in bytes.
         offsets: The first byte of each.
         end: The size of the packet in bytes.
+        together: How one operation copies them all; None if there is none.
     """
 
     specs: SpecRow
     sizes: tuple[int, ...]
     offsets: tuple[int, ...]
     end: int
+    together: RowPlan | None
 
 
-def write_row(tensors: Sequence[Tensor]) -> tuple[RowLayout, list[MemoryRange]] | None:
-    """Specs and bytes of many plain tensors, such as a model's gradients; None if a tensor is not
-    plain.
+def write_row(
+    tensors: Sequence[Tensor],
+) -> tuple[RowLayout, list[MemoryRange], Sequence[int]] | None:
+    """Layout, bytes and offsets of many plain tensors, such as a model's gradients; None if a
+    tensor is not plain. On a GPU they are one run.
 
     The layout follows from shapes and dtypes alone and is cached, because each step has the same.
     """
@@ -449,9 +455,13 @@ def write_row(tensors: Sequence[Tensor]) -> tuple[RowLayout, list[MemoryRange]] 
     row = _row(tuple(map(_geometry, tensors)), tuple(map(Tensor.stride, tensors)))
     if row is None:
         return None
-    if all(map(devices.is_cpu, {*map(_device, tensors)})):
-        return row, [*map(MemoryRange, map(Tensor.data_ptr, tensors), row.sizes, tensors)]
-    return row, [*map(devices.piece, tensors)]
+    places = {*map(_device, tensors)}
+    if all(map(devices.is_cpu, places)):
+        runs = map(MemoryRange, map(Tensor.data_ptr, tensors), row.sizes, tensors)
+        return row, [*runs], row.offsets
+    if row.together is None or len(places) > 1:
+        return row, [*map(devices.piece, tensors)], row.offsets
+    return row, [devices.row_on_device(tensors, row.together, row.end)], [0]
 
 
 _layout = attrgetter("layout")
@@ -475,13 +485,15 @@ def _row(kinds: tuple[Any, ...], strides: tuple[tuple[int, ...], ...]) -> RowLay
         specs.append(TensorSpec(DTYPE_NAMES[dtype], tuple(shape), stride, end))
         sizes.append(size)
         end += aligned(size)
-    return RowLayout(SpecRow(specs), tuple(sizes), tuple([spec.offset for spec in specs]), end)
+    row, offsets = SpecRow(specs), tuple([spec.offset for spec in specs])
+    together = row.plan if {spec.dtype for spec in specs} <= COPIED else None
+    return RowLayout(row, tuple(sizes), offsets, end, together)
 
 
 def _is_run(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether a tensor with elements is contiguous."""
+    """Whether a tensor with elements is one run, in whatever order its dimensions lie."""
     step = 1
-    for size, found in zip(reversed(shape), reversed(stride), strict=True):
+    for found, size in sorted(zip(stride, shape, strict=True)):
         if size != 1 and found != step:
             return False
         step *= size
@@ -621,8 +633,8 @@ def encode(
         return Parcel(skeleton, *small), tensors
     plain = write_row(tensors)
     if plain is not None:
-        layout, runs = plain
-        packet = attachments.send(runs, layout.offsets, layout.end)
+        layout, runs, starts = plain
+        packet = attachments.send(runs, starts, layout.end)
         return Parcel(skeleton, layout.specs, packet), tensors
     pieces: list[MemoryRange] = []
     offsets: list[int] = []
@@ -693,10 +705,10 @@ def unpack(
             return small
     own = attachments.take(parcel.packet) if on_cpu else None
     plan = parcel.specs.plan if isinstance(parcel.specs, SpecRow) else None
-    if on_cpu and plan is not None:
+    if plan is not None:
         if own is not None:
             return devices.row_in_place(own, plan)
-        return devices.row_copied(attachments.open(parcel.packet), plan)
+        return devices.row_copied(attachments.open(parcel.packet), plan, device)
     if own is not None:
         read = devices.in_place(own)
     else:

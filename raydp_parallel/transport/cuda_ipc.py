@@ -37,8 +37,8 @@ from torch.multiprocessing import reductions
 from raydp_parallel.devices import trials
 from raydp_parallel.devices.ambient_state import ALLOCATOR
 from raydp_parallel.devices.buffers import Arena, Descriptor, SharedBuffer, new_lease, new_token
-from raydp_parallel.devices.cuda import DeviceBytes, has_memory, on_host, parts_of, spoiled
-from raydp_parallel.devices.ranges import Attachment, MemoryRange
+from raydp_parallel.devices.cuda import DeviceBytes, in_use, on_host, spoiled
+from raydp_parallel.devices.ranges import Attachment, MemoryRange, copy_each
 from raydp_parallel.transport.links.link import InlineLink, Link, MappedBuffer, ReservedMemory
 from raydp_parallel.transport.links.shared import ForeignMemory
 
@@ -49,12 +49,8 @@ _SMALLEST = 1 << 20
 _INDEX = 6
 """Where torch's description of a shared tensor has the number of its GPU."""
 
-
-class _OnlyReader:
-    """Stands for the only process that reads."""
-
-
-_ONLY = _OnlyReader()
+_COUNTER = 11
+"""Where it has the file and, behind it, the place of the counter of its readers."""
 
 
 class _DeviceSegment:
@@ -79,6 +75,9 @@ class _DeviceSegment:
         found = self._handles.get(reader)
         if found is None:
             _, shared = reductions.reduce_tensor(self.tensor)
+            # A reader that is gone may not have counted down, and torch would keep the memory.
+            release = torch.UntypedStorage._release_ipc_counter
+            weakref.finalize(reader, release, *shared[_COUNTER:][:2], device="cuda").atexit = False
             found = self._handles[reader] = pickle.dumps((shared, self.written.ipc_handle()))
         return found
 
@@ -106,7 +105,7 @@ class DeviceBuffer(SharedBuffer):
     @property
     def descriptor(self) -> Descriptor:  # type: ignore[override]  # an attribute of slices
         """The description for the only process that may read, as the driver of a replica."""
-        return self.described(_ONLY)
+        return self.described(DeviceBuffer)  # which stands for that process
 
     def described(self, reader: object) -> Descriptor:
         """The description for one of several processes."""
@@ -203,14 +202,18 @@ class DeviceArena(Arena):
         to it already, if that is given.
         """
         lent = self.take(size) if lent is None else lent
-        rows = [row for row, piece in enumerate(pieces) if piece.origin]
-        sources: list[Tensor] = [piece.origin.tensor for piece in pieces if piece.origin]
-        sizes = [pieces[row].size for row in rows]
-        targets = parts_of(lent.segment.tensor, [offsets[row] for row in rows], sizes)
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for piece, offset in zip(pieces, offsets, strict=True):
+            if piece.origin is not None:
+                whole = lent.segment.tensor[offset : offset + piece.size]
+                into, of = piece.origin.placed(whole)
+                targets += into
+                sources += of
         stream = torch.cuda.current_stream(self.device)
         # Another stream may still have to write what nothing read.
         lent.segment.written.wait(stream)
-        torch._foreach_copy_(targets, sources)
+        copy_each(targets, sources)
         lent.segment.written.record(stream)
         return lent
 
@@ -406,11 +409,9 @@ def gpu_in_use(uuid: str) -> torch.device | None:
     A process sees all GPUs of its machine. Using one more would cost half a gigabyte of that GPU's
     memory for nothing.
     """
-    if not uuid or not torch.cuda.is_initialized():
-        return None
-    for index in range(torch.cuda.device_count()):
-        if str(torch.cuda.get_device_properties(index).uuid) == uuid:
-            return torch.device("cuda", index) if has_memory(index) else None
+    for device in in_use():
+        if str(torch.cuda.get_device_properties(device).uuid) == uuid:
+            return device
     return None
 
 

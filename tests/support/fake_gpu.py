@@ -115,6 +115,7 @@ class FakeGpu:
         broken: What everything is refused with, once a kernel failed an assertion.
         torn: Copies from the host with a source that was not there any more when they took place.
         shares: What was shared between processes, by handle.
+        readers: How many processes torch counts that may still read it, by the counter's place.
         gone: Whether the process that shared it has ended.
         expandable: Whether the allocator makes segments that grow.
         used: The devices on which something of this process lies.
@@ -140,6 +141,7 @@ class FakeGpu:
         self.expandable = False
         self.used: set[int | None] = {None, 0}
         self.shares: dict[bytes, Any] = {}
+        self.readers: dict[int, int] = {}
         self.events: dict[bytes, Any] = {}
         self.opened: list[bytes] = []
         self._streams = itertools.count(1)
@@ -184,6 +186,13 @@ class FakeGpu:
         self, targets: list[Tensor], sources: list[Tensor], non_blocking: bool = False
     ) -> None:
         """``torch._foreach_copy_``."""
+        first = targets[0]
+        if non_blocking and (self.is_pinned(first) or not first.untyped_storage().resizable()):
+            self.check()
+            then = [source.clone() for source in sources]
+            device = sources[0].device
+            self.later("copy to the host", lambda: _foreach_copy(targets, then), device)
+            return
         self.launch()
         for target, source in zip(targets, sources, strict=True):
             self.read_later(source, target.device)
@@ -285,6 +294,7 @@ class FakeGpu:
             self.put(found, where.index)
         if pin_memory:
             self.pinned[found.data_ptr()] = found.nbytes
+            weakref.finalize(found, self.pinned.pop, found.data_ptr(), None)
             self.log.append("pinned buffer")
             found.fill_(77)
         return found
@@ -422,11 +432,12 @@ class FakeGpu:
     def share(self, tensor: Tensor) -> tuple[Any, tuple[Any, ...]]:
         """``reductions.reduce_tensor``."""
         self.check()
-        handle, storage = b"storage %d" % len(self.shares), tensor.untyped_storage()
-        self.shares[handle] = storage
+        number, storage = len(self.shares), tensor.untyped_storage()
+        handle = b"storage %d" % number
+        self.shares[handle], self.readers[number] = storage, 1
         shape = tensor.size(), tensor.stride(), tensor.storage_offset()
         kind = type(tensor), *shape, torch.TypedStorage, tensor.dtype, 5
-        how = handle, storage.nbytes(), 0, False, b"counter", 0, b"event", False
+        how = handle, storage.nbytes(), 0, False, b"counter", number, b"event", False
         return reductions.rebuild_cuda_tensor, (*kind, *how)
 
     def open(self, *given: Any) -> Tensor:
@@ -443,6 +454,11 @@ class FakeGpu:
         self.opened.append(handle)
         found: Tensor = _empty(0, dtype=given[5])
         return found.set_(self.shares[handle], given[3], given[1], given[2])
+
+    def count_down(self, file: bytes, place: int, *, device: str) -> None:
+        """``UntypedStorage._release_ipc_counter``."""
+        assert (type(file), device) == (bytes, "cuda")
+        self.readers[place] -= 1
 
     def refuse_to_move(self, storage: Any) -> Any:
         """``_share_fd_cpu_``."""
@@ -497,6 +513,7 @@ def installed(
         torch.UntypedStorage, "_share_fd_cpu_", lambda storage: gpu.refuse_to_move(storage)
     )
     patch.setattr(torch.UntypedStorage, "is_shared", lambda storage: gpu.is_shared(storage))
+    patch.setattr(torch.UntypedStorage, "_release_ipc_counter", gpu.count_down)
     patch.setattr(torch, "empty", gpu.empty)
     patch.setattr(torch, "ones", gpu.ones)
     patch.setattr(torch, "_foreach_copy_", gpu.foreach_copy)

@@ -144,6 +144,12 @@ class Attachments:
         self.beside.append(packet)
         return len(self.beside) - 1
 
+    def take_back(self, packet: Attachment, size: int) -> None:
+        """Do not send what was placed last."""
+        self.size -= size
+        if type(packet) is not bytes:
+            del self.beside[packet]
+
     def find(self, packet: Attachment) -> Attachment:
         """The packet for what stands in the message."""
         return self.beside[packet] if isinstance(packet, int) else packet

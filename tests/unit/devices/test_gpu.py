@@ -10,6 +10,7 @@ import ctypes
 import gc
 import inspect
 import pickle
+import time
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -113,7 +114,10 @@ def test_every_link_takes_a_gpus_bytes(fake: FakeGpu, make: Any) -> None:
     assert fake.log.count("wait") == 1
 
 
-COPIES = [lambda source: cuda.upload(source, CPU), lambda source: cuda.load(host(64), source)]
+COPIES = [
+    lambda source: cuda.upload(source, CPU),
+    lambda source: cuda.load_all([host(64)], [source]),
+]
 
 
 @pytest.mark.parametrize("begin", COPIES, ids=["upload", "load"])
@@ -401,7 +405,7 @@ def test_training_is_right_though_copies_take_place_later(fake: FakeGpu, name: s
         training.difference(training.train(wrapped(net, 1), case, 4, CPU), plain)
         <= training.TOLERANCE
     )
-    assert fake.log.count("wait") < fake.log.count("copy to the host")
+    assert 0 < fake.log.count("wait") <= fake.log.count("copy to the host")
 
 
 MIXED = {"driver on the CPU": frozenset({"cpu"}), "replicas on CPUs": frozenset()}
@@ -466,6 +470,32 @@ def test_what_chunk_0_writes_comes_back_once() -> None:
         plain(x[:3])
     for name, tensor in net.state_dict().items():
         torch.testing.assert_close(tensor, plain.state_dict()[name])
+
+
+class Sometimes(nn.Module):
+    """Writes to buffers without a version, by the sign of its input to one, two or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, writes in ((self.one, x[0, 0] > 0), (self.other, x[0, 1] > 0)):
+            x = norm.train(bool(writes))(x)
+        return x
+
+
+@pytest.mark.usefixtures("fake")
+def test_a_guess_of_what_is_written_may_be_wrong() -> None:
+    """What the last forward wrote to is sent before it is known whether this one did."""
+    net, random = Sometimes(), torch.Generator().manual_seed(1)
+    plain, model = copy.deepcopy(net), wrapped(net, 1)
+    for signs in ((1, 1), (1, 1), (-1, -1), (1, -1), (1, -1), (-1, 1), (1, 1), (-1, -1), (-1, -1)):
+        x = torch.rand(6, 3, generator=random)
+        x[0, :2] *= torch.tensor(signs)
+        torch.testing.assert_close(model(x), plain(x))
+        for name, tensor in net.state_dict().items():
+            torch.testing.assert_close(tensor, plain.state_dict()[name])
 
 
 @pytest.mark.usefixtures("fake")
@@ -600,7 +630,7 @@ def test_times_are_the_devices(fake: FakeGpu) -> None:
     watch = devices.Stopwatch(CPU)
     assert watch.finish() is None
     watch.mark()
-    assert 0 <= (watch.finish() or -1) < 5
+    assert 0 <= time.perf_counter() - (watch.finish() or 0) < 5
     assert watch.finish() is None
     model = wrapped(nn.Linear(3, 2))
     model(torch.ones(4, 3)).sum().backward()
@@ -783,6 +813,36 @@ def test_tensors_go_by_the_gpus_memory(fake: FakeGpu, ends: Ends) -> None:
         assert len(ledger) == 0
     assert len(fake.opened) == 2 + 1  # each side's sample, and one segment for all three
     assert sum(map(len, ends.arena._free.values())) == 1  # the sample is lent still
+
+
+@pytest.mark.parametrize("way", ["host", "ipc"])
+def test_many_tensors_are_one_copy(fake: FakeGpu, ends: Ends, way: str) -> None:
+    """For each dtype, for torch copies each by itself where they are mixed; and one buffer."""
+    images = torch.randn(20, 2, 3, 4, 5).unbind()
+    tensors = [image.contiguous(memory_format=torch.channels_last) for image in images]
+    tensors += [torch.randn(3, 4, dtype=torch.float16), torch.arange(5), torch.randn(6, 7)]
+    if way == "ipc":
+        assert ends.remote.share_device(ends.arena) == ""
+        ends.link.arenas[CPU] = ends.arena
+    attachments = Attachments(ends.link)
+    fake.log.clear()
+    parcel, _ = codec.encode(tuple(tensors), attachments, "gradients")
+    if way == "ipc":
+        assert fake.log == ["record", "stream waits", "record"]
+    else:
+        assert fake.log == ["pinned buffer", *["copy to the host"] * 3, "record", "wait"]
+    found = codec.unpack(
+        parcel,
+        Attachments(ends.client._link, over(attachments.beside, ends.client._mappings)),
+        CPU,
+    )
+    for one, other in zip(found, tensors, strict=True):
+        assert torch.equal(one, other)
+        assert one.stride() == other.stride()
+        assert not one._is_view()
+    before = found[1]._version
+    found[0].add_(1)
+    assert found[1]._version == before
 
 
 def test_answers_come_by_the_gpus_memory(ends: Ends) -> None:

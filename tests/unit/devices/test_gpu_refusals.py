@@ -229,7 +229,8 @@ def test_a_refused_registration_is_nobodys_error(
     caplog.set_level(logging.INFO, logger="raydp_parallel")
     arena = Arena(pin=devices.pinner(CPU))
     lent, other = arena.take(10), arena.take(1 << 20)
-    cuda.load(torch.zeros(4, dtype=torch.uint8), MemoryRange(lent.array.ctypes.data, 4, lent))
+    read = MemoryRange(lent.array.ctypes.data, 4, lent)
+    cuda.load_all([torch.zeros(4, dtype=torch.uint8)], [read])
     assert fake.asked_to_pin == 1
     assert (
         len([r for r in caplog.records if "cannot be pinned (CUDA error 801)" in r.getMessage()])
@@ -264,6 +265,19 @@ def test_the_weights_of_a_gpu_are_sent_to_replicas_on_cpus(fake: FakeGpu) -> Non
 def sent(link: cuda_ipc.DeviceLink, x: Tensor) -> Any:
     """A tensor as a packet."""
     return link.send([devices.piece(x)], [0], x.nbytes)
+
+
+def test_a_replica_that_died_is_counted_out(fake: FakeGpu) -> None:
+    """Torch would keep a segment that it had open, though nothing reads there any more."""
+    arena, x = cuda_ipc.DeviceArena(CPU), torch.randn(30000)
+    packet, clients = arena.fill([devices.piece(x)], [0], x.nbytes), []
+    for _ in range(2):
+        clients.append(cluster.ReplicaClient(None))
+        assert cuda_ipc.Addressed(packet, clients[-1]).descriptor.device
+    assert [*fake.readers.values()] == [1, 1]
+    del clients[0]
+    gc.collect()
+    assert [*fake.readers.values()] == [0, 1]
 
 
 def test_evaluation_first_leaves_training_its_memory(fake: FakeGpu) -> None:

@@ -68,6 +68,43 @@ def test_registered_memory(
         assert len(fake.registering) == 4
 
 
+class Watched:
+    """A lock that says when it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Semaphore(0)
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self.asked.release()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_nothing_is_registered_before_the_trial_has_ended(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By no other thread either."""
+    lock, found = Watched(), list[Any]()
+    monkeypatch.setattr(cuda._registry, "_trying", lock, raising=False)
+    pin: Any = devices.pinner(CPU)
+    other = threading.Thread(target=lambda: found.append(pin(4096, 64)))
+
+    def trial(*_: object) -> bool:
+        assert lock.asked.acquire(timeout=30)  # by this thread
+        other.start()
+        assert lock.asked.acquire(timeout=30)
+        return False
+
+    monkeypatch.setattr(trials, "passes", trial)
+    assert pin(8192, 64) is None
+    other.join(30)
+    assert found == [None]
+    assert not fake.pinned
+
+
 @pytest.mark.parametrize("how", [*WRONG, "right"])
 def test_copies_beside_backward(
     fake: FakeGpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str

@@ -718,8 +718,8 @@ def test_R6_written_reports_what_changed_in_place_once() -> None:
     found = far.replica_module.written(lambda _: False)
     assert found is not None
     assert [moved for _, moved in found.slots] == [True, False]
-    contents = b"".join(bytes(devices.view(piece).numpy()) for piece in found.pieces)
-    rows = zip(found.blob.offsets, found.blob.sizes, strict=True)
+    contents = b"".join(bytes(devices.view(piece).numpy()) for piece in found.contents.pieces)
+    rows = zip(*found.contents.blob[1:3], strict=True)
     found_now = [struct.unpack("3f", contents[start : start + size]) for start, size in rows]
     assert found_now == [(1, 1, 1), (3, 3, 3)]
     assert far.replica_module.written(lambda _: False) is None

@@ -65,7 +65,7 @@ def test_tensors_read_by_a_plan_are_those_read_one_by_one(
 def test_tensors_in_place_share_the_memory_and_keep_it_alive() -> None:
     """Each has a storage of its own over its bytes."""
     given = tensors()
-    layout, pieces = codec.write_row(given) or pytest.fail("a row")
+    layout, pieces, _ = codec.write_row(given) or pytest.fail("a row")
     memory = bytearray(layout.end)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     for piece, offset in zip(pieces, layout.offsets, strict=True):
