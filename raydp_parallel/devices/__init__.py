@@ -11,12 +11,12 @@ from raydp_parallel.devices.comparison import (
     prints_of_host,
 )
 from raydp_parallel.devices.cuda import (
+    DeviceRow,
     Stopwatch,
     finish,
     let_go,
     on_host,
     pinner,
-    row_on_device,
     spoiled,
 )
 from raydp_parallel.devices.memory import (
@@ -69,6 +69,7 @@ from raydp_parallel.devices.streams import (
 __all__ = [
     "RECYCLED",
     "Courier",
+    "DeviceRow",
     "Lane",
     "Makers",
     "MemoryLook",
@@ -109,7 +110,6 @@ __all__ = [
     "rest",
     "row_copied",
     "row_in_place",
-    "row_on_device",
     "row_windows",
     "same_stream",
     "scratch",

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from raydp_parallel.devices.cuda import DeviceBytes, behind, data_of, on_device, upload, wait_for
-from raydp_parallel.devices.ranges import MemoryRange, is_cpu
+from raydp_parallel.devices.cuda import DeviceBytes, behind, on_device, upload, wait_for
+from raydp_parallel.devices.ranges import MemoryRange, data_of, is_cpu
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)

@@ -32,6 +32,7 @@ from raydp_parallel.devices.ranges import (
     bytes_of,
     copy_each,
     cut,
+    data_of,
     fill,
     is_cpu,
     view,
@@ -128,11 +129,6 @@ def on_device(tensor: Tensor) -> MemoryRange:
     return MemoryRange(0, tensor.nbytes, tensor, DeviceBytes(tensor))
 
 
-def row_on_device(tensors: Sequence[Tensor], plan: RowPlan, size: int) -> MemoryRange:
-    """The memory range of tensors on a GPU that are sent together, without a copy."""
-    return MemoryRange(0, size, tensors, DeviceRow(tensors, plan, size))
-
-
 def on_host(source: MemoryRange) -> MemoryRange:
     """The same bytes in the machine's memory."""
     if source.origin is None:
@@ -140,11 +136,6 @@ def on_host(source: MemoryRange) -> MemoryRange:
     target = torch.empty(source.size, dtype=torch.uint8, device="cpu")
     fill(target.data_ptr(), [source], [0])
     return MemoryRange(target.data_ptr(), source.size, target)
-
-
-def data_of(source: MemoryRange) -> Tensor:
-    """A run of bytes as a tensor, where it lies."""
-    return source.origin.tensor if source.origin is not None else view(source)
 
 
 class _Lent:

@@ -129,6 +129,12 @@ def view(source: MemoryRange) -> Tensor:
     return torch.from_numpy(np.asarray(_Bytes(source)))
 
 
+def data_of(source: MemoryRange) -> Tensor:
+    """A run of bytes as a tensor, where it lies."""
+    found: Tensor = view(source) if source.origin is None else source.origin.tensor
+    return found
+
+
 def shaped(source: MemoryRange, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A run of the machine's memory as a contiguous tensor. It is no view of another one, because
     autograd restricts changes of views.

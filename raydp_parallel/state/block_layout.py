@@ -497,7 +497,8 @@ class BlockRow:
         """The bytes, given all tensors by slot."""
         assert self._plan is not None
         chosen = [*map(tensors.__getitem__, self.starts)]  # a block is named by its first slot
-        return devices.row_on_device(chosen, self._plan, self.end)
+        origin = devices.DeviceRow(chosen, self._plan, self.end)
+        return MemoryRange(0, self.end, chosen, origin)
 
 
 class Told:

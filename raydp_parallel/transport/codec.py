@@ -461,7 +461,8 @@ def write_row(
         return row, [*runs], row.offsets
     if row.together is None or len(places) > 1:
         return row, [*map(devices.piece, tensors)], row.offsets
-    return row, [devices.row_on_device(tensors, row.together, row.end)], [0]
+    origin = devices.DeviceRow(tensors, row.together, row.end)
+    return row, [MemoryRange(0, row.end, tensors, origin)], [0]
 
 
 _layout = attrgetter("layout")

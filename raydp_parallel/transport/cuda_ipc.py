@@ -62,9 +62,8 @@ class _DeviceSegment:
         with torch.inference_mode(False):
             self.tensor = torch.empty(length, dtype=torch.uint8, device=device)
         self.written = torch.cuda.Event(interprocess=True)
-        self.written.record(
-            torch.cuda.current_stream(device)
-        )  # there is no handle before the first record
+        # there is no handle before the first record
+        self.written.record(torch.cuda.current_stream(device))
         self.descriptor = Descriptor(new_token(), "", 0, length, length)
         self._handles: weakref.WeakKeyDictionary[object, bytes] = weakref.WeakKeyDictionary()
 
@@ -206,8 +205,7 @@ class DeviceArena(Arena):
         sources: list[Tensor] = []
         for piece, offset in zip(pieces, offsets, strict=True):
             if piece.origin is not None:
-                whole = lent.segment.tensor[offset : offset + piece.size]
-                into, of = piece.origin.placed(whole)
+                into, of = piece.origin.placed(lent.segment.tensor[offset : offset + piece.size])
                 targets += into
                 sources += of
         stream = torch.cuda.current_stream(self.device)
