@@ -477,36 +477,64 @@ class DataParallel(nn.DataParallel[T]):
         named = isinstance(called, str)
         verb = "call" if named else "forward" if forward.runs_module(called) else "run"
         with record_function(f"raydp_parallel.DataParallel.{verb}"):
-            if not self.device_ids or replica.running():
-                output = self._in_place(called, inputs, kwargs)
-                return output if gather else [output]
-            chunks, chunk_kwargs = (inputs,), (kwargs,)
-            if split:
-                # [1]
-                chunks, chunk_kwargs = self.scatter(inputs, kwargs, self.device_ids)
-                if not chunks and not chunk_kwargs:
-                    chunks, chunk_kwargs = ((),), ({},)
-            if isinstance(called, LossCall):
-                called = called.for_chunks(len(chunks), self.dim)
-            if len(self.device_ids) == 1 or not split:
-                (alone,) = functional.calling(self._replicate(self.device_ids[:1]), called)
-                with self._setting():
-                    output = functional.apply_one(alone, chunks[0], chunk_kwargs[0], self.dim)
-                return output if gather else [output]
-            made = self.replicate(self._master, self.device_ids[: len(chunks)])
-            replicas = functional.calling(made, called)
-            numbers = isinstance(called, LossCall) and called.reduction != "none"
-            weighing = self._weighing(chunks, chunk_kwargs, gather and not numbers)
-            with self._setting(
-                joins=gather and self._joins_alone(), balance=self._balance(self.device_ids)
-            ):
-                outputs = self.parallel_apply(replicas, chunks, chunk_kwargs)
+            return self._begin(called, inputs, kwargs, split, gather)()
+
+    def _begin(
+        self,
+        called: Called,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        split: bool = True,
+        gather: bool = True,
+    ) -> Callable[[], Any]:
+        """Split and send, for what is called. Returns what waits and gathers."""
+        if not self.device_ids or replica.running():
+            output = self._in_place(called, inputs, kwargs)
+            return lambda: output if gather else [output]
+        chunks, chunk_kwargs = (inputs,), (kwargs,)
+        if split:
+            # [1]
+            chunks, chunk_kwargs = self.scatter(inputs, kwargs, self.device_ids)
+            if not chunks and not chunk_kwargs:
+                chunks, chunk_kwargs = ((),), ({},)
+        if isinstance(called, LossCall):
+            called = called.for_chunks(len(chunks), self.dim)
+        if len(self.device_ids) == 1 or not split:
+            (alone,) = functional.calling(self._replicate(self.device_ids[:1]), called)
+            with self._setting():
+                one = functional.begin_one(alone, chunks[0], chunk_kwargs[0], self.dim).outputs
+            return lambda: one()[0] if gather else one()
+        ids = self.device_ids[: len(chunks)]
+        replicas = functional.calling(self.replicate(self._master, ids), called)
+        numbers = isinstance(called, LossCall) and called.reduction != "none"
+        weighing = self._weighing(chunks, chunk_kwargs, gather and not numbers)
+        with self._setting(
+            joins=gather and self._joins_alone(), balance=self._balance(self.device_ids)
+        ):
+            if self._has_own("parallel_apply"):
+                begun = functional.begin(
+                    replicas,
+                    chunks,
+                    chunk_kwargs,
+                    ids,
+                    dim=self.dim,
+                    unused=self._options.unused_grads,
+                )
+                outputs: Callable[[], list[Any]] = begun.outputs
+            else:
+                applied = self.parallel_apply(replicas, chunks, chunk_kwargs)
+                outputs = lambda: applied  # noqa: E731
+
+        def finish() -> Any:
+            found = outputs()
             if not gather:
-                return outputs
+                return found
             join = called.joined if numbers else self.gather  # type: ignore[union-attr]
             # [10]
             with weighing:
-                return join(outputs, self.output_device)
+                return join(found, self.output_device)
+
+        return finish
 
     @ambient_state.uncompiled
     def replicate(self, module: T, device_ids: Sequence[Any]) -> list[Any]:
@@ -654,27 +682,36 @@ class DataParallel(nn.DataParallel[T]):
             replicas=count if whole else 1,
             in_flight=limit if ahead else 1,
             at_once=min(count, limit) if whole else None,
-            device=_module_device(self._master),
             place=None if in_place else self._output_device,
-            threads=ahead,
             ordered=ordered,
             on_error=on_error,
             progress=progress,
         )
-        compute = self._compute_whole if whole and not in_place else self._compute_split
-        return batch_inference.outputs(batches, compute, settings)
+        begin = self._begin_whole if whole and not in_place else self._begin_split
+        return batch_inference.outputs(batches, begin, settings)
 
-    def _compute_whole(self, at: int, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of a batch that one replica computes."""
+    def _begin_whole(
+        self, at: int, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], Any]:
+        """Send a batch to one replica. Returns what waits for its output."""
         with self._setting():
-            replicas = self._replicate(self.device_ids)
-            return functional.calling(replicas, self._loss_of(inputs, kwargs))[at](
-                *inputs, **kwargs
-            )
+            replicas = self._replicate(self.device_ids, detach=True)
+            one = functional.calling(replicas, self._loss_of(inputs, kwargs))[at]
+            outputs = one._begin(inputs, kwargs).outputs
+        return lambda: outputs()[0]
 
-    def _compute_split(self, at: int, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of a batch that all replicas compute, or the module in place."""
-        return self.forward(*inputs, **kwargs)
+    def _begin_split(
+        self, at: int, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], Any]:
+        """Send a batch to all replicas, or run the module in place. Returns what waits for its
+        output.
+        """
+        with torch.no_grad():
+            if self._has_own("forward"):
+                finish = self._begin(self._loss_of(inputs, kwargs), inputs, kwargs)
+                return torch.no_grad()(finish)
+            output = self.forward(*inputs, **kwargs)
+            return lambda: output
 
     @contextlib.contextmanager
     def _setting(self, **more: Any) -> Iterator[None]:
@@ -765,10 +802,10 @@ class DataParallel(nn.DataParallel[T]):
         wanted.parts = [captured]
         return output
 
-    def _replicate(self, device_ids: Sequence[Any]) -> list[Any]:
+    def _replicate(self, device_ids: Sequence[Any], detach: bool = False) -> list[Any]:
         executor = self.executor
         slots = executor.slots(device_ids)
-        module, detach = self._master, not torch.is_grad_enabled()
+        module, detach = self._master, detach or not torch.is_grad_enabled()
         tracker = executor.tracker(module)
         if tracker is not self._tracker:  # setting an attribute of a module is slow
             self._tracker = tracker
@@ -783,8 +820,11 @@ class DataParallel(nn.DataParallel[T]):
         """Whether outputs are joined at their first dimension, and no subclass's method sees them
         before that.
         """
-        own = getattr(self.parallel_apply, "__func__", None), getattr(self.gather, "__func__", None)
-        return self.dim == 0 and own == (DataParallel.parallel_apply, DataParallel.gather)
+        return self.dim == 0 and self._has_own("parallel_apply") and self._has_own("gather")
+
+    def _has_own(self, method: str) -> bool:
+        """Whether a method is this class's, and not one of a subclass or of the instance."""
+        return getattr(getattr(self, method), "__func__", None) is vars(DataParallel)[method]
 
     def _weighing(
         self, chunks: Sequence[Any], kwargs: Sequence[Any], gathers: bool
@@ -890,7 +930,7 @@ def data_parallel(
         chunks, kwargs = ((),), ({},)
     replicas = functional.replicate(module, ids[: len(chunks)])
     if len(ids) == 1:
-        return functional.apply_one(replicas[0], chunks[0], kwargs[0], dim)
+        return functional.begin_one(replicas[0], chunks[0], kwargs[0], dim).outputs()[0]
     outputs = functional.apply(replicas, chunks, kwargs, ids[: len(chunks)], dim=dim)
     place = _module_device(module) if output_device is None else _own_device(output_device, ids)
     return batch.gather(outputs, place, dim)

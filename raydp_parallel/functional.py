@@ -100,8 +100,11 @@ class RemoteReplica:
     @ambient_state.uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the replica. An exception of the module is raised as it is, as a plain call would."""
+        return self._begin(args, kwargs).outputs()[0]
+
+    def _begin(self, args: Any, kwargs: dict[str, Any]) -> forward.ForwardCall:
         unused = self._executor.options.unused_grads
-        return forward.run(self._executor, [self._chunk(args, kwargs, None, 0)], unused)[0]
+        return forward.begin(self._executor, [self._chunk(args, kwargs, None, 0)], unused)
 
     def _chunk(
         self, args: Any, kwargs: dict[str, Any], where: str | None, dim: int
@@ -219,13 +222,26 @@ def apply(
     unused: UnusedGrads = "zeros",
 ) -> list[Any]:
     """`parallel_apply`, with the settings of a wrapper's options."""
+    return begin(modules, inputs, kwargs_tup, devices, dim=dim, unused=unused).outputs()
+
+
+def begin(
+    modules: Sequence[Any],
+    inputs: Sequence[Any],
+    kwargs_tup: Sequence[dict[str, Any]] | None,
+    devices: Sequence[Any] | None,
+    *,
+    dim: int = 0,
+    unused: UnusedGrads = "zeros",
+) -> forward.ForwardCall:
+    """What `apply` waits for."""
     kwargs = _checked(modules, inputs, kwargs_tup, devices)
     replicas = _replicas(modules, devices)
     chunks = [
         replica._chunk(args, kwarg, f"in replica {i} on device {replica.device_id}", dim)
         for i, (replica, args, kwarg) in enumerate(zip(replicas, inputs, kwargs, strict=True))
     ]
-    return forward.run(replicas[0]._executor, chunks, unused)
+    return forward.begin(replicas[0]._executor, chunks, unused)
 
 
 def calling(replicas: Sequence[Any], called: Called) -> Sequence[Any]:
@@ -241,12 +257,14 @@ def calling(replicas: Sequence[Any], called: Called) -> Sequence[Any]:
     return [replica._calling(called) for replica in replicas]
 
 
-def apply_one(replica: RemoteReplica, args: Any, kwargs: dict[str, Any], dim: int = 0) -> Any:
-    """The only device's output. Upstream runs the module itself there: raw errors, no zeros,
+def begin_one(
+    replica: RemoteReplica, args: Any, kwargs: dict[str, Any], dim: int = 0
+) -> forward.ForwardCall:
+    """The only device's call. Upstream runs the module itself there: raw errors, no zeros,
     rebinding stays.
     """
     chunk = replica._chunk(tuple(args), kwargs, None, dim)._replace(alone=True)
-    return forward.run(replica._executor, [chunk], "none")[0]
+    return forward.begin(replica._executor, [chunk], "none")
 
 
 def _checked(

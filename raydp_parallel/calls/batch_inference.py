@@ -1,42 +1,42 @@
 """Batch inference: several batches computed at once, while the driver loads more and takes outputs.
 
 ```
- caller's thread:   load, send, load, send ...  take an output, give it, load, send ...
-                          │           │         ▲
- other threads:        forward     forward ─────┘   each an ordinary forward
+ caller's thread:   load, send, load, send ... take an output, give it, load, send ...
+                          │           │          ▲
+ replicas:                └ compute   └ compute ─┘   send and take: the halves of a forward
 ```
 
-[Note: threads of a map]
-The caller's thread alone runs the loader and the consumer, and waits while another thread sends a
-batch: so batches are loaded, seeds drawn and weights read in the order of a plain loop, and never
-while the caller's code runs. The other threads read answers, so that a replica whose answer was
-read gets its next batch, whatever the caller does. They are never interrupted: Ctrl-C ends the
-caller's wait, and leaves no call half done.
+[Note: one thread]
+The caller's thread does all of it, and nothing while the caller's code runs. So batches are
+loaded, seeds drawn and weights read in the order of a plain loop. No thread has to get a core
+before a replica begins its next batch: that lies in its socket already. Only where it cannot lie
+there, another thread reads answers meanwhile, see `AnswerReader`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
+import gc
 import os
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple
 
 import torch
 
-from raydp_parallel import devices
 from raydp_parallel.calls import forward
-from raydp_parallel.devices import ambient_state
+from raydp_parallel.cluster.client import AnswerReader
 from raydp_parallel.errors import ParallelError, ReplicaDied, ReplicaExit, TransferError
 from raydp_parallel.progress import BatchCount
 
 OnError = Literal["raise", "skip"]
 
-Compute = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
-"""Computes a batch's output, on the replica with this number among those to choose from."""
+Begin = Callable[[int, tuple[Any, ...], dict[str, Any]], Callable[[], Any]]
+"""Sends a batch to the replica with this number among those to choose from. Returns what waits for
+its output."""
 
 _OF_A_BATCH = (ReplicaDied, ReplicaExit, TransferError)
 """Errors of this package that one batch can cause, and the next one need not meet."""
@@ -50,9 +50,7 @@ class MapSettings(NamedTuple):
             each batch.
         in_flight: The most batches that are loaded, and whose outputs are not yet given.
         at_once: As in `forward.MapCall`.
-        device: Where the master is.
         place: Where outputs go; None is where the master is.
-        threads: Whether batches are sent ahead. If not, each is computed in the caller's thread.
         ordered: Whether outputs have the order of batches.
         on_error: What to do if a batch fails.
         progress: Whether to count batches on standard error.
@@ -61,9 +59,7 @@ class MapSettings(NamedTuple):
     replicas: int
     in_flight: int
     at_once: int | None
-    device: torch.device
     place: torch.device | None
-    threads: bool
     ordered: bool
     on_error: OnError
     progress: bool
@@ -79,7 +75,8 @@ class SentBatch:
 
     Attributes:
         captured: Takes the outputs of submodules in this batch's forward.
-        ended: Whether it has an output or an error.
+        calls: Its forwards: one, or none if it was computed when it was sent.
+        ended: Whether its output is known to be there, or its error.
     """
 
     def __init__(self, number: int, replica: int, wanted: forward.Capture | None) -> None:
@@ -87,127 +84,147 @@ class SentBatch:
         self.replica = replica
         self._wanted = wanted
         self.captured = None if wanted is None else forward.Capture(wanted.module, wanted.names)
-        self._output: Any = None
-        self._error: BaseException | None = None
+        self.calls: list[forward.ForwardCall] = []
+        self._finish: Callable[[], Any] | None = None
+        self._error: Exception | None = None
         self.ended = False
 
-    def run(self, compute: Callable[[], Any]) -> None:
-        """Compute it, and keep what comes of it."""
+    def send(self, begin: Callable[[], Callable[[], Any]], mapping: forward.MapCall) -> None:
+        """Send it, in a context of its own."""
+        forward.mapping.set(mapping)
+        forward.capturing.set(self.captured)
         try:
-            self._output = compute()
-        except BaseException as error:
+            self._finish = begin()
+        except Exception as error:
             self._error = error
-        self.ended = True
+        self.ended = not self.pending
+
+    @property
+    def pending(self) -> list[Any]:
+        """Its calls that have an answer to come."""
+        return [one for call in self.calls if call.sent is not None for one in call.sent.pending]
 
     def output(self) -> Any:
-        """Its output, once; what it captured is then what was captured last."""
+        """Wait for its output, once; what it captured is then what was captured last."""
         error, self._error = self._error, None
-        if error is not None:
-            try:
+        finish, self._finish = self._finish, None
+        try:
+            if error is not None:
                 raise error
-            finally:
-                del error  # its traceback holds this frame
+            assert finish is not None
+            output = finish()
+        finally:
+            del error, finish  # an exception's traceback holds this frame
+            self.abandon()  # does nothing but after Ctrl-C
         if self._wanted is not None and self.captured is not None:
-            self._wanted.parts = self.captured.parts
-        output, self._output = self._output, None
+            self._wanted.parts, self._wanted.rows = self.captured.parts, self.captured.rows
         return output
+
+    def drain(self) -> None:
+        """Wait for its end, whatever comes of it."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            with contextlib.suppress(Exception):
+                finish()
+
+    def abandon(self) -> None:
+        """Do not wait for it any more."""
+        for call in self.calls:
+            call.abandon()
+        self.calls.clear()
 
 
 class BatchPipeline:
     """The batches whose outputs were not yet taken.
 
-    It waits by `SimpleQueue` alone. Events and futures are Python code, in which Ctrl-C may leave a
-    lock held that a thread then waits for.
-
     Args:
-        compute: Computes a batch.
+        begin: Sends a batch.
         settings: How the map runs.
     """
 
-    def __init__(self, compute: Compute, settings: MapSettings) -> None:
-        self._compute = compute
+    def __init__(self, begin: Begin, settings: MapSettings) -> None:
+        self._begin = begin
         self._settings = settings
         self._process = os.getpid()
-        self._threads = 0
-        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._ended: SimpleQueue[None] = SimpleQueue()
+        self._reader = AnswerReader()
         self._batches: list[SentBatch] = []
         self._count = 0
+        self._collector = 0
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def send(self, batch: Any) -> None:
-        """Send a batch to the replica that has the fewest, and return once it was sent."""
-        waiting = [0] * self._settings.replicas
+        """Send a batch to the replica that has the fewest."""
+        settings = self._settings
+        if settings.replicas > 1:
+            self._look()
+        waiting = [0] * settings.replicas
         for other in self._batches:
             waiting[other.replica] += not other.ended
-        one = SentBatch(self._count, waiting.index(min(waiting)), forward.capturing.get())
+        at = waiting.index(min(waiting))
+        one = SentBatch(self._count, at, forward.capturing.get())
         self._count += 1
-        sent: SimpleQueue[None] = SimpleQueue()
-        compute = self._job(one, *arguments(batch), sent)
-        if not self._settings.threads:
-            self._batches.append(one)
-            one.run(compute)
-            return
+        # Before it is sent: Ctrl-C may come at any moment.
+        self._batches.append(one)
+        mapping = forward.MapCall(settings.at_once, settings.place, one.calls)
+        begin = functools.partial(self._begin, at, *arguments(batch))
+        contextvars.copy_context().run(one.send, begin, mapping)
+        self._reader.attend(one.pending)
 
-        def run() -> None:
-            one.run(compute)
-            sent.put(None)
-            self._ended.put(None)
+    def _look(self, wait: bool = False) -> None:
+        """Note which batches have ended.
 
-        if self._threads < self._settings.in_flight:
-            self._threads += 1
-            name, jobs = "raydp-map", (self._work,)
-            threading.Thread(target=_work, args=jobs, name=name, daemon=True).start()
-        self._work.put(run)
-        self._batches.append(one)  # after that, so that `close` waits for nothing that never comes
-        sent.get()
+        Args:
+            wait: Whether to wait for one, for as long as a call may take.
+        """
+        left = [one for one in self._batches if not one.ended]
+        if left:
+            executor = left[0].calls[-1].executor
+            answered = executor.answered([one.pending for one in left], wait)
+            for one, ended in zip(left, answered, strict=True):
+                one.ended = ended
 
-    def _job(
-        self, one: SentBatch, args: tuple[Any, ...], kwargs: dict[str, Any], sent: SimpleQueue[None]
-    ) -> Callable[[], Any]:
-        """What computes a batch in any thread as the calling thread would, now."""
-        settings = self._settings
-        context, ambient = contextvars.copy_context(), ambient_state.capture()
-        stream = devices.same_stream(settings.device)
-        call = forward.MapCall(settings.at_once, functools.partial(sent.put, None), settings.place)
+    def next(self) -> SentBatch:
+        """The batch that is to be taken next."""
+        if self._settings.ordered:
+            return self._batches[0]
+        if not any(one.ended for one in self._batches):
+            self._look(wait=True)
+        return next((one for one in self._batches if one.ended), self._batches[0])
 
-        def compute() -> Any:
-            forward.mapping.set(call)
-            forward.capturing.set(one.captured)
-            with ambient_state.enter(ambient._replace(grad=False)), stream:
-                return self._compute(one.replica, args, kwargs)
+    def remove(self, one: SentBatch) -> None:
+        """Let go of a batch, once its output was taken."""
+        self._batches.remove(one)
 
-        return functools.partial(context.run, compute)
-
-    def take(self) -> SentBatch:
-        """Wait for the next batch that has ended, and let go of it."""
-        candidates = self._batches[:1] if self._settings.ordered else self._batches
-        while True:
-            for one in candidates:
-                if one.ended:
-                    self._batches.remove(one)
-                    return one
-            self._ended.get()
+    def note_collection(self, phase: str, _: Any) -> None:
+        """Note which thread collects garbage."""
+        self._collector = threading.get_ident() if phase == "start" else 0
 
     def close(self) -> None:
-        """Wait for all calls that run. A forked process has none: the threads are the parent's."""
+        """Wait for all calls that run. A forked process has none: they are the parent's.
+
+        If the map is garbage, this may be in the midst of another call of this thread, which has
+        locks: another thread waits then.
+        """
+        if self.note_collection in gc.callbacks:
+            gc.callbacks.remove(self.note_collection)
+        if self._collector == threading.get_ident():
+            threading.Thread(target=self._end, name="raydp-map", daemon=True).start()
+        else:
+            self._end()
+
+    def _end(self) -> None:
         if os.getpid() != self._process:
             return
         try:
-            while not all(one.ended for one in self._batches):
-                self._ended.get()
+            for one in self._batches:
+                one.drain()
         finally:
-            for _ in range(self._threads):
-                self._work.put(None)
-
-
-def _work(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
-    """Run jobs, until there is a None."""
-    while (job := jobs.get()) is not None:
-        job()
-        del job
+            self._reader.close()
+            for one in self._batches:
+                one.abandon()
+            self._batches.clear()
 
 
 class BatchSource:
@@ -280,25 +297,26 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def outputs(
-    batches: Iterable[Any], compute: Compute, settings: MapSettings
+    batches: Iterable[Any], begin: Begin, settings: MapSettings
 ) -> Generator[Any, None, None]:
     """Compute batches and give their outputs. Nothing is loaded before the first is asked for.
 
     Args:
         batches: The loader.
-        compute: Computes a batch.
+        begin: Sends a batch.
         settings: How the map runs.
     """
     source, skipped, done = BatchSource(batches), SkippedBatches(), 0
     count = BatchCount(_length(batches)) if settings.progress else None
-    pipeline = BatchPipeline(compute, settings)
+    pipeline = BatchPipeline(begin, settings)
     found: list[Any] = []  # emptied before the consumer has the output, so that nothing keeps it
     try:
+        gc.callbacks.append(pipeline.note_collection)
         while True:
             source.fill(pipeline, settings.in_flight)
             if not len(pipeline):
                 break
-            one = pipeline.take()
+            one = pipeline.next()
             done += 1
             try:
                 found.append(one.output())
@@ -306,6 +324,7 @@ def outputs(
                 if settings.on_error == "raise" or not _of_a_batch(error):
                     raise
                 skipped.note(one.number, error)
+            pipeline.remove(one)
             del one
             if count is not None:
                 count.advance()

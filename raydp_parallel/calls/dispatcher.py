@@ -74,20 +74,39 @@ class Dispatcher:
         with replica_set.lock:
             self._run = replica_set.recorder.begin(jobs)
 
-    def run(self, meanwhile: Callable[[], None] | None = None) -> list[ChunkAnswer]:
-        """The answers, in the order of the jobs.
+    def send(self, meanwhile: Callable[[], None] | None = None) -> None:
+        """Send the calls.
 
         Args:
             meanwhile: What the driver does while the replicas work.
         """
         try:
             self._send(range(len(self._jobs)), meanwhile)
+        except BaseException:
+            self._replica_set.recorder.end(self._run)
+            raise
+
+    def answers(self) -> list[ChunkAnswer]:
+        """Wait for all answers, once. They have the order of the jobs."""
+        try:
+            self._replica_set.check_own()
             lost = self._collect()
             if lost:
                 self._replay(lost)
         finally:
             self._replica_set.recorder.end(self._run)
         return [self._answers[number] for number in range(len(self._jobs))]
+
+    @property
+    def pending(self) -> list[Any]:
+        """The calls that were sent, and whose answers were not taken."""
+        return [call for sent in [*self._sent.values()] for call in sent.pending]
+
+    def abandon(self) -> None:
+        """Stop waiting for answers, if any were not taken."""
+        if self._sent:
+            self._abandon()
+            self._replica_set.recorder.end(self._run)
 
     def _replay(self, lost: dict[int, ReplicaDied | None]) -> None:
         """Send again the jobs that were lost with their replicas, or did not reach them whole."""
@@ -120,6 +139,7 @@ class Dispatcher:
                     self._send_one(number, load)
                 if meanwhile is not None:
                     meanwhile()
+                self._run.checked()
             except BaseException:
                 self._abandon()
                 raise

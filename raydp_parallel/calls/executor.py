@@ -307,7 +307,24 @@ class Executor:
             ReplicaDied: A replica's process ended, and with ``on_fault="replay"`` others that did
                 its work, too. All other calls have ended.
         """
-        return Dispatcher(self._replica_set, jobs).run(meanwhile)
+        calls = self.dispatcher(jobs)
+        calls.send(meanwhile)
+        return calls.answers()
+
+    def dispatcher(self, jobs: Sequence[ChunkCall]) -> Dispatcher:
+        """What sends one call per chunk, and waits for all, in two steps."""
+        return Dispatcher(self._replica_set, jobs)
+
+    def answered(self, groups: Sequence[Sequence[Any]], wait: bool) -> list[bool]:
+        """Which of some groups of pending calls have all their answers. None is taken.
+
+        Args:
+            groups: The groups.
+            wait: Whether to wait for one more answer, for as long as a call may take.
+        """
+        calls = [call for group in groups for call in group]
+        come = {id(calls[at]) for at in self._replica_set.backend.come(calls, wait)}
+        return [all(id(call) in come for call in group) for group in groups]
 
     def send_code(self, answers: Sequence[ChunkAnswer]) -> bool:
         """Send modules that replicas could not import, or found with other source; returns whether

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from raydp_parallel import batch, devices
 from raydp_parallel.calls import autograd, replay, synced_call, training_record
 from raydp_parallel.calls.chunk_balance import ChunkBalance, ChunkTimes
+from raydp_parallel.calls.dispatcher import Dispatcher
 from raydp_parallel.calls.executor import Executor
 from raydp_parallel.calls.group_reduction import ReductionPart
 from raydp_parallel.calls.replica_groups import RelayRoute, WeightRelay, begin_relay, route, size_of
@@ -154,30 +155,33 @@ capturing: ContextVar[Capture | None] = ContextVar("raydp_parallel_capturing", d
 class MapCall(NamedTuple):
     """What a forward knows that computes one of several batches at once.
 
-    Its effects on the module are dropped: those of several batches have no order.
+    It makes no gradients. Its effects on the module are dropped: those of several batches have no
+    order.
 
     Attributes:
         at_once: How many such forwards run at the same time, each with one chunk; None if each has
             all replicas.
-        sent: Called once its chunks were sent, and the module is not read any more.
         place: Where its outputs go; None is where the master is.
+        calls: Where it enters itself before it sends anything.
     """
 
     at_once: int | None
-    sent: Callable[[], None]
     place: torch.device | None
+    calls: list[ForwardCall]
 
 
 mapping: ContextVar[MapCall | None] = ContextVar("raydp_parallel_mapping", default=None)
 
 
-def run(executor: Executor, chunks: Sequence[ForwardChunk], unused: UnusedGrads) -> list[Any]:
-    """Run every chunk, and make the outputs part of torch's graph."""
-    return ForwardCall(executor, chunks, unused).run()
+def begin(executor: Executor, chunks: Sequence[ForwardChunk], unused: UnusedGrads) -> ForwardCall:
+    """Send every chunk. The call's outputs are part of torch's graph."""
+    call = ForwardCall(executor, chunks, unused)
+    call.send()
+    return call
 
 
 class ForwardCall:
-    """One forward that runs.
+    """One forward that runs, in two steps: `send`, and `outputs`.
 
     While the replicas work, the driver plans the graph and verifies contents; what it needs for
     that is collected as the chunks' messages are made, one after the other, each sent at once.
@@ -189,7 +193,9 @@ class ForwardCall:
         self.executor = executor
         self.chunks = chunks
         self.trackers = list(dict.fromkeys([chunk.tracker for chunk in chunks]))
-        self.ambient = ambient_state.capture()
+        of_map, ambient = mapping.get(), ambient_state.capture()
+        self.mapped = of_map is not None
+        self.ambient = ambient._replace(grad=False) if self.mapped else ambient
         self.capture = capturing.get()
         if self.capture is not None and self.capture.module is not chunks[0].tracker.module:
             self.capture = None
@@ -212,27 +218,51 @@ class ForwardCall:
                 "Options(compile=...): synchronised batch norm cannot be compiled, because chunks "
                 "exchange tensors in the midst of it"
             )
-        self.mapping = mapping.get()
-        at_once = self.mapping.at_once if self.mapping is not None else None
+        self.place = None if of_map is None else of_map.place
+        at_once = None if of_map is None else of_map.at_once
         self.threads = executor.threads(at_once or len(chunks))
         self.sends: list[int] = []
         self.verified = True
         self.token: Tensor | None = None
         self.graphs: list[RemoteGraph | None] = []
+        self.relays: dict[ModuleTracker, WeightRelay | None] = {}
+        self.sent: Dispatcher | None = None
+        self.together: list[ChunkAnswer] = []
+        if of_map is not None:
+            of_map.calls.append(self)
 
-    def run(self) -> list[Any]:
-        """The chunks' outputs."""
+    def send(self) -> None:
+        """Send the chunks."""
         try:
-            return self._run()
+            self._send()
         except BaseException:
-            # The exception's traceback may keep this object alive for long.
-            for graph in self.graphs:
-                if graph is not None:
-                    graph.drop()
+            self.abandon()
             raise
 
-    def _run(self) -> list[Any]:
-        answers = self._attempt()
+    def outputs(self) -> list[Any]:
+        """Wait for the chunks' outputs, once."""
+        try:
+            return self._take()
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            self.sent = None  # its jobs refer to this object
+
+    def abandon(self) -> None:
+        """Stop waiting, and release what an exception's traceback may keep alive for long."""
+        for relay in self.relays.values():
+            if relay is not None:
+                relay.abandon()
+        for graph in self.graphs:
+            if graph is not None:
+                graph.drop()
+        sent, self.sent = self.sent, None
+        if sent is not None:
+            sent.abandon()
+
+    def _take(self) -> list[Any]:
+        answers = self._wait()
         while _failed(answers) and self.executor.send_code(answers):
             answers = self._attempt()
         reruns = 0
@@ -265,6 +295,15 @@ class ForwardCall:
         return self._outputs(answers)  # [9]
 
     def _attempt(self) -> list[ChunkAnswer]:
+        self._send()
+        return self._wait()
+
+    def _wait(self) -> list[ChunkAnswer]:
+        answers = self.together if self.sent is None else self.sent.answers()
+        self.relays = {}  # they have ended
+        return answers
+
+    def _send(self) -> None:
         self.executor.revive([chunk.slot for chunk in self.chunks])
         for tracker in self.trackers:
             if training_record.trainings:
@@ -277,7 +316,7 @@ class ForwardCall:
         self.made: dict[int, tuple[ForwardRequest, replay.KeptForward]] = {}
         self.graphs = [RemoteGraph() if self.ambient.grad else None for _ in self.chunks]
         self.handle = GraphHandle([graph for graph in self.graphs if graph is not None])
-        self.relays: dict[ModuleTracker, WeightRelay | None] = {}
+        self.relays = {}
         self.token = None
         self.ways = {tracker: self._way(tracker) for tracker in self.trackers}
         jobs = []
@@ -293,15 +332,11 @@ class ForwardCall:
                 on_answer=self._answer_taker(chunk.tracker) if relayed else None,
             )
             jobs.append(job)
-        try:
-            if self.call.synced is not None:
-                return self.call.synced.run(jobs, self._meanwhile)
-            return self.executor.run(jobs, self._meanwhile)
-        except BaseException:
-            for relay in self.relays.values():
-                if relay is not None:
-                    relay.abandon()
-            raise
+        if self.call.synced is not None:
+            self.together = self.call.synced.run(jobs, self._meanwhile)
+            return
+        self.sent = self.executor.dispatcher(jobs)
+        self.sent.send(self._meanwhile)
 
     def _way(self, tracker: ModuleTracker) -> RelayRoute | None:
         """The way for a model's new contents from replica to replica, if there is to be one."""
@@ -377,7 +412,7 @@ class ForwardCall:
             context=self.ambient,
             seed=self.seed,
             threads=self.threads,
-            write_back=(number == 0 or self.settings.means) and self.mapping is None,
+            write_back=(number == 0 or self.settings.means) and not self.mapped,
             capture=self.capture.names if self.capture is not None else (),
             detach=chunk.detach,
             alone=chunk.alone,
@@ -433,7 +468,7 @@ class ForwardCall:
         chunk = self.chunks[number]
         tracker = chunk.tracker
         trains = tracker.training is not None and tracker.module.training
-        late = self.settings.late_buffers and number > 0 and self.mapping is None
+        late = self.settings.late_buffers and number > 0 and not self.mapped
         plain = trains and late and runs_module(chunk.called)
         return plain and tracker.only_reported_since(held)
 
@@ -444,8 +479,6 @@ class ForwardCall:
             self.token = autograd.fork(self.call)
         verified = [tracker.verify(wholly=False) for tracker in self.trackers]  # [5]
         self.verified = all(verified)
-        if self.mapping is not None:
-            self.mapping.sent()
 
     def _plan(self) -> None:
         """Collect the call's leaves, each once, and which of them each chunk has, in the order of
@@ -553,9 +586,8 @@ class ForwardCall:
             codec.unpack(a.reply.value, a.attachments, c.tracker.device) if a.reply.value else []
             for c, a in zip(self.chunks, answers, strict=True)
         ]
-        if self.mapping is not None and self.mapping.place is not None:
-            place = self.mapping.place
-            unpacked = [[tensor.to(place) for tensor in row] for row in unpacked]
+        if self.place is not None:
+            unpacked = [[tensor.to(self.place) for tensor in row] for row in unpacked]
         if self.token is not None:
             joined = self.joins and not batch.registered
             joined = joined and codec.in_rows([a.reply.value for a in answers])

@@ -119,6 +119,14 @@ class Backend(Protocol):
             the caller takes it.
         """
 
+    def come(self, pending: Sequence[Any], wait: bool) -> Collection[int]:
+        """Which calls, by their place, `collect` would not wait for; it takes none.
+
+        Args:
+            pending: The calls.
+            wait: Whether to wait for one, for as long as a call may take.
+        """
+
     def leave(self, client: Any, groups: Sequence[str]) -> None:
         """Let a replica leave groups of replicas at once, even while it waits for other members."""
 

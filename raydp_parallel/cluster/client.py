@@ -12,6 +12,7 @@ import math
 import os
 import select
 import signal
+import threading
 import time
 import weakref
 from collections import deque
@@ -52,10 +53,12 @@ class Called(Protocol):
     Attributes:
         line: Its direct connection, if it has one.
         unanswered: The numbers of the calls that it has still to answer.
+        shares: Whether large tensors travel by shared memory.
     """
 
     line: Connection | None
     unanswered: set[int]
+    shares: bool
 
     def opened(self, answer: Sequence[Any]) -> Any:
         """An answer, with its attachments where this process can read them."""
@@ -198,6 +201,73 @@ def await_each(
             take(number, number in found)
 
 
+def await_any(calls: Sequence[Pending | Lost], seconds: float) -> set[int]:
+    """Wait until one of the calls has its answer, and take none. Returns those that have theirs, by
+    number.
+    """
+    left, deadline = dict(enumerate(calls)), time.monotonic() + seconds
+    lines, refs = _by_line(left), _refs(left)
+    while True:
+        found = {number for number, call in left.items() if isinstance(call, Lost)}
+        for line, numbers in lines.items():
+            found.update(numbers[at] for at in line.look(numbers))
+        remaining = deadline - time.monotonic()
+        turn = max(0.0, min(remaining, _SHORT_TURN if lines else TURN))
+        if refs:
+            if not found:
+                late([*refs.values()], turn, 1)
+            missing = late([*refs.values()])
+            found.update(number for number, ref in refs.items() if ref not in missing)
+        if found or remaining <= 0:
+            return found
+        if not refs and _await_some(left, remaining) is None:
+            for call in calls:
+                call.client.look_after()
+
+
+class AnswerReader:
+    """Reads what replicas send, in a thread of its own, while the caller does something else.
+
+    Replicas need that if bytes travel by their connections: a call that is held back is sent only
+    when an earlier answer was read, and a large answer is sent only while it is read.
+    """
+
+    def __init__(self) -> None:
+        self._lines: frozenset[Connection] = frozenset()
+        self._closed = False
+
+    def attend(self, calls: Iterable[Any]) -> None:
+        """Read the connections of calls that need it, from now on."""
+        before = self._lines
+        self._lines = before.union([call._line for call in calls if _needs_reader(call)])
+        for line in self._lines - before:
+            line.attendants.add(self)
+        if self._lines and not before:
+            threading.Thread(target=self._read, name="raydp-answers", daemon=True).start()
+
+    def _read(self) -> None:
+        while not self._closed:
+            lines = [line for line in self._lines if line.intact]
+            waiting = select.poll()
+            for file in [line.file() for line in lines]:
+                if file >= 0:
+                    waiting.register(file, select.POLLIN)
+            waiting.poll(TURN * 1e3)
+            for line in lines:
+                line.look(())
+
+    def close(self) -> None:
+        """End the thread soon."""
+        self._closed = True
+        for line in self._lines:
+            line.attendants.discard(self)
+
+
+def _needs_reader(call: Any) -> bool:
+    in_line = isinstance(call, Pending) and call._line is not None
+    return in_line and (call.held_back or not call.client.shares)
+
+
 def _by_line(left: dict[int, Pending | Lost]) -> dict[Connection, dict[int, int]]:
     """The calls that went over direct connections, by connection and by their numbers there."""
     found: dict[Connection, dict[int, int]] = {}
@@ -207,21 +277,28 @@ def _by_line(left: dict[int, Pending | Lost]) -> dict[Connection, dict[int, int]
     return found
 
 
-def _await_some(left: dict[int, Pending | Lost], seconds: float) -> set[int] | None:
-    """Wait for one turn. Returns the calls that Ray answered; the caller looks for those that
-    connections answered. None if no answer arrived.
-    """
-    refs = {
+def _refs(left: dict[int, Pending | Lost]) -> dict[int, Any]:
+    """The Ray tasks among the calls."""
+    return {
         number: call._ref
         for number, call in left.items()
         if isinstance(call, Pending) and call._ref is not None
     }
+
+
+def _await_some(left: dict[int, Pending | Lost], seconds: float) -> set[int] | None:
+    """Wait for one turn. Returns the calls that Ray answered; the caller looks for those that
+    connections answered. None if no answer arrived.
+    """
+    refs = _refs(left)
     if refs:
         return _fetch(left, refs, min(TURN, seconds)) or None
     lines = _by_line(left)
     waiting = select.poll()
     # Another thread may have read what this one is about to wait for.
-    alone = all(line.waits_for() <= len(numbers) for line, numbers in lines.items())
+    alone = all(
+        line.waits_for() <= len(numbers) and not line.attendants for line, numbers in lines.items()
+    )
     turn = TURN if alone else _SHORT_TURN
     for line in lines:
         if line.file() >= 0:

@@ -192,9 +192,9 @@ def get(ref: Any, timeout: float | None = None) -> Any:
                 raise
 
 
-def late(refs: Sequence[Any], seconds: float = 0.0) -> list[Any]:
-    """The tasks that have not ended after so long."""
-    return list(ray.wait([*refs], num_returns=len(refs), timeout=seconds)[1])
+def late(refs: Sequence[Any], seconds: float = 0.0, count: int | None = None) -> list[Any]:
+    """The tasks that have not ended after so long, or once ``count`` have; others may have, too."""
+    return list(ray.wait([*refs], num_returns=count or len(refs), timeout=seconds)[1])
 
 
 def put(value: Any) -> Any:

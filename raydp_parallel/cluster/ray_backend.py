@@ -26,7 +26,14 @@ from raydp_parallel.cluster.backend import (
     OnAnswer,
     TaskLabel,
 )
-from raydp_parallel.cluster.client import Lost, Pending, ReplicaClient, await_each, await_ends
+from raydp_parallel.cluster.client import (
+    Lost,
+    Pending,
+    ReplicaClient,
+    await_any,
+    await_each,
+    await_ends,
+)
 from raydp_parallel.cluster.joining import connect
 from raydp_parallel.cluster.placement import Hold, Holds, booked, for_cpus, homes, no_room
 from raydp_parallel.cluster.ray_api import Node, living, nodes
@@ -461,6 +468,12 @@ class RayBackend:
 
         await_each(pending, deadlines, take)
         return results
+
+    def come(self, pending: Sequence[Pending | Lost], wait: bool) -> Collection[int]:
+        if not self.alive():
+            return range(len(pending))
+        timeout = self._options.call_timeout if wait else 0.0
+        return await_any(pending, math.inf if timeout is None else timeout)
 
     def _result(self, call: Pending | Lost, seconds: float) -> Any:
         try:

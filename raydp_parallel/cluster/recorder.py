@@ -113,7 +113,8 @@ class Round(NamedTuple):
     Attributes:
         first: Whether it is the run's first; the others wait for what runs again.
         began: When the driver began to prepare it.
-        checked: When it began to wait.
+        checked: When all was sent, and what it does meanwhile was done.
+        waits: When it began to wait.
         ended: When all were answered.
         sent: The messages.
         answers: The note of each message's answer; None if its replica died.
@@ -122,6 +123,7 @@ class Round(NamedTuple):
     first: bool
     began: float
     checked: float
+    waits: float
     ended: float
     sent: Sequence[SentNote]
     answers: Sequence[AnswerNote | None]
@@ -153,7 +155,7 @@ class CallRecord:
         note: Callable[[Any], None],
         span: OpenSpan,
     ) -> None:
-        self._began = self._checked = time.perf_counter()
+        self._began = self._checked = self._waits = time.perf_counter()
         self._jobs = jobs
         self._models = models
         self._note = note
@@ -193,9 +195,13 @@ class CallRecord:
         )
         return TaskLabel(method, number + 1, len(self._jobs), bool(again))
 
+    def checked(self) -> None:
+        """Note that all was sent, and what the driver does meanwhile was done."""
+        self._checked = time.perf_counter()
+
     def wait(self, collect: Callable[[Any], T], pending: Any) -> T:
         """Wait for all calls, in a range of torch's profiler."""
-        self._checked = time.perf_counter()
+        self._waits = time.perf_counter()
         with _range(f"raydp_parallel.{self.method}: replicas"):
             span = self._span("wait")
             if span is None:
@@ -212,6 +218,7 @@ class CallRecord:
             first=not self.rounds,
             began=self._began,
             checked=self._checked,
+            waits=self._waits,
             ended=ended,
             sent=self.sent,
             answers=answers,
@@ -398,20 +405,22 @@ class Recorder:
 
     def _enter_round(self, note: Round) -> None:
         # The other rounds are waiting time as a whole.
-        all_sent, checked = note.began, note.began
+        all_sent = checked = waits = note.began
         if note.first:
-            all_sent, checked = note.sent[-1].at if note.sent else note.began, note.checked
+            all_sent = note.sent[-1].at if note.sent else note.began
+            checked = max(all_sent, note.checked)
+            waits = max(checked, note.waits)
         self.driver[0] += all_sent - note.began
         self.driver[1] += checked - all_sent
-        self.driver[2] += note.ended - checked
+        self.driver[2] += note.ended - waits
         by_slot: dict[ReplicaSlot, list[tuple[SentNote, AnswerNote | None]]] = {}
         for one, answer in zip(note.sent, note.answers, strict=True):
             by_slot.setdefault(one.slot, []).append((one, answer))
         for slot, calls in by_slot.items():
-            self._enter_calls(slot, calls, note.ended)
+            self._enter_calls(slot, calls, note)
 
     def _enter_calls(
-        self, slot: ReplicaSlot, calls: Sequence[tuple[SentNote, AnswerNote | None]], ended: float
+        self, slot: ReplicaSlot, calls: Sequence[tuple[SentNote, AnswerNote | None]], note: Round
     ) -> None:
         """Count what one replica did in a round. One that also runs the chunks of others does
         several calls, one after the other.
@@ -420,7 +429,7 @@ class Recorder:
         # Calls of several threads may overlap; the time of both counts once.
         start = max(calls[0][0].at, replica.free)
         replica.idle += start - replica.free
-        replica.free = max(ended, replica.free)
+        replica.free = max(_done(calls, note, replica.clock.offset), replica.free)
         busy = 0.0
         for one, answer in calls:
             account = self.accounts.of(slot.index, one.model)
@@ -436,7 +445,7 @@ class Recorder:
                 # `enter` counted the wait for sums with others as time of copying out.
                 account.seconds[4] -= answer.summing
                 replica.reduce += answer.summing
-                replica.clock.heard(one.at, answer.laps, ended)
+                replica.clock.heard(one.at, answer.laps, note.ended)
             if answer.memory is not None:
                 replica.memory = answer.memory
         waited = replica.free - start - busy - replica.owed
@@ -542,6 +551,14 @@ class Recorder:
             changes=changes,
         )
         return _with_advice(found)
+
+
+def _done(calls: Sequence[tuple[SentNote, AnswerNote | None]], note: Round, offset: float) -> float:
+    """When a replica's calls were done: when the driver had the answers, without the time in which
+    they lay there and the driver did not wait for them.
+    """
+    computed = max((answer.laps[-1] for _, answer in calls if answer and answer.laps), default=0.0)
+    return note.ended - max(0.0, note.waits - max(note.checked, computed + offset))
 
 
 def _enter_answer(account: Account, tally: Tally, one: SentNote, answer: AnswerNote) -> None:

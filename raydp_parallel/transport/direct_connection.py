@@ -329,6 +329,7 @@ class Connection:
 
     Attributes:
         near: Whether the replica is on this machine.
+        attendants: What looks for answers besides the threads that wait for one.
     """
 
     def __init__(self, address: str, unread: Callable[[list[Any]], object]) -> None:
@@ -339,6 +340,7 @@ class Connection:
         if self.near:
             self._watch_process()
         self._unread = unread
+        self.attendants: set[object] = set()
         self._sends = self._reads = True
         self._stood_still = False
         # The attributes below change under this lock.

@@ -216,6 +216,22 @@ def test_locks_that_a_thread_held_at_the_fork(model: DataParallel[Any]) -> None:
     model(x)
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_map_that_runs_stays_the_parent_s(model: DataParallel[Any], ordered: bool) -> None:
+    """A child can neither go on with it, nor end it."""
+    batches = [torch.full((4, 300), float(number)) for number in range(8)]
+    with torch.no_grad():
+        expected = [model(x) for x in batches]
+    outputs = model.map(batches, ordered=ordered)
+    found = [next(outputs)]
+    refused(lambda: next(outputs))
+    assert in_child(outputs.close) is None
+    found += outputs
+    assert len(found) == 8
+    for number, out in enumerate(found):
+        assert any(torch.equal(out, one) for one in ([expected[number]] if ordered else expected))
+
+
 def test_a_child_may_use_the_module_itself(model: DataParallel[Any]) -> None:
     """It is plain torch; what the child changes stays there."""
     x = torch.ones(4, 300)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
 import itertools
+import linecache
 import os
 import signal
 import sys
@@ -11,7 +14,7 @@ import types
 import warnings
 import weakref
 from collections import namedtuple
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,18 @@ from mortal import Mortal, arm, armed
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from raydp_parallel import DataParallel, Executor, ExecutorClosed, Options, ReplicaExit, cluster
+from raydp_parallel import (
+    DataParallel,
+    Executor,
+    ExecutorClosed,
+    Options,
+    ReplicaExit,
+    cluster,
+    functional,
+)
+from raydp_parallel.calls import batch_inference, forward
 from raydp_parallel.calls.batch_inference import arguments
+from raydp_parallel.transport import direct_connection
 
 TWO = ["cpu", "cpu"]
 Pair = namedtuple("Pair", "x y")
@@ -108,6 +121,25 @@ class Effects(nn.Module):
         self.seen += 1
         self.calls += 1
         return torch.dropout(self.norm(x), 0.5, self.training) * (1 + self.seen + self.calls)
+
+
+class Counting(nn.Module):
+    """Adds one, and counts how often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + 1
+
+
+class Mean(nn.Module):
+    """One number for each chunk."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean()
 
 
 class Nested(nn.Module):
@@ -241,6 +273,41 @@ def test_captured_outputs_are_those_of_the_batch_that_was_given(executor: Execut
             torch.testing.assert_close(captured["0"], net[0](x))
 
 
+def test_captured_numbers_are_weighed_by_the_rows_of_their_chunks(executor: Executor) -> None:
+    """Of a batch that is split unevenly, with `Options(scalars="weighted_mean")`."""
+    options = Options(scalars="weighted_mean")
+    model = DataParallel(nn.Sequential(Mean()), executor=executor, options=options)
+    x = torch.tensor([1.0, 2.0, 6.0])
+    with model.capture("0") as captured:
+        for out in model.map([x, 2 * x, 3 * x], split=True):
+            torch.testing.assert_close(captured["0"], out)
+    assert out == 9
+
+
+def test_a_subclass_splits_and_joins_as_it_likes(executor: Executor) -> None:
+    """A batch that is split goes through its methods, as in a call."""
+
+    class Own(DataParallel[Any]):
+        def gather(self, outputs: Any, output_device: Any) -> Any:
+            return super().gather(outputs[::-1], output_device)
+
+    class Applying(Own):
+        def parallel_apply(self, replicas: Any, inputs: Any, kwargs: Any) -> Any:
+            return [-out for out in super().parallel_apply(replicas, inputs, kwargs)]
+
+    class Calling(Own):
+        def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+            return super().forward(*inputs, **kwargs) + 10
+
+    x = torch.arange(2.0)
+    for kind, expected in ((Own, [2, 1]), (Applying, [-2, -1]), (Calling, [12, 11])):
+        net = Counting()
+        model = kind(net, executor=executor)
+        found = [*model.map([x] * 3, split=True)]
+        assert [out.tolist() for out in found] == [expected] * 3
+        assert net.calls == 0
+
+
 def test_outputs_are_not_kept(executor: Executor) -> None:
     """Once the consumer let go of them."""
     model = DataParallel(Picky(), executor=executor)
@@ -333,6 +400,92 @@ def test_the_model_is_called_and_mapped_inside_a_map(executor: Executor) -> None
     ):
         assert firsts([one, other]) == [number + 1, number + 1]
         assert usable(model)
+
+
+# --- which thread reads answers ---
+
+
+def test_the_callers_thread_does_all(executor: Executor) -> None:
+    """Where a replica's next batch fits into its socket."""
+    before = {*threading.enumerate()}
+    for _ in DataParallel(Picky(), executor=executor).map(numbers(8)):
+        started = {*threading.enumerate()} - before
+        assert not any("raydp-answers" in thread.name for thread in started)
+
+
+class Late(nn.Module):
+    """Gives many numbers for each. A batch of zeros first waits until a FIFO is written to.
+
+    Args:
+        gate: The FIFO.
+        size: How many numbers.
+    """
+
+    def __init__(self, gate: Path, size: int) -> None:
+        super().__init__()
+        self.gate = str(gate)
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x[0] == 0:
+            open_gate(self.gate, os.O_RDONLY)
+        return x[:2].repeat(self.size)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize(("rows", "size"), [(100_000, 1), (2, 1_000_000)], ids=["in", "out"])
+def test_the_next_batch_begins_while_the_consumer_runs(
+    executors: Any, tmp_path: Path, rows: int, size: int, ordered: bool
+) -> None:
+    """Though an answer has to be read before: without shared memory, large batches and large
+    outputs do not fit into a socket.
+    """
+    gate = gate_in(tmp_path)
+    model = DataParallel(Late(gate, size), executor=executors(1, link="inline"))
+    batches = [torch.full((rows,), float(number)) for number in (2, 1, 0)]
+    outputs = model.map(batches, in_flight=3, ordered=ordered)
+    assert firsts(itertools.islice(outputs, 1)) == [2]
+    open_gate(gate, os.O_WRONLY)  # the third runs
+    assert firsts(outputs) == [1, 0]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_calls_that_go_through_ray(executors: Any, ordered: bool) -> None:
+    """Answers are Ray's objects."""
+    model = DataParallel(Picky(), executor=executors(link="object_store"))
+    found = firsts(model.map(numbers(9), ordered=ordered))
+    assert (found if ordered else sorted(found)) == list(range(1, 10))
+
+
+def test_maps_in_several_threads(executor: Executor) -> None:
+    """Each has its outputs, in order."""
+    found: dict[int, list[int]] = {}
+
+    def work(first: int) -> None:
+        net = Picky()
+        net.weight.data.fill_(first)
+        model = DataParallel(net, executor=executor)
+        found[first] = firsts(model.map(numbers(20), ordered=first % 2 == 0))
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    work(4)
+    for thread in threads:
+        thread.join()
+    for first, outputs in found.items():
+        assert sorted(outputs) == list(range(first, first + 20))
+        assert first % 2 or outputs == sorted(outputs)
+
+
+def test_a_map_goes_on_in_another_thread(executor: Executor) -> None:
+    """One that the first thread began."""
+    outputs = DataParallel(Picky(), executor=executor).map(numbers(8))
+    found = firsts(itertools.islice(outputs, 2))
+    thread = threading.Thread(target=lambda: found.extend(firsts(outputs)))
+    thread.start()
+    thread.join()
+    assert found == list(range(1, 9))
 
 
 # --- the module's state ---
@@ -476,6 +629,113 @@ def test_ctrl_c_ends_the_map(executor: Executor, ids: list[str]) -> None:
             for _ in model.map(itertools.chain([0, 0, 0, os.getpid()], itertools.repeat(0))):
                 pass
         assert usable(DataParallel(Picky(), ids, executor=executor))
+
+
+def owed(executor: Executor) -> int:
+    """Calls that are waited for."""
+    slots = executor.replica_set.slots.values()
+    in_lines = sum(len(slot.client.unanswered) + slot.client.line.waits_for() for slot in slots)
+    return in_lines + len(executor.recorder.under_way)
+
+
+def interrupted(work: Callable[[], object], lines: int) -> str:
+    """Where a thread is that gets Ctrl-C after so many lines of these files; empty if its work was
+    done before.
+    """
+    place = ""
+    files = {batch_inference.__file__, functional.__file__, inspect.getfile(DataParallel)}
+
+    def trace(frame: types.FrameType, event: str, argument: object) -> Any:
+        nonlocal lines, place
+        if frame.f_code.co_filename not in files:
+            return None
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event == "line" and line != "try:":  # Python looks for signals before that, not there
+            lines -= 1
+            if lines < 0:
+                sys.settrace(None)
+                place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        assert place
+    finally:
+        sys.settrace(before)
+    return place
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_ctrl_c_between_any_two_lines(
+    executor: Executor, ordered: bool, request: pytest.FixtureRequest
+) -> None:
+    """It leaves nothing that is waited for, and the next call is right."""
+    model = DataParallel(Picky(), executor=executor)
+    assert usable(model)
+
+    def work() -> None:
+        for _ in model.map(numbers(6), ordered=ordered):
+            pass
+
+    gc.disable()  # what an exception interrupts there is told and goes on
+    request.addfinalizer(gc.enable)
+    for lines in itertools.count():
+        place = interrupted(work, lines)
+        if not place:
+            break
+        assert not owed(executor), place
+        assert torch.is_grad_enabled()
+        assert forward.mapping.get() is None
+    assert lines > 100
+    assert usable(model)
+
+
+def left_behind(model: DataParallel[Any]) -> weakref.ref[Any]:
+    """A map that was begun, and that only the collector of garbage will find."""
+
+    def loader(holder: Any) -> Iterator[Tensor]:
+        yield from numbers(100)
+        del holder
+
+    holder = types.SimpleNamespace()
+    holder.outputs = model.map(loader(holder))
+    assert firsts(itertools.islice(holder.outputs, 2)) == [1, 2]
+    return weakref.ref(holder.outputs)
+
+
+def test_a_map_that_is_garbage_ends(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if that is found while this thread reads the answer of another call."""
+    model = DataParallel(Picky(), executor=executor)
+    assert usable(model)
+    callbacks = [*gc.callbacks]
+    gc.disable()
+    try:
+        known = left_behind(model)
+        assert known() is not None
+        read = direct_connection.read_frame
+
+        def reading(*arguments: Any) -> Any:
+            gc.collect()
+            return read(*arguments)
+
+        monkeypatch.setattr(direct_connection, "read_frame", reading)
+        found: list[bool] = []
+        thread = threading.Thread(target=lambda: found.append(usable(model)), daemon=True)
+        thread.start()
+        thread.join(60)
+        assert found == [True]
+        assert known() is None
+    finally:
+        gc.enable()
+    for other in threading.enumerate():
+        if other.name == "raydp-map":
+            other.join(60)
+    assert not owed(executor)
+    assert gc.callbacks == callbacks
 
 
 def test_ctrl_c_in_the_loader_ends_the_map_at_once(executor: Executor) -> None:

@@ -187,6 +187,26 @@ def test_work_that_is_heard_of_late_was_no_waiting(clock: Time) -> None:
     assert (phases.forward, phases.wait, phases.total) == pytest.approx((4.0, 0.0, 4.0))
 
 
+def test_an_answer_that_was_not_waited_for_is_no_waiting(clock: Time) -> None:
+    """In a map the caller's code runs between sending and taking: the replica is idle then, and the
+    driver elsewhere.
+    """
+    kept = Recorder("ahead")
+    (slot,) = install(kept, 1)
+    call = kept.begin([ChunkCall(slot, "forward", lambda *_: None, 1)])
+    call.sends(0, slot, NO_ATTACHMENTS)
+    clock.now += 0.5
+    call.checked()
+    clock.now += 3.0
+    call.wait(lambda _: None, [])
+    call.answered([told((100.0, 100.0, 100.0, 102.0, 102.0))])
+    kept.end(call)
+    stats = taken(kept, [slot])
+    phases, driver = stats.replicas[0].phases, stats.driver
+    assert (phases.forward, phases.wait, phases.idle) == pytest.approx((2.0, 0.0, 1.5))
+    assert (driver.verify, driver.wait, driver.outside) == pytest.approx((0.5, 0.0, 3.0))
+
+
 def test_what_runs_again_counts_once(clock: Time) -> None:
     """A replica died before its backward: the other one makes the graph again, and runs both
     chunks.
