@@ -61,10 +61,10 @@ class Net(nn.Module):
 
 
 class Trainer:
-    """A training run, step by step, whose every number follows from its seed.
+    """A training run, step by step; every number of it follows from its seed.
 
     Args:
-        executor: Whose replicas.
+        executor: The replicas are its.
         seed: What data, weights and masks follow from.
         penalty: Whether each step has a gradient penalty, and so a second derivative.
     """
@@ -102,7 +102,7 @@ class Chaos(threading.Thread):
     """Does harm at random moments.
 
     Args:
-        executor: Whom to harm.
+        executor: Its replicas are harmed.
         seed: What it does follows from it.
         kills: How many replicas it kills, before it stops.
         pause: Seconds between two deeds, on average.

@@ -70,9 +70,9 @@ class Clock:
 
     Attributes:
         replica: Seconds in calls of the replica.
-        gpu: Seconds that stand for the GPU's, by who asked.
-        waits: Waits for the GPU, by who waited.
-        asked: Operations that the GPU was asked for, by who asked.
+        gpu: Seconds that stand for the GPU's, by side.
+        waits: Waits for the GPU, by side.
+        asked: Operations that the GPU was asked for, by side.
     """
 
     def __init__(self, stream: Stream) -> None:

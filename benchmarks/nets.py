@@ -66,7 +66,7 @@ def vectors(width: int, rows: int) -> tuple[Tensor, Tensor]:
 
 class Block(nn.Module):
     """Two convolutions and a way past them. Normalized by group: what batch norm does depends on
-    who has which rows.
+    how rows are spread over devices.
     """
 
     def __init__(self, into: int, out: int, stride: int) -> None:

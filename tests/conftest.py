@@ -117,26 +117,37 @@ class Executors:
 
         start_ray()
         key = count, raydp_parallel.Options(**options)
-        found = self._made.get(key)
+        found = self._made.pop(key, None)
         if found is None or found.closed or not found._replica_set.backend.alive():
             found = raydp_parallel.Executor(["cpu"] * count, options=key[1])
-            self._made[key] = found
+        self._made[key] = found  # the last one that was used is the last in the dict
         found.grow(120)  # an earlier test may have ended a replica
         assert len(found.replicas()) == count, "an earlier test has added replicas"
         return found
 
-    def close(self) -> None:
-        """End them all."""
-        for executor in self._made.values():
-            executor.close()
+    def close(self, replicas: int = 0) -> None:
+        """End all but those with so many replicas that were used last."""
+        while sum(count for count, _ in self._made) > replicas:
+            self._made.pop(next(iter(self._made))).close()
+
+
+_shared = Executors()
 
 
 @pytest.fixture(scope="session")
 def executors(cluster: None) -> Iterator[Executors]:
     """Executors for tests that are not about how one starts or ends."""
-    made = Executors()
-    yield made
-    made.close()
+    yield _shared
+    _shared.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_replicas() -> Iterator[None]:
+    """Between two files no more replicas stay than the machine has memory for: each takes up to
+    half a gigabyte.
+    """
+    yield
+    _shared.close(8)
 
 
 @pytest.fixture
