@@ -212,7 +212,8 @@ class ForwardCall:
             trackers = [chunk.tracker for chunk in chunks]
             self.call.synced = synced_call.plan(executor, slots, trackers)
         for tracker in self.trackers:
-            tracker.holds |= self.settings.holds
+            if self.settings.holds:  # else nothing is written: another thread may do so now
+                tracker.holds = True
         if self.call.synced is not None and self.settings.compiled is not None:
             raise ValueError(
                 "Options(compile=...): synchronised batch norm cannot be compiled, because chunks "

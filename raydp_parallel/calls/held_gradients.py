@@ -75,11 +75,14 @@ class HeldPart(NamedTuple):
         slot: The slot that the chunk is for.
         graph: Where it is, and how it is made again.
         handle: Lets the replica go of it.
+        taken: One entry for each backward that has taken some of it along. Threads append to it at
+            the same time.
     """
 
     slot: ReplicaSlot
     graph: RemoteGraph
     handle: GraphHandle
+    taken: list[None]
 
 
 class HeldModel(NamedTuple):
@@ -192,6 +195,13 @@ class _Earlier:
         """What stands for them; None once nothing refers to it."""
         return self._found()
 
+    @property
+    def alone(self) -> bool:
+        """Whether no other backward has taken some of them: another thread may have taken the
+        gradients of other parameters.
+        """
+        return all(len(part.taken) == 1 for part in self.parts.values())
+
     def again(self) -> HeldGradients:
         """What stands for them, made again if need be."""
         found = self.found
@@ -297,7 +307,7 @@ class HeldPass:
             if loan is not None or (self.makes and _accumulates(self._leaves[at])):
                 self._rows.append(at)
         for entry in self._earlier:
-            entry.last = entry.found is None
+            entry.last = entry.found is None and entry.alone
         if loans:
             torch.autograd.Variable._execution_engine.queue_callback(end)
         return bool(self._rows)
@@ -356,6 +366,8 @@ class HeldPass:
             if one.found is held:
                 return one
         made = _Earlier(held, parts)
+        for part in parts.values():  # while `held` is there, so that no other backward is the last
+            part.taken.append(None)
         self._earlier.append(made)
         return made
 
@@ -415,7 +427,7 @@ class HeldPass:
             if mark
         }
         parts = {
-            number: HeldPart(self._parts[number].slot, graph, GraphHandle([graph]))
+            number: HeldPart(self._parts[number].slot, graph, GraphHandle([graph]), [])
             for number, graph in self.makes.items()
         }
         held = HeldGradients(self._model, parts, len(self._rows))

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from raydp_parallel import DataParallel, Executor, Options, cluster, convert_sync_batchnorm
 from raydp_parallel.calls.held_gradients import HeldGradients, HeldPass
 from raydp_parallel.errors import GraphLost, StateChanged
+from raydp_parallel.state.tracker import ModuleTracker
 
 
 @pytest.fixture
@@ -465,6 +466,22 @@ def test_several_models_and_wrappers_share_replicas(executors: Any) -> None:
         backward(one, batch(9))
     for net, one in zip(nets, plain, strict=True):
         assert_alike(net, one)
+
+
+def test_a_forward_outside_says_nothing_about_gradients_that_stay(
+    two: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may just have said that some do, and its gradients would be lost."""
+    said: list[bool] = []
+    holds = property(lambda _: False, lambda _, value: said.append(value))
+    monkeypatch.setattr(ModuleTracker, "holds", holds, raising=False)
+    model = DataParallel(small(), executor=two)
+    backward(model, batch(0))  # makes the tracker
+    said.clear()
+    backward(model, batch(0))
+    assert said == []
+    backward(model, batch(0), hold=True)
+    assert said == [True]
 
 
 def test_threads_lose_nothing(two: Executor) -> None:
