@@ -255,12 +255,27 @@ class _PassEnd:
             raise changed_within()
 
 
+_making_remote = threading.Lock()
+"""Held while a gradient in this process becomes what others are added to."""
+
+
+def _make_remote(leaf: Tensor) -> None:
+    """Give a leaf that has an ordinary gradient one to which those in replicas can be added."""
+    with _making_remote:  # another thread may have done it, and added to that
+        grad = leaf.grad
+        if grad is not None and not isinstance(grad, RemoteGradient):
+            leaf.grad = RemoteGradient(grad, GradientState((), base=grad))
+
+
 def _make_ordinary(leaf: Tensor) -> None:
     """Give a leaf an ordinary gradient, if all of its gradient is in this process."""
     grad = leaf.grad
-    found = grad.state.settled(grad) if isinstance(grad, RemoteGradient) else None
-    if found is not None:
-        leaf.grad = found
+    if not isinstance(grad, RemoteGradient):
+        return
+    with grad.state.lock:  # other backwards add to it, or take it along, before or after
+        found = grad.state.settled(grad) if leaf.grad is grad else None
+        if found is not None:
+            leaf.grad = found
 
 
 class HeldPass:
@@ -323,7 +338,7 @@ class HeldPass:
         if not state.lock.acquire(blocking=False):
             return None
         try:
-            return self._take_terms(at, state, end)
+            return self._take_terms(at, state, end) if leaf.grad is grad else None
         finally:
             state.lock.release()
 
@@ -435,9 +450,7 @@ class HeldPass:
         for row, at in enumerate(self._rows):
             if at in stayed:
                 leaf = self._leaves[at]
-                grad = leaf.grad
-                if grad is not None and not isinstance(grad, RemoteGradient):
-                    leaf.grad = RemoteGradient(grad, GradientState((), base=grad))
+                _make_remote(leaf)
                 found[at] = RemoteGradient(leaf, GradientState((Term(held, row),)))
         return found
 

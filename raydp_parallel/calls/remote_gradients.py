@@ -319,7 +319,9 @@ class GradientState:
 
     @property
     def untouched_terms(self) -> bool:
-        """Whether it is, but for what they are added to."""
+        """Whether it is, but for what they are added to, which lies in memory of its own."""
+        if self.base is not None:
+            return True
         if self.blank is not None or self._given_away:
             return False
         return self._value is None or self._value._version == self._version
@@ -374,15 +376,17 @@ class GradientState:
         return self._value is not None
 
     def settled(self, like: Tensor) -> Tensor | None:
-        """The gradient itself, if this process has all of it; the memory is that of this state from
-        now on, so that what is added to either is added to both.
+        """The gradient itself, if this process has all of it and no backward takes any of it along;
+        the memory is that of this state from now on, so that what is added to either is added to
+        both. The caller holds the lock.
         """
-        with self.lock:
-            if any(not isinstance(term.sums, LocalRow) for term in self.terms):
-                return None
-            value = self.value(like)
-            self.replace(value)
-            return value
+        if self.loan is not None and self.loan.runs:
+            return None
+        if any(not isinstance(term.sums, LocalRow) for term in self.terms):
+            return None
+        value = self.value(like)
+        self.replace(value)
+        return value
 
     def message(self) -> GradientTerms:
         """What a step says of it."""
@@ -570,23 +574,24 @@ def _add_in_place(args: Any, kwargs: Any) -> Tensor | None:
     if not isinstance(one, RemoteGradient):
         return None
     state = one.state
-    with state.lock:
+    with state.lock:  # to the end: a backward of another thread could take it along in between
         brought = state.loan is not None and state.loan.brought(one)
         if brought:
             state.repay()
         if _addable(args, kwargs):
             state.add(other.state)
             return one
-        if type(other) is not Tensor or not _alike(one, other) or kwargs:
-            return None
-        if brought and state.empty:
-            state.replace(other.detach().clone())
-            return one
-        if (state.loan is not None or (brought and state.count)) and state.untouched_terms:
-            # Two backwards at once: what was lent stays lent, and what lies elsewhere stays there.
-            state.put([Term(LocalRow(other.detach().clone()), 0)])
-            return one
-    return None
+        if type(other) is Tensor and _alike(one, other) and not kwargs:
+            if brought and state.empty:
+                state.replace(other.detach().clone())
+                return one
+            if (state.loan is not None or (brought and state.count)) and state.untouched_terms:
+                # Two backwards at once: what was lent stays lent, what lies elsewhere stays there.
+                state.put([Term(LocalRow(other.detach().clone()), 0)])
+                return one
+        one.fetched().add_(_fetched(other), **kwargs)
+        state.give_away()
+    return one
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
