@@ -11,7 +11,7 @@ from typing import Any
 
 from coverage import Coverage
 
-_EVERY = 0.5
+_EVERY = 2.0
 """Seconds between two times; what a process runs after the last one is not counted."""
 
 
