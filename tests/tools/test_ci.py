@@ -71,6 +71,15 @@ def test_ends():
     os._exit(0)
 """
 
+ENDS_ONCE = """
+import os
+
+def test_ends():
+    if not os.path.exists("ended"):
+        open("ended", "w").close()
+        os._exit(1)
+"""
+
 HANGS_ONCE = """
 import os, time
 
@@ -82,12 +91,17 @@ def test_hangs():
 """
 
 
-def check(root: Path, tests: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def check(
+    root: Path, tests: str, *arguments: str, branches: bool = True
+) -> subprocess.CompletedProcess[str]:
     """Run the check in a checkout of which the suite is ``tests``, laid out as this one: its
     options stand in the folder that pytest finds by itself. No browser is installed for it.
+    ``branches`` says whether enough of them are taken.
     """
+    counted = 'if [[ "${1:-}" == --coverage ]]; then touch counted; shift; fi'
     scripts = {
-        "scripts/test": f'cd "{root}"\nexec "{sys.executable}" -m pytest -q "$@"',
+        "scripts/test": f'cd "{root}"\n{counted}\nexec "{sys.executable}" -m pytest -q "$@"',
+        "scripts/coverage": f'touch "{root}/judged"\nexit {0 if branches else 1}',
         ".venv/bin/python": f'exec "{sys.executable}" "$@"',
         "tools/chromedriver": "",
         "tools/prometheus": "",
@@ -116,6 +130,7 @@ def test_what_passes_when_it_is_run_again_is_named(tmp_path: Path) -> None:
     """It alone is run again, and the check passes."""
     done = check(tmp_path, PASSES + FLAKY)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "judged").exists()
     assert (tmp_path / "ran").read_text() == "passes flaky flaky "
     named = "PASSED ONLY WHEN RUN AGAIN: 1 of 2 tests\ntests/test_it.py::test_flaky\n"
     assert named in done.stdout
@@ -141,6 +156,25 @@ def test_a_suite_that_passes_is_run_once(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "ran").read_text() == "passes "
     assert "AGAIN" not in done.stdout
+
+
+def test_too_few_branches_fail_it(tmp_path: Path) -> None:
+    """Also after a test had to be run again."""
+    done = check(tmp_path, PASSES + FLAKY, branches=False)
+    assert done.returncode == 1 and "not enough branches" in done.stderr
+    assert (tmp_path / "counted").exists()
+    assert "AGAIN: 1 of 2 tests" in done.stdout
+
+
+@pytest.mark.parametrize("why", ["arguments", "a run that did not end"])
+def test_branches_of_which_some_were_not_counted_are_not_judged(tmp_path: Path, why: str) -> None:
+    """Chosen tests take few, and a process that ends at once writes nothing down."""
+    if why == "arguments":
+        done = check(tmp_path, PASSES, "-k", "passes", branches=False)
+    else:
+        done = check(tmp_path, PASSES + ENDS_ONCE, branches=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not (tmp_path / "judged").exists()
 
 
 @pytest.mark.parametrize(
