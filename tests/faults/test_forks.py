@@ -229,7 +229,9 @@ def test_a_map_that_runs_stays_the_parent_s(model: DataParallel[Any], ordered: b
     found += outputs
     assert len(found) == 8
     for number, out in enumerate(found):
-        assert any(torch.equal(out, one) for one in ([expected[number]] if ordered else expected))
+        # A replica computes four rows here, and two in a forward: the last bits may differ.
+        wanted = [expected[number]] if ordered else expected
+        assert any(torch.allclose(out, one, atol=1e-4) for one in wanted)
 
 
 def test_a_child_may_use_the_module_itself(model: DataParallel[Any]) -> None:

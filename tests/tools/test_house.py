@@ -171,6 +171,7 @@ def test_private_names_of_others_are_listed() -> None:
 _MUTABLE_GLOBALS = {
     "batch/containers.py: registered": "what `register_batch_type` was told",
     "calls/executor.py: _shared": "the executors of wrappers that name none",
+    "calls/held_gradients.py: _making_remote": "a lock: models of several threads may share a leaf",
     "calls/training_record.py: trainings": "optimizers that run in replicas",
     "cluster/joining.py: _started_here": "whether Ray was started for this program",
     "cluster/respawn.py: _respawners": "threads to end before Ray does",
