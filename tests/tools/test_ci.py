@@ -159,11 +159,10 @@ def test_a_suite_that_passes_is_run_once(tmp_path: Path) -> None:
 
 
 def test_too_few_branches_fail_it(tmp_path: Path) -> None:
-    """Also after a test had to be run again."""
-    done = check(tmp_path, PASSES + FLAKY, branches=False)
+    """They were counted."""
+    done = check(tmp_path, PASSES, branches=False)
     assert done.returncode == 1 and "not enough branches" in done.stderr
     assert (tmp_path / "counted").exists()
-    assert "AGAIN: 1 of 2 tests" in done.stdout
 
 
 @pytest.mark.parametrize("why", ["arguments", "a run that did not end"])
