@@ -499,8 +499,13 @@ class ReplicaClient:
                 return self._send_task(method, header, beside, task)
             parts = [self._lent(packet) for packet in beside]
             ended_leases = give_back(self._mappings)
-            self.line.send(self._number, [ended_leases, METHODS[method], header, *parts])
-            return Pending(self, self._number, None)
+            try:
+                self.line.send(self._number, [ended_leases, METHODS[method], header, *parts])
+                return Pending(self, self._number, None)
+            except BaseException:  # Ctrl-C after it was sent: nothing would take the answer
+                self.unanswered.discard(self._number)
+                self.line.give_up(self._number)
+                raise
         except ray_api.StoreFull:
             raise  # no replica died of it, and others would seem to die of it, too
         except (OSError, ray_api.RayError) as error:

@@ -14,6 +14,7 @@ import re
 import statistics
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -327,7 +328,8 @@ class Recorder:
         """Opens a span of the driver in `ray timeline`, where calls are tasks there."""
         self.traced: list[CallSpan] | None = None
         """Calls since the last report, if a trace is written; the report takes them."""
-        self.under_way: set[CallRecord] = set()
+        # Weak: where Ctrl-C comes before a run is ended, nothing else has it.
+        self.under_way: weakref.WeakSet[CallRecord] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._numbers = {"forward": 0, "backward": 0}
         forks.tell_child(self)
@@ -363,8 +365,8 @@ class Recorder:
 
     def end(self, run: CallRecord) -> None:
         """Note that a run ended, or was given up."""
-        run.ended()
         self.under_way.discard(run)
+        run.ended()
 
     def _enter(self, done: Round | CallRecord | Reducing) -> None:
         """Count what was done."""

@@ -33,8 +33,9 @@ from raydp_parallel import (
     cluster,
     functional,
 )
-from raydp_parallel.calls import batch_inference, forward
+from raydp_parallel.calls import batch_inference, dispatcher, forward
 from raydp_parallel.calls.batch_inference import arguments
+from raydp_parallel.cluster import recorder
 from raydp_parallel.transport import direct_connection
 
 TWO = ["cpu", "cpu"]
@@ -626,7 +627,8 @@ def test_ctrl_c_ends_the_map(executor: Executor, ids: list[str]) -> None:
     model = DataParallel(Interrupting(), ids, executor=executor)
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
-            for _ in model.map(itertools.chain([0, 0, 0, os.getpid()], itertools.repeat(0))):
+            # Again where it is lost: Python ignores it in finalizers, torch's and Ray's too.
+            for _ in model.map(itertools.cycle([0, 0, 0, os.getpid(), *[0] * 200])):
                 pass
         assert usable(DataParallel(Picky(), ids, executor=executor))
 
@@ -634,7 +636,8 @@ def test_ctrl_c_ends_the_map(executor: Executor, ids: list[str]) -> None:
 def owed(executor: Executor) -> int:
     """Calls that are waited for."""
     slots = executor.replica_set.slots.values()
-    in_lines = sum(len(slot.client.unanswered) + slot.client.line.waits_for() for slot in slots)
+    clients = [slot.client for slot in slots if slot.client.line.intact]  # others are replaced
+    in_lines = sum(len(client.unanswered) + client.line.waits_for() for client in clients)
     return in_lines + len(executor.recorder.under_way)
 
 
@@ -643,14 +646,16 @@ def interrupted(work: Callable[[], object], lines: int) -> str:
     done before.
     """
     place = ""
-    files = {batch_inference.__file__, functional.__file__, inspect.getfile(DataParallel)}
+    modules = (batch_inference, functional, dispatcher, recorder)
+    files = {inspect.getfile(DataParallel), *[module.__file__ for module in modules]}
 
     def trace(frame: types.FrameType, event: str, argument: object) -> Any:
         nonlocal lines, place
         if frame.f_code.co_filename not in files:
             return None
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        if event == "line" and line != "try:":  # Python looks for signals before that, not there
+        # Python looks for signals before a try, and not as it leaves a with.
+        if event == "line" and line != "try:" and not line.startswith("with "):
             lines -= 1
             if lines < 0:
                 sys.settrace(None)
@@ -669,7 +674,7 @@ def interrupted(work: Callable[[], object], lines: int) -> str:
     return place
 
 
-@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("ordered", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_ctrl_c_between_any_two_lines(
     executor: Executor, ordered: bool, request: pytest.FixtureRequest
 ) -> None:
@@ -678,7 +683,7 @@ def test_ctrl_c_between_any_two_lines(
     assert usable(model)
 
     def work() -> None:
-        for _ in model.map(numbers(6), ordered=ordered):
+        for _ in model.map(numbers(4), ordered=ordered):
             pass
 
     gc.disable()  # what an exception interrupts there is told and goes on
