@@ -20,6 +20,7 @@ import contextvars
 import functools
 import gc
 import os
+import queue
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -149,7 +150,10 @@ class BatchPipeline:
         self._reader = AnswerReader()
         self._batches: list[SentBatch] = []
         self._count = 0
-        self._collector = 0
+        # The garbage collector calls `put(phase, details)`, and details count as true. A function
+        # in Python could meet Ctrl-C there, and Python would ignore that.
+        self._phases: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.note_phase: Any = self._phases.put
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -159,6 +163,7 @@ class BatchPipeline:
         settings = self._settings
         if settings.replicas > 1:
             self._look()
+        self._in_collection()  # lest phases pile up
         waiting = [0] * settings.replicas
         for other in self._batches:
             waiting[other.replica] += not other.ended
@@ -197,9 +202,12 @@ class BatchPipeline:
         """Let go of a batch, once its output was taken."""
         self._batches.remove(one)
 
-    def note_collection(self, phase: str, _: Any) -> None:
-        """Note which thread collects garbage."""
-        self._collector = threading.get_ident() if phase == "start" else 0
+    def _in_collection(self) -> bool:
+        """Whether a thread collects garbage."""
+        phase = ""
+        while not self._phases.empty():
+            phase = self._phases.get()
+        return phase == "start"
 
     def close(self) -> None:
         """Wait for all calls that run. A forked process has none: they are the parent's.
@@ -207,9 +215,9 @@ class BatchPipeline:
         If the map is garbage, this may be in the midst of another call of this thread, which has
         locks: another thread waits then.
         """
-        if self.note_collection in gc.callbacks:
-            gc.callbacks.remove(self.note_collection)
-        if self._collector == threading.get_ident():
+        if self.note_phase in gc.callbacks:
+            gc.callbacks.remove(self.note_phase)
+        if self._in_collection():
             threading.Thread(target=self._end, name="raydp-map", daemon=True).start()
         else:
             self._end()
@@ -311,7 +319,7 @@ def outputs(
     pipeline = BatchPipeline(begin, settings)
     found: list[Any] = []  # emptied before the consumer has the output, so that nothing keeps it
     try:
-        gc.callbacks.append(pipeline.note_collection)
+        gc.callbacks.append(pipeline.note_phase)
         while True:
             source.fill(pipeline, settings.in_flight)
             if not len(pipeline):

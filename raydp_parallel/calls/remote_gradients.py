@@ -27,14 +27,14 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from raydp_parallel.cluster.replica_slots import ReplicaSlot
+from raydp_parallel.cluster.replica_slots import ReplicaSlot, when_freed
 from raydp_parallel.devices.ranges import Attachment
 from raydp_parallel.errors import StateChanged
 from raydp_parallel.transport.messages import GradientTerms
@@ -103,6 +103,7 @@ class GradientSum:
         self._holders = {slot: slot.incarnation for slot in slots}
         self._fetch = fetch
         self._found: Sequence[Tensor] | None = None
+        when_freed(self, functools.partial(_drop_sum, key, self._holders))
 
     def on(self, slot: ReplicaSlot) -> bool:
         """Whether the replica in a slot has it."""
@@ -123,9 +124,10 @@ class GradientSum:
                 self._found = self._fetch(self)
         return self._found[number]
 
-    def __del__(self) -> None:
-        for slot, incarnation in self._holders.items():
-            slot.drop_graph(self.key, incarnation)
+
+def _drop_sum(key: int, holders: Mapping[ReplicaSlot, int]) -> None:
+    for slot, incarnation in holders.items():
+        slot.drop_graph(key, incarnation)
 
 
 class Term(NamedTuple):

@@ -10,12 +10,15 @@ its replica is gone when backward needs it, another replica makes it again. A de
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
 from raydp_parallel.cluster.backend import DevicePlace
+from raydp_parallel.devices.freed import Freed
 from raydp_parallel.devices.process import number
 from raydp_parallel.devices.ranges import ReplicaHello
 from raydp_parallel.errors import GraphLost
@@ -117,6 +120,8 @@ class ReplicaSlot:
 
     def forget(self) -> Forget | None:
         """What the driver released since the last call."""
+        for action in _freed.take():
+            action()
         if not self._graphs and not self._models:
             return None
         return Forget(_drain(self._graphs), _drain(self._models))
@@ -267,6 +272,14 @@ class GraphStep(NamedTuple):
     prepare: Prepare
 
 
+_freed: Freed[Callable[[], None]] = Freed()
+
+
+def when_freed(thing: object, action: Callable[[], None]) -> None:
+    """Have the next call do something once an object is freed."""
+    _freed.watch(thing, action)
+
+
 class RemoteGraph:
     """A graph in a replica, or gradients that it keeps, under a key that nothing else of this
     process had.
@@ -279,7 +292,6 @@ class RemoteGraph:
         what: What it is.
         remedy: See above.
         key: The key.
-        recipe: How to make it again; None before it was made, and once torch released it.
         slot: The slot that made it last, whether or not it is still there.
     """
 
@@ -289,10 +301,37 @@ class RemoteGraph:
         self.what = what
         self.remedy = remedy
         self.key = number("graph")
-        self.recipe: GraphRecipe | None = None
         self.slot: ReplicaSlot | None = None
         self._incarnation = 0
+        self._recipe: GraphRecipe | None = None
+        self._handle: weakref.ref[GraphHandle] | None = None
         self._dropped = False
+
+    @property
+    def recipe(self) -> GraphRecipe | None:
+        """How to make it again; None before it was made, and once torch released it."""
+        if self._handle is None:
+            return self._recipe
+        handle = self._handle()
+        return None if handle is None else handle.recipes.get(self.key)
+
+    @recipe.setter
+    def recipe(self, recipe: GraphRecipe) -> None:
+        if self._handle is None:
+            self._recipe = recipe
+        elif (handle := self._handle()) is not None:
+            handle.recipes[self.key] = recipe
+
+    def entrust(self, handle: GraphHandle) -> None:
+        """Live as long as a handle."""
+        if self._recipe is not None:
+            handle.recipes[self.key] = self._recipe
+        self._recipe, self._handle = None, weakref.ref(handle)
+
+    @property
+    def dropped(self) -> bool:
+        """Whether torch released it."""
+        return self._dropped or (self._handle is not None and self._handle() is None)
 
     def on(self, slot: ReplicaSlot) -> bool:
         """Whether it is on a slot, and the replica there is still the one that made it."""
@@ -300,7 +339,7 @@ class RemoteGraph:
             self.slot is slot
             and self._incarnation == slot.incarnation
             and slot.ready
-            and not self._dropped
+            and not self.dropped
         )
 
     @property
@@ -312,7 +351,7 @@ class RemoteGraph:
         """Note that it is made on a slot."""
         self._leave(elsewhere_than=slot)
         self.slot, self._incarnation = slot, slot.incarnation
-        if self._dropped:
+        if self.dropped:
             self._leave()
 
     def lose(self) -> None:
@@ -321,8 +360,11 @@ class RemoteGraph:
         self.slot = None
 
     def drop(self) -> None:
-        """Note that torch released it."""
-        self._dropped, self.recipe = True, None
+        """Release it, as torch did."""
+        self._dropped, self._recipe = True, None
+        handle = self._handle() if self._handle is not None else None
+        if handle is not None:
+            handle.recipes.pop(self.key, None)
         self._leave()
 
     def _leave(self, elsewhere_than: ReplicaSlot | None = None) -> None:
@@ -332,14 +374,23 @@ class RemoteGraph:
 
 
 class GraphHandle:
-    """Lives as long as torch would keep the graphs. When it is freed, the replicas free them."""
+    """Lives as long as torch would keep the graphs. Once it is freed, the replicas free them.
+
+    Attributes:
+        recipes: How to make the graphs again, by key.
+    """
 
     def __init__(self, graphs: Sequence[RemoteGraph]) -> None:
-        self._graphs = graphs
+        self.recipes: dict[int, GraphRecipe] = {}
+        for graph in graphs:
+            graph.entrust(self)
+        if graphs:
+            when_freed(self, functools.partial(_drop_all, graphs))
 
-    def __del__(self) -> None:
-        for graph in self._graphs:
-            graph.drop()
+
+def _drop_all(graphs: Sequence[RemoteGraph]) -> None:
+    for graph in graphs:
+        graph.drop()
 
 
 def steps(graphs: Sequence[RemoteGraph], slot: ReplicaSlot) -> list[GraphStep]:

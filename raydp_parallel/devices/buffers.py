@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raydp_parallel.devices import forks
+from raydp_parallel.devices.freed import Freed
 from raydp_parallel.devices.process import number
 
 _SMALLEST = 1 << 16
@@ -110,19 +111,17 @@ class SharedBuffer:
     Args:
         segment: The memory.
         size: Bytes that are in use.
-        free: Takes the segment back.
+        freed: Gets the segment back.
     """
 
-    def __init__(
-        self, segment: _Segment | _Scratch, size: int, free: Callable[[Any], None]
-    ) -> None:
+    def __init__(self, segment: _Segment | _Scratch, size: int, freed: Freed[Any]) -> None:
         self.array = segment.array[:size]
         self.descriptor = segment.descriptor._replace(size=size, lease=new_lease())
         self.segment: Any = segment
         self.stored: Any = None
         """Its copy in Ray's object store, if replicas on other nodes need one."""
-        self._return = weakref.finalize(self, free, segment)
-        self._return.atexit = False
+        self._freed = freed
+        self._watch = freed.watch(self, segment)
 
     @property
     def size(self) -> int:
@@ -136,7 +135,7 @@ class SharedBuffer:
 
     def spend(self) -> None:
         """Never lend the segment again: another process may still write to it."""
-        self._return.detach()
+        self._freed.forget(self._watch)
 
 
 class Arena:
@@ -151,10 +150,9 @@ class Arena:
     def __init__(self, shared: bool = True, pin: Pin | None = None) -> None:
         self._make: Callable[[int, Pin | None], Any] = _Segment if shared else _Scratch
         self._pin = pin
-        # One thread at a time takes; finalizers give back at any moment, also while this thread
-        # takes. They take no lock, which this thread may hold at that moment: they only append.
         self._taking = threading.Lock()
         self._free: dict[int, deque[Any]] = defaultdict(deque)
+        self._freed: Freed[Any] = Freed()
         self._clock = 0
         forks.tell_child(self)
 
@@ -165,13 +163,14 @@ class Arena:
     def take(self, size: int) -> SharedBuffer:
         """Memory for ``size`` bytes."""
         return SharedBuffer(
-            self._segment(max(_SMALLEST, 1 << (size - 1).bit_length())), size, self._give_back
+            self._segment(max(_SMALLEST, 1 << (size - 1).bit_length())), size, self._freed
         )
 
     def _segment(self, length: int) -> Any:
         """A segment of ``length`` bytes that is not in use."""
         with self._taking:
             self._clock += 1
+            self._collect()
             if self._clock % _PATIENCE == 0:
                 self._sweep()
             clock, free = self._clock, self._free[length]
@@ -184,13 +183,21 @@ class Arena:
     def _new(self, length: int) -> Any:
         return self._make(length, self._pin)
 
+    def _collect(self) -> None:
+        for segment in self._freed.take():
+            self._give_back(segment)
+
+    def idle(self) -> dict[int, int]:
+        """How many segments are not lent, by length."""
+        with self._taking:
+            self._collect()
+            return {length: len(free) for length, free in self._free.items()}
+
     def _give_back(self, segment: Any) -> None:
         self._free[segment.descriptor.length].append(segment)
 
     def _sweep(self) -> None:
-        """Free segments that were not used recently. Runs under the lock, and in place, because
-        finalizers append meanwhile.
-        """
+        """Free segments that were not used recently."""
         for free in [*self._free.values()]:
             for _ in range(len(free)):
                 segment = free.popleft()
@@ -199,6 +206,7 @@ class Arena:
 
     def close(self) -> None:
         """Free the segments that are not lent."""
+        self._freed.take()
         self._free.clear()
 
 

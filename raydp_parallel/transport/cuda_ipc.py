@@ -38,6 +38,7 @@ from raydp_parallel.devices import trials
 from raydp_parallel.devices.ambient_state import ALLOCATOR
 from raydp_parallel.devices.buffers import Arena, Descriptor, SharedBuffer, new_lease, new_token
 from raydp_parallel.devices.cuda import DeviceBytes, in_use, on_host, spoiled
+from raydp_parallel.devices.freed import Freed
 from raydp_parallel.devices.ranges import Attachment, MemoryRange, copy_each
 from raydp_parallel.transport.links.link import InlineLink, Link, MappedBuffer, ReservedMemory
 from raydp_parallel.transport.links.shared import ForeignMemory
@@ -87,19 +88,18 @@ class DeviceBuffer(SharedBuffer):
     Args:
         segment: The memory.
         size: Bytes that are in use.
-        free: Takes the segment back.
+        freed: Gets the segment back.
 
     Attributes:
         near: The link by which the bytes are sent to processes that cannot open the segment.
     """
 
-    def __init__(self, segment: _DeviceSegment, size: int, free: Any) -> None:
+    def __init__(self, segment: _DeviceSegment, size: int, freed: Freed[Any]) -> None:
         self.segment = segment
         self.near: Link = InlineLink()
         self._elsewhere: Attachment = None
         self._described = segment.descriptor._replace(size=size, lease=new_lease())
-        self._return = weakref.finalize(self, free, segment)
-        self._return.atexit = False
+        self._watch = freed.watch(self, segment)
 
     @property
     def descriptor(self) -> Descriptor:  # type: ignore[override]  # an attribute of slices
@@ -180,7 +180,7 @@ class DeviceArena(Arena):
 
     def take(self, size: int) -> DeviceBuffer:
         step = max(_SMALLEST, (1 << (size - 1).bit_length()) // 8)
-        return DeviceBuffer(self._segment(-(-size // step) * step), size, self._give_back)
+        return DeviceBuffer(self._segment(-(-size // step) * step), size, self._freed)
 
     def _new(self, length: int) -> _DeviceSegment:
         with self._making:  # torch refuses two threads that allocate in one pool at the same time

@@ -167,7 +167,7 @@ def test_what_was_not_used_for_long_goes_back_to_the_system() -> None:
     assert not large
     for _ in range(200):
         arena.take(1 << 16)
-    assert {length: len(free) for length, free in arena._free.items()} == {1 << 20: 0, 1 << 16: 1}
+    assert arena.idle() == {1 << 20: 0, 1 << 16: 1}
 
 
 def test_finalizers_give_back_while_the_same_thread_takes() -> None:
@@ -176,4 +176,4 @@ def test_finalizers_give_back_while_the_same_thread_takes() -> None:
     kept = [arena.take(1 << 16)]
     with arena._taking:
         kept.clear()
-    assert [len(free) for free in arena._free.values()] == [1]
+    assert arena.idle() == {1 << 16: 1}

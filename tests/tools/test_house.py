@@ -174,6 +174,7 @@ _MUTABLE_GLOBALS = {
     "calls/held_gradients.py: _making_remote": "a lock: models of several threads may share a leaf",
     "calls/training_record.py: trainings": "optimizers that run in replicas",
     "cluster/joining.py: _started_here": "whether Ray was started for this program",
+    "cluster/replica_slots.py: _freed": "graphs that torch released, until the next call says so",
     "cluster/respawn.py: _respawners": "threads to end before Ray does",
     "devices/cuda.py: _registry": "whether CUDA has refused to register memory",
     "devices/cuda.py: lent": "memory that a device still copies from",

@@ -38,6 +38,7 @@ import torch
 
 from raydp_parallel.devices import forks
 from raydp_parallel.devices.buffers import Arena, Descriptor, Pin, SharedBuffer, describe
+from raydp_parallel.devices.freed import Freed
 from raydp_parallel.devices.ranges import PAGE, Attachment, DeviceRange, MemoryRange, fill, in_bytes
 from raydp_parallel.transport.links.link import Link, ReservedMemory
 
@@ -234,53 +235,79 @@ class Mappings:
         self._mapping = threading.Lock()
         self._known: dict[int, tuple[_Region, int]] = {}
         self._clock = 0
-        self._found: weakref.WeakValueDictionary[int, ForeignMemory] = weakref.WeakValueDictionary()
+        self._found: dict[int, weakref.ref[ForeignMemory]] = {}
         self._times: dict[int, int] = {}
-        self._used: weakref.WeakSet[ForeignMemory] = weakref.WeakSet()
-        self.ended: deque[tuple[int, int]] = deque()
+        self._used: set[int] = set()
+        self._freed: Freed[tuple[int, int]] = Freed()
+        self._ended: deque[tuple[int, int]] = deque()
         forks.tell_child(self)
 
     def after_fork(self) -> None:
         """Replace the lock, and make the memory in use private to the child."""
         self._mapping = threading.Lock()
-        for found in [*self._found.values()]:
-            found.keep_copy()
+        for known in [*self._found.values()]:
+            if (found := known()) is not None:
+                found.keep_copy()
 
     def find(self, descriptor: Descriptor) -> ForeignMemory:
         """The memory for a descriptor that a message contains."""
-        if not descriptor.lease:
+        lease = descriptor.lease
+        if not lease:
             return ForeignMemory(descriptor, self)
-        found = self._found.get(descriptor.lease)
-        if found is None:
-            self._found[descriptor.lease] = found = ForeignMemory(descriptor, self)
-            weakref.finalize(found, self._release, descriptor.lease).atexit = False
-        self._times[descriptor.lease] = self._times.get(descriptor.lease, 0) + 1
+        while True:
+            self._settle()
+            known = self._found.get(lease)
+            if known is None:
+                found = ForeignMemory(descriptor, self)
+                self._freed.watch(found, (lease, id(found)))
+                self._found[lease] = weakref.ref(found)
+                break
+            if (before := known()) is not None:  # else it was freed just now
+                found = before
+                break
+        self._times[lease] = self._times.get(lease, 0) + 1
         return found
 
-    def _release(self, lease: int) -> None:
-        self.ended.append((lease, self._times.pop(lease, 0)))
+    def _settle(self) -> None:
+        """Note which memory was freed."""
+        for lease, number in self._freed.take():
+            self._used.discard(number)
+            if lease:
+                del self._found[lease]
+                self._ended.append((lease, self._times.pop(lease, 0)))
+
+    @property
+    def some_ended(self) -> bool:
+        """Whether `released` has leases to return."""
+        self._settle()
+        return bool(self._ended)
 
     def released(self) -> list[tuple[int, int]]:
         """The leases that this process no longer uses, and how often each was received. Each is
         returned once.
         """
+        self._settle()
         found: list[tuple[int, int]] = []
-        while self.ended:
-            found.append(self.ended.popleft())
+        while self._ended:
+            found.append(self._ended.popleft())
         return found
 
     def held(self) -> dict[int, int]:
         """The leases in use, and how often each was received. After that `released` has no older
         ones to return.
         """
-        self.ended.clear()
+        self._settle()
+        self._ended.clear()
         return dict(self._times)
 
     def admit(self, found: ForeignMemory) -> bool:
         """Whether some memory may be used without a copy."""
+        self._settle()
         if len(self._used) >= _MOST_IN_USE:
             return False
-        self._used.add(found)
+        if not found.descriptor.lease and id(found) not in self._used:
+            self._freed.watch(found, (0, id(found)))
+        self._used.add(id(found))
         return True
 
     def map(self, found: ForeignMemory) -> _Region:

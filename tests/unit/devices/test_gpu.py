@@ -815,7 +815,7 @@ def test_tensors_go_by_the_gpus_memory(fake: FakeGpu, ends: Ends) -> None:
         take_back(give_back(there), ledger)
         assert len(ledger) == 0
     assert len(fake.opened) == 2 + 1  # each side's sample, and one segment for all three
-    assert sum(map(len, ends.arena._free.values())) == 1  # the sample is lent still
+    assert sum(ends.arena.idle().values()) == 1  # the sample is lent still
 
 
 @pytest.mark.parametrize("way", ["host", "ipc"])
@@ -1039,14 +1039,14 @@ def test_segments_that_are_no_longer_used_go(
         gc.collect(0)
     assert old() is None
     assert len(opener._known) == 1
-    assert sum(map(len, arena._free.values())) == 1
+    assert sum(arena.idle().values()) == 1
     assert (len(fake.opened), len(opener._open)) == (3, 2)
     mappings.find(lent.descriptor).piece()
     assert len(fake.opened) == 3  # which is open still
     del lent, kept
     gc.collect()
     arena.close()
-    assert not arena._free
+    assert not arena.idle()
     assert len({*map(id, fake.pools)}) == 1  # all of them from one pool, which is the arena's own
 
 

@@ -458,7 +458,7 @@ def test_what_a_dead_replica_was_lent_is_lent_again(fake: FakeGpu) -> None:
         ledger.lend(lent)
     del lent
     ledger.end()
-    assert [sum(map(len, each._free.values())) for each in (arena, host)] == [1, 0]
+    assert [sum(each.idle().values()) for each in (arena, host)] == [1, 0]
 
 
 @pytest.mark.parametrize("knows", [True, False])
@@ -585,9 +585,9 @@ def test_each_replica_opens_a_handle_of_its_own(fake: FakeGpu) -> None:
             piece = mappings.find(buffer.descriptor).piece().part(0, x.nbytes)
             assert torch.equal(devices.on_host(piece).owner.view(torch.float32), x)
             del piece, buffer
-            assert not sum(map(len, arena._free.values()))
+            assert not sum(arena.idle().values())
         sent.clear()
         gc.collect()
-        assert sum(map(len, arena._free.values())) == 1
+        assert sum(arena.idle().values()) == 1
     assert sorted(fake.opened) == sorted(fake.shares)
     assert len(fake.shares) == 2

@@ -484,7 +484,7 @@ def test_a_task_that_was_given_up_lends_nothing_for_ever(executors: Any) -> None
     (given_up,) = slot.client._given_up
     ray.wait([given_up])
     assert torch.equal(model(torch.ones(1, size)), torch.ones(1, size))
-    assert not slot.client._given_up and not slot.client._mappings._times
+    assert not slot.client._given_up and not slot.client._mappings.held()
 
 
 def _ctrl_c(*_arguments: Any) -> Any:
