@@ -273,7 +273,7 @@ class Mappings:
         for lease, number in self._freed.take():
             self._used.discard(number)
             if lease:
-                del self._found[lease]
+                self._found.pop(lease, None)
                 self._ended.append((lease, self._times.pop(lease, 0)))
 
     @property
