@@ -496,14 +496,11 @@ class Connection:
                 self._await_frame(deadline)
                 self._take_in()
         finally:
-            self._leave(me)
-
-    def _leave(self, reader: object) -> None:
-        # no function is called before the reset, so that Ctrl-C cannot interrupt it
-        if self._reader is reader:
-            self._reader = None
-        with self._state:
-            self._waiters.wake()
+            # Nothing is called before the reset: Ctrl-C is raised as a function begins or ends.
+            if self._reader is me:
+                self._reader = None
+            with self._state:
+                self._waiters.wake()
 
     def _await_reader(self, turn: threading.Lock, deadline: float) -> None:
         """Wait for the thread that reads, at most `_TURN` seconds."""
@@ -586,7 +583,10 @@ class Connection:
         except (OSError, ValueError):  # a closed socket has no number to wait for
             self._reads = False
         finally:
-            self._leave(me)
+            if self._reader is me:  # as in `receive`
+                self._reader = None
+            with self._state:
+                self._waiters.wake()
         if not self._reads:
             return {*numbers}
         return {number for number in numbers if number in self._arrived}

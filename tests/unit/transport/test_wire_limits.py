@@ -4,13 +4,16 @@ threads.
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import select
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -321,6 +324,60 @@ def test_a_thread_that_reads_no_more_is_replaced() -> None:
             assert caller.receive(2, 60) == [b"answer"]
 
         together(first, second)
+
+
+def interrupted_call(work: Callable[[], object], calls: int) -> bool:
+    """Whether Ctrl-C came as the connection entered its function of that number, in ``work``."""
+    left = calls
+    file = direct_connection.__file__
+
+    def trace(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal left
+        code = (
+            frame.f_code
+        )  # a generator is also entered as it is freed: no signal is handled there
+        if (
+            event == "call"
+            and code.co_filename == file
+            and not code.co_flags & inspect.CO_GENERATOR
+        ):
+            left -= 1
+            if left < 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return left < 0
+
+
+@pytest.mark.parametrize("how", ["receive", "look"])
+def test_ctrl_c_as_any_function_begins(how: str) -> None:
+    """No thread stays the reader: each later call would wait for it. A frame that is half read
+    ends the line.
+    """
+    for calls in itertools.count():
+        with served(lambda number, buffers: [b"answer"]) as caller:
+            caller.send(1, [b""])
+            assert caller._readable(60)
+            if how == "receive":
+                done = not interrupted_call(lambda line=caller: line.receive(1, 60), calls)
+            else:
+                done = not interrupted_call(lambda line=caller: line.look([1]), calls)
+            assert caller._reader is None, calls
+            if caller.intact:
+                caller.give_up(1)
+                caller.send(2, [b""])
+                assert caller.receive(2, 60) == [b"answer"]
+        if done:
+            break
+    assert calls > 3
 
 
 class Owned:
