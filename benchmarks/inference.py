@@ -7,7 +7,8 @@ are kept busy by hand, and Ray Data's `map_batches` with two actors. Each replic
 one thread. Ray Data starts its actors anew each time; its time counts from when the first of them
 begins its first batch. All outputs are compared. The floor is the net in two processes that each
 compute half as many batches of their own, when told: two cores that share caches and memory are not
-twice one.
+twice one (1.79 to 2.04 of it, on the machines that were tried). So two replicas are asked for 0.95
+of what these two processes reach.
 
 A second table has training steps on two replicas of which one takes twice as long for a row: split
 evenly, split by `chunk_weights=(2, 1)`, which is ideal, and by ``"auto"`` after 20 steps. Their
@@ -272,8 +273,8 @@ def run(effort: Effort) -> Report:
     speeds = compared("A training step, one replica half as fast, by its split", mixed)
     asked = [
         Asked(
-            "map: two replicas to half of one replica's time",
-            2 * medians[TWO] / medians[ONE],
+            "map: two replicas to two processes that carry nothing",
+            medians[TWO] / medians[FLOOR],
             _LIMIT_TWO,
         ),
         Asked(

@@ -16,6 +16,7 @@ NAMES = (
     *(
         "training_step",
         "one_device",
+        "told_cores",
         "own_process",
         "step_latency",
         "payload_sweep",
