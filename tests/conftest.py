@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from record import Record
+from record import Deadline, record_of
 
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 # Ray Tune does not take back its handler of Ctrl-C, which later tests press.
@@ -38,6 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long", action="store_true", help="run the tests that are marked long, too")
     help = "note in this file how each test ends, and leave out those that it says have passed"
     parser.addoption("--record", type=Path, help=help)
+    help = "skip tests that would begin after this moment, in seconds since 1970"
+    parser.addoption("--until", type=float, help=help)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -49,7 +51,9 @@ def pytest_configure(config: pytest.Config) -> None:
     global _nodes
     _nodes = config.getoption("--nodes")
     if config.getoption("--record"):
-        config.pluginmanager.register(Record(config.getoption("--record")))
+        config.pluginmanager.register(record_of(config, config.getoption("--record")))
+    if config.getoption("--until"):
+        config.pluginmanager.register(Deadline(config.getoption("--until")))
     Options.__init__.__kwdefaults__.update(
         link=config.getoption("--link"), threads=1, max_restarts_per_hour=10_000
     )

@@ -4,7 +4,10 @@ halfway, and a second run with the same record runs what has not passed.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,44 +15,97 @@ import pytest
 class Record:
     """Writes a line when a test begins, and one when it has ended.
 
+    Where several processes run tests, one that runs none writes for all of them, and tells each
+    which tests to leave out: also one that takes the place of a process that ended.
+
     Args:
         path: The file, which may hold the lines of earlier runs.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._outcome = ""
-
-    def done(self) -> set[str]:
-        """The tests that have passed, or were skipped, in earlier runs."""
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        self._outcomes: dict[str, str] = {}
+        lines = path.read_text().splitlines() if path.exists() else []
         found = (line.partition(" ") for line in lines)
-        return {name for outcome, _, name in found if outcome in ("passed", "skipped")}
+        self._done = {name for outcome, _, name in found if outcome in ("passed", "skipped")}
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """A process that runs tests is about to start."""
+        node.workerinput["done"] = [*self._done]
 
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        """Leave out what is done."""
-        done = self.done()
-        left = [item for item in items if item.nodeid in done]
-        if left:
-            config.hook.pytest_deselected(items=left)
-            items[:] = [item for item in items if item.nodeid not in done]
+        """Leave out the tests that have passed, or were skipped, in earlier runs."""
+        leave_out(self._done, config, items)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """A test begins."""
-        self._outcome = "passed"
+        self._outcomes[nodeid] = "passed"
         self._write("begun", nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """One of its three parts has ended."""
-        if report.failed or (report.skipped and self._outcome == "passed"):
-            self._outcome = report.outcome
+        before = self._outcomes.get(report.nodeid, "passed")
+        if report.failed or (report.skipped and before == "passed"):
+            late = report.skipped and _LATE in str(report.longrepr)
+            self._outcomes[report.nodeid] = "late" if late else report.outcome
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         """A test has ended."""
-        self._write(self._outcome, nodeid)
+        self._write(self._outcomes.pop(nodeid), nodeid)
 
     def _write(self, outcome: str, name: str) -> None:
         with self._path.open("a") as file:
             file.write(f"{outcome} {name}\n")
+
+
+_LATE = "its time was over"
+
+
+class Deadline:
+    """Skips the tests that would begin after a moment. The record has them as ``late``.
+
+    Args:
+        until: The moment, in seconds since 1970.
+    """
+
+    def __init__(self, until: float) -> None:
+        self._until = until
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """A test is about to begin."""
+        if time.time() > self._until:
+            pytest.skip(f"{item.nodeid}: {_LATE}")
+
+
+class Told:
+    """Leaves out tests in a process for which another one keeps the record.
+
+    Args:
+        done: The tests.
+    """
+
+    def __init__(self, done: Collection[str]) -> None:
+        self._done = {*done}
+
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        """Leave them out."""
+        leave_out(self._done, config, items)
+
+
+def leave_out(done: Collection[str], config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect tests by their names."""
+    left = [item for item in items if item.nodeid in done]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item.nodeid not in done]
+
+
+def record_of(config: pytest.Config, path: Path) -> Record | Told:
+    """What leaves out, and perhaps records, tests in this process."""
+    told = getattr(config, "workerinput", None)
+    return Record(path) if told is None else Told(told["done"])

@@ -19,14 +19,16 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
-from record import Record
+from record import Deadline, record_of
 
 def pytest_addoption(parser):
     parser.addoption("--long", action="store_true")
     parser.addoption("--record", type=Path)
+    parser.addoption("--until", type=float)
 
 def pytest_configure(config):
-    config.pluginmanager.register(Record(config.getoption("--record")))
+    config.pluginmanager.register(record_of(config, config.getoption("--record")))
+    config.pluginmanager.register(Deadline(config.getoption("--until")))
 """
 
 PASSES = """
@@ -92,11 +94,11 @@ def test_hangs():
 
 
 def check(
-    root: Path, tests: str, *arguments: str, branches: bool = True
+    root: Path, tests: str, *arguments: str, branches: bool = True, seconds: int = 1000
 ) -> subprocess.CompletedProcess[str]:
     """Run the check in a checkout of which the suite is ``tests``, laid out as this one: its
     options stand in the folder that pytest finds by itself. No browser is installed for it.
-    ``branches`` says whether enough of them are taken.
+    ``branches`` says whether enough of them are taken, ``seconds`` how long tests may begin.
     """
     counted = 'if [[ "${1:-}" == --coverage ]]; then touch counted; shift; fi'
     scripts = {
@@ -120,6 +122,7 @@ def check(
     (root / "pytest.ini").write_text("[pytest]\ntestpaths = tests\n")
     path = os.pathsep.join([str(root / "tools"), os.environ["PATH"]])
     env = {**os.environ, "PATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
+    env["CHECK_SECONDS"] = str(seconds)
     command = [str(root / ".ci" / "run"), *arguments]
     return subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=240, check=False
@@ -156,6 +159,30 @@ def test_a_suite_that_passes_is_run_once(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "ran").read_text() == "passes "
     assert "AGAIN" not in done.stdout
+
+
+TIME_FLIES = """
+import types
+
+def test_time_flies():
+    import record
+    record.time = types.SimpleNamespace(time=lambda: float("inf"))
+"""
+
+
+def test_what_begins_too_late_is_left_out_and_named(tmp_path: Path) -> None:
+    """The check passes by the tests that ran."""
+    done = check(tmp_path, TIME_FLIES + PASSES, "-k", "test")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not (tmp_path / "ran").exists()
+    named = "LEFT OUT, THE TIME WAS OVER: 1 of 2 tests\ntests/test_it.py::test_passes\n"
+    assert named in done.stdout
+
+
+def test_no_test_that_began_in_time(tmp_path: Path) -> None:
+    """None ran."""
+    done = check(tmp_path, PASSES, seconds=-1)
+    assert done.returncode == 1 and "no test ran" in done.stderr
 
 
 def test_too_few_branches_fail_it(tmp_path: Path) -> None:
