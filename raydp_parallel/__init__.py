@@ -37,7 +37,7 @@ from raydp_parallel.options import Options
 from raydp_parallel.progress import Progress
 from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 
 __all__ = [
     "Advice",

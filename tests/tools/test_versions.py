@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import tested_versions
 
+import raydp_parallel
+
 ROOT = Path(__file__).parents[2]
 RUNS = json.loads((ROOT / "docs" / "versions.json").read_text(encoding="utf-8"))
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -35,6 +37,14 @@ def test_the_page_has_the_table_of_its_data() -> None:
     text = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
     assert tested_versions.page(text, RUNS) == text
     assert all(f"| {run['torch']} | {run['ray']} |" in text for run in RUNS)
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    """In the metadata, in the package, and at the head of the changelog."""
+    (named,) = re.findall(r'^version = "(.*)"$', PROJECT, re.MULTILINE)
+    assert raydp_parallel.__version__ == named
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (\S+?),? ", changes, re.MULTILINE)[0] == named
 
 
 def test_the_classifiers_are_the_pythons_that_were_tested() -> None:
