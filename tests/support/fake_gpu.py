@@ -8,6 +8,11 @@ asked for only where it was told to wait for that. A copy from the host arrives 
 operations that come next are the CPU's; but its source has to be there, unchanged, when the stream
 comes to it, and memory that an arena got back is overwritten.
 
+Kernels run at once, unless a test has them `queued`: then those that only write to memory that is
+there run when their stream comes to them, the others once their stream has done what it was asked
+for, and what `torch.empty` makes holds nothing of use. A thread has current streams of its own, and
+may stand for another process, with a GPU of its own (`FakeGpu.process`).
+
 It refuses what a GPU refuses: everything once a kernel failed an assertion, the next kernel after a
 call with an error that was not taken, handles of a process that ended, arguments of other types
 than torch's, two threads in one pool of memory.
@@ -28,6 +33,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from raydp_parallel.devices import cuda as package
 from raydp_parallel.devices import ranges
@@ -35,8 +41,11 @@ from raydp_parallel.devices.buffers import Arena
 
 ASSERTION = "CUDA error: device-side assert triggered"
 
-_POISON = 0xDD
-"""What memory holds that was given back."""
+POISON = 0xDD
+"""What memory holds that was given back, or that nothing was written to."""
+
+NOT_YET = object()
+"""What work gives that cannot be done yet, as it waits for another process."""
 
 UUID = "GPU-12345678"
 
@@ -72,11 +81,24 @@ class Stream:
         self.queue.append(work)
         self.asked += 1
 
-    def run_to(self, number: int) -> None:
-        """Do what was asked up to a moment."""
+    def go_to(self, number: int) -> object:
+        """Do what was asked up to a moment, as far as nothing waits for another process; whether
+        that was all: None if so, else `NOT_YET`.
+        """
         while self.done < number:
-            self.queue.pop(0)()
+            work = self.queue.pop(0)
+            with _disable_current_modes():
+                found = work()
+            if found is NOT_YET:
+                self.queue.insert(0, work)
+                return NOT_YET
             self.done += 1
+        return None
+
+    def run_to(self, number: int) -> None:
+        """Do what was asked up to a moment, and wait for other processes."""
+        while self.go_to(number) is NOT_YET:
+            time.sleep(0.0005)
 
     def drop(self) -> None:
         """What is still to do is never done: the process that asked for it has ended."""
@@ -133,7 +155,6 @@ class FakeGpu:
         self.asked_to_pin = 0
         self.registering: list[int] = []
         self.counts = True
-        self._inside: list[int] = [0]
         self.last_error = ""
         self.broken = ""
         self.torn: list[str] = []
@@ -145,13 +166,43 @@ class FakeGpu:
         self.events: dict[bytes, Any] = {}
         self.opened: list[bytes] = []
         self._streams = itertools.count(1)
-        self._defaults: dict[int, Stream] = {}
-        self._stacks: dict[int, list[Stream]] = {}
+        self._first: dict[int, Stream] = {}
+        self._thread = threading.local()
         self._elsewhere: dict[int, int] = {}
         self._recording: int | None = None
         self.recorded: list[str] = []
         self.pools: list[Any] = []
         self.brought = [0, 0]
+
+    # what a thread has of its own, and a process
+
+    @property
+    def _inside(self) -> list[int]:
+        """The current devices of this thread, last, and those that were it around."""
+        found: list[int] = vars(self._thread).setdefault("inside", [0])
+        return found
+
+    @property
+    def _stacks(self) -> dict[int, list[Stream]]:
+        """The current streams of this thread, by device."""
+        found: dict[int, list[Stream]] = vars(self._thread).setdefault("stacks", {})
+        return found
+
+    @property
+    def _defaults(self) -> dict[int, Stream]:
+        """The default streams of this thread's process, by device."""
+        found: dict[int, Stream] = vars(self._thread).setdefault("defaults", self._first)
+        return found
+
+    @contextmanager
+    def process(self, of: dict[int, Stream] | None = None) -> Iterator[None]:
+        """Let this thread stand for another process, a new one by default."""
+        before = self._defaults
+        self._thread.defaults = {} if of is None else of
+        try:
+            yield
+        finally:
+            self._thread.defaults = before
 
     # what is refused
 
@@ -478,7 +529,7 @@ _is_shared: Any = torch.UntypedStorage.is_shared
 def _overwrite(arena: Arena, segment: Any) -> None:
     """``Arena._give_back``."""
     if hasattr(segment, "array"):
-        segment.array[:] = _POISON
+        segment.array[:] = POISON
     _give_back(arena, segment)
 
 
@@ -534,6 +585,63 @@ def installed(
             type.__delattr__(Tensor, name)
         package.lent._kept.clear()
     assert not gpu.torn, gpu.torn
+
+
+_KERNELS = frozenset(("copy_", "add_", "add", "mul_", "zero_", "fill_"))
+"""Operations that write to memory which is there before, where they are asked to."""
+
+
+class _Kernels(TorchDispatchMode):
+    """Kernels of one thread: those that only write to memory that is there run when their stream
+    comes to them. What makes memory, and what the host reads, is done behind all that the current
+    stream was asked for.
+    """
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        super().__init__()
+        self._gpu = gpu
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        more, schema = kwargs or {}, func._schema
+        stream, name = self._gpu.current_stream(), schema.name.partition("::")[2]
+        if name in _KERNELS and schema.is_mutable:
+            self._gpu.launch()
+
+            def kernel() -> None:
+                func(*args, **more)
+
+            stream.later(kernel)
+            return more.get("out", args[0])
+        if not func.is_view:  # which the host makes alone
+            stream.run_to(stream.asked)
+        found = func(*args, **more)
+        if "empty" in name:
+            found.untyped_storage().fill_(POISON)
+        return found
+
+
+@contextmanager
+def queued(patch: pytest.MonkeyPatch, gpu: FakeGpu) -> Iterator[None]:
+    """Let kernels run when their stream comes to them: those of this thread, and of threads that
+    start in the block, which belong to the process of the thread that starts them.
+    """
+    start: Any = threading.Thread.start
+
+    def started(thread: threading.Thread) -> None:
+        run, process = thread.run, gpu._defaults
+
+        def under() -> None:
+            with gpu.process(process), _Kernels(gpu):
+                run()
+
+        thread.run = under  # type: ignore[method-assign]
+        start(thread)
+
+    with patch.context() as patched, _Kernels(gpu):
+        patched.setattr(threading.Thread, "start", started)
+        yield
 
 
 def _bound(method: Callable[..., Any]) -> Callable[..., Any]:

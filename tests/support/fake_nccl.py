@@ -1,6 +1,12 @@
 """A `ProcessGroupNCCL` that is none: gloo carries its bytes, and it waits as a kernel does, until
 it is aborted.
 
+Where the package takes the CPU for a GPU (`fake_gpu`) it has streams, as nccl has. An operation is
+put on a stream of the group, behind what the caller's current stream was asked for so far; its
+tensors are read and written when that stream comes to it, and hold nothing of use while it runs;
+`Work.wait` lets the caller's current stream wait, and not the host. On a device without streams
+this process waits in their place.
+
 What nccl does not see it does not see either: that a member died, or left. Its operations do not
 end then, neither well nor badly; when it is aborted they end at once, as if they were done, with
 whatever is in the tensors.
@@ -9,15 +15,19 @@ whatever is in the tensors.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import distributed
+from fake_gpu import NOT_YET, POISON, Stream
+from torch import Tensor, distributed
+
+from raydp_parallel import devices
 
 dist: Any = distributed
 
@@ -33,9 +43,14 @@ log: list[str] = []
 
 
 class Work:
-    """An operation."""
+    """An operation that this process waits for.
 
-    def __init__(self, group: ProcessGroupNCCL, work: Any) -> None:
+    Args:
+        group: Its group.
+        work: Gloo's; None if it has not begun.
+    """
+
+    def __init__(self, group: ProcessGroupNCCL, work: Any = None) -> None:
         self._group = group
         self._work = work
 
@@ -64,6 +79,50 @@ class Work:
         self.synchronize()
 
 
+class QueuedWork(Work):
+    """An operation on the group's stream.
+
+    Args:
+        group: Its group.
+        begin: Begins gloo's.
+        written: The tensors that it writes to.
+    """
+
+    def __init__(
+        self, group: ProcessGroupNCCL, begin: Callable[[], Any], written: Sequence[Tensor]
+    ) -> None:
+        super().__init__(group)
+        self._begin = begin
+        self._written = written
+        self._stream = group.stream()
+        here: Any = torch.cuda.current_stream(group.device)
+        self._stream.wait_stream(here)
+        self._stream.later(self._run)
+        self._at = self._stream.asked
+
+    def _run(self) -> object:
+        """The kernel."""
+        if self._work is None and not self._group.aborted:
+            for tensor in self._written:
+                tensor.view(torch.uint8).fill_(POISON)
+            self._work = self._begin()
+        return None if super().is_completed() else NOT_YET
+
+    def is_completed(self) -> bool:
+        """Whether the stream has come behind it; a device goes on by itself, this one here."""
+        return self._group.aborted or self._stream.go_to(self._at) is not NOT_YET
+
+    def synchronize(self) -> None:
+        """The current stream waits."""
+        log.append("stream waits")
+        here: Any = torch.cuda.current_stream(self._group.device)
+        here.gpu.waits(here, self._stream, self._at)
+
+    def wait(self, timeout: timedelta) -> None:
+        """The same: the host goes on."""
+        self.synchronize()
+
+
 class ProcessGroupNCCL:
     """One member's end."""
 
@@ -81,6 +140,8 @@ class ProcessGroupNCCL:
             f"{bool(options.group_name)}"
         )
         self.aborted = False
+        self.device = torch.device("cpu")
+        self._stream: Stream | None = None
         self._rank, self._size = rank, size
         plain = dist.ProcessGroupGloo._Options()
         plain._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
@@ -98,28 +159,41 @@ class ProcessGroupNCCL:
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Torch's."""
         log.append(f"connected {device}")
+        self.device = device
 
-    def _work(self, verb: str, options: Any, *tensors: Any) -> Work:
+    def stream(self) -> Stream:
+        """The stream of its operations, on a device that has streams."""
+        if self._stream is None:
+            self._stream = cast(Any, torch.cuda.Stream(self.device))
+            self._stream.name = "nccl's stream"
+        return self._stream
+
+    def _work(self, verb: str, options: Any, *tensors: Any, written: Sequence[Tensor]) -> Work:
         assert not self.aborted
         log.append(verb)
         options.timeout = ENDLESS
-        return Work(self, getattr(self._gloo, verb)(*tensors, options))
+        begin = functools.partial(getattr(self._gloo, verb), *tensors, options)
+        if devices.is_cpu(self.device):
+            return Work(self, begin())
+        return QueuedWork(self, begin, written)
 
     def broadcast(self, tensors: Any, options: Any) -> Work:
         """Torch's."""
-        return self._work("broadcast", options, tensors)
+        written = tensors if options.rootRank != self._rank else ()
+        return self._work("broadcast", options, tensors, written=written)
 
     def alltoall_base(self, into: Any, tensor: Any, a: Any, b: Any, options: Any) -> Work:
         """Torch's."""
-        return self._work("alltoall_base", options, into, tensor, a, b)
+        return self._work("alltoall_base", options, into, tensor, a, b, written=[into])
 
     def gather(self, into: Any, tensors: Any, options: Any) -> Work:
         """Torch's."""
-        return self._work("gather", options, into, tensors)
+        written = [part for parts in into for part in parts]
+        return self._work("gather", options, into, tensors, written=written)
 
     def _allgather_base(self, into: Any, tensor: Any, options: Any) -> Work:
         """Torch's."""
-        return self._work("_allgather_base", options, into, tensor)
+        return self._work("_allgather_base", options, into, tensor, written=[into])
 
     def abort(self) -> None:
         """Torch's: all operations end."""

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -41,23 +41,29 @@ from raydp_parallel.transport.links import Attachments, InlineLink, Link, Shared
 
 
 def together(
-    size: int, work: Callable[[int, Group], Any], kind: GroupKind = GroupKind.GLOO
+    size: int,
+    work: Callable[[int, Group], Any],
+    kind: GroupKind = GroupKind.GLOO,
+    process: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> list[Any]:
-    """What each member of a new group makes of it, or what it raised."""
+    """What each member of a new group makes of it, or what it raised. A member's thread is in a
+    block of ``process``.
+    """
     host = Groups(secret="secret")
     store = host.host("test")
 
     def member(rank: int) -> Any:
         groups = host if rank == 0 else Groups(secret="secret")
-        assert groups.join(JoinGroup("test", rank, size, store, 10.0, kind)) == ""
-        group = groups.find("test")
-        assert group is not None
-        try:
-            return work(rank, group)
-        except RuntimeError as error:
-            return error
-        finally:
-            groups.leave("test")
+        with process():
+            assert groups.join(JoinGroup("test", rank, size, store, 10.0, kind)) == ""
+            group = groups.find("test")
+            assert group is not None
+            try:
+                return work(rank, group)
+            except RuntimeError as error:
+                return error
+            finally:
+                groups.leave("test")
 
     with ThreadPoolExecutor(size) as pool:
         return [*pool.map(member, range(size))]

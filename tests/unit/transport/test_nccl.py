@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import fake_nccl
 import pytest
 import torch
-from fake_gpu import FakeGpu, installed
+from fake_gpu import FakeGpu, installed, queued
 from mortal import arm, armed, rows, same, state, whole
 from test_collective import Wide, among, back, together, word
 
@@ -178,9 +178,89 @@ def test_sums_lie_on_a_stream_of_their_own(nccl: list[str], gpu: FakeGpu) -> Non
     gpu.recorded.clear()  # of the trial
     group.sum(tensor, 0, [0], 10.0).finish(time.monotonic() + 10.0)
     lane = "stream 1"
-    assert gpu.log == [*[f"stream waits on {lane}"] * 2, "stream waits"]
+    begun = [f"stream waits on {lane}", "stream waits on nccl's stream"]
+    added = [f"stream waits on {lane}"] * 2  # for the gradients again, and for what others sent
+    gathered = ["stream waits on nccl's stream"]
+    assert gpu.log == [*begun, *added, *gathered, *["stream waits"] * 2]
     assert gpu.recorded == [lane] * 2
     groups.leave("one")
+
+
+class OnTwoStreams(torch.autograd.Function):
+    """The product with a constant, with a backward on a stream of its own, as a module may have."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, grad: torch.Tensor, stream: Any) -> torch.Tensor:
+        ctx.grad, ctx.stream = grad, stream
+        return leaf.sum()
+
+    @staticmethod
+    def backward(ctx: Any, _one: torch.Tensor) -> Any:  # type: ignore[override]  # of one output
+        with torch.cuda.stream(ctx.stream):
+            return torch.zeros_like(ctx.grad).copy_(ctx.grad), None, None
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("root", [0, None], ids=["for the root", "for all"])
+@pytest.mark.parametrize("way", ["while backward runs", "on two streams", "at the end"])
+def test_no_wait_between_streams_is_missing(
+    nccl: list[str],
+    gpu: FakeGpu,
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    root: int | None,
+    way: str,
+) -> None:
+    """Gradients are computed late, on the streams of a module; sums are made beside; what reads
+    them on the current stream is not waited for by the host. Each kernel finds what was done on the
+    streams that its own was told to wait for, and nothing else.
+    """
+    grads = [[torch.randn(n) * 10.0**k for n in (300_000, 500, 290_000)] for k in range(size)]
+
+    def work(rank: int, group: Group) -> Any:
+        leaves = [torch.zeros_like(grad, requires_grad=True) for grad in grads[rank]]
+        request = word(0, range(size), 3)._replace(stays=1 if root is None else None)
+        reducer = Reducer(group, request, leaves, back())
+        found = [torch.zeros_like(grad) for grad in grads[rank]]
+        others = [gpu.stream(), gpu.stream()]
+        with reducer.watching():
+            for number, (leaf, grad) in enumerate(zip(leaves, grads[rank], strict=True)):
+                if way == "while backward runs":
+                    (leaf * grad).sum().backward()
+                elif way == "on two streams":
+                    with gpu.on(others[number % 2]):  # as torch's engine has it for the hook
+                        OnTwoStreams.apply(leaf, grad, others[number % 2]).backward()
+        for late, grad in zip(found, grads[rank], strict=True):
+            late.copy_(grad)
+        assert reducer.finish(found) is SumOutcome.DONE
+        return [total.clone() for total in reducer._all_windows()]
+
+    with queued(monkeypatch, gpu):
+        totals = together(size, work, GroupKind.NCCL, gpu.process)
+    for k in range(3):
+        expected = grads[0][k].clone()
+        for rank in range(1, size):
+            expected += grads[rank][k]
+        for found in totals if root is None else totals[:1]:
+            assert torch.equal(found[k], expected)
+
+
+def test_what_members_give_each_other_is_read_behind_it(
+    nccl: list[str], gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What each gives is computed late, too, and overwritten at once."""
+
+    def work(rank: int, group: Group) -> Any:
+        whole = torch.zeros(6).copy_(torch.arange(6.0) + 10 * rank)
+        got = group.swap(whole, 10.0, time.monotonic() + 10.0)
+        whole.fill_(-1.0)
+        return got.clone()
+
+    with queued(monkeypatch, gpu):
+        found = together(3, work, GroupKind.NCCL, gpu.process)
+    for rank, got in enumerate(found):
+        expected = [10 * k + 2 * rank + at for k in range(3) for at in range(2)]
+        assert got.tolist() == expected
 
 
 class Update(NamedTuple):
