@@ -53,6 +53,7 @@ class GradientStream:
         self._leaves = leaves
         self._room = room
         self._courier = courier
+        self._makers = devices.Makers(leaves[0].device)
         self._there: list[int] = []
         self._size = 0
         self._begun: dict[int, _Begun] = {}
@@ -91,6 +92,7 @@ class GradientStream:
         ):
             return
         self._there.append(row)
+        self._makers.note()
         self._size += grad.nbytes
         if self._size >= TOGETHER:
             self._go()
@@ -103,6 +105,8 @@ class GradientStream:
         try:
             pieces: list[MemoryRange] = []
             offsets: list[int] = []
+            # A module may compute on streams of its own, and this is the hook of the last one.
+            self._makers.catch_up()
             for row in rows:
                 grad = self._leaves[row].grad
                 if grad is not None and self._end + aligned(grad.nbytes) <= self._room.size:

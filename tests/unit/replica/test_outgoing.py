@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import FakeGpu, Stream, installed
+from fake_gpu import FakeGpu, Stream, installed, queued
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -102,6 +102,45 @@ def test_a_copy_begins_while_backward_runs(fake: FakeGpu) -> None:
         "wait on stream 1",
     ]
     run.check()
+
+
+class Late(torch.autograd.Function):
+    """The sum of a leaf, with a gradient that a kernel of the current stream has yet to write."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, value: float) -> Tensor:
+        ctx.shape, ctx.value = weight.shape, value
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, _one: Tensor) -> Any:  # type: ignore[override]  # of one output
+        return torch.zeros(ctx.shape).fill_(ctx.value), None
+
+
+def test_gradients_of_several_streams_leave_behind_all_of_them(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module may compute on streams of its own, under which torch adds up and calls the hooks.
+    The last one begins a copy of those before it.
+    """
+    monkeypatch.setattr(gradient_stream, "TOGETHER", 128)
+    leaves, pin = [leaf(4, 4), leaf(4, 4)], devices.pinner(CPU)
+    attachments = Attachments(shared_link(Arena(pin=pin), exposes=False, always=True))
+    with queued(monkeypatch, fake):
+        early = gradient_stream.begin(leaves, attachments, CPU)
+        assert early is not None
+        fake.log.clear()  # of the trial
+        with early.watching():
+            for number, weight in enumerate(leaves):
+                side = fake.stream()
+                with fake.on(side):
+                    Late.apply(weight, 3.0 + number).backward()
+                fake.current_stream().wait_stream(side)  # as torch's engine does in the end
+        assert fake.log.count("copy to the host on stream 1") == 2
+        parcel = early.parcel([weight.grad for weight in leaves], attachments)
+    assert parcel is not None
+    found = codec.decode(parcel, attachments, CPU)[0]
+    assert [grad.unique().tolist() for grad in found] == [[3.0], [4.0]]
 
 
 def test_small_ones_go_together_at_the_end(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
