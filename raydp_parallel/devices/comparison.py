@@ -77,7 +77,7 @@ def compare_runs(
     if not is_cpu(one.device):
         begin, end = _edges(tuple(offsets), tuple(sizes), one.device)
         counts = torch.nn.functional.pad(torch.ne(one, other).cumsum(0, dtype=torch.int64), (1, 0))
-        answers = _Answer(counts[end] != counts[begin])
+        answers = _Answer(counts[end.here()] != counts[begin.here()])
         return lambda: [not unlike for unlike in answers.fetch()]
     here, there = one.data_ptr(), other.data_ptr()
     if _libc.memcmp(here, there, one.nbytes) == 0:
@@ -134,24 +134,48 @@ def _groups(sizes: Sequence[int], most: int = _LARGE) -> list[range]:
 def _per_run(values: Tensor, sizes: Sequence[int]) -> Tensor:
     """The sums of values over neighbouring runs."""
     ends = _ends(tuple(sizes), values.device)
-    totals = values.cumsum(0, dtype=torch.int64)[ends]
+    totals = values.cumsum(0, dtype=torch.int64)[ends.here()]
     return torch.cat([totals[:1], totals[1:] - totals[:-1]])
+
+
+class _Table:
+    """Numbers on a GPU that later calls use too, on whichever stream they run.
+
+    Args:
+        numbers: The numbers, on the CPU. They are copied on the current stream.
+        device: The GPU.
+    """
+
+    def __init__(self, numbers: Tensor, device: torch.device) -> None:
+        self._numbers = numbers.to(device, non_blocking=True)
+        self._stream = torch.cuda.current_stream(device)
+        self._copied = behind(device)
+
+    def here(self) -> Tensor:
+        """The numbers. The current stream waits for them, and they are not freed before it has
+        read them.
+        """
+        stream = torch.cuda.current_stream(self._numbers.device)
+        if stream != self._stream:
+            self._copied.wait(stream)
+            self._numbers.record_stream(stream)
+        return self._numbers
 
 
 @functools.lru_cache(maxsize=64)
 def _edges(
     offsets: tuple[int, ...], sizes: tuple[int, ...], device: torch.device
-) -> tuple[Tensor, Tensor]:
+) -> tuple[_Table, _Table]:
     """The offsets at which each run begins and ends."""
     begin = torch.tensor(offsets, device="cpu")
     end = begin + torch.tensor(sizes, device="cpu")
-    return begin.to(device, non_blocking=True), end.to(device, non_blocking=True)
+    return _Table(begin, device), _Table(end, device)
 
 
 @functools.lru_cache(maxsize=64)
-def _ends(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+def _ends(sizes: tuple[int, ...], device: torch.device) -> _Table:
     """The index of the last element of each run."""
-    return (torch.tensor(sizes, device="cpu").cumsum(0) - 1).to(device, non_blocking=True)
+    return _Table(torch.tensor(sizes, device="cpu").cumsum(0) - 1, device)
 
 
 def copied(piece: MemoryRange) -> MemoryRange:

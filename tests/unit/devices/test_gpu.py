@@ -221,6 +221,35 @@ def test_bytes_are_compared_where_they_are(fake: FakeGpu) -> None:
     assert fake.log.count("wait") == 1
 
 
+@pytest.mark.parametrize("how", ["runs", "fingerprints"])
+def test_what_comparisons_keep_is_used_behind_the_stream_that_copied_it(
+    fake: FakeGpu, how: str
+) -> None:
+    """Calls under other streams of the user's find the offsets of runs there: that stream may not
+    have come to their copy, and may free them first.
+    """
+    comparison._edges.cache_clear()
+    comparison._ends.cache_clear()
+    one, other, first, side = host(40), host(40), fake.stream(), fake.stream()
+
+    def begin(stream: Any) -> tuple[list[str], list[str]]:
+        with fake.on(stream):
+            fake.log.clear()
+            fake.recorded.clear()
+            if how == "runs":
+                devices.compare_runs(one, other, [0, 20], [20, 20])
+            else:
+                devices.prints({1: devices.piece(one), 2: devices.piece(other)})
+        waits = [entry for entry in fake.log if entry.startswith("stream waits")]
+        return waits, [*fake.recorded]
+
+    assert begin(first) == ([], [])
+    waits, recorded = begin(side)
+    assert waits == [f"stream waits on {side.name}"] * 2  # for each table, or each factor
+    assert recorded == [side.name] * 2
+    assert begin(first) == ([], [])
+
+
 def test_a_copy_stays_on_the_device(fake: FakeGpu) -> None:
     """And is one."""
     tensor = torch.arange(4.0)
