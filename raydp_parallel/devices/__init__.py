@@ -62,7 +62,6 @@ from raydp_parallel.devices.streams import (
     courier,
     follow,
     hand_over,
-    same_stream,
     track,
 )
 
@@ -111,7 +110,6 @@ __all__ = [
     "row_copied",
     "row_in_place",
     "row_windows",
-    "same_stream",
     "scratch",
     "seed",
     "spoiled",

@@ -106,15 +106,6 @@ def follow(tracks: Iterable[Track]) -> None:
                 tensor.record_stream(here)
 
 
-def same_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """A context in which another thread works on this thread's current stream of a device; one
-    that does nothing on a CPU.
-    """
-    if is_cpu(device):
-        return contextlib.nullcontext()
-    return torch.cuda.stream(torch.cuda.current_stream(device))
-
-
 def hand_over(tensors: Iterable[Tensor | None]) -> None:
     """Let the default streams wait for the current streams, where they differ.
 
