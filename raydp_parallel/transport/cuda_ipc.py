@@ -271,7 +271,10 @@ class Opener:
         self._clock += 1
         if self._clock % _PATIENCE == 0:
             oldest = self._clock - _PATIENCE
-            self._known = {t: known for t, known in self._known.items() if known[1] > oldest}
+            # in place: other threads of the driver open segments meanwhile
+            for token, (_, used) in [*self._known.items()]:
+                if used <= oldest:
+                    self._known.pop(token, None)
         found = self._open.get(descriptor.token)
         if found is None:
             found = self._open[descriptor.token] = self._opened(descriptor)

@@ -1079,6 +1079,35 @@ def test_segments_that_are_no_longer_used_go(
     assert len({*map(id, fake.pools)}) == 1  # all of them from one pool, which is the arena's own
 
 
+def test_a_segment_is_opened_while_others_are_closed(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another thread of the driver, which gets an answer of the same replica: it stays open."""
+    monkeypatch.setattr(cuda_ipc, "_PATIENCE", 8)
+    arena, opener, found = cuda_ipc.DeviceArena(CPU), cuda_ipc.Opener(CPU), list[Any]()
+    lent = [arena.take(1 << 20) for _ in range(2)]
+
+    class Seen(int):
+        """When a segment was used. As that is looked at, the other thread has its turn."""
+
+        def __gt__(self, other: int) -> bool:
+            found.append(opener(lent[1].descriptor))
+            return int(self) > other
+
+        def __le__(self, other: int) -> bool:
+            found.append(opener(lent[1].descriptor))
+            return int(self) <= other
+
+    for _ in range(7):
+        opener(lent[0].descriptor)
+    opener._known = {token: (one, Seen(at)) for token, (one, at) in opener._known.items()}
+    opener(lent[0].descriptor)
+    assert {*opener._known} == {each.descriptor.token for each in lent}
+    found.clear()
+    opener(lent[1].descriptor)
+    assert len(fake.opened) == 2
+
+
 def wrong(*_: object) -> bool:
     """Not what was written."""
     return False
