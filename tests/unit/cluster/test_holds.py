@@ -147,13 +147,15 @@ def test_the_allocator_s_variables_are_there_when_a_process_begins(
     if wanted is not None:
         monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", wanted)
     asked: list[dict[str, Any]] = []
+    begun: list[Any] = []
 
     def options(**given: Any) -> Any:
         asked.append(given)
-        return SimpleNamespace(remote=lambda *_, **__: None)
+        return SimpleNamespace(remote=lambda *given, **_: begun.extend(given))
 
     monkeypatch.setattr(ray_backend, "ReplicaActor", SimpleNamespace(options=options))
     ray_backend.ActorNames("train", {}).start(DevicePlace(kind, 0), "auto", (), {"num_cpus": 1})
+    assert ambient_state.environment() in begun  # for those that are read later
     early = {"runtime_env": {"env_vars": {"PYTORCH_CUDA_ALLOC_CONF": wanted}}}
     name = f"raydp:train:0@{'cpu' if kind == 'cpu' else 'cuda:0'}"
     expected = {"name": name, "num_cpus": 1}

@@ -9,7 +9,9 @@ import copy
 import ctypes
 import gc
 import inspect
+import os
 import pickle
+import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -30,7 +32,7 @@ from raydp_parallel.batch import scatter_gather
 from raydp_parallel.calls import executor
 from raydp_parallel.check import training
 from raydp_parallel.cluster import RayBackend, backend, in_process
-from raydp_parallel.devices import comparison, cuda
+from raydp_parallel.devices import comparison, cuda, process
 from raydp_parallel.devices.buffers import Arena, Descriptor, LeaseTable
 from raydp_parallel.devices.ranges import MemoryRange, ReplicaHello
 from raydp_parallel.monitoring import accounts
@@ -652,6 +654,28 @@ def test_the_weights_of_a_recurrent_net_stay_one_run(
         torch.testing.assert_close(ours, theirs)
     monkeypatch.setattr(devices.ranges, "HOST", frozenset({"cpu"}))
     assert len(block_layout.lay_out(tensors).members) == 16
+
+
+def test_a_replica_has_the_drivers_variables_before_it_takes_its_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CUDA and its libraries read them as they start, and its node may have others."""
+    made: Any = actor.ReplicaActor.__ray_metadata__.modified_class  # type: ignore[attr-defined]
+    seen: list[str] = []
+    context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": [3]})
+
+    def take(kind: str, ids: Any) -> str:
+        seen.append(f"{kind} {ids} {os.environ['NVIDIA_TF32_OVERRIDE']}")
+        return "cpu"
+
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(devices, "take_given", take)
+    for module, name in ((devices, "keep_freed_memory"), (process, "belong_to_replica")):
+        monkeypatch.setattr(module, name, lambda: None)
+    monkeypatch.setattr(sys, "breakpointhook", sys.breakpointhook)
+    made("gpu", "inline", 0, {"NVIDIA_TF32_OVERRIDE": "0"}, "secret", paths=("host",))
+    assert seen == ["gpu ['3'] 0"]
 
 
 def test_times_are_the_devices(fake: FakeGpu) -> None:
