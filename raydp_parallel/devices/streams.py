@@ -142,10 +142,14 @@ class Lane:
         with torch.cuda.stream(self._stream):
             yield
 
-    def rejoin(self) -> None:
-        """Let later work of the current stream wait for what was computed on this stream."""
+    def rejoin(self, tensor: Tensor) -> None:
+        """Let later work of the current stream use a tensor that was computed on this stream."""
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            here = torch.cuda.current_stream(self._device)
+            here.wait_stream(self._stream)
+            # It may have been made there: its memory is not used again before this stream has read
+            # it, whichever stream the next work aside begins behind.
+            tensor.record_stream(here)
 
 
 class Makers:

@@ -94,8 +94,8 @@ class GroupBackend(Protocol):
         results runs, beside the current stream.
         """
 
-    def rejoin(self) -> None:
-        """Let later work of the current stream wait for the work done aside."""
+    def rejoin(self, tensor: Tensor) -> None:
+        """Let later work of the current stream use a tensor that was computed aside."""
 
     def broadcast(self, tensor: Tensor, root: int, patience: float) -> Operation:
         """Begin to copy the root's tensor to the tensors of the other members."""
@@ -176,7 +176,7 @@ class Gloo:
     def aside(self, tensor: Tensor) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def rejoin(self) -> None:
+    def rejoin(self, tensor: Tensor) -> None:
         """Nothing: no work is done aside."""
 
     def broadcast(self, tensor: Tensor, root: int, patience: float) -> Operation:
@@ -278,8 +278,8 @@ class Nccl:
     def aside(self, tensor: Tensor) -> contextlib.AbstractContextManager[None]:
         return self._lane.taken(tensor)
 
-    def rejoin(self) -> None:
-        self._lane.rejoin()
+    def rejoin(self, tensor: Tensor) -> None:
+        self._lane.rejoin(tensor)
 
     def broadcast(self, tensor: Tensor, root: int, patience: float) -> Operation:
         return self._begin("broadcast", _options(dist.BroadcastOptions(), patience, root), [tensor])

@@ -117,7 +117,7 @@ class Group:
         with self._backend.aside(whole):
             parts = torch.empty_like(whole)
             self._backend.exchange(parts, whole, patience).finish(until)
-        self._backend.rejoin()
+        self._backend.rejoin(parts)
         return parts
 
     def leave(self) -> None:

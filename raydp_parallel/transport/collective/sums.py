@@ -79,7 +79,7 @@ class Pair:
         self._received.finish(until)
         if self._sent is not None:
             self._sent.finish(until)
-        self._backend.rejoin()
+        self._backend.rejoin(self._into)
         return self._into
 
     def _add(self, until: float) -> None:
@@ -134,7 +134,7 @@ class Exchange:
         """Wait for the sum."""
         gathered = self._gathered or self._add(until)
         gathered.finish(until)
-        self._backend.rejoin()
+        self._backend.rejoin(self._whole)
         return self._whole
 
     def _add(self, until: float) -> Operation:

@@ -182,7 +182,7 @@ def test_sums_lie_on_a_stream_of_their_own(nccl: list[str], gpu: FakeGpu) -> Non
     added = [f"stream waits on {lane}"] * 2  # for the gradients again, and for what others sent
     gathered = ["stream waits on nccl's stream"]
     assert gpu.log == [*begun, *added, *gathered, *["stream waits"] * 2]
-    assert gpu.recorded == [lane] * 2
+    assert gpu.recorded == [lane, lane, ""]
     groups.leave("one")
 
 
@@ -248,7 +248,9 @@ def test_no_wait_between_streams_is_missing(
 def test_what_members_give_each_other_is_read_behind_it(
     nccl: list[str], gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What each gives is computed late, too, and overwritten at once."""
+    """What each gives is computed late, too, and overwritten at once. What it gets was made on
+    another stream than the one that reads it, as the allocator is told.
+    """
 
     def work(rank: int, group: Group) -> Any:
         whole = torch.zeros(6).copy_(torch.arange(6.0) + 10 * rank)
@@ -258,6 +260,7 @@ def test_what_members_give_each_other_is_read_behind_it(
 
     with queued(monkeypatch, gpu):
         found = together(3, work, GroupKind.NCCL, gpu.process)
+    assert gpu.recorded.count("") == 3 * (2 + 1)  # two rounds of the probe, and this one
     for rank, got in enumerate(found):
         expected = [10 * k + 2 * rank + at for k in range(3) for at in range(2)]
         assert got.tolist() == expected
@@ -315,7 +318,7 @@ def test_on_a_cpu_there_are_no_streams() -> None:
     makers.catch_up()
     with lane.taken(torch.ones(1)):
         pass
-    lane.rejoin()
+    lane.rejoin(torch.ones(1))
 
 
 # --- replicas ---
