@@ -678,6 +678,36 @@ def test_a_replica_has_the_drivers_variables_before_it_takes_its_gpu(
     assert seen == ["gpu ['3'] 0"]
 
 
+def test_an_answer_waits_for_what_was_sent_last(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a module wrote to is sent behind the first wait, if it is not what was guessed. With the
+    answer memory is given back that the GPU reads for that.
+    """
+    replica, arena = Replica(CPU), cuda_ipc.DeviceArena(CPU)
+    back = Attachments(cuda_ipc.DeviceLink(ObjectStoreLink(), arena))
+    left: list[int] = []
+
+    def written(*_: Any) -> tuple[None, int]:
+        x = torch.randn(30000)
+        back.link.send([devices.piece(x)], [0], x.nbytes)
+        left.append(fake.default.asked - fake.default.done)
+        return None, 7
+
+    monkeypatch.setattr(replica, "_written", written)
+    for name in ("_refuse_writes", "_guessed", "_show_the_present"):
+        monkeypatch.setattr(replica, name, lambda *_: None)
+    replica._laps.begin(1)
+    replica._laps.begin(2)
+    replica._laps.begin(3)
+    reply = replica._answer(None, back, lambda: None, SimpleNamespace(model=0))  # type: ignore[arg-type,return-value]
+    left.append(fake.default.asked - fake.default.done)
+    assert reply.failure is None
+    assert reply.revision == 7
+    assert left[0] > 0
+    assert left[1] == 0
+
+
 def test_times_are_the_devices(fake: FakeGpu) -> None:
     """Forward lasts until the device's mark, though the host went on before."""
     watch = devices.Stopwatch(CPU)
