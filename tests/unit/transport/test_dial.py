@@ -21,7 +21,7 @@ import ray
 from raydp_parallel import Options, cluster
 from raydp_parallel.calls.replica_groups import ReplicaGroups
 from raydp_parallel.cluster import Pending, RayBackend, ReplicaClient
-from raydp_parallel.cluster.backend import Death
+from raydp_parallel.cluster.backend import Death, TaskLabel
 from raydp_parallel.devices.ranges import ReplicaHello
 from raydp_parallel.replica import server
 from raydp_parallel.transport import direct_connection, handshake
@@ -570,6 +570,20 @@ def test_who_cannot_be_called_again_is_called_through_ray(monkeypatch: pytest.Mo
     call = mute.client.submit("forward", b"", [])
     assert isinstance(call, Pending) and call.through_ray
     assert mute.client.line is None
+    mute.silent.set()
+
+
+def test_a_call_that_the_dashboard_could_show_goes_over_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a Ray task it would run in another thread, and take a GPU's weights through the object
+    store.
+    """
+    mute = Mute(monkeypatch, dies_after=99)
+    task = TaskLabel(method="forward", chunk=1, chunks=2, again=False)
+    call = mute.client.submit("forward", b"", [], task=task)
+    assert isinstance(call, Pending)
+    assert not call.through_ray
     mute.silent.set()
 
 
