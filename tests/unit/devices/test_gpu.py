@@ -32,7 +32,7 @@ from raydp_parallel.batch import scatter_gather
 from raydp_parallel.calls import executor
 from raydp_parallel.check import training
 from raydp_parallel.cluster import RayBackend, backend, in_process
-from raydp_parallel.devices import comparison, cuda, process
+from raydp_parallel.devices import comparison, cuda, process, ranges
 from raydp_parallel.devices.buffers import Arena, Descriptor, LeaseTable
 from raydp_parallel.devices.ranges import MemoryRange, ReplicaHello
 from raydp_parallel.monitoring import accounts
@@ -1034,6 +1034,44 @@ def test_who_cannot_open_it_gets_a_copy(fake: FakeGpu, ends: Ends) -> None:
     assert np.array_equal(carried[1].view(np.float32), x.numpy())
     with pytest.raises(OSError, match="has not agreed to open any"):
         over([lent], Mappings())[0].piece()
+
+
+@pytest.mark.parametrize("way", ["host", "ipc"])
+def test_new_weights_leave_the_masters_gpu_once(fake: FakeGpu, ends: Ends, way: str) -> None:
+    """However many replicas there are on other GPUs of the machine: each copies them from the same
+    memory of the host to its own. The one on the master's GPU reads them there, with ``ipc``.
+    """
+    if way == "ipc":
+        ends.link.arenas[CPU] = ends.arena
+    net = nn.Linear(300, 200)
+    tracker, clients, there = ModuleTracker(net, ends.link), list[Any](), list[Mappings]()
+    for place in (CPU, SECOND, SECOND):
+        clients.append(cluster.ReplicaClient(None))
+        clients[-1].gpu, clients[-1].shares = place if way == "ipc" else None, True
+        there.append(Mappings())
+        there[-1].opener = cuda_ipc.Opener(CPU)
+    ends.link.withdraw()  # as for every replica on a GPU
+    for number in range(3):
+        fake.log.clear()
+        tracker.sync()
+        sent, opened = list[Any](), list[bool]()
+        for client, mappings in zip(clients, there, strict=True):
+            update, attachments = tracker.update_from(tracker.revision - 1), Attachments(ends.link)
+            assert update is not None
+            (blob,) = update.placed(attachments).blobs
+            (near,) = client._within_reach(attachments.beside)
+            sent.append(near)
+            opened.append(bool(near.descriptor.device))
+            whole = over([near], mappings)[0].piece()
+            for offset, size in zip(blob.offsets, blob.sizes, strict=True):
+                found = ranges.data_of(whole.part(offset, size)).view(torch.float32)
+                assert any(torch.equal(found, p.flatten()) for p in net.parameters())
+        assert fake.log.count("copy to the host") == 1, number
+        assert opened == [way == "ipc", False, False]
+        assert sent[1] is sent[2]
+        with torch.no_grad():
+            for p in net.parameters():
+                p.add_(1)
 
 
 def test_own_packets_are_compared_and_opened_in_place(ends: Ends) -> None:
