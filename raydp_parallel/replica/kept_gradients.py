@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 from raydp_parallel.errors import GraphLost
@@ -77,7 +78,7 @@ def stay(
         hold: Which are to stay.
         leaves: The leaves of the graph.
         found: Their gradients.
-        own: Whether these have memory of their own, and not that of a message, or another's.
+        own: Whether these were added up in their leaves; else they may be one another.
     """
     if hold is None or hold.key is None:
         return found
@@ -88,10 +89,18 @@ def stay(
         if grad is None or not collective.fits(grad, leaves[row]):
             here.append(None)
         else:
-            here.append(grad if own else grad.clone())
+            here.append(grad if own and _has_own_memory(grad) else grad.clone())
             left[row] = None
     kept[hold.key] = here
     return left
+
+
+def _has_own_memory(grad: Tensor) -> bool:
+    """Whether nothing else uses a gradient's memory. Torch lets a leaf keep a view of what it is
+    given, such as of another leaf's gradient, and a later backward adds in place.
+    """
+    storage = grad.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1 == 1
 
 
 def marks(kept: Kept, hold: Holding | None) -> bytes:

@@ -449,6 +449,34 @@ def test_unused_tied_and_sparse_parameters(two: Executor, unused: Any) -> None:
     assert net.table.weight.grad.is_sparse == (unused == "none")
 
 
+class Added(nn.Module):
+    """Both parameters' gradients are views of the output's, where a chunk has one row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.randn(5))
+        self.other = nn.Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.one.view(1, -1) + self.other.view(1, -1)
+
+
+@pytest.mark.parametrize("size", [2, 6])
+def test_X7_gradients_that_torch_gives_the_same_memory(size: int) -> None:
+    """Each is added to by itself."""
+    net = Added().double()
+    model, parameters = DataParallel(net, ["cpu", "cpu"], options=HERE), [*net.parameters()]
+    sums = [torch.zeros_like(p) for p in parameters]
+    for number in range(4):
+        x = batch(number, size)
+        found = torch.autograd.grad(net(x).square().sum(), parameters)
+        for one, grad in zip(sums, found, strict=True):
+            one += grad
+        backward(model, x, hold=number < 3)
+    for parameter, one in zip(parameters, sums, strict=True):
+        torch.testing.assert_close(parameter.grad, one)
+
+
 def test_several_models_and_wrappers_share_replicas(executors: Any) -> None:
     """Each accumulates for itself; a second wrapper of a module goes on where the first was."""
     three = executors(3)
