@@ -7,6 +7,7 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +62,8 @@ LOSS_HAS_PARAMETERS = (
     "with_loss: the criterion has parameters of the model: let a method of the module compute the "
     "loss, for model.call(), or give a function of the output alone"
 )
+
+_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 
 _FUNCTION_HAS_PARAMETERS = (
     "run: the function has parameters of the model, which are trained in the replicas, so that "
@@ -380,7 +383,7 @@ class ForwardCall:
                     tracker.training.check()
                 self.executor.recorder.changed(tracker.why())
             self.marks = {tracker: tracker.mark() for tracker in self.trackers}
-            self.doubts = {tracker: tracker.doubtful() for tracker in self.trackers}
+            self.doubts = {tracker: self._doubtful(tracker) for tracker in self.trackers}
             self.relays = {
                 tracker: None if self.ways[tracker] is None else self._begin_relay(tracker)
                 for tracker in self.trackers
@@ -432,6 +435,18 @@ class ForwardCall:
             kept = replay.keep(parcel, tensors, "arguments", copied=self.settings.holds)
             self.made[number] = request, kept._replace(refs=[*refs])
         return request if news is None else request._replace(training=news)
+
+    def _doubtful(self, tracker: ModuleTracker) -> tuple[int, ...]:
+        """The numbers of a model's leaves of which replicas say whether a chunk used them. Where
+        unused ones get nothing, those with hooks too: torch calls these with None for whatever its
+        graph has and gives nothing to.
+        """
+        doubtful = tracker.doubtful()
+        if self.call.unused == "none":
+            hooks = enumerate(map(_hooks, tracker.leaves()[0]))
+            hooked = [k for k, found in hooks if found != (None, None)]
+            doubtful = (*doubtful, *[k for k in hooked if k not in doubtful])
+        return doubtful
 
     def _samples(self, number: int) -> tuple[int, int] | None:
         """The number of a chunk's first row in the batch, and its rows, if random numbers follow

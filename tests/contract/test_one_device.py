@@ -71,6 +71,40 @@ def test_F5_what_forward_rebinds_stays() -> None:
     assert "total" in dict(ours.named_buffers())
 
 
+class Heads(nn.Module):
+    """Uses one of two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+
+    def forward(self, x: Tensor, head: int) -> Tensor:
+        out: Tensor = self.heads[head](x)
+        return out
+
+
+@pytest.mark.parametrize("ids", [["cpu"], ["cpu", "cpu"]])
+def test_F5_hooks_of_parameters_that_are_not_used_are_not_called(ids: list[str]) -> None:
+    """As in the plain module. Torch would call them with None."""
+    net = Heads()
+    options = raydp_parallel.Options(in_process=True, unused_grads="none")
+    plain, model = copy.deepcopy(net), raydp_parallel.DataParallel(net, ids, options=options)
+    seen: dict[nn.Module, list[str]] = {net: [], plain: []}
+    for one in (net, plain):
+        for name, parameter in one.named_parameters():
+            parameter.register_hook(lambda grad: grad.clamp(-1, 1))
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, name=name, one=one: seen[one].append(f"{name} {p.grad.shape}")
+            )
+    x = torch.randn(4, 3)
+    for number in (0, 1, 1):
+        for run in (model, plain):
+            run(x, number).square().sum().backward()
+    assert sorted(seen[net]) == sorted(seen[plain]) and len(seen[net]) == 6
+    for p, q in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
 def test_F6_with_two_devices_it_is_lost() -> None:
     """Also when there is one chunk only."""
     wrapper = raydp_parallel.DataParallel(Remembers(), ["cpu", "cpu"])
