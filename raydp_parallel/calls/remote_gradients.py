@@ -417,6 +417,8 @@ class RemoteGradient(torch.Tensor):
             cls, like.shape, strides=strides, dtype=like.dtype, device=like.device
         )
         made.state = state
+        # An error, and no crash, for code that asks torch itself for the address.
+        torch._C._set_throw_on_mutable_data_ptr(made)
         return made
 
     # What it computes, it computes by its operations below.
@@ -475,12 +477,16 @@ class RemoteGradient(torch.Tensor):
         self.state.give_away()
         return value
 
+    def _shown(self) -> Tensor:
+        """A view of it for something that keeps that: it counts as a user of the memory."""
+        return self._open()[...]
+
     def numpy(self, **how: Any) -> Any:
         """Its values as an array."""
-        return self._open().numpy(**how)
+        return self._shown().numpy(**how)
 
     def __array__(self, *how: Any, **more: Any) -> Any:
-        return self._open()[...].__array__(*how, **more)
+        return self._shown().__array__(*how, **more)
 
     def tolist(self) -> Any:
         """Its values as lists."""
@@ -495,7 +501,15 @@ class RemoteGradient(torch.Tensor):
         return self._open().untyped_storage()
 
     def __dlpack__(self, *how: Any, **more: Any) -> Any:
-        return self._open().__dlpack__(*how, **more)
+        return self._shown().__dlpack__(*how, **more)
+
+    def apply_(self, function: Any) -> Tensor:
+        """Replace each of its values by what a function gives for it."""
+        self._open().apply_(function)
+        return self
+
+    def __copy__(self) -> Tensor:
+        return self.detach()
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return self.fetched().clone()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import operator
 import pickle
 import random
 import sys
@@ -345,6 +346,21 @@ def test_X7_a_gradient_s_memory_is_added_to(two: Executor) -> None:
         expected = torch.cat([p.grad.flatten() for p in plain.parameters()])  # type: ignore[union-attr]
         torch.testing.assert_close(flat, expected)
     assert net[0].weight.grad is first
+
+
+@pytest.mark.parametrize("show", [operator.methodcaller("numpy"), torch.from_dlpack, copy.copy])
+def test_X7_what_shows_a_gradient_s_memory_sees_each_backward(show: Any) -> None:
+    """As with torch: arrays, tensors that were exchanged, and shallow copies."""
+    net = small()
+    plain, model = copy.deepcopy(net), DataParallel(net, ["cpu", "cpu"], options=HERE)
+    shown: list[Any] = []
+    for number in range(4):
+        backward(model, batch(number), hold=number < 3)
+        backward(plain, batch(number))
+        shown = shown or [show(one[0].weight.grad) for one in (net, plain)]
+        found, expected = map(torch.as_tensor, shown)
+        torch.testing.assert_close(found.clone(), expected)
+    assert_alike(net, plain)
 
 
 def test_X7_zeros_that_are_kept_are_added_to(two: Executor) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.dlpack
 from torch import Tensor, nn
 
 from raydp_parallel.calls.remote_gradients import (
@@ -113,6 +114,9 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "view": lambda grad: grad[0].zero_(),
     "data of a view": lambda grad: grad.view(-1).data.mul_(2),
     "numpy": lambda grad: grad.numpy().fill(3),
+    "dlpack": lambda grad: torch.from_dlpack(grad).mul_(2),
+    "copy": lambda grad: copy.copy(grad).mul_(2),
+    "apply_": lambda grad: grad.apply_(lambda value: 2 * value),
     "out": lambda grad: torch.mul(torch.ones(3, 4), 2, out=grad),
     "copy_": lambda grad: grad.copy_(torch.ones(3, 4)),
     "assigned": lambda grad: grad.__setitem__((0, 0), 7.0),
@@ -139,6 +143,13 @@ def test_what_changes_it_is_noticed(write: str) -> None:
     assert not lies_remote(grad)
     assert torch.equal(local(grad), plain)
     assert not torch.equal(plain, value)
+
+
+def test_its_address_is_an_error() -> None:
+    """Where torch is asked for it past its methods. Reading there ended the process."""
+    value = torch.randn(3, 4)
+    with pytest.raises(RuntimeError, match="data pointer"):
+        torch.utils.dlpack.to_dlpack(Store().grad(value, value))
 
 
 def test_its_data_can_be_replaced() -> None:
