@@ -197,7 +197,26 @@ def load(structure: bytes, tensors: Any, device: torch.device = _CPU) -> nn.Modu
         vars(tensor).clear()
         vars(tensor).update(attributes.get(slot, {}))
     apply(*unpickler.load())
+    _enter_recorded(module)
     return module  # type: ignore[no-any-return]
+
+
+_RECORDED = ("transformers.utils.output_capturing", "transformers.utils.generic")
+"""Where transformers keeps which outputs its classes can record: in versions 5 and 4."""
+
+
+def _enter_recorded(module: nn.Module) -> None:
+    """Let transformers know which outputs the models in a module can record, such as hidden states
+    and a router's logits. Its constructors enter that, and none ran here: without it such outputs
+    are left out in silence, and what a loss has of them.
+    """
+    for name in _RECORDED:
+        registry = getattr(sys.modules.get(name), "_CAN_RECORD_REGISTRY", None)
+        if isinstance(registry, dict):
+            for child in module.modules():
+                outputs = getattr(child, "_can_record_outputs", None)
+                if outputs is not None:
+                    dict.setdefault(registry, str(type(child)), outputs)
 
 
 def refuse_unreplicable(module: nn.Module) -> None:

@@ -25,7 +25,7 @@ from harness import assert_same_grads, assert_same_state
 from torch import nn
 
 import raydp_parallel
-from raydp_parallel import DataParallel, Options
+from raydp_parallel import DataParallel, Executor, Options
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -489,6 +489,37 @@ class AsksParameters(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first = next(self.parameters())
         return self.lin(x.to(first.device, first.dtype))
+
+
+def test_transformers_records_outputs(two: Executor) -> None:
+    """Hidden states, and the logits of a router, which its loss needs: which outputs a class can
+    record is entered by constructors, and in a replica none ran.
+    """
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.MixtralConfig(
+        **sizes,
+        intermediate_size=32,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        vocab_size=50,
+        output_router_logits=True,
+        router_aux_loss_coef=1.0,
+        pad_token_id=0,
+    )
+    module = transformers.MixtralForCausalLM(config)
+    plain, model = copy.deepcopy(module), DataParallel(module, executor=two)
+    words = torch.randint(1, 50, (4, 6))
+    found = model(input_ids=words, labels=words, output_hidden_states=True)
+    parts = [plain(input_ids=w, labels=w, output_hidden_states=True) for w in words.chunk(2)]
+    torch.testing.assert_close(found.loss, torch.stack([part.loss for part in parts]))
+    torch.testing.assert_close(found.aux_loss, torch.stack([part.aux_loss for part in parts]))
+    assert len(found.hidden_states) == 3
+    expected = torch.cat([part.hidden_states[1] for part in parts])
+    torch.testing.assert_close(found.hidden_states[1], expected)
+    found.loss.sum().backward()
+    sum(part.loss for part in parts).backward()
+    assert_same_grads(model, plain, rtol=1e-4, atol=1e-6)
 
 
 def test_transformers_device_property() -> None:
