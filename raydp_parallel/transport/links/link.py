@@ -196,8 +196,11 @@ class InlineLink(Link):
         runs.append(bytes(size - end))
         return b"".join(runs)
 
-    def open(self, packet: bytes) -> MemoryRange:
-        return in_bytes(packet)
+    def open(self, packet: Attachment) -> MemoryRange:
+        if isinstance(packet, bytes):
+            return in_bytes(packet)
+        # An array of this process: what another replica has passed on.
+        return MemoryRange(packet.__array_interface__["data"][0], packet.nbytes, packet)
 
     def close(self) -> None:
         """Nothing is held."""

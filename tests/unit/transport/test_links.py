@@ -199,6 +199,16 @@ def test_an_opened_piece_keeps_its_memory(link: Link, size: int) -> None:
     assert ctypes.string_at(opened.address, opened.size) == before
 
 
+def test_a_replica_s_own_array_is_opened() -> None:
+    """What another replica has passed on is placed beside a message, whatever the link is."""
+    array = np.arange(8, dtype=np.uint8)
+    for link in (InlineLink(), ObjectStoreLink()):
+        attachments = Attachments(link)
+        piece = attachments.open(attachments.place(array))
+        assert ctypes.string_at(piece.address, piece.size) == array.tobytes(), link.name
+        link.close()
+
+
 def test_closing_twice_is_closing_once(link: Link) -> None:
     """A closed link may be closed again, with or without something sent."""
     link.send([piece(pattern(LIMIT + 1))], [0], LIMIT + 1)
