@@ -634,7 +634,10 @@ class Replica:
             tuple(found), back, "gradients", requires_grad=request.derived is not None
         )
         if request.stays and type(parcel.packet) is not bytes:
-            back.left = sum(grad.nbytes for grad in found[: request.stays] if grad is not None)
+            left = [grad for grad in found[: request.stays] if grad is not None]
+            # The driver takes sparse ones, which have no `nbytes`, and all others with them.
+            if all(grad.layout is torch.strided for grad in left):
+                back.left = sum(grad.nbytes for grad in left)
         return parcel
 
     def _ends(self, request: BackwardRequest) -> bool:

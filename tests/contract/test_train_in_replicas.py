@@ -134,6 +134,36 @@ def test_T1_groups_and_accumulation(two: Executor) -> None:
     assert same(train(two, "AdamW", True, **how)[0], train(two, "AdamW", False, **how)[0])
 
 
+class Words(nn.Module):
+    """An embedding with sparse gradients, and a layer with others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.last = nn.Embedding(400, 64, sparse=True), nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.words(x).mean(1))
+
+
+@pytest.mark.parametrize("link", ["auto", pytest.param("shared", marks=pytest.mark.long)])
+def test_T1_sparse_gradients(link: str, executors: Any) -> None:
+    """They do not stay in shared memory, also if they are large enough for it."""
+    net = Words()
+    model = DataParallel(copy.deepcopy(net), executor=executors(2, link=link))
+    results = []
+    for inside in (False, True):
+        model.load_state_dict({f"module.{name}": t for name, t in net.state_dict().items()})
+        optimizer = optimizer_of(model, inside, torch.optim.SGD, lr=0.1)
+        for step in range(3):
+            numbers = torch.Generator().manual_seed(step)
+            optimizer.zero_grad()
+            model(torch.randint(0, 400, (8, 100), generator=numbers)).square().sum().backward()
+            optimizer.step()
+        results.append([t.clone() for t in model.state_dict().values()])
+    optimizer.close()
+    assert same(*results)
+
+
 def test_T1_in_this_process() -> None:
     """Replicas inside of the driver's process train as others do."""
     with Executor(["cpu"] * 2, options=Options(in_process=True, threads=1)) as executor:
@@ -641,6 +671,27 @@ def test_T2_gradients_in_shared_memory_outlive_all_replicas(exchanging: Executor
         optimizer.step()
         advance(model, optimizer, 2)
         results.append([t.clone() for t in model.state_dict().values()])
+    assert same(*results)
+
+
+@pytest.mark.long
+def test_T2_a_newcomer_where_bytes_lie_in_the_message(executors: Any) -> None:
+    """It takes over what another replica has passed on, 4 MB of weights."""
+    executor = executors(2, link="inline", name="killable")
+    results = []
+    for inside in (False, True):
+        torch.manual_seed(0)
+        model = DataParallel(nn.Linear(1000, 1000), executor=executor)
+        optimizer = optimizer_of(model, inside, torch.optim.SGD, lr=0.1)
+        for step in range(4):
+            if inside and step == 2:
+                kill(executor, 1)
+                executor.grow()
+            optimizer.zero_grad()
+            model(torch.full((4, 1000), 0.01 * step)).square().mean().backward()
+            optimizer.step()
+        results.append([t.clone() for t in model.state_dict().values()])
+    optimizer.close()
     assert same(*results)
 
 
