@@ -629,6 +629,8 @@ def encode(
         The parcel, and the tensors in the order of its specs.
     """
     skeleton, tensors = take_apart(value, root, refs)
+    if torch.autograd.forward_ad._current_level >= 0:
+        _refuse_tangents(tensors)
     small = write_small(tensors, attachments, requires_grad)
     if small is not None:
         return Parcel(skeleton, *small), tensors
@@ -648,6 +650,16 @@ def encode(
         specs.append(spec)
     packet = attachments.send(pieces, offsets, end) if pieces else b""
     return Parcel(skeleton, tuple(specs), packet), tensors
+
+
+def _refuse_tangents(tensors: Sequence[Tensor]) -> None:
+    """Raise torch's own kind of error for derivatives that would be lost in silence."""
+    if any(torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise NotImplementedError(
+            "forward-mode derivatives (torch.autograd.forward_ad, torch.func.jvp) do not reach "
+            "into replicas, nor into those of torch.nn.DataParallel: use reverse mode, such as "
+            "torch.autograd.functional.jvp, or the module itself"
+        )
 
 
 def encode_again(parcel: Parcel, tensors: Sequence[Tensor], attachments: Attachments) -> Parcel:

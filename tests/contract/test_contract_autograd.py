@@ -1321,6 +1321,21 @@ def test_B6_one_trip_per_pass():
 # --- B7: backward twice ---
 
 
+def test_B6_forward_mode_is_refused(two):
+    """Upstream raises torch's error; here the tangent was lost in silence where no gradient was
+    wanted.
+    """
+    model = DataParallel(nn.Linear(3, 2).requires_grad_(False), executor=two)
+    x = torch.randn(4, 3)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones(4, 3))
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            model(dual)
+        torch.testing.assert_close(model(x), model.module(x))
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.jvp(model, (x,), (x,))
+
+
 def test_B7_backward_twice_raises():
     """torch's own error, and nothing is added to gradients."""
 
