@@ -21,7 +21,7 @@ from raydp_parallel import devices
 from raydp_parallel.devices.ranges import Attachment, MemoryRange
 from raydp_parallel.state import block_layout, module_sources, replica_memory, structure
 from raydp_parallel.state.block_layout import packed
-from raydp_parallel.state.python_state import Held, PythonState
+from raydp_parallel.state.python_state import Held, PythonState, StateVisitor
 from raydp_parallel.state.replica_memory import (
     BlockMemory,
     BlockSource,
@@ -99,7 +99,7 @@ class ReplicaModule:
         self.module: nn.Module = nn.Module()
         self.revision = 0
         self._device = device
-        self._python_state = PythonState()
+        self._python_state = PythonState(StateVisitor())
         self.held = Held(self._python_state, {})
         self._structure = b""
         self._outdated = False

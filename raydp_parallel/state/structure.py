@@ -24,7 +24,7 @@ from torch.nn.utils import parametrize
 
 from raydp_parallel.state import module_sources
 from raydp_parallel.state.module_sources import PROCESS
-from raydp_parallel.state.python_state import PythonState, by_value
+from raydp_parallel.state.python_state import PythonState, StateVisitor, by_value
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.codec import unsendable
 from raydp_parallel.transport.messages import Origins
@@ -165,25 +165,24 @@ def dump(module: nn.Module, slot: Callable[[Tensor], int]) -> tuple[bytes, Pytho
         import for it.
     """
     refuse_unreplicable(module)
-    python_state = PythonState()
+    found = StateVisitor()
     # this may register modules to be sent by value
     origins = module_sources.origins(of(module))
     try:
-        structure = _dump(module, slot, python_state, of(module))
+        structure = _dump(module, slot, found, of(module))
     except Exception as error:
         raise unsendable(module, "module", error, _picklable) from error
     names = [*origins.sources]
-    python_state.watch_modules(names, functools.partial(module_sources.specs, names))
-    python_state.freeze()
-    return structure, python_state, origins
+    found.code.add_modules(names)
+    found.code.add_reader(functools.partial(module_sources.specs, names))
+    return structure, PythonState(found), origins
 
 
 def survey(module: nn.Module) -> PythonState:
     """The Python state of a module that `load` built."""
-    python_state = PythonState()
-    _dump(module, id, python_state)
-    python_state.freeze()
-    return python_state
+    found = StateVisitor()
+    _dump(module, id, found)
+    return PythonState(found)
 
 
 def load(structure: bytes, tensors: Any, device: torch.device = _CPU) -> nn.Module:
@@ -290,11 +289,11 @@ class _Unpickler(pickle.Unpickler):
 def _dump(
     module: nn.Module,
     slot: Callable[[Tensor], int],
-    python_state: PythonState,
+    visitor: StateVisitor,
     kinds: Sequence[type] = (),
 ) -> bytes:
     file = io.BytesIO()
-    pickler = _Pickler(file, slot, python_state.visit)
+    pickler = _Pickler(file, slot, visitor.visit)
     pickler.dump(module)
     # Attributes that users set on parameters; their tensors are found in a second pass.
     pickler.dump({slot: dict(vars(t)) for slot, t in pickler.tensors.items() if vars(t)})
@@ -307,7 +306,8 @@ def _dump(
     pickler.whole = {id(function_of(patch[2])) for patch, certain in found if certain}
     pickler.dump((module_sources.PROCESS, kinds, [patch for patch, _ in found]))
     for kind in kinds:
-        python_state.watch_class(kind, functools.partial(attributes, kind))
+        visitor.code.add_class(kind)
+        visitor.code.add_reader(functools.partial(attributes, kind))
     return file.getvalue()
 
 

@@ -18,7 +18,12 @@ from torch import Tensor, nn
 
 import raydp_parallel
 from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
-from raydp_parallel.state import python_state, replica_memory, replica_module
+from raydp_parallel.state import (
+    container_copies,
+    python_state,
+    replica_memory,
+    replica_module,
+)
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -130,10 +135,8 @@ class Counter(nn.Module):
 
 @contextlib.contextmanager
 def counted_calls() -> Iterator[list[int]]:
-    """How many functions of image and mirror, which look for changes, are called while the block
-    runs.
-    """
-    files = {python_state.__file__, replica_module.__file__}
+    """How many functions that look for changes of Python state are called while the block runs."""
+    files = {module.__file__ for module in (container_copies, python_state, replica_module)}
     counts = [0]
 
     def count(frame: FrameType, event: str, _: object) -> None:

@@ -204,7 +204,6 @@ _LARGE_CLASSES = {
     "Connection",
     "ForwardCall",
     "ModuleTracker",
-    "PythonState",
     "RayBackend",
     "Recorder",
     "Reducer",

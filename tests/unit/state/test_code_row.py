@@ -1,4 +1,4 @@
-"""Classes, functions and modules in one row, and the comparison of which it is a part."""
+"""Classes, functions and modules in one row, and the exact comparison behind it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raydp_parallel.state.python_state import CodeRow, PythonState
+from raydp_parallel.state.python_state import CodeRow
 
 
 class Base:
@@ -124,14 +124,14 @@ def test_what_does_not_count_costs_one_exact_comparison(monkeypatch: pytest.Monk
         exact.append(1)
         return [Kind.method]
 
-    state = PythonState()
-    state.watch_class(Kind, read)
-    state.freeze()
-    assert not state.changed()
+    row = CodeRow()
+    row.add_class(Kind)
+    row.add_reader(read)
+    assert not row.changed()
     exact.clear()
-    assert not state.changed() and exact == []
+    assert not row.changed() and exact == []
     monkeypatch.setattr(Kind, "__slotnames__", [], raising=False)
-    assert not state.changed() and exact == [1]
-    assert not state.changed() and exact == [1]
+    assert not row.changed() and exact == [1]
+    assert not row.changed() and exact == [1]
     monkeypatch.setattr(Kind, "method", lambda self: 2)
-    assert state.changed() and state.changed()
+    assert row.changed() and row.changed()
