@@ -13,16 +13,15 @@ and sent.
 
 from __future__ import annotations
 
-import functools
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from raydp_parallel import devices
-from raydp_parallel.devices.ranges import COPIED, MemoryRange, SpecRow, TensorSpec, aligned, paged
+from raydp_parallel.devices.ranges import MemoryRange, TensorSpec, aligned
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.links import Attachments, InlineLink
 from raydp_parallel.transport.messages import Parcel, SlotSpec
@@ -405,132 +404,3 @@ def _encode(tensors: Iterable[Tensor]) -> Parcel | None:
     if not row:
         return None
     return codec.encode(row, Attachments(InlineLink()), "module", requires_grad=True)[0]
-
-
-T = TypeVar("T")
-
-
-class Rows:
-    """Some blocks, and the tensors that lie in them.
-
-    Args:
-        blocks: The blocks.
-        layout: The layout of the master's tensors.
-        device: The device of the run.
-
-    Attributes:
-        layout: The layout.
-        flat: The bytes of the blocks, as they were last read or loaded.
-        slots: The slots of the tensors in them.
-        views: The tensors in the run.
-    """
-
-    def __init__(self, blocks: tuple[int, ...], layout: BlockLayout, device: torch.device) -> None:
-        self.layout = layout
-        self.flat = Flat({block: layout.sizes[block] for block in blocks}, device)
-        self.slots = tuple([slot for block in blocks for slot in layout.members[block]])
-        self._specs = [layout.specs[slot] for slot in self.slots]
-        self.views = self._shown(self.flat.bytes)
-
-    def fit(self, blocks: tuple[int, ...], layout: BlockLayout, device: torch.device) -> bool:
-        """Whether the run has these blocks of this layout on this device."""
-        return (
-            self.flat.blocks == blocks
-            and self.layout is layout
-            and self.flat.bytes.device == device
-        )
-
-    def like(self) -> Rows:
-        """Another run for the same blocks."""
-        return Rows(self.flat.blocks, self.layout, self.flat.bytes.device)
-
-    def take(self, tensors: Mapping[int, Tensor]) -> None:
-        """Read the blocks, given all tensors by slot."""
-        copy(self.views, [tensors[slot] for slot in self.slots])
-
-    def kept(self) -> Callable[[], dict[int, Tensor]]:
-        """A function that returns the contents of now, by slot, whatever is read later."""
-        return functools.partial(self._by_slot, self.flat.copied())
-
-    def _by_slot(self, run: Tensor) -> dict[int, Tensor]:
-        return dict(zip(self.slots, self._shown(run), strict=True))
-
-    def _shown(self, run: Tensor) -> list[Tensor]:
-        starts = dict(zip(self.flat.blocks, self.flat.offsets, strict=True))
-        return tensors_in(run, starts, self._specs)
-
-
-class BlockRow:
-    """Blocks of one tensor each, which a GPU sends from where they lie. Small buffers are
-    neighbours in the packet, as in the run that a replica keeps of them.
-
-    Args:
-        blocks: Blocks; those of several tensors, or of none, are left out.
-        layout: The layout of the master's tensors.
-        tensors: The tensors, by slot.
-
-    Attributes:
-        asked: The blocks that were given.
-        layout: The layout.
-        starts: Where each block lies in the packet.
-        end: The bytes of the packet.
-    """
-
-    def __init__(
-        self, blocks: tuple[int, ...], layout: BlockLayout, tensors: Mapping[int, Tensor]
-    ) -> None:
-        self.asked, self.layout, self.starts, self.end = blocks, layout, dict[int, int](), 0
-
-        def is_apart(block: int) -> bool:
-            return layout.sizes[block] > SMALL or isinstance(tensors[block], nn.Parameter)
-
-        specs = []
-        for block in sorted(blocks, key=lambda block: (is_apart(block), block)):
-            size, spec = layout.sizes[block], layout.specs[block].tensor
-            if size and len(layout.members[block]) == 1 and spec.dtype in COPIED:
-                start = self.starts[block] = paged(self.end, size)
-                specs.append(spec._replace(offset=start, cls=None, requires_grad=False))
-                self.end = start + aligned(size)
-        self._plan = SpecRow(specs).plan
-
-    def piece(self, tensors: Mapping[int, Tensor]) -> MemoryRange:
-        """The bytes, given all tensors by slot."""
-        assert self._plan is not None
-        chosen = [*map(tensors.__getitem__, self.starts)]  # a block is named by its first slot
-        origin = devices.DeviceRow(chosen, self._plan, self.end)
-        return MemoryRange(0, self.end, chosen, origin)
-
-
-class Told:
-    """The blocks that a replica last reported.
-
-    Args:
-        rows: The blocks, as they were reported.
-
-    Attributes:
-        report: The report's number.
-        now: Another run of the same blocks, to read and compare.
-    """
-
-    def __init__(self, rows: Rows) -> None:
-        self.rows = rows
-        self.now = rows.like()
-        self.report = UNNAMED
-
-
-class Spare(Generic[T]):
-    """One object that is kept for later use. A thread that takes it has it alone."""
-
-    def __init__(self) -> None:
-        self._kept: deque[T] = deque(maxlen=1)
-
-    def take(self) -> T | None:
-        """The kept object; None if another thread has it."""
-        try:
-            return self._kept.pop()
-        except IndexError:
-            return None
-
-    def keep(self, thing: T) -> None:
-        """Keep an object instead of the one before."""
-        self._kept.append(thing)

@@ -93,7 +93,7 @@ def moved(mark: Mark, contents: BlockContents) -> list[int]:
     """The slots that changed since, other than by write-backs, as far as versions, addresses and
     flags show.
     """
-    now = contents.look()
+    now = contents.master.look()
     chain, at = [mark.look], mark.moment
     while at.following is not None:
         chain += [at.before, at.after]
@@ -102,7 +102,7 @@ def moved(mark: Mark, contents: BlockContents) -> list[int]:
     found = {*unlike(mark.look.flags, now.flags)}
     for one, other in zip(chain[::2], chain[1::2], strict=True):
         found.update(unlike(one.versions, other.versions), unlike(one.pointers, other.pointers))
-    return [contents.slots[i] for i in sorted(found)]
+    return [contents.master.slots[i] for i in sorted(found)]
 
 
 _PART = 4 << 20
@@ -207,7 +207,7 @@ class ModuleTracker:
     def device(self) -> torch.device:
         """The device of the master."""
         for slot in self._kinds:
-            tensor = self._contents.tensors.get(slot)
+            tensor = self._contents.master.tensors.get(slot)
             if tensor is not None:
                 return tensor.device
         return torch.device("cpu")
@@ -220,7 +220,7 @@ class ModuleTracker:
     def leaves(self) -> Leaves:
         """The tensors that may receive gradients, in the order in which replicas report them."""
         if self._leaves is None:
-            tensors = {**self._contents.tensors, **self._specials.tensors}
+            tensors = {**self._contents.master.tensors, **self._specials.tensors}
             wanted = sorted([slot for slot, tensor in tensors.items() if tensor.requires_grad])
             kinds = [self._kinds.get(slot, "attribute") for slot in wanted]
             others = [k for k, kind in enumerate(kinds) if kind == "attribute"]
@@ -236,7 +236,7 @@ class ModuleTracker:
 
     def versions(self) -> tuple[list[int], list[int]]:
         """A mark of this moment, for `moved_since`: the slots and their versions."""
-        return self._contents.slots, self._contents.versions()
+        return self._contents.master.slots, self._contents.master.versions()
 
     def moved_since(self, mark: tuple[list[int], list[int]], held: int) -> tuple[int, ...]:
         """The slots with versions that moved since `versions` made the mark: a graph may have saved
@@ -247,12 +247,12 @@ class ModuleTracker:
         """
         if held != self.revision and self.only_reported_since(held):
             held = self.revision
-        moved = self._contents.moved_from(*mark, held)
+        moved = self._contents.master.moved_from(*mark, held)
         return tuple([slot for slot in moved if slot not in self.owned]) if self.owned else moved
 
     def mark(self) -> Mark:
         """A mark of the state that the last `sync` found, for a replay."""
-        return Mark(self._moment, self._contents.seen, self._disturbed_at, self._trained())
+        return Mark(self._moment, self._contents.master.seen, self._disturbed_at, self._trained())
 
     @property
     def is_behind(self) -> bool:
@@ -283,7 +283,7 @@ class ModuleTracker:
             return "a tensor"
         slots = moved(mark, self._contents)
         if not slots:
-            specs = self._contents.layout.specs
+            specs = self._contents.master.layout.specs
             besides = {specs[slot].block for slot in self.overwritten_since(mark)}
             besides |= self._owned_blocks()
             edited = {*self._contents.edited(besides)}
@@ -291,7 +291,7 @@ class ModuleTracker:
         return self._name(slots[0]) if slots else None
 
     def _name(self, slot: int) -> str:
-        tensor = self._contents.tensors[slot]
+        tensor = self._contents.master.tensors[slot]
         named = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
         return next(
             (f"{self._kinds[slot]} {name!r}" for name, t in named if t is tensor), "a tensor"
@@ -313,7 +313,7 @@ class ModuleTracker:
     def _take_news(self) -> bool:
         """Take over what versions, addresses and flags show."""
         if (news := self._contents.news()) is not None:
-            self._leaves = self._leaves if news.flags == self._contents.seen.flags else None
+            self._leaves = self._leaves if news.flags == self._contents.master.seen.flags else None
             held, revision = self.revision, self._next_revision()
             if (moved := self._contents.take_versions(news, revision)) is not None:
                 self._updates[held] = StateChange(StateUpdate(self.id, revision, moved), [], 0)
@@ -352,7 +352,7 @@ class ModuleTracker:
 
     def slots_of(self, tensors: Sequence[Tensor]) -> list[int | None]:
         """The slots of some tensors; None for one that is no plain tensor of the module."""
-        numbers = {id(tensor): slot for slot, tensor in self._contents.tensors.items()}
+        numbers = {id(tensor): slot for slot, tensor in self._contents.master.tensors.items()}
         return [numbers.get(id(tensor)) for tensor in tensors]
 
     def own(self, tensors: Mapping[int, Tensor]) -> None:
@@ -365,7 +365,7 @@ class ModuleTracker:
 
     def look_owned(self) -> list[tuple[int, int]] | None:
         """The version and the address of each owned parameter; None if one has left the module."""
-        present = self._contents.tensors
+        present = self._contents.master.tensors
         if present and any(present.get(slot) is not tensor for slot, tensor in self.owned.items()):
             return None
         return [(tensor._version, tensor.data_ptr()) for tensor in self.owned.values()]
@@ -374,11 +374,11 @@ class ModuleTracker:
         """Write what the replicas' optimizer made of the owned parameters into the master, in
         place. For a forward that runs again this is no change: the replicas had these contents.
         """
-        before = self._contents.look()
+        before = self._contents.master.look()
         with torch.no_grad():
             for tensor, value in zip(self.owned.values(), values, strict=True):
                 tensor.copy_(value)
-        after = before._replace(versions=self._contents.versions())
+        after = before._replace(versions=self._contents.master.versions())
         self._moment = self._moment.end(dict, before, after)
         # Taken over now: what is edited from here on differs from it.
         self._or_begin_anew(self._take_news)
@@ -387,7 +387,7 @@ class ModuleTracker:
         assert self._python_state is not None
         if (
             self._python_state.deep_changed()
-            or not self._contents.fits()
+            or not self._contents.master.fits()
             or not self._specials.are_alike()
         ):
             self._restructure()
@@ -425,7 +425,7 @@ class ModuleTracker:
         change = self.update_from(held) if held else None
         if change is None:
             return False
-        message, specs = change.message, self._contents.layout.specs
+        message, specs = change.message, self._contents.master.layout.specs
         if message.structure is not None or message.edits or message.flags:
             return False
         blocks = {block for blob in message.blobs for block in blob.blocks}
@@ -446,7 +446,7 @@ class ModuleTracker:
             attachments: Where the contents are.
             means: What `means` found: what some buffers get in place of that.
         """
-        before = self._contents.look()
+        before = self._contents.master.look()
         overwritten: Callable[[], dict[int, Tensor]] = dict
         if written is not None:
             overwritten = self._contents.write_back(written, attachments)
@@ -456,9 +456,11 @@ class ModuleTracker:
             def overwritten() -> dict[int, Tensor]:
                 return {**former, **first()}
 
-        after = before._replace(versions=self._contents.versions())  # writing moves nothing else
+        after = before._replace(
+            versions=self._contents.master.versions()
+        )  # writing moves nothing else
         if written is not None and written.replaced:
-            after = self._contents.look()
+            after = self._contents.master.look()
         self._moment = self._moment.end(overwritten, before, after)
 
     def means(
@@ -479,7 +481,7 @@ class ModuleTracker:
         replaced = {slot for one in written for slot in one.replaced}
         means = {}
         for slot in sorted({slot for one in each for slot in one} - replaced):
-            now = self._contents.tensors[slot]
+            now = self._contents.master.tensors[slot]
             if self._kinds.get(slot) == "buffer" and (now.is_floating_point() or now.is_complex()):
                 values = torch.stack([one.get(slot, now.detach()) for one in each])
                 means[slot] = values.mean(0), slot in moved
@@ -531,7 +533,7 @@ class ModuleTracker:
         """Record the whole structure anew. Tensors that were known keep their slots."""
         module = self.module
         found: dict[int, Tensor] = {}
-        known = {**self.owned, **self._contents.tensors, **self._specials.tensors}
+        known = {**self.owned, **self._contents.master.tensors, **self._specials.tensors}
         numbers = {id(tensor): slot for slot, tensor in known.items()}
         fresh = itertools.count(max(known, default=-1) + 1)
 
@@ -554,7 +556,7 @@ class ModuleTracker:
         buffers = [numbers[id(b)] for b in module.buffers() if id(b) in numbers]
         parameters = [numbers[id(p)] for p in module.parameters() if id(p) in numbers]
         self._kinds = {**dict.fromkeys(buffers, "buffer"), **dict.fromkeys(parameters, "parameter")}
-        self.size = sum(self._contents.layout.sizes.values())
+        self.size = sum(self._contents.master.layout.sizes.values())
 
     def _make_update(self, held: int) -> StateChange:
         contents, attachments = self._contents, Attachments(self._link)
@@ -563,10 +565,10 @@ class ModuleTracker:
         message = StateUpdate(
             model=self.id,
             revision=self.revision,
-            bumped=tuple([s for s in contents.moved_since(held) if s not in self.owned]),
+            bumped=tuple([s for s in contents.master.moved_since(held) if s not in self.owned]),
             structure=self._whole() if held < self.structure_at else None,
             edits=tuple(edits),
-            flags=contents.flags_since(held),
+            flags=contents.master.flags_since(held),
             blobs=contents.blobs_since(held, attachments, self._owned_blocks()),
             report=report,
             kept=kept,
@@ -575,12 +577,12 @@ class ModuleTracker:
         return StateChange(message, attachments.beside, sent)
 
     def _owned_blocks(self) -> set[int]:
-        specs = self._contents.layout.specs
+        specs = self._contents.master.layout.specs
         return {specs[slot].block for slot in self.owned if slot in specs}
 
     def _whole(self) -> Structure:
         contents = self._contents
-        layout = contents.specs(), contents.layout.sizes
+        layout = contents.master.specs(), contents.master.layout.sizes
         return Structure(self._structure, self._origins, *layout, self._specials.message)
 
 

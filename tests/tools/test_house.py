@@ -200,7 +200,6 @@ def test_mutable_globals_are_few() -> None:
 
 
 _LARGE_CLASSES = {
-    "BlockContents",
     "Connection",
     "ForwardCall",
     "ModuleTracker",

@@ -605,12 +605,14 @@ def test_what_was_sent_comes_back_a_few_blocks_at_a_time(
     assert contents.edited(set()) == []
     assert most <= fake.brought[1] <= most + 4096  # and a small index
     assert fake.brought[0] <= 4096
-    as_sent = devices.prints({b: contents._read(b) for b in dict.fromkeys(contents._prints.keys)})
-    assert contents._prints.keys == as_sent.keys
-    assert not contents._prints.unlike(as_sent)
+    as_sent = devices.prints(
+        {b: contents.master.read(b) for b in dict.fromkeys(contents._prints.known.keys)}
+    )
+    assert contents._prints.known.keys == as_sent.keys
+    assert not contents._prints.known.unlike(as_sent)
     for number in (1, 5):
         net[number].data[-1] += 1
-    edited = [contents.layout.specs[number].block for number in (1, 5)]
+    edited = [contents.master.layout.specs[number].block for number in (1, 5)]
     assert sorted(contents.edited(set())) == sorted(edited)
 
 

@@ -437,7 +437,7 @@ def test_B11_a_version_that_moved_in_the_driver_is_found_in_backward() -> None:
     """Torch's own check fires for what the driver did to its copy since the forward."""
     driver = Driver(Square())
     driver.forward(X.clone().requires_grad_())
-    slot = driver.tracker._contents.slots[0]
+    slot = driver.tracker._contents.master.slots[0]
     _, reply = driver.backward(torch.ones(2), bumped=(slot,))
     assert "modified by an inplace operation" in str(failed(reply))
 

@@ -1039,7 +1039,7 @@ def test_R6_write_back_changes_the_master_in_place() -> None:
     net = Net()
     tracker, far = ModuleTracker(net, InlineLink()), Far()
     step(tracker, far)
-    slots = {id(t): s for s, t in tracker._contents.tensors.items()}
+    slots = {id(t): s for s, t in tracker._contents.master.tensors.items()}
     mean, var = net.norm.running_mean, net.norm.running_var
     versions = mean._version, var._version
     parcel = codec.encode((), Attachments(InlineLink()), "")[0]
