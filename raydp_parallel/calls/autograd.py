@@ -575,7 +575,7 @@ def _unfilled(
     tracker: ModuleTracker,
 ) -> list[Tensor | None]:
     """The gradients, with the zeros of unused parameters where replicas can make them."""
-    trained = {id(tensor) for tensor in tracker.owned.values()}
+    trained = {id(tensor) for tensor in tracker.owned.tensors.values()}
     return [
         RemoteGradient(found, GradientState((), zeros=True))
         if one is None and found is not None and id(leaf) in trained

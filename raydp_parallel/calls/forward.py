@@ -34,7 +34,8 @@ from raydp_parallel.replica.loss_call import LossCall
 from raydp_parallel.replica.replica import WithAttributes
 from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
 from raydp_parallel.state import module_sources
-from raydp_parallel.state.tracker import Mark, ModuleTracker
+from raydp_parallel.state.state_history import Mark
+from raydp_parallel.state.tracker import ModuleTracker
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.group_messages import Relay
 from raydp_parallel.transport.links import Attachments
@@ -422,7 +423,7 @@ class ForwardCall:
             alone=chunk.alone,
             doubtful=() if chunk.detach else self.doubts[chunk.tracker],
             forget=slot.forget(),
-            overlay=replay.overlay(chunk.tracker, self.marks[chunk.tracker], attachments),
+            overlay=replay.overlay(self.marks[chunk.tracker], attachments),
             relay=relay,
             by_host=devices.is_cpu(chunk.tracker.device),
             origins=origins,

@@ -333,7 +333,7 @@ def wants_shared(parts: Sequence[ReductionPart]) -> bool:
     training = first.tracker.training
     return (
         training is not None
-        and not _many(first.tracker.owned.values())
+        and not _many(first.tracker.owned.tensors.values())
         and first.gradient_dtype is None
         and all(part.tracker is first.tracker and part.own == first.own for part in parts)
         and training.reads()
@@ -364,7 +364,7 @@ def keep_shared(
     packets = _passed_on(shares)
     if training is None or packets is None:
         return None
-    trained = {id(p) for p in parts[0].tracker.owned.values()}
+    trained = {id(p) for p in parts[0].tracker.owned.tensors.values()}
     found: dict[int, list[tuple[int, TensorSpec]]] = {}
     twice: set[int] = set()
     for chunk, one in enumerate(shares):

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from raydp_parallel.cluster.replica_slots import GraphRecipe, RemoteGraph, ReplicaSlot
 from raydp_parallel.errors import StateChanged
-from raydp_parallel.state.tracker import Mark, ModuleTracker
+from raydp_parallel.state.state_history import Mark
+from raydp_parallel.state.tracker import ModuleTracker
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.links import INLINE_LIMIT, Attachments
 from raydp_parallel.transport.messages import (
@@ -110,8 +111,8 @@ def forward(
         parcel = inputs.again(attachments)
         # The replica's state is what its last forward left. Write-backs after this forward's own
         # came from later calls, and are undone.
-        undone = bool(tracker.overwritten_since(marks[1]))
-        then = overlay(tracker, marks[0], attachments, undone=undone)
+        undone = bool(marks[1].overwritten())
+        then = overlay(marks[0], attachments, undone=undone)
         tracker.sync()
         name = slot.name_of(tracker.id, home)
         training = news(tracker, slot, name, attachments)
@@ -212,11 +213,9 @@ def update(
     return found.placed(attachments)
 
 
-def overlay(
-    tracker: ModuleTracker, mark: Mark, attachments: Attachments, undone: bool = False
-) -> Overlay | None:
+def overlay(mark: Mark, attachments: Attachments, undone: bool = False) -> Overlay | None:
     """The state that write-backs have changed since a mark, as it was at the mark."""
-    found = sorted(tracker.overwritten_since(mark).items())
+    found = sorted(mark.overwritten().items())
     if not found:
         return None
     parcel, _ = codec.encode(tuple(tensor for _, tensor in found), attachments, "state")

@@ -226,7 +226,7 @@ class Training:
                 "a parameter that model.optimizer() trains is no longer in the module: make a new "
                 "optimizer for the module as it is now, after close() of this one"
             )
-        same = seen == self._seen[0] and not self.tracker.edited_owned
+        same = seen == self._seen[0] and not self.tracker.owned.edited
         if same and look_state(self.optimizer) == self._seen[1]:
             return
         if self.behind:
@@ -243,7 +243,7 @@ class Training:
 
     def _edited(self, seen: Sequence[tuple[int, int]]) -> str:
         """The name of a parameter that is not as it was seen last."""
-        pairs = zip(self.tracker.owned.values(), seen, self._seen[0], strict=True)
+        pairs = zip(self.tracker.owned.tensors.values(), seen, self._seen[0], strict=True)
         edited = next((tensor for tensor, now, then in pairs if now != then), None)
         named = self.tracker.module.named_parameters()
         return next((f"parameter {name!r}" for name, p in named if p is edited), "a parameter")
@@ -257,7 +257,7 @@ class Training:
     def _look(self) -> None:
         """Note what the master and the optimizer have, to find what is edited from now on."""
         self._seen = self.tracker.look_owned(), look_state(self.optimizer)
-        self.tracker.edited_owned = False
+        self.tracker.owned.edited = False
 
     def rebase(self) -> None:
         """Let all replicas begin with what the master and the optimizer have now."""
@@ -381,7 +381,7 @@ class Training:
         self, slot: ReplicaSlot, name: int, number: int, snapshot: Any, key: int | None = None
     ) -> None:
         """Note what a replica begins with."""
-        slots = iter(self.tracker.owned)
+        slots = iter(self.tracker.owned.tensors)
         start = TrainingStart(
             kind=type(self.optimizer),
             keywords=self._keywords,
@@ -461,7 +461,7 @@ class Training:
         record = self.record
         if record.start is None or record.start.number != record.number:
             groups = self.optimizer.param_groups
-            slots = iter(self.tracker.owned)
+            slots = iter(self.tracker.owned.tensors)
             state, common = pack_state(self.optimizer)
             start = TrainingStart(
                 kind=type(self.optimizer),
@@ -561,7 +561,7 @@ class Training:
         return (torch.initial_seed() + self.steps) % 2**63
 
     def _check_groups(self) -> None:
-        groups, owned = self.optimizer.param_groups, [*self.tracker.owned.values()]
+        groups, owned = self.optimizer.param_groups, [*self.tracker.owned.tensors.values()]
         now = self.parameters()
         same = len(now) == len(owned) and all(p is q for p, q in zip(now, owned, strict=True))
         if not same or len(groups) != len(self.record.options):
@@ -591,7 +591,7 @@ class Training:
         """
         holders = self._holders()
         at_home = all(name == self.tracker.id for _, name in holders)
-        trained = {id(p) for p in self.tracker.owned.values()}
+        trained = {id(p) for p in self.tracker.owned.tensors.values()}
         return (
             at_home
             and {slot for slot, _ in holders} == {*slots}
@@ -821,10 +821,10 @@ class Training:
         seen = self.tracker.look_owned()
         if seen is None or not self.behind:
             return
-        if seen == self._seen[0] and not self.tracker.edited_owned:
+        if seen == self._seen[0] and not self.tracker.owned.edited:
             self.tracker.sync()
             self.tracker.verify()
-        if seen != self._seen[0] or self.tracker.edited_owned:
+        if seen != self._seen[0] or self.tracker.owned.edited:
             raise self._changed(self._edited(seen))
 
     def _warn_of_edits(self) -> None:

@@ -87,7 +87,7 @@ class _Place(NamedTuple):
 
 
 _new_place: Any = partial(tuple.__new__, _Place)
-_packet, _offset, _size, _at = map(attrgetter, ("packet", "offset", "size", "at"))
+_packet, _offset, _size = map(attrgetter, ("packet", "offset", "size"))
 
 
 def _stragglers(places: dict[int, _Place]) -> list[int]:
@@ -324,8 +324,7 @@ class BlockContents:
         """The blocks, except ``besides``, with contents other than those sent up to ``revision``,
         although no version moved.
         """
-        sent = zip(self._places, map(_at, self._places.values()), strict=True)
-        known = [block for block, at in sent if at <= revision]
+        known = [block for block, place in self._places.items() if place.at <= revision]
         return self._unlike([b for b in known if b not in self._exposed and b not in besides])
 
     def large(self, blocks: Iterable[int]) -> list[int]:
@@ -407,8 +406,7 @@ class BlockContents:
         self, held: int, attachments: Attachments, besides: Collection[int] = ()
     ) -> tuple[Blob, ...]:
         """The contents that changed after revision ``held``, except those of blocks ``besides``."""
-        sent = zip(self._places, map(_at, self._places.values()), strict=True)
-        chosen = [block for block, at in sent if at > held]
+        chosen = [block for block, place in self._places.items() if place.at > held]
         if besides:
             chosen = [block for block in chosen if block not in besides]
         packets = [*map(id, map(_packet, map(self._places.__getitem__, chosen)))]

@@ -54,6 +54,7 @@ class MasterTensors:
         layout: The blocks that they lie in.
         slots: Their slots.
         tensors: The tensors, in the order of the slots.
+        size: The bytes of all blocks.
         small: The blocks that are small enough to lie in a run with others.
         seen: Their versions, addresses and flags when changes were last taken over.
     """
@@ -62,6 +63,7 @@ class MasterTensors:
         self.layout = BlockLayout({}, {}, {})
         self.slots: list[int] = []
         self.tensors: dict[int, Tensor] = {}
+        self.size = 0
         self.small: set[int] = set()
         self.seen = Look([], [], [])
         self._row: list[Tensor] = []
@@ -81,6 +83,7 @@ class MasterTensors:
         self.small = {
             b for b, n in layout.sizes.items() if n <= SMALL and kinds[b].tensor.dtype in COPIED
         }
+        self.size = sum(layout.sizes.values())
         self.seen = self.look()
         after = dict(zip(self.slots, zip(*self.seen, strict=True), strict=True))
         for slot in self.slots:

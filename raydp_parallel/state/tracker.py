@@ -6,27 +6,13 @@ edits through `.data` or a NumPy alias move no version. If it finds such an edit
 again before its first result was returned.
 
 Each change has a revision. A replica that holds revision 3 gets an update with all that is newer.
-
-[Note: what can be restored]
-Between a forward and its backward only write-backs change the master, in most programs: batch
-norm's running means, spectral norm's vectors. Each write-back stores the bytes that it overwrites
-in the moment before it, and moments form a chain: from a moment one finds all that was overwritten
-since. A moment that nothing refers to is garbage, with its bytes.
-
-    moment ──► moment ──► now            overwritten: by the write-back that ended the moment
-     looks      looks                    looks:       right before it, and right after
-
-Other changes are found by versions and addresses that do not continue those of the chain, by flags
-and structure, and by a comparison with the bytes that were sent. They cannot be restored: then the
-replay is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,82 +20,14 @@ from torch import Tensor, nn
 
 from raydp_parallel.devices.process import number
 from raydp_parallel.devices.ranges import Attachment
-from raydp_parallel.state import module_sources, structure
 from raydp_parallel.state.block_contents import BlockContents
-from raydp_parallel.state.block_layout import Specials
-from raydp_parallel.state.python_state import PythonState, change_reason
-from raydp_parallel.state.versions import Look, unlike
+from raydp_parallel.state.master_structure import Leaves, MasterStructure
+from raydp_parallel.state.state_history import Mark, StateHistory
 from raydp_parallel.transport.links import Attachments, Link
-from raydp_parallel.transport.messages import StateUpdate, Structure, WriteBack
-
-
-class StateMoment:
-    """The time between two write-backs of a master."""
-
-    __slots__ = ("after", "before", "following", "overwritten")
-
-    def __init__(self) -> None:
-        self.overwritten: Callable[[], dict[int, Tensor]] = dict
-        self.before = Look([], [], [])
-        self.after = Look([], [], [])
-        self.following: StateMoment | None = None
-
-    def end(
-        self, overwritten: Callable[[], dict[int, Tensor]], before: Look, after: Look
-    ) -> StateMoment:
-        """End the moment with a write-back; returns the moment that begins."""
-        self.overwritten, self.before, self.after = overwritten, before, after
-        self.following = StateMoment()
-        return self.following
-
-
-class Mark(NamedTuple):
-    """What a call stores of its module's state.
-
-    Attributes:
-        moment: The moment of the call.
-        look: The versions, addresses and flags of its tensors.
-        disturbed_at: The revision of the last change that versions did not show.
-        trained: The last entry in the record of its optimizer in the replicas; 0 without one.
-    """
-
-    moment: StateMoment
-    look: Look
-    disturbed_at: int
-    trained: int = 0
-
-
-def overwritten_since(moment: StateMoment) -> dict[int, Tensor]:
-    """The contents that slots had at a moment, where write-backs have changed them since."""
-    found: dict[int, Tensor] = {}
-    at: StateMoment | None = moment
-    while at is not None:
-        found = {**at.overwritten(), **found}
-        at = at.following
-    return found
-
-
-def moved(mark: Mark, contents: BlockContents) -> list[int]:
-    """The slots that changed since, other than by write-backs, as far as versions, addresses and
-    flags show.
-    """
-    now = contents.master.look()
-    chain, at = [mark.look], mark.moment
-    while at.following is not None:
-        chain += [at.before, at.after]
-        at = at.following
-    chain.append(now)
-    found = {*unlike(mark.look.flags, now.flags)}
-    for one, other in zip(chain[::2], chain[1::2], strict=True):
-        found.update(unlike(one.versions, other.versions), unlike(one.pointers, other.pointers))
-    return [contents.master.slots[i] for i in sorted(found)]
-
+from raydp_parallel.transport.messages import StateUpdate, WriteBack
 
 _PART = 4 << 20
 """Bytes of trained parameters that are compared in each forward while the master lacks steps."""
-
-_SIMPLE = (bool, int, float, str, type(None))
-_MISSING = object()
 
 
 class StateChange(NamedTuple):
@@ -139,19 +57,58 @@ class StateChange(NamedTuple):
         return self.message._replace(blobs=tuple(blobs))
 
 
-class Leaves(NamedTuple):
-    """The tensors of the master that may receive gradients, each once.
+class OwnedParameters:
+    """The parameters of a master that an optimizer in the replicas trains: a replica takes their
+    contents from its optimizer's record only.
+
+    Args:
+        tensors: The parameters, by slot.
 
     Attributes:
-        tensors: The tensors.
-        kinds: Of each ``"parameter"``, ``"buffer"``, or ``"attribute"`` for one that a plain
-            attribute holds.
-        others: The numbers of those that are attributes.
+        tensors: These.
+        edited: Whether `ModuleTracker.verify` found other contents in one of them.
     """
 
-    tensors: list[Tensor]
-    kinds: list[str]
-    others: list[int]
+    def __init__(self, tensors: Mapping[int, Tensor]) -> None:
+        self.tensors = dict(tensors)
+        self.edited = False
+        self._next_part = 0
+
+    def look(self, present: Mapping[int, Tensor]) -> list[tuple[int, int]] | None:
+        """The version and the address of each; None if one is not among those of the module."""
+        if present and any(present.get(slot) is not t for slot, t in self.tensors.items()):
+            return None
+        return [(tensor._version, tensor.data_ptr()) for tensor in self.tensors.values()]
+
+    def fill(self, values: Sequence[Tensor]) -> None:
+        """Write to them, in place."""
+        with torch.no_grad():
+            for tensor, value in zip(self.tensors.values(), values, strict=True):
+                tensor.copy_(value)
+
+    def without(self, slots: tuple[int, ...]) -> tuple[int, ...]:
+        """The slots among some that are none of theirs."""
+        return tuple([s for s in slots if s not in self.tensors]) if self.tensors else slots
+
+    def differing(self, contents: BlockContents, revision: int, in_parts: bool) -> list[int]:
+        """The blocks of a module that differ from what was sent up to ``revision``.
+
+        Args:
+            contents: The contents of the module.
+            revision: See `BlockContents.differing`.
+            in_parts: Whether of the large blocks of these parameters a part is compared, another
+                one in each call.
+        """
+        blocks = contents.master.blocks_of(self.tensors)
+        apart = contents.large(blocks) if in_parts else []
+        found = contents.differing(revision, apart)
+        if apart:
+            edited, self._next_part = contents.differing_part(
+                apart, revision, self._next_part, _PART
+            )
+            found += edited
+        self.edited |= not blocks.isdisjoint(found)
+        return found
 
 
 class ModuleTracker:
@@ -162,9 +119,10 @@ class ModuleTracker:
         link: The link that carries contents.
 
     Attributes:
-        owned: The parameters, by slot, that an optimizer in the replicas trains: a replica takes
-            their contents from its optimizer's record only.
-        edited_owned: Whether `verify` found other contents in one of them.
+        id: Its number in this process.
+        revision: That of the last change.
+        module: The master.
+        owned: The parameters that an optimizer in the replicas trains.
         training: The driver's side of that optimizer, a `Training`; None without.
         holds: Whether gradients ever stayed in the replicas, under `DataParallel.no_sync`.
     """
@@ -172,29 +130,16 @@ class ModuleTracker:
     def __init__(self, module: nn.Module, link: Link) -> None:
         self.id = number("model")
         self.revision = 0
-        self.structure_at = 0
-        self._sent_before = 0
         self.module = module
-        self._link = link
-        self._python_state: PythonState | None = None
-        self._structure = b""
-        self._origins = module_sources.NOWHERE
-        self._modules: list[nn.Module] = []
-        self._edits: dict[tuple[int, str], tuple[int, Any]] = {}
-        self._contents = BlockContents(link)
-        self._specials = Specials({})
-        self._kinds: dict[int, str] = {}
-        self._leaves: Leaves | None = None
-        self._updates: dict[int, StateChange] = {}
-        self._moment = StateMoment()
-        self._disturbed_at = 0
-        self._rebound: list[tuple[nn.Module, str, Any]] = []
-        self._why, self.size = "", 0
-        self.owned: dict[int, Tensor] = {}
-        self.edited_owned = False
+        self.owned = OwnedParameters({})
         self.training: Any = None
         self.holds = False
-        self._next_part = 0
+        self._link = link
+        self._structure = MasterStructure(module)
+        self._contents = BlockContents(link)
+        self._history = StateHistory()
+        self._updates: dict[int, StateChange] = {}
+        self._sent_before = 0
 
     def __reduce__(self) -> Any:
         # it tracks one module of one process; a copy of its wrapper gets its own
@@ -206,26 +151,24 @@ class ModuleTracker:
     @property
     def device(self) -> torch.device:
         """The device of the master."""
-        for slot in self._kinds:
+        for slot in self._structure.kinds:
             tensor = self._contents.master.tensors.get(slot)
             if tensor is not None:
                 return tensor.device
         return torch.device("cpu")
 
+    @property
+    def size(self) -> int:
+        """The bytes of its plain tensors."""
+        return self._contents.master.size
+
     def why(self) -> str:
         """What changed since the last call, besides contents; empty if nothing did."""
-        why, self._why = self._why, ""
-        return why
+        return self._structure.why()
 
     def leaves(self) -> Leaves:
         """The tensors that may receive gradients, in the order in which replicas report them."""
-        if self._leaves is None:
-            tensors = {**self._contents.master.tensors, **self._specials.tensors}
-            wanted = sorted([slot for slot, tensor in tensors.items() if tensor.requires_grad])
-            kinds = [self._kinds.get(slot, "attribute") for slot in wanted]
-            others = [k for k, kind in enumerate(kinds) if kind == "attribute"]
-            self._leaves = Leaves([tensors[slot] for slot in wanted], kinds, others)
-        return self._leaves
+        return self._structure.leaves(self._contents.master.tensors)
 
     def doubtful(self) -> tuple[int, ...]:
         """The numbers of leaves that the driver computed; modules such as weight_norm's compute
@@ -247,12 +190,12 @@ class ModuleTracker:
         """
         if held != self.revision and self.only_reported_since(held):
             held = self.revision
-        moved = self._contents.master.moved_from(*mark, held)
-        return tuple([slot for slot in moved if slot not in self.owned]) if self.owned else moved
+        return self.owned.without(self._contents.master.moved_from(*mark, held))
 
     def mark(self) -> Mark:
         """A mark of the state that the last `sync` found, for a replay."""
-        return Mark(self._moment, self._contents.master.seen, self._disturbed_at, self._trained())
+        history, seen = self._history, self._contents.master.seen
+        return Mark(history.moment, seen, history.disturbed_at, self._trained())
 
     @property
     def is_behind(self) -> bool:
@@ -263,39 +206,22 @@ class ModuleTracker:
         """How many steps were made in the replicas. Other entries, as of a norm, change nothing."""
         return 0 if self.training is None else int(self.training.steps)
 
-    def overwritten_since(self, mark: Mark) -> dict[int, Tensor]:
-        """The contents that slots had at a mark, where write-backs have changed them since."""
-        return overwritten_since(mark.moment)
-
     def changed_since(self, mark: Mark) -> str | None:
         """What of the module changed since a mark, other than by write-backs; None if nothing."""
-        python_state = self._python_state
-        if (
-            python_state is None
-            or self._disturbed_at != mark.disturbed_at
-            or python_state.changed()
-            or python_state.deep_changed()
-        ):
+        known, master = self._structure, self._contents.master
+        disturbed = self._history.disturbed_at != mark.disturbed_at
+        if disturbed or known.changed() or known.deep_changed():
             return "an attribute, its structure, or a tensor behind its version"
         if self._trained() != mark.trained:
             return "a parameter, by model.optimizer(),"
-        if not self._specials.look_alike() or not self._specials.are_alike():
+        if not known.specials.look_alike() or not known.specials.are_alike():
             return "a tensor"
-        slots = moved(mark, self._contents)
+        slots = [master.slots[i] for i in mark.moved(master.look())]
         if not slots:
-            specs = self._contents.master.layout.specs
-            besides = {specs[slot].block for slot in self.overwritten_since(mark)}
-            besides |= self._owned_blocks()
+            besides = master.blocks_of([*mark.overwritten(), *self.owned.tensors])
             edited = {*self._contents.edited(besides)}
-            slots = [slot for slot, spec in specs.items() if spec.block in edited]
-        return self._name(slots[0]) if slots else None
-
-    def _name(self, slot: int) -> str:
-        tensor = self._contents.master.tensors[slot]
-        named = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
-        return next(
-            (f"{self._kinds[slot]} {name!r}" for name, t in named if t is tensor), "a tensor"
-        )
+            slots = [slot for slot, spec in master.layout.specs.items() if spec.block in edited]
+        return known.name(slots[0], master.tensors[slots[0]]) if slots else None
 
     def sync(self) -> None:
         """Find what changed, as far as identities, versions and addresses show."""
@@ -303,17 +229,22 @@ class ModuleTracker:
 
     def _sync(self) -> bool:
         self._sent_before = self.revision
-        self._rebound = []
-        if self._python_state is None or not self._specials.look_alike():
+        self._history.forget_rebound()
+        if self._structure.is_outdated:
             self._restructure()
-        elif self._python_state.changed():
-            self._edit()
+        elif self._structure.changed():
+            revision = self._structure.edit(self._next_revision)
+            if revision is None:
+                self._restructure()
+            else:
+                self._history.disturbed_at = revision
         return self._take_news()
 
     def _take_news(self) -> bool:
         """Take over what versions, addresses and flags show."""
         if (news := self._contents.news()) is not None:
-            self._leaves = self._leaves if news.flags == self._contents.master.seen.flags else None
+            if news.flags != self._contents.master.seen.flags:
+                self._structure.forget_leaves()
             held, revision = self.revision, self._next_revision()
             if (moved := self._contents.take_versions(news, revision)) is not None:
                 self._updates[held] = StateChange(StateUpdate(self.id, revision, moved), [], 0)
@@ -344,11 +275,9 @@ class ModuleTracker:
 
     def _begin_anew(self) -> None:
         """Forget what was sent: the next `sync` takes all state anew."""
-        self._python_state = None
-        self._contents = BlockContents(self._link, exposes=not self.owned)
-        self._specials = Specials({})
-        self._edits.clear()
-        self._disturbed_at = self._next_revision()
+        self._structure.forget()
+        self._contents = BlockContents(self._link, exposes=not self.owned.tensors)
+        self._history.disturbed_at = self._next_revision()
 
     def slots_of(self, tensors: Sequence[Tensor]) -> list[int | None]:
         """The slots of some tensors; None for one that is no plain tensor of the module."""
@@ -359,54 +288,34 @@ class ModuleTracker:
         """Leave the contents of some parameters, by slot, to an optimizer in the replicas; with
         none, take all contents back. All state is sent anew.
         """
-        self.owned = dict(tensors)
-        self.edited_owned = False
+        self.owned = OwnedParameters(tensors)
         self._begin_anew()
 
     def look_owned(self) -> list[tuple[int, int]] | None:
         """The version and the address of each owned parameter; None if one has left the module."""
-        present = self._contents.master.tensors
-        if present and any(present.get(slot) is not tensor for slot, tensor in self.owned.items()):
-            return None
-        return [(tensor._version, tensor.data_ptr()) for tensor in self.owned.values()]
+        return self.owned.look(self._contents.master.tensors)
 
     def take_owned(self, values: Sequence[Tensor]) -> None:
         """Write what the replicas' optimizer made of the owned parameters into the master, in
         place. For a forward that runs again this is no change: the replicas had these contents.
         """
         before = self._contents.master.look()
-        with torch.no_grad():
-            for tensor, value in zip(self.owned.values(), values, strict=True):
-                tensor.copy_(value)
+        self.owned.fill(values)
         after = before._replace(versions=self._contents.master.versions())
-        self._moment = self._moment.end(dict, before, after)
+        self._history.add(dict, before, after)
         # Taken over now: what is edited from here on differs from it.
         self._or_begin_anew(self._take_news)
 
     def _verify(self, wholly: bool) -> bool:
-        assert self._python_state is not None
-        if (
-            self._python_state.deep_changed()
-            or not self._contents.master.fits()
-            or not self._specials.are_alike()
-        ):
+        known = self._structure
+        fits = not known.deep_changed() and self._contents.master.fits()
+        if not fits or not known.specials.are_alike():
             self._restructure()
             return False
-        blocks: Collection[int] = ()
-        if self.owned:
-            blocks = self._owned_blocks()
-        apart: list[int] = []
-        if not wholly and self.is_behind and self.device.type == "cpu":
-            apart = self._contents.large(blocks)
-        differing = self._contents.differing(self._sent_before, apart)
-        if apart:
-            edited, self._next_part = self._contents.differing_part(
-                apart, self._sent_before, self._next_part, _PART
-            )
-            differing += edited
+        in_parts = not wholly and self.is_behind and self.device.type == "cpu"
+        differing = self.owned.differing(self._contents, self._sent_before, in_parts)
         if differing:
-            self.edited_owned |= not {*blocks}.isdisjoint(differing)
-            self._disturbed_at = self._next_revision()
+            self._history.disturbed_at = self._next_revision()
             self._contents.send(differing, self.revision)
         return not differing
 
@@ -461,7 +370,7 @@ class ModuleTracker:
         )  # writing moves nothing else
         if written is not None and written.replaced:
             after = self._contents.master.look()
-        self._moment = self._moment.end(overwritten, before, after)
+        self._history.add(overwritten, before, after)
 
     def means(
         self, found: Sequence[tuple[WriteBack | None, Attachments]]
@@ -479,10 +388,10 @@ class ModuleTracker:
         written = [one for one, _ in found if one is not None]
         moved = {slot for one in written for slot, moves in one.slots if moves}
         replaced = {slot for one in written for slot in one.replaced}
-        means = {}
+        means, kinds = {}, self._structure.kinds
         for slot in sorted({slot for one in each for slot in one} - replaced):
             now = self._contents.master.tensors[slot]
-            if self._kinds.get(slot) == "buffer" and (now.is_floating_point() or now.is_complex()):
+            if kinds.get(slot) == "buffer" and (now.is_floating_point() or now.is_complex()):
                 values = torch.stack([one.get(slot, now.detach()) for one in each])
                 means[slot] = values.mean(0), slot in moved
         return means
@@ -491,116 +400,41 @@ class ModuleTracker:
         """Set on the master the attributes that a forward set on its only replica: with one device
         upstream runs the master itself.
         """
-        owners = [(self._modules[index], name, value) for index, name, value in found]
-        self._rebound = [(owner, name, getattr(owner, name, _MISSING)) for owner, name, _ in owners]
-        _set(owners)
+        modules = self._structure.modules
+        self._history.rebind([(modules[index], name, value) for index, name, value in found])
 
-    @contextlib.contextmanager
-    def before_rebinding(self) -> Iterator[None]:
+    def before_rebinding(self) -> contextlib.AbstractContextManager[None]:
         """Set the attributes back, in the block, to the values that the last forward began with."""
-        rebound = self._rebound
-        now = [(owner, name, getattr(owner, name, _MISSING)) for owner, name, _ in rebound]
-        _set(rebound)
-        try:
-            yield
-        finally:
-            _set(now)
-            self._rebound = rebound
+        return self._history.before_rebinding()
 
     def _next_revision(self) -> int:
         self.revision += 1
         self._updates.clear()
         return self.revision
 
-    def _edit(self) -> None:
-        """Take over a change of structure: a few plain attributes one by one, other changes as a
-        whole structure.
-        """
-        assert self._python_state is not None
-        found = self._python_state.differences()
-        modules = {id(m): i for i, m in enumerate(self._modules)}
-        self._why = change_reason(self.module, self._python_state)
-        if found is None or not all(id(o) in modules and type(v) in _SIMPLE for o, _, v in found):
-            self._restructure()
-            return
-        revision = self._disturbed_at = self._next_revision()
-        for owner, name, value in found:
-            self._python_state.accept(owner, name, value)
-            self._edits[modules[id(owner)], name] = (revision, value)
-        self._python_state.settle()
-
     def _restructure(self) -> None:
         """Record the whole structure anew. Tensors that were known keep their slots."""
-        module = self.module
-        found: dict[int, Tensor] = {}
-        known = {**self.owned, **self._contents.master.tensors, **self._specials.tensors}
-        numbers = {id(tensor): slot for slot, tensor in known.items()}
-        fresh = itertools.count(max(known, default=-1) + 1)
-
-        def slot_of(tensor: Tensor) -> int:
-            slot = numbers.get(id(tensor))
-            if slot is None:
-                slot = numbers[id(tensor)] = next(fresh)
-            found[slot] = tensor
-            return slot
-
-        check_devices(module)
-        self._leaves = None
-        self._structure, self._python_state, self._origins = structure.dump(module, slot_of)
-        self._modules = [*module.modules()]
-        self._edits.clear()
-        self.structure_at = self._disturbed_at = self._next_revision()
-        self._specials = Specials(found)
-        plain = {slot: t for slot, t in found.items() if slot not in self._specials.tensors}
-        self._contents.adopt(plain, self.revision)
-        buffers = [numbers[id(b)] for b in module.buffers() if id(b) in numbers]
-        parameters = [numbers[id(p)] for p in module.parameters() if id(p) in numbers]
-        self._kinds = {**dict.fromkeys(buffers, "buffer"), **dict.fromkeys(parameters, "parameter")}
-        self.size = sum(self._contents.master.layout.sizes.values())
+        known, contents = self._structure, self._contents
+        plain = known.record(
+            {**self.owned.tensors, **contents.master.tensors, **known.specials.tensors}
+        )
+        known.at = self._history.disturbed_at = self._next_revision()
+        contents.adopt(plain, self.revision)
 
     def _make_update(self, held: int) -> StateChange:
         contents, attachments = self._contents, Attachments(self._link)
+        master, known = contents.master, self._structure
         report, kept = contents.kept_since(held)
-        edits = [(m, name, value) for (m, name), (at, value) in self._edits.items() if at > held]
         message = StateUpdate(
             model=self.id,
             revision=self.revision,
-            bumped=tuple([s for s in contents.master.moved_since(held) if s not in self.owned]),
-            structure=self._whole() if held < self.structure_at else None,
-            edits=tuple(edits),
-            flags=contents.master.flags_since(held),
-            blobs=contents.blobs_since(held, attachments, self._owned_blocks()),
+            bumped=self.owned.without(master.moved_since(held)),
+            structure=known.message(master) if held < known.at else None,
+            edits=known.edits_since(held),
+            flags=master.flags_since(held),
+            blobs=contents.blobs_since(held, attachments, master.blocks_of(self.owned.tensors)),
             report=report,
             kept=kept,
         )
         sent = contents.sent(message.blobs) if message.blobs else 0
         return StateChange(message, attachments.beside, sent)
-
-    def _owned_blocks(self) -> set[int]:
-        specs = self._contents.master.layout.specs
-        return {specs[slot].block for slot in self.owned if slot in specs}
-
-    def _whole(self) -> Structure:
-        contents = self._contents
-        layout = contents.master.specs(), contents.master.layout.sizes
-        return Structure(self._structure, self._origins, *layout, self._specials.message)
-
-
-def _set(attributes: list[tuple[nn.Module, str, Any]]) -> None:
-    for owner, name, value in attributes:
-        if value is not _MISSING:
-            setattr(owner, name, value)
-        elif hasattr(owner, name):
-            delattr(owner, name)
-
-
-def check_devices(module: nn.Module) -> None:
-    """Raise upstream's error for a module that is spread over devices."""
-    source = None
-    for tensor in itertools.chain(module.parameters(), module.buffers()):
-        source = source or tensor.device
-        if tensor.device != source:
-            raise RuntimeError(
-                f"module must have its parameters and buffers on device {source} "
-                f"(device_ids[0]) but found one of them on device: {tensor.device}"
-            )

@@ -202,7 +202,6 @@ def test_mutable_globals_are_few() -> None:
 _LARGE_CLASSES = {
     "Connection",
     "ForwardCall",
-    "ModuleTracker",
     "RayBackend",
     "Recorder",
     "Reducer",
