@@ -181,4 +181,4 @@ class KeptGraphs(dict[int, T]):
         while self._spent:
             self.pop(self._spent.pop(), None)
         if module is not None:
-            module.look_ahead()
+            module.built.look_ahead()

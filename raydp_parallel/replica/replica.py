@@ -38,8 +38,9 @@ from raydp_parallel.replica.sample_rng import RowRandom
 from raydp_parallel.state import module_sources
 from raydp_parallel.state.python_state import Held
 from raydp_parallel.state.replica_memory import lasts
-from raydp_parallel.state.replica_module import Contents, ReplicaModule
+from raydp_parallel.state.replica_module import ReplicaModule
 from raydp_parallel.state.versions import Accessed, RawAccess, bump
+from raydp_parallel.state.write_record import Contents
 from raydp_parallel.transport import codec, collective
 from raydp_parallel.transport.group_messages import Reduced, SumOutcome
 from raydp_parallel.transport.links import INLINE_LIMIT, Attachments, InlineLink
@@ -272,7 +273,7 @@ class Replica:
     def import_anew(self) -> None:
         """Make all models anew, because modules were dropped that their classes came from."""
         for replica_module in self._models.values():
-            replica_module.import_anew()
+            replica_module.built.import_anew()
 
     def holdings(self) -> tuple[int, int]:
         """How many models and graphs are here."""
@@ -344,10 +345,10 @@ class Replica:
         self, request: ForwardRequest | BackwardRequest, back: Attachments
     ) -> tuple[Contents, Attachment] | None:
         """What the module probably wrote to, sent before a GPU has told. See
-        `ReplicaModule.guess`.
+        `WriteRecord.guess`.
         """
         replica_module = self._mirror_of(request) if request.write_back else None
-        found = replica_module.guess() if replica_module is not None else None
+        found = replica_module.writes.guess() if replica_module is not None else None
         return (found, found.send(back)) if found is not None else None
 
     def _written(
@@ -360,9 +361,9 @@ class Replica:
         if replica_module is None:
             return None, 0
         if not request.write_back:
-            replica_module.pass_over()
+            replica_module.writes.pass_over()
             return None, replica_module.revision
-        found = replica_module.written(self._lasts(request))
+        found = replica_module.writes.written(self._lasts(request))
         right = guess is not None and found is not None and found.contents.blob == guess[0].blob
         if guess is not None and not right:
             back.take_back(guess[1], guess[0].size)
@@ -419,7 +420,7 @@ class Replica:
     ) -> Parcel:
         replica_module = self._replica_module(request, attachments)  # [4]
         self._catch_up(request.model, request.training, attachments)
-        replica_module.check_filled()
+        replica_module.owned.check_filled()
         self._laps.begin(1)
         if request.origins is not None:
             module_sources.expect(request.origins)
@@ -451,13 +452,13 @@ class Replica:
             runs: Any = replica_module.module
             # A compiled module does not see hooks that come later.
             if request.compiled is not None and not request.capture:
-                runs = replica_module.compiled(request.compiled)
+                runs = replica_module.built.compiled(request.compiled)
             value = callee(runs, called)(*args, **kwargs)
             self.check_process()
             self._finish_work()
         keep = request.graph is not None
         # [6]
-        rebound = replica_module.rebound() if request.alone else ()
+        rebound = replica_module.built.rebound() if request.alone else ()
         value, root = (
             (Produced(value, captured, rebound), "") if captured or rebound else (value, "output")
         )
@@ -488,7 +489,7 @@ class Replica:
         """
         self._graphs.look_at(None)
         for replica_module in self._models.values():
-            replica_module.distrust()
+            replica_module.built.distrust()
 
     def _refuse_writes(self, request: ForwardRequest | BackwardRequest) -> None:
         """Raise an error if the module wrote to parameters that an optimizer trains here: replicas
@@ -514,7 +515,7 @@ class Replica:
         """
         replica_module = self._mirror_of(request)
         if replica_module is not None and replica_module.is_spoiled:
-            replica_module.pass_over()
+            replica_module.writes.pass_over()
             self._trainings.pop(request.model, None)
 
     def _reached(self, request: ForwardRequest) -> tuple[int, ...]:
@@ -725,7 +726,7 @@ class _Watching(RawAccess):
         self._ran = False
 
     def watched(self) -> Callable[[], Mapping[int, MemoryRange]]:
-        return self._graph.replica_module.watched
+        return self._graph.replica_module.owned.watched
 
     def __enter__(self) -> Accessed:
         replica_module = self._graph.replica_module
@@ -751,7 +752,7 @@ class _Watching(RawAccess):
         super().__exit__(*error)
         self._hook.remove()
         if self._ran or replica_module.stirred(touched):
-            replica_module.note(touched)
+            replica_module.writes.note(touched)
         replica_module.hold_own()
 
 

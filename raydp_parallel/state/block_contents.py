@@ -210,7 +210,7 @@ class BlockContents:
         ]
         copy(targets, [news[slot] for slot in chosen])
         self._replace(written, attachments)
-        stale = self.master.blocks_of(moved)
+        stale = self.master.layout.blocks_of(moved)
         if rows is not None:
             stale.update(rows.flat.blocks)
         self._note_written(stale)
@@ -238,7 +238,7 @@ class BlockContents:
         for slot, (found, moves) in news.items():
             target = tensors[slot]
             (target if moves and not target.is_inference() else target.data).copy_(found)
-        self._note_written(self.master.blocks_of(news))
+        self._note_written(self.master.layout.blocks_of(news))
         return overwritten
 
     def _note_written(self, blocks: set[int]) -> None:

@@ -50,6 +50,19 @@ class BlockLayout(NamedTuple):
     sizes: dict[int, int]
     members: dict[int, tuple[int, ...]]
 
+    def blocks_of(self, slots: Iterable[int]) -> set[int]:
+        """The blocks of those slots that are here."""
+        specs = self.specs
+        return {specs[slot].block for slot in slots if slot in specs}
+
+
+def layout_of(specs: dict[int, SlotSpec], sizes: dict[int, int]) -> BlockLayout:
+    """The layout with some specs and sizes of blocks."""
+    members: dict[int, tuple[int, ...]] = {}
+    for slot, spec in sorted(specs.items()):
+        members[spec.block] = (*members.get(spec.block, ()), slot)
+    return BlockLayout(specs, sizes, members)
+
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is a window on a storage, and nothing else."""

@@ -42,6 +42,7 @@ class MasterStructure:
 
     Attributes:
         at: The revision that it was recorded at as a whole; later edits have their own.
+        size: The bytes of its plain tensors.
         specials: The tensors that are sent inside of it.
         kinds: ``"parameter"`` or ``"buffer"`` for the slots that are one.
         modules: The submodules, by the numbers that replicas name them by.
@@ -49,6 +50,7 @@ class MasterStructure:
 
     def __init__(self, module: nn.Module) -> None:
         self.at = 0
+        self.size = 0
         self.specials = Specials({})
         self.kinds: dict[int, str] = {}
         self.modules: list[nn.Module] = []

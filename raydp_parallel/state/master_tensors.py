@@ -54,7 +54,6 @@ class MasterTensors:
         layout: The blocks that they lie in.
         slots: Their slots.
         tensors: The tensors, in the order of the slots.
-        size: The bytes of all blocks.
         small: The blocks that are small enough to lie in a run with others.
         seen: Their versions, addresses and flags when changes were last taken over.
     """
@@ -63,7 +62,6 @@ class MasterTensors:
         self.layout = BlockLayout({}, {}, {})
         self.slots: list[int] = []
         self.tensors: dict[int, Tensor] = {}
-        self.size = 0
         self.small: set[int] = set()
         self.seen = Look([], [], [])
         self._row: list[Tensor] = []
@@ -83,7 +81,6 @@ class MasterTensors:
         self.small = {
             b for b, n in layout.sizes.items() if n <= SMALL and kinds[b].tensor.dtype in COPIED
         }
-        self.size = sum(layout.sizes.values())
         self.seen = self.look()
         after = dict(zip(self.slots, zip(*self.seen, strict=True), strict=True))
         for slot in self.slots:
@@ -195,11 +192,6 @@ class MasterTensors:
     def lookers(self) -> Lookers:
         """How many of them look at each storage."""
         return Lookers(self._row)
-
-    def blocks_of(self, slots: Iterable[int]) -> set[int]:
-        """The blocks of those slots that are here."""
-        specs = self.layout.specs
-        return {specs[slot].block for slot in slots if slot in specs}
 
     def members(self, block: int) -> list[Tensor]:
         """The tensors in a block."""

@@ -6,6 +6,7 @@ edits through `.data` or a NumPy alias move no version. If it finds such an edit
 again before its first result was returned.
 
 Each change has a revision. A replica that holds revision 3 gets an update with all that is newer.
+What write-backs overwrite is kept for replays, see `state_history`'s note on what can be restored.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class OwnedParameters:
             in_parts: Whether of the large blocks of these parameters a part is compared, another
                 one in each call.
         """
-        blocks = contents.master.blocks_of(self.tensors)
+        blocks = contents.master.layout.blocks_of(self.tensors)
         apart = contents.large(blocks) if in_parts else []
         found = contents.differing(revision, apart)
         if apart:
@@ -160,7 +161,7 @@ class ModuleTracker:
     @property
     def size(self) -> int:
         """The bytes of its plain tensors."""
-        return self._contents.master.size
+        return self._structure.size
 
     def why(self) -> str:
         """What changed since the last call, besides contents; empty if nothing did."""
@@ -218,7 +219,7 @@ class ModuleTracker:
             return "a tensor"
         slots = [master.slots[i] for i in mark.moved(master.look())]
         if not slots:
-            besides = master.blocks_of([*mark.overwritten(), *self.owned.tensors])
+            besides = master.layout.blocks_of([*mark.overwritten(), *self.owned.tensors])
             edited = {*self._contents.edited(besides)}
             slots = [slot for slot, spec in master.layout.specs.items() if spec.block in edited]
         return known.name(slots[0], master.tensors[slots[0]]) if slots else None
@@ -420,10 +421,12 @@ class ModuleTracker:
         )
         known.at = self._history.disturbed_at = self._next_revision()
         contents.adopt(plain, self.revision)
+        known.size = sum(contents.master.layout.sizes.values())
 
     def _make_update(self, held: int) -> StateChange:
         contents, attachments = self._contents, Attachments(self._link)
         master, known = contents.master, self._structure
+        owned = master.layout.blocks_of(self.owned.tensors)
         report, kept = contents.kept_since(held)
         message = StateUpdate(
             model=self.id,
@@ -432,7 +435,7 @@ class ModuleTracker:
             structure=known.message(master) if held < known.at else None,
             edits=known.edits_since(held),
             flags=master.flags_since(held),
-            blobs=contents.blobs_since(held, attachments, master.blocks_of(self.owned.tensors)),
+            blobs=contents.blobs_since(held, attachments, owned),
             report=report,
             kept=kept,
         )

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import raydp_parallel
 from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
 from raydp_parallel.state import (
+    built_module,
     container_copies,
     python_state,
     replica_memory,
@@ -136,7 +137,8 @@ class Counter(nn.Module):
 @contextlib.contextmanager
 def counted_calls() -> Iterator[list[int]]:
     """How many functions that look for changes of Python state are called while the block runs."""
-    files = {module.__file__ for module in (container_copies, python_state, replica_module)}
+    modules = built_module, container_copies, python_state, replica_module
+    files = {module.__file__ for module in modules}
     counts = [0]
 
     def count(frame: FrameType, event: str, _: object) -> None:

@@ -206,7 +206,6 @@ _LARGE_CLASSES = {
     "Recorder",
     "Reducer",
     "ReplicaClient",
-    "ReplicaModule",
     "ReplicaSlot",
 }
 """Classes with more attributes than a reader keeps in mind; no others are to come."""

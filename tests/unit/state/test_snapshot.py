@@ -715,14 +715,14 @@ def test_R6_written_reports_what_changed_in_place_once() -> None:
         module.norm.running_mean.add_(1)
         module.norm.running_var.data.mul_(3)
         module.square = torch.zeros(4, 4)
-    found = far.replica_module.written(lambda _: False)
+    found = far.replica_module.writes.written(lambda _: False)
     assert found is not None
     assert [moved for _, moved in found.slots] == [True, False]
     contents = b"".join(bytes(devices.view(piece).numpy()) for piece in found.contents.pieces)
     rows = zip(*found.contents.blob[1:3], strict=True)
     found_now = [struct.unpack("3f", contents[start : start + size]) for start, size in rows]
     assert found_now == [(1, 1, 1), (3, 3, 3)]
-    assert far.replica_module.written(lambda _: False) is None
+    assert far.replica_module.writes.written(lambda _: False) is None
 
 
 def test_R6_a_write_that_changes_nothing_is_not_reported() -> None:
@@ -731,7 +731,7 @@ def test_R6_a_write_that_changes_nothing_is_not_reported() -> None:
     step(tracker, far)
     with far.replica_module.running():
         far.replica_module.module.norm.running_mean.add_(0)
-    assert far.replica_module.written(lambda _: False) is None
+    assert far.replica_module.writes.written(lambda _: False) is None
 
 
 # --- images alone ---
