@@ -104,7 +104,8 @@ class RemoteReplica:
 
     def _begin(self, args: Any, kwargs: dict[str, Any]) -> forward.ForwardCall:
         unused = self._executor.options.unused_grads
-        return forward.begin(self._executor, [self._chunk(args, kwargs, None, 0)], unused)
+        chunks = [self._chunk(args, kwargs, None, 0)]
+        return forward.ForwardCall(self._executor, chunks, unused).send()
 
     def _chunk(
         self, args: Any, kwargs: dict[str, Any], where: str | None, dim: int
@@ -241,7 +242,7 @@ def begin(
         replica._chunk(args, kwarg, f"in replica {i} on device {replica.device_id}", dim)
         for i, (replica, args, kwarg) in enumerate(zip(replicas, inputs, kwargs, strict=True))
     ]
-    return forward.begin(replicas[0]._executor, chunks, unused)
+    return forward.ForwardCall(replicas[0]._executor, chunks, unused).send()
 
 
 def calling(replicas: Sequence[Any], called: Called) -> Sequence[Any]:
@@ -264,7 +265,7 @@ def begin_one(
     rebinding stays.
     """
     chunk = replica._chunk(tuple(args), kwargs, None, dim)._replace(alone=True)
-    return forward.begin(replica._executor, [chunk], "none")
+    return forward.ForwardCall(replica._executor, [chunk], "none").send()
 
 
 def _checked(

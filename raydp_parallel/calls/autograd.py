@@ -41,6 +41,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from raydp_parallel import devices
 from raydp_parallel.calls import gradients, held_gradients, replay, synced_call
 from raydp_parallel.calls.chunk_balance import ChunkTimes
+from raydp_parallel.calls.dispatcher import apply_effects
 from raydp_parallel.calls.executor import Executor
 from raydp_parallel.calls.group_reduction import (
     GroupReduction,
@@ -62,7 +63,6 @@ from raydp_parallel.cluster.replica_slots import (
 from raydp_parallel.devices import ambient_state
 from raydp_parallel.errors import ExecutorClosed
 from raydp_parallel.options import UnusedGrads
-from raydp_parallel.replica import exceptions
 from raydp_parallel.state.tracker import ModuleTracker
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.links import Attachments
@@ -426,7 +426,7 @@ def _finish(call: CallNode, parts: Sequence[ReductionPart], answers: Sequence[Ch
     if call.times is not None:
         numbers = {id(part): number for number, part in enumerate(call.parts)}
         call.times.note("backward", [numbers[id(part)] for part in parts], answers)
-    finish(
+    apply_effects(
         [(part.tracker if part.first else None, a) for part, a in zip(parts, answers, strict=True)]
     )
 
@@ -464,26 +464,10 @@ def _run_summed(
         fetched = _run(
             call, stash, needed, keep, {}, reduction=reduction, chosen=missing, held=held
         )
-        finish([(None, answer) for answer in fetched])
+        apply_effects([(None, answer) for answer in fetched])
         for number, answer in zip(missing, fetched, strict=True):
             answers[number] = answer
     return answers
-
-
-def finish(answers: Sequence[tuple[ModuleTracker | None, ChunkAnswer]]) -> None:
-    """Apply the effects of answers, in this order: state that chunk 0 changed, warnings, then the
-    failure of the lowest chunk.
-    """
-    for tracker, answer in answers:
-        written = answer.reply.written
-        if tracker is not None and written is not None:
-            tracker.write_back(written, answer.attachments)
-    for _, answer in answers:
-        if answer.reply.warnings:
-            exceptions.warn_again(answer.reply.warnings)
-    for _, answer in answers:
-        if answer.reply.failure is not None:
-            exceptions.reraise(answer.reply.failure, str(answer.slot))
 
 
 def _collect(

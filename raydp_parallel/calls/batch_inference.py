@@ -185,7 +185,7 @@ class BatchPipeline:
         """
         left = [one for one in self._batches if not one.ended]
         if left:
-            executor = left[0].calls[-1].executor
+            executor = left[0].calls[-1].spec.executor
             answered = executor.answered([one.pending for one in left], wait)
             for one, ended in zip(left, answered, strict=True):
                 one.ended = ended

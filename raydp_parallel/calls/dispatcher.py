@@ -27,6 +27,8 @@ from raydp_parallel.cluster.replica_slots import (
     steps,
 )
 from raydp_parallel.errors import GraphLost, ReplicaDied
+from raydp_parallel.replica import exceptions
+from raydp_parallel.state.tracker import ModuleTracker
 from raydp_parallel.transport.links import Attachments
 from raydp_parallel.transport.message_bytes import pack, unseal
 from raydp_parallel.transport.messages import Forget, Reply
@@ -74,14 +76,19 @@ class Dispatcher:
         with replica_set.lock:
             self._run = replica_set.recorder.begin(jobs)
 
-    def send(self, meanwhile: Callable[[], None] | None = None) -> None:
+    def send(
+        self,
+        first: Callable[[], None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
         """Send the calls.
 
         Args:
-            meanwhile: What the driver does while the replicas work.
+            first: What the driver does before it makes the first message, under the same lock.
+            meanwhile: What it does while the replicas work.
         """
         try:
-            self._send(range(len(self._jobs)), meanwhile)
+            self._send(range(len(self._jobs)), first, meanwhile)
         except BaseException:
             self._replica_set.recorder.end(self._run)
             raise
@@ -123,11 +130,18 @@ class Dispatcher:
         finally:
             totals.lost_ms += (time.perf_counter() - begun) * 1e3
 
-    def _send(self, numbers: Sequence[int], meanwhile: Callable[[], None] | None = None) -> None:
+    def _send(
+        self,
+        numbers: Sequence[int],
+        first: Callable[[], None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
         with self._replica_set.lock:
             self._replica_set.check_open()
             self._backend.rest()
             try:
+                if first is not None:
+                    first()
                 load: dict[ReplicaSlot, int] = {}
                 # A graph that cannot be made again is found before anything else is sent.
                 torn = [
@@ -293,6 +307,26 @@ class Dispatcher:
             # The replica may not have adopted the state either: the next call sends all of it.
             sent.slot.distrust(sent.slot.name_of(sent.job.model, sent.job.slot))
         self._sent.clear()
+
+
+def apply_effects(answers: Sequence[tuple[ModuleTracker | None, ChunkAnswer]]) -> None:
+    """Apply the effects of answers, in this order: state that chunk 0 changed, warnings, then the
+    failure of the lowest chunk.
+
+    Args:
+        answers: The answers of a call, each with the module that takes what it says was written;
+            None if no module does.
+    """
+    for tracker, answer in answers:
+        written = answer.reply.written
+        if tracker is not None and written is not None:
+            tracker.write_back(written, answer.attachments)
+    for _, answer in answers:
+        if answer.reply.warnings:
+            exceptions.warn_again(answer.reply.warnings)
+    for _, answer in answers:
+        if answer.reply.failure is not None:
+            exceptions.reraise(answer.reply.failure, str(answer.slot))
 
 
 def _death(results: Sequence[Any]) -> Death | None:

@@ -295,20 +295,24 @@ class Executor:
         return tracker if tracker is not None and tracker.module is module else None
 
     def run(
-        self, jobs: Sequence[ChunkCall], meanwhile: Callable[[], None] | None = None
+        self,
+        jobs: Sequence[ChunkCall],
+        first: Callable[[], None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> list[ChunkAnswer]:
         """Run one call per chunk, and wait for all.
 
         Args:
             jobs: The calls.
-            meanwhile: What the driver does while the replicas work.
+            first: As in `Dispatcher.send`.
+            meanwhile: As there.
 
         Raises:
             ReplicaDied: A replica's process ended, and with ``on_fault="replay"`` others that did
                 its work, too. All other calls have ended.
         """
         calls = self.dispatcher(jobs)
-        calls.send(meanwhile)
+        calls.send(first, meanwhile)
         return calls.answers()
 
     def dispatcher(self, jobs: Sequence[ChunkCall]) -> Dispatcher:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from raydp_parallel import batch, devices
 from raydp_parallel.calls import autograd, replay, synced_call, training_record
 from raydp_parallel.calls.chunk_balance import ChunkBalance, ChunkTimes
-from raydp_parallel.calls.dispatcher import Dispatcher
+from raydp_parallel.calls.dispatcher import Dispatcher, apply_effects
 from raydp_parallel.calls.executor import Executor
 from raydp_parallel.calls.group_reduction import ReductionPart
 from raydp_parallel.calls.replica_groups import RelayRoute, WeightRelay, begin_relay, route, size_of
@@ -103,6 +103,49 @@ class ForwardChunk(NamedTuple):
             return Arguments(self.args, self.kwargs, self.called), ""
         return self.args, "inputs"
 
+    def refuse_own(self, tensors: Sequence[Tensor]) -> None:
+        """Refuse parameters of the model in a loss, or in a function while they are trained in the
+        replicas: each call would send them as they are here, where they may lack steps.
+
+        Raises:
+            ValueError: One of the tensors that are sent is such a parameter.
+        """
+        called, tracker = self.called, self.tracker
+        inner = called.called if isinstance(called, WithAttributes) else called
+        is_loss = isinstance(inner, LossCall)
+        if called is None or isinstance(called, str):
+            return
+        if not (is_loss or tracker.training is not None):
+            return
+        if not any(isinstance(tensor, nn.Parameter) for tensor in tensors):
+            return
+        own = {id(p) for p in tracker.module.parameters()}
+        if not any(id(tensor) in own for tensor in tensors):
+            return
+        # The arguments may have them: these are given in each call.
+        if any(id(tensor) in own for tensor in codec.tensors_in(called, "function")):
+            raise ValueError(LOSS_HAS_PARAMETERS if is_loss else _FUNCTION_HAS_PARAMETERS)
+
+    def origins(self) -> Origins | None:
+        """The origins of the functions among what is called, and of those that prepare
+        arguments.
+        """
+        called = self.called
+        if called is None and not self.kwargs and {*map(type, self.args)} <= {Tensor}:
+            return None  # nearly every call
+        preparations = batch.preparations((self.args, self.kwargs))
+        given: tuple[Any, ...] = ()
+        if isinstance(called, WithAttributes):
+            given, called = tuple(called.attributes.values()), called.called
+        own = (called.criterion, called.count) if isinstance(called, LossCall) else (called,)
+        parts = [part for part in own if callable(part)]
+        found = [module_sources.origins_of(part) for part in (*parts, *given, *preparations)]
+        known = [origins for origins in found if origins is not None]
+        if len(known) < 2:
+            return known[0] if known else None
+        sources = {name: one for origins in known for name, one in origins.sources.items()}
+        return known[0]._replace(sources=sources)
+
 
 class Capture:
     """Asks for outputs of submodules, and takes them.
@@ -177,236 +220,183 @@ class MapCall(NamedTuple):
 mapping: ContextVar[MapCall | None] = ContextVar("raydp_parallel_mapping", default=None)
 
 
-def begin(executor: Executor, chunks: Sequence[ForwardChunk], unused: UnusedGrads) -> ForwardCall:
-    """Send every chunk. The call's outputs are part of torch's graph."""
-    call = ForwardCall(executor, chunks, unused)
-    call.send()
-    return call
+class ForwardSpec(NamedTuple):
+    """What a forward is asked to compute: the same each time that it runs.
 
-
-class ForwardCall:
-    """One forward that runs, in two steps: `send`, and `outputs`.
-
-    While the replicas work, the driver plans the graph and verifies contents; what it needs for
-    that is collected as the chunks' messages are made, one after the other, each sent at once.
+    Attributes:
+        executor: What runs it.
+        chunks: Its chunks.
+        trackers: Their modules, each once.
+        settings: What the wrapper wants of it.
+        context: The state of torch that its chunks run with.
+        capture: Takes outputs of submodules; None if none are asked for.
+        seed: What its random numbers follow from.
+        threads: Torch's threads for each chunk; None leaves them.
+        mapped: Whether it computes one of several batches, see `MapCall`.
+        node: What backward needs to know of it.
     """
 
-    def __init__(
-        self, executor: Executor, chunks: Sequence[ForwardChunk], unused: UnusedGrads
-    ) -> None:
-        self.executor = executor
-        self.chunks = chunks
-        self.trackers = list(dict.fromkeys([chunk.tracker for chunk in chunks]))
-        of_map, ambient = mapping.get(), ambient_state.capture()
-        self.mapped = of_map is not None
-        self.ambient = ambient._replace(grad=False) if self.mapped else ambient
-        self.capture = capturing.get()
-        if self.capture is not None and self.capture.module is not chunks[0].tracker.module:
-            self.capture = None
-        self.seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
-        on_cpu = devices.is_cpu(chunks[0].tracker.device)
-        self.settings = settings.get()
-        self.joins = self.settings.joins and self.capture is None and len(chunks) > 1 and on_cpu
-        self.call = autograd.CallNode(executor, [], [], unused)
-        balance = self.settings.balance
-        if balance is not None:
-            self.call.times = ChunkTimes(balance, [(chunk.slot, chunk.rows) for chunk in chunks])
-        slots = [chunk.slot for chunk in chunks]
-        if SyncBatchNorm.made:
-            trackers = [chunk.tracker for chunk in chunks]
-            self.call.synced = synced_call.plan(executor, slots, trackers)
-        for tracker in self.trackers:
-            if self.settings.holds:  # else nothing is written: another thread may do so now
-                tracker.holds = True
-        if self.call.synced is not None and self.settings.compiled is not None:
-            raise ValueError(
-                "Options(compile=...): synchronised batch norm cannot be compiled, because chunks "
-                "exchange tensors in the midst of it"
-            )
-        self.place = None if of_map is None else of_map.place
-        at_once = None if of_map is None else of_map.at_once
-        self.threads = executor.threads(at_once or len(chunks))
+    executor: Executor
+    chunks: Sequence[ForwardChunk]
+    trackers: Sequence[ModuleTracker]
+    settings: CallSettings
+    context: ambient_state.CallContext
+    capture: Capture | None
+    seed: int
+    threads: int | None
+    mapped: bool
+    node: autograd.CallNode
+
+    def slots_of(self, tracker: ModuleTracker) -> list[ReplicaSlot]:
+        """The slots of a module's chunks."""
+        return [chunk.slot for chunk in self.chunks if chunk.tracker is tracker]
+
+
+class LeafPlan(NamedTuple):
+    """The leaves of a call, each once, and which of them each chunk has.
+
+    Attributes:
+        leaves: The leaves.
+        kinds: Their kinds, as in `CallNode`.
+        owned: For each chunk the numbers of its leaves, in the order of its replica: those of its
+            model, then its inputs.
+        own: For each chunk how many of these are its model's.
+    """
+
+    leaves: list[Tensor]
+    kinds: list[str]
+    owned: list[list[int]]
+    own: list[int]
+
+
+def plan_leaves(
+    chunks: Sequence[ForwardChunk], inputs: Sequence[Sequence[Tensor]], grad: bool
+) -> LeafPlan:
+    """Collect the leaves of a call.
+
+    Args:
+        chunks: Its chunks.
+        inputs: The inputs of each that a gradient may be asked for.
+        grad: Whether it is to be differentiated.
+    """
+    leaves: dict[int, Tensor] = {}
+    kinds: list[str] = []
+    known: dict[ModuleTracker, list[int]] = {}
+    index: dict[int, int] = {}
+
+    def enter(tensor: Tensor, kind: str) -> int:
+        at = index.setdefault(id(tensor), len(leaves))
+        if at == len(leaves):
+            leaves[at] = tensor
+            kinds.append(kind)
+        return at
+
+    owned: list[list[int]] = []
+    sizes: list[int] = []
+    for chunk, found in zip(chunks, inputs, strict=True):
+        model = chunk.tracker if grad and not chunk.detach else None
+        if model is not None and not leaves:
+            # A model's tensors are distinct: those of the first are entered all at once.
+            tensors, names, _ = model.leaves()
+            leaves, kinds = dict(enumerate(tensors)), [*names]
+            index = dict(zip(map(id, tensors), leaves, strict=True))
+            known[model] = [*leaves]
+        elif model is not None and model not in known:
+            known[model] = [*map(enter, *model.leaves()[:2])]
+        own = known[model] if model is not None else []
+        sizes.append(len(own))
+        owned.append([*own, *[enter(tensor, "input") for tensor in found]])
+    return LeafPlan([*leaves.values()], kinds, owned, sizes)
+
+
+class ForwardAttempt:
+    """One run of a forward: the messages of its chunks, and what the driver notes of them, and does
+    besides, until the answers are there.
+
+    A forward runs again if a replica lacked modules, or if an edit was found too late; all of this
+    is then made anew. The jobs refer to the attempt, and it refers to neither them nor the call.
+
+    Args:
+        spec: What is to be computed.
+
+    Attributes:
+        sends: The bytes of each update of a module's state that was sent.
+        verified: Whether the contents that were sent are those that the modules had.
+    """
+
+    def __init__(self, spec: ForwardSpec) -> None:
+        self._spec = spec
+        self._graphs = [RemoteGraph() if spec.context.grad else None for _ in spec.chunks]
+        self._handle = GraphHandle([graph for graph in self._graphs if graph is not None])
+        self._ways = {tracker: self._way(tracker) for tracker in spec.trackers}
+        # What `look` finds, then what each message was made with, then what `meanwhile` finds.
+        self._marks: dict[ModuleTracker, Mark] = {}
+        self._doubts: dict[ModuleTracker, tuple[int, ...]] = {}
+        self._relays: dict[ModuleTracker, WeightRelay | None] = {}
+        self._inputs: list[list[Tensor]] = [[] for _ in spec.chunks]
+        self._made: dict[int, tuple[ForwardRequest, replay.KeptForward]] = {}
         self.sends: list[int] = []
+        self._plan = LeafPlan([], [], [], [])
         self.verified = True
-        self.token: Tensor | None = None
-        self.graphs: list[RemoteGraph | None] = []
-        self.relays: dict[ModuleTracker, WeightRelay | None] = {}
-        self.sent: Dispatcher | None = None
-        self.together: list[ChunkAnswer] = []
-        if of_map is not None:
-            of_map.calls.append(self)
 
-    def send(self) -> None:
-        """Send the chunks."""
-        try:
-            self._send()
-        except BaseException:
-            self.abandon()
-            raise
-
-    def outputs(self) -> list[Any]:
-        """Wait for the chunks' outputs, once."""
-        try:
-            return self._take()
-        except BaseException:
-            self.abandon()
-            raise
-        finally:
-            self.sent = None  # its jobs refer to this object
-
-    def abandon(self) -> None:
-        """Stop waiting, and release what an exception's traceback may keep alive for long."""
-        for relay in self.relays.values():
-            if relay is not None:
-                relay.abandon()
-        for graph in self.graphs:
-            if graph is not None:
-                graph.drop()
-        sent, self.sent = self.sent, None
-        if sent is not None:
-            sent.abandon()
-
-    def _take(self) -> list[Any]:
-        answers = self._wait()
-        while _failed(answers) and self.executor.send_code(answers):
-            answers = self._attempt()
-        reruns = 0
-        while not self.verified and reruns < _MOST_RERUNS:
-            answers = self._attempt()
-            reruns += 1
-        self.executor.note_forward(reruns, len(self.sends), sum(self.sends))
-        if self.call.times is not None:
-            self.call.times.note("forward", range(len(answers)), answers)
-        gathered = answers[0].reply.gathered
-        if self.call.synced is not None and gathered is not None:
-            on_cpu = torch.device("cpu")
-            self.call.synced.gathered = codec.unpack(gathered, answers[0].attachments, on_cpu)
-        self._leave_out_unreached(answers)
-        if self.token is None and self.call.leaves:
-            self.token = autograd.fork(self.call)
-        # [8]
-        first: ModuleTracker | None = self.chunks[0].tracker
-        if self.settings.means and len(answers) > 1:
-            self._write_means(answers)
-            first = None
-        try:
-            autograd.finish([(first if i == 0 else None, a) for i, a in enumerate(answers)])
-        except Exception as error:
-            named = self._unloadable(answers)
-            if named is None:
-                raise
-            raise named from error
-        self._note_parts()
-        return self._outputs(answers)  # [9]
-
-    def _attempt(self) -> list[ChunkAnswer]:
-        self._send()
-        return self._wait()
-
-    def _wait(self) -> list[ChunkAnswer]:
-        answers = self.together if self.sent is None else self.sent.answers()
-        self.relays = {}  # they have ended
-        return answers
-
-    def _send(self) -> None:
-        self.executor.revive([chunk.slot for chunk in self.chunks])
-        for tracker in self.trackers:
-            if training_record.trainings:
-                training_record.bring_up_to_date(tracker.module, tracker.training)
-            if tracker.training is not None:
-                slots = [chunk.slot for chunk in self.chunks if chunk.tracker is tracker]
-                tracker.training.bring_along(slots, self.call.synced is not None)
-        self.inputs: list[list[Tensor]] = [[] for _ in self.chunks]
-        self.marks: dict[ModuleTracker, Mark] = {}
-        self.made: dict[int, tuple[ForwardRequest, replay.KeptForward]] = {}
-        self.graphs = [RemoteGraph() if self.ambient.grad else None for _ in self.chunks]
-        self.handle = GraphHandle([graph for graph in self.graphs if graph is not None])
-        self.relays = {}
-        self.token = None
-        self.ways = {tracker: self._way(tracker) for tracker in self.trackers}
-        jobs = []
-        for i, chunk in enumerate(self.chunks):
-            relayed = self.ways[chunk.tracker] is not None
-            job = ChunkCall(
+    def jobs(self) -> list[ChunkCall]:
+        """The call of each chunk."""
+        return [
+            ChunkCall(
                 chunk.slot,
                 "forward",
-                functools.partial(self._request, i),
+                functools.partial(self._request, number),
                 model=chunk.tracker.id,
-                makes=self.graphs[i],
+                makes=self._graphs[number],
                 rows=chunk.rows,
-                on_answer=self._answer_taker(chunk.tracker) if relayed else None,
+                on_answer=self._answer_taker(chunk.tracker),
             )
-            jobs.append(job)
-        if self.call.synced is not None:
-            self.together = self.call.synced.run(jobs, self._meanwhile)
-            return
-        self.sent = self.executor.dispatcher(jobs)
-        self.sent.send(self._meanwhile)
+            for number, chunk in enumerate(self._spec.chunks)
+        ]
 
-    def _way(self, tracker: ModuleTracker) -> RelayRoute | None:
-        """The way for a model's new contents from replica to replica, if there is to be one."""
-        slots = [chunk.slot for chunk in self.chunks if chunk.tracker is tracker]
-        if len(slots) < 2 or not self.executor.exchanges:
-            return None
-        return route(self.executor.groups, slots, size_of(tracker, tracker.module))
-
-    def _begin_relay(self, tracker: ModuleTracker) -> WeightRelay | None:
-        chunks = {}
-        for number, chunk in enumerate(self.chunks):
-            if chunk.tracker is tracker:
-                chunks[number] = chunk.slot
-                if self._are_late(number, chunk.slot.held.get(tracker.id, 0)):
-                    return None
-        return begin_relay(self.executor.groups, self.ways[tracker], tracker, chunks)
-
-    def _answer_taker(self, tracker: ModuleTracker) -> Callable[[Reply | None], None]:
-        """A function that tells the model's relay of an answer at once: replicas wait for each
-        other in it.
+    def look(self) -> None:
+        """See what changed in the modules, before the first message is made. The caller holds the
+        executor's lock: other threads may send the same modules.
         """
-
-        def take(reply: Reply | None) -> None:
-            relay = self.relays.get(tracker)
-            if relay is not None:
-                relay.take_answer(reply)
-
-        return take
+        if self._marks:
+            return  # chunks that exchange tensors are all sent again if a replica dies
+        spec = self._spec
+        for tracker in spec.trackers:
+            tracker.sync()  # [2]
+            if tracker.training is not None:
+                tracker.training.check()
+            spec.executor.recorder.changed(tracker.why())
+        self._marks = {tracker: tracker.mark() for tracker in spec.trackers}
+        self._doubts = {tracker: self._doubtful(tracker) for tracker in spec.trackers}
+        self._relays = {tracker: self._begin_relay(tracker) for tracker in spec.trackers}
 
     def _request(self, number: int, slot: ReplicaSlot, attachments: Attachments) -> ForwardRequest:
-        """The message for one chunk. The caller holds the executor's lock: other threads may send
-        the same modules.
+        """The message for one chunk. The caller holds the executor's lock.
 
         If a replica dies, it is called again, for another slot.
         """
-        if not self.marks:
-            for tracker in self.trackers:
-                tracker.sync()  # [2]
-                if tracker.training is not None:
-                    tracker.training.check()
-                self.executor.recorder.changed(tracker.why())
-            self.marks = {tracker: tracker.mark() for tracker in self.trackers}
-            self.doubts = {tracker: self._doubtful(tracker) for tracker in self.trackers}
-            self.relays = {
-                tracker: None if self.ways[tracker] is None else self._begin_relay(tracker)
-                for tracker in self.trackers
-            }
-        part = None if self.call.synced is None else self.call.synced.part(number, slot)
-        chunk, graph = self.chunks[number], self.graphs[number]
+        spec, chunk, graph = self._spec, self._spec.chunks[number], self._graphs[number]
+        settings, tracker, synced = spec.settings, chunk.tracker, spec.node.synced
+        part = None if synced is None else synced.part(number, slot)
         value, root = chunk.message()
         # Before it is pickled: a module of which the file was changed is sent by value.
-        origins = _origins(chunk)
-        grad = self.ambient.grad
+        origins = chunk.origins()
+        grad = spec.context.grad
         refs: dict[Any, int] = {}
         parcel, tensors = codec.encode(value, attachments, root, requires_grad=grad, refs=refs)
-        if refs and self.settings.per_sample and not chunk.rows:
+        if refs and settings.per_sample and not chunk.rows:
             raise ValueError(
                 "Options(rng='per_sample'): the rows of chunks are not known, because all "
                 "arguments are ChunkRefs; give one tensor with these rows, such as their numbers"
             )
-        _refuse_own(chunk, tensors)
-        self.inputs[number] = [t for t in tensors if t.requires_grad] if grad else []
-        name = slot.name_of(chunk.tracker.id, chunk.slot)
-        news = replay.news(chunk.tracker, slot, name, attachments, together=part is not None)
+        chunk.refuse_own(tensors)
+        self._inputs[number] = [t for t in tensors if t.requires_grad] if grad else []
+        name = slot.name_of(tracker.id, chunk.slot)
+        news = replay.news(tracker, slot, name, attachments, together=part is not None)
         update, relay = self._update(number, slot, name, attachments)
+        samples = None
+        if settings.per_sample:
+            samples = sum(before.rows for before in spec.chunks[:number]), chunk.rows
         request = ForwardRequest(
             model=name,
             update=update,
@@ -414,27 +404,27 @@ class ForwardCall:
             chunk=number,
             where=chunk.where,
             inputs=parcel,
-            context=self.ambient,
-            seed=self.seed,
-            threads=self.threads,
-            write_back=(number == 0 or self.settings.means) and not self.mapped,
-            capture=self.capture.names if self.capture is not None else (),
+            context=spec.context,
+            seed=spec.seed,
+            threads=spec.threads,
+            write_back=(number == 0 or settings.means) and not spec.mapped,
+            capture=spec.capture.names if spec.capture is not None else (),
             detach=chunk.detach,
             alone=chunk.alone,
-            doubtful=() if chunk.detach else self.doubts[chunk.tracker],
+            doubtful=() if chunk.detach else self._doubts[tracker],
             forget=slot.forget(),
-            overlay=replay.overlay(self.marks[chunk.tracker], attachments),
+            overlay=replay.overlay(self._marks[tracker], attachments),
             relay=relay,
-            by_host=devices.is_cpu(chunk.tracker.device),
+            by_host=devices.is_cpu(tracker.device),
             origins=origins,
             part=part,
-            samples=self._samples(number),
-            compiled=self.settings.compiled if runs_module(chunk.called) else None,
+            samples=samples,
+            compiled=settings.compiled if runs_module(chunk.called) else None,
             stored=replay.attach(refs, attachments),
         )
-        if graph is not None and self.executor.replays:
-            kept = replay.keep(parcel, tensors, "arguments", copied=self.settings.holds)
-            self.made[number] = request, kept._replace(refs=[*refs])
+        if graph is not None and spec.executor.replays:
+            kept = replay.keep(parcel, tensors, "arguments", copied=settings.holds)
+            self._made[number] = request, kept._replace(refs=[*refs])
         return request if news is None else request._replace(training=news)
 
     def _doubtful(self, tracker: ModuleTracker) -> tuple[int, ...]:
@@ -443,26 +433,18 @@ class ForwardCall:
         graph has and gives nothing to.
         """
         doubtful = tracker.doubtful()
-        if self.call.unused == "none":
+        if self._spec.node.unused == "none":
             hooks = enumerate(map(_hooks, tracker.leaves()[0]))
             hooked = [k for k, found in hooks if found != (None, None)]
             doubtful = (*doubtful, *[k for k in hooked if k not in doubtful])
         return doubtful
 
-    def _samples(self, number: int) -> tuple[int, int] | None:
-        """The number of a chunk's first row in the batch, and its rows, if random numbers follow
-        from them.
-        """
-        if not self.settings.per_sample:
-            return None
-        return sum(chunk.rows for chunk in self.chunks[:number]), self.chunks[number].rows
-
     def _update(
         self, number: int, slot: ReplicaSlot, name: int, attachments: Attachments
     ) -> tuple[StateUpdate | None, Relay | None]:
         """What a slot's replica needs of the state; the recorder counts it."""
-        before, tracker = len(self.sends), self.chunks[number].tracker
-        relay = self.relays[tracker]
+        before, tracker = len(self.sends), self._spec.chunks[number].tracker
+        relay = self._relays[tracker]
         update: StateUpdate | None = None
         message: Relay | None = None
         passed = None
@@ -470,117 +452,304 @@ class ForwardCall:
             passed = relay.update(number, slot, name, attachments, self.sends.append)
         if passed is not None:
             update, message = passed
-        elif not self._are_late(number, slot.held.get(name, 0)):
+        elif not self._is_late(number, slot.held.get(name, 0)):
             update = replay.update(tracker, slot, name, attachments, self.sends.append)
         sent = sum(self.sends[before:])
         if update is not None and update.structure is not None and sent > _MUCH:
             log.info("sending %.0f MB of %s to %s", sent / 1e6, type(tracker.module).__name__, slot)
-        self.executor.recorder.state(slot, tracker.id, sent, tracker.size)
+        self._spec.executor.recorder.state(slot, tracker.id, sent, tracker.size)
         return update, message
 
-    def _are_late(self, number: int, held: int) -> bool:
+    def _is_late(self, number: int, held: int) -> bool:
         """Whether a chunk's replica does without what is new, because that is buffers which this
         forward does not read.
         """
-        chunk = self.chunks[number]
+        spec, chunk = self._spec, self._spec.chunks[number]
         tracker = chunk.tracker
         trains = tracker.training is not None and tracker.module.training
-        late = self.settings.late_buffers and number > 0 and not self.mapped
+        late = spec.settings.late_buffers and number > 0 and not spec.mapped
         plain = trains and late and runs_module(chunk.called)
         return plain and tracker.only_reported_since(held)
 
-    def _meanwhile(self) -> None:
-        self._plan()
+    def _way(self, tracker: ModuleTracker) -> RelayRoute | None:
+        """The way for a model's new contents from replica to replica, if there is to be one."""
+        slots, executor = self._spec.slots_of(tracker), self._spec.executor
+        if len(slots) < 2 or not executor.exchanges:
+            return None
+        return route(executor.groups, slots, size_of(tracker, tracker.module))
+
+    def _begin_relay(self, tracker: ModuleTracker) -> WeightRelay | None:
+        way = self._ways[tracker]
+        if way is None:
+            return None
+        chunks = {}
+        for number, chunk in enumerate(self._spec.chunks):
+            if chunk.tracker is tracker:
+                chunks[number] = chunk.slot
+                if self._is_late(number, chunk.slot.held.get(tracker.id, 0)):
+                    return None
+        return begin_relay(self._spec.executor.groups, way, tracker, chunks)
+
+    def _answer_taker(self, tracker: ModuleTracker) -> Callable[[Reply | None], None] | None:
+        """A function that tells the model's relay, if there is to be one, of an answer at once:
+        replicas wait for each other in it.
+        """
+        if self._ways[tracker] is None:
+            return None
+
+        def take(reply: Reply | None) -> None:
+            relay = self._relays.get(tracker)
+            if relay is not None:
+                relay.take_answer(reply)
+
+        return take
+
+    def meanwhile(self) -> None:
+        """Plan torch's graph, and verify contents, while the replicas work."""
+        spec, node = self._spec, self._spec.node
+        self._plan = plan_leaves(spec.chunks, self._inputs, spec.context.grad)
+        node.leaves, node.kinds = self._plan.leaves, self._plan.kinds
         # With doubtful leaves the answers say which of them take part.
-        if self.call.leaves and not any(self.doubts.values()):
-            self.token = autograd.fork(self.call)
-        verified = [tracker.verify(wholly=False) for tracker in self.trackers]  # [5]
+        if node.leaves and not any(self._doubts.values()):
+            autograd.fork(node)
+        verified = [tracker.verify(wholly=False) for tracker in spec.trackers]  # [5]
         self.verified = all(verified)
 
-    def _plan(self) -> None:
-        """Collect the call's leaves, each once, and which of them each chunk has, in the order of
-        its replica.
-        """
-        leaves: dict[int, Tensor] = {}
-        kinds: list[str] = []
-        known: dict[ModuleTracker, list[int]] = {}
-        index: dict[int, int] = {}
+    def ended(self) -> None:
+        """Note that all answers are there: the relays have ended."""
+        self._relays = {}
 
-        def enter(tensor: Tensor, kind: str) -> int:
-            at = index.setdefault(id(tensor), len(leaves))
-            if at == len(leaves):
-                leaves[at] = tensor
-                kinds.append(kind)
-            return at
+    def abandon(self) -> None:
+        """Release what replicas, or an exception's traceback, may keep alive for long."""
+        for relay in self._relays.values():
+            if relay is not None:
+                relay.abandon()
+        for graph in self._graphs:
+            if graph is not None:
+                graph.drop()
 
-        self.owned: list[list[int]] = []
-        self.own: list[int] = []
-        for chunk, inputs in zip(self.chunks, self.inputs, strict=True):
-            model = chunk.tracker if self.ambient.grad and not chunk.detach else None
-            if model is not None and not leaves:
-                # A model's tensors are distinct: those of the first are entered all at once.
-                tensors, found, _ = model.leaves()
-                leaves, kinds = dict(enumerate(tensors)), [*found]
-                index = dict(zip(map(id, tensors), leaves, strict=True))
-                known[model] = [*leaves]
-            elif model is not None and model not in known:
-                known[model] = [*map(enter, *model.leaves()[:2])]
-            own = known[model] if model is not None else []
-            self.own.append(len(own))
-            self.owned.append([*own, *[enter(tensor, "input") for tensor in inputs]])
-        self.call.leaves, self.call.kinds = [*leaves.values()], kinds
-
-    def _leave_out_unreached(self, answers: Sequence[ChunkAnswer]) -> None:
+    def leave_out_unreached(self, answers: Sequence[ChunkAnswer]) -> None:
         """Detach the doubtful leaves that no chunk used: the graph that made them may be freed, and
         torch must not run it.
         """
-        if not any(self.doubts.values()):
+        if not any(self._doubts.values()):
             return
         asked: set[int] = set()
-        for chunk, owned in zip(self.chunks, self.owned, strict=True):
+        for chunk, owned in zip(self._spec.chunks, self._plan.owned, strict=True):
             if not chunk.detach:
-                asked.update(owned[k] for k in self.doubts[chunk.tracker])
+                asked.update(owned[k] for k in self._doubts[chunk.tracker])
         reached: set[int] = set()
-        for owned, answer in zip(self.owned, answers, strict=True):
+        for owned, answer in zip(self._plan.owned, answers, strict=True):
             reached.update(owned[k] for k in answer.reply.reached)
+        leaves = self._spec.node.leaves
         for at in asked - reached:
-            self.call.leaves[at] = self.call.leaves[at].detach()
+            leaves[at] = leaves[at].detach()
+
+    def parts(self) -> list[ReductionPart | None]:
+        """What backward needs to know of each chunk, once effects were applied; and how each graph
+        is made again.
+        """
+        spec, synced = self._spec, self._spec.node.synced
+        marks = {tracker: (tracker.versions(), tracker.mark()) for tracker in spec.trackers}
+        parts: list[ReductionPart | None] = []
+        for i, (chunk, graph) in enumerate(zip(spec.chunks, self._graphs, strict=True)):
+            if graph is None:
+                parts.append(None)
+                continue
+            mark, after = marks[chunk.tracker]
+            if i in self._made and (synced is None or synced.gathered is not None):
+                before_and_after = self._marks[chunk.tracker], after
+                graph.recipe = replay.forward(
+                    *self._made[i],
+                    chunk.tracker,
+                    chunk.slot,
+                    before_and_after,
+                    gathered=(synced.gathered if synced is not None else None) or (),
+                )
+            part = ReductionPart(
+                chunk.slot,
+                graph,
+                chunk.tracker,
+                mark=mark,
+                leaves=self._plan.owned[i],
+                first=i == 0,
+                own=self._plan.own[i],
+                gradient_dtype=spec.settings.gradient_dtype,
+                holds=spec.settings.holds,
+            )
+            parts.append(part)
+        return parts
+
+    def attach(self, outputs: Sequence[list[Tensor]], joined: bool) -> None:
+        """Make the outputs of each chunk part of torch's graph."""
+        node = self._spec.node
+        if node.token is not None:
+            autograd.attach(node, node.token, self._handle, outputs, joined)
+            return
+        for tensor in itertools.chain.from_iterable(outputs):
+            tensor.requires_grad_(False)
+
+
+class ForwardCall:
+    """One forward, in two steps: `send`, and `outputs`. While the replicas work, the driver plans
+    torch's graph and verifies contents.
+
+    Args:
+        executor: What runs it.
+        chunks: Its chunks.
+        unused: What unused parameters get.
+
+    Attributes:
+        spec: What is to be computed.
+        sent: The calls of its last attempt; None while there are none.
+    """
+
+    def __init__(
+        self, executor: Executor, chunks: Sequence[ForwardChunk], unused: UnusedGrads
+    ) -> None:
+        trackers = list(dict.fromkeys([chunk.tracker for chunk in chunks]))
+        of_map, context, wanted = mapping.get(), ambient_state.capture(), settings.get()
+        if of_map is not None:
+            context = context._replace(grad=False)
+        capture = capturing.get()
+        if capture is not None and capture.module is not chunks[0].tracker.module:
+            capture = None
+        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+        node = autograd.CallNode(executor, [], [], unused)
+        if wanted.balance is not None:
+            places = [(chunk.slot, chunk.rows) for chunk in chunks]
+            node.times = ChunkTimes(wanted.balance, places)
+        if SyncBatchNorm.made:
+            slots = [chunk.slot for chunk in chunks]
+            node.synced = synced_call.plan(executor, slots, [chunk.tracker for chunk in chunks])
+        for tracker in trackers:
+            if wanted.holds:  # else nothing is written: another thread may do so now
+                tracker.holds = True
+        if node.synced is not None and wanted.compiled is not None:
+            raise ValueError(
+                "Options(compile=...): synchronised batch norm cannot be compiled, because chunks "
+                "exchange tensors in the midst of it"
+            )
+        at_once = None if of_map is None else of_map.at_once
+        self.spec = ForwardSpec(
+            executor=executor,
+            chunks=chunks,
+            trackers=trackers,
+            settings=wanted,
+            context=context,
+            capture=capture,
+            seed=seed,
+            threads=executor.threads(at_once or len(chunks)),
+            mapped=of_map is not None,
+            node=node,
+        )
+        self._place = None if of_map is None else of_map.place
+        self._sends: list[int] = []
+        self._attempt: ForwardAttempt | None = None
+        self._together: list[ChunkAnswer] = []
+        self.sent: Dispatcher | None = None
+        if of_map is not None:
+            of_map.calls.append(self)
+
+    def send(self) -> ForwardCall:
+        """Send the chunks; returns the call."""
+        try:
+            self._begin()
+        except BaseException:
+            self.abandon()
+            raise
+        return self
+
+    def outputs(self) -> list[Any]:
+        """Wait for the chunks' outputs, once. They are part of torch's graph."""
+        try:
+            return self._take()
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            self.sent = None
+
+    def abandon(self) -> None:
+        """Stop waiting, and release what an exception's traceback may keep alive for long."""
+        if self._attempt is not None:
+            self._attempt.abandon()
+        sent, self.sent = self.sent, None
+        if sent is not None:
+            sent.abandon()
+
+    def _begin(self) -> None:
+        """Begin an attempt."""
+        spec, synced = self.spec, self.spec.node.synced
+        spec.executor.revive([chunk.slot for chunk in spec.chunks])
+        for tracker in spec.trackers:
+            if training_record.trainings:
+                training_record.bring_up_to_date(tracker.module, tracker.training)
+            if tracker.training is not None:
+                tracker.training.bring_along(spec.slots_of(tracker), synced is not None)
+        self.sent = spec.node.token = None
+        attempt = self._attempt = ForwardAttempt(spec)
+        if synced is not None:
+            self._together = synced.run(attempt.jobs(), attempt.look, attempt.meanwhile)
+            return
+        self.sent = spec.executor.dispatcher(attempt.jobs())
+        self.sent.send(attempt.look, attempt.meanwhile)
+
+    def _wait(self) -> list[ChunkAnswer]:
+        """The answers of the last attempt."""
+        answers = self._together if self.sent is None else self.sent.answers()
+        self._last.ended()
+        self._sends += self._last.sends
+        return answers
+
+    @property
+    def _last(self) -> ForwardAttempt:
+        assert self._attempt is not None
+        return self._attempt
+
+    def _take(self) -> list[Any]:
+        spec, node = self.spec, self.spec.node
+        answers = self._wait()
+        while _failed(answers) and spec.executor.send_code(answers):
+            self._begin()
+            answers = self._wait()
+        reruns = 0
+        while not self._last.verified and reruns < _MOST_RERUNS:
+            self._begin()
+            answers = self._wait()
+            reruns += 1
+        attempt = self._last
+        spec.executor.note_forward(reruns, len(self._sends), sum(self._sends))
+        if node.times is not None:
+            node.times.note("forward", range(len(answers)), answers)
+        gathered = answers[0].reply.gathered
+        if node.synced is not None and gathered is not None:
+            on_cpu = torch.device("cpu")
+            node.synced.gathered = codec.unpack(gathered, answers[0].attachments, on_cpu)
+        attempt.leave_out_unreached(answers)
+        if node.token is None and node.leaves:
+            autograd.fork(node)
+        # [8]
+        first: ModuleTracker | None = spec.chunks[0].tracker
+        if spec.settings.means and len(answers) > 1:
+            self._write_means(answers)
+            first = None
+        try:
+            apply_effects([(first if i == 0 else None, a) for i, a in enumerate(answers)])
+        except Exception as error:
+            named = self._unloadable(answers)
+            if named is None:
+                raise
+            raise named from error
+        node.parts = attempt.parts()
+        return self._outputs(attempt, answers)  # [9]
 
     def _write_means(self, answers: Sequence[ChunkAnswer]) -> None:
         """Apply what chunks changed in place, where buffers get the mean over the chunks."""
         written = [(answer.reply.written, answer.attachments) for answer in answers]
         if any(one is not None for one, _ in written):
-            tracker = self.chunks[0].tracker
+            tracker = self.spec.chunks[0].tracker
             tracker.write_back(*written[0], tracker.means(written))
-
-    def _note_parts(self) -> None:
-        marks = {tracker: (tracker.versions(), tracker.mark()) for tracker in self.trackers}
-        for i, (chunk, graph) in enumerate(zip(self.chunks, self.graphs, strict=True)):
-            part = None
-            if graph is not None:
-                mark, after = marks[chunk.tracker]
-                synced = self.call.synced
-                if i in self.made and (synced is None or synced.gathered is not None):
-                    before_and_after = self.marks[chunk.tracker], after
-                    graph.recipe = replay.forward(
-                        *self.made[i],
-                        chunk.tracker,
-                        chunk.slot,
-                        before_and_after,
-                        gathered=(synced.gathered if synced is not None else None) or (),
-                    )
-                part = ReductionPart(
-                    chunk.slot,
-                    graph,
-                    chunk.tracker,
-                    mark=mark,
-                    leaves=self.owned[i],
-                    first=i == 0,
-                    own=self.own[i],
-                    gradient_dtype=self.settings.gradient_dtype,
-                    holds=self.settings.holds,
-                )
-            self.call.parts.append(part)
 
     def _unloadable(self, answers: Sequence[ChunkAnswer]) -> TransferError | None:
         """The error that names what the replica of the first failed chunk could not load, if that
@@ -590,7 +759,7 @@ class ForwardCall:
         first = next(failed, None)
         if first is None:
             return None
-        chunk, failure = self.chunks[first], answers[first].reply.failure
+        chunk, failure = self.spec.chunks[first], answers[first].reply.failure
         if failure is None or not failure.loading:
             return None
         why = failure.text.strip().splitlines()[-1]
@@ -598,28 +767,26 @@ class ForwardCall:
             return codec.unloadable(chunk.tracker.module, "module", why)
         return codec.unloadable(*chunk.message(), why)
 
-    def _outputs(self, answers: Sequence[ChunkAnswer]) -> list[Any]:
+    def _outputs(self, attempt: ForwardAttempt, answers: Sequence[ChunkAnswer]) -> list[Any]:
+        chunks, capture = self.spec.chunks, self.spec.capture
         unpacked = [
             codec.unpack(a.reply.value, a.attachments, c.tracker.device) if a.reply.value else []
-            for c, a in zip(self.chunks, answers, strict=True)
+            for c, a in zip(chunks, answers, strict=True)
         ]
-        if self.place is not None:
-            unpacked = [[tensor.to(self.place) for tensor in row] for row in unpacked]
-        if self.token is not None:
-            joined = self.joins and not batch.registered
-            joined = joined and codec.in_rows([a.reply.value for a in answers])
-            autograd.attach(self.call, self.token, self.handle, unpacked, joined)
-        else:
-            for tensor in itertools.chain.from_iterable(unpacked):
-                tensor.requires_grad_(False)
+        if self._place is not None:
+            unpacked = [[tensor.to(self._place) for tensor in row] for row in unpacked]
+        joined = self.spec.settings.joins and capture is None and len(chunks) > 1
+        joined = joined and devices.is_cpu(chunks[0].tracker.device) and not batch.registered
+        joined = joined and codec.in_rows([a.reply.value for a in answers])
+        attempt.attach(unpacked, joined)
         values = [
             codec.load(a.reply.value, row)
             for a, row in zip(answers, unpacked, strict=True)
             if a.reply.value
         ]
-        if self.capture is not None:
-            self.capture.parts = [value.captured for value in values]
-        for chunk, value in zip(self.chunks, values, strict=True):
+        if capture is not None:
+            capture.parts = [value.captured for value in values]
+        for chunk, value in zip(chunks, values, strict=True):
             if isinstance(value, Produced):
                 chunk.tracker.rebind(value.rebound)
         return [value.output if isinstance(value, Produced) else value for value in values]
@@ -628,47 +795,6 @@ class ForwardCall:
 def runs_module(called: Called) -> bool:
     """Whether what is called is the module itself, perhaps with a loss behind it."""
     return called is None or isinstance(called, LossCall)
-
-
-def _refuse_own(chunk: ForwardChunk, tensors: Sequence[Tensor]) -> None:
-    """Refuse parameters of the model in a loss, or in a function while they are trained in the
-    replicas: each call would send them as they are here, where they may lack steps.
-
-    Raises:
-        ValueError: One of the tensors that are sent is such a parameter.
-    """
-    called, tracker = chunk.called, chunk.tracker
-    inner = called.called if isinstance(called, WithAttributes) else called
-    is_loss = isinstance(inner, LossCall)
-    if called is None or isinstance(called, str) or not (is_loss or tracker.training is not None):
-        return
-    if not any(isinstance(tensor, nn.Parameter) for tensor in tensors):
-        return
-    own = {id(p) for p in tracker.module.parameters()}
-    if not any(id(tensor) in own for tensor in tensors):
-        return
-    # The arguments may have them: these are given in each call.
-    if any(id(tensor) in own for tensor in codec.tensors_in(called, "function")):
-        raise ValueError(LOSS_HAS_PARAMETERS if is_loss else _FUNCTION_HAS_PARAMETERS)
-
-
-def _origins(chunk: ForwardChunk) -> Origins | None:
-    """The origins of the functions among what is called, and of those that prepare arguments."""
-    called = chunk.called
-    if called is None and not chunk.kwargs and {*map(type, chunk.args)} <= {Tensor}:
-        return None  # nearly every call
-    preparations = batch.preparations((chunk.args, chunk.kwargs))
-    given: tuple[Any, ...] = ()
-    if isinstance(called, WithAttributes):
-        given, called = tuple(called.attributes.values()), called.called
-    own = (called.criterion, called.count) if isinstance(called, LossCall) else (called,)
-    parts = [part for part in own if callable(part)]
-    found = [module_sources.origins_of(part) for part in (*parts, *given, *preparations)]
-    known = [origins for origins in found if origins is not None]
-    if len(known) < 2:
-        return known[0] if known else None
-    sources = {name: one for origins in known for name, one in origins.sources.items()}
-    return known[0]._replace(sources=sources)
 
 
 def _failed(answers: Sequence[ChunkAnswer]) -> bool:

@@ -477,7 +477,7 @@ class WeightRelay:
 
 def begin_relay(
     groups: ReplicaGroups,
-    way: RelayRoute | None,
+    way: RelayRoute,
     tracker: ModuleTracker,
     chunks: dict[int, ReplicaSlot],
 ) -> WeightRelay | None:
@@ -486,12 +486,10 @@ def begin_relay(
 
     Args:
         groups: The executor's groups.
-        way: The way; None if there is none.
+        way: The way.
         tracker: The model.
         chunks: The slot of each of its chunks, by the chunk's number.
     """
-    if way is None:
-        return None
     ours = {number: slot for number, slot in chunks.items() if slot in way.slots}
     held = {slot.held.get(tracker.id, 0) for slot in ours.values()}
     found = tracker.update_from(min(held)) if len(held) == 1 else None

@@ -82,9 +82,14 @@ class SyncedCall:
         return self._part
 
     def run(
-        self, jobs: Sequence[ChunkCall], meanwhile: Callable[[], None] | None = None
+        self,
+        jobs: Sequence[ChunkCall],
+        first: Callable[[], None] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> list[ChunkAnswer]:
-        """Run one call per chunk, and wait for all; again from the start if a replica dies."""
+        """Run one call per chunk, as `Executor.run` does; again from the start if a replica dies,
+        ``meanwhile`` only once.
+        """
         deaths = breaks = 0
 
         def once() -> None:
@@ -100,7 +105,7 @@ class SyncedCall:
             ]
             try:
                 self._join()
-                answers = self._executor.run(bound, once)
+                answers = self._executor.run(bound, first, once)
             except (ReplicaDied, _Elsewhere) as error:
                 self._dissolve()
                 deaths += 1
