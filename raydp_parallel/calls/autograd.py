@@ -341,7 +341,7 @@ def _run(
             wanted = tuple(map(needed.__getitem__, part.leaves))
             name = slot.name_of(part.tracker.id, part.slot)
             news = replay.news(part.tracker, slot, name, attachments)
-            moved = part.tracker.moved_since(part.mark, slot.held.get(name, 0))
+            moved = part.tracker.moved_since(part.mark, slot.contents.held.get(name, 0))
             key = makes.key if makes is not None and hold is None else None
             request = BackwardRequest(
                 model=name,
@@ -356,7 +356,7 @@ def _run(
                 write_back=part.first,
                 threads=threads,
                 context=ambient,
-                forget=slot.forget(),
+                forget=slot.contents.forget(),
                 by_host=devices.is_cpu(call.leaves[0].device),
                 part=taken,
                 narrow=None if part.gradient_dtype is None else (part.gradient_dtype, part.own),

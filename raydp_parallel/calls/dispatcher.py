@@ -278,9 +278,9 @@ class Dispatcher:
         reply, attachments = results[-1]
         slot.answered = True
         if not reply.revision:
-            slot.distrust(slot.name_of(job.model, job.slot))
+            slot.contents.distrust(slot.name_of(job.model, job.slot))
         failed = reply.failure.entry if reply.failure is not None else 0
-        slot.has_trained(slot.name_of(job.model, job.slot), reply.training, failed)
+        slot.contents.has_trained(slot.name_of(job.model, job.slot), reply.training, failed)
         self._answers[number] = ChunkAnswer(reply, attachments, slot)
         return not reply.missed
 
@@ -303,9 +303,9 @@ class Dispatcher:
             for pending in sent.pending:
                 pending.give_up()
             for forgotten in sent.forgotten:
-                sent.slot.forget_again(forgotten)
+                sent.slot.contents.forget_again(forgotten)
             # The replica may not have adopted the state either: the next call sends all of it.
-            sent.slot.distrust(sent.slot.name_of(sent.job.model, sent.job.slot))
+            sent.slot.contents.distrust(sent.slot.name_of(sent.job.model, sent.job.slot))
         self._sent.clear()
 
 

@@ -380,7 +380,7 @@ class Executor:
             self._replica_set.pick_up()
             backend = self._replica_set.backend
             calls = [
-                backend.submit(s.client, "forget", pack(s.forget()), ())
+                backend.submit(s.client, "forget", pack(s.contents.forget()), ())
                 for s in self._replica_set.ready()
             ]
             answers = backend.collect(calls)
@@ -430,7 +430,7 @@ def _drop_model(executor: weakref.ref[Executor], model: int) -> None:
         known.recorder.accounts.part(model)
         # This is a finalizer: another thread may be adding a slot.
         for slot in [*known._replica_set.slots.values()]:
-            slot.drop_model(model)
+            slot.contents.drop_model(model)
 
 
 _READ_BY_WRAPPERS: dict[str, Any] = {

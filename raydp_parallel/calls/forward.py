@@ -412,7 +412,7 @@ class ForwardAttempt:
             detach=chunk.detach,
             alone=chunk.alone,
             doubtful=() if chunk.detach else self._doubts[tracker],
-            forget=slot.forget(),
+            forget=slot.contents.forget(),
             overlay=replay.overlay(self._marks[tracker], attachments),
             relay=relay,
             by_host=devices.is_cpu(tracker.device),
@@ -452,7 +452,7 @@ class ForwardAttempt:
             passed = relay.update(number, slot, name, attachments, self.sends.append)
         if passed is not None:
             update, message = passed
-        elif not self._is_late(number, slot.held.get(name, 0)):
+        elif not self._is_late(number, slot.contents.held.get(name, 0)):
             update = replay.update(tracker, slot, name, attachments, self.sends.append)
         sent = sum(self.sends[before:])
         if update is not None and update.structure is not None and sent > _MUCH:
@@ -486,7 +486,7 @@ class ForwardAttempt:
         for number, chunk in enumerate(self._spec.chunks):
             if chunk.tracker is tracker:
                 chunks[number] = chunk.slot
-                if self._is_late(number, chunk.slot.held.get(tracker.id, 0)):
+                if self._is_late(number, chunk.slot.contents.held.get(tracker.id, 0)):
                     return None
         return begin_relay(self._spec.executor.groups, way, tracker, chunks)
 

@@ -164,7 +164,7 @@ class HeldGradients:
             write_back=False,
             threads=None,
             context=ambient_state.capture(),
-            forget=slot.forget(),
+            forget=slot.contents.forget(),
             kept=part.graph.key,
             by_host=self.model.device.type == "cpu",
         )

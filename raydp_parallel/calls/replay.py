@@ -128,7 +128,7 @@ def forward(
             stored=attach(inputs.refs, attachments),
             write_back=False,
             doubtful=(),
-            forget=slot.forget(),
+            forget=slot.contents.forget(),
             overlay=then,
             graph_only=True,
             relay=None,
@@ -160,7 +160,9 @@ def derived(
 
     def prepare(slot: ReplicaSlot, attachments: Attachments) -> BackwardRequest:
         name = slot.name_of(model, home)
-        return plain._replace(model=name, grads=grads.again(attachments), forget=slot.forget())
+        return plain._replace(
+            model=name, grads=grads.again(attachments), forget=slot.contents.forget()
+        )
 
     return GraphRecipe("backward", prepare, parents)
 
@@ -204,8 +206,8 @@ def update(
         attachments: Where the contents go.
         note: Called with the number of bytes that are sent, if there is an update.
     """
-    found = tracker.update_from(slot.held.get(name, 0))
-    slot.held[name] = tracker.revision
+    found = tracker.update_from(slot.contents.held.get(name, 0))
+    slot.contents.held[name] = tracker.revision
     if found is None:
         return None
     if note is not None:

@@ -443,14 +443,14 @@ class WeightRelay:
         if number not in self._chunks:
             return None
         whole = all(ticket.whole for ticket, _ in self._way.legs)
-        expected = slot is self._chunks[number] and slot.held.get(name, 0) == self._held
+        expected = slot is self._chunks[number] and slot.contents.held.get(name, 0) == self._held
         # A chunk that is sent for the second time did not get them.
         if self._broken or number in self._told or not whole or not expected:
             self.abandon()
             return None
         self._told.add(number)
         tracker, source = self._tracker, slot is self._way.source
-        slot.held[name] = tracker.revision
+        slot.contents.held[name] = tracker.revision
         relay = Relay(self._way.legs_of(slot), self._sizes, source, self._groups.patience)
         if not source:
             note(0)
@@ -491,7 +491,7 @@ def begin_relay(
         chunks: The slot of each of its chunks, by the chunk's number.
     """
     ours = {number: slot for number, slot in chunks.items() if slot in way.slots}
-    held = {slot.held.get(tracker.id, 0) for slot in ours.values()}
+    held = {slot.contents.held.get(tracker.id, 0) for slot in ours.values()}
     found = tracker.update_from(min(held)) if len(held) == 1 else None
     if found is None or not found.sent or not groups.wanted([*ours.values()], found.sent):
         return None

@@ -210,7 +210,7 @@ class Handover(NamedTuple):
         then the memory has to stay.
         """
         gone = self.slot.incarnation != self.incarnation or not self.slot.ready
-        return gone or self.slot.trained.get(name, 0) >= self.number
+        return gone or self.slot.contents.trained.get(name, 0) >= self.number
 
     def drop(self) -> None:
         """Let the replica free what it keeps."""

@@ -177,7 +177,7 @@ class Training:
     def _release_models(self) -> None:
         """Let the replicas drop the model, so that they take it anew."""
         for slot in [*self._replica_set.slots.values()]:
-            slot.drop_model(self.tracker.id)
+            slot.contents.drop_model(self.tracker.id)
 
     def parameters(self) -> list[Tensor]:
         """The parameters that it trains, in order."""
@@ -282,11 +282,11 @@ class Training:
             attachments: Where the contents go.
             together: Whether replicas that were sent their chunks may wait for this one.
         """
-        held = slot.sent_training.get(name) or slot.trained.get(name, 0)
+        held = slot.contents.sent_training.get(name) or slot.contents.trained.get(name, 0)
         if held == self.record.number:
             return None
         if self.record.follows(slot, held):
-            slot.sent_training[name] = self.record.number
+            slot.contents.sent_training[name] = self.record.number
             return self.record.news(held, attachments)
         handed = self._handed.pop((slot, name), None)
         if handed is None and not together:
@@ -294,14 +294,14 @@ class Training:
         if handed is not None and handed.incarnation == slot.incarnation:
             self.record.skipped(slot)
             if self.record.follows(slot, handed.number):
-                slot.sent_training[name] = self.record.number
+                slot.contents.sent_training[name] = self.record.number
                 later = self.record.news(handed.number, attachments).entries
                 self._given[slot, name] = handed
                 return TrainingNews((handed.placed(attachments), *later), anew=True)
             handed.drop()
         self._bring_back()
         self.record.skipped(slot)
-        slot.sent_training[name] = self.record.number
+        slot.contents.sent_training[name] = self.record.number
         return TrainingNews((self._pack_start().placed(attachments),), anew=True)
 
     def bring_along(self, slots: Sequence[ReplicaSlot], together: bool) -> None:
@@ -315,14 +315,14 @@ class Training:
         if not self.trains:
             return
         own, last = self.tracker.id, self.record.number
-        if not self._handed and {slot.trained.get(own) for slot in slots} == {last}:
+        if not self._handed and {slot.contents.trained.get(own) for slot in slots} == {last}:
             return  # all have made all of it, as in most calls between two steps
         with self._replica_set.lock:
             left = [self._handed.pop(key) for key in [*self._handed]]
             for one in left:
                 one.drop()
             ready = [slot for slot in dict.fromkeys(slots) if slot.ready]
-            new = [s for s in ready if not self.record.follows(s, s.trained.get(own, 0))]
+            new = [s for s in ready if not self.record.follows(s, s.contents.trained.get(own, 0))]
         absent = together and len(ready) < len({*slots})
         if (new or absent) and (not self._hand_over(new) or absent) and self.behind:
             self.bring_up_to_date()
@@ -481,7 +481,7 @@ class Training:
         return [
             (slot, name)
             for slot in self._replica_set.ready()
-            for name in slot.names_of(self.tracker.id)
+            for name in slot.contents.names_of(self.tracker.id)
         ]
 
     def _holders(self) -> list[tuple[ReplicaSlot, int]]:
@@ -489,18 +489,20 @@ class Training:
         entry, then those that have made most, then those on this machine.
         """
         found = [
-            one for one in self._known() if self.record.follows(one[0], one[0].trained[one[1]])
+            one
+            for one in self._known()
+            if self.record.follows(one[0], one[0].contents.trained[one[1]])
         ]
 
         def order(one: tuple[ReplicaSlot, int]) -> tuple[Any, ...]:
             slot, name = one
             far = not getattr(slot.client, "near", False)
-            return self._has_failed(slot, name), -slot.trained[name], far, slot.index
+            return self._has_failed(slot, name), -slot.contents.trained[name], far, slot.index
 
         return sorted(found, key=order)
 
     def _has_failed(self, slot: ReplicaSlot, name: int) -> bool:
-        return slot.failed_training.get(name, 0) > self.record.begun
+        return slot.contents.failed_training.get(name, 0) > self.record.begun
 
     def _mend(self) -> None:
         """After a step that failed, as an exception has told: let all replicas begin with what one
@@ -667,7 +669,7 @@ class Training:
     def trim(self) -> None:
         """Let go of entries that all replicas have made."""
         with self._replica_set.lock:
-            made = [slot.trained[name] for slot, name in self._holders()]
+            made = [slot.contents.trained[name] for slot, name in self._holders()]
             self.record.trim(min(made, default=0))
             for slot, name in [*self._given]:
                 if self._given[slot, name].is_made(name):
@@ -676,7 +678,7 @@ class Training:
     def _flush(self) -> None:
         """Send the record to all replicas that can follow it."""
         for slot, name in self._holders():
-            if slot.trained[name] < self.record.number:
+            if slot.contents.trained[name] < self.record.number:
                 self._ask(slot, name, wanted=None)
         self.trim()
 
@@ -698,15 +700,15 @@ class Training:
         """Send a request, with what the replica lacks of the record unless it ``follows`` not."""
         backend = self._replica_set.backend
         attachments = Attachments(backend.link_to(slot.client))
-        incarnation, forget = slot.incarnation, slot.forget()
+        incarnation, forget = slot.incarnation, slot.contents.forget()
         try:
             news = self.news(slot, name, attachments) if follows else None
             left = isinstance(wanted, LeaveSnapshot)  # others may have another device
             request = TrainingRequest(name, news, wanted, forget, by_host=left)
             pending = backend.submit(slot.client, "train", pack(request), attachments.beside)
         except BaseException:
-            slot.forget_again(forget)
-            slot.sent_training.pop(name, None)
+            slot.contents.forget_again(forget)
+            slot.contents.sent_training.pop(name, None)
             raise
         slot.tally.bytes_in += attachments.size
         told = copy.deepcopy(self.record.options)
@@ -741,11 +743,11 @@ class Training:
             return None
         reply, found = answer
         failed = reply.failure.entry if reply.failure is not None else 0
-        known = [s.failed_training.get(n, 0) for s, n in self._known()]
+        known = [s.contents.failed_training.get(n, 0) for s, n in self._known()]
         raised_before = 0 < failed <= max(known, default=0)
         if slot.incarnation == sent.incarnation:
             slot.tally.bytes_out += reply.size
-            slot.has_trained(name, reply.training, failed)
+            slot.contents.has_trained(name, reply.training, failed)
         exceptions.warn_again(reply.warnings)
         if reply.failure is not None:
             if raised_before:
@@ -757,8 +759,8 @@ class Training:
         """Wait no more for the answer to a request."""
         sent.pending.give_up()
         if sent.slot.incarnation == sent.incarnation:
-            sent.slot.forget_again(sent.forget)
-            sent.slot.sent_training.pop(sent.name, None)
+            sent.slot.contents.forget_again(sent.forget)
+            sent.slot.contents.sent_training.pop(sent.name, None)
 
     def sync(self) -> None:
         """Bring the master's weights and the optimizer's state up to date with the replicas.

@@ -215,7 +215,7 @@ class ReplicaSet:
         for place, (client, hello) in self._respawner.arrivals().items():
             home = self._slot(place, client, hello)
             for slot in self.ready():
-                slot.dismiss(home)
+                slot.contents.dismiss(home.index)
             self._count(home, True)
 
     def _count(self, slot: ReplicaSlot, again: bool) -> None:

@@ -1,5 +1,6 @@
-"""`ReplicaSlot`: one place of an executor, with its replica of today; `ChunkCall`: one call that a
-slot is asked to run; and `RemoteGraph`: the graph that its replica keeps of it.
+"""`ReplicaSlot`: one place of an executor, with its replica of today; `ReplicaContents`: what that
+replica holds; `ChunkCall`: one call that a slot is asked to run; and `RemoteGraph`: the graph that
+its replica keeps of it.
 
 [Note: where a graph is]
 A call is planned for a slot, and may run on another one if the slot's replica died. A `RemoteGraph`
@@ -43,100 +44,43 @@ class SlotState(Enum):
     CLOSED = "closed"
 
 
-class ReplicaSlot:
-    """One place of an executor, and the replica that it has now.
-
-    Args:
-        place: The device.
-        index: Its number in the executor.
+class ReplicaContents:
+    """What a replica holds, as far as the driver knows: models under their names there, and what of
+    them and of its graphs it has still to be told to release. A new replica holds nothing.
 
     Attributes:
-        ready: Whether it can be called. Read on each call, hence no property.
-        client: The client of its replica.
-        hello: What the replica said of itself when it started.
-        trained: The last entry of the record of each model's optimizer that the replica said it
-            has made.
+        held: The revision of each model that it was sent; 0 if that is not known.
+        trained: The last entry of the record of each model's optimizer that it said it has made.
         sent_training: The last that was sent to it.
         failed_training: The last that it failed to make, and counts as made all the same.
+        released_graphs: The graphs that the next call tells it to release.
     """
 
-    def __init__(self, place: DevicePlace, index: int) -> None:
-        self.place = place
-        self.index = index
-        self.ready = False
-        self._state = SlotState.EMPTY
-        self.tally = Tally()
-        self.incarnation = 0
+    def __init__(self) -> None:
         self.held: dict[int, int] = {}
         self.trained: dict[int, int] = {}
         self.sent_training: dict[int, int] = {}
         self.failed_training: dict[int, int] = {}
         self._dismissed: set[int] = set()
-        self.client: Any = None
-        self.hello: ReplicaHello | None = None
         # Finalizers append here, from any thread and at any moment; the next call takes what is
         # there.
-        self._graphs: deque[int] = deque()
-        self._models: deque[int] = deque()
-        self.answered = False
-
-    def install(self, client: Any, hello: ReplicaHello) -> None:
-        """Take a new replica."""
-        self.client, self.hello = client, hello
-        self.state = SlotState.READY
-        self.incarnation += 1
-        self.answered = False
-        self._clear_held()
-
-    def _clear_held(self) -> None:
-        """Forget what was sent to the old replica."""
-        self.held.clear()
-        self.trained.clear()
-        self.sent_training.clear()
-        self.failed_training.clear()
-        self._dismissed.clear()
-        self._graphs.clear()
-        self._models.clear()
-
-    @property
-    def state(self) -> SlotState:
-        """Its state."""
-        return self._state
-
-    @state.setter
-    def state(self, state: SlotState) -> None:
-        self._state = state
-        self.ready = state is SlotState.READY
-
-    @property
-    def is_replaced(self) -> bool:
-        """Whether its next replica is started in the background."""
-        return self._state in (SlotState.DEAD, SlotState.AWAY)
-
-    def empty(self, state: SlotState) -> None:
-        """Take the replica away."""
-        self.state = state
-        self._clear_held()
+        self.released_graphs: deque[int] = deque()
+        self._released_models: deque[int] = deque()
 
     def forget(self) -> Forget | None:
         """What the driver released since the last call."""
         for action in _freed.take():
             action()
-        if not self._graphs and not self._models:
+        if not self.released_graphs and not self._released_models:
             return None
-        return Forget(_drain(self._graphs), _drain(self._models))
+        return Forget(_emptied(self.released_graphs), _emptied(self._released_models))
 
     def forget_again(self, told: Forget | None) -> None:
         """Send once more what may not have arrived; receiving it twice does no harm."""
         if told is not None:
-            self._graphs.extend(told.graphs)
+            self.released_graphs.extend(told.graphs)
             # Not the models that were sent again since: their names are in use.
-            self._models.extend(name for name in told.models if name not in self.held)
-
-    def drop_graph(self, key: int, incarnation: int) -> None:
-        """Release a graph; the next call says so."""
-        if incarnation == self.incarnation:
-            self._graphs.append(key)
+            self._released_models.extend(name for name in told.models if name not in self.held)
 
     def distrust(self, model: int) -> None:
         """Note that it is not known what the replica holds of a model: the next call sends all."""
@@ -171,40 +115,112 @@ class ReplicaSlot:
         """Under which numbers an optimizer of a model is here."""
         return [name for name in [*self.trained] if name % _FOR_OTHERS == model]
 
-    def name_of(self, model: int, home: ReplicaSlot) -> int:
-        """The number of a model here. A slot that runs the chunks of another keeps a separate copy
-        of the model for them.
-
-        So each chunk finds the state that its last forward left, as in its own slot.
-        """
-        if home is self:
-            return model
-        self._dismissed.discard(home.index + 1)
-        return (home.index + 1) * _FOR_OTHERS + model
+    def name_for(self, home: int, model: int) -> int:
+        """The name of the copy of a model that is kept for another slot, by the slot's index."""
+        self._dismissed.discard(home + 1)
+        return (home + 1) * _FOR_OTHERS + model
 
     def drop_model(self, model: int) -> None:
         """Release a model; the next call says so."""
         self._drop([name for name in [*self.held] if name % _FOR_OTHERS == model])
 
-    def dismiss(self, home: ReplicaSlot) -> None:
+    def dismiss(self, home: int) -> None:
         """Release what was kept for another slot, which has a replica of its own again.
 
         A copy that an optimizer trained stays until the slot's own copy has made as much: it may be
         the last one that has all steps.
         """
-        self._dismissed.add(home.index + 1)
-        names = [name for name in [*self.held] if name // _FOR_OTHERS == home.index + 1]
+        self._dismissed.add(home + 1)
+        names = [name for name in [*self.held] if name // _FOR_OTHERS == home + 1]
         self._drop([n for n in names if n not in self.trained or n % _FOR_OTHERS in self.trained])
 
     def _drop(self, names: list[int]) -> None:
         for name in names:
             self._forget_training(name)
             if self.held.pop(name, None) is not None:
-                self._models.append(name)
+                self._released_models.append(name)
 
     def _forget_training(self, model: int) -> None:
         for known in (self.trained, self.sent_training, self.failed_training):
             known.pop(model, None)
+
+
+def _emptied(queue: deque[int]) -> tuple[int, ...]:
+    found: list[int] = []
+    while queue:
+        found.append(queue.popleft())
+    return tuple(found)
+
+
+class ReplicaSlot:
+    """One place of an executor, and the replica that it has now.
+
+    Args:
+        place: The device.
+        index: Its number in the executor.
+
+    Attributes:
+        ready: Whether it can be called. Read on each call, hence no property.
+        client: The client of its replica.
+        hello: What the replica said of itself when it started.
+        incarnation: The number of replicas that it had.
+        contents: What its replica holds of models and graphs.
+        tally: What its replicas did.
+        answered: Whether its replica has answered a call.
+    """
+
+    def __init__(self, place: DevicePlace, index: int) -> None:
+        self.place = place
+        self.index = index
+        self.ready = False
+        self._state = SlotState.EMPTY
+        self.tally = Tally()
+        self.incarnation = 0
+        self.contents = ReplicaContents()
+        self.client: Any = None
+        self.hello: ReplicaHello | None = None
+        self.answered = False
+
+    def install(self, client: Any, hello: ReplicaHello) -> None:
+        """Take a new replica."""
+        self.client, self.hello = client, hello
+        self.state = SlotState.READY
+        self.incarnation += 1
+        self.answered = False
+        self.contents = ReplicaContents()
+
+    @property
+    def state(self) -> SlotState:
+        """Its state."""
+        return self._state
+
+    @state.setter
+    def state(self, state: SlotState) -> None:
+        self._state = state
+        self.ready = state is SlotState.READY
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether its next replica is started in the background."""
+        return self._state in (SlotState.DEAD, SlotState.AWAY)
+
+    def empty(self, state: SlotState) -> None:
+        """Take the replica away."""
+        self.state = state
+        self.contents = ReplicaContents()
+
+    def drop_graph(self, key: int, incarnation: int) -> None:
+        """Release a graph; the next call says so."""
+        if incarnation == self.incarnation:
+            self.contents.released_graphs.append(key)
+
+    def name_of(self, model: int, home: ReplicaSlot) -> int:
+        """The name of a model here. A slot that runs the chunks of another keeps a separate copy of
+        the model for them.
+
+        So each chunk finds the state that its last forward left, as in its own slot.
+        """
+        return model if home is self else self.contents.name_for(home.index, model)
 
     def info(self) -> ReplicaInfo:
         """What users see of the slot."""
@@ -229,13 +245,6 @@ class ReplicaSlot:
         hello = self.hello
         where = f" (pid {hello.pid}, node {hello.node[:8]})" if hello is not None else ""
         return f"replica {self.index} for device {self.place.device_id}{where}"
-
-
-def _drain(queue: deque[int]) -> tuple[int, ...]:
-    found: list[int] = []
-    while queue:
-        found.append(queue.popleft())
-    return tuple(found)
 
 
 Prepare = Callable[[ReplicaSlot, Attachments], Any]

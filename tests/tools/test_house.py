@@ -205,7 +205,6 @@ _LARGE_CLASSES = {
     "Recorder",
     "Reducer",
     "ReplicaClient",
-    "ReplicaSlot",
 }
 """Classes with more attributes than a reader keeps in mind; no others are to come."""
 

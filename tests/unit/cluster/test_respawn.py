@@ -169,13 +169,13 @@ def test_a_name_that_is_in_use_again_is_not_forgotten() -> None:
     executor, _, model = make()
     model(X)
     slot = executor.slots(PLACES)[0]
-    (name,) = slot.held
-    slot.drop_model(name)
-    told = slot.forget()
+    (name,) = slot.contents.held
+    slot.contents.drop_model(name)
+    told = slot.contents.forget()
     model(X)
-    assert told is not None and slot.held[name]
-    slot.forget_again(told)
-    again = slot.forget()
+    assert told is not None and slot.contents.held[name]
+    slot.contents.forget_again(told)
+    again = slot.contents.forget()
     assert again is not None and again.models == ()
     assert model(X).shape == (4, 2)
     executor.close()
