@@ -53,12 +53,14 @@ class Called(Protocol):
     Attributes:
         line: Its direct connection, if it has one.
         unanswered: The numbers of the calls that it has still to answer.
-        shares: Whether large tensors travel by shared memory.
     """
 
     line: Connection | None
     unanswered: set[int]
-    shares: bool
+
+    @property
+    def shares(self) -> bool:
+        """Whether large tensors travel by shared memory."""
 
     def opened(self, answer: Sequence[Any]) -> Any:
         """An answer, with its attachments where this process can read them."""
@@ -329,6 +331,153 @@ _PATIENT = 2
 """How much longer the driver waits for a replica's part of a trial than the replica itself."""
 
 
+class ReplicaProcess:
+    """A replica's process on this machine, by a descriptor that cannot mean another one.
+
+    Args:
+        descriptor: The descriptor, which is closed with this object.
+        pid: The number that the process has for itself. In this process's namespace it may belong
+            to another process.
+    """
+
+    def __init__(self, descriptor: int, pid: int) -> None:
+        self.descriptor = descriptor
+        self._pid = pid
+        self.let_go = weakref.finalize(self, os.close, descriptor)
+        self.let_go.atexit = False
+
+    def end(self) -> None:
+        """End the process. Ray takes 5 s for a stopped one, and cannot reach every process."""
+        with contextlib.suppress(OSError):
+            signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
+        self.let_go()
+        cuda_ipc.clear_after(self._pid)
+
+
+class SilenceWatch:
+    """Asks Ray now and then, after turns without an answer, whether a replica on another machine is
+    gone: perhaps only Ray knows.
+
+    Args:
+        actor: The replica's actor.
+
+    Attributes:
+        turns: The turns since the last call was sent.
+    """
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+        self._asked: Any = None
+        self.turns = 0
+
+    def turn(self, line: Connection) -> None:
+        """Take note of one more turn; cut the connection if the replica is gone."""
+        self.turns += 1
+        asked = self._asked  # another thread may wait here, too
+        if not ray_api.connected():
+            line.cut()  # asking Ray would start another cluster now
+        elif asked is None and self.turns % _SILENCE == 0:
+            self._asked = self._actor.hello.remote()
+        elif asked is not None and not ray_api.late([asked]):
+            try:
+                ray_api.get(asked)
+            except ray_api.RayError:
+                line.cut()
+            self._asked = None
+
+
+class LentMemory:
+    """The memory that this process and a replica lend each other.
+
+    Args:
+        actor: The replica's actor.
+        pin: Registers the replica's memory with a GPU that copies from it; None copies otherwise.
+
+    Attributes:
+        mappings: The replica's memory, as far as it is mapped here.
+        ledger: What of this process's memory the replica uses.
+        shares: Whether both processes can read the other's memory.
+        gpu: The GPU whose memory both processes can open, by this process's index; None if there
+            is none.
+    """
+
+    def __init__(self, actor: Any, pin: Pin | None) -> None:
+        self._actor = actor
+        self.mappings = Mappings(pin)
+        self.ledger = LeaseTable()
+        self.shares = False
+        self.gpu: torch.device | None = None
+
+    def share(self, arena: Arena, always: bool, timeout: float | None = None) -> None:
+        """Use shared memory, if both processes can read the other's."""
+        probe, shown = sample(arena)
+        self.ledger.lend(probe)
+        found = ray_api.get(self._actor.share.remote(probe.descriptor, shown), timeout=timeout)
+        if found is not None and shows(self.mappings.find(found[0]), found[1]):
+            ray_api.get(self._actor.start_sharing.remote(always), timeout=timeout)
+            self.shares = True
+
+    def share_device(self, arena: cuda_ipc.DeviceArena) -> str:
+        """Use the memory of the GPU that both processes are on, if each can open the other's.
+        Returns why not, else an empty text.
+        """
+        if cuda_ipc.expandable():
+            return "this process's allocator uses expandable segments"
+        self.mappings.opener = cuda_ipc.Opener(arena.device)
+        try:
+            for number in range(trials.ROUNDS):
+                probe = cuda_ipc.sample(arena, number)
+                lent = cuda_ipc.Addressed(probe, self)
+                self.ledger.lend(lent)
+                asked = self._actor.share_device.remote(lent.descriptor, number)
+                found = ray_api.get(asked, timeout=_PATIENT * trials.LIMIT)
+                if isinstance(found, str):
+                    return found
+                seen = functools.partial(cuda_ipc.sees, self.mappings.find(found), number)
+                if why := trials.outcome(arena.device, seen):
+                    return why
+            ray_api.get(self._actor.start_device.remote(), timeout=trials.LIMIT)
+        except TimeoutError:
+            return f"the replica did not say within {_PATIENT * trials.LIMIT:g} s what it saw"
+        except (RuntimeError, OSError, AttributeError, TypeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            arena.trial = None
+        self.gpu = arena.device
+        return ""
+
+    def lent(self, packet: Attachment) -> Attachment:
+        """An attachment. If it lies in shared memory, the lease is noted."""
+        if isinstance(packet, SharedBuffer):
+            self.ledger.lend(packet)
+        return packet
+
+    def within_reach(self, beside: Sequence[Attachment]) -> Sequence[Attachment]:
+        """Attachments in a form that the replica can open: of a GPU's memory its own view, or the
+        bytes by another way.
+        """
+        beside = [
+            packet
+            if not isinstance(packet, cuda_ipc.DeviceBuffer)
+            else cuda_ipc.Addressed(packet, self)
+            if packet.device == self.gpu
+            else packet.elsewhere()
+            for packet in beside
+        ]
+        return beside if self.shares else [_stored(packet) for packet in beside]
+
+    def take_note(self, answer: Sequence[Any]) -> list[Any]:
+        """The parts of an answer. Its first part, which is taken off, says which leases of this
+        process's memory ended.
+        """
+        if not isinstance(answer[0], MemoryError):
+            take_back(answer[0], self.ledger)
+        return [
+            self.mappings.find(part) if isinstance(part, Descriptor) else part
+            for part in answer[1:]
+        ]
+
+
 class ReplicaClient:
     """The driver's side of one replica.
 
@@ -342,9 +491,8 @@ class ReplicaClient:
         modules: The modules that it was sent, by name, each with a digest of its contents.
         code_version: The backend's `CodeDelivery.version` of which it has all modules.
         line: Its direct connection, which takes all calls; None if all are Ray tasks.
-        shares: Whether both processes can read the other's memory.
-        gpu: The GPU whose memory both processes can open, by this process's index; None if there
-            is none.
+        memory: The memory that it and this process lend each other.
+        process: Its process; None if that is on another machine, or is not known for certain.
     """
 
     def __init__(self, actor: Any, patience: float | None = None, pin: Pin | None = None) -> None:
@@ -354,24 +502,24 @@ class ReplicaClient:
         self.code_version = 0
         self._patience = patience
         self.line: Connection | None = None
-        self.shares = False
-        self.gpu: torch.device | None = None
+        self.memory = LentMemory(actor, pin)
+        self.process: ReplicaProcess | None = None
+        self._silence = SilenceWatch(actor)
         self._number = 0
         self._deliveries = 0
         self._given_up: deque[Any] = deque()
-        self._mappings = Mappings(pin)
-        self._ledger = LeaseTable()
-        self._process: int | None = None
-        self._pid = 0
-        self._asked: Any = None
-        self._looks = 0
         forks.tell_child(self)
 
     def after_fork(self) -> None:
         """Release the process: after a fork the replica is the parent's, and so is its end."""
-        process, self._process = self._process, None
+        process, self.process = self.process, None
         if process is not None:
-            self._let_go()
+            process.let_go()
+
+    @property
+    def shares(self) -> bool:
+        """Whether both processes can read the other's memory."""
+        return self.memory.shares
 
     @property
     def near(self) -> bool:
@@ -381,24 +529,15 @@ class ReplicaClient:
     def watch(self, pid: int) -> None:
         """Keep a descriptor of the process, if its connection proves which one it is, so that `end`
         ends it and no other.
-
-        The number is the one that the process has for itself. In this process's namespace it may
-        belong to another process.
         """
-        self._process = self.line.process(pid) if self.line is not None else None
-        if self._process is not None:
-            self._pid = pid
-            self._let_go = weakref.finalize(self, os.close, self._process)
-            self._let_go.atexit = False
+        found = self.line.process(pid) if self.line is not None else None
+        self.process = None if found is None else ReplicaProcess(found, pid)
 
     def end(self) -> None:
-        """End the process. Ray takes 5 s for a stopped one, and cannot reach every process."""
-        process, self._process = self._process, None
+        """End the process, if it is known."""
+        process, self.process = self.process, None
         if process is not None:
-            with contextlib.suppress(OSError):
-                signal.pidfd_send_signal(process, signal.SIGKILL)
-            self._let_go()
-            cuda_ipc.clear_after(self._pid)
+            process.end()
 
     def cause_of_end(self, seconds: float, asks: Callable[[], bool]) -> str | None:
         """Why its process ended, by Ray; None if Ray does not say so in time, or says that it did
@@ -423,23 +562,8 @@ class ReplicaClient:
         return None
 
     def look_after(self) -> None:
-        """Ask Ray now and then, after turns without an answer, whether a replica on another machine
-        is gone: perhaps only Ray knows.
-        """
-        if self.line is None or self.near:
-            return
-        self._looks += 1
-        asked = self._asked  # another thread may wait here, too
-        if not ray_api.connected():
-            self.line.cut()  # asking Ray would start another cluster now
-        elif asked is None and self._looks % _SILENCE == 0:
-            self._asked = self.actor.hello.remote()
-        elif asked is not None and not ray_api.late([asked]):
-            try:
-                ray_api.get(asked)
-            except ray_api.RayError:
-                self.line.cut()
-            self._asked = None
+        if self.line is not None and not self.line.near:
+            self._silence.turn(self.line)
 
     def call_directly(self, near: bool, timeout: float | None = None) -> bool:
         """Open a direct connection, if possible; else calls are Ray tasks from now on.
@@ -454,15 +578,15 @@ class ReplicaClient:
         """
         if not near and not handshake.far_lines():
             return True
-        opened = self.actor.open_line.remote(self._mappings.held(), near)
+        opened = self.actor.open_line.remote(self.memory.mappings.held(), near)
         found = ray_api.get(opened, timeout=timeout)
         if found is None:
             self._warn_of_ray(near, "the replica cannot listen at its node's address")
             return True
         address, held = found
-        self._ledger.settle(held)
+        self.memory.ledger.settle(held)
         try:
-            self.line = Connection(address, self._take_note)
+            self.line = Connection(address, self.memory.take_note)
             if self._patience is not None:
                 self.line.limit(self._patience)
         except OSError as error:
@@ -488,17 +612,19 @@ class ReplicaClient:
         task: TaskLabel | None = None,
     ) -> Pending | Lost:
         """Send a call, over the direct connection or as a Ray task."""
-        self._looks = 0
+        self._silence.turns = 0
         try:
             if self.line is not None and not self.line.intact:
                 self._mend(self.line, timeout)
             if beside:  # small messages have no attachments
-                beside = self._within_reach(beside)
+                beside = self.memory.within_reach(beside)
+                if self.line is not None:
+                    beside = [self._brought(packet) for packet in beside]
             self._number += 1
             if self.line is None:
                 return self._send_task(method, header, beside, task)
-            parts = [self._lent(packet) for packet in beside]
-            ended_leases = give_back(self._mappings)
+            parts = [self.memory.lent(packet) for packet in beside]
+            ended_leases = give_back(self.memory.mappings)
             try:
                 self.line.send(self._number, [ended_leases, METHODS[method], header, *parts])
                 return Pending(self, self._number, None)
@@ -518,32 +644,11 @@ class ReplicaClient:
         travel.
         """
         self._take_late_answers()
-        parts = [getattr(self._lent(packet), "descriptor", packet) for packet in beside]
+        parts = [getattr(self.memory.lent(packet), "descriptor", packet) for packet in beside]
         call = getattr(self.actor, method)
         call = call.options(name=task.name) if task is not None else call
-        return Pending(self, self._number, call.remote(give_back(self._mappings), header, *parts))
-
-    def _lent(self, packet: Attachment) -> Attachment:
-        """An attachment. If it lies in shared memory, the lease is noted."""
-        if isinstance(packet, SharedBuffer):
-            self._ledger.lend(packet)
-        return packet
-
-    def _within_reach(self, beside: Sequence[Attachment]) -> Sequence[Attachment]:
-        """Attachments in a form that the replica can open."""
-        beside = [
-            self._on_gpu(packet) if isinstance(packet, cuda_ipc.DeviceBuffer) else packet
-            for packet in beside
-        ]
-        if not self.shares:
-            beside = [_stored(packet) for packet in beside]
-        return beside if self.line is None else [self._brought(packet) for packet in beside]
-
-    def _on_gpu(self, packet: cuda_ipc.DeviceBuffer) -> Attachment:
-        """A GPU's memory: this replica's view of it, or its bytes by another way."""
-        if packet.device != self.gpu:
-            return packet.elsewhere()
-        return cuda_ipc.Addressed(packet, self)
+        sent = call.remote(give_back(self.memory.mappings), header, *parts)
+        return Pending(self, self._number, sent)
 
     def _brought(self, packet: Attachment) -> Attachment:
         """An attachment for the connection. If it lies in the object store, a Ray call of its own
@@ -572,18 +677,7 @@ class ReplicaClient:
                 self._given_up.append(ref)
                 continue
             with contextlib.suppress(ray_api.RayError):
-                self._take_note(ray_api.get(ref))
-
-    def _take_note(self, answer: Sequence[Any]) -> list[Any]:
-        """The parts of an answer. Its first part, which is taken off, says which leases of this
-        process's memory ended.
-        """
-        if not isinstance(answer[0], MemoryError):
-            take_back(answer[0], self._ledger)
-        return [
-            self._mappings.find(part) if isinstance(part, Descriptor) else part
-            for part in answer[1:]
-        ]
+                self.memory.take_note(ray_api.get(ref))
 
     def opened(self, answer: Sequence[Any]) -> Any:
         """An answer with its attachments. Those in shared memory keep it until they are freed
@@ -592,60 +686,22 @@ class ReplicaClient:
         check_read(*answer)
         if len(answer) == 2 and not len(answer[0]):  # a small answer, and no lease ended
             return answer[1]
-        parts = self._take_note(answer)
+        parts = self.memory.take_note(answer)
         for part in parts:
             if isinstance(part, ForeignMemory):
                 part.piece()  # mapped now, while the other process lives
         return tuple(parts) if len(parts) > 1 else parts[0]
 
-    def share(self, arena: Arena, always: bool, timeout: float | None = None) -> None:
-        """Use shared memory, if both processes can read the other's."""
-        probe, shown = sample(arena)
-        self._ledger.lend(probe)
-        found = ray_api.get(self.actor.share.remote(probe.descriptor, shown), timeout=timeout)
-        if found is not None and shows(self._mappings.find(found[0]), found[1]):
-            ray_api.get(self.actor.start_sharing.remote(always), timeout=timeout)
-            self.shares = True
-
-    def share_device(self, arena: cuda_ipc.DeviceArena) -> str:
-        """Use the memory of the GPU that both processes are on, if each can open the other's.
-        Returns why not, else an empty text.
-        """
-        if cuda_ipc.expandable():
-            return "this process's allocator uses expandable segments"
-        self._mappings.opener = cuda_ipc.Opener(arena.device)
-        try:
-            for number in range(trials.ROUNDS):
-                probe = cuda_ipc.sample(arena, number)
-                lent = cuda_ipc.Addressed(probe, self)
-                self._ledger.lend(lent)
-                asked = self.actor.share_device.remote(lent.descriptor, number)
-                found = ray_api.get(asked, timeout=_PATIENT * trials.LIMIT)
-                if isinstance(found, str):
-                    return found
-                seen = functools.partial(cuda_ipc.sees, self._mappings.find(found), number)
-                if why := trials.outcome(arena.device, seen):
-                    return why
-            ray_api.get(self.actor.start_device.remote(), timeout=trials.LIMIT)
-        except TimeoutError:
-            return f"the replica did not say within {_PATIENT * trials.LIMIT:g} s what it saw"
-        except (RuntimeError, OSError, AttributeError, TypeError, ValueError) as error:
-            return f"{type(error).__name__}: {error}"
-        finally:
-            arena.trial = None
-        self.gpu = arena.device
-        return ""
-
     def close(self) -> None:
         """Close the connection, and end all leases."""
         if self.line is not None:
             self.line.close()
-        self._ledger.end()
+        self.memory.ledger.end()
 
 
 def await_ends(clients: Iterable[ReplicaClient], seconds: float) -> None:
     """Wait until the processes of clients on this machine have ended."""
-    left = {client._process for client in clients if client._process is not None}
+    left = {client.process.descriptor for client in clients if client.process is not None}
     waiting, deadline = select.poll(), time.monotonic() + seconds
     for process in left:
         waiting.register(process, select.POLLIN)

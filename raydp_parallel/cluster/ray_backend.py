@@ -333,7 +333,7 @@ class RayBackend:
         if self._arena is None:
             return
         if near:
-            client.share(
+            client.memory.share(
                 self._arena, self._options.link == "shared", self._options.placement_timeout
             )
         if not client.shares or hello.device != "cpu":
@@ -356,7 +356,7 @@ class RayBackend:
         if device is None:
             return
         arena = link.arenas.get(device) or cuda_ipc.DeviceArena(device)
-        why = client.share_device(arena)
+        why = client.memory.share_device(arena)
         if why:
             cuda_ipc.refused(why)
         else:
@@ -425,7 +425,8 @@ class RayBackend:
     def link_to(self, client: ReplicaClient) -> Link:
         if self._device_link is None:
             return self.link
-        return self._device_link.to(client.gpu) if client.gpu else self._device_link.near
+        gpu = client.memory.gpu
+        return self._device_link.to(gpu) if gpu else self._device_link.near
 
     def rest(self) -> None:
         if self._beside:

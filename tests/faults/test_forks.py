@@ -148,7 +148,7 @@ def test_the_end_of_a_child_ends_nothing_of_the_parent_s(
         else:
             for slot in executor._replica_set.slots.values():
                 line, client = slot.client.line, slot.client
-                assert line._socket.fileno() == -1 and client._process is None
+                assert line._socket.fileno() == -1 and client.process is None
                 client.end()
                 line.close()
                 client.close()
@@ -177,8 +177,8 @@ def test_locks_that_a_thread_held_at_the_fork(model: DataParallel[Any]) -> None:
     ]
     held += [
         replica_set.backend._arena._taking,
-        slot.client._ledger._lock,
-        slot.client._mappings._mapping,
+        slot.client.memory.ledger._lock,
+        slot.client.memory.mappings._mapping,
         executor.groups._guard,
         executor.groups._making,
         versions._collectors._lock,

@@ -204,7 +204,6 @@ _LARGE_CLASSES = {
     "RayBackend",
     "Recorder",
     "Reducer",
-    "ReplicaClient",
 }
 """Classes with more attributes than a reader keeps in mind; no others are to come."""
 

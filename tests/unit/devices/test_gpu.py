@@ -871,7 +871,7 @@ def test_tensors_go_by_the_gpus_memory(fake: FakeGpu, ends: Ends) -> None:
     """Behind the sender's event; the segment is the sender's again once the copy has run, and is
     opened once.
     """
-    assert ends.remote.share_device(ends.arena) == ""
+    assert ends.remote.memory.share_device(ends.arena) == ""
     ends.link.arenas[CPU] = ends.arena
     assert ends.link.name == "shared and CUDA IPC"
     ledger = LeaseTable()
@@ -910,7 +910,7 @@ def test_many_tensors_are_one_copy(fake: FakeGpu, ends: Ends, way: str) -> None:
     tensors = [image.contiguous(memory_format=torch.channels_last) for image in images]
     tensors += [torch.randn(3, 4, dtype=torch.float16), torch.arange(5), torch.randn(6, 7)]
     if way == "ipc":
-        assert ends.remote.share_device(ends.arena) == ""
+        assert ends.remote.memory.share_device(ends.arena) == ""
         ends.link.arenas[CPU] = ends.arena
     attachments = Attachments(ends.link)
     fake.log.clear()
@@ -935,11 +935,11 @@ def test_many_tensors_are_one_copy(fake: FakeGpu, ends: Ends, way: str) -> None:
 
 def test_answers_come_by_the_gpus_memory(ends: Ends) -> None:
     """What the replica sends, also if it is small; what lies elsewhere goes as ever."""
-    assert ends.remote.share_device(ends.arena) == ""
+    assert ends.remote.memory.share_device(ends.arena) == ""
     answer = Attachments(ends.client._link)
     parcel, _ = codec.encode((torch.arange(90000.0),), answer, "output")
     found = codec.unpack(
-        parcel, Attachments(ends.link, over(answer.beside, ends.remote._mappings)), CPU
+        parcel, Attachments(ends.link, over(answer.beside, ends.remote.memory.mappings)), CPU
     )
     assert torch.equal(found[0], torch.arange(90000.0))
     ends.link.arenas[CPU] = ends.arena
@@ -959,7 +959,7 @@ def test_what_is_wanted_on_the_host_takes_no_detour(
     """As the outputs and gradients of a master copy on the CPU, with a driver that uses that GPU
     for something else.
     """
-    assert ends.remote.share_device(ends.arena) == ""
+    assert ends.remote.memory.share_device(ends.arena) == ""
 
     def forward(_request: Any, _attachments: Attachments, back: Attachments) -> Reply:
         return Reply(
@@ -1003,9 +1003,9 @@ def test_bytes_are_counted_and_not_read(fake: FakeGpu, ends: Ends) -> None:
     ends.link.arenas[CPU] = ends.arena
     x = torch.randn(30000)
     lent = ends.link.send([devices.piece(x)], [0], x.nbytes)
-    ends.remote.gpu, ends.remote.shares = CPU, True
+    ends.remote.memory.gpu, ends.remote.memory.shares = CPU, True
     fake.log.clear()
-    for packet in (lent, *ends.remote._within_reach([lent])):
+    for packet in (lent, *ends.remote.memory.within_reach([lent])):
         assert accounts.ways([packet], x.nbytes) == (("shared", x.nbytes),)
     assert not fake.log
 
@@ -1018,12 +1018,12 @@ def test_who_cannot_open_it_gets_a_copy(fake: FakeGpu, ends: Ends) -> None:
     sent: list[Any] = []
     line = SimpleNamespace(intact=True, send=lambda _number, parts: sent.append(parts[3]))
     for _ in range(2):
-        ends.remote.line, ends.remote.shares = line, True  # type: ignore[assignment]
+        ends.remote.line, ends.remote.memory.shares = line, True  # type: ignore[assignment]
         ends.remote.submit("forward", b"", [lent])
     assert fake.log.count("copy to the host") == 1
     assert sent[0] is sent[1]
     assert np.array_equal(sent[0].array[: x.nbytes].view(np.float32), x.numpy())
-    assert len(ends.remote._ledger) == 1
+    assert len(ends.remote.memory.ledger) == 1
     carried: list[Any] = []  # by Ray, which carries the descriptor
     ends.remote.actor.forward = SimpleNamespace(
         remote=lambda _word, _header, *beside: carried.extend(beside)
@@ -1031,7 +1031,7 @@ def test_who_cannot_open_it_gets_a_copy(fake: FakeGpu, ends: Ends) -> None:
     ends.remote.line = None
     ends.remote.submit("forward", b"", [lent])
     assert carried == [sent[0].descriptor]
-    ends.remote.shares = False
+    ends.remote.memory.shares = False
     ends.remote.submit("forward", b"", [lent])
     assert np.array_equal(carried[1].view(np.float32), x.numpy())
     with pytest.raises(OSError, match="has not agreed to open any"):
@@ -1103,7 +1103,7 @@ def test_messages_to_other_gpus_do_not_take_this_ones_memory(ends: Ends) -> None
     ours: Any = SimpleNamespace(link=ends.link, _device_link=ends.link)
     ends.link.arenas[CPU] = ends.arena
     assert RayBackend.link_to(ours, ends.remote) is ends.link.near
-    ends.remote.gpu = CPU
+    ends.remote.memory.gpu = CPU
     assert RayBackend.link_to(ours, ends.remote) is ends.link
     ours.link, ours._device_link = ends.link.near, None
     assert RayBackend.link_to(ours, ends.remote) is ours.link
@@ -1117,9 +1117,9 @@ def test_each_gpu_of_the_drivers_has_memory_to_share(fake: FakeGpu, ends: Ends) 
     here, there = torch.randn(30000), fake.put(torch.randn(30000), 1)
     ours: Any = SimpleNamespace(link=ends.link, _device_link=ends.link)
     links: dict[Any, Any] = {None: ends.link}
-    ends.remote.shares = True
+    ends.remote.memory.shares = True
     for device in (CPU, SECOND):
-        ends.remote.gpu = device
+        ends.remote.memory.gpu = device
         links[device] = RayBackend.link_to(ours, ends.remote)
     for place, link in links.items():
         for x in (here, there):
@@ -1127,11 +1127,11 @@ def test_each_gpu_of_the_drivers_has_memory_to_share(fake: FakeGpu, ends: Ends) 
             assert isinstance(packet, cuda_ipc.DeviceBuffer) == (place in (None, x.device))
             if place is None:
                 assert packet.device == x.device
-                ends.remote.gpu = x.device
-                (near,) = ends.remote._within_reach([packet])
+                ends.remote.memory.gpu = x.device
+                (near,) = ends.remote.memory.within_reach([packet])
                 assert near.descriptor.lease == packet.descriptor.lease
-                ends.remote.gpu = SECOND if x is here else CPU
-                (near,) = ends.remote._within_reach([packet])
+                ends.remote.memory.gpu = SECOND if x is here else CPU
+                (near,) = ends.remote.memory.within_reach([packet])
                 assert not near.descriptor.device
     both = [devices.piece(here), devices.piece(there)]
     packet = ends.link.send(both, [0, here.nbytes], 2 * here.nbytes)
@@ -1235,7 +1235,7 @@ def test_a_failed_trial_leaves_host_copies(
             nobody, ends.remote, ReplicaHello(1, "n", "cuda:0", "G", UUID, 1, 1), ends.link
         )
         seen = iter([True, False])
-    assert ends.remote.gpu is None
+    assert ends.remote.memory.gpu is None
     assert not ends.link.arenas
     assert ends.link.name == "shared"
     (said,) = [r for r in caplog.records if "CUDA IPC is refused" in r.getMessage()]
@@ -1257,7 +1257,7 @@ def test_only_the_drivers_own_gpu_is_shared(ends: Ends, monkeypatch: pytest.Monk
     monkeypatch.setattr(cuda_ipc, "gpu_in_use", lambda _uuid: CPU)
     RayBackend._meet_on_device(other, ends.remote, hello, ends.link)
     assert ends.link.arenas
-    assert ends.remote.gpu == CPU
+    assert ends.remote.memory.gpu == CPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     near = shared_link(Arena(), True, False)
     assert isinstance(cuda_ipc.reaching(near), cuda_ipc.DeviceLink)

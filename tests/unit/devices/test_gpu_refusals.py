@@ -393,9 +393,10 @@ def test_a_replica_gets_the_memory_of_its_own_gpu_alone(
     link: Any = cuda_ipc.DeviceLink(InlineLink())
     nobody: Any = None
     for number, uuid in enumerate((UUID, f"{UUID}-1", f"{UUID}-2", f"{UUID}-1")):
-        client: Any = SimpleNamespace(
+        memory = SimpleNamespace(
             share_device=lambda arena, n=number: tried.append((n, arena.device)) or ""
         )
+        client: Any = SimpleNamespace(memory=memory)
         RayBackend._meet_on_device(
             nobody, client, ReplicaHello(1, "n", "cuda:0", "G", uuid, 1, 1), link
         )
@@ -426,7 +427,7 @@ def test_memory_that_grows_is_not_even_tried(
             "PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64, expandable_segments: True"
         )
     fake.expandable = whose == "the driver's segments"
-    assert "expandable segments" in cluster.ReplicaClient(actor).share_device(
+    assert "expandable segments" in cluster.ReplicaClient(actor).memory.share_device(
         cuda_ipc.DeviceArena(CPU)
     )
     assert asked == (["replica"] if whose.startswith("the replica") else [])
@@ -446,9 +447,9 @@ def test_a_replica_that_hangs_over_it_is_not_waited_for(
     monkeypatch.setattr(cluster.ray_api, "get", late)
     actor = SimpleNamespace(share_device=SimpleNamespace(remote=lambda *_: None))
     client = cluster.ReplicaClient(actor)
-    assert "did not say within 20 s" in client.share_device(cuda_ipc.DeviceArena(CPU))
+    assert "did not say within 20 s" in client.memory.share_device(cuda_ipc.DeviceArena(CPU))
     assert limits == [20.0]
-    assert client.gpu is None
+    assert client.memory.gpu is None
 
 
 def test_what_a_dead_replica_was_lent_is_lent_again(fake: FakeGpu) -> None:
@@ -535,7 +536,7 @@ def test_a_gpu_that_a_module_names_is_the_replicas_own() -> None:
 def answered(mappings: Mappings, descriptor: Descriptor) -> Any:
     """What comes of an answer that brings a GPU's memory."""
     client: Any = cluster.ReplicaClient(None)
-    client._mappings = mappings
+    client.memory.mappings = mappings
     client.line = SimpleNamespace(near=True, receive=lambda *_: [b"", b"header", descriptor])
     return Pending(client, 0, None).result(None)
 
@@ -576,10 +577,11 @@ def test_each_replica_opens_a_handle_of_its_own(fake: FakeGpu) -> None:
     clients = [cluster.ReplicaClient(None), cluster.ReplicaClient(None)]
     readers = [Mappings(), Mappings()]
     for client, mappings in zip(clients, readers, strict=True):
-        client.gpu, client.shares, mappings.opener = CPU, True, cuda_ipc.Opener(CPU)
+        memory = client.memory
+        memory.gpu, memory.shares, mappings.opener = CPU, True, cuda_ipc.Opener(CPU)
     for _ in range(2):
         packet = arena.fill([devices.piece(x)], [0], x.nbytes)
-        sent = [client._within_reach([packet])[0] for client in clients]
+        sent = [client.memory.within_reach([packet])[0] for client in clients]
         del packet
         for buffer, mappings in zip(sent, readers, strict=True):
             piece = mappings.find(buffer.descriptor).piece().part(0, x.nbytes)

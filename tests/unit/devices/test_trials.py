@@ -137,7 +137,7 @@ def test_memory_of_the_gpu_that_is_as_it_was_before(
     server, arena = ReplicaServer("cpu", link_for("auto")), cuda_ipc.DeviceArena(CPU)
     server.start_sharing(False)
     ours = remote(server)
-    assert ours.share_device(arena) == ""
+    assert ours.memory.share_device(arena) == ""
     assert len(fake.shares) == 2  # one segment of each, for both rounds
     stale = remote(ReplicaServer("cpu", link_for("auto")))
     seen: dict[int, torch.Tensor] = {}
@@ -153,9 +153,11 @@ def test_memory_of_the_gpu_that_is_as_it_was_before(
         return found
 
     monkeypatch.setattr(cuda_ipc, "on_host", once)
-    assert stale.share_device(cuda_ipc.DeviceArena(CPU)) == "other bytes arrived than were sent"
+    assert (
+        stale.memory.share_device(cuda_ipc.DeviceArena(CPU)) == "other bytes arrived than were sent"
+    )
     assert len(seen) == 2 + 1 + sides[end]
-    assert stale.gpu is None
+    assert stale.memory.gpu is None
 
 
 def test_a_driver_that_hangs_over_a_trial_goes_on(

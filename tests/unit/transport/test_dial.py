@@ -348,7 +348,7 @@ def test_who_has_another_number_here_is_not_watched(
         client.line = direct_connection.Connection(found[0], list)
         monkeypatch.setattr(handshake, "_peer", lambda _connection: (translated, os.getuid()))
         client.watch(innocent.pid)
-        assert client._process is None
+        assert client.process is None
         client.end()
         cluster.client.await_ends([client], 10)
         client.close()
@@ -370,7 +370,7 @@ def test_a_replica_in_a_namespace_of_its_own_is_not_watched() -> None:
         client.line = direct_connection.Connection(" ".join(address), list)
         assert number == "1" and client.line.process(1) is None
         client.watch(1)
-        assert client._process is None
+        assert client.process is None
         client.close()
 
 
@@ -394,9 +394,9 @@ def test_a_replica_is_watched_by_a_descriptor(station: Station) -> None:
     client.line = direct_connection.Connection(station.address, list)
     assert client.line.process(os.getppid()) is None
     client.watch(os.getpid())
-    assert (client._process is not None) is client.near
-    if client._process is not None:
-        text = Path(f"/proc/self/fdinfo/{client._process}").read_text()
+    assert (client.process is not None) is client.near
+    if client.process is not None:
+        text = Path(f"/proc/self/fdinfo/{client.process.descriptor}").read_text()
         assert f"Pid:\t{os.getpid()}" in text
     client.close()
 

@@ -121,7 +121,7 @@ def test_the_word_of_many_leases_is_an_array() -> None:
     remote: Any = ReplicaClient(SimpleNamespace())
     near = ReplicaServer("cpu", InlineLink())
     for ledger, read in (
-        (remote._ledger, lambda word: remote.opened([word, b"header"])),
+        (remote.memory.ledger, lambda word: remote.opened([word, b"header"])),
         (
             near._ledger,
             lambda word: near._answer_line(None, 0, [word, METHODS["forget"], pack(None)]),
@@ -484,7 +484,7 @@ def test_a_task_that_was_given_up_lends_nothing_for_ever(executors: Any) -> None
     (given_up,) = slot.client._given_up
     ray.wait([given_up])
     assert torch.equal(model(torch.ones(1, size)), torch.ones(1, size))
-    assert not slot.client._given_up and not slot.client._mappings.held()
+    assert not slot.client._given_up and not slot.client.memory.mappings.held()
 
 
 def _ctrl_c(*_arguments: Any) -> Any:

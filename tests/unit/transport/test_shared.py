@@ -773,7 +773,7 @@ def test_outputs_and_gradients_are_the_user_s(executors: Any) -> None:
     executor = executors()
     gc.collect()
     executor.flush()
-    lent = [len(slot.client._ledger) for slot in executor.slots(TWO)]
+    lent = [len(slot.client.memory.ledger) for slot in executor.slots(TWO)]
     model = DataParallel(nn.Identity(), ["cpu"], executor=executor)
     outs = []
     for step in range(80):
@@ -787,7 +787,7 @@ def test_outputs_and_gradients_are_the_user_s(executors: Any) -> None:
     model(torch.zeros(1, MANY))
     executor.flush()
     slots = zip(executor.slots(TWO), lent, strict=True)
-    assert all(len(slot.client._ledger) <= before + 1 for slot, before in slots)
+    assert all(len(slot.client.memory.ledger) <= before + 1 for slot, before in slots)
 
 
 def test_gradients_are_kept_across_steps(pair: Any) -> None:
@@ -894,7 +894,7 @@ def test_memory_is_shared_where_each_call_is_a_task(executors: Any) -> None:
     gc.collect()
     same(model, plain)
     assert all(slot.client.line is None and slot.client.shares for slot in executor.slots(TWO))
-    assert max(len(slot.client._ledger) for slot in executor.slots(TWO)) <= 2
+    assert max(len(slot.client.memory.ledger) for slot in executor.slots(TWO)) <= 2
 
 
 @pytest.mark.long

@@ -587,7 +587,7 @@ def test_want_of_memory_for_a_message_is_that_call_s_failure() -> None:
     remote = ReplicaClient(SimpleNamespace())
     with pytest.raises(MemoryError, match="no room"):
         remote.opened([b"", b"header", MemoryError("no room")])
-    assert remote._take_note([MemoryError("no room"), b"header"]) == [b"header"]
+    assert remote.memory.take_note([MemoryError("no room"), b"header"]) == [b"header"]
 
 
 @pytest.mark.usefixtures("cluster")
