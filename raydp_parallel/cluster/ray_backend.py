@@ -163,6 +163,162 @@ _CAUSE_TIMEOUT = 5.0
 """Seconds that Ray may take to say why a process ended."""
 
 
+class CoreShares:
+    """How many threads of torch a chunk gets: its share of the cores that there are.
+
+    Args:
+        fixed: The number that the options say; None if they do not.
+        computing: The nodes that CPU replicas may be on.
+    """
+
+    def __init__(self, fixed: int | None, computing: Sequence[Node]) -> None:
+        self._fixed = fixed
+        self._nodes, self._machines = len(computing), len({node.address for node in computing})
+        self._told = int(min(node.total.get("CPU", 1) for node in computing))
+        self._found: int | None = None
+
+    def count(self, hellos: Iterable[ReplicaHello]) -> None:
+        """Keep the number of cores of the replicas that start first: how a call computes must not
+        change when others join later.
+        """
+        found = [hello.cores for hello in hellos if hello.device == "cpu" and hello.cores]
+        if self._found is None and found:
+            self._found = min(found)
+
+    def threads(self, chunks: int) -> int | None:
+        """The threads for each of so many chunks, see `Backend.threads`."""
+        if self._fixed:
+            return self._fixed
+        shares = [self._told // -(-chunks // self._nodes)]
+        if self._found is not None:
+            shares.append(self._found // -(-chunks // self._machines))
+        return max(1, min(shares))
+
+
+class NodeWatch:
+    """Looks for nodes that are about to end, at most once per `_BETWEEN_LOOKS`."""
+
+    def __init__(self) -> None:
+        self._leaving: frozenset[str] = frozenset()
+        self._next = 0.0
+
+    def leaving(self) -> frozenset[str]:
+        """These nodes."""
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + _BETWEEN_LOOKS
+            self._leaving = ray_api.draining()
+        return self._leaving
+
+
+class DriverMemory:
+    """This process's memory, as replicas get it: the link of their cluster, and which of them read
+    the memory where it lies.
+
+    Args:
+        options: The link that is asked for, and its paths.
+        machines: The nodes of the cluster.
+
+    Attributes:
+        pin: Registers memory with a GPU that copies from it; None copies otherwise.
+        link: The link.
+    """
+
+    def __init__(self, options: Options, machines: Sequence[Node]) -> None:
+        self._options = options
+        self.pin = devices.pinner(None) if "registered" in options.gpu_paths else None
+        self._arena: Arena | None = None
+        self._told = False
+        self.link = self._chosen(machines)
+        # Checked once: isinstance() of a protocol is slow.
+        self._device_link = self.link if isinstance(self.link, cuda_ipc.DeviceLink) else None
+
+    def _chosen(self, machines: Sequence[Node]) -> Link:
+        options = self._options
+        name, count = options.link, len(machines)
+        possible = shared.exists()
+        if name == "shared" and not (possible and count == 1):
+            raise PlacementError(
+                "Options(link='shared'): memory is shared on one machine with Linux, where nothing "
+                f"forbids it; the cluster has {count} node(s)"
+            )
+        on_gpu, here = homes(machines, options), ray_api.here()
+        # If all GPUs are on other nodes, no replica would use the memory.
+        if name in ("auto", "shared") and possible and (count == 1 or not on_gpu or here in on_gpu):
+            self._arena = Arena(pin=self.pin)
+            # Ray's object store lies in the same file system as shared storages, and takes the
+            # pages that it may use one by one.
+            promised = sum(
+                int(node.free.get("object_store_memory", 0)) for node in machines if node.id == here
+            )
+            link = shared_link(
+                self._arena, exposes=True, always=name == "shared", promised=promised
+            )
+            if "ipc" in options.gpu_paths:
+                link = cuda_ipc.reaching(link)
+            if count > 1:
+                # Replicas on other nodes get copies, which are compared with the driver's memory.
+                link.withdraw()
+            return link
+        return link_for(name, ray_api.put, ray_api.get)
+
+    def link_to(self, client: ReplicaClient) -> Link:
+        """The link of messages to one replica."""
+        if self._device_link is None:
+            return self.link
+        gpu = client.memory.gpu
+        return self._device_link.to(gpu) if gpu else self._device_link.near
+
+    def meet(self, client: ReplicaClient, hello: ReplicaHello, near: bool) -> None:
+        """Share memory with a replica that has started, if it is on this node."""
+        if self._arena is None:
+            return
+        if near:
+            client.memory.share(
+                self._arena, self._options.link == "shared", self._options.placement_timeout
+            )
+        if not client.shares or hello.device != "cpu":
+            self.link.withdraw()
+        if not client.shares:
+            self._go_without(hello, near)
+        elif self._device_link is not None:
+            meet_on_device(client, hello, self._device_link)
+
+    def _go_without(self, hello: ReplicaHello, near: bool) -> None:
+        """Warn, or raise, because a replica and this process cannot read each other's memory. That
+        is expected on another node.
+        """
+        what = (
+            f"the replica with pid {hello.pid} on node {hello.node[:8]} cannot share "
+            "memory with this process"
+        )
+        if self._options.link == "shared":
+            raise PlacementError(
+                f"Options(link='shared'): {what}; leave `link` out to copy bytes instead"
+            )
+        if near and not self._told:
+            self._told = True
+            log.warning("%s: bytes are copied", what)
+
+
+def meet_on_device(client: ReplicaClient, hello: ReplicaHello, link: cuda_ipc.DeviceLink) -> None:
+    """Share a GPU's memory with the replicas that are on it too; replicas on other GPUs get
+    copies through host memory.
+
+    A replica opens the memory of its own GPU alone: it may be unable to open that of another,
+    or only by way of its own.
+    """
+    device = cuda_ipc.gpu_in_use(hello.gpu_uuid)
+    if device is None:
+        return
+    arena = link.arenas.get(device) or cuda_ipc.DeviceArena(device)
+    why = client.memory.share_device(arena)
+    if why:
+        cuda_ipc.refused(why)
+    else:
+        link.arenas[device] = arena
+
+
 class RayBackend:
     """Replicas as Ray actors.
 
@@ -177,39 +333,21 @@ class RayBackend:
         self._options = options
         self.alive = ray_api.Session().alive
         machines = nodes()
-        computing = for_cpus(machines, options) or machines
-        self._nodes, self._machines = len(computing), len({node.address for node in computing})
-        self._arena: Arena | None = None
-        self._pin = devices.pinner(None) if "registered" in options.gpu_paths else None
-        self._told = False
-        self.link = self._choose_link(machines)
-        # Checked once: isinstance() of a protocol is slow.
-        self._device_link = self.link if isinstance(self.link, cuda_ipc.DeviceLink) else None
-        self._told_cores = int(min(node.total.get("CPU", 1) for node in computing))
-        self._cores: int | None = None
+        self._memory = DriverMemory(options, machines)
+        self.link = self._memory.link
+        self._cores = CoreShares(options.threads, for_cpus(machines, options) or machines)
+        self.leaving = NodeWatch().leaving
         self._holds = Holds(names.executor, options)
-        self._leaving: frozenset[str] = frozenset()
-        self._look = 0.0
         self._mute: dict[str, float] = {}
         self._beside: weakref.WeakSet[ReplicaClient] = weakref.WeakSet()
         self._code = CodeDelivery()
         self._warned: set[str] = set()
 
     def threads(self, chunks: int) -> int | None:
-        if self._options.threads:
-            return self._options.threads
-        shares = [self._told_cores // -(-chunks // self._nodes)]
-        if self._cores is not None:
-            shares.append(self._cores // -(-chunks // self._machines))
-        return max(1, min(shares))
+        return self._cores.threads(chunks)
 
-    def _count_cores(self, hellos: Iterable[ReplicaHello]) -> None:
-        """Keep the number of cores of the replicas that start first: how a call computes must not
-        change when others join later.
-        """
-        found = [hello.cores for hello in hellos if hello.device == "cpu" and hello.cores]
-        if self._cores is None and found:
-            self._cores = min(found)
+    def link_to(self, client: ReplicaClient) -> Link:
+        return self._memory.link_to(client)
 
     def start(
         self, places: Sequence[DevicePlace], cancelled: Callable[[], bool] | None = None
@@ -238,7 +376,7 @@ class RayBackend:
             hellos = {place: ray_api.get(ref) for place, ref in refs.items()}
             for place, hello in hellos.items():
                 self._meet(clients[place], hello)
-            self._count_cores(hellos.values())
+            self._cores.count(hellos.values())
             for client in clients.values():
                 self._code.catch_up(client, self._options.placement_timeout)
             return {place: (clients[place], hello) for place, hello in hellos.items()}
@@ -330,82 +468,7 @@ class RayBackend:
             client.watch(hello.pid)
             if hello.device == "cpu":
                 self._beside.add(client)
-        if self._arena is None:
-            return
-        if near:
-            client.memory.share(
-                self._arena, self._options.link == "shared", self._options.placement_timeout
-            )
-        if not client.shares or hello.device != "cpu":
-            self.link.withdraw()
-        if not client.shares:
-            self._go_without(hello, near)
-        elif self._device_link is not None:
-            self._meet_on_device(client, hello, self._device_link)
-
-    def _meet_on_device(
-        self, client: ReplicaClient, hello: ReplicaHello, link: cuda_ipc.DeviceLink
-    ) -> None:
-        """Share a GPU's memory with the replicas that are on it too; replicas on other GPUs get
-        copies through host memory.
-
-        A replica opens the memory of its own GPU alone: it may be unable to open that of another,
-        or only by way of its own.
-        """
-        device = cuda_ipc.gpu_in_use(hello.gpu_uuid)
-        if device is None:
-            return
-        arena = link.arenas.get(device) or cuda_ipc.DeviceArena(device)
-        why = client.memory.share_device(arena)
-        if why:
-            cuda_ipc.refused(why)
-        else:
-            link.arenas[device] = arena
-
-    def _go_without(self, hello: ReplicaHello, near: bool) -> None:
-        """Warn, or raise, because a replica and this process cannot read each other's memory. That
-        is expected on another node.
-        """
-        what = (
-            f"the replica with pid {hello.pid} on node {hello.node[:8]} cannot share "
-            "memory with this process"
-        )
-        if self._options.link == "shared":
-            raise PlacementError(
-                f"Options(link='shared'): {what}; leave `link` out to copy bytes instead"
-            )
-        if near and not self._told:
-            self._told = True
-            log.warning("%s: bytes are copied", what)
-
-    def _choose_link(self, machines: Sequence[Node]) -> Link:
-        """The link for a cluster of these nodes."""
-        name, count = self._options.link, len(machines)
-        possible = shared.exists()
-        if name == "shared" and not (possible and count == 1):
-            raise PlacementError(
-                "Options(link='shared'): memory is shared on one machine with Linux, where nothing "
-                f"forbids it; the cluster has {count} node(s)"
-            )
-        on_gpu, here = homes(machines, self._options), ray_api.here()
-        # If all GPUs are on other nodes, no replica would use the memory.
-        if name in ("auto", "shared") and possible and (count == 1 or not on_gpu or here in on_gpu):
-            self._arena = Arena(pin=self._pin)
-            # Ray's object store lies in the same file system as shared storages, and takes the
-            # pages that it may use one by one.
-            promised = sum(
-                int(node.free.get("object_store_memory", 0)) for node in machines if node.id == here
-            )
-            link = shared_link(
-                self._arena, exposes=True, always=name == "shared", promised=promised
-            )
-            if "ipc" in self._options.gpu_paths:
-                link = cuda_ipc.reaching(link)
-            if count > 1:
-                # Replicas on other nodes get copies, which are compared with the driver's memory.
-                link.withdraw()
-            return link
-        return link_for(name, ray_api.put, ray_api.get)
+        self._memory.meet(client, hello, near)
 
     def _create(
         self, holds: Mapping[DevicePlace, Hold]
@@ -420,13 +483,7 @@ class RayBackend:
             strategy = {"scheduling_strategy": hold.strategy()}
             paths = self._options.gpu_paths
             actor = self._names.start(place, self._options.link, paths, {**amounts, **strategy})
-            yield place, ReplicaClient(actor, self._options.call_timeout, self._pin)
-
-    def link_to(self, client: ReplicaClient) -> Link:
-        if self._device_link is None:
-            return self.link
-        gpu = client.memory.gpu
-        return self._device_link.to(gpu) if gpu else self._device_link.near
+            yield place, ReplicaClient(actor, self._options.call_timeout, self._memory.pin)
 
     def rest(self) -> None:
         if self._beside:
@@ -522,13 +579,6 @@ class RayBackend:
     def release(self, places: Collection[DevicePlace] | None = None) -> None:
         if self.alive():
             self._holds.release(places)
-
-    def leaving(self) -> frozenset[str]:
-        now = time.monotonic()
-        if now >= self._look:
-            self._look = now + _BETWEEN_LOOKS
-            self._leaving = ray_api.draining()
-        return self._leaving
 
 
 def _not_started(late: Mapping[DevicePlace, str], timeout: float) -> PlacementError:

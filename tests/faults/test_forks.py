@@ -176,7 +176,7 @@ def test_locks_that_a_thread_held_at_the_fork(model: DataParallel[Any]) -> None:
         slot.client.line._ending,
     ]
     held += [
-        replica_set.backend._arena._taking,
+        replica_set.backend._memory._arena._taking,
         slot.client.memory.ledger._lock,
         slot.client.memory.mappings._mapping,
         executor.groups._guard,

@@ -201,7 +201,6 @@ def test_mutable_globals_are_few() -> None:
 
 _LARGE_CLASSES = {
     "Connection",
-    "RayBackend",
     "Recorder",
     "Reducer",
 }

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import oracle
@@ -36,12 +37,12 @@ from raydp_parallel import (
     Options,
     PlacementError,
     ReplicaInfo,
-    cluster,
     data_parallel,
     devices,
     replicate,
 )
 from raydp_parallel.calls.executor import shared
+from raydp_parallel.cluster.ray_backend import CoreShares
 from raydp_parallel.devices import process
 from raydp_parallel.devices.ranges import ReplicaHello
 from raydp_parallel.state import module_sources
@@ -392,22 +393,23 @@ def test_threads_are_a_function_of_the_call(
     """Of how many chunks it has, and of what was there at first: a replica that runs a chunk again computes
     the same bits.
     """
-    backend = object.__new__(cluster.RayBackend)
-    backend._options, backend._nodes, backend._machines = Options(threads=None), nodes, machines
-    backend._told_cores, backend._cores = told, None
-    backend._count_cores(
+    computing: list[Any] = [
+        SimpleNamespace(address=min(number, machines - 1), total={"CPU": told})
+        for number in range(nodes)
+    ]
+    cores = CoreShares(None, computing)
+    cores.count(
         [
             ReplicaHello(1, "n", "cuda:0", "", "", 0, 0),
             *(ReplicaHello(1, "n", "cpu", "", "", 0, 0, "", n) for n in found),
         ]
     )
-    assert [backend.threads(chunks) for chunks in (1, 2, 3)] == expected
-    backend._count_cores([ReplicaHello(2, "later", "cpu", "", "", 0, 0, "", 1)])
-    assert [backend.threads(chunks) for chunks in (1, 2, 3)] == (
+    assert [cores.threads(chunks) for chunks in (1, 2, 3)] == expected
+    cores.count([ReplicaHello(2, "later", "cpu", "", "", 0, 0, "", 1)])
+    assert [cores.threads(chunks) for chunks in (1, 2, 3)] == (
         expected if found != [0] else [1, 1, 1]
     )
-    backend._options = Options(threads=5)
-    assert backend.threads(2) == 5
+    assert CoreShares(5, computing).threads(2) == 5
 
 
 @on_cluster

@@ -31,7 +31,8 @@ from raydp_parallel import cluster, devices
 from raydp_parallel.batch import scatter_gather
 from raydp_parallel.calls import executor
 from raydp_parallel.check import training
-from raydp_parallel.cluster import RayBackend, backend, in_process
+from raydp_parallel.cluster import backend, in_process
+from raydp_parallel.cluster.ray_backend import DriverMemory, meet_on_device
 from raydp_parallel.devices import comparison, cuda, process, ranges
 from raydp_parallel.devices.buffers import Arena, Descriptor, LeaseTable
 from raydp_parallel.devices.ranges import MemoryRange, ReplicaHello
@@ -1102,11 +1103,11 @@ def test_messages_to_other_gpus_do_not_take_this_ones_memory(ends: Ends) -> None
     """What one replica alone gets goes by the link that it can read; what all get is sent once."""
     ours: Any = SimpleNamespace(link=ends.link, _device_link=ends.link)
     ends.link.arenas[CPU] = ends.arena
-    assert RayBackend.link_to(ours, ends.remote) is ends.link.near
+    assert DriverMemory.link_to(ours, ends.remote) is ends.link.near
     ends.remote.memory.gpu = CPU
-    assert RayBackend.link_to(ours, ends.remote) is ends.link
+    assert DriverMemory.link_to(ours, ends.remote) is ends.link
     ours.link, ours._device_link = ends.link.near, None
-    assert RayBackend.link_to(ours, ends.remote) is ours.link
+    assert DriverMemory.link_to(ours, ends.remote) is ours.link
 
 
 def test_each_gpu_of_the_drivers_has_memory_to_share(fake: FakeGpu, ends: Ends) -> None:
@@ -1120,7 +1121,7 @@ def test_each_gpu_of_the_drivers_has_memory_to_share(fake: FakeGpu, ends: Ends) 
     ends.remote.memory.shares = True
     for device in (CPU, SECOND):
         ends.remote.memory.gpu = device
-        links[device] = RayBackend.link_to(ours, ends.remote)
+        links[device] = DriverMemory.link_to(ours, ends.remote)
     for place, link in links.items():
         for x in (here, there):
             packet = link.send([devices.piece(x)], [0], x.nbytes)
@@ -1227,13 +1228,10 @@ def test_a_failed_trial_leaves_host_copies(
     monkeypatch.setattr(*patches[where])
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    nobody: Any = None
     make = cuda_ipc.DeviceArena
     monkeypatch.setattr(cuda_ipc, "DeviceArena", lambda _device: make(CPU))
     for _ in range(2):
-        RayBackend._meet_on_device(
-            nobody, ends.remote, ReplicaHello(1, "n", "cuda:0", "G", UUID, 1, 1), ends.link
-        )
+        meet_on_device(ends.remote, ReplicaHello(1, "n", "cuda:0", "G", UUID, 1, 1), ends.link)
         seen = iter([True, False])
     assert ends.remote.memory.gpu is None
     assert not ends.link.arenas
@@ -1251,11 +1249,10 @@ def test_only_the_drivers_own_gpu_is_shared(ends: Ends, monkeypatch: pytest.Monk
     assert cuda_ipc.gpu_in_use("") is None
     assert cuda_ipc.gpu_in_use("GPU-other") is None
     assert cuda_ipc.gpu_in_use(UUID) == torch.device("cuda", 0)
-    other: Any = None
-    RayBackend._meet_on_device(other, ends.remote, hello._replace(gpu_uuid="GPU-other"), ends.link)
+    meet_on_device(ends.remote, hello._replace(gpu_uuid="GPU-other"), ends.link)
     assert not ends.link.arenas
     monkeypatch.setattr(cuda_ipc, "gpu_in_use", lambda _uuid: CPU)
-    RayBackend._meet_on_device(other, ends.remote, hello, ends.link)
+    meet_on_device(ends.remote, hello, ends.link)
     assert ends.link.arenas
     assert ends.remote.memory.gpu == CPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -26,9 +26,10 @@ from torch.multiprocessing import reductions
 import raydp_parallel
 from raydp_parallel import cluster, devices
 from raydp_parallel.calls import executor
-from raydp_parallel.cluster import RayBackend, in_process
+from raydp_parallel.cluster import in_process
 from raydp_parallel.cluster.backend import Death
 from raydp_parallel.cluster.client import Pending
+from raydp_parallel.cluster.ray_backend import meet_on_device
 from raydp_parallel.devices import cuda, process
 from raydp_parallel.devices.buffers import Arena, Descriptor, LeaseTable
 from raydp_parallel.devices.ranges import MemoryRange, ReplicaHello
@@ -391,15 +392,12 @@ def test_a_replica_gets_the_memory_of_its_own_gpu_alone(
     fake.used = {1, 2}
     tried: list[tuple[int, Any]] = []
     link: Any = cuda_ipc.DeviceLink(InlineLink())
-    nobody: Any = None
     for number, uuid in enumerate((UUID, f"{UUID}-1", f"{UUID}-2", f"{UUID}-1")):
         memory = SimpleNamespace(
             share_device=lambda arena, n=number: tried.append((n, arena.device)) or ""
         )
         client: Any = SimpleNamespace(memory=memory)
-        RayBackend._meet_on_device(
-            nobody, client, ReplicaHello(1, "n", "cuda:0", "G", uuid, 1, 1), link
-        )
+        meet_on_device(client, ReplicaHello(1, "n", "cuda:0", "G", uuid, 1, 1), link)
     one, two = torch.device("cuda", 1), torch.device("cuda", 2)
     assert tried == [(1, one), (2, two), (3, one)]
     assert {device: arena.device for device, arena in link.arenas.items()} == {one: one, two: two}

@@ -12,7 +12,7 @@ import torch
 from fake_gpu import UUID, FakeGpu, installed
 
 from raydp_parallel import Options, cluster, devices
-from raydp_parallel.cluster import RayBackend
+from raydp_parallel.cluster.ray_backend import meet_on_device
 from raydp_parallel.devices import cuda, streams, trials
 from raydp_parallel.devices.buffers import Arena
 from raydp_parallel.devices.ranges import ReplicaHello
@@ -173,10 +173,7 @@ def test_a_driver_that_hangs_over_a_trial_goes_on(
     link: Any = cuda_ipc.DeviceLink(shared_link(Arena(), True, False))
     client = remote(ReplicaServer("cpu", link_for("auto")))
     monkeypatch.setattr(cuda_ipc, "on_host", never)
-    nobody: Any = None
-    RayBackend._meet_on_device(
-        nobody, client, ReplicaHello(1, "n", "cuda:0", "G", UUID, 1, 1), link
-    )
+    meet_on_device(client, ReplicaHello(1, "n", "cuda:0", "G", UUID, 1, 1), link)
     assert not link.arenas
     assert "no end within 0.2 s" in caplog.text
 

@@ -593,7 +593,9 @@ def test_a_node_that_cannot_be_called_is_tried_once_a_minute(
     """A firewall that drops what comes would cost seconds for each of its replicas."""
     tried: list[str] = []
     backend = SimpleNamespace(
-        _options=Options(), _mute={"forgotten": time.monotonic() - 1}, _arena=None
+        _options=Options(),
+        _mute={"forgotten": time.monotonic() - 1},
+        _memory=SimpleNamespace(meet=lambda *_: None),
     )
     monkeypatch.setattr(
         ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here")
