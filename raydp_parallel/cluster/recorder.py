@@ -318,7 +318,6 @@ class Recorder:
     def __init__(self, name: str) -> None:
         self.name = _numbered(name)
         self.accounts = Accounts()
-        self.models = self.accounts.names
         self.replicas: dict[int, ReplicaAccount] = {}
         self.driver = [0.0] * 4
         self.calls: deque[CallSpan] = deque(maxlen=_SHOWN)
@@ -374,7 +373,7 @@ class Recorder:
             if isinstance(done, Round):
                 self._enter_round(done)
             elif isinstance(done, CallRecord):
-                self._keep(_drawn(done, self.models, self.replicas))
+                self._keep(_drawn(done, self.accounts.names, self.replicas))
                 self.accounts.tidy(self.accounts.gone)
             else:
                 self._enter_reducing(done)
@@ -540,7 +539,9 @@ class Recorder:
             prepare, verify, wait, reduce = self.driver
             outside = max(0.0, now - began - sum(self.driver))
             ended = max((one.free for one in self.replicas.values()), default=now)
-            names = tuple(name for id_, name in [*self.models.items()] if model in (None, id_))
+            names = tuple(
+                name for id_, name in [*self.accounts.names.items()] if model in (None, id_)
+            )
             changes = tuple(self.changes.most_common(10))
         found = totals.stats(
             replicas,

@@ -247,7 +247,7 @@ def test_of_one_model_alone(clock: Time) -> None:
     """A wrapper's statistics are those of its module."""
     kept = Recorder("models")
     slots = install(kept, 1)
-    kept.models.update({1: "Net-1", 2: "Other-2"})
+    kept.accounts.names.update({1: "Net-1", 2: "Other-2"})
     run(kept, clock, slots, work=(0.1,))
     call = kept.begin([ChunkCall(slots[0], "forward", lambda *_: None, 2, rows=4)])
     call.sends(0, slots[0], NO_ATTACHMENTS)
@@ -341,7 +341,7 @@ def test_reports_while_calls_run(clock: Time) -> None:
     thread = threading.Thread(target=report)
     thread.start()
     for model in range(600):
-        kept.models[model] = f"Net-{model}"
+        kept.accounts.names[model] = f"Net-{model}"
         kept.state(slot, model, 1, 1)
         kept.changed(f"attribute {model}")
         kept.event("something")
@@ -383,7 +383,7 @@ def test_modules_that_are_gone_leave_one_account(monkeypatch: pytest.MonkeyPatch
         assert len(executor.recorder.accounts) < 2 * 30
         ended = executor.recorder.report(stats, (), False)
         assert sum(account.forwards for _, _, account in ended.accounts) <= 60
-        assert len(executor.recorder.accounts) == 2 and executor.recorder.models == {}
+        assert len(executor.recorder.accounts) == 2 and executor.recorder.accounts.names == {}
         assert sum(account.forwards for account in executor.recorder.accounts.values()) == 120
         assert sum(replica.phases.forward for replica in executor.stats().replicas) > 0
         assert executor.recorder.report(stats, (), False).accounts == []
