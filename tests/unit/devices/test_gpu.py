@@ -1050,7 +1050,8 @@ def test_new_weights_leave_the_masters_gpu_once(fake: FakeGpu, ends: Ends, way: 
     tracker, clients, there = ModuleTracker(net, ends.link), list[Any](), list[Mappings]()
     for place in (CPU, SECOND, SECOND):
         clients.append(cluster.ReplicaClient(None))
-        clients[-1].gpu, clients[-1].shares = place if way == "ipc" else None, True
+        memory = clients[-1].memory
+        memory.gpu, memory.shares = place if way == "ipc" else None, True
         there.append(Mappings())
         there[-1].opener = cuda_ipc.Opener(CPU)
     ends.link.withdraw()  # as for every replica on a GPU
@@ -1062,7 +1063,7 @@ def test_new_weights_leave_the_masters_gpu_once(fake: FakeGpu, ends: Ends, way: 
             update, attachments = tracker.update_from(tracker.revision - 1), Attachments(ends.link)
             assert update is not None
             (blob,) = update.placed(attachments).blobs
-            (near,) = client._within_reach(attachments.beside)
+            (near,) = client.memory.within_reach(attachments.beside)
             sent.append(near)
             opened.append(bool(near.descriptor.device))
             whole = over([near], mappings)[0].piece()

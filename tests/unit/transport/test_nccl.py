@@ -233,7 +233,7 @@ def test_no_wait_between_streams_is_missing(
         for late, grad in zip(found, grads[rank], strict=True):
             late.copy_(grad)
         assert reducer.finish(found) is SumOutcome.DONE
-        return [total.clone() for total in reducer._all_windows()]
+        return [total.clone() for total in reducer.shared()]
 
     with queued(monkeypatch, gpu):
         totals = together(size, work, GroupKind.NCCL, gpu.process)
