@@ -251,7 +251,7 @@ class AnswerReader:
         while not self._closed:
             lines = [line for line in self._lines if line.intact]
             waiting = select.poll()
-            for file in [line.file() for line in lines]:
+            for file in [line.wire.file() for line in lines]:
                 if file >= 0:
                     waiting.register(file, select.POLLIN)
             waiting.poll(TURN * 1e3)
@@ -303,8 +303,8 @@ def _await_some(left: dict[int, Pending | Lost], seconds: float) -> set[int] | N
     )
     turn = TURN if alone else _SHORT_TURN
     for line in lines:
-        if line.file() >= 0:
-            waiting.register(line.file(), select.POLLIN)
+        if line.wire.file() >= 0:
+            waiting.register(line.wire.file(), select.POLLIN)
     return set() if waiting.poll(max(1.0, min(turn, seconds) * 1e3)) else None
 
 
@@ -375,14 +375,14 @@ class SilenceWatch:
         self.turns += 1
         asked = self._asked  # another thread may wait here, too
         if not ray_api.connected():
-            line.cut()  # asking Ray would start another cluster now
+            line.wire.cut()  # asking Ray would start another cluster now
         elif asked is None and self.turns % _SILENCE == 0:
             self._asked = self._actor.hello.remote()
         elif asked is not None and not ray_api.late([asked]):
             try:
                 ray_api.get(asked)
             except ray_api.RayError:
-                line.cut()
+                line.wire.cut()
             self._asked = None
 
 
@@ -530,7 +530,7 @@ class ReplicaClient:
         """Keep a descriptor of the process, if its connection proves which one it is, so that `end`
         ends it and no other.
         """
-        found = self.line.process(pid) if self.line is not None else None
+        found = self.line.wire.process(pid) if self.line is not None else None
         self.process = None if found is None else ReplicaProcess(found, pid)
 
     def end(self) -> None:
@@ -588,7 +588,7 @@ class ReplicaClient:
         try:
             self.line = Connection(address, self.memory.take_note)
             if self._patience is not None:
-                self.line.limit(self._patience)
+                self.line.wire.limit(self._patience)
         except OSError as error:
             self._warn_of_ray(near, str(error) or type(error).__name__)
             return not isinstance(error, TimeoutError)

@@ -320,40 +320,35 @@ def _kept(buffer: Any) -> Any:
     return buffer.copy() if isinstance(buffer, np.ndarray) else buffer
 
 
-class Connection:
-    """The driver's end.
+class LineSocket:
+    """The driver's socket to a replica. Its two directions end apart, each when a frame breaks off
+    in the middle, and both at once with the other process.
 
     Args:
         address: The replica's address.
-        unread: Takes the buffers of answers that no thread waits for.
 
     Attributes:
+        socket: The socket.
         near: Whether the replica is on this machine.
-        attendants: What looks for answers besides the threads that wait for one.
+        sends: Whether calls can be sent.
+        reads: Whether answers can be read.
     """
 
-    def __init__(self, address: str, unread: Callable[[list[Any]], object]) -> None:
-        self._socket, _, self.near = handshake.call(address)
-        forks.close_in_child(self._socket)
+    def __init__(self, address: str) -> None:
+        self.socket, _, self.near = handshake.call(address)
+        forks.close_in_child(self.socket)
         forks.tell_child(self)
+        self.sends = self.reads = True
+        self._stood_still = False
         self._ending = threading.Lock()
         if self.near:
             self._watch_process()
-        self._unread = unread
-        self.attendants: set[object] = set()
-        self._sends = self._reads = True
-        self._stood_still = False
-        # The attributes below change under this lock.
-        self._state = threading.Lock()
-        self._waiters = Waiters()
-        self._reader: object = None
-        # Taken before the other lock, and held while a call is sent, so that calls keep their
-        # order.
-        self._sending = threading.Lock()
-        self._held: deque[tuple[int, Sequence[Any]]] = deque()
-        self._owed: dict[int, int] = {}
-        self._waiting: set[int] = set()
-        self._arrived: dict[int, list[Any]] = {}
+
+    def after_fork(self) -> None:
+        """Replace the lock. The socket is closed already; it is not shut down, because the parent
+        uses it.
+        """
+        self._ending = threading.Lock()
 
     def _watch_process(self) -> None:
         """Send the replica a lock, and shut the connection down as soon as that lock is free: long
@@ -366,13 +361,13 @@ class Connection:
             files = array.array("i", [file] if file is not None else [])
             # `socket.send_fds` ignores its flags.
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)]
-            self._socket.sendmsg([_PULSE], rights, QUIETLY)
+            self.socket.sendmsg([_PULSE], rights, QUIETLY)
         finally:
             if file is not None:
                 os.close(file)
-        self._socket.settimeout(_GREETING)
-        greeting = self._socket.recv(1)
-        self._socket.settimeout(None)
+        self.socket.settimeout(_GREETING)
+        greeting = self.socket.recv(1)
+        self.socket.settimeout(None)
         if not greeting:
             raise LineCut("the other end hung up at once")
         if lock is not None and greeting == _PULSE:
@@ -384,19 +379,11 @@ class Connection:
         if lock.wait():
             self.cut()
 
-    def after_fork(self) -> None:
-        """Replace the locks. The socket is closed already; it is not shut down, because the parent
-        uses it.
-        """
-        self._ending, self._state, self._sending = (threading.Lock() for _ in range(3))
-        self._waiters = Waiters()
-        self._reader = None
-
     def process(self, number: int) -> int | None:
         """A descriptor of the process at the other end, if its id is ``number``. See
         `handshake.descriptor`.
         """
-        return handshake.descriptor(self._socket, number) if self.near else None
+        return handshake.descriptor(self.socket, number) if self.near else None
 
     def limit(self, seconds: float) -> None:
         """Shut the connection down if no byte of a begun frame comes for so long: the other end
@@ -404,12 +391,89 @@ class Connection:
         """
         interval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            self._socket.setsockopt(socket.SOL_SOCKET, option, interval)
+            self.socket.setsockopt(socket.SOL_SOCKET, option, interval)
+
+    def write(self, number: int, buffers: Sequence[Any]) -> None:
+        """Send a frame."""
+        try:
+            write_frame(self.socket, number, buffers)
+        except OSError as error:
+            self.sends = False
+            self._stood_still |= isinstance(error, BlockingIOError)
+            self.cut()  # the reader then reports it like any death
+
+    def why(self, error: OSError | None = None) -> Exception:
+        """The exception to raise when nothing can be read any more, because of this error or of an
+        earlier one.
+        """
+        self._stood_still |= isinstance(error, BlockingIOError)
+        if self._stood_still:
+            return StoodStill(_LATE)
+        return LineCut("the other end of the line is gone")
+
+    def file(self) -> int:
+        """The socket's file descriptor, to wait for several connections; -1 once it is closed."""
+        return self.socket.fileno()
+
+    def readable(self, timeout: float) -> bool:
+        """Whether there is something to read, within so many seconds."""
+        waiting = select.poll()
+        waiting.register(self.socket, select.POLLIN)
+        return bool(waiting.poll(timeout * 1e3))
+
+    def close(self) -> None:
+        """Shut the connection down, and close the socket."""
+        self.cut()
+        with self._ending:
+            self.socket.close()
+
+    def cut(self) -> None:
+        """Shut the connection down: only what has arrived already is read."""
+        with self._ending, contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # what came before can still be read
+
+
+class Connection:
+    """The driver's end: calls in their order, and the answers for the threads that wait.
+
+    Args:
+        address: The replica's address.
+        unread: Takes the buffers of answers that no thread waits for.
+
+    Attributes:
+        near: Whether the replica is on this machine.
+        wire: The socket.
+        attendants: What looks for answers besides the threads that wait for one.
+    """
+
+    def __init__(self, address: str, unread: Callable[[list[Any]], object]) -> None:
+        self.wire = LineSocket(address)
+        forks.tell_child(self)
+        self.near = self.wire.near
+        self._unread = unread
+        self.attendants: set[object] = set()
+        # The attributes below change under this lock.
+        self._state = threading.Lock()
+        self._waiters = Waiters()
+        self._reader: object = None
+        # Taken before the other lock, and held while a call is sent, so that calls keep their
+        # order.
+        self._sending = threading.Lock()
+        self._held: deque[tuple[int, Sequence[Any]]] = deque()
+        self._owed: dict[int, int] = {}
+        self._waiting: set[int] = set()
+        self._arrived: dict[int, list[Any]] = {}
+
+    def after_fork(self) -> None:
+        """Replace the locks."""
+        self._state, self._sending = threading.Lock(), threading.Lock()
+        self._waiters = Waiters()
+        self._reader = None
 
     @property
     def intact(self) -> bool:
         """Whether both directions work. A direction ends when a frame breaks off in the middle."""
-        return self._sends and self._reads
+        return self.wire.sends and self.wire.reads
 
     def send(self, number: int, buffers: Sequence[Any]) -> None:
         """Send a call, or hold it back until it fits; its answer has the same number."""
@@ -423,7 +487,7 @@ class Connection:
                     self._held.append((number, [_kept(buffer) for buffer in buffers]))
                     return
                 self._owed[number] = size
-            self._write(number, buffers)
+            self.wire.write(number, buffers)
 
     @contextlib.contextmanager
     def _unbroken(self) -> Iterator[None]:
@@ -433,16 +497,8 @@ class Connection:
         try:
             yield
         except BaseException:
-            self._sends = False
+            self.wire.sends = False
             raise
-
-    def _write(self, number: int, buffers: Sequence[Any]) -> None:
-        try:
-            write_frame(self._socket, number, buffers)
-        except OSError as error:
-            self._sends = False
-            self._stood_still |= isinstance(error, BlockingIOError)
-            self.cut()  # the reader then reports it like any death
 
     def _fits(self, size: int) -> bool:
         """Whether the socket has space for so many bytes now. Calls that were given up count
@@ -463,11 +519,13 @@ class Connection:
         while self._held:
             with self._sending, self._unbroken():
                 with self._state:
-                    if not (self._sends and self._held and self._fits(size_of(self._held[0][1]))):
+                    if not (
+                        self.wire.sends and self._held and self._fits(size_of(self._held[0][1]))
+                    ):
                         return
                     number, buffers = self._held.popleft()
                     self._owed[number] = size_of(buffers)
-                self._write(number, buffers)
+                self.wire.write(number, buffers)
 
     def receive(self, number: int, timeout: float | None) -> list[Any]:
         """The answer to a call.
@@ -475,7 +533,8 @@ class Connection:
         Raises:
             LineCut: The replica's process ended.
             TimeoutError: No answer came in time.
-            StoodStill: A frame stopped for longer than `limit` allows; there will be no answer.
+            StoodStill: A frame stopped for longer than `LineSocket.limit` allows; there will be no
+                answer.
         """
         deadline = math.inf if timeout is None else time.monotonic() + timeout
         me = object()
@@ -522,9 +581,9 @@ class Connection:
         Python looks for signals between two of them.
         """
         try:
-            while self._reads:
+            while self.wire.reads:
                 left = max(0.0, deadline - time.monotonic())
-                if self._readable(min(left, _SIGNAL_TURN)):
+                if self.wire.readable(min(left, _SIGNAL_TURN)):
                     return
                 self._send_held()
                 if left <= _SIGNAL_TURN:
@@ -534,10 +593,10 @@ class Connection:
 
     def _take_in(self) -> None:
         """Read a frame, and keep it for the thread that waits for it."""
-        if not self._reads:
-            raise self._why()
+        if not self.wire.reads:
+            raise self.wire.why()
         try:
-            found, buffers = read_frame(self._socket)
+            found, buffers = read_frame(self.wire.socket)
             with self._state:
                 self._owed.pop(found, None)
                 wanted = found in self._waiting
@@ -545,21 +604,15 @@ class Connection:
                     self._arrived[found] = buffers
                 self._waiters.wake()
         except OSError as error:
-            self._reads = False
-            self._stood_still |= isinstance(error, BlockingIOError)
-            raise self._why() from error
+            # Before anything is called: Ctrl-C is raised as a function begins or ends.
+            self.wire.reads = False
+            raise self.wire.why(error) from error
         except BaseException:
-            self._reads = False
+            self.wire.reads = False
             raise
         if not wanted:  # the answer to a call that was given up
             self._unread(buffers)
         self._send_held()
-
-    def _why(self) -> Exception:
-        """The exception to raise when nothing can be read any more."""
-        if self._stood_still:
-            return StoodStill(_LATE)
-        return LineCut("the other end of the line is gone")
 
     def look(self, numbers: Collection[int]) -> set[int]:
         """Read the frames that have arrived. Returns the numbers for which `receive` would not
@@ -577,32 +630,23 @@ class Connection:
                 if self._reader is None:
                     self._reader = me
             if self._reader is me:
-                while self._reads and self._readable(0):
+                while self.wire.reads and self.wire.readable(0):
                     self._take_in()
                 self._send_held()
         except (OSError, ValueError):  # a closed socket has no number to wait for
-            self._reads = False
+            self.wire.reads = False
         finally:
             if self._reader is me:  # as in `receive`
                 self._reader = None
             with self._state:
                 self._waiters.wake()
-        if not self._reads:
+        if not self.wire.reads:
             return {*numbers}
         return {number for number in numbers if number in self._arrived}
-
-    def file(self) -> int:
-        """The socket's file descriptor, to wait for several connections; -1 once it is closed."""
-        return self._socket.fileno()
 
     def waits_for(self) -> int:
         """The number of answers that are waited for, by all threads."""
         return len(self._waiting)
-
-    def _readable(self, timeout: float) -> bool:
-        waiting = select.poll()
-        waiting.register(self._socket, select.POLLIN)
-        return bool(waiting.poll(timeout * 1e3))
 
     def give_up(self, number: int) -> None:
         """Nothing waits for this answer any more. It is owed all the same, and read when it
@@ -616,14 +660,7 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection, also if a thread waits for an answer. May be called twice."""
-        self.cut()
-        with self._ending:
-            self._socket.close()
-
-    def cut(self) -> None:
-        """Shut the connection down: only what has arrived already is read."""
-        with self._ending, contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # what came before can still be read
+        self.wire.close()
 
 
 def serve(

@@ -148,7 +148,7 @@ def test_the_end_of_a_child_ends_nothing_of_the_parent_s(
         else:
             for slot in executor._replica_set.slots.values():
                 line, client = slot.client.line, slot.client
-                assert line._socket.fileno() == -1 and client.process is None
+                assert line.wire.socket.fileno() == -1 and client.process is None
                 client.end()
                 line.close()
                 client.close()
@@ -173,7 +173,7 @@ def test_locks_that_a_thread_held_at_the_fork(model: DataParallel[Any]) -> None:
         replica_set.recorder._lock,
         executors._shared.lock,
         slot.client.line._state,
-        slot.client.line._ending,
+        slot.client.line.wire._ending,
     ]
     held += [
         replica_set.backend._memory._arena._taking,

@@ -498,7 +498,7 @@ def test_the_files_of_an_ended_process_go(monkeypatch: pytest.MonkeyPatch, tmp_p
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         (tmp_path / f"torch_{process.pid}_1_0").touch()
         client = cluster.ReplicaClient(None)
-        client.line = SimpleNamespace(process=os.pidfd_open)  # type: ignore[assignment]  # which shows what it is
+        client.line = SimpleNamespace(wire=SimpleNamespace(process=os.pidfd_open))  # type: ignore[assignment]  # which shows what it is
         client.watch(process.pid)
         client.end()
     cuda_ipc.clear_after(12)

@@ -368,7 +368,7 @@ def test_a_replica_in_a_namespace_of_its_own_is_not_watched() -> None:
         number, *address = process.stdout.readline().split()
         client = ReplicaClient(None)
         client.line = direct_connection.Connection(" ".join(address), list)
-        assert number == "1" and client.line.process(1) is None
+        assert number == "1" and client.line.wire.process(1) is None
         client.watch(1)
         assert client.process is None
         client.close()
@@ -381,7 +381,7 @@ def test_a_driver_in_a_namespace_of_its_own_watches_nobody(station: Station) -> 
     caller = (
         "import sys, os; from raydp_parallel.transport.direct_connection import Connection; "
         "found = Connection(sys.argv[1], list);"
-        "print([found.process(int(number)) for number in sys.argv[2:]]); found.close()"
+        "print([found.wire.process(int(number)) for number in sys.argv[2:]]); found.close()"
     )
     with apart(caller, station.address, str(os.getpid()), "1", "0") as process:
         assert process.stdout is not None
@@ -392,7 +392,7 @@ def test_a_replica_is_watched_by_a_descriptor(station: Station) -> None:
     """Where its line shows that the number is its own; to another machine no line does."""
     client = ReplicaClient(None)
     client.line = direct_connection.Connection(station.address, list)
-    assert client.line.process(os.getppid()) is None
+    assert client.line.wire.process(os.getppid()) is None
     client.watch(os.getpid())
     assert (client.process is not None) is client.near
     if client.process is not None:
@@ -566,7 +566,7 @@ def test_who_cannot_be_called_again_is_called_through_ray(monkeypatch: pytest.Mo
     mute.client.actor.open_line = SimpleNamespace(remote=lambda *_arguments: (nobody(), {}))
     mute.client.actor.forward = SimpleNamespace(remote=lambda *_arguments: ref)
     assert mute.client.line is not None
-    mute.client.line._sends = False
+    mute.client.line.wire.sends = False
     call = mute.client.submit("forward", b"", [])
     assert isinstance(call, Pending) and call.through_ray
     assert mute.client.line is None

@@ -103,12 +103,12 @@ def test_who_looks_waits_for_nothing(echo: direct_connection.Connection) -> None
     assert echo.look([1]) == set()
     echo.send(1, [b"one"])
     echo.send(2, [b"two"])
-    assert echo.waits_for() == 2 and echo.file() > 0
+    assert echo.waits_for() == 2 and echo.wire.file() > 0
     while echo.look([1, 2]) != {1, 2}:
         pass
     assert bytes(echo.receive(2, None)[1]) == b"two" and bytes(echo.receive(1, None)[1]) == b"one"
     echo.close()
-    assert echo.file() == -1 and echo.look([3]) == {3}
+    assert echo.wire.file() == -1 and echo.look([3]) == {3}
     with pytest.raises(direct_connection.LineCut):
         echo.receive(3, None)
 
@@ -162,7 +162,7 @@ def test_a_frame_that_stands_still() -> None:
 
     station = Station(hang)
     caller = direct_connection.Connection(station.address, list)
-    caller.limit(0.2)
+    caller.wire.limit(0.2)
     caller.send(1, [b"small"])
     # more than the socket takes, and no end reads
     caller.send(2, [np.zeros(8_000_000, dtype=np.uint8)])
@@ -176,9 +176,9 @@ def test_only_one_caller_is_let_in(echo: direct_connection.Connection) -> None:
     """The second finds no listener."""
     echo.send(1, [])
     echo.receive(1, 10)
-    name = echo._socket.getpeername()
+    name = echo.wire.socket.getpeername()
     with (
-        socket.socket(echo._socket.family, socket.SOCK_STREAM) as second,
+        socket.socket(echo.wire.socket.family, socket.SOCK_STREAM) as second,
         pytest.raises(ConnectionRefusedError),
     ):
         second.connect(name)

@@ -69,7 +69,7 @@ def test_a_call_that_was_sent_in_part_is_not_completed_by_the_next() -> None:
     sent.
     """
     with ends() as (caller, other):
-        caller.limit(0.1)
+        caller.wire.limit(0.1)
         caller.send(1, [np.full(LARGE, 1, dtype=np.uint8)])
         assert not caller.intact
         caller.send(2, [np.full(LARGE, 2, dtype=np.uint8)])
@@ -84,7 +84,7 @@ def test_a_call_that_was_sent_in_part_is_not_completed_by_the_next() -> None:
 def test_an_answer_that_stood_still_is_not_completed_by_the_next() -> None:
     """What follows is no frame any more."""
     with ends() as (caller, other):
-        caller.limit(0.1)
+        caller.wire.limit(0.1)
         caller.send(1, [b"one"])
         other.sendall(direct_connection._HEAD.pack(1, 1, 100) + b"half")
         with pytest.raises(StoodStill):
@@ -101,7 +101,7 @@ def test_a_wait_without_a_limit_looks_for_signals(monkeypatch: pytest.MonkeyPatc
     """A Ctrl-C that comes just before a wait begins does not end the wait: it goes on in turns."""
     waits: list[float] = []
     with ends() as (caller, other):
-        readable = caller._readable
+        readable = caller.wire.readable
 
         def turn(seconds: float) -> bool:
             waits.append(seconds)
@@ -109,7 +109,7 @@ def test_a_wait_without_a_limit_looks_for_signals(monkeypatch: pytest.MonkeyPatc
                 write_frame(other, 1, [b"answer"])
             return readable(seconds) if len(waits) > 2 else False
 
-        monkeypatch.setattr(caller, "_readable", turn)
+        monkeypatch.setattr(caller.wire, "readable", turn)
         caller.send(1, [b"one"])
         waits.clear()
         assert caller.receive(1, None) == [b"answer"]
@@ -190,7 +190,7 @@ def test_ctrl_c_before_what_waits_is_sent(how: str, monkeypatch: pytest.MonkeyPa
 def test_what_came_before_a_send_failed_is_read() -> None:
     """Another thread's answer does not end with this one's call."""
     with ends() as (caller, other):
-        caller.limit(0.1)
+        caller.wire.limit(0.1)
         caller.send(1, [b"one"])
         write_frame(other, 1, [b"answer"])
         assert caller.look([1]) == {1}
@@ -365,7 +365,7 @@ def test_ctrl_c_as_any_function_begins(how: str) -> None:
     for calls in itertools.count():
         with served(lambda number, buffers: [b"answer"]) as caller:
             caller.send(1, [b""])
-            assert caller._readable(60)
+            assert caller.wire.readable(60)
             if how == "receive":
                 done = not interrupted_call(lambda line=caller: line.receive(1, 60), calls)
             else:
@@ -478,9 +478,9 @@ def test_sending_to_a_dead_process_raises_no_signal(near: bool) -> None:
         for data in ([b"small"], [np.zeros(LARGE, dtype=np.uint8)]):
             with pytest.raises(OSError):
                 write_frame(one, 1, data)
-        greeted: Any = SimpleNamespace(_socket=one, _cut_after=None)
+        greeted: Any = SimpleNamespace(socket=one, _cut_after=None)
         for work in (
-            lambda: direct_connection.Connection._watch_process(greeted),
+            lambda: direct_connection.LineSocket._watch_process(greeted),
             lambda: handshake._Client(one, b"secret"),
             lambda: store._write(one, 1, [b"key"]),
         ):
