@@ -491,6 +491,7 @@ class DataParallel(nn.DataParallel[T]):
         if not self.device_ids or replica.running():
             output = self._in_place(called, inputs, kwargs)
             return lambda: output if gather else [output]
+        ambient_state.refuse_transforms()
         chunks, chunk_kwargs = (inputs,), (kwargs,)
         if split:
             # [1]

@@ -337,7 +337,8 @@ def _run(
 
         def prepare(slot: ReplicaSlot, attachments: Attachments) -> BackwardRequest:
             taken = None if synced is None else synced.part(i, slot)
-            parcel, sent = codec.encode(tuple(grads), attachments, "gradients")
+            with ambient_state.refusing_batches():
+                parcel, sent = codec.encode(tuple(grads), attachments, "gradients")
             wanted = tuple(map(needed.__getitem__, part.leaves))
             name = slot.name_of(part.tracker.id, part.slot)
             news = replay.news(part.tracker, slot, name, attachments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -221,6 +222,35 @@ def _autocast(device: str, enabled: bool, dtype: str, cache: bool) -> Any:
 
 def _flags() -> tuple[Any, ...]:
     return tuple([read() for read in _READS])
+
+
+_NO_TRANSFORMS = (
+    "transforms of torch.func (vmap, grad, jacrev, jvp for forward-mode derivatives) and batched "
+    "gradients (is_grads_batched=True, vectorize=True) do not reach into replicas, nor into those "
+    "of torch.nn.DataParallel: use torch.autograd without them, such as "
+    "torch.autograd.functional.jacobian or jvp, or the module itself"
+)
+
+
+def refuse_transforms() -> None:
+    """Raise an error inside of a transform of `torch.func`: the values that it computes with have
+    no bytes that could be sent, and what torch says of that names neither cause nor way out.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise NotImplementedError(_NO_TRANSFORMS)
+
+
+@contextlib.contextmanager
+def refusing_batches() -> Iterator[None]:
+    """Raise the same where gradients turn out to be batched as their bytes are read: torch does
+    not say so before.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if re.search("data pointer|inside of vmap|Batching rule", str(error)):
+            raise NotImplementedError(_NO_TRANSFORMS) from error
+        raise
 
 
 def uncompiled(function: F) -> F:

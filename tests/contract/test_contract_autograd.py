@@ -1318,9 +1318,6 @@ def test_B6_one_trip_per_pass():
     assert model.executor.stats().backwards == before + 1
 
 
-# --- B7: backward twice ---
-
-
 def test_B6_forward_mode_is_refused(two):
     """Upstream raises torch's error; here the tangent was lost in silence where no gradient was
     wanted.
@@ -1334,6 +1331,36 @@ def test_B6_forward_mode_is_refused(two):
         torch.testing.assert_close(model(x), model.module(x))
     with pytest.raises(NotImplementedError, match="forward-mode"):
         torch.func.jvp(model, (x,), (x,))
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jacrev", "batched", "vectorize"])
+def test_B6_transforms_are_refused(two, transform):
+    """Upstream fails there, too, as torch did here: with errors about data pointers, random
+    operations and static methods.
+    """
+    model = DataParallel(nn.Linear(3, 2), executor=two)
+    x = torch.randn(4, 3)
+
+    def summed(x):
+        return model(x).sum(0)
+
+    calls = {
+        "vmap": lambda: torch.func.vmap(model)(x.expand(5, 4, 3)),
+        "grad": lambda: torch.func.grad(lambda x: model(x).sum())(x),
+        "jacrev": lambda: torch.func.jacrev(summed)(x),
+        "batched": lambda: torch.autograd.grad(
+            model(x), [*model.parameters()], torch.ones(5, 4, 2), is_grads_batched=True
+        ),
+        "vectorize": lambda: torch.autograd.functional.jacobian(summed, x, vectorize=True),
+    }
+    with pytest.raises(NotImplementedError, match=r"torch\.func.*functional\.jacobian"):
+        calls[transform]()
+    # The way out that the error names.
+    found = torch.autograd.functional.jacobian(summed, x)
+    torch.testing.assert_close(found, torch.func.jacrev(lambda x: model.module(x).sum(0))(x))
+
+
+# --- B7: backward twice ---
 
 
 def test_B7_backward_twice_raises():
