@@ -320,7 +320,10 @@ def empty_trip(executor: raydp_parallel.Executor, count: int) -> None:
     slots = executor.slots(["cpu"] * count)
     backend = executor._replica_set.backend
     backend.collect(
-        [backend.submit(slot.client, "forget", pickle.dumps(slot.forget()), ()) for slot in slots]
+        [
+            backend.submit(slot.client, "forget", pickle.dumps(slot.contents.forget()), ())
+            for slot in slots
+        ]
     )
 
 
