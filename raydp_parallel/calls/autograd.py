@@ -337,8 +337,11 @@ def _run(
 
         def prepare(slot: ReplicaSlot, attachments: Attachments) -> BackwardRequest:
             taken = None if synced is None else synced.part(i, slot)
-            with ambient_state.refusing_batches():
+            try:
                 parcel, sent = codec.encode(tuple(grads), attachments, "gradients")
+            except RuntimeError as error:
+                ambient_state.refuse_batches(error)
+                raise
             wanted = tuple(map(needed.__getitem__, part.leaves))
             name = slot.name_of(part.tracker.id, part.slot)
             news = replay.news(part.tracker, slot, name, attachments)

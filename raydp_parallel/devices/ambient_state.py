@@ -240,17 +240,12 @@ def refuse_transforms() -> None:
         raise NotImplementedError(_NO_TRANSFORMS)
 
 
-@contextlib.contextmanager
-def refusing_batches() -> Iterator[None]:
-    """Raise the same where gradients turn out to be batched as their bytes are read: torch does
-    not say so before.
+def refuse_batches(error: RuntimeError) -> None:
+    """Raise the same if an error says that gradients are batched: torch tells only as their bytes
+    are read.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        if re.search("data pointer|inside of vmap|Batching rule", str(error)):
-            raise NotImplementedError(_NO_TRANSFORMS) from error
-        raise
+    if re.search("data pointer|inside of vmap|Batching rule", str(error)):
+        raise NotImplementedError(_NO_TRANSFORMS) from error
 
 
 def uncompiled(function: F) -> F:

@@ -179,6 +179,26 @@ def test_what_begins_too_late_is_left_out_and_named(tmp_path: Path) -> None:
     assert named in done.stdout
 
 
+FAILS_BEFORE_TIME_FLIES = """
+import os, types
+import record
+
+if os.path.exists("failed"):
+    record.time = types.SimpleNamespace(time=lambda: float("inf"))
+
+def test_fails():
+    open("failed", "w").close()
+    assert False
+"""
+
+
+def test_what_failed_and_was_not_run_again_for_want_of_time(tmp_path: Path) -> None:
+    """It has not passed, so the check fails, and names it."""
+    done = check(tmp_path, PASSES + FAILS_BEFORE_TIME_FLIES, "-k", "test")
+    assert done.returncode == 1
+    assert "no time to run them again:\ntests/test_it.py::test_fails\n" in done.stderr
+
+
 def test_no_test_that_began_in_time(tmp_path: Path) -> None:
     """None ran."""
     done = check(tmp_path, PASSES, seconds=-1)
