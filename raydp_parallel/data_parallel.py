@@ -48,7 +48,7 @@ from raydp_parallel.options import Options
 from raydp_parallel.replica import loss_call, replica
 from raydp_parallel.replica.actor import fetched
 from raydp_parallel.replica.loss_call import LossCall
-from raydp_parallel.state.master_structure import check_devices
+from raydp_parallel.state.tracker import check_devices
 from raydp_parallel.transport.messages import Called
 
 T = TypeVar("T", bound=nn.Module)

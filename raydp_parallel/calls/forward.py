@@ -34,8 +34,7 @@ from raydp_parallel.replica.loss_call import LossCall
 from raydp_parallel.replica.replica import WithAttributes
 from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
 from raydp_parallel.state import module_sources
-from raydp_parallel.state.state_history import Mark
-from raydp_parallel.state.tracker import ModuleTracker
+from raydp_parallel.state.tracker import Mark, ModuleTracker
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.group_messages import Relay
 from raydp_parallel.transport.links import Attachments

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from raydp_parallel.cluster.replica_slots import GraphRecipe, RemoteGraph, ReplicaSlot
 from raydp_parallel.errors import StateChanged
-from raydp_parallel.state.state_history import Mark
-from raydp_parallel.state.tracker import ModuleTracker
+from raydp_parallel.state.tracker import Mark, ModuleTracker
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.links import INLINE_LIMIT, Attachments
 from raydp_parallel.transport.messages import (

@@ -37,10 +37,9 @@ from raydp_parallel.replica.replica_training import ReplicaTraining
 from raydp_parallel.replica.sample_rng import RowRandom
 from raydp_parallel.state import module_sources
 from raydp_parallel.state.python_state import Held
-from raydp_parallel.state.replica_memory import lasts
 from raydp_parallel.state.replica_module import ReplicaModule
 from raydp_parallel.state.versions import Accessed, RawAccess, bump
-from raydp_parallel.state.write_record import Contents
+from raydp_parallel.state.write_record import Contents, lasts
 from raydp_parallel.transport import codec, collective
 from raydp_parallel.transport.group_messages import Reduced, SumOutcome
 from raydp_parallel.transport.links import INLINE_LIMIT, Attachments, InlineLink

@@ -21,8 +21,7 @@ from raydp_parallel.devices.ranges import Attachment, MemoryRange, aligned, page
 from raydp_parallel.state import block_layout
 from raydp_parallel.state.block_layout import SMALL, copy
 from raydp_parallel.state.block_runs import CPU, BlockRuns
-from raydp_parallel.state.master_tensors import Lookers, MasterTensors
-from raydp_parallel.state.versions import Look, bump
+from raydp_parallel.state.versions import Look, Lookers, MasterTensors, bump
 from raydp_parallel.transport import codec, cuda_ipc
 from raydp_parallel.transport.links import Attachments, Link
 from raydp_parallel.transport.messages import Blob, WriteBack

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from raydp_parallel import devices
 from raydp_parallel.devices.ranges import COPIED, MemoryRange, SpecRow, aligned, paged
 from raydp_parallel.state.block_layout import SMALL, UNNAMED, BlockLayout, Flat, copy, tensors_in
-from raydp_parallel.state.master_tensors import MasterTensors
+from raydp_parallel.state.versions import MasterTensors
 
 T = TypeVar("T")
 

@@ -1,26 +1,14 @@
-"""The memory of a module's tensors in a replica: a copy of the driver's bytes, or a window on them.
-
-[Note: reported blocks]
-Kernels write to some small blocks without moving a version, such as batch norm's running means.
-After each forward they are copied into one run of bytes and compared with another. What the forward
-changed is reported, and the driver writes it to the master. With its next update the driver sends
-it to all replicas, and says which blocks are as which report left them. The replica that made the
-report has them already.
-
-[Note: replaced memory]
-A tensor to which forward gave other memory, by `self.x.data = ...`, `set_` or `resize_`, no longer
-shows the bytes of its block. Its new contents are reported if upstream's replica 0 would hold the
-master's own tensor, so that the driver gives the master's tensor other memory too.
+"""The tensors of a module in a replica, and their memory by blocks: copies of the driver's bytes,
+or windows on them; and the blocks that an optimizer of the replica trains.
 """
 
 from __future__ import annotations
 
 import functools
-import secrets
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,10 +16,11 @@ from torch import Tensor
 from raydp_parallel import devices
 from raydp_parallel.devices.ranges import Attachment, MemoryRange
 from raydp_parallel.state import block_layout
-from raydp_parallel.state.block_layout import SMALL, UNNAMED, Flat, copy
+from raydp_parallel.state.block_layout import BlockLayout
+from raydp_parallel.state.versions import Accessed, TensorRow
 from raydp_parallel.transport import codec
-from raydp_parallel.transport.links import Attachments, MappedBuffer
-from raydp_parallel.transport.messages import SlotSpec
+from raydp_parallel.transport.links import Attachments, InlineLink, MappedBuffer
+from raydp_parallel.transport.messages import SlotSpec, Structure
 
 
 class Packet:
@@ -227,120 +216,6 @@ def refresh(memories: Iterable[BlockMemory]) -> None:
         )
 
 
-class Buffers:
-    """The blocks in three runs of bytes: the driver's, as last reported, as a forward left them.
-
-    Args:
-        memory: The memory of all blocks of the model.
-        blocks: The blocks that kernels write to without moving a version.
-        device: Their device.
-
-    Attributes:
-        blocks: The small ones among them; large blocks and windows are handled separately.
-        likely: The blocks that the next report will have, if it is as the last one.
-    """
-
-    def __init__(
-        self, memory: Mapping[int, BlockMemory], blocks: Iterable[int], device: torch.device
-    ) -> None:
-        self._memory = memory
-        chosen = {b: found for b in blocks if isinstance(found := memory[b], CopiedMemory)}
-        sizes = {
-            b: len(found.tensor) for b, found in chosen.items() if 0 < len(found.tensor) <= SMALL
-        }
-        self._driver = Flat(sizes, device)
-        self._told, self._now = self._driver.like(), self._driver.like()
-        self.blocks = frozenset(sizes)
-        self._answer: Callable[[], list[int]] = list
-        self._report = UNNAMED
-        self.likely: tuple[int, ...] = ()
-        if self.blocks:
-            drivers = [chosen[block].driver() for block in self._driver.blocks]
-            devices.load_all(self._driver.runs, drivers)
-        for block, run in zip(self._driver.blocks, self._driver.runs, strict=True):
-            chosen[block].lie(devices.piece(run))
-        self._told.follow(self._driver)
-
-    def look(self) -> None:
-        """Begin to compare, to find the blocks that were written to."""
-        if self.blocks:
-            copy(self._now.runs, [self._memory[block].tensor for block in self._now.blocks])
-            self._answer = self._now.compare(self._told)
-
-    @property
-    def looking(self) -> bool:
-        """Whether a comparison was begun of which `written` has not told yet."""
-        return self._answer is not list
-
-    def written(self) -> set[int]:
-        """The blocks that differ from what was last reported, or from the driver's bytes if they
-        never were; it waits for the comparison.
-        """
-        found, self._answer = self._answer(), list
-        return {*found}
-
-    def together(self, changed: Sequence[int]) -> Sequence[int]:
-        """The blocks to report if some changed: all if most did, so that the next report has the
-        same blocks.
-        """
-        return self._now.blocks if 2 * len(changed) > len(self._now.blocks) else changed
-
-    def report(self, changed: Sequence[int]) -> int:
-        """Note that some blocks are reported with their last compared contents; returns the number
-        of the report.
-        """
-        self._report = secrets.randbits(62) + 1
-        if tuple(changed) == self._now.blocks:  # all: the next look fills the other run
-            self._told, self._now = self._now, self._told
-        else:
-            self._told.load(changed, self._places(changed), self._now.piece())
-        return self._report
-
-    def packed(
-        self, changed: Sequence[int]
-    ) -> tuple[Sequence[int], list[tuple[MemoryRange, int]], int]:
-        """Some blocks with their last compared contents, for a packet. See `Flat.packed`."""
-        return self._now.packed(changed)
-
-    def keep(self, report: int, kept: Sequence[int]) -> set[int]:
-        """Take over as the driver's bytes the blocks ``kept`` as they were in ``report``; returns
-        them, or none if the last report was another.
-        """
-        if report != self._report or report == UNNAMED:
-            return set()
-        found = [block for block in kept if block in self.blocks]
-        self._driver.load(found, self._places(found), self._told.piece())
-        return {*found}
-
-    def forget_report(self) -> None:
-        """Note that the blocks are no longer as last reported."""
-        self._report = UNNAMED
-
-    def settle(self) -> None:
-        """Note that all blocks hold the driver's bytes."""
-        self._told.follow(self._driver)
-        self._answer, self._report = list, UNNAMED
-
-    def adopt(self, sources: Mapping[int, BlockSource]) -> None:
-        """Copy new bytes of the driver into some blocks."""
-        packets: dict[Packet, list[int]] = defaultdict(list)
-        for block, source in sources.items():
-            packets[source.packet].append(block)
-        for packet, chosen in packets.items():
-            offsets = [sources[block].offset for block in chosen]
-            self._driver.load(chosen, offsets, packet.whole)
-        rows = self._driver.rows([*sources])
-        copy(
-            [self._memory[block].tensor for block in sources],
-            [self._driver.runs[row] for row in rows],
-        )
-
-    def _places(self, chosen: Sequence[int]) -> Sequence[int]:
-        if tuple(chosen) == self._driver.blocks:
-            return self._driver.offsets
-        return [self._driver.offsets[row] for row in self._driver.rows(chosen)]
-
-
 def shows_other(tensor: Tensor, spec: SlotSpec, address: int) -> bool:
     """Whether a tensor shows other memory than its spec says, of the block at an address."""
     kind = spec.tensor
@@ -352,90 +227,231 @@ def shows_other(tensor: Tensor, spec: SlotSpec, address: int) -> bool:
     return lies != (spec.offset, kind.stride) or tensor.untyped_storage().data_ptr() != address
 
 
-_shape, _dtype = attrgetter("shape"), attrgetter("dtype")
+_flag = attrgetter("requires_grad")
 
 
-def _lying(row: Sequence[Tensor]) -> list[Any]:
-    """How some tensors lie in their storages."""
-    kinds = [*map(_shape, row), *map(_dtype, row)]
-    return [*kinds, *map(Tensor.stride, row), *map(Tensor.storage_offset, row)]
-
-
-def _said(specs: Sequence[SlotSpec]) -> list[Any]:
-    """How tensors with some specs lie."""
-    kinds = [spec.tensor for spec in specs]
-    shapes = [torch.Size(kind.shape) for kind in kinds]
-    dtypes = [codec.DTYPES[kind.dtype] for kind in kinds]
-    strides = [kind.stride for kind in kinds]
-    return [*shapes, *dtypes, *strides, *[spec.offset for spec in specs]]
-
-
-def lasts(tensor: Tensor, *, alone: bool, detached: bool) -> bool:
-    """Whether upstream's replica 0 holds the master's own tensor there.
+class ReplicaTensors:
+    """The tensors of one model, by slot.
 
     Args:
-        tensor: The tensor of the replica.
-        alone: Whether there is one device only, where upstream runs the master itself.
-        detached: Whether the module takes no gradients.
+        device: Their device.
+
+    Attributes:
+        layout: The blocks that the plain ones lie in.
+        memory: The memory of each block.
+        tensors: The tensors.
+        flags: Of each whether it requires a gradient in the master.
+        row: The plain ones.
     """
-    return alone or detached or not (isinstance(tensor, torch.nn.Parameter) or tensor.requires_grad)
 
+    def __init__(self, device: torch.device) -> None:
+        self.layout = BlockLayout({}, {}, {})
+        self.memory: dict[int, BlockMemory] = {}
+        self.tensors: dict[int, Tensor] = {}
+        self.flags: dict[int, bool] = {}
+        self.row = TensorRow({})
+        self._device = device
 
-class Replaced:
-    """The slots of one replica that show other memory, and what was reported about them."""
+    def build(self, new: Structure, sources: dict[int, BlockSource]) -> set[int]:
+        """Make the tensors of a new structure; those that are here stay where they still fit.
 
-    def __init__(self) -> None:
-        self.slots: set[int] = set()
-        self._known: tuple[Mapping[int, SlotSpec], tuple[int, ...], list[Any]] = {}, (), []
-        self._reported: dict[int, Tensor] = {}
+        Args:
+            new: The structure.
+            sources: The places of the driver's bytes. Those of blocks that are made are taken out.
 
-    def clear(self) -> None:
-        """Note that all slots show the bytes of their blocks."""
-        self.slots = set()
-        self._reported.clear()
-
-    def lie_as_said(
-        self,
-        chosen: tuple[int, ...],
-        tensors: Mapping[int, Tensor],
-        specs: Mapping[int, SlotSpec],
-    ) -> bool:
-        """Whether tensors whose addresses are as at first lie as their specs say. Mostly the same
-        ones are written in each forward, so what the specs say is kept.
+        Returns:
+            The blocks that are made without any.
         """
-        known, slots, said = self._known
-        if known is not specs or slots != chosen:
-            said = _said([specs[slot] for slot in chosen])
-            self._known = specs, chosen, said
-        return _lying([tensors[slot] for slot in chosen]) == said
+        layout = block_layout.layout_of(new.slots, new.block_sizes)
+        kept = {block for block in layout.members if self._keeps(block, layout)}
+        blank = layout.sizes.keys() - kept - sources.keys()
+        lacking = [block for block in layout.sizes if block not in kept and block not in blank]
+        made = make({block: sources.pop(block) for block in lacking}, self._device)
+        for block in blank:
+            made[block] = CopiedMemory(layout.sizes[block], self._device, blank=True)
+        self.memory = {block: made.get(block) or self.memory[block] for block in layout.sizes}
+        self.tensors = {
+            slot: self.tensors[slot]
+            if spec.block in kept
+            else block_layout.build(spec, self.memory[spec.block].tensor)
+            for slot, spec in new.slots.items()
+        }
+        self.layout = layout
+        if new.specials is not None:
+            slots, parcel = new.specials
+            found = codec.unpack(parcel, Attachments(InlineLink()), self._device)
+            self.tensors.update(zip(slots, found, strict=True))
+        self.flags = {slot: tensor.requires_grad for slot, tensor in self.tensors.items()}
+        self.flags.update((slot, spec.tensor.requires_grad) for slot, spec in new.slots.items())
+        self.restore_flags()
+        self.row = TensorRow({slot: self.tensors[slot] for slot in layout.specs})
+        return blank
 
-    def news(
-        self,
-        chosen: Collection[int],
-        tensors: dict[int, Tensor],
-        specs: dict[int, SlotSpec],
-        memory: dict[int, BlockMemory],
-    ) -> list[int]:
-        """The slots among those chosen that show other bytes than the driver has; they count as
-        reported from now on.
+    def _keeps(self, block: int, new: BlockLayout) -> bool:
+        """Whether the tensors of a block fit a new layout as they are."""
+        old = self.layout
+        return (
+            old.members.get(block) == new.members[block]
+            and new.sizes[block] == len(self.memory[block].tensor)
+            and all(_flagless(new.specs[s]) == _flagless(old.specs[s]) for s in new.members[block])
+        )
+
+    def rebuild(self, chosen: Iterable[int]) -> None:
+        """Make new tensors over the memory of some blocks."""
+        for block in chosen:
+            for slot in self.layout.members[block]:
+                old, spec = self.tensors[slot], self.layout.specs[slot]
+                spec = spec._replace(tensor=spec.tensor._replace(requires_grad=self.flags[slot]))
+                new = block_layout.build(spec, self.memory[block].tensor)
+                vars(new).update(vars(old))
+                self.tensors[slot] = new
+        self.row = TensorRow({slot: self.tensors[slot] for slot in self.layout.specs})
+
+    def restore_flags(self) -> None:
+        """Let each require a gradient where the master's does."""
+        if [*map(_flag, self.tensors.values())] == [*self.flags.values()]:
+            return
+        for slot, tensor in self.tensors.items():
+            if tensor.requires_grad != self.flags[slot]:
+                tensor.requires_grad_(self.flags[slot])
+
+    def point_back(self, chosen: Collection[int]) -> bool:
+        """Let tensors that forward gave other memory show their blocks again; False if one of them
+        has to be made anew.
+
+        On CUDA `flatten_parameters()` gives the weights of a recurrent net other memory in each
+        forward. What holds these tensors, as lists and weak references do, then still does.
         """
-        found = [
+        for block in chosen:
+            whole = self.memory[block].tensor
+            if whole.untyped_storage().nbytes() != whole.nbytes:  # a tensor was resized in place
+                return False
+            for slot in self.layout.members[block]:
+                if not self.tensors[slot].is_leaf:
+                    return False
+                if self.shows_other(slot):
+                    try:
+                        self.tensors[slot].data = self.shown(slot)
+                    except RuntimeError:  # it became a tensor of another kind
+                        return False
+        return True
+
+    def shown(self, slot: int) -> Tensor:
+        """The contents of the block at a slot, even if its tensor was given other memory that does
+        not last.
+        """
+        spec = self.layout.specs[slot]
+        return block_layout.build(spec, self.memory[spec.block].tensor).detach()
+
+    def shows_other(self, slot: int) -> bool:
+        """Whether a tensor shows other memory than that of its block."""
+        spec = self.layout.specs[slot]
+        return shows_other(self.tensors[slot], spec, self.address(spec.block))
+
+    def is_spoiled(self, slot: int) -> bool:
+        """Whether a tensor cannot be used again: it shows other memory, or is part of a graph."""
+        return self.shows_other(slot) or not self.tensors[slot].is_leaf
+
+    def address(self, block: int) -> int:
+        """The address of a block."""
+        return self.memory[block].tensor.data_ptr()
+
+    def read(self, block: int) -> MemoryRange:
+        """The bytes of a block."""
+        return devices.piece(self.memory[block].tensor)
+
+
+def _flagless(spec: SlotSpec) -> SlotSpec:
+    return spec._replace(tensor=spec.tensor._replace(requires_grad=False))
+
+
+class OwnedBlocks:
+    """The blocks that an optimizer of this replica trains: the driver's bytes of them are not taken
+    over, and what the module itself writes to them is an error.
+
+    Args:
+        tensors: The tensors of the model.
+
+    Attributes:
+        blocks: The blocks.
+        blank: Blocks without contents, which the driver leaves to an optimizer.
+    """
+
+    def __init__(self, tensors: ReplicaTensors) -> None:
+        self.blocks: set[int] = set()
+        self.blank: set[int] = set()
+        self._refused: set[int] = set()
+        self._tensors = tensors
+
+    def begin(self, slots: Sequence[int]) -> None:
+        """Leave the contents of some slots to the optimizer."""
+        specs = self._tensors.layout.specs
+        self.blocks = {specs[slot].block for slot in slots}
+        self.blank -= self.blocks
+
+    def check_filled(self) -> None:
+        """Raise an error if no optimizer gave contents to blocks that the driver leaves to it."""
+        if self.blank:
+            raise RuntimeError(
+                "the weights of this replica come from an optimizer that it does not have: it "
+                "gets both with the next call"
+            )
+
+    def forget_refused(self) -> None:
+        """Begin a forward, without errors of the last one."""
+        self._refused.clear()
+
+    def overwritten(self, dirty: set[int]) -> list[int]:
+        """The slots of these blocks that the module itself wrote to, given all blocks that it wrote
+        to.
+        """
+        found, members = dirty & self.blocks | self._refused, self._tensors.layout.members
+        return sorted(slot for block in found for slot in members[block])
+
+    def watched(self) -> dict[int, MemoryRange]:
+        """The blocks by their addresses: nothing else has their contents, so that what accesses
+        them is compared with a copy of its own.
+        """
+        return {self._tensors.address(block): self._tensors.read(block) for block in self.blocks}
+
+    def take_back(self, blocks: Collection[int], touched: Accessed) -> set[int]:
+        """Undo what code wrote to some blocks, as it got at their memory; returns those that it
+        cannot be undone in.
+        """
+        only_read, lost = touched.only_read(), set()
+        for block in blocks:
+            address = self._tensors.address(block)
+            before = touched.before(address)
+            if before is None:
+                lost.add(block)
+            elif address not in only_read:
+                devices.load(self._tensors.memory[block].tensor, before)
+                self._refused.add(block)
+        return lost
+
+    def moved_alike(self, replaced: Iterable[int]) -> set[int]:
+        """Give tensors of these blocks their memory back, if the forward that gave them other
+        memory left the values as they were; returns their slots.
+
+        Args:
+            replaced: The slots of all tensors that were given other memory.
+        """
+        tensors, specs = self._tensors.tensors, self._tensors.layout.specs
+        chosen = [
             slot
-            for slot in chosen
-            if self._differs(slot, tensors[slot], specs[slot], memory[specs[slot].block])
+            for slot in sorted(replaced)
+            if specs[slot].block in self.blocks and tensors[slot].is_leaf
         ]
-        self._reported.update((slot, tensors[slot].detach().clone()) for slot in found)
+        shown = {slot: self._tensors.shown(slot) for slot in chosen}
+        pairs = {
+            slot: (devices.piece(now.detach()), devices.piece(shown[slot]))
+            for slot in chosen
+            if (now := tensors[slot]).is_contiguous()
+            and (now.shape, now.dtype, now.stride())
+            == (shown[slot].shape, shown[slot].dtype, shown[slot].stride())
+        }
+        alike = devices.compare([*pairs.values()])()
+        found = {slot for slot, same in zip(pairs, alike, strict=True) if same}
+        for slot in found:
+            tensors[slot].data = shown[slot]
         return found
-
-    def _differs(self, slot: int, tensor: Tensor, spec: SlotSpec, memory: BlockMemory) -> bool:
-        before = self._reported.get(slot)
-        geometry = tensor.shape, tensor.stride(), codec.DTYPE_NAMES[tensor.dtype]
-        if before is not None:
-            if geometry != (before.shape, before.stride(), codec.DTYPE_NAMES[before.dtype]):
-                return True
-            driver = block_layout.read([before])
-        else:
-            if geometry != (spec.tensor.shape, spec.tensor.stride, spec.tensor.dtype):
-                return True
-            driver = memory.driver()
-        return not devices.compare([(block_layout.read([tensor]), driver)])()[0]

@@ -6,14 +6,30 @@ edits through `.data` or a NumPy alias move no version. If it finds such an edit
 again before its first result was returned.
 
 Each change has a revision. A replica that holds revision 3 gets an update with all that is newer.
-What write-backs overwrite is kept for replays, see `state_history`'s note on what can be restored.
+
+`MasterStructure` records all but the contents of tensors, `BlockContents` these, and `StateHistory`
+what write-backs overwrote.
+
+[Note: what can be restored]
+Between a forward and its backward only write-backs change the master, in most programs: batch
+norm's running means, spectral norm's vectors. Each write-back stores the bytes that it overwrites
+in the moment before it, and moments form a chain: from a moment one finds all that was overwritten
+since. A moment that nothing refers to is garbage, with its bytes.
+
+    moment ──► moment ──► now            overwritten: by the write-back that ended the moment
+     looks      looks                    looks:       right before it, and right after
+
+Other changes are found by versions and addresses that do not continue those of the chain, by flags
+and structure, and by a comparison with the bytes that were sent. They cannot be restored: then the
+replay is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +37,284 @@ from torch import Tensor, nn
 
 from raydp_parallel.devices.process import number
 from raydp_parallel.devices.ranges import Attachment
+from raydp_parallel.state import module_sources, structure
 from raydp_parallel.state.block_contents import BlockContents
-from raydp_parallel.state.master_structure import Leaves, MasterStructure
-from raydp_parallel.state.state_history import Mark, StateHistory
+from raydp_parallel.state.block_layout import Specials
+from raydp_parallel.state.python_state import PythonState, change_reason
+from raydp_parallel.state.versions import Look, MasterTensors, unlike
 from raydp_parallel.transport.links import Attachments, Link
-from raydp_parallel.transport.messages import StateUpdate, WriteBack
+from raydp_parallel.transport.messages import StateUpdate, Structure, WriteBack
+
+_MISSING = object()
+
+
+class StateMoment:
+    """The time between two write-backs of a master."""
+
+    __slots__ = ("after", "before", "following", "overwritten")
+
+    def __init__(self) -> None:
+        self.overwritten: Callable[[], dict[int, Tensor]] = dict
+        self.before = Look([], [], [])
+        self.after = Look([], [], [])
+        self.following: StateMoment | None = None
+
+
+class Mark(NamedTuple):
+    """What a call stores of its module's state.
+
+    Attributes:
+        moment: The moment of the call.
+        look: The versions, addresses and flags of its tensors.
+        disturbed_at: The revision of the last change that versions did not show.
+        trained: The last entry in the record of its optimizer in the replicas; 0 without one.
+    """
+
+    moment: StateMoment
+    look: Look
+    disturbed_at: int
+    trained: int = 0
+
+    def overwritten(self) -> dict[int, Tensor]:
+        """The contents that slots had then, where write-backs have changed them since."""
+        found: dict[int, Tensor] = {}
+        at: StateMoment | None = self.moment
+        while at is not None:
+            found = {**at.overwritten(), **found}
+            at = at.following
+        return found
+
+    def moved(self, now: Look) -> list[int]:
+        """The numbers of the tensors that changed since, other than by write-backs, as far as
+        versions, addresses and flags show.
+        """
+        chain, at = [self.look], self.moment
+        while at.following is not None:
+            chain += [at.before, at.after]
+            at = at.following
+        chain.append(now)
+        found = {*unlike(self.look.flags, now.flags)}
+        for one, other in zip(chain[::2], chain[1::2], strict=True):
+            found.update(unlike(one.versions, other.versions), unlike(one.pointers, other.pointers))
+        return sorted(found)
+
+
+class StateHistory:
+    """The write-backs of one master, and what a forward with one device rebound.
+
+    Attributes:
+        moment: The moment of now.
+        disturbed_at: The revision of the last change that versions did not show.
+    """
+
+    def __init__(self) -> None:
+        self.moment = StateMoment()
+        self.disturbed_at = 0
+        self._rebound: list[tuple[nn.Module, str, Any]] = []
+
+    def add(self, overwritten: Callable[[], dict[int, Tensor]], before: Look, after: Look) -> None:
+        """End the moment with a write-back."""
+        ended, self.moment = self.moment, StateMoment()
+        ended.overwritten, ended.before, ended.after = overwritten, before, after
+        ended.following = self.moment
+
+    def rebind(self, attributes: Sequence[tuple[nn.Module, str, Any]]) -> None:
+        """Set attributes that a forward rebound: owner, name and value of each."""
+        self._rebound = _values(attributes)
+        _set(attributes)
+
+    def forget_rebound(self) -> None:
+        """Forget which attributes the last forward rebound: another one begins."""
+        self._rebound = []
+
+    @contextlib.contextmanager
+    def before_rebinding(self) -> Iterator[None]:
+        """Set the attributes back, in the block, to the values that the last forward began with."""
+        rebound = self._rebound
+        now = _values(rebound)
+        _set(rebound)
+        try:
+            yield
+        finally:
+            _set(now)
+            self._rebound = rebound
+
+
+def _values(attributes: Sequence[tuple[nn.Module, str, Any]]) -> list[tuple[nn.Module, str, Any]]:
+    return [(owner, name, getattr(owner, name, _MISSING)) for owner, name, _ in attributes]
+
+
+def _set(attributes: Sequence[tuple[nn.Module, str, Any]]) -> None:
+    for owner, name, value in attributes:
+        if value is not _MISSING:
+            setattr(owner, name, value)
+        elif hasattr(owner, name):
+            delattr(owner, name)
+
+
+_SIMPLE = (bool, int, float, str, type(None))
+
+
+class Leaves(NamedTuple):
+    """The tensors of the master that may receive gradients, each once.
+
+    Attributes:
+        tensors: The tensors.
+        kinds: Of each ``"parameter"``, ``"buffer"``, or ``"attribute"`` for one that a plain
+            attribute holds.
+        others: The numbers of those that are attributes.
+    """
+
+    tensors: list[Tensor]
+    kinds: list[str]
+    others: list[int]
+
+
+class MasterStructure:
+    """All of one master but the contents of its plain tensors, as it was last recorded.
+
+    Args:
+        module: The master.
+
+    Attributes:
+        at: The revision that it was recorded at as a whole; later edits have their own.
+        size: The bytes of its plain tensors.
+        specials: The tensors that are sent inside of it.
+        kinds: ``"parameter"`` or ``"buffer"`` for the slots that are one.
+        modules: The submodules, by the numbers that replicas name them by.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.at = 0
+        self.size = 0
+        self.specials = Specials({})
+        self.kinds: dict[int, str] = {}
+        self.modules: list[nn.Module] = []
+        self._module = module
+        self._state: PythonState | None = None
+        self._bytes = b""
+        self._origins = module_sources.NOWHERE
+        self._edits: dict[tuple[int, str], tuple[int, Any]] = {}
+        self._leaves: Leaves | None = None
+        self._why = ""
+
+    def record(self, known: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Record it anew; returns the plain tensors, by slot.
+
+        Args:
+            known: Tensors that keep their slots.
+        """
+        module, found = self._module, dict[int, Tensor]()
+        numbers = {id(tensor): slot for slot, tensor in known.items()}
+        fresh = itertools.count(max(known, default=-1) + 1)
+
+        def slot_of(tensor: Tensor) -> int:
+            slot = numbers.get(id(tensor))
+            if slot is None:
+                slot = numbers[id(tensor)] = next(fresh)
+            found[slot] = tensor
+            return slot
+
+        check_devices(module)
+        self._leaves = None
+        self._bytes, self._state, self._origins = structure.dump(module, slot_of)
+        self.modules = [*module.modules()]
+        self._edits.clear()
+        self.specials = Specials(found)
+        buffers = [numbers[id(b)] for b in module.buffers() if id(b) in numbers]
+        parameters = [numbers[id(p)] for p in module.parameters() if id(p) in numbers]
+        self.kinds = {**dict.fromkeys(buffers, "buffer"), **dict.fromkeys(parameters, "parameter")}
+        return {slot: t for slot, t in found.items() if slot not in self.specials.tensors}
+
+    def forget(self) -> None:
+        """Let it be recorded anew before the next forward."""
+        self._state = None
+        self.specials = Specials({})
+        self._edits.clear()
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether it has to be recorded anew, whatever changed of its Python state."""
+        return self._state is None or not self.specials.look_alike()
+
+    def changed(self) -> bool:
+        """Whether identities show a change of the Python state."""
+        return self._state is None or self._state.changed()
+
+    def deep_changed(self) -> bool:
+        """Whether contents of the Python state changed that identities do not show."""
+        return self._state is None or self._state.deep_changed()
+
+    def edit(self, next_revision: Callable[[], int]) -> int | None:
+        """Take over a change that is one of a few plain attributes, with the next revision; returns
+        that, or None if more than these changed.
+        """
+        assert self._state is not None
+        found = self._state.differences()
+        numbers = {id(module): i for i, module in enumerate(self.modules)}
+        self._why = change_reason(self._module, self._state)
+        if found is None or not all(id(o) in numbers and type(v) in _SIMPLE for o, _, v in found):
+            return None
+        revision = next_revision()
+        for owner, name, value in found:
+            self._state.accept(owner, name, value)
+            self._edits[numbers[id(owner)], name] = (revision, value)
+        self._state.settle()
+        return revision
+
+    def why(self) -> str:
+        """What changed since the last call of this; empty if nothing did."""
+        why, self._why = self._why, ""
+        return why
+
+    def edits_since(self, held: int) -> tuple[tuple[int, str, Any], ...]:
+        """The attributes that changed after revision ``held``: number of the submodule, name and
+        value.
+        """
+        edits = self._edits.items()
+        return tuple([(number, name, value) for (number, name), (at, value) in edits if at > held])
+
+    def message(self, master: MasterTensors) -> Structure:
+        """What replicas build it from."""
+        layout = master.specs(), master.layout.sizes
+        return Structure(self._bytes, self._origins, *layout, self.specials.message)
+
+    def leaves(self, plain: Mapping[int, Tensor]) -> Leaves:
+        """The tensors that may receive gradients, in the order in which replicas report them.
+
+        Args:
+            plain: The plain tensors, by slot.
+        """
+        if self._leaves is None:
+            tensors = {**plain, **self.specials.tensors}
+            wanted = sorted([slot for slot, tensor in tensors.items() if tensor.requires_grad])
+            kinds = [self.kinds.get(slot, "attribute") for slot in wanted]
+            others = [k for k, kind in enumerate(kinds) if kind == "attribute"]
+            self._leaves = Leaves([tensors[slot] for slot in wanted], kinds, others)
+        return self._leaves
+
+    def forget_leaves(self) -> None:
+        """Find the leaves anew when they are asked for: flags changed."""
+        self._leaves = None
+
+    def name(self, slot: int, tensor: Tensor) -> str:
+        """The kind and the name of a plain tensor."""
+        named = itertools.chain(self._module.named_parameters(), self._module.named_buffers())
+        found = (f"{self.kinds[slot]} {name!r}" for name, known in named if known is tensor)
+        return next(found, "a tensor")
+
+
+def check_devices(module: nn.Module) -> None:
+    """Raise upstream's error for a module that is spread over devices."""
+    source = None
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        source = source or tensor.device
+        if tensor.device != source:
+            raise RuntimeError(
+                f"module must have its parameters and buffers on device {source} "
+                f"(device_ids[0]) but found one of them on device: {tensor.device}"
+            )
+
 
 _PART = 4 << 20
 """Bytes of trained parameters that are compared in each forward while the master lacks steps."""

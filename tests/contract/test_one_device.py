@@ -19,11 +19,10 @@ from torch import Tensor, nn
 import raydp_parallel
 from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
 from raydp_parallel.state import (
-    built_module,
     container_copies,
     python_state,
-    replica_memory,
     replica_module,
+    write_record,
 )
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -137,7 +136,7 @@ class Counter(nn.Module):
 @contextlib.contextmanager
 def counted_calls() -> Iterator[list[int]]:
     """How many functions that look for changes of Python state are called while the block runs."""
-    modules = built_module, container_copies, python_state, replica_module
+    modules = container_copies, python_state, replica_module
     files = {module.__file__ for module in modules}
     counts = [0]
 
@@ -333,14 +332,14 @@ def test_a_replica_does_not_receive_what_it_reported() -> None:
     with raydp_parallel.Executor(["cpu"], options=options) as executor, torch.no_grad():
         model = raydp_parallel.DataParallel(net, executor=executor)
         adopted: list[int] = []
-        plain = replica_memory.Buffers.adopt
+        plain = write_record.Buffers.adopt
 
-        def noted(self: replica_memory.Buffers, sources: Any) -> None:
+        def noted(self: write_record.Buffers, sources: Any) -> None:
             adopted.append(len(sources))
             plain(self, sources)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(replica_memory.Buffers, "adopt", noted)
+            patch.setattr(write_record.Buffers, "adopt", noted)
             for _ in range(4):
                 model(torch.randn(4, 3))
             net[2].running_mean.data.fill_(9)  # type: ignore[union-attr, operator]
