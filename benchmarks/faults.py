@@ -204,9 +204,9 @@ def soak(replicas: int, kills: int, seed: int, penalty: bool, pause: float) -> d
         settle(executor)
         after = belongings()
     minutes = (time.monotonic() - begun) / 60
-    with Executor(
-        ["cpu"] * replicas, options=Options(in_process=True, threads=executor.threads(replicas))
-    ) as local:
+    threads = executor.replica_set.backend.threads(replicas)
+    options = Options(in_process=True, threads=threads)
+    with Executor(["cpu"] * replicas, options=options) as local:
         calm = Trainer(local, seed, penalty)
         for _ in range(steps):
             calm.step()

@@ -42,7 +42,7 @@ from raydp_parallel.calls.remote_gradients import fetch_gradients
 from raydp_parallel.calls.replica_optimizer import ReplicaOptimizer
 from raydp_parallel.calls.training_record import Training, bring_up_to_date
 from raydp_parallel.cluster.backend import DeviceId
-from raydp_parallel.devices import ambient_state
+from raydp_parallel.devices import ambient_state, process
 from raydp_parallel.monitoring.stats import Advice, ExecutorStats
 from raydp_parallel.options import Options
 from raydp_parallel.replica import loss_call, replica
@@ -488,7 +488,7 @@ class DataParallel(nn.DataParallel[T]):
         gather: bool = True,
     ) -> Callable[[], Any]:
         """Split and send, for what is called. Returns what waits and gathers."""
-        if not self.device_ids or replica.running():
+        if not self.device_ids or process.running_replica():
             output = self._in_place(called, inputs, kwargs)
             return lambda: output if gather else [output]
         ambient_state.refuse_transforms()
@@ -674,7 +674,7 @@ class DataParallel(nn.DataParallel[T]):
         if split is None:
             split = in_flight is not None and in_flight < count
         whole = count > 0 and not (split and count > 1)
-        in_place = not count or replica.running()
+        in_place = not count or process.running_replica()
         if not in_place:
             self._replicate(self.device_ids)  # starts in the caller's thread, which Ctrl-C can end
         ahead = not in_place and not self.executor.options.in_process

@@ -320,7 +320,7 @@ def _run(
     # A leaf that was left out of torch's graph, because no chunk reached it, gets no gradient in a
     # replica either.
     partial = any(leaf.requires_grad for leaf in itertools.compress(call.leaves, map(not_, needed)))
-    threads = call.executor.threads(len(call.parts))
+    threads = call.executor.replica_set.backend.threads(len(call.parts))
     synced = call.synced if chosen is None else None
     early = "courier" in call.executor.options.gpu_paths
 
@@ -344,7 +344,8 @@ def _run(
                 raise
             wanted = tuple(map(needed.__getitem__, part.leaves))
             name = slot.name_of(part.tracker.id, part.slot)
-            news = replay.news(part.tracker, slot, name, attachments)
+            training = part.tracker.training
+            news = None if training is None else training.news(slot, name, attachments)
             moved = part.tracker.moved_since(part.mark, slot.contents.held.get(name, 0))
             key = makes.key if makes is not None and hold is None else None
             request = BackwardRequest(
@@ -426,7 +427,7 @@ def _given(stash: Stash, chunk: int) -> list[tuple[RemoteGraph, list[tuple[int, 
 
 def _finish(call: CallNode, parts: Sequence[ReductionPart], answers: Sequence[ChunkAnswer]) -> None:
     """Count one trip back, and apply its effects."""
-    call.executor.note_backward()
+    call.executor.replica_set.totals.backwards += 1
     if call.times is not None:
         numbers = {id(part): number for number, part in enumerate(call.parts)}
         call.times.note("backward", [numbers[id(part)] for part in parts], answers)

@@ -311,13 +311,9 @@ class Executor:
             ReplicaDied: A replica's process ended, and with ``on_fault="replay"`` others that did
                 its work, too. All other calls have ended.
         """
-        calls = self.dispatcher(jobs)
+        calls = Dispatcher(self._replica_set, jobs)
         calls.send(first, meanwhile)
         return calls.answers()
-
-    def dispatcher(self, jobs: Sequence[ChunkCall]) -> Dispatcher:
-        """What sends one call per chunk, and waits for all, in two steps."""
-        return Dispatcher(self._replica_set, jobs)
 
     def answered(self, groups: Sequence[Sequence[Any]], wait: bool) -> list[bool]:
         """Which of some groups of pending calls have all their answers. None is taken.
@@ -348,22 +344,6 @@ class Executor:
                 for name, package in packages.items()
             ]
             return any(sent)
-
-    def threads(self, chunks: int) -> int | None:
-        """Torch's threads for each of so many chunks on CPUs."""
-        return self._replica_set.backend.threads(chunks)
-
-    def note_forward(self, reruns: int, sends: int, state_bytes: int) -> None:
-        """Count one forward call."""
-        totals = self._replica_set.totals
-        totals.forwards += 1
-        totals.reruns += reruns
-        totals.state_sends += sends
-        totals.state_bytes += state_bytes
-
-    def note_backward(self) -> None:
-        """Count one trip back."""
-        self._replica_set.totals.backwards += 1
 
     def show_work(self, replica: int, text: str) -> None:
         """Let Ray's dashboard say what a replica, by its number, is doing."""
@@ -451,10 +431,18 @@ executor.
 
 
 class _SharedExecutors:
-    """The executors that wrappers share, by their options."""
+    """The executors that wrappers share, by their options.
+
+    Attributes:
+        by_options: These.
+        last: The one that was asked for last, mostly by the same wrapper: it takes no hash of all
+            options.
+        lock: Held while one is added.
+    """
 
     def __init__(self) -> None:
         self.by_options: dict[Options, Executor] = {}
+        self.last: tuple[Options, Executor] | None = None
         self.lock = threading.Lock()
         forks.tell_child(self)
 
@@ -468,14 +456,15 @@ _shared = _SharedExecutors()
 
 def shared(options: Options) -> Executor:
     """The process's executor for these options; it has no replica until one is needed."""
-    found = _shared.by_options
-    executor = found.get(options)
+    found, last = _shared.by_options, _shared.last
+    executor = last[1] if last is not None and last[0] is options else found.get(options)
     if executor is None or executor.closed:
         with _shared.lock:
             plain = replace(options, **_READ_BY_WRAPPERS)
             if plain not in found or found[plain].closed:
                 found[plain] = Executor((), options=plain)
             executor = found[options] = found[plain]
+    _shared.last = options, executor
     return executor
 
 
@@ -487,4 +476,5 @@ def shutdown() -> None:
         for executor in _shared.by_options.values():
             executor.close()
         _shared.by_options.clear()
+        _shared.last = None
     cluster.disconnect()

@@ -46,6 +46,7 @@ from raydp_parallel.transport.messages import (
     Produced,
     Reply,
     StateUpdate,
+    StoredObject,
 )
 
 log = logging.getLogger("raydp_parallel")
@@ -319,6 +320,7 @@ class ForwardAttempt:
         spec: What is to be computed.
 
     Attributes:
+        relays: The ways of new contents from replica to replica, until all answers are there.
         sends: The bytes of each update of a module's state that was sent.
         verified: Whether the contents that were sent are those that the modules had.
     """
@@ -331,7 +333,7 @@ class ForwardAttempt:
         # What `look` finds, then what each message was made with, then what `meanwhile` finds.
         self._marks: dict[ModuleTracker, Mark] = {}
         self._doubts: dict[ModuleTracker, tuple[int, ...]] = {}
-        self._relays: dict[ModuleTracker, WeightRelay | None] = {}
+        self.relays: dict[ModuleTracker, WeightRelay | None] = {}
         self._inputs: list[list[Tensor]] = [[] for _ in spec.chunks]
         self._made: dict[int, tuple[ForwardRequest, replay.KeptForward]] = {}
         self.sends: list[int] = []
@@ -364,10 +366,11 @@ class ForwardAttempt:
             tracker.sync()  # [2]
             if tracker.training is not None:
                 tracker.training.check()
-            spec.executor.recorder.changed(tracker.why())
+            if why := tracker.why():
+                spec.executor.recorder.changed(why)
         self._marks = {tracker: tracker.mark() for tracker in spec.trackers}
         self._doubts = {tracker: self._doubtful(tracker) for tracker in spec.trackers}
-        self._relays = {tracker: self._begin_relay(tracker) for tracker in spec.trackers}
+        self.relays = {tracker: self._begin_relay(tracker) for tracker in spec.trackers}
 
     def _request(self, number: int, slot: ReplicaSlot, attachments: Attachments) -> ForwardRequest:
         """The message for one chunk. The caller holds the executor's lock.
@@ -391,7 +394,10 @@ class ForwardAttempt:
         chunk.refuse_own(tensors)
         self._inputs[number] = [t for t in tensors if t.requires_grad] if grad else []
         name = slot.name_of(tracker.id, chunk.slot)
-        news = replay.news(tracker, slot, name, attachments, together=part is not None)
+        news = None
+        if tracker.training is not None:  # before the update: this may bring the master up to date
+            together = part is not None
+            news = tracker.training.news(slot, name, attachments, together=together)
         update, relay = self._update(number, slot, name, attachments)
         samples = None
         if settings.per_sample:
@@ -419,7 +425,7 @@ class ForwardAttempt:
             part=part,
             samples=samples,
             compiled=settings.compiled if runs_module(chunk.called) else None,
-            stored=replay.attach(refs, attachments),
+            stored=tuple([attachments.place(StoredObject(ref)) for ref in refs]),
         )
         if graph is not None and spec.executor.replays:
             kept = replay.keep(parcel, tensors, "arguments", copied=settings.holds)
@@ -443,7 +449,7 @@ class ForwardAttempt:
     ) -> tuple[StateUpdate | None, Relay | None]:
         """What a slot's replica needs of the state; the recorder counts it."""
         before, tracker = len(self.sends), self._spec.chunks[number].tracker
-        relay = self._relays[tracker]
+        relay = self.relays[tracker]
         update: StateUpdate | None = None
         message: Relay | None = None
         passed = None
@@ -497,7 +503,7 @@ class ForwardAttempt:
             return None
 
         def take(reply: Reply | None) -> None:
-            relay = self._relays.get(tracker)
+            relay = self.relays.get(tracker)
             if relay is not None:
                 relay.take_answer(reply)
 
@@ -514,13 +520,9 @@ class ForwardAttempt:
         verified = [tracker.verify(wholly=False) for tracker in spec.trackers]  # [5]
         self.verified = all(verified)
 
-    def ended(self) -> None:
-        """Note that all answers are there: the relays have ended."""
-        self._relays = {}
-
     def abandon(self) -> None:
         """Release what replicas, or an exception's traceback, may keep alive for long."""
-        for relay in self._relays.values():
+        for relay in self.relays.values():
             if relay is not None:
                 relay.abandon()
         for graph in self._graphs:
@@ -638,7 +640,7 @@ class ForwardCall:
             context=context,
             capture=capture,
             seed=seed,
-            threads=executor.threads(at_once or len(chunks)),
+            threads=executor.replica_set.backend.threads(at_once or len(chunks)),
             mapped=of_map is not None,
             node=node,
         )
@@ -691,34 +693,36 @@ class ForwardCall:
         if synced is not None:
             self._together = synced.run(attempt.jobs(), attempt.look, attempt.meanwhile)
             return
-        self.sent = spec.executor.dispatcher(attempt.jobs())
+        self.sent = Dispatcher(spec.executor.replica_set, attempt.jobs())
         self.sent.send(attempt.look, attempt.meanwhile)
 
-    def _wait(self) -> list[ChunkAnswer]:
-        """The answers of the last attempt."""
+    def _wait(self) -> tuple[list[ChunkAnswer], ForwardAttempt]:
+        """The answers of the last attempt, and the attempt."""
+        attempt = self._attempt
+        assert attempt is not None
         answers = self._together if self.sent is None else self.sent.answers()
-        self._last.ended()
-        self._sends += self._last.sends
-        return answers
-
-    @property
-    def _last(self) -> ForwardAttempt:
-        assert self._attempt is not None
-        return self._attempt
+        attempt.relays = {}
+        self._sends += attempt.sends
+        return answers, attempt
 
     def _take(self) -> list[Any]:
         spec, node = self.spec, self.spec.node
-        answers = self._wait()
-        while _failed(answers) and spec.executor.send_code(answers):
+        answers, attempt = self._wait()
+        failed = any(answer.reply.failure is not None for answer in answers)
+        while failed and spec.executor.send_code(answers):
             self._begin()
-            answers = self._wait()
+            answers, attempt = self._wait()
+            failed = any(answer.reply.failure is not None for answer in answers)
         reruns = 0
-        while not self._last.verified and reruns < _MOST_RERUNS:
+        while not attempt.verified and reruns < _MOST_RERUNS:
             self._begin()
-            answers = self._wait()
+            answers, attempt = self._wait()
             reruns += 1
-        attempt = self._last
-        spec.executor.note_forward(reruns, len(self._sends), sum(self._sends))
+        totals = spec.executor.replica_set.totals
+        totals.forwards += 1
+        totals.reruns += reruns
+        totals.state_sends += len(self._sends)
+        totals.state_bytes += sum(self._sends)
         if node.times is not None:
             node.times.note("forward", range(len(answers)), answers)
         gathered = answers[0].reply.gathered
@@ -794,8 +798,3 @@ class ForwardCall:
 def runs_module(called: Called) -> bool:
     """Whether what is called is the module itself, perhaps with a loss behind it."""
     return called is None or isinstance(called, LossCall)
-
-
-def _failed(answers: Sequence[ChunkAnswer]) -> bool:
-    """Whether a chunk raised an exception."""
-    return any(answer.reply.failure is not None for answer in answers)

@@ -10,7 +10,7 @@ executor's own write-backs, it is refused: a silently different graph would be w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -27,7 +27,6 @@ from raydp_parallel.transport.messages import (
     Parcel,
     StateUpdate,
     StoredObject,
-    TrainingNews,
 )
 
 
@@ -62,11 +61,6 @@ def keep(parcel: Parcel, tensors: Sequence[Tensor], name: str, copied: bool = Fa
     bare = parcel._replace(packet=None) if _takes_memory(parcel) else parcel
     found = [t.detach().clone() if copied else t.detach() for t in tensors]
     return KeptForward(bare, found, [*map(_version, found)], name)
-
-
-def attach(refs: Iterable[Any], attachments: Attachments) -> tuple[int, ...]:
-    """Attach objects of Ray's to a message; returns what stands for them there."""
-    return tuple([attachments.place(StoredObject(ref)) for ref in refs])
 
 
 def forward(
@@ -114,7 +108,8 @@ def forward(
         then = overlay(marks[0], attachments, undone=undone)
         tracker.sync()
         name = slot.name_of(tracker.id, home)
-        training = news(tracker, slot, name, attachments)
+        training = tracker.training
+        news = None if training is None else training.news(slot, name, attachments)
         state = update(tracker, slot, name, attachments)
         played = None
         if request.part is not None:
@@ -122,9 +117,9 @@ def forward(
         return request._replace(
             model=name,
             update=state,
-            training=training,
+            training=news,
             inputs=parcel,
-            stored=attach(inputs.refs, attachments),
+            stored=tuple([attachments.place(StoredObject(ref)) for ref in inputs.refs]),
             write_back=False,
             doubtful=(),
             forget=slot.contents.forget(),
@@ -164,29 +159,6 @@ def derived(
         )
 
     return GraphRecipe("backward", prepare, parents)
-
-
-def news(
-    tracker: ModuleTracker,
-    slot: ReplicaSlot,
-    name: int,
-    attachments: Attachments,
-    together: bool = False,
-) -> TrainingNews | None:
-    """What a slot's replica lacks of the record of the model's optimizer; None if nothing. It may
-    bring the master up to date, hence before `update`.
-
-    Args:
-        tracker: The module.
-        slot: The slot.
-        name: What the model is called there.
-        attachments: Where the contents go.
-        together: Whether replicas that were sent their chunks may wait for this one.
-    """
-    if tracker.training is None:
-        return None
-    found: TrainingNews | None = tracker.training.news(slot, name, attachments, together)
-    return found
 
 
 def update(

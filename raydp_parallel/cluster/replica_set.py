@@ -72,7 +72,8 @@ class ReplicaSet:
     @property
     def lock(self) -> threading.RLock:
         """Held while slots change, and while calls are sent."""
-        self.check_own()
+        if self._forked:
+            raise forked()
         return self._lock
 
     def check_own(self) -> None:
@@ -83,7 +84,8 @@ class ReplicaSet:
     @property
     def backend(self) -> Backend:
         """The backend, which runs the replicas."""
-        self.check_own()
+        if self._forked:
+            raise forked()
         assert self._backend is not None
         return self._backend
 

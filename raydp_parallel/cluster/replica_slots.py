@@ -19,8 +19,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from raydp_parallel.cluster.backend import DevicePlace
-from raydp_parallel.devices.freed import Freed
-from raydp_parallel.devices.process import number
+from raydp_parallel.devices.process import Freed, number
 from raydp_parallel.devices.ranges import ReplicaHello
 from raydp_parallel.errors import GraphLost
 from raydp_parallel.monitoring.stats import ReplicaInfo, Tally
@@ -69,8 +68,9 @@ class ReplicaContents:
 
     def forget(self) -> Forget | None:
         """What the driver released since the last call."""
-        for action in _freed.take():
-            action()
+        if _freed.ended:
+            for action in _freed.take():
+                action()
         if not self.released_graphs and not self._released_models:
             return None
         return Forget(_emptied(self.released_graphs), _emptied(self._released_models))
@@ -282,11 +282,9 @@ class GraphStep(NamedTuple):
 
 
 _freed: Freed[Callable[[], None]] = Freed()
+"""What the next call does because an object was freed."""
 
-
-def when_freed(thing: object, action: Callable[[], None]) -> None:
-    """Have the next call do something once an object is freed."""
-    _freed.watch(thing, action)
+when_freed = _freed.watch
 
 
 class RemoteGraph:

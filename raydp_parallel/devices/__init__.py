@@ -14,8 +14,7 @@ from raydp_parallel.devices.cuda import (
     DeviceRow,
     Stopwatch,
     finish,
-    let_go,
-    on_host,
+    lent,
     pinner,
     spoiled,
 )
@@ -53,7 +52,7 @@ from raydp_parallel.devices.process import (
     take_given,
     use_threads,
 )
-from raydp_parallel.devices.ranges import copy_each, is_cpu, view
+from raydp_parallel.devices.ranges import copy_each, is_cpu, on_host, view
 from raydp_parallel.devices.streams import (
     Courier,
     Lane,
@@ -90,7 +89,7 @@ __all__ = [
     "in_place",
     "is_cpu",
     "keep_freed_memory",
-    "let_go",
+    "lent",
     "load",
     "load_all",
     "load_parts",

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from raydp_parallel.devices import forks
-from raydp_parallel.devices.freed import Freed
-from raydp_parallel.devices.process import number
+from raydp_parallel.devices.process import Freed, number
 
 _SMALLEST = 1 << 16
 _PATIENCE = 64

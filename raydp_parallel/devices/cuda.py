@@ -34,6 +34,7 @@ from raydp_parallel.devices.ranges import (
     data_of,
     fill,
     is_cpu,
+    on_host,
     view,
 )
 
@@ -129,44 +130,35 @@ def on_device(tensor: Tensor) -> MemoryRange:
     return MemoryRange(0, tensor.nbytes, tensor, DeviceBytes(tensor))
 
 
-def on_host(source: MemoryRange) -> MemoryRange:
-    """The same bytes in the machine's memory."""
-    if source.origin is None:
-        return source
-    target = torch.empty(source.size, dtype=torch.uint8, device="cpu")
-    fill(target.data_ptr(), [source], [0])
-    return MemoryRange(target.data_ptr(), source.size, target)
-
-
 class _Lent:
-    """The memory that a device may still be copying from."""
+    """The memory that a device may still be copying from.
+
+    Attributes:
+        kept: Its owners, each with what tells that the copy has run; empty where there is no GPU.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: list[tuple[torch.cuda.Event, Any]] = []
+        self.kept: list[tuple[torch.cuda.Event, Any]] = []
 
     def keep(self, owner: Any, device: torch.device) -> None:
         """Keep the owner of memory that the copy just begun reads, until the copy has run."""
         event = behind(device)
         self.let_go()
         with self._lock:
-            self._kept.append((event, owner))
+            self.kept.append((event, owner))
 
     def let_go(self) -> None:
         """Release the memory that finished copies have read."""
-        if self._kept:
+        if self.kept:
             with self._lock:
                 try:
-                    self._kept = [entry for entry in self._kept if not entry[0].query()]
+                    self.kept = [entry for entry in self.kept if not entry[0].query()]
                 except RuntimeError:  # the device has failed and will read nothing
-                    self._kept = []
-
-    def __len__(self) -> int:
-        return len(self._kept)
+                    self.kept = []
 
 
 lent = _Lent()
-let_go = lent.let_go
 
 
 def upload(source: MemoryRange, device: torch.device) -> Tensor:

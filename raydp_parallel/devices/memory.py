@@ -17,6 +17,7 @@ from raydp_parallel.devices.ranges import (
     TensorSpec,
     cut,
     is_cpu,
+    on_host,
     shaped,
     view,
 )
@@ -34,7 +35,7 @@ def reader(
 ) -> Callable[[TensorSpec, torch.dtype], torch.Tensor]:
     """A function that makes the tensor of a spec from ``source``, on ``device``, in new memory."""
     if is_cpu(device):
-        return functools.partial(_read_cpu, cuda.on_host(source))
+        return functools.partial(_read_cpu, on_host(source))
     # One transfer for all tensors, which are views of its memory.
     return functools.partial(_read_window, upload(source, device).untyped_storage(), device)
 
@@ -70,7 +71,7 @@ def row_copied(source: MemoryRange, plan: RowPlan, device: torch.device) -> list
         made = [new(0, dtype=dtype, device=device) for dtype in plan.dtypes]
         places = zip(made, plan.elements, plan.shapes, plan.strides, strict=True)
         return [tensor.set_(storage, at, shape, stride) for tensor, at, shape, stride in places]
-    begin, tensors = cuda.on_host(source).address, []
+    begin, tensors = on_host(source).address, []
     for dtype, shape, stride, start in zip(*plan[:3], plan.starts, strict=True):
         tensor = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
         ctypes.memmove(tensor.data_ptr(), begin + start, tensor.nbytes)
@@ -129,7 +130,7 @@ def windows(
     """Tensors on ``device`` with the bytes of ``source``. On a CPU they are no copy, and may be
     read only as long as ``source`` lives.
     """
-    whole = view(cuda.on_host(source)) if is_cpu(device) else upload(source, device)
+    whole = view(on_host(source)) if is_cpu(device) else upload(source, device)
     by_dtype: dict[torch.dtype, torch.Tensor] = {}
     found: list[torch.Tensor] = []
     for spec, dtype in zip(specs, dtypes, strict=True):
@@ -143,7 +144,7 @@ def windows(
 
 def row_windows(source: MemoryRange, plan: RowPlan, device: torch.device) -> list[torch.Tensor]:
     """The tensors of a row as `windows` makes them, in the fewest steps."""
-    whole = view(cuda.on_host(source)) if is_cpu(device) else upload(source, device)
+    whole = view(on_host(source)) if is_cpu(device) else upload(source, device)
     return cut(whole, plan)
 
 
@@ -173,7 +174,7 @@ def load_all(targets: Sequence[torch.Tensor], sources: Sequence[MemoryRange]) ->
         cuda.load_all(targets, sources)
         return
     for target, source in zip(targets, sources, strict=True):
-        ctypes.memmove(target.data_ptr(), cuda.on_host(source).address, source.size)
+        ctypes.memmove(target.data_ptr(), on_host(source).address, source.size)
 
 
 def load_parts(
@@ -185,7 +186,7 @@ def load_parts(
     if not is_cpu(targets[0].device):
         cuda.load_parts(targets, source, offsets)
         return
-    begin = cuda.on_host(source).address
+    begin = on_host(source).address
     for target, offset in zip(targets, offsets, strict=True):
         ctypes.memmove(target.data_ptr(), begin + offset, target.nbytes)
 
@@ -195,5 +196,5 @@ def upload(source: MemoryRange, device: torch.device) -> torch.Tensor:
     if not source.size:
         return torch.empty(0, dtype=torch.uint8, device=device)
     if is_cpu(device):
-        return view(cuda.on_host(source)).clone()
+        return view(on_host(source)).clone()
     return cuda.upload(source, device)

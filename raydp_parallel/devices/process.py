@@ -1,5 +1,5 @@
 """This process and its device: what it is, its cores and threads, its seeds, the memory that it
-keeps, numbers that name its things, and its waiting threads.
+keeps, numbers that name its things, notes of those that were freed, and its waiting threads.
 
 [Note: freed memory]
 glibc gives threads heaps of their own. Such a heap ends at 64 MB and is returned when it is empty;
@@ -17,6 +17,12 @@ threads, which takes 20 us; its next parallel operation starts new ones, which t
 replica does the same before it answers: with one replica on two cores the driver's loss took 2.6 ms
 instead of 0.2, because its helper waited for the core on which the replica's spun. Nothing else
 changes: the driver's own operations between calls are as fast as without replicas.
+
+[Note: freed objects]
+A ``__del__``, or a callback in Python, runs at any moment, and Ctrl-C may come in it. Python
+ignores what is raised there: the user's Ctrl-C is lost, and what was to be done is not done. So
+objects that live as long as a call have no such finalizer. The interpreter itself puts their notes
+aside, and a later call takes them (`Freed`).
 """
 
 from __future__ import annotations
@@ -34,8 +40,11 @@ import random
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path, PurePosixPath
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -51,6 +60,52 @@ _counters: collections.defaultdict[str, itertools.count[int]] = collections.defa
 def number(kind: str) -> int:
     """The next number for a kind of thing, from 1."""
     return next(_counters[kind])
+
+
+T = TypeVar("T")
+
+
+class Watch(weakref.ref[object], Generic[T]):
+    """A reference to an object, with a note about it."""
+
+    __slots__ = ("note",)
+    note: T
+
+
+class Freed(Generic[T]):
+    """The notes of objects that were freed. Threads may use it at once.
+
+    Attributes:
+        ended: What `take` has to look at: empty in most calls, which need not ask.
+    """
+
+    def __init__(self) -> None:
+        self._watched: set[Watch[T]] = set()
+        self.ended: collections.deque[Watch[T]] = collections.deque()
+
+    def watch(self, thing: object, note: T) -> Watch[T]:
+        """Keep a note until an object is freed and `take` is called."""
+        watch: Watch[T] = Watch(thing, self.ended.append)
+        watch.note = note
+        self._watched.add(watch)
+        return watch
+
+    def forget(self, watch: Watch[T]) -> None:
+        """Do not watch an object any more."""
+        self._watched.discard(watch)
+
+    def take(self) -> list[T]:
+        """The notes of objects that were freed, each once."""
+        notes: list[T] = []
+        while self.ended:
+            try:
+                watch = self.ended.popleft()
+            except IndexError:  # another thread took it
+                break
+            if watch in self._watched:
+                self._watched.discard(watch)
+                notes.append(watch.note)
+        return notes
 
 
 class Waiters:
@@ -205,6 +260,19 @@ def of_replica() -> bool:
     driver's process.
     """
     return _of_replica
+
+
+in_replica: ContextVar[bool] = ContextVar("raydp_parallel_in_replica", default=False)
+"""Whether the module of a replica runs here. Other threads of the driver's process may run
+replicas, or none, at the same time.
+"""
+
+
+def running_replica() -> bool:
+    """Whether the caller is the module of a replica. A wrapper inside that module then runs in
+    place.
+    """
+    return _of_replica or in_replica.get()
 
 
 def seed(device: torch.device, call_seed: int, chunk: int) -> None:

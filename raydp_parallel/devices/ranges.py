@@ -122,6 +122,15 @@ def fill(address: int, pieces: Sequence[MemoryRange], offsets: Sequence[int]) ->
         origin.settle()
 
 
+def on_host(source: MemoryRange) -> MemoryRange:
+    """The same bytes in the machine's memory."""
+    if source.origin is None:
+        return source
+    target = torch.empty(source.size, dtype=torch.uint8, device="cpu")
+    fill(target.data_ptr(), [source], [0])
+    return MemoryRange(target.data_ptr(), source.size, target)
+
+
 def view(source: MemoryRange) -> Tensor:
     """A run of the machine's memory as a tensor of bytes."""
     if not source.size:

@@ -12,7 +12,6 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -63,18 +62,6 @@ _NO_CAPTURES: contextlib.nullcontext[Any] = contextlib.nullcontext({})
 _NO_SUMS: contextlib.nullcontext[dict[int, Tensor]] = contextlib.nullcontext({})
 _AS_IT_IS = contextlib.nullcontext()
 
-_inside: ContextVar[bool] = ContextVar("raydp_parallel_inside_replica", default=False)
-"""Whether the module of a replica runs here. Other threads of the driver's process may run
-replicas, or none, at the same time.
-"""
-
-
-def running() -> bool:
-    """Whether the caller is the module of a replica. A wrapper inside that module then runs in
-    place.
-    """
-    return process.of_replica() or _inside.get()
-
 
 class KeptGraph(NamedTuple):
     """A graph that the driver may ask to differentiate.
@@ -123,7 +110,7 @@ class Replica:
         self.check_process: Callable[[], object] = lambda: None
         self._laps = Laps(IN_REPLICA["forward"])
         self._memory = devices.MemoryLook(device)
-        self._worked = devices.Stopwatch(device)
+        self._worked = None if devices.is_cpu(device) else devices.Stopwatch(device)
         self._models: dict[int, ReplicaModule] = {}
         self._graphs: KeptGraphs[KeptGraph] = KeptGraphs()
         self._kept: kept_gradients.Kept = {}
@@ -301,7 +288,7 @@ class Replica:
                 self._drop_writes(request)
             try:
                 guess = self._guessed(request, back)
-                marked = self._worked.finish()
+                marked = None if self._worked is None else self._worked.finish()
                 written, revision = self._written(request, back, guess)
                 self._show_the_present(request)
             except BaseException as error:  # what a kernel ran into may be told here, too
@@ -310,7 +297,8 @@ class Replica:
                 self._models.pop(request.model, None)
                 written, revision = None, 0
         try:
-            self._worked.finish()  # what was sent since: nothing, if the guess was right
+            if self._worked is not None:
+                self._worked.finish()  # what was sent since: nothing, if the guess was right
         except RuntimeError as error:  # what a kernel ran into, the host hears of now
             failure = failure or exceptions.failure(error, where)
         laps = self._laps.end()
@@ -695,7 +683,8 @@ class Replica:
 
     def _finish_work(self) -> None:
         """A GPU has only been asked so far: when it is done, its own mark tells."""
-        self._worked.mark()
+        if self._worked is not None:
+            self._worked.mark()
         self._laps.begin(3)
 
     def _mirror_of(self, request: ForwardRequest | BackwardRequest) -> ReplicaModule | None:
@@ -757,10 +746,10 @@ class _Watching(RawAccess):
 
 class _InReplica:
     def __enter__(self) -> None:
-        self._token = _inside.set(True)
+        self._token = process.in_replica.set(True)
 
     def __exit__(self, *_: object) -> None:
-        _inside.reset(self._token)
+        process.in_replica.reset(self._token)
 
 
 def callee(module: Callable[..., Any], called: Called) -> Callable[..., Any]:

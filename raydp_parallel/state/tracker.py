@@ -105,12 +105,13 @@ class StateHistory:
     Attributes:
         moment: The moment of now.
         disturbed_at: The revision of the last change that versions did not show.
+        rebound: The attributes that the last forward rebound, with their values before.
     """
 
     def __init__(self) -> None:
         self.moment = StateMoment()
         self.disturbed_at = 0
-        self._rebound: list[tuple[nn.Module, str, Any]] = []
+        self.rebound: list[tuple[nn.Module, str, Any]] = []
 
     def add(self, overwritten: Callable[[], dict[int, Tensor]], before: Look, after: Look) -> None:
         """End the moment with a write-back."""
@@ -120,24 +121,20 @@ class StateHistory:
 
     def rebind(self, attributes: Sequence[tuple[nn.Module, str, Any]]) -> None:
         """Set attributes that a forward rebound: owner, name and value of each."""
-        self._rebound = _values(attributes)
+        self.rebound = _values(attributes)
         _set(attributes)
-
-    def forget_rebound(self) -> None:
-        """Forget which attributes the last forward rebound: another one begins."""
-        self._rebound = []
 
     @contextlib.contextmanager
     def before_rebinding(self) -> Iterator[None]:
         """Set the attributes back, in the block, to the values that the last forward began with."""
-        rebound = self._rebound
+        rebound = self.rebound
         now = _values(rebound)
         _set(rebound)
         try:
             yield
         finally:
             _set(now)
-            self._rebound = rebound
+            self.rebound = rebound
 
 
 def _values(attributes: Sequence[tuple[nn.Module, str, Any]]) -> list[tuple[nn.Module, str, Any]]:
@@ -519,7 +516,7 @@ class ModuleTracker:
 
     def _sync(self) -> bool:
         self._sent_before = self.revision
-        self._history.forget_rebound()
+        self._history.rebound = []  # another forward begins
         if self._structure.is_outdated:
             self._restructure()
         elif self._structure.changed():

@@ -173,7 +173,8 @@ class Buffers:
 
     def settle(self) -> None:
         """Note that all blocks hold the driver's bytes."""
-        self._told.follow(self._driver)
+        if self.blocks:
+            self._told.follow(self._driver)
         self._answer, self._report = list, UNNAMED
 
     def adopt(self, sources: Mapping[int, BlockSource]) -> None:

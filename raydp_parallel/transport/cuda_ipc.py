@@ -37,9 +37,9 @@ from torch.multiprocessing import reductions
 from raydp_parallel.devices import trials
 from raydp_parallel.devices.ambient_state import ALLOCATOR
 from raydp_parallel.devices.buffers import Arena, Descriptor, SharedBuffer, new_lease, new_token
-from raydp_parallel.devices.cuda import DeviceBytes, in_use, on_host, spoiled
-from raydp_parallel.devices.freed import Freed
-from raydp_parallel.devices.ranges import Attachment, MemoryRange, copy_each
+from raydp_parallel.devices.cuda import DeviceBytes, in_use, spoiled
+from raydp_parallel.devices.process import Freed
+from raydp_parallel.devices.ranges import Attachment, MemoryRange, copy_each, on_host
 from raydp_parallel.transport.links.link import InlineLink, Link, MappedBuffer, ReservedMemory
 from raydp_parallel.transport.links.shared import ForeignMemory
 

@@ -162,8 +162,9 @@ def check_read(*parts: Any) -> None:
 
 def give_back(mappings: Mappings) -> bytes:
     """The word which of the other's memory is no longer used, for the next message."""
-    devices.let_go()
-    if not mappings.some_ended:
+    if devices.lent.kept:
+        devices.lent.let_go()
+    if not (mappings.ended or mappings.freed.ended):
         return b""
     return array.array("Q", itertools.chain.from_iterable(mappings.released())).tobytes()
 

@@ -583,7 +583,7 @@ def installed(
     finally:
         for name in (*methods, "device"):
             type.__delattr__(Tensor, name)
-        package.lent._kept.clear()
+        package.lent.kept.clear()
     assert not gpu.torn, gpu.torn
 
 

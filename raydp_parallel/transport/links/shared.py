@@ -38,7 +38,7 @@ import torch
 
 from raydp_parallel.devices import forks
 from raydp_parallel.devices.buffers import Arena, Descriptor, Pin, SharedBuffer, describe
-from raydp_parallel.devices.freed import Freed
+from raydp_parallel.devices.process import Freed
 from raydp_parallel.devices.ranges import PAGE, Attachment, DeviceRange, MemoryRange, fill, in_bytes
 from raydp_parallel.transport.links.link import Link, ReservedMemory
 
@@ -227,6 +227,8 @@ class Mappings:
     Attributes:
         pin: As given.
         opener: Opens a GPU's memory, once both sides have tested that this works.
+        freed: Memory that was freed.
+        ended: The leases that `released` has to return besides those of freed memory.
     """
 
     def __init__(self, pin: Pin | None = None) -> None:
@@ -238,8 +240,8 @@ class Mappings:
         self._found: dict[int, weakref.ref[ForeignMemory]] = {}
         self._times: dict[int, int] = {}
         self._used: set[int] = set()
-        self._freed: Freed[tuple[int, int]] = Freed()
-        self._ended: deque[tuple[int, int]] = deque()
+        self.freed: Freed[tuple[int, int]] = Freed()
+        self.ended: deque[tuple[int, int]] = deque()
         forks.tell_child(self)
 
     def after_fork(self) -> None:
@@ -259,7 +261,7 @@ class Mappings:
             known = self._found.get(lease)
             if known is None:
                 found = ForeignMemory(descriptor, self)
-                self._freed.watch(found, (lease, id(found)))
+                self.freed.watch(found, (lease, id(found)))
                 self._found[lease] = weakref.ref(found)
                 break
             if (before := known()) is not None:  # else it was freed just now
@@ -270,17 +272,11 @@ class Mappings:
 
     def _settle(self) -> None:
         """Note which memory was freed."""
-        for lease, number in self._freed.take():
+        for lease, number in self.freed.take():
             self._used.discard(number)
             if lease:
                 self._found.pop(lease, None)
-                self._ended.append((lease, self._times.pop(lease, 0)))
-
-    @property
-    def some_ended(self) -> bool:
-        """Whether `released` has leases to return."""
-        self._settle()
-        return bool(self._ended)
+                self.ended.append((lease, self._times.pop(lease, 0)))
 
     def released(self) -> list[tuple[int, int]]:
         """The leases that this process no longer uses, and how often each was received. Each is
@@ -288,8 +284,8 @@ class Mappings:
         """
         self._settle()
         found: list[tuple[int, int]] = []
-        while self._ended:
-            found.append(self._ended.popleft())
+        while self.ended:
+            found.append(self.ended.popleft())
         return found
 
     def held(self) -> dict[int, int]:
@@ -297,7 +293,7 @@ class Mappings:
         ones to return.
         """
         self._settle()
-        self._ended.clear()
+        self.ended.clear()
         return dict(self._times)
 
     def admit(self, found: ForeignMemory) -> bool:
@@ -306,7 +302,7 @@ class Mappings:
         if len(self._used) >= _MOST_IN_USE:
             return False
         if not found.descriptor.lease and id(found) not in self._used:
-            self._freed.watch(found, (0, id(found)))
+            self.freed.watch(found, (0, id(found)))
         self._used.add(id(found))
         return True
 

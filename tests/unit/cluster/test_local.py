@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, Options
 from raydp_parallel.calls.executor import _shared
-from raydp_parallel.replica import replica
+from raydp_parallel.devices import process
 
 HERE = Options(in_process=True)
 
@@ -150,7 +150,7 @@ class Nested(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Says whether a replica runs, and on how many rows the block ran."""
-        inside = torch.full((len(x),), float(replica.running()))
+        inside = torch.full((len(x),), float(process.running_replica()))
         return self.head(self.block(x)), inside
 
 
@@ -171,7 +171,7 @@ def test_a_wrapper_inside_a_replica_runs_in_place() -> None:
     ):
         torch.testing.assert_close(ours[name], grad)
     assert model.executor.stats().forwards == 1
-    assert not replica.running()
+    assert not process.running_replica()
 
 
 def test_a_wrapper_in_a_plain_module_runs_on_replicas() -> None:
@@ -266,7 +266,7 @@ def test_a_forward_runs_on_replicas_while_another_thread_s_replica_runs() -> Non
             meeting.over.set()
 
     together(lambda: longer(torch.zeros(1)), second)
-    assert not replica.running()
+    assert not process.running_replica()
 
 
 class Raises(nn.Module):
@@ -283,4 +283,4 @@ def test_errors_have_the_same_text_and_leave_no_trace() -> None:
     assert type(error) is KeyError
     assert str(error).startswith("Caught KeyError in replica 0 on device cpu")
     assert wrapped(Warns(), 1).eval() is not None
-    assert not replica.running()
+    assert not process.running_replica()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from raydp_parallel import DataParallel, Executor
-from raydp_parallel.devices.freed import Freed
+from raydp_parallel.devices.process import Freed
 
 
 class Thing:

@@ -127,20 +127,20 @@ COPIES = [
 def test_what_a_copy_reads_is_kept_until_it_has_run(fake: FakeGpu, begin: Any) -> None:
     """The host does not wait for an upload, so its source must not be given back before."""
     cuda.lent.let_go()
-    before, owner = len(cuda.lent), Arena().take(64)
+    before, owner = len(cuda.lent.kept), Arena().take(64)
     alive = weakref.ref(owner)
     fake.later("some work", lambda: None)  # which the copy is queued behind
     begin(MemoryRange(owner.array.ctypes.data, 64, owner))
     del owner
     gc.collect()
-    devices.let_go()
+    devices.lent.let_go()
     assert alive() is not None
-    assert len(cuda.lent) == before + 1
+    assert len(cuda.lent.kept) == before + 1
     devices.finish(CPU)
-    devices.let_go()
+    devices.lent.let_go()
     gc.collect()
     assert alive() is None
-    assert len(cuda.lent) == before
+    assert len(cuda.lent.kept) == before
 
 
 def test_reading_a_gpus_bytes_on_a_cpu(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from raydp_parallel import GraphLost, ReplicaExit
-from raydp_parallel.devices import ambient_state
+from raydp_parallel.devices import ambient_state, process
 from raydp_parallel.replica import autograd_engine, exceptions, replica
 from raydp_parallel.state.tracker import ModuleTracker
 from raydp_parallel.transport import codec
@@ -323,7 +323,7 @@ def test_A7_a_replica_outlives_whatever_its_module_raises(error: BaseException) 
     assert type(failed(reply)) is expected
     _, reply = driver.forward(X)
     assert type(failed(reply)) is expected
-    assert not replica.running()
+    assert not process.running_replica()
 
 
 def test_an_output_that_cannot_be_sent_is_a_failure() -> None:
@@ -362,7 +362,7 @@ class Looks(nn.Module):
     def forward(self, x: Tensor) -> Any:
         """Whether a replica runs; what autocast and grad mode are; random numbers."""
         modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
-        return replica.running(), modes, torch.rand(3), type(x), self._is_replica
+        return process.running_replica(), modes, torch.rand(3), type(x), self._is_replica
 
 
 def test_a_module_runs_in_the_callers_context() -> None:
@@ -371,7 +371,7 @@ def test_a_module_runs_in_the_callers_context() -> None:
     with torch.no_grad(), torch.autocast("cpu"):
         (inside, modes, _, kind, flag), _ = driver.forward(X)
     assert (inside, modes, kind, flag) == (True, (False, True), Tensor, True)
-    assert not replica.running()
+    assert not process.running_replica()
 
 
 def test_A10_random_numbers_follow_seed_and_chunk() -> None:

@@ -22,7 +22,8 @@ from test_collective import Wide, among, back, together, word
 
 from raydp_parallel import DataParallel, Executor, Options
 from raydp_parallel.devices import Lane, Makers
-from raydp_parallel.devices.cuda import on_device, on_host
+from raydp_parallel.devices.cuda import on_device
+from raydp_parallel.devices.ranges import on_host
 from raydp_parallel.transport.collective import Group, Groups, Reducer, pass_on
 from raydp_parallel.transport.collective.backends import Nccl
 from raydp_parallel.transport.cuda_ipc import DeviceArena, DeviceLink
