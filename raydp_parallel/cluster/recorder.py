@@ -33,12 +33,11 @@ from raydp_parallel.monitoring.accounts import (
     ChunkSpan,
     Clock,
     OpenSpan,
+    Recent,
     ReplicaAccount,
     Ways,
-    enter,
     for_model,
     phases_of,
-    travelled,
     unseen,
     ways,
 )
@@ -139,28 +138,18 @@ class CallRecord:
     Args:
         jobs: The calls of the run.
         number: Its number among the runs of its method.
-        models: The models with another number in the accounts.
-        note: Gives the recorder what is done.
-        span: Opens a span of the driver in `ray timeline`.
+        recorder: Gets what is done.
 
     Attributes:
+        jobs: The calls of the run, until it ends.
         sent: The messages that are not answered yet.
         rounds: The rounds that are over, for a picture of the run.
     """
 
-    def __init__(
-        self,
-        jobs: Sequence[ChunkCall],
-        number: int,
-        models: dict[int, int],
-        note: Callable[[Any], None],
-        span: OpenSpan,
-    ) -> None:
+    def __init__(self, jobs: Sequence[ChunkCall], number: int, recorder: Recorder) -> None:
         self._began = self._checked = self._waits = time.perf_counter()
-        self._jobs = jobs
-        self._models = models
-        self._note = note
-        self._span = span
+        self.jobs = jobs
+        self._recorder = recorder
         self.method = jobs[0].method if jobs else ""
         self.number = number
         self.sent: list[SentNote] = []
@@ -178,8 +167,8 @@ class CallRecord:
             again: The method that makes a lost graph again in front of the job; empty for the job
                 itself.
         """
-        job, method, size = self._jobs[number], again or self.method, attachments.size
-        model = self._models.get(job.model, job.model)
+        job, method, size = self.jobs[number], again or self.method, attachments.size
+        model = self._recorder.accounts.same.get(job.model, job.model)
         went = ways(attachments.beside, size) if attachments.beside else None
         self.sent.append(
             SentNote(
@@ -194,7 +183,7 @@ class CallRecord:
                 ways=went,
             )
         )
-        return TaskLabel(method, number + 1, len(self._jobs), bool(again))
+        return TaskLabel(method, number + 1, len(self.jobs), bool(again))
 
     def checked(self) -> None:
         """Note that all was sent, and what the driver does meanwhile was done."""
@@ -204,7 +193,8 @@ class CallRecord:
         """Wait for all calls, in a range of torch's profiler."""
         self._waits = time.perf_counter()
         with _range(f"raydp_parallel.{self.method}: replicas"):
-            span = self._span("wait")
+            opens = self._recorder.span
+            span = None if opens is unseen else opens("wait")
             if span is None:
                 return collect(pending)
             with span:
@@ -225,16 +215,8 @@ class CallRecord:
             answers=answers,
         )
         self.rounds.append(done)
-        self._note(done)
+        self._recorder.enter_round(done)
         self.sent, self._began = [], ended
-
-    def ended(self) -> None:
-        """Note that it ended, or was given up. Its jobs hold objects of the user, and are
-        released.
-        """
-        self._jobs, self.sent = (), []
-        if self.rounds:
-            self._note(self)
 
 
 def note_of(reply: Reply, attachments: Attachments) -> AnswerNote:
@@ -265,22 +247,19 @@ class Reducing:
     Args:
         slots: The slots of the replicas.
         number: The number of the backward.
-        note: Gives it to the recorder.
-        span: A span in `ray timeline`, if it is shown there.
+        recorder: Gets it.
 
     Attributes:
         began: When it began.
         ended: When it ended.
     """
 
-    def __init__(
-        self, slots: Sequence[ReplicaSlot], number: int, note: Callable[[Any], None], span: Any
-    ) -> None:
+    def __init__(self, slots: Sequence[ReplicaSlot], number: int, recorder: Recorder) -> None:
         self.slots = slots
         self.number = number
         self.began = self.ended = 0.0
-        self._note = note
-        self._span = span
+        self._recorder = recorder
+        self._span = None if recorder.span is unseen else recorder.span("reduce")
         self._range = _range("raydp_parallel.reduce")
 
     def __enter__(self) -> None:
@@ -296,7 +275,7 @@ class Reducing:
         self._range.__exit__(*failure)
         self.ended = time.perf_counter()
         if failure[0] is None:
-            self._note(self)
+            self._recorder.enter_reducing(self)
 
 
 _SHOWN = 48
@@ -358,25 +337,20 @@ class Recorder:
         """Begin the record of a run."""
         method = jobs[0].method if jobs else "forward"
         number = self._numbers[method] = self._numbers[method] + 1
-        run = CallRecord(jobs, number, self.accounts.same, self._enter, self.span)
+        run = CallRecord(jobs, number, self)
         self.under_way.add(run)
         return run
 
     def end(self, run: CallRecord) -> None:
-        """Note that a run ended, or was given up."""
+        """Note that a run ended, or was given up. Its jobs hold objects of the user, and are
+        released.
+        """
         self.under_way.discard(run)
-        run.ended()
-
-    def _enter(self, done: Round | CallRecord | Reducing) -> None:
-        """Count what was done."""
-        with self._lock:
-            if isinstance(done, Round):
-                self._enter_round(done)
-            elif isinstance(done, CallRecord):
-                self._keep(_drawn(done, self.accounts.names, self.replicas))
-                self.accounts.tidy(self.accounts.gone)
-            else:
-                self._enter_reducing(done)
+        run.jobs, run.sent = (), []
+        if run.rounds:
+            with self._lock:
+                self._keep(_drawn(run, self.accounts.names, self.replicas))
+                self.accounts.tidy()
 
     def account(self, slot: ReplicaSlot, model: int) -> Account:
         """The account of what a replica did for a model."""
@@ -389,7 +363,7 @@ class Recorder:
 
     def reducing(self, slots: Sequence[ReplicaSlot]) -> Reducing:
         """The time in which the driver sums gradients, as a context manager."""
-        return Reducing(slots, self._numbers["backward"], self._enter, self.span("reduce"))
+        return Reducing(slots, self._numbers["backward"], self)
 
     def state(self, slot: ReplicaSlot, model: int, sent: int, size: int) -> None:
         """Count the bytes of a model's state that went to a replica, out of its size."""
@@ -399,26 +373,27 @@ class Recorder:
             account.state_skipped += max(0, size - sent)
 
     def changed(self, what: str) -> None:
-        """Count why a module changed in more than its contents; empty if it did not."""
-        if what:
-            with self._lock:
-                self.changes[what] += 1
+        """Count why a module changed in more than its contents."""
+        with self._lock:
+            self.changes[what] += 1
 
-    def _enter_round(self, note: Round) -> None:
+    def enter_round(self, note: Round) -> None:
+        """Count what was done in a round."""
         # The other rounds are waiting time as a whole.
         all_sent = checked = waits = note.began
         if note.first:
             all_sent = note.sent[-1].at if note.sent else note.began
             checked = max(all_sent, note.checked)
             waits = max(checked, note.waits)
-        self.driver[0] += all_sent - note.began
-        self.driver[1] += checked - all_sent
-        self.driver[2] += note.ended - waits
-        by_slot: dict[ReplicaSlot, list[tuple[SentNote, AnswerNote | None]]] = {}
-        for one, answer in zip(note.sent, note.answers, strict=True):
-            by_slot.setdefault(one.slot, []).append((one, answer))
-        for slot, calls in by_slot.items():
-            self._enter_calls(slot, calls, note)
+        with self._lock:
+            self.driver[0] += all_sent - note.began
+            self.driver[1] += checked - all_sent
+            self.driver[2] += note.ended - waits
+            by_slot: dict[ReplicaSlot, list[tuple[SentNote, AnswerNote | None]]] = {}
+            for one, answer in zip(note.sent, note.answers, strict=True):
+                by_slot.setdefault(one.slot, []).append((one, answer))
+            for slot, calls in by_slot.items():
+                self._enter_calls(slot, calls, note)
 
     def _enter_calls(
         self, slot: ReplicaSlot, calls: Sequence[tuple[SentNote, AnswerNote | None]], note: Round
@@ -435,15 +410,17 @@ class Recorder:
         for one, answer in calls:
             account = self.accounts.of(slot.index, one.model)
             tally.bytes_in += one.size
-            travelled(account, one.ways, one.size, "in")
+            _enter_bytes(account, one.ways, one.size, "in")
             if answer is None:
                 continue
             if one.own:  # each job is answered once, however often it was sent
                 _enter_answer(account, tally, one, answer)
             if answer.laps:
                 rows = 0 if answer.failed else one.rows
-                busy += enter(account, replica, one.method, answer.laps, own=one.own, rows=rows)
-                # `enter` counted the wait for sums with others as time of copying out.
+                busy += _enter_laps(
+                    account, replica, one.method, answer.laps, own=one.own, rows=rows
+                )
+                # `_enter_laps` counted the wait for sums with others as time of copying out.
                 account.seconds[4] -= answer.summing
                 replica.reduce += answer.summing
                 replica.clock.heard(one.at, answer.laps, note.ended)
@@ -453,13 +430,8 @@ class Recorder:
         replica.owed = max(0.0, -waited)
         account.seconds[5] += max(0.0, waited)
 
-    def _enter_reducing(self, note: Reducing) -> None:
-        self.driver[3] += note.ended - note.began
-        for slot in note.slots:
-            replica = self.replicas[slot.index]
-            if note.ended > replica.free:
-                replica.reduce += note.ended - replica.free
-                replica.free = note.ended
+    def enter_reducing(self, note: Reducing) -> None:
+        """Count the time in which gradients were summed."""
         span = CallSpan(
             method="reduce",
             number=note.number,
@@ -469,7 +441,14 @@ class Recorder:
             ended=note.ended,
             chunks=(),
         )
-        self._keep(span)
+        with self._lock:
+            self.driver[3] += note.ended - note.began
+            for slot in note.slots:
+                replica = self.replicas[slot.index]
+                if note.ended > replica.free:
+                    replica.reduce += note.ended - replica.free
+                    replica.free = note.ended
+            self._keep(span)
 
     def _keep(self, call: CallSpan) -> None:
         """Keep a call as it happened, for pictures."""
@@ -516,7 +495,7 @@ class Recorder:
     def report(self, stats: ExecutorStats, history: Sequence[Any], last: bool) -> Report:
         """A report for the sinks of the reporter."""
         with self._lock:
-            accounts = self.accounts.reported(self.accounts.gone)
+            accounts = self.accounts.reported()
             traced, self.traced = self.traced, None if self.traced is None else []
             return Report(
                 stats=stats,
@@ -576,9 +555,57 @@ def _enter_answer(account: Account, tally: Tally, one: SentNote, answer: AnswerN
     else:
         tally.backward_seconds += answer.seconds
     tally.bytes_out += answer.size
-    travelled(account, answer.ways, answer.size, "out")
+    _enter_bytes(account, answer.ways, answer.size, "out")
     if answer.among:
         account.traffic["collective", "among"] += answer.among
+
+
+def _enter_laps(
+    account: Account,
+    replica: ReplicaAccount,
+    method: str,
+    laps: tuple[float, ...],
+    own: bool,
+    rows: int,
+) -> float:
+    """Enter what a replica measured; returns how long it was busy.
+
+    Args:
+        account: What the replica did for the model.
+        replica: What concerns the replica.
+        method: ``"forward"`` or ``"backward"``.
+        laps: When its phases began, and when the last ended.
+        own: Whether it counts as a call. A forward that only makes a lost graph again takes time,
+            but was counted where it ran first.
+        rows: Rows of the batch that it computed.
+    """
+    t0, t1, t2, t3, t4 = laps
+    work = t3 - t2
+    copies = (t2 - t0) + (t4 - t3)
+    seconds = account.seconds
+    seconds[0] += t1 - t0
+    seconds[1] += t2 - t1
+    seconds[2 if method == "forward" else 3] += work
+    seconds[4] += t4 - t3
+    if not own:
+        return t4 - t0
+    account.busy[method] += t4 - t0
+    if method == "forward":
+        account.forwards += 1
+        replica.recent.append(Recent(work, copies, rows))
+    else:
+        account.backwards += 1
+        if replica.recent:
+            last = replica.recent[-1]
+            replica.recent[-1] = Recent(last.work + work, last.copies + copies, last.rows)
+    return t4 - t0
+
+
+def _enter_bytes(account: Account, went: Ways | None, size: int, direction: str) -> None:
+    """Enter a message's bytes by link; without ``went`` all of them lay in the message itself."""
+    for link, part in (("inline", size),) if went is None else went:
+        if part:
+            account.traffic[link, direction] += part
 
 
 def _drawn(

@@ -83,9 +83,13 @@ class Clock:
     A call is sent before it begins and answered after it ends, which bounds the difference from
     both sides. Processes of one machine have one clock: as long as the bounds allow 0, the
     difference is 0.
+
+    Attributes:
+        offset: What to add to the replica's times to get the driver's.
     """
 
     def __init__(self) -> None:
+        self.offset = 0.0
         self._least = float("-inf")
         self._most = float("inf")
 
@@ -99,13 +103,8 @@ class Clock:
         """
         self._least = max(self._least, sent - stamps[0])
         self._most = min(self._most, received - stamps[-1])
-
-    @property
-    def offset(self) -> float:
-        """What to add to the replica's times to get the driver's."""
-        if self._least <= 0 <= self._most or self._least == float("-inf"):
-            return 0.0
-        return (self._least + self._most) / 2
+        within = self._least <= 0 <= self._most
+        self.offset = 0.0 if within else (self._least + self._most) / 2
 
 
 class ChunkSpan(NamedTuple):
@@ -230,18 +229,11 @@ class Accounts(dict[tuple[int, int], Account]):
             found = self[key] = Account()
         return found
 
-    @property
-    def gone(self) -> int:
-        """How many deleted modules still have accounts."""
-        return len(self._gone)
-
-    def reported(self, gone: int) -> list[tuple[int, str, Account]]:
-        """Copies for a report, with the models' names. Deleted modules are reported a last time.
-
-        Args:
-            gone: How many modules were deleted before the last notes were entered. Notes of modules
-                that were deleted later may still come.
+    def reported(self) -> list[tuple[int, str, Account]]:
+        """Copies for a report, with the models' names. Deleted modules are reported a last time;
+        notes of modules that are deleted while this runs may still come.
         """
+        gone = len(self._gone)
         found = [
             (i, self.names.get(m, ""), copy.deepcopy(account))
             for (i, m), account in self.items()
@@ -250,12 +242,13 @@ class Accounts(dict[tuple[int, int], Account]):
         self._settle(gone)
         return found
 
-    def tidy(self, gone: int) -> None:
+    def tidy(self) -> None:
         """Merge the accounts of deleted modules, where no report does it."""
-        if gone > _PATIENCE:
+        if (gone := len(self._gone)) > _PATIENCE:
             self._settle(gone)
 
     def _settle(self, count: int) -> None:
+        """Merge the accounts of so many modules that were deleted first."""
         gone = {self._gone.popleft() for _ in range(count)}
         for index, model in [key for key in self if key[1] in gone]:
             self.setdefault((index, _GONE), Account()).add(self.pop((index, model)))
@@ -279,10 +272,6 @@ class Recent(NamedTuple):
     copies: float
     rows: int
 
-    def plus(self, work: float, copies: float) -> Recent:
-        """The same call with its backward."""
-        return self._replace(work=self.work + work, copies=self.copies + copies)
-
 
 @dataclass
 class ReplicaAccount:
@@ -297,46 +286,6 @@ class ReplicaAccount:
     """Seconds that were entered as waiting, but were work on a call that was answered later."""
     clock: Clock = field(default_factory=Clock)
     recent: deque[Recent] = field(default_factory=lambda: deque(maxlen=_RECENT))
-
-
-def enter(
-    account: Account,
-    replica: ReplicaAccount,
-    method: str,
-    laps: tuple[float, ...],
-    own: bool = True,
-    rows: int = 0,
-) -> float:
-    """Enter what a replica measured; returns how long it was busy.
-
-    Args:
-        account: What the replica did for the model.
-        replica: What concerns the replica.
-        method: ``"forward"`` or ``"backward"``.
-        laps: When its phases began, and when the last ended.
-        own: Whether it counts as a call. A forward that only makes a lost graph again takes time,
-            but was counted where it ran first.
-        rows: Rows of the batch that it computed.
-    """
-    t0, t1, t2, t3, t4 = laps
-    work = t3 - t2
-    copies = (t2 - t0) + (t4 - t3)
-    seconds = account.seconds
-    seconds[0] += t1 - t0
-    seconds[1] += t2 - t1
-    seconds[2 if method == "forward" else 3] += work
-    seconds[4] += t4 - t3
-    if not own:
-        return t4 - t0
-    account.busy[method] += t4 - t0
-    if method == "forward":
-        account.forwards += 1
-        replica.recent.append(Recent(work, copies, rows))
-    else:
-        account.backwards += 1
-        if replica.recent:
-            replica.recent[-1] = replica.recent[-1].plus(work, copies)
-    return t4 - t0
 
 
 def phases_of(
@@ -400,13 +349,6 @@ def ways(beside: Sequence[Any], size: int) -> Ways:
         size -= part
         found.append((link, part))
     return (*found, ("inline", size)) if size else tuple(found)
-
-
-def travelled(account: Account, went: Ways | None, size: int, direction: str) -> None:
-    """Enter a message's bytes by link; without ``went`` all of them lay in the message itself."""
-    for link, part in (("inline", size),) if went is None else went:
-        if part:
-            account.traffic[link, direction] += part
 
 
 def way_of(packet: Any) -> tuple[str, int | None]:
