@@ -303,7 +303,8 @@ def _replicas(modules: Sequence[Any], devices: Sequence[Any] | None) -> list[Rem
     if owner is None:
         owner = shared(Options())
     if devices is None:
-        ids = _default_devices(len(modules), owner.options)
+        gpus = cluster.all_gpus(owner.options)
+        ids = [gpus[i % len(gpus)] if gpus else "cpu" for i in range(len(modules))]
     else:
         ids = [device_id(entry) for entry in devices]
     found = []
@@ -316,8 +317,3 @@ def _replicas(modules: Sequence[Any], devices: Sequence[Any] | None) -> list[Rem
             )
         found.append(replica)
     return found
-
-
-def _default_devices(count: int, options: Options) -> list[DeviceId]:
-    gpus = cluster.all_gpus(options)
-    return [gpus[i % len(gpus)] for i in range(count)] if gpus else ["cpu"] * count

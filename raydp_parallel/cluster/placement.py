@@ -191,7 +191,8 @@ def no_room(places: Sequence[DevicePlace], late: Sequence[DevicePlace], options:
         f"{sum(p.kind == 'cpu' for p in places)} CPU replicas"
     )
     each = "; ".join(
-        f"each {kind.upper()} replica with {_amounts(needs)}"
+        f"each {kind.upper()} replica with "
+        + ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
         for kind in dict.fromkeys(place.kind for place in places)
         if (needs := booked(kind, options))
     )
@@ -213,10 +214,6 @@ def _found() -> list[Holder]:
     except Exception:  # these tables of Ray are not public: another version may differ
         log.debug("the holders of GPUs cannot be found out", exc_info=True)
         return []
-
-
-def _amounts(needs: Mapping[str, float]) -> str:
-    return ", ".join(f"{amount:g} {name}" for name, amount in needs.items())
 
 
 def _listed(parts: Sequence[str]) -> str:

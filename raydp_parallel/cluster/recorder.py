@@ -282,11 +282,6 @@ _SHOWN = 48
 """How many calls are kept as they happened, for pictures."""
 
 
-def _numbered(name: str) -> str:
-    found = number(f"executor {name}")
-    return name if found == 1 else f"{name}/{found}"
-
-
 class Recorder:
     """The record of what one executor did.
 
@@ -295,7 +290,8 @@ class Recorder:
     """
 
     def __init__(self, name: str) -> None:
-        self.name = _numbered(name)
+        found = number(f"executor {name}")
+        self.name = name if found == 1 else f"{name}/{found}"
         self.accounts = Accounts()
         self.replicas: dict[int, ReplicaAccount] = {}
         self.driver = [0.0] * 4
@@ -532,7 +528,7 @@ class Recorder:
             driver=DriverSeconds(prepare, verify, wait, reduce, outside),
             changes=changes,
         )
-        return _with_advice(found)
+        return replace(found, advice=advise(found))
 
 
 def _done(calls: Sequence[tuple[SentNote, AnswerNote | None]], note: Round, offset: float) -> float:
@@ -631,7 +627,3 @@ def _drawn(
         ended=ended,
         chunks=tuple([chunks[number] for number in sorted(chunks)]),
     )
-
-
-def _with_advice(stats: ExecutorStats) -> ExecutorStats:
-    return replace(stats, advice=advise(stats))

@@ -208,16 +208,13 @@ def _enter_all(context: CallContext) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(context.inference))
         stack.enter_context(torch.set_grad_enabled(context.grad and not context.inference))
         for device, (enabled, dtype) in zip(_AUTOCAST_DEVICES, context.autocast, strict=True):
-            stack.enter_context(_autocast(device, enabled, dtype, context.autocast_cache))
+            kind, cache = getattr(torch, dtype), context.autocast_cache
+            stack.enter_context(torch.autocast(device, kind, enabled, cache_enabled=cache))
         if context.anomaly[0]:
             stack.enter_context(
                 torch.autograd.set_detect_anomaly(True, check_nan=context.anomaly[1])
             )
         yield
-
-
-def _autocast(device: str, enabled: bool, dtype: str, cache: bool) -> Any:
-    return torch.autocast(device, enabled=enabled, dtype=getattr(torch, dtype), cache_enabled=cache)
 
 
 def _flags() -> tuple[Any, ...]:

@@ -432,7 +432,9 @@ def expose(storage: Any, known: int, promised: int = 0) -> Exposed | None:
     file, size = storage._share_fd_cpu_()
     descriptor = describe(file, size, size)
     if not already:
-        _fix(storage)
+        # Torch refuses to resize a storage that NumPy has an array over: in shared memory it would
+        # resize, and the process would be ended by a signal.
+        _seen_by_numpy(storage)
         _exposures.note_moved(storage.data_ptr(), file, descriptor)
     found = _exposures.known[storage._cdata] = Exposed(storage, descriptor)
     return found
@@ -444,15 +446,6 @@ def _is_there(file: int, meant: Descriptor) -> bool:
     except OSError:
         return False
     return (found.st_dev, found.st_ino) == (meant.volume, meant.inode)
-
-
-def _fix(storage: Any) -> None:
-    """Let torch refuse to resize a storage: in shared memory it would resize, and the process would
-    be ended by a signal.
-
-    Torch refuses once NumPy has an array over the memory.
-    """
-    _seen_by_numpy(storage)
 
 
 def _seen_by_numpy(storage: Any) -> np.ndarray:
