@@ -318,7 +318,7 @@ def step(model: nn.Module, x: Tensor) -> None:
 def empty_trip(executor: raydp_parallel.Executor, count: int) -> None:
     """A message that asks for nothing to each of so many replicas, over their lines."""
     slots = executor.slots(["cpu"] * count)
-    backend = executor._replica_set.backend
+    backend = executor.replica_set.backend
     backend.collect(
         [
             backend.submit(slot.client, "forget", pickle.dumps(slot.contents.forget()), ())

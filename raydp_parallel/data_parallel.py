@@ -322,7 +322,7 @@ class DataParallel(nn.DataParallel[T]):
         """Where outputs go: as upstream, a CUDA index where it is one."""
         if "_output_device" not in self.__dict__:
             raise AttributeError  # `__getattr__` gives the text
-        device = self._output_device or self.src_device_obj
+        device = self._output_device or _module_device(self._master)
         return device.index if device.type == "cuda" else device
 
     @output_device.setter
@@ -509,10 +509,11 @@ class DataParallel(nn.DataParallel[T]):
         replicas = functional.calling(self.replicate(self._master, ids), called)
         numbers = isinstance(called, LossCall) and called.reduction != "none"
         weighing = self._weighing(chunks, chunk_kwargs, gather and not numbers)
-        with self._setting(
-            joins=gather and self._joins_alone(), balance=self._balance(self.device_ids)
-        ):
-            if self._has_own("parallel_apply"):
+        # Outputs are joined at once where no subclass's method sees them before.
+        own = self._has_own("parallel_apply")
+        joins = gather and self.dim == 0 and own and self._has_own("gather")
+        with self._setting(joins=joins, balance=self._balance(self.device_ids)):
+            if own:
                 begun = functional.begin(
                     replicas,
                     chunks,
@@ -816,12 +817,6 @@ class DataParallel(nn.DataParallel[T]):
             )
             for device, slot in zip(device_ids, slots, strict=True)
         ]
-
-    def _joins_alone(self) -> bool:
-        """Whether outputs are joined at their first dimension, and no subclass's method sees them
-        before that.
-        """
-        return self.dim == 0 and self._has_own("parallel_apply") and self._has_own("gather")
 
     def _has_own(self, method: str) -> bool:
         """Whether a method is this class's, and not one of a subclass or of the instance."""

@@ -122,7 +122,7 @@ class Executors:
         start_ray()
         key = count, raydp_parallel.Options(**options)
         found = self._made.pop(key, None)
-        if found is None or found.closed or not found._replica_set.backend.alive():
+        if found is None or found.closed or not found.replica_set.backend.alive():
             found = raydp_parallel.Executor(["cpu"] * count, options=key[1])
         self._made[key] = found  # the last one that was used is the last in the dict
         found.grow(120)  # an earlier test may have ended a replica

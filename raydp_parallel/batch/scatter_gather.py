@@ -104,14 +104,11 @@ class Gather(torch.autograd.Function):
 
 def join_along(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     """The concatenation of tensors of one dtype and device."""
-    if _is_large(tensors) and all(map(_is_plain, tensors)):
+    size = sum([tensor.numel() * tensor.itemsize for tensor in tensors])
+    if size >= devices.RECYCLED and all(map(_is_plain, tensors)):
         joined: torch.Tensor = Gather.apply(dim, *tensors)
         return joined
     return torch.cat(tuple(tensors), dim)
-
-
-def _is_large(tensors: Sequence[torch.Tensor]) -> bool:
-    return sum([tensor.numel() * tensor.itemsize for tensor in tensors]) >= devices.RECYCLED
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -295,6 +292,8 @@ class _Plan:
     """
 
     def __init__(self, chunks: int, dim: int, sizes: ChunkSizes | None = None) -> None:
+        if not chunks:
+            raise RuntimeError("Expected at least one device to scatter to")
         self.chunks = chunks
         self.dim = dim
         self.sizes = sizes
@@ -367,7 +366,7 @@ def scatter(inputs: Any, target_gpus: Sequence[Any], dim: int = 0) -> Any:
         IndexError: A tensor lacks the dimension.
         ValueError: Tensors yield different numbers of chunks.
     """
-    plan = _plan(target_gpus, dim)
+    plan = _Plan(len(target_gpus), dim)
     pieces = _split(inputs, plan, "inputs")
     plan.agreed()  # raises where rows would be lost
     return tuple(pieces) if isinstance(inputs, torch.Tensor) else list(pieces)
@@ -408,7 +407,7 @@ def scatter_kwargs(
     """
     if not inputs and not kwargs:
         return (), ()
-    plan = _plan(target_gpus, dim, sizes)
+    plan = _Plan(len(target_gpus), dim, sizes)
     # nearly every call
     plain = not kwargs and {*map(type, inputs)} == {Tensor}
     if plain and (not registered or splitter_of(inputs[0]) is None):
@@ -450,12 +449,6 @@ def sizes(value: Any, dim: int) -> Iterator[int]:
         yield sequences(value)
     for part in contents(value, kind).values():
         yield from sizes(part, dim)
-
-
-def _plan(target_gpus: Sequence[Any], dim: int, sizes: ChunkSizes | None = None) -> _Plan:
-    if len(target_gpus) == 0:
-        raise RuntimeError("Expected at least one device to scatter to")
-    return _Plan(len(target_gpus), dim, sizes)
 
 
 def _split(value: Any, plan: _Plan, path: str) -> Sequence[Any]:

@@ -85,6 +85,8 @@ class CallNode:
         times: Takes the times of its chunks, if chunks are balanced.
         synced: How its chunks exchange tensors while they run; None if they do not.
         outputs: If they do, the outputs of each chunk, None for those without a gradient.
+        parts: What concerns each chunk; None for one that makes no gradients.
+        passes: What each running pass of torch's engine brought, by its number.
     """
 
     def __init__(
@@ -107,22 +109,16 @@ class CallNode:
         self.synced: SyncedCall | None = None
         self.outputs: list[list[tuple[torch.Size, torch.dtype, torch.device] | None]] = []
         self.parts: list[ReductionPart | None] = []
-        self._passes: dict[int, EnginePass] = {}
+        self.passes: dict[int, EnginePass] = {}
 
     @property
     def now(self) -> EnginePass:
         """What the running pass of torch's engine brought."""
         task = torch._C._current_graph_task_id()
-        found = self._passes.get(task)
+        found = self.passes.get(task)
         if found is None:
-            found = self._passes[task] = EnginePass({}, [], [])
+            found = self.passes[task] = EnginePass({}, [], [])
         return found
-
-    def end_pass(self) -> EnginePass:
-        """Remove and return what the running pass brought: a pass that fails leaves nothing for the
-        next one.
-        """
-        return self._passes.pop(torch._C._current_graph_task_id())
 
 
 Stash = dict[CallNode, dict[int, dict[int, Tensor]]]
@@ -213,13 +209,14 @@ class Fork(Function):
     @ambient_state.uncompiled
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
         call: CallNode = ctx.call()
-        if call.executor.closed:
+        if call.executor.replica_set.closed:
             raise ExecutorClosed(
                 "backward: the executor was closed, by close() or shutdown(), after the "
                 "forward, and the graphs ended with its replicas; run backward before closing "
                 "it, or run forward again with one that is open"
             )
-        ending = call.end_pass()
+        # Taken out: a pass that fails leaves nothing for the next one.
+        ending = call.passes.pop(torch._C._current_graph_task_id())
         if ending.tracks:
             devices.follow(ending.tracks)
         will_run, captured = _needed(ctx)

@@ -71,6 +71,7 @@ class Executor:
         options: Settings that few programs need.
 
     Attributes:
+        replica_set: The replicas by device.
         recorder: The record of where time went, and of what travelled.
         replays: Whether calls are run again when a replica dies, and keep what that takes.
         groups: The groups of replicas that sum gradients and pass weights on.
@@ -84,12 +85,12 @@ class Executor:
         self.options = options or Options()
         self._every = device_ids is None
         self.device_ids = normalize(device_ids, self.options) if device_ids != () else []
-        self._replica_set = ReplicaSet(self.options)
-        self._replica_set.before_leaving = weakref.WeakMethod(self._bring_to_safety)
-        self.recorder = self._replica_set.recorder
-        self.replays = self._replica_set.replays
-        self.groups = ReplicaGroups(self._replica_set)
-        self.synced_groups = ReplicaGroups(self._replica_set)
+        self.replica_set = ReplicaSet(self.options)
+        self.replica_set.before_leaving = weakref.WeakMethod(self._bring_to_safety)
+        self.recorder = self.replica_set.recorder
+        self.replays = self.replica_set.replays
+        self.groups = ReplicaGroups(self.replica_set)
+        self.synced_groups = ReplicaGroups(self.replica_set)
         self._reporter: Reporter | None = None
         self._trackers: weakref.WeakValueDictionary[int, ModuleTracker] = (
             weakref.WeakValueDictionary()
@@ -114,17 +115,12 @@ class Executor:
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
-        return self._replica_set.closed
-
-    @property
-    def replica_set(self) -> ReplicaSet:
-        """The replicas by device."""
-        return self._replica_set
+        return self.replica_set.closed
 
     @property
     def link(self) -> Link:
         """What bytes travel by."""
-        return self._replica_set.backend.link
+        return self.replica_set.backend.link
 
     @property
     def exchanges(self) -> bool:
@@ -133,23 +129,23 @@ class Executor:
         """
         if self.options.link == "collective" or "nccl" in self.options.gpu_paths:
             return True
-        hellos = [slot.hello for slot in [*self._replica_set.slots.values()]]
+        hellos = [slot.hello for slot in [*self.replica_set.slots.values()]]
         return len({hello.node for hello in hellos if hello is not None}) > 1
 
     def replicas(self) -> tuple[ReplicaInfo, ...]:
         """The replicas, one entry per device."""
-        self._replica_set.check_own()
-        return tuple(slot.info() for slot in self._replica_set.slots.values())
+        self.replica_set.check_own()
+        return tuple(slot.info() for slot in self.replica_set.slots.values())
 
     def stats(self, model: nn.Module | None = None) -> ExecutorStats:
         """What the replicas did so far, for all models or for one."""
-        self._replica_set.check_own()
+        self.replica_set.check_own()
         known = self.known(model) if model is not None else None
         only = None if model is None else known.id if known is not None else 0
         return self.recorder.stats(
-            self._replica_set.totals,
-            [*self._replica_set.slots.values()],
-            self._replica_set.link,
+            self.replica_set.totals,
+            [*self.replica_set.slots.values()],
+            self.replica_set.link,
             only,
         )
 
@@ -161,7 +157,7 @@ class Executor:
 
         In a forked process it ends nothing: the replicas are the parent's.
         """
-        if self._replica_set.forked:
+        if self.replica_set.forked:
             return
         trained = [t.training for t in [*self._trackers.values()] if t.training is not None]
         patience = None
@@ -173,16 +169,16 @@ class Executor:
                 training.end()
                 self._behind.discard(training)
         finally:  # also after Ctrl-C: nothing would end the replicas later
-            self._replica_set.release()
-            with self._replica_set.lock:
+            self.replica_set.release()
+            with self.replica_set.lock:
                 if patience is not None:
                     patience.cancel()
-                if not self._replica_set.closed:
-                    self._replica_set.closed = True
+                if not self.replica_set.closed:
+                    self.replica_set.closed = True
                     try:
                         self._stop_reports()
                     finally:
-                        self._replica_set.close()
+                        self.replica_set.close()
 
     def _be_patient(self, seconds: float) -> threading.Timer:
         """End the replicas after some time in which `close` waits for them, or for a thread that
@@ -195,7 +191,7 @@ class Executor:
 
     def _wait_no_more(self, seconds: float) -> None:
         log.warning("close() waited for %g s for replicas that train, and ends them now", seconds)
-        self._replica_set.backend.stop([slot.client for slot in self._replica_set.ready()])
+        self.replica_set.backend.stop([slot.client for slot in self.replica_set.ready()])
 
     def _bring_to_safety(self, going: Sequence[ReplicaSlot]) -> None:
         """Fetch what some replicas, which are about to end, are the last to have."""
@@ -227,10 +223,10 @@ class Executor:
         Returns:
             How many joined.
         """
-        with self._replica_set.lock:
+        with self.replica_set.lock:
             self._refresh()
             seconds = self.options.placement_timeout if timeout is None else timeout
-            joined = self._replica_set.grow(seconds)
+            joined = self.replica_set.grow(seconds)
             more: list[int] = []
             if self._every:
                 more = [k for k in cluster.all_gpus(self.options) if k not in self.device_ids]
@@ -244,16 +240,16 @@ class Executor:
         is there.
         """
         wanted = known_places(tuple(device_ids))
-        with self._replica_set.lock:
+        with self.replica_set.lock:
             self._refresh()
             self._fill(wanted)
-            return [self._replica_set.slots[place] for place in wanted]
+            return [self.replica_set.slots[place] for place in wanted]
 
     def revive(self, slots: Sequence[ReplicaSlot]) -> None:
         """Make sure that each slot has a replica, or one that is starting."""
         for slot in slots:
             if not slot.ready:
-                with self._replica_set.lock:
+                with self.replica_set.lock:
                     self._refresh()
                     self._fill([slot.place for slot in slots])
                 return
@@ -262,8 +258,8 @@ class Executor:
         """Wait until each of these slots has a replica, for as long as placement may take."""
         self.revive(slots)
         if not all(slot.ready for slot in slots):
-            with self._replica_set.lock:
-                self._replica_set.grow(self.options.placement_timeout)
+            with self.replica_set.lock:
+                self.replica_set.grow(self.options.placement_timeout)
 
     def tracker(self, module: nn.Module, keep: bool = False) -> ModuleTracker:
         """The tracker of a module, which all its wrappers share. The caller keeps it alive.
@@ -275,11 +271,11 @@ class Executor:
             keep: Whether the executor keeps it too, for a while: for callers that hold nothing
                 between two calls.
         """
-        with self._replica_set.lock:
+        with self.replica_set.lock:
             tracker = self.known(module)
             if tracker is None:
                 self._refresh()
-                tracker = ModuleTracker(module, self._replica_set.backend.link)
+                tracker = ModuleTracker(module, self.replica_set.backend.link)
                 weakref.finalize(tracker, _drop_model, weakref.ref(self), tracker.id).atexit = False
                 self._trackers[id(module)] = tracker
                 self.recorder.accounts.meet(tracker.id, module)
@@ -311,7 +307,7 @@ class Executor:
             ReplicaDied: A replica's process ended, and with ``on_fault="replay"`` others that did
                 its work, too. All other calls have ended.
         """
-        calls = Dispatcher(self._replica_set, jobs)
+        calls = Dispatcher(self.replica_set, jobs)
         calls.send(first, meanwhile)
         return calls.answers()
 
@@ -323,7 +319,7 @@ class Executor:
             wait: Whether to wait for one more answer, for as long as a call may take.
         """
         calls = [call for group in groups for call in group]
-        come = {id(calls[at]) for at in self._replica_set.backend.come(calls, wait)}
+        come = {id(calls[at]) for at in self.replica_set.backend.come(calls, wait)}
         return [all(id(call) in come for call in group) for group in groups]
 
     def send_code(self, answers: Sequence[ChunkAnswer]) -> bool:
@@ -338,30 +334,30 @@ class Executor:
         packages = {
             name: package for name in lacking if (package := code_shipping.pack(name)) is not None
         }
-        with self._replica_set.lock:
+        with self.replica_set.lock:
             sent = [
-                self._replica_set.backend.send_code(package, lacking[name])
+                self.replica_set.backend.send_code(package, lacking[name])
                 for name, package in packages.items()
             ]
             return any(sent)
 
     def show_work(self, replica: int, text: str) -> None:
         """Let Ray's dashboard say what a replica, by its number, is doing."""
-        for slot in [*self._replica_set.slots.values()]:  # another thread may add one
+        for slot in [*self.replica_set.slots.values()]:  # another thread may add one
             if slot.index == replica and slot.ready:
-                self._replica_set.backend.show(slot.client, text)
+                self.replica_set.backend.show(slot.client, text)
 
     def flush(self) -> list[tuple[int, int]]:
         """Tell the replicas now what the driver released; returns how many models and graphs each
         still holds.
         """
-        with self._replica_set.lock:
+        with self.replica_set.lock:
             self._refresh()
-            self._replica_set.pick_up()
-            backend = self._replica_set.backend
+            self.replica_set.pick_up()
+            backend = self.replica_set.backend
             calls = [
                 backend.submit(s.client, "forget", pack(s.contents.forget()), ())
-                for s in self._replica_set.ready()
+                for s in self.replica_set.ready()
             ]
             answers = backend.collect(calls)
             return [
@@ -370,13 +366,13 @@ class Executor:
 
     def _refresh(self) -> None:
         """Drop the trackers if the cluster was left: what its replicas held is gone."""
-        if self._replica_set.refresh():
+        if self.replica_set.refresh():
             self._trackers.clear()
             self._recent.clear()
             self._stop_reports()
 
     def _fill(self, wanted: Sequence[DevicePlace]) -> None:
-        self._replica_set.fill(wanted)
+        self.replica_set.fill(wanted)
         if self._reporter is None:
             self._reporter = registry.watch(self)
 
@@ -409,7 +405,7 @@ def _drop_model(executor: weakref.ref[Executor], model: int) -> None:
     if known is not None:
         known.recorder.accounts.part(model)
         # This is a finalizer: another thread may be adding a slot.
-        for slot in [*known._replica_set.slots.values()]:
+        for slot in [*known.replica_set.slots.values()]:
             slot.contents.drop_model(model)
 
 
@@ -458,10 +454,10 @@ def shared(options: Options) -> Executor:
     """The process's executor for these options; it has no replica until one is needed."""
     found, last = _shared.by_options, _shared.last
     executor = last[1] if last is not None and last[0] is options else found.get(options)
-    if executor is None or executor.closed:
+    if executor is None or executor.replica_set.closed:
         with _shared.lock:
             plain = replace(options, **_READ_BY_WRAPPERS)
-            if plain not in found or found[plain].closed:
+            if plain not in found or found[plain].replica_set.closed:
                 found[plain] = Executor((), options=plain)
             executor = found[options] = found[plain]
     _shared.last = options, executor

@@ -366,7 +366,7 @@ class ForwardAttempt:
             tracker.sync()  # [2]
             if tracker.training is not None:
                 tracker.training.check()
-            if why := tracker.why():
+            if why := tracker.structure.why():
                 spec.executor.recorder.changed(why)
         self._marks = {tracker: tracker.mark() for tracker in spec.trackers}
         self._doubts = {tracker: self._doubtful(tracker) for tracker in spec.trackers}
@@ -462,7 +462,7 @@ class ForwardAttempt:
         sent = sum(self.sends[before:])
         if update is not None and update.structure is not None and sent > _MUCH:
             log.info("sending %.0f MB of %s to %s", sent / 1e6, type(tracker.module).__name__, slot)
-        self._spec.executor.recorder.state(slot, tracker.id, sent, tracker.size)
+        self._spec.executor.recorder.state(slot, tracker.id, sent, tracker.structure.size)
         return update, message
 
     def _is_late(self, number: int, held: int) -> bool:

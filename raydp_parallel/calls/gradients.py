@@ -123,8 +123,8 @@ def _add_small(
         ]
     if leaves:
         added = torch._foreach_add(
-            _windows(one, [mine[leaf] for leaf in leaves], device),
-            _windows(other, [theirs[leaf] for leaf in leaves], device),
+            _read(one, [mine[leaf] for leaf in leaves], device),
+            _read(other, [theirs[leaf] for leaf in leaves], device),
         )
         for leaf, tensor in zip(leaves, added, strict=True):
             sums[leaf] = tensor
@@ -145,16 +145,18 @@ def _small(one: TensorSpec, other: TensorSpec) -> bool:
     )
 
 
-def _windows(share: GradientShare, rows: Sequence[int], device: torch.device) -> list[Tensor]:
-    """Some gradients of a share, where they lie."""
-    specs, source = share.parcel.specs, share.attachments.open(share.parcel.packet)
-    if isinstance(specs, SpecRow):
-        specs = specs.chosen(rows)
-        if specs.plan is not None:
-            return devices.row_windows(source, specs.plan, device)
-    else:
-        specs = tuple([specs[row] for row in rows])
-    return devices.windows(source, specs, [codec.DTYPES[spec.dtype] for spec in specs], device)
+def _read(share: GradientShare, rows: Sequence[int], device: torch.device) -> list[Tensor]:
+    """Some gradients of a share, where they lie; copies of a few that lie in the message, which
+    cost less than a window on it.
+    """
+    specs, packet = share.parcel.specs, share.parcel.packet
+    specs = specs.chosen(rows) if isinstance(specs, SpecRow) else tuple([specs[r] for r in rows])
+    if isinstance(specs, SpecRow) and specs.plan is not None:
+        return devices.row_windows(share.attachments.open(packet), specs.plan, device)
+    if type(packet) is bytes:
+        return codec.unpack(share.parcel, share.attachments, device, rows)
+    dtypes = [codec.DTYPES[spec.dtype] for spec in specs]
+    return devices.windows(share.attachments.open(packet), specs, dtypes, device)
 
 
 def _take(
@@ -185,11 +187,7 @@ def _add(
     # Each sum only once: a GPU adds to all of them at the same time.
     plain = [*dict(dense).items()]
     if plain:
-        # Few bytes lie in the message: copying them costs less than a window on each tensor.
-        if type(share.parcel.packet) is bytes:
-            added = codec.unpack(share.parcel, share.attachments, device, [row for _, row in plain])
-        else:
-            added = _windows(share, [row for _, row in plain], device)
+        added = _read(share, [row for _, row in plain], device)
         into: list[Tensor] = [sums[leaf] for leaf, _ in plain]  # type: ignore[misc]  # `_dense` says that none is None
         torch._foreach_add_(into, added)
     done = {row for _, row in plain}

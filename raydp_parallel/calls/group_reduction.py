@@ -268,7 +268,7 @@ def plan(
         return None
     slots = [part.slot for part in parts]
     # This returns None for nearly all calls on one machine.
-    if not executor.groups.wanted(slots, first.tracker.size, None):
+    if not executor.groups.wanted(slots, first.tracker.structure.size, None):
         return None
     if any(part.tracker is not first.tracker or part.own != first.own for part in parts):
         return None

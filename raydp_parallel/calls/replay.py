@@ -18,6 +18,7 @@ from torch import Tensor
 from raydp_parallel.cluster.replica_slots import GraphRecipe, RemoteGraph, ReplicaSlot
 from raydp_parallel.errors import StateChanged
 from raydp_parallel.state.tracker import Mark, ModuleTracker
+from raydp_parallel.state.versions import versions
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.links import INLINE_LIMIT, Attachments
 from raydp_parallel.transport.messages import (
@@ -43,13 +44,13 @@ class KeptForward(NamedTuple):
 
     parcel: Parcel
     tensors: Sequence[Tensor]
-    versions: Sequence[int]
+    versions: list[int]
     name: str
     refs: Sequence[Any] = ()
 
     def again(self, attachments: Attachments) -> Parcel:
         """The parcel for another message."""
-        if [*map(_version, self.tensors)] != [*self.versions]:
+        if versions(self.tensors) != self.versions:
             raise _changed(f"{self.name} were written to")
         return codec.encode_again(self.parcel, self.tensors, attachments)
 
@@ -60,7 +61,7 @@ def keep(parcel: Parcel, tensors: Sequence[Tensor], name: str, copied: bool = Fa
     """
     bare = parcel._replace(packet=None) if _takes_memory(parcel) else parcel
     found = [t.detach().clone() if copied else t.detach() for t in tensors]
-    return KeptForward(bare, found, [*map(_version, found)], name)
+    return KeptForward(bare, found, versions(found), name)
 
 
 def forward(
@@ -205,7 +206,3 @@ def _changed(what: str) -> StateChanged:
         "backward: the replica that held the graph died, and the graph cannot be made "
         f"again, because {what} since the forward; run forward again"
     )
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

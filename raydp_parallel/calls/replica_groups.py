@@ -500,4 +500,4 @@ def begin_relay(
 
 def size_of(tracker: ModuleTracker, module: Any) -> int:
     """The bytes of a model; an estimate if its tracker has not looked at it yet."""
-    return tracker.size or sum(tensor.nbytes for tensor in module.parameters())
+    return tracker.structure.size or sum(tensor.nbytes for tensor in module.parameters())

@@ -246,7 +246,7 @@ class ReplicaSet:
             holder = next((graph.slot for graph in needs if graph.whole), needs[0].slot)
             slot = holder if holder is not None and (holder.ready or not self.replays) else slot
             lost = not self.replays and not all(graph.on(slot) for graph in needs)
-            if lost or not self.backend.alive():
+            if lost or self._backend is None or not self._backend.alive():
                 gone = next((graph for graph in needs if not graph.on(slot)), needs[0])
                 raise GraphLost(
                     f"{slot} lost {gone.what}, because its process ended; {gone.remedy}"

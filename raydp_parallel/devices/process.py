@@ -200,14 +200,6 @@ def _quota(folder: Path) -> Iterator[float]:
         return
 
 
-def rest() -> None:
-    """End the helper threads of this thread until it needs them again, where that is possible.
-
-    Inside a parallel region nothing happens. Helpers of other threads are not affected.
-    """
-    _pause()
-
-
 def _nothing() -> None:
     """Do nothing: torch uses another library than GCC's, or the user has chosen how threads
     wait.
@@ -232,7 +224,10 @@ def _openmp() -> ctypes.CDLL | None:
     return library if hasattr(library, "GOMP_parallel") and not other else None
 
 
-_pause = _find_pause()
+rest = _find_pause()
+"""Ends the helper threads of this thread until it needs them again, where that is possible. Inside
+a parallel region nothing happens. Helpers of other threads are not affected.
+"""
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -329,7 +324,7 @@ def drawing_from(device: torch.device, value: int) -> Iterator[None]:
 
 def use_threads(device: torch.device, count: int | None) -> None:
     """On a CPU, compute with ``count`` threads from now on; None changes nothing."""
-    if count is not None and is_cpu(device) and torch.get_num_threads() != count:
+    if count is not None and torch.get_num_threads() != count and is_cpu(device):
         torch.set_num_threads(count)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -37,44 +36,6 @@ OpenSpan = Callable[[str], contextlib.AbstractContextManager[Any] | None]
 
 def unseen(_phase: str) -> None:
     """No span: no profiler runs."""
-
-
-class Laps:
-    """The stopwatch of one call.
-
-    Args:
-        names: Its phases, in order.
-        span: Opens a span for each.
-    """
-
-    def __init__(self, names: tuple[str, ...], span: OpenSpan = unseen) -> None:
-        self._names = names
-        self._span = span
-        self._open: contextlib.AbstractContextManager[Any] | None = None
-        self._stamps: list[float] = []
-
-    def begin(self, number: int) -> None:
-        """Begin the phase with this number, and end the one before."""
-        if len(self._stamps) == number:
-            self._stamps.append(time.perf_counter())
-            if self._span is not unseen:
-                self._close()
-                self._open = self._span(self._names[number])
-                if self._open is not None:
-                    self._open.__enter__()
-
-    def end(self) -> tuple[float, ...]:
-        """When each phase began, and when the last ended. Phases that an exception skipped took no
-        time.
-        """
-        now = time.perf_counter()
-        self._close()
-        return (*self._stamps, *[now] * (len(self._names) + 1 - len(self._stamps)))
-
-    def _close(self) -> None:
-        if self._open is not None:
-            self._open.__exit__(None, None, None)
-            self._open = None
 
 
 class Clock:

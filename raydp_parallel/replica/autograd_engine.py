@@ -8,7 +8,7 @@ next call comes at once, nothing is lost: it would have begun with the same work
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -152,33 +152,29 @@ T = TypeVar("T")
 class KeptGraphs(dict[int, T]):
     """The graphs by key, and the work of the next pause. Without a pause, as where Ray carries the
     calls, it stays undone.
+
+    Attributes:
+        spent: The graphs to free in the pause: the driver's nodes of them are gone.
+        ahead: The model of which to look in the pause whether it is to be restored; None for none.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._spent: set[int] = set()
-        self._module: ReplicaModule | None = None
-
-    def free(self, keys: Iterable[int]) -> None:
-        """Free some graphs in the next pause: the driver's nodes of them are gone."""
-        self._spent.update(keys)
-
-    def look_at(self, module: ReplicaModule | None) -> None:
-        """Look in the next pause whether this model is to be restored; None for no model."""
-        self._module = module
+        self.spent: set[int] = set()
+        self.ahead: ReplicaModule | None = None
 
     def forget(self, keys: Collection[int], models: Collection[int]) -> None:
         """Free some graphs now, and note that some models are gone."""
         for key in keys:
             self.pop(key, None)
-        self._spent.difference_update(keys)
+        self.spent.difference_update(keys)
         if models:
-            self._module = None
+            self.ahead = None
 
     def use_pause(self) -> None:
         """Do the work."""
-        module, self._module = self._module, None
-        while self._spent:
-            self.pop(self._spent.pop(), None)
+        module, self.ahead = self.ahead, None
+        while self.spent:
+            self.pop(self.spent.pop(), None)
         if module is not None:
             module.built.look_ahead()

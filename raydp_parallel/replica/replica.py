@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from raydp_parallel import batch, devices
 from raydp_parallel.devices import ambient_state, process
 from raydp_parallel.devices.ranges import Attachment, MemoryRange, in_bytes
 from raydp_parallel.errors import GraphLost, StateChanged
-from raydp_parallel.monitoring.accounts import IN_REPLICA, Laps, OpenSpan, unseen
+from raydp_parallel.monitoring.accounts import IN_REPLICA, OpenSpan, unseen
 from raydp_parallel.replica import (
     autograd_engine,
     exceptions,
@@ -61,6 +62,44 @@ from raydp_parallel.transport.messages import (
 _NO_CAPTURES: contextlib.nullcontext[Any] = contextlib.nullcontext({})
 _NO_SUMS: contextlib.nullcontext[dict[int, Tensor]] = contextlib.nullcontext({})
 _AS_IT_IS = contextlib.nullcontext()
+
+
+class Laps:
+    """The stopwatch of one call.
+
+    Args:
+        names: Its phases, in order.
+        span: Opens a span for each.
+    """
+
+    def __init__(self, names: tuple[str, ...], span: OpenSpan = unseen) -> None:
+        self._names = names
+        self._span = span
+        self._open: contextlib.AbstractContextManager[Any] | None = None
+        self._stamps: list[float] = []
+
+    def begin(self, number: int) -> None:
+        """Begin the phase with this number, and end the one before."""
+        if len(self._stamps) == number:
+            self._stamps.append(time.perf_counter())
+            if self._span is not unseen:
+                self._close()
+                self._open = self._span(self._names[number])
+                if self._open is not None:
+                    self._open.__enter__()
+
+    def end(self) -> tuple[float, ...]:
+        """When each phase began, and when the last ended. Phases that an exception skipped took no
+        time.
+        """
+        now = time.perf_counter()
+        self._close()
+        return (*self._stamps, *[now] * (len(self._names) + 1 - len(self._stamps)))
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+            self._open = None
 
 
 class KeptGraph(NamedTuple):
@@ -248,10 +287,6 @@ class Replica:
         training = self._trainings.get(model)
         return training.number if training is not None else 0
 
-    def _rows_of(self, samples: tuple[int, int] | None) -> contextlib.AbstractContextManager[Any]:
-        """Lets random numbers follow from the rows' numbers, where they do."""
-        return _AS_IT_IS if samples is None else RowRandom(self.device, *samples)
-
     def use_pause(self) -> None:
         """Do now, between two calls, what the next one would begin with."""
         self._graphs.use_pause()
@@ -424,12 +459,13 @@ class Replica:
         captures: Any = (
             capturing(replica_module.module, request.capture) if request.capture else _NO_CAPTURES
         )
+        samples = request.samples
         self._distrust_all()
         with (
             ambient_state.enter(request.context),
             replica_module.running(),
             _InReplica(),
-            self._rows_of(request.samples),
+            _AS_IT_IS if samples is None else RowRandom(self.device, *samples),
             captures as captured,
         ):
             if request.stored:
@@ -462,29 +498,31 @@ class Replica:
                 replica_module=replica_module,
                 lasts=stays,
                 tensors=replica_module.tensors(),
-                held=replica_module.held,
-                edits=replica_module.held.edits,
+                held=replica_module.built.held,
+                edits=replica_module.built.held.edits,
                 samples=request.samples,
             )
         else:  # otherwise backward runs next
-            self._graphs.look_at(replica_module)
+            self._graphs.ahead = replica_module
         return parcel
 
     def _distrust_all(self) -> None:
         """Forget what is known of all modules: code of one of them runs, and they may share
         objects.
         """
-        self._graphs.look_at(None)
+        self._graphs.ahead = None
         for replica_module in self._models.values():
-            replica_module.built.distrust()
+            replica_module.built.is_untouched = False
 
     def _refuse_writes(self, request: ForwardRequest | BackwardRequest) -> None:
         """Raise an error if the module wrote to parameters that an optimizer trains here: replicas
         would hold different weights from now on.
         """
         replica_module = self._mirror_of(request)
-        slots = replica_module.overwritten() if replica_module is not None else []
-        if replica_module is None or not slots:
+        if replica_module is None:
+            return
+        slots = replica_module.owned.overwritten(replica_module.writes.dirty)
+        if not slots:
             return
         now = replica_module.tensors()
         named = replica_module.module.named_parameters()
@@ -580,11 +618,12 @@ class Replica:
             early = gradient_stream.begin(leaves, back, self.device)
         first = reducer or early
         watching = first.watching() if first is not None else _AS_IT_IS
+        samples = graphs[0].samples
         self._distrust_all()
         with (
             ambient_state.enter(request.context),
             _InReplica(),
-            self._rows_of(graphs[0].samples),
+            _AS_IT_IS if samples is None else RowRandom(self.device, *samples),
             graphs[0].held.as_of(graphs[0].edits),
             _Watching(graphs[0], request.write_back),
             watching,
@@ -597,8 +636,8 @@ class Replica:
             self.check_process()
             self._finish_work()
         if self._ends(request):
-            self._graphs.free(key for key, _ in request.outputs)
-        self._graphs.look_at(graphs[0].replica_module)
+            self._graphs.spent.update(key for key, _ in request.outputs)
+        self._graphs.ahead = graphs[0].replica_module
         if request.derived is not None:
             brought: dict[int, Sequence[Tensor]] = {request.derived: grads}
             for graph in graphs:
@@ -718,9 +757,8 @@ class _Watching(RawAccess):
 
     def __enter__(self) -> Accessed:
         replica_module = self._graph.replica_module
-        if self._graph.held is not replica_module.held or not replica_module.held.holds(
-            self._graph.tensors
-        ):
+        held = replica_module.built.held
+        if self._graph.held is not held or not held.holds(self._graph.tensors):
             self._graph.held.replace(self._found())
         replica_module.settle()
         self._hook = register_module_forward_pre_hook(self._before_module)

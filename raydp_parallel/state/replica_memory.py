@@ -375,12 +375,13 @@ class OwnedBlocks:
     Attributes:
         blocks: The blocks.
         blank: Blocks without contents, which the driver leaves to an optimizer.
+        refused: Blocks that the last forward wrote to, which was undone.
     """
 
     def __init__(self, tensors: ReplicaTensors) -> None:
         self.blocks: set[int] = set()
         self.blank: set[int] = set()
-        self._refused: set[int] = set()
+        self.refused: set[int] = set()
         self._tensors = tensors
 
     def begin(self, slots: Sequence[int]) -> None:
@@ -397,15 +398,11 @@ class OwnedBlocks:
                 "gets both with the next call"
             )
 
-    def forget_refused(self) -> None:
-        """Begin a forward, without errors of the last one."""
-        self._refused.clear()
-
     def overwritten(self, dirty: set[int]) -> list[int]:
         """The slots of these blocks that the module itself wrote to, given all blocks that it wrote
         to.
         """
-        found, members = dirty & self.blocks | self._refused, self._tensors.layout.members
+        found, members = dirty & self.blocks | self.refused, self._tensors.layout.members
         return sorted(slot for block in found for slot in members[block])
 
     def watched(self) -> dict[int, MemoryRange]:
@@ -426,7 +423,7 @@ class OwnedBlocks:
                 lost.add(block)
             elif address not in only_read:
                 devices.load(self._tensors.memory[block].tensor, before)
-                self._refused.add(block)
+                self.refused.add(block)
         return lost
 
     def moved_alike(self, replaced: Iterable[int]) -> set[int]:

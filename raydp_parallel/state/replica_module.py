@@ -39,6 +39,8 @@ class BuiltModule:
     Attributes:
         module: The module; graphs may keep an earlier one alive.
         held: The tensors that it holds.
+        is_untouched: Whether `look_ahead` found that the next forward has nothing to restore, and
+            no code ran since that may change the module.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,7 +52,7 @@ class BuiltModule:
         self._edits: dict[tuple[int, str], Any] = {}
         self._modules: list[nn.Module] = []
         self._is_outdated = False
-        self._is_untouched = False
+        self.is_untouched = False
         self._compiled: tuple[nn.Module, Mapping[str, Any], Callable[..., Any]] | None = None
 
     def follow(self, new: bytes) -> None:
@@ -89,15 +91,11 @@ class BuiltModule:
     def look_ahead(self) -> None:
         """Find out whether the next forward has attributes to restore, while there is no call."""
         state = self._python_state
-        self._is_untouched = not (state.changed() or state.deep_changed())
-
-    def distrust(self) -> None:
-        """Forget what `look_ahead` found: code runs that may change the module."""
-        self._is_untouched = False
+        self.is_untouched = not (state.changed() or state.deep_changed())
 
     def restore(self) -> bool:
         """Restore the attributes. False if the module has to be built anew."""
-        restored = self._is_untouched or self._python_state.restore()
+        restored = self.is_untouched or self._python_state.restore()
         return restored and not self._is_outdated
 
     def rebound(self) -> tuple[tuple[int, str, Any], ...]:
@@ -153,16 +151,11 @@ class ReplicaModule:
         """The module for the next forward."""
         return self.built.module
 
-    @property
-    def held(self) -> Held:
-        """The tensors that the module holds."""
-        return self.built.held
-
     def prepare(
         self, update: StateUpdate | None, attachments: Attachments, graphs_alive: bool
     ) -> None:
         """Undo what the last forward changed, and adopt what changed in the driver."""
-        self.owned.forget_refused()
+        self.owned.refused.clear()
         kept: set[int] = set()
         if update is not None and update.structure is None:
             kept = self.writes.keep(update, graphs_alive)
@@ -203,10 +196,6 @@ class ReplicaModule:
         self.owned.begin(slots)
         self.writes.dirty -= self.owned.blocks
 
-    def overwritten(self) -> list[int]:
-        """The slots of owned blocks that the module itself wrote to."""
-        return self.owned.overwritten(self.writes.dirty)
-
     @property
     def is_spoiled(self) -> bool:
         """Whether owned blocks have other contents than their optimizer gave them."""
@@ -225,7 +214,7 @@ class ReplicaModule:
 
     def hold_own(self) -> None:
         """Give the module its own tensors back after a backward gave it those of a graph."""
-        held, tensors = self.held, self._tensors.tensors
+        held, tensors = self.built.held, self._tensors.tensors
         if not held.holds(tensors) and not held.replace(tensors):
             self._load()
 
@@ -255,7 +244,7 @@ class ReplicaModule:
     def _rebuild(self, chosen: Collection[int]) -> bool:
         """Give blocks new tensors, in every place of the module that can be reached."""
         self._tensors.rebuild(chosen)
-        return self.held.replace(self._tensors.tensors)
+        return self.built.held.replace(self._tensors.tensors)
 
     def _load(self) -> None:
         """Build the module from its structure, around the present tensors."""
@@ -299,7 +288,7 @@ class ReplicaModule:
         if new is not None or not reached:
             self._load()  # not before its tensors are filled: a generator's state is one of them
         if not graphs_alive:
-            self.held.forget_edits()
+            self.built.held.forget_edits()
         self.built.edit(update.edits)
 
 

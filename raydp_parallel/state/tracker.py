@@ -260,7 +260,7 @@ class MasterStructure:
         return revision
 
     def why(self) -> str:
-        """What changed since the last call of this; empty if nothing did."""
+        """What changed since the last call of this, besides contents; empty if nothing did."""
         why, self._why = self._why, ""
         return why
 
@@ -409,6 +409,7 @@ class ModuleTracker:
         id: Its number in this process.
         revision: That of the last change.
         module: The master.
+        structure: All of it but the contents of its plain tensors.
         owned: The parameters that an optimizer in the replicas trains.
         training: The driver's side of that optimizer, a `Training`; None without.
         holds: Whether gradients ever stayed in the replicas, under `DataParallel.no_sync`.
@@ -422,7 +423,7 @@ class ModuleTracker:
         self.training: Any = None
         self.holds = False
         self._link = link
-        self._structure = MasterStructure(module)
+        self.structure = MasterStructure(module)
         self._contents = BlockContents(link)
         self._history = StateHistory()
         self._updates: dict[int, StateChange] = {}
@@ -438,24 +439,15 @@ class ModuleTracker:
     @property
     def device(self) -> torch.device:
         """The device of the master."""
-        for slot in self._structure.kinds:
+        for slot in self.structure.kinds:
             tensor = self._contents.master.tensors.get(slot)
             if tensor is not None:
                 return tensor.device
         return torch.device("cpu")
 
-    @property
-    def size(self) -> int:
-        """The bytes of its plain tensors."""
-        return self._structure.size
-
-    def why(self) -> str:
-        """What changed since the last call, besides contents; empty if nothing did."""
-        return self._structure.why()
-
     def leaves(self) -> Leaves:
         """The tensors that may receive gradients, in the order in which replicas report them."""
-        return self._structure.leaves(self._contents.master.tensors)
+        return self.structure.leaves(self._contents.master.tensors)
 
     def doubtful(self) -> tuple[int, ...]:
         """The numbers of leaves that the driver computed; modules such as weight_norm's compute
@@ -484,18 +476,13 @@ class ModuleTracker:
         history, seen = self._history, self._contents.master.seen
         return Mark(history.moment, seen, history.disturbed_at, self._trained())
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether replicas have made steps that the master lacks."""
-        return self.training is not None and self.training.behind > 0
-
     def _trained(self) -> int:
         """How many steps were made in the replicas. Other entries, as of a norm, change nothing."""
         return 0 if self.training is None else int(self.training.steps)
 
     def changed_since(self, mark: Mark) -> str | None:
         """What of the module changed since a mark, other than by write-backs; None if nothing."""
-        known, master = self._structure, self._contents.master
+        known, master = self.structure, self._contents.master
         disturbed = self._history.disturbed_at != mark.disturbed_at
         if disturbed or known.changed() or known.deep_changed():
             return "an attribute, its structure, or a tensor behind its version"
@@ -517,10 +504,10 @@ class ModuleTracker:
     def _sync(self) -> bool:
         self._sent_before = self.revision
         self._history.rebound = []  # another forward begins
-        if self._structure.is_outdated:
+        if self.structure.is_outdated:
             self._restructure()
-        elif self._structure.changed():
-            revision = self._structure.edit(self._next_revision)
+        elif self.structure.changed():
+            revision = self.structure.edit(self._next_revision)
             if revision is None:
                 self._restructure()
             else:
@@ -531,7 +518,7 @@ class ModuleTracker:
         """Take over what versions, addresses and flags show."""
         if (news := self._contents.news()) is not None:
             if news.flags != self._contents.master.seen.flags:
-                self._structure.forget_leaves()
+                self.structure.forget_leaves()
             held, revision = self.revision, self._next_revision()
             if (moved := self._contents.take_versions(news, revision)) is not None:
                 self._updates[held] = StateChange(StateUpdate(self.id, revision, moved), [], 0)
@@ -562,7 +549,7 @@ class ModuleTracker:
 
     def _begin_anew(self) -> None:
         """Forget what was sent: the next `sync` takes all state anew."""
-        self._structure.forget()
+        self.structure.forget()
         self._contents = BlockContents(self._link, exposes=not self.owned.tensors)
         self._history.disturbed_at = self._next_revision()
 
@@ -594,12 +581,13 @@ class ModuleTracker:
         self._or_begin_anew(self._take_news)
 
     def _verify(self, wholly: bool) -> bool:
-        known = self._structure
+        known = self.structure
         fits = not known.deep_changed() and self._contents.master.fits()
         if not fits or not known.specials.are_alike():
             self._restructure()
             return False
-        in_parts = not wholly and self.is_behind and self.device.type == "cpu"
+        behind = self.training is not None and self.training.behind > 0
+        in_parts = not wholly and behind and self.device.type == "cpu"
         differing = self.owned.differing(self._contents, self._sent_before, in_parts)
         if differing:
             self._history.disturbed_at = self._next_revision()
@@ -675,7 +663,7 @@ class ModuleTracker:
         written = [one for one, _ in found if one is not None]
         moved = {slot for one in written for slot, moves in one.slots if moves}
         replaced = {slot for one in written for slot in one.replaced}
-        means, kinds = {}, self._structure.kinds
+        means, kinds = {}, self.structure.kinds
         for slot in sorted({slot for one in each for slot in one} - replaced):
             now = self._contents.master.tensors[slot]
             if kinds.get(slot) == "buffer" and (now.is_floating_point() or now.is_complex()):
@@ -687,7 +675,7 @@ class ModuleTracker:
         """Set on the master the attributes that a forward set on its only replica: with one device
         upstream runs the master itself.
         """
-        modules = self._structure.modules
+        modules = self.structure.modules
         self._history.rebind([(modules[index], name, value) for index, name, value in found])
 
     def before_rebinding(self) -> contextlib.AbstractContextManager[None]:
@@ -701,7 +689,7 @@ class ModuleTracker:
 
     def _restructure(self) -> None:
         """Record the whole structure anew. Tensors that were known keep their slots."""
-        known, contents = self._structure, self._contents
+        known, contents = self.structure, self._contents
         plain = known.record(
             {**self.owned.tensors, **contents.master.tensors, **known.specials.tensors}
         )
@@ -711,7 +699,7 @@ class ModuleTracker:
 
     def _make_update(self, held: int) -> StateChange:
         contents, attachments = self._contents, Attachments(self._link)
-        master, known = contents.master, self._structure
+        master, known = contents.master, self.structure
         owned = master.layout.blocks_of(self.owned.tensors)
         report, kept = contents.kept_since(held)
         message = StateUpdate(

@@ -487,6 +487,8 @@ class WriteRecord:
         """The blocks among those chosen that differ from the last report; they count as reported
         from now on.
         """
+        if not chosen:
+            return []
         tensors = self._tensors
         pairs = [
             (tensors.read(b), self._reported.get(b) or tensors.memory[b].driver()) for b in chosen

@@ -106,15 +106,11 @@ def _delegates(kind: Any) -> bool:
     """Whether unpickling calls an object's own `__getattr__` for `__setstate__`, at a time when the
     object has no attributes yet.
     """
-    if kind.__new__ is not object.__new__ and not _is_python_function(kind.__new__):
+    if kind.__new__ is not object.__new__ and not hasattr(kind.__new__, "__code__"):
         return False  # a list, a dict, or another type that keeps its contents in C
     inherited = object.__dict__
     no_hooks = all(getattr(kind, name, None) in (None, inherited.get(name)) for name in _HOOKS)
     return no_hooks and any("__getattr__" in vars(base) for base in kind.__mro__)
-
-
-def _is_python_function(function: Any) -> bool:
-    return hasattr(function, "__code__")
 
 
 def _state(value: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -417,7 +413,7 @@ def read_small(parcel: Parcel) -> list[Tensor] | None:
             return None
         # The device is named, as wherever a tensor is made: the caller may have set a default.
         dtype = DTYPES[spec.dtype]
-        tensor = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device="cpu")
+        tensor = torch.empty_strided(spec.shape, spec.stride, dtype=dtype, device=_CPU)
         ctypes.memmove(tensor.data_ptr(), begin + spec.offset, tensor.nbytes)
         tensors.append(tensor.requires_grad_() if spec.requires_grad else tensor)
     return tensors
@@ -465,6 +461,7 @@ def write_row(
     return row, [MemoryRange(0, row.end, tensors, origin)], [0]
 
 
+_CPU = torch.device("cpu")  # made once: parsing its name takes a tenth of `read_small`
 _layout = attrgetter("layout")
 _device = attrgetter("device")
 _geometry = attrgetter("shape", "dtype")

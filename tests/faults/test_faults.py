@@ -632,7 +632,7 @@ def test_close_while_a_replica_starts(killable: Executor) -> None:
     begun = time.monotonic()
     executor.close()
     assert time.monotonic() - begun < 30
-    respawner: Any = executor._replica_set._respawner
+    respawner: Any = executor.replica_set._respawner
     assert not respawner._working
 
 

@@ -146,7 +146,7 @@ def test_the_end_of_a_child_ends_nothing_of_the_parent_s(
             ):
                 hook()
         else:
-            for slot in executor._replica_set.slots.values():
+            for slot in executor.replica_set.slots.values():
                 line, client = slot.client.line, slot.client
                 assert line.wire.socket.fileno() == -1 and client.process is None
                 client.end()
@@ -166,7 +166,7 @@ def test_locks_that_a_thread_held_at_the_fork(model: DataParallel[Any]) -> None:
     """The child has not got that thread, which will never let go of them."""
     executor, x = model.executor, torch.ones(4, 300)
     out = model(x)
-    replica_set = executor._replica_set
+    replica_set = executor.replica_set
     (slot, _) = replica_set.slots.values()
     held = [
         replica_set.lock,

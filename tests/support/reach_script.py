@@ -86,7 +86,7 @@ def aborted(_net: nn.Module) -> None:
             slot.client.line and not slot.client.line.near
             for slot in executor.slots(["cpu", "cpu"])
         )
-        backend: Any = executor._replica_set.backend
+        backend: Any = executor.replica_set.backend
         for _ in range(3):
             backend.collect = _ctrl_c
             try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from raydp_parallel.devices.ranges import Attachment, MemoryRange, fill, in_bytes
@@ -109,19 +110,22 @@ class Link(Protocol):
         """Free the memory that the link holds. May be called twice."""
 
 
+@dataclass(eq=False)
 class Attachments:
     """The packets of one message: small packets lie in the message, the others beside it, under
     numbers.
 
     Attributes:
+        link: Makes and opens packets.
+        beside: The packets beside the message.
         size: Bytes of tensors.
         left: How many of them are for other processes than the one that gets the message.
     """
 
-    def __init__(self, link: Link, beside: Sequence[Attachment] = ()) -> None:
-        self.link = link
-        self.beside = list(beside)
-        self.size = self.left = 0
+    link: Link
+    beside: list[Attachment] = field(default_factory=list)
+    size: int = 0
+    left: int = 0
 
     def send(self, pieces: Sequence[MemoryRange], offsets: Sequence[int], size: int) -> Attachment:
         """Send bytes; returns what stands for them in the message: bytes or a number."""
@@ -221,11 +225,7 @@ class BySize(Link):
         self._large = large
         self._limit = limit
         self.inline = min(limit, small.inline)
-
-    @property
-    def exposes(self) -> bool:  # type: ignore[override]  # a constant in links that never do
-        """Whether the large packets' link exposes storages."""
-        return self._large.exposes
+        self.exposes = large.exposes
 
     def send(self, pieces: Sequence[MemoryRange], offsets: Sequence[int], size: int) -> Attachment:
         return (self._small if size <= self._limit else self._large).send(pieces, offsets, size)
@@ -248,6 +248,7 @@ class BySize(Link):
         return self._large.expose(storage, known, often)
 
     def withdraw(self) -> None:
+        super().withdraw()
         self._large.withdraw()
 
     def close(self) -> None:

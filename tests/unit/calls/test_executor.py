@@ -187,7 +187,7 @@ def closed(cluster: None) -> Closed:
         model = DataParallel(linear(), executor=executor)
         out = model(batch())
         pids = [info.pid for info in executor.replicas()]
-        clients = [slot.client for slot in executor._replica_set.slots.values()]
+        clients = [slot.client for slot in executor.replica_set.slots.values()]
     return Closed(executor, model, out, pids, clients)
 
 
@@ -342,10 +342,10 @@ def test_only_who_waits_for_replicas_of_this_node_ends_helpers(
         model = DataParallel(linear(), executor=executor)
         assert rests == []
         model(batch()).sum().backward()
-        backend, here = executor._replica_set.backend, ray.get_runtime_context().get_node_id()
+        backend, here = executor.replica_set.backend, ray.get_runtime_context().get_node_id()
         near = here in [
             slot.hello.node
-            for slot in executor._replica_set.slots.values()
+            for slot in executor.replica_set.slots.values()
             if slot.hello is not None
         ]
         assert set(rests) == ({threading.get_ident()} if near else set())
@@ -371,9 +371,9 @@ def test_replicas_share_the_cores_that_there_are(pytestconfig: pytest.Config) ->
     told = 4 if not pytestconfig.getoption("--nodes") else 1
     each = max(1, min(told, len(os.sched_getaffinity(0))) // 2)
     with Executor(TWO, options=Options(threads=None)) as executor:
-        assert {
-            slot.hello.cores for slot in executor._replica_set.slots.values() if slot.hello
-        } == {process.cores()}
+        assert {slot.hello.cores for slot in executor.replica_set.slots.values() if slot.hello} == {
+            process.cores()
+        }
         assert DataParallel(Threads(), executor=executor)(batch()).tolist() == [each] * 6
 
 

@@ -124,7 +124,7 @@ def test_successors_without_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
         assert same(train(executor, tmp_path, {1: die}), expected(2, tmp_path))
         assert armed(tmp_path) == [] and called and executor.stats().deaths == 2
-        assert all(slot.client.shares for slot in executor._replica_set.slots.values())
+        assert all(slot.client.shares for slot in executor.replica_set.slots.values())
 
 
 @pytest.mark.long

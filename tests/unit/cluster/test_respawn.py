@@ -76,13 +76,13 @@ class MortalBackend(InProcessBackend):
 def make(**options: Any) -> tuple[Executor, MortalBackend, Any]:
     """An executor, its backend and a model."""
     executor = Executor(PLACES, options=Options(in_process=True, **options))
-    backend: Any = executor._replica_set.backend
+    backend: Any = executor.replica_set.backend
     return executor, backend, DataParallel(nn.Linear(4, 2), executor=executor)
 
 
 def clients(executor: Executor) -> list[Any]:
     """What calls to its replicas go through."""
-    return [slot.client for slot in executor._replica_set.slots.values()]
+    return [slot.client for slot in executor.replica_set.slots.values()]
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +108,7 @@ def test_close_does_not_wait_for_a_call_that_waits_for_a_replica() -> None:
     assert time.monotonic() - begun < 5
     thread.join(10)
     assert [type(error) for error in errors] == [ExecutorClosed]
-    respawner: Any = executor._replica_set._respawner
+    respawner: Any = executor.replica_set._respawner
     assert not respawner._working
 
 
@@ -121,7 +121,7 @@ def test_ctrl_c_while_it_closes_leaves_no_replica(monkeypatch: pytest.MonkeyPatc
         def interrupted() -> None:
             raise KeyboardInterrupt
 
-        owner: Any = executor if what == "_stop_reports" else executor._replica_set._respawner
+        owner: Any = executor if what == "_stop_reports" else executor.replica_set._respawner
         with monkeypatch.context() as patch:
             patch.setattr(owner, what.rpartition(".")[2], interrupted)
             with pytest.raises(KeyboardInterrupt):
@@ -139,7 +139,7 @@ def test_a_start_is_left_with_its_cluster() -> None:
     backend.dead, backend.holds = clients(executor)[1:], True
     model(X)
     assert backend.held.wait(10)
-    respawner: Any = executor._replica_set._respawner
+    respawner: Any = executor.replica_set._respawner
     (thread,) = respawner._working.values()
     backend.left = True
     thread.join(10)

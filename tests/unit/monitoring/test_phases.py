@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raydp_parallel.monitoring.accounts import BACKWARD, FORWARD, Clock, Laps
+from raydp_parallel.monitoring.accounts import BACKWARD, FORWARD, Clock
+from raydp_parallel.replica.replica import Laps
 
 
 def test_phases_follow_each_other_without_a_gap() -> None:

@@ -242,7 +242,7 @@ def test_a_death_is_known_while_others_work(
     """
     executor = executors(direct_line=direct, name="killable")
     deaths = executor.stats().deaths
-    backend = executor._replica_set.backend
+    backend = executor.replica_set.backend
     collect = backend.collect
 
     def listening(pending: Any, heard: Any = None) -> Any:
@@ -397,7 +397,7 @@ def test_one_thread_of_a_replica_computes(cluster: None, direct: bool) -> None:
             executor.show_work(0, "work")
             executor.flush()
             ray.get([slot.client.actor.hello.remote(), slot.client.actor.versions.remote()])
-            backend = executor._replica_set.backend
+            backend = executor.replica_set.backend
             backend.note(slot.client, "a line")
             ray.get(slot.client.actor.work.remote("work"))
         assert max(counted) - counted[0] < 8, counted
@@ -475,7 +475,7 @@ def test_a_task_that_was_given_up_lends_nothing_for_ever(executors: Any) -> None
     size = 1 << 18
     executor = executors(direct_line=False)
     model = DataParallel(Doubled(size), ["cpu"], executor=executor)
-    backend = executor._replica_set.backend
+    backend = executor.replica_set.backend
     (slot,) = executor.slots(["cpu"])
     model(torch.ones(1, size))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):

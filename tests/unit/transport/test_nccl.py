@@ -343,7 +343,7 @@ def three(cluster: None) -> Iterator[Executor]:
 
 def pose(executor: Executor, uuids: Sequence[str]) -> None:
     """Let the driver take replicas for ones on these GPUs."""
-    for slot, uuid in zip(executor._replica_set.slots.values(), uuids, strict=True):
+    for slot, uuid in zip(executor.replica_set.slots.values(), uuids, strict=True):
         assert slot.hello is not None
         slot.hello = fake_nccl.uuid_of(slot.hello, uuid)
 
@@ -394,9 +394,9 @@ def test_two_replicas_on_one_gpu_are_in_no_group_of_nccl(
     """
     three = executors(3, link="collective", name="killable")
     options = Options(link="collective", gpu_paths=("nccl",))
-    monkeypatch.setattr(three._replica_set, "options", options)
+    monkeypatch.setattr(three.replica_set, "options", options)
     kind_of = three.groups.kind
-    slots = [*three._replica_set.slots.values()]
+    slots = [*three.replica_set.slots.values()]
     for slot in slots:
         monkeypatch.setattr(slot, "hello", slot.hello)  # as it is again afterwards
     pose(three, ["", "", ""])
@@ -410,7 +410,7 @@ def test_two_replicas_on_one_gpu_are_in_no_group_of_nccl(
     assert kind_of(slots) is GroupKind.NCCL
     size = 1 << 20
     with monkeypatch.context() as patch:  # by default no sum goes by what was never seen on a GPU
-        patch.setattr(three._replica_set, "options", Options())
+        patch.setattr(three.replica_set, "options", Options())
         assert kind_of(slots) is GroupKind.GLOO
         assert not three.groups.wanted(slots, size, None)
     with monkeypatch.context() as patch:
@@ -436,7 +436,7 @@ def test_who_hangs_is_ended_and_the_others_are_told(three: Executor, tmp_path: P
     def end() -> None:
         while (tmp_path / "stop midway 1 0").exists():
             time.sleep(0.01)
-        [*three._replica_set.slots.values()][1].client.end()
+        [*three.replica_set.slots.values()][1].client.end()
 
     with ThreadPoolExecutor(1) as pool:
         ended = pool.submit(end)

@@ -629,7 +629,7 @@ def test_the_same_call_again_after_one_that_was_aborted(
     model = DataParallel(net, executor=executor)
     x = torch.rand(2, size)
     model(x)
-    backend = executor._replica_set.backend
+    backend = executor.replica_set.backend
     for _ in range(3):
         if how == "ctrl-c":
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
