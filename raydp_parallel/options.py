@@ -17,7 +17,7 @@ BufferPolicy = Literal["first", "mean"]
 LinkName = Literal["auto", "shared", "inline", "object_store", "collective"]
 OnFault = Literal["replay", "raise"]
 RandomNumbers = Literal["per_chunk", "per_sample"]
-GpuPath = Literal["host", "registered", "ipc", "courier", "nccl"]
+GpuPath = Literal["host", "registered", "ipc", "peer", "courier", "nccl"]
 BufferUpdates = Literal["every_forward", "evaluation"]
 ChunkWeights = Sequence[float] | Literal["auto"] | None
 
@@ -31,7 +31,7 @@ _CHOICES = {
     "on_fault": ("replay", "raise"),
 }
 
-GPU_PATHS = ("host", "registered", "ipc", "courier", "nccl")
+GPU_PATHS = ("host", "registered", "ipc", "peer", "courier", "nccl")
 """Ways by which bytes leave a GPU, in the order in which they should be tried."""
 
 GRADIENT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -110,7 +110,8 @@ class Options:
             by pinned memory of torch's with one wait before the answer, is always among them, and
             alone by default, because no other way was ever seen on a GPU. ``"registered"``
             registers shared memory with CUDA, for direct copies. ``"ipc"`` leaves bytes on a GPU
-            that driver and replica share. ``"courier"`` copies gradients while backward runs.
+            that driver and replica share. ``"peer"`` copies between the GPUs of one machine, and is
+            ``"ipc"`` on each of them. ``"courier"`` copies gradients while backward runs.
             ``"nccl"`` lets replicas with GPUs of their own sum gradients there. Each is tried when
             replicas start, and not used where that fails; ``docs/gpu.md`` compares them.
         placement_timeout: Seconds that replicas may take to be placed and to start. While they wait
@@ -280,7 +281,8 @@ class Options:
                 raise ValueError(
                     f"Options(gpu_paths={paths!r}): expected some of {', '.join(GPU_PATHS)}"
                 )
-        object.__setattr__(self, "gpu_paths", tuple(p for p in GPU_PATHS if p in {"host", *paths}))
+        named = {"host", *paths, *(("ipc",) if "peer" in paths else ())}
+        object.__setattr__(self, "gpu_paths", tuple(p for p in GPU_PATHS if p in named))
 
     def _check_chunks(self) -> None:
         weights: Any = self.chunk_weights

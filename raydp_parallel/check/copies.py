@@ -207,6 +207,7 @@ def path(name: GpuPath, here: Here) -> RowResult:
     executor, worst = here.executor(options), _trained(here, here.several, options)
     used = {
         "ipc": "CUDA IPC" in executor.stats().link or cuda_ipc.expandable(),
+        "peer": "peer copies" in executor.stats().link or cuda_ipc.expandable(),
         "registered": not here.gpus or _registered(Arena(pin=devices.pinner(here.device)).take(8)),
         "courier": not here.gpus or devices.courier(here.device) is not None,
         "nccl": not executor.groups.trouble,
@@ -229,6 +230,7 @@ ROWS = (
     Row("copies", "registered memory", registered, gpus=1),
     Row("copies", "path: registered", functools.partial(path, "registered"), gpus=1),
     Row("copies", "path: ipc", functools.partial(path, "ipc"), gpus=1),
+    Row("copies", "path: peer", functools.partial(path, "peer"), gpus=2),
     Row("copies", "path: courier", functools.partial(path, "courier"), gpus=1),
     Row("copies", "path: nccl", functools.partial(path, "nccl"), gpus=2),
     Row("copies", "evaluation first", evaluation_first),

@@ -19,8 +19,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-import torch
-
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.backend import Death, TaskLabel
 from raydp_parallel.cluster.ray_api import TURN, RayError, get, in_short, late
@@ -397,8 +395,7 @@ class LentMemory:
         mappings: The replica's memory, as far as it is mapped here.
         ledger: What of this process's memory the replica uses.
         shares: Whether both processes can read the other's memory.
-        gpu: The GPU whose memory both processes can open, by this process's index; None if there
-            is none.
+        arena: Memory of the replica's GPU that both processes can open; None if there is none.
     """
 
     def __init__(self, actor: Any, pin: Pin | None) -> None:
@@ -406,7 +403,7 @@ class LentMemory:
         self.mappings = Mappings(pin)
         self.ledger = LeaseTable()
         self.shares = False
-        self.gpu: torch.device | None = None
+        self.arena: cuda_ipc.DeviceArena | None = None
 
     def share(self, arena: Arena, always: bool, timeout: float | None = None) -> None:
         """Use shared memory, if both processes can read the other's."""
@@ -443,7 +440,7 @@ class LentMemory:
             return f"{type(error).__name__}: {error}"
         finally:
             arena.trial = None
-        self.gpu = arena.device
+        self.arena = arena
         return ""
 
     def lent(self, packet: Attachment) -> Attachment:
@@ -457,14 +454,17 @@ class LentMemory:
         bytes by another way.
         """
         beside = [
-            packet
-            if not isinstance(packet, cuda_ipc.DeviceBuffer)
-            else cuda_ipc.Addressed(packet, self)
-            if packet.device == self.gpu
-            else packet.elsewhere()
+            self._reached(packet) if isinstance(packet, cuda_ipc.DeviceBuffer) else packet
             for packet in beside
         ]
         return beside if self.shares else [_stored(packet) for packet in beside]
+
+    def _reached(self, packet: cuda_ipc.DeviceBuffer) -> Attachment:
+        found: cuda_ipc.DeviceBuffer | None = packet
+        if self.arena is None or packet.device != self.arena.device:
+            peer = self.arena is not None and packet.device in self.arena.peers
+            found = packet.on(self.arena) if self.arena is not None and peer else None
+        return packet.elsewhere() if found is None else cuda_ipc.Addressed(found, self)
 
     def take_note(self, answer: Sequence[Any]) -> list[Any]:
         """The parts of an answer. Its first part, which is taken off, says which leases of this

@@ -255,7 +255,7 @@ class DriverMemory:
                 self._arena, exposes=True, always=name == "shared", promised=promised
             )
             if "ipc" in options.gpu_paths:
-                link = cuda_ipc.reaching(link)
+                link = cuda_ipc.reaching(link, "peer" in options.gpu_paths)
             if count > 1:
                 # Replicas on other nodes get copies, which are compared with the driver's memory.
                 link.withdraw()
@@ -266,8 +266,8 @@ class DriverMemory:
         """The link of messages to one replica."""
         if self._device_link is None:
             return self.link
-        gpu = client.memory.gpu
-        return self._device_link.to(gpu) if gpu else self._device_link.near
+        arena = client.memory.arena
+        return self._device_link.to(arena.device) if arena else self._device_link.near
 
     def meet(self, client: ReplicaClient, hello: ReplicaHello, near: bool) -> None:
         """Share memory with a replica that has started, if it is on this node."""
@@ -302,16 +302,19 @@ class DriverMemory:
 
 
 def meet_on_device(client: ReplicaClient, hello: ReplicaHello, link: cuda_ipc.DeviceLink) -> None:
-    """Share a GPU's memory with the replicas that are on it too; replicas on other GPUs get
-    copies through host memory.
+    """Share the memory of a replica's GPU with it, if this process uses that GPU or, with ``peer``,
+    one from which bytes can be copied there. Other replicas get copies through host memory: to use
+    a GPU costs half a gigabyte of its memory.
 
     A replica opens the memory of its own GPU alone: it may be unable to open that of another,
     or only by way of its own.
     """
-    device = cuda_ipc.gpu_in_use(hello.gpu_uuid)
+    device = cuda_ipc.gpu_in_use(hello.gpu_uuid, link.peers)
     if device is None:
         return
     arena = link.arenas.get(device) or cuda_ipc.DeviceArena(device)
+    if link.peers and not cuda_ipc.try_peers(arena):
+        return
     why = client.memory.share_device(arena)
     if why:
         cuda_ipc.refused(why)

@@ -12,6 +12,14 @@ segment stays open while it is in use, and both sides free segments that are no 
 memory of segments comes from a pool of its own, so that they do not lie between short-lived
 tensors.
 
+[Note: peer copies]
+With ``peer`` in `Options.gpu_paths` the driver has such memory on each GPU of its machine that a
+replica is on, and copies there from the GPU where the bytes lie, and back. Torch orders a copy
+between two GPUs behind the current streams of both. New weights are copied to each GPU once,
+however many replicas are on it. Copies between two GPUs are wrong with some settings of a machine's
+IOMMU, so each pair is tried first. CUDA is started in the driver on each of these GPUs, which takes
+half a gigabyte there.
+
 Upstream's first replica works on the memory of the user's module. Here it has a copy, also on the
 same GPU: a forward that runs again, after a death or a change that no version shows, must not see
 what its first attempt wrote.
@@ -26,6 +34,7 @@ import pickle
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +46,7 @@ from torch.multiprocessing import reductions
 from raydp_parallel.devices import trials
 from raydp_parallel.devices.ambient_state import ALLOCATOR
 from raydp_parallel.devices.buffers import Arena, Descriptor, SharedBuffer, new_lease, new_token
-from raydp_parallel.devices.cuda import DeviceBytes, in_use, spoiled
+from raydp_parallel.devices.cuda import DeviceBytes, in_use, on_device, spoiled
 from raydp_parallel.devices.process import Freed
 from raydp_parallel.devices.ranges import Attachment, MemoryRange, copy_each, on_host
 from raydp_parallel.transport.links.link import InlineLink, Link, MappedBuffer, ReservedMemory
@@ -98,6 +107,7 @@ class DeviceBuffer(SharedBuffer):
         self.segment = segment
         self.near: Link = InlineLink()
         self._elsewhere: Attachment = None
+        self._copies: dict[torch.device, DeviceBuffer] = {}
         self._described = segment.descriptor._replace(size=size, lease=new_lease())
         self._watch = freed.watch(self, segment)
 
@@ -138,6 +148,21 @@ class DeviceBuffer(SharedBuffer):
             self._elsewhere = self.near.send([self.piece], [0], self.size)
         return self._elsewhere
 
+    def on(self, arena: DeviceArena) -> DeviceBuffer | None:
+        """The bytes in memory of another GPU, copied once for all processes that read there; None
+        if it has no room.
+        """
+        found = self._copies.get(arena.device)
+        if found is None:
+            try:
+                found = arena.fill([self.piece], [0], self.size)
+            except torch.OutOfMemoryError:
+                return None
+            # What writes to this segment next waits until it was read.
+            self.segment.written.record(torch.cuda.current_stream(self.device))
+            self._copies[arena.device] = found
+        return found
+
     @property
     def array(self) -> np.ndarray:  # type: ignore[override]  # an attribute of slices that the host reads
         """A copy on the host, for a call that is made through Ray."""
@@ -169,12 +194,14 @@ class DeviceArena(Arena):
 
     Attributes:
         trial: The memory of a trial, while it is made.
+        peers: The other GPUs from which and to which copies were right.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
         self.trial: DeviceBuffer | None = None
+        self.peers: set[torch.device] = set()
         self._pool: torch.cuda.MemPool | None = None
         self._making = threading.Lock()
 
@@ -197,8 +224,8 @@ class DeviceArena(Arena):
         size: int,
         lent: DeviceBuffer | None = None,
     ) -> DeviceBuffer:
-        """Copies of bytes that lie on the device, ready for another process; in memory that is lent
-        to it already, if that is given.
+        """Copies of bytes that lie on the device, or on a peer of it, ready for another process; in
+        memory that is lent to it already, if that is given.
         """
         lent = self.take(size) if lent is None else lent
         targets: list[Tensor] = []
@@ -305,19 +332,21 @@ class DeviceLink(Link):
     Args:
         near: The other link.
         arena: An arena of GPU memory that is known to work.
+        peers: Whether GPUs that this process does not use otherwise get arenas, too.
 
     Attributes:
         arenas: The arenas that are known to work, by their GPU.
+        peers: As given.
     """
 
-    def __init__(self, near: Link, arena: DeviceArena | None = None) -> None:
-        self.near = near
+    def __init__(self, near: Link, arena: DeviceArena | None = None, peers: bool = False) -> None:
+        self.near, self.peers = near, peers
         self.arenas = {arena.device: arena} if arena is not None else {}
         self._only: torch.device | None = None
 
     def to(self, device: torch.device) -> DeviceLink:
         """A link for a process that can open the memory of one GPU alone."""
-        if self.arenas.keys() <= {device}:
+        if self.arenas.keys() <= {device} and not self.peers:
             return self
         found = DeviceLink(self.near)
         found.arenas, found._only = self.arenas, device
@@ -326,6 +355,8 @@ class DeviceLink(Link):
     @property
     def name(self) -> str:  # type: ignore[override]  # a constant in links that are one
         """The other link's name, and this link's."""
+        if any(arena.peers for arena in self.arenas.values()):
+            return f"{self.near.name}, CUDA IPC and peer copies"
         return f"{self.near.name} and CUDA IPC" if self.arenas else self.near.name
 
     @property
@@ -358,12 +389,15 @@ class DeviceLink(Link):
         return self.near.send(pieces, offsets, size)
 
     def _arena_for(self, pieces: Sequence[MemoryRange]) -> DeviceArena | None:
-        """The arena of the GPU on which all the pieces lie."""
+        """The arena for the GPU on which all the pieces lie: one on it, or on a peer of it that
+        alone the other process can open.
+        """
         if not self.arenas:
             return None
         places = {piece.origin.device if piece.origin else None for piece in pieces if piece.size}
         device: Any = places.pop() if len(places) == 1 else None
-        return self.arenas.get(device) if self._only in (None, device) else None
+        arena = self.arenas.get(self._only or device)
+        return arena if arena is not None and device in (arena.device, *arena.peers) else None
 
     def room(self, size: int) -> ReservedMemory | None:
         # Nothing is reserved where the GPU copies: such copies are too fast to overlap with.
@@ -399,21 +433,51 @@ def by_host(link: Link) -> Link:
     return link.near if isinstance(link, DeviceLink) else link
 
 
-def reaching(near: Link) -> Link:
+def reaching(near: Link, peers: bool) -> Link:
     """A link that can be extended to a GPU's memory, on a machine with GPUs."""
-    return DeviceLink(near) if torch.cuda.is_available() else near
+    return DeviceLink(near, peers=peers) if torch.cuda.is_available() else near
 
 
-def gpu_in_use(uuid: str) -> torch.device | None:
-    """This process's name for the GPU with some uuid, if this process has memory there.
+def gpu_in_use(uuid: str, peers: bool = False) -> torch.device | None:
+    """This process's name for the GPU with some uuid, if this process has memory there or, with
+    ``peers``, on any GPU.
 
-    A process sees all GPUs of its machine. Using one more would cost half a gigabyte of that GPU's
-    memory for nothing.
+    A process sees all GPUs of its machine. Using one more costs half a gigabyte of that GPU's
+    memory, for nothing where no bytes are copied from one to the other.
     """
-    for device in in_use():
+    found = in_use()
+    if peers and found:
+        found = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    for device in found:
         if str(torch.cuda.get_device_properties(device).uuid) == uuid:
             return device
     return None
+
+
+def try_peers(arena: DeviceArena) -> bool:
+    """Find out between which GPUs of this process and that of an arena copies are right; returns
+    whether the arena is of use.
+    """
+    used = in_use()
+    for other in used:
+        if other != arena.device and other not in arena.peers:
+            crosses = partial(_crosses, arena.device, other)
+            if trials.passes("peer", arena.device, crosses):
+                arena.peers.add(other)
+    return arena.device in used or bool(arena.peers)
+
+
+def _crosses(one: torch.device, other: torch.device) -> bool:
+    """Whether bytes of each of two GPUs arrive on the other one: in the same memory each time, from
+    a GPU that is busy.
+    """
+    for here, there in ((one, other), (other, one)):
+        target = torch.empty(trials.SIZE, dtype=torch.uint8, device=there)
+        for number in range(trials.ROUNDS):
+            copy_each([target], [trials.late(number, here)])
+            if not torch.equal(on_host(on_device(target)).owner, trials.contents(number)):
+                return False
+    return True
 
 
 def expandable() -> bool:

@@ -1004,7 +1004,7 @@ def test_bytes_are_counted_and_not_read(fake: FakeGpu, ends: Ends) -> None:
     ends.link.arenas[CPU] = ends.arena
     x = torch.randn(30000)
     lent = ends.link.send([devices.piece(x)], [0], x.nbytes)
-    ends.remote.memory.gpu, ends.remote.memory.shares = CPU, True
+    ends.remote.memory.arena, ends.remote.memory.shares = ends.arena, True
     fake.log.clear()
     for packet in (lent, *ends.remote.memory.within_reach([lent])):
         assert accounts.ways([packet], x.nbytes) == (("shared", x.nbytes),)
@@ -1039,19 +1039,26 @@ def test_who_cannot_open_it_gets_a_copy(fake: FakeGpu, ends: Ends) -> None:
         over([lent], Mappings())[0].piece()
 
 
-@pytest.mark.parametrize("way", ["host", "ipc"])
+@pytest.mark.parametrize("way", ["host", "ipc", "peer"])
 def test_new_weights_leave_the_masters_gpu_once(fake: FakeGpu, ends: Ends, way: str) -> None:
     """However many replicas there are on other GPUs of the machine: each copies them from the same
-    memory of the host to its own. The one on the master's GPU reads them there, with ``ipc``.
+    memory of the host to its own. The one on the master's GPU reads them there, with ``ipc``; with
+    ``peer`` those on another one read what was copied from GPU to GPU.
     """
-    if way == "ipc":
+    there_too = cuda_ipc.DeviceArena(SECOND)
+    if way != "host":
         ends.link.arenas[CPU] = ends.arena
+    if way == "peer":
+        ends.link.arenas[SECOND] = there_too
+        there_too.peers.add(CPU)
     net = nn.Linear(300, 200)
     tracker, clients, there = ModuleTracker(net, ends.link), list[Any](), list[Mappings]()
     for place in (CPU, SECOND, SECOND):
         clients.append(cluster.ReplicaClient(None))
         memory = clients[-1].memory
-        memory.gpu, memory.shares = place if way == "ipc" else None, True
+        memory.shares = True
+        if way != "host":
+            memory.arena = ends.arena if place == CPU else there_too
         there.append(Mappings())
         there[-1].opener = cuda_ipc.Opener(CPU)
     ends.link.withdraw()  # as for every replica on a GPU
@@ -1070,9 +1077,12 @@ def test_new_weights_leave_the_masters_gpu_once(fake: FakeGpu, ends: Ends, way: 
             for offset, size in zip(blob.offsets, blob.sizes, strict=True):
                 found = ranges.data_of(whole.part(offset, size)).view(torch.float32)
                 assert any(torch.equal(found, p.flatten()) for p in net.parameters())
-        assert fake.log.count("copy to the host") == 1, number
-        assert opened == [way == "ipc", False, False]
-        assert sent[1] is sent[2]
+        assert fake.log.count("copy to the host") == (way != "peer"), number
+        assert opened == [way != "host", way == "peer", way == "peer"]
+        if way == "peer":  # the same memory, by a handle for each process
+            assert sent[1].descriptor.token == sent[2].descriptor.token != sent[0].descriptor.token
+        else:
+            assert sent[1] is sent[2]
         with torch.no_grad():
             for p in net.parameters():
                 p.add_(1)
@@ -1105,7 +1115,7 @@ def test_messages_to_other_gpus_do_not_take_this_ones_memory(ends: Ends) -> None
     ours: Any = SimpleNamespace(link=ends.link, _device_link=ends.link)
     ends.link.arenas[CPU] = ends.arena
     assert DriverMemory.link_to(ours, ends.remote) is ends.link.near
-    ends.remote.memory.gpu = CPU
+    ends.remote.memory.arena = ends.arena
     assert DriverMemory.link_to(ours, ends.remote) is ends.link
     ours.link, ours._device_link = ends.link.near, None
     assert DriverMemory.link_to(ours, ends.remote) is ours.link
@@ -1121,7 +1131,7 @@ def test_each_gpu_of_the_drivers_has_memory_to_share(fake: FakeGpu, ends: Ends) 
     links: dict[Any, Any] = {None: ends.link}
     ends.remote.memory.shares = True
     for device in (CPU, SECOND):
-        ends.remote.memory.gpu = device
+        ends.remote.memory.arena = ends.link.arenas[device]
         links[device] = DriverMemory.link_to(ours, ends.remote)
     for place, link in links.items():
         for x in (here, there):
@@ -1129,10 +1139,10 @@ def test_each_gpu_of_the_drivers_has_memory_to_share(fake: FakeGpu, ends: Ends) 
             assert isinstance(packet, cuda_ipc.DeviceBuffer) == (place in (None, x.device))
             if place is None:
                 assert packet.device == x.device
-                ends.remote.memory.gpu = x.device
+                ends.remote.memory.arena = ends.link.arenas[x.device]
                 (near,) = ends.remote.memory.within_reach([packet])
                 assert near.descriptor.lease == packet.descriptor.lease
-                ends.remote.memory.gpu = SECOND if x is here else CPU
+                ends.remote.memory.arena = ends.link.arenas[SECOND if x is here else CPU]
                 (near,) = ends.remote.memory.within_reach([packet])
                 assert not near.descriptor.device
     both = [devices.piece(here), devices.piece(there)]
@@ -1214,6 +1224,79 @@ def refuse(*_: object) -> Any:
     raise RuntimeError("CUDA error: invalid argument")
 
 
+def test_peers_get_what_lies_on_another_gpu(
+    fake: FakeGpu, ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one replica alone gets, such as inputs, is copied to its GPU's memory; what several get
+    is copied once, and the memory that it was copied from is not written to before it was read. If
+    there is no room it goes by the host.
+    """
+    there = cuda_ipc.DeviceArena(SECOND)
+    link, memory = cuda_ipc.DeviceLink(ends.link.near, there, peers=True), ends.remote.memory
+    memory.arena, memory.shares = there, True
+    ours: Any = SimpleNamespace(link=link, _device_link=link)
+    x, mappings = torch.randn(30000), Mappings()
+    mappings.opener = cuda_ipc.Opener(CPU)
+    assert link.name == "shared and CUDA IPC"
+    apart = DriverMemory.link_to(ours, ends.remote).send([devices.piece(x)], [0], x.nbytes)
+    assert not isinstance(apart, cuda_ipc.DeviceBuffer)
+    there.peers.add(CPU)
+    assert link.name == "shared, CUDA IPC and peer copies"
+    sent = DriverMemory.link_to(ours, ends.remote).send([devices.piece(x)], [0], x.nbytes)
+    assert isinstance(sent, cuda_ipc.DeviceBuffer)
+    assert sent.device == SECOND
+    packet = ends.arena.fill([devices.piece(x)], [0], x.nbytes)
+    fake.log.clear()
+    both = [packet, sent, packet]
+    found = memory.within_reach(both)
+    # read behind what was written; written, on the other GPU; and read
+    assert fake.log[-2:] == ["record on device 1", "record"]
+    assert "copy to the host" not in fake.log
+    assert found[0].descriptor.token == found[2].descriptor.token
+    for one in over(found[:2], mappings):
+        assert torch.equal(ranges.data_of(one.piece()).view(torch.float32), x)
+    other = ends.arena.fill([devices.piece(x)], [0], x.nbytes)
+    monkeypatch.setattr(there, "take", no_room)
+    assert memory.within_reach([other]) == [x.numpy().tobytes()]
+
+
+def no_room(_size: int) -> Any:
+    """What a full GPU says."""
+    raise torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_peer_is_tried_before_its_memory_is_used(
+    fake: FakeGpu,
+    ends: Ends,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    right: bool,
+) -> None:
+    """In both directions, twice in the same memory; only if that is asked for."""
+    monkeypatch.setattr(cuda_ipc, "gpu_in_use", lambda _uuid, peers: SECOND if peers else None)
+    monkeypatch.setattr(cuda_ipc, "in_use", lambda: [CPU])
+    hello = ReplicaHello(1, "n", "cuda:0", "G", f"{UUID}-1", 1, 1)
+    meet_on_device(ends.remote, hello, ends.link)
+    assert not ends.link.arenas
+    ends.link.peers, copies = True, list[Any]()
+    copy = cuda_ipc.copy_each
+
+    def copied(targets: Any, sources: Any) -> None:
+        copies.append(targets[0].device)
+        if right or len(copies) != 4:  # the second from there: what was there before
+            copy(targets, sources)
+
+    monkeypatch.setattr(cuda_ipc, "copy_each", copied)
+    meet_on_device(ends.remote, hello, ends.link)
+    assert copies[:4] == [CPU, CPU, SECOND, SECOND]
+    assert [*ends.link.arenas] == ([SECOND] if right else [])
+    assert ("gpu_paths=['peer']) is not used in this process (other" in caplog.text) == (not right)
+    if right:
+        assert ends.link.arenas[SECOND].peers == {CPU}
+        assert ends.remote.memory.arena is ends.link.arenas[SECOND]
+
+
 @pytest.mark.parametrize("where", ["driver shares", "replica sees", "replica opens", "driver sees"])
 def test_a_failed_trial_leaves_host_copies(
     ends: Ends, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
@@ -1234,15 +1317,17 @@ def test_a_failed_trial_leaves_host_copies(
     for _ in range(2):
         meet_on_device(ends.remote, ReplicaHello(1, "n", "cuda:0", "G", UUID, 1, 1), ends.link)
         seen = iter([True, False])
-    assert ends.remote.memory.gpu is None
+    assert ends.remote.memory.arena is None
     assert not ends.link.arenas
     assert ends.link.name == "shared"
     (said,) = [r for r in caplog.records if "CUDA IPC is refused" in r.getMessage()]
     assert said.levelname == "WARNING"
 
 
-def test_only_the_drivers_own_gpu_is_shared(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By uuid; and only if this process uses GPUs already."""
+def test_only_the_drivers_own_gpu_is_shared(
+    fake: FakeGpu, ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By uuid; and only if this process uses GPUs already. With peers any of them."""
     hello = ReplicaHello(1, "n", "cuda:0", "G", UUID, 1, 1)
     assert cuda_ipc.gpu_in_use(UUID) is None
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -1250,17 +1335,24 @@ def test_only_the_drivers_own_gpu_is_shared(ends: Ends, monkeypatch: pytest.Monk
     assert cuda_ipc.gpu_in_use("") is None
     assert cuda_ipc.gpu_in_use("GPU-other") is None
     assert cuda_ipc.gpu_in_use(UUID) == torch.device("cuda", 0)
+    assert cuda_ipc.gpu_in_use(f"{UUID}-1") is None
+    assert cuda_ipc.gpu_in_use(f"{UUID}-1", peers=True) == torch.device("cuda", 1)
+    fake.used = set()
+    assert cuda_ipc.gpu_in_use(f"{UUID}-1", peers=True) is None
+    fake.used = {0}
     meet_on_device(ends.remote, hello._replace(gpu_uuid="GPU-other"), ends.link)
     assert not ends.link.arenas
-    monkeypatch.setattr(cuda_ipc, "gpu_in_use", lambda _uuid: CPU)
+    monkeypatch.setattr(cuda_ipc, "gpu_in_use", lambda *_: CPU)
     meet_on_device(ends.remote, hello, ends.link)
     assert ends.link.arenas
-    assert ends.remote.memory.gpu == CPU
+    arena = ends.remote.memory.arena
+    assert arena is not None
+    assert arena.device == CPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     near = shared_link(Arena(), True, False)
-    assert isinstance(cuda_ipc.reaching(near), cuda_ipc.DeviceLink)
+    assert isinstance(cuda_ipc.reaching(near, False), cuda_ipc.DeviceLink)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert cuda_ipc.reaching(near) is near
+    assert cuda_ipc.reaching(near, False) is near
 
 
 def test_a_full_gpu_sends_another_way(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:

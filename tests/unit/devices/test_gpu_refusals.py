@@ -447,7 +447,7 @@ def test_a_replica_that_hangs_over_it_is_not_waited_for(
     client = cluster.ReplicaClient(actor)
     assert "did not say within 20 s" in client.memory.share_device(cuda_ipc.DeviceArena(CPU))
     assert limits == [20.0]
-    assert client.memory.gpu is None
+    assert client.memory.arena is None
 
 
 def test_what_a_dead_replica_was_lent_is_lent_again(fake: FakeGpu) -> None:
@@ -576,7 +576,7 @@ def test_each_replica_opens_a_handle_of_its_own(fake: FakeGpu) -> None:
     readers = [Mappings(), Mappings()]
     for client, mappings in zip(clients, readers, strict=True):
         memory = client.memory
-        memory.gpu, memory.shares, mappings.opener = CPU, True, cuda_ipc.Opener(CPU)
+        memory.arena, memory.shares, mappings.opener = arena, True, cuda_ipc.Opener(CPU)
     for _ in range(2):
         packet = arena.fill([devices.piece(x)], [0], x.nbytes)
         sent = [client.memory.within_reach([packet])[0] for client in clients]

@@ -157,7 +157,7 @@ def test_memory_of_the_gpu_that_is_as_it_was_before(
         stale.memory.share_device(cuda_ipc.DeviceArena(CPU)) == "other bytes arrived than were sent"
     )
     assert len(seen) == 2 + 1 + sides[end]
-    assert stale.memory.gpu is None
+    assert stale.memory.arena is None
 
 
 def test_a_driver_that_hangs_over_a_trial_goes_on(
@@ -169,7 +169,7 @@ def test_a_driver_that_hangs_over_a_trial_goes_on(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(cuda_ipc, "_told", set())
     monkeypatch.setattr(trials, "LIMIT", 0.2)
-    monkeypatch.setattr(cuda_ipc, "gpu_in_use", lambda _uuid: CPU)
+    monkeypatch.setattr(cuda_ipc, "gpu_in_use", lambda *_: CPU)
     link: Any = cuda_ipc.DeviceLink(shared_link(Arena(), True, False))
     client = remote(ReplicaServer("cpu", link_for("auto")))
     monkeypatch.setattr(cuda_ipc, "on_host", never)
@@ -195,8 +195,11 @@ def test_paths_are_named() -> None:
     assert Options().gpu_paths == ("host",)
     assert Options(gpu_paths=["nccl", "ipc"]).gpu_paths == ("host", "ipc", "nccl")
     assert Options(gpu_paths=("ipc",)) == Options(gpu_paths=("host", "ipc"))
+    assert Options(gpu_paths=["peer"]).gpu_paths == ("host", "ipc", "peer")
     assert hash(Options(gpu_paths=["ipc"])) == hash(Options(gpu_paths=("ipc",)))
-    with pytest.raises(ValueError, match=r"expected some of host, registered, ipc, courier, nccl"):
+    with pytest.raises(
+        ValueError, match=r"expected some of host, registered, ipc, peer, courier, nccl"
+    ):
         Options(gpu_paths=("nvlink",))  # type: ignore[arg-type]
     for wrong in ("ipc", 3, None):
         with pytest.raises(TypeError, match=r"expected names, such as \('ipc', 'courier'\)"):
