@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from files_together import scheduler
 from record import Deadline, record_of
 
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -83,6 +84,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="with --link shared nothing is copied"))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files that need the same executors go to one process."""
+    return scheduler(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 @pytest.fixture(scope="module", autouse=True)
 def imports_apart() -> None:
     """Leave what was imported up to this file out of each later look for cycles, which would take
@@ -105,34 +112,60 @@ def cluster() -> Iterator[None]:
 
 
 class Executors:
-    """Executors that tests share, because a replica takes seconds to start: one for each number of
-    CPU replicas and for each `Options`.
+    """Executors that tests share, because a replica takes seconds to start: for each `Options` the
+    one that wrappers without an executor use, of which a test gets as many CPU replicas as it asks
+    for.
 
-    No test closes one, or ends replicas of one that is not named ``"killable"``. What it counts, it
-    counts from where it begins.
+    No test closes one, or ends replicas of one that is not named ``"killable"``; which replicas run
+    the chunks of a dead one depends on how many there are, so those are made for each number. What
+    an executor counts, it counts from where a test begins.
     """
 
     def __init__(self) -> None:
         self._made: dict[Any, Any] = {}
+        self._parts: dict[Any, Any] = {}
 
     def __call__(self, count: int = 2, **options: Any) -> Any:
         """The executor with so many CPU replicas, all of which are there."""
         import raydp_parallel
 
         start_ray()
-        key = count, raydp_parallel.Options(**options)
+        chosen = raydp_parallel.Options(**options)
+        if chosen.name is None and not chosen.in_process:
+            return self._part(count, chosen)
+        key = count, chosen
         found = self._made.pop(key, None)
         if found is None or found.closed or not found.replica_set.backend.alive():
-            found = raydp_parallel.Executor(["cpu"] * count, options=key[1])
+            found = raydp_parallel.Executor(["cpu"] * count, options=chosen)
         self._made[key] = found  # the last one that was used is the last in the dict
         found.grow(120)  # an earlier test may have ended a replica
         assert len(found.replicas()) == count, "an earlier test has added replicas"
         return found
 
+    def _part(self, count: int, options: Any) -> Any:
+        from part_of_executor import PartOfExecutor
+
+        from raydp_parallel.calls.executor import shared
+
+        whole = shared(options)
+        if options != type(options)():  # wrappers use that one, in nearly each file
+            self._made.pop(options, None)
+            self._made[options] = whole
+        part = self._parts.get((count, options))
+        if part is None or not part.is_of(whole):
+            part = self._parts[count, options] = PartOfExecutor(whole, count)
+        whole.slots(part.device_ids)
+        whole.grow(120)
+        return part
+
     def close(self, replicas: int = 0) -> None:
         """End all but those with so many replicas that were used last."""
-        while sum(count for count, _ in self._made) > replicas:
+        while sum(map(_processes, self._made.values())) > replicas:
             self._made.pop(next(iter(self._made))).close()
+
+
+def _processes(executor: Any) -> int:
+    return 0 if executor.options.in_process else len(executor.replica_set.slots)
 
 
 _shared = Executors()
@@ -147,11 +180,12 @@ def executors(cluster: None) -> Iterator[Executors]:
 
 @pytest.fixture(scope="module", autouse=True)
 def few_replicas() -> Iterator[None]:
-    """Between two files no more replicas stay than the machine has memory for: each takes up to
-    half a gigabyte.
+    """Between two files no more replicas stay than the machine has memory for, beside those of
+    wrappers without an executor: each takes up to half a gigabyte, and two processes run tests.
     """
     yield
-    _shared.close(8)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    _shared.close(16 if memory > 20e9 else 8)
 
 
 @pytest.fixture

@@ -696,17 +696,17 @@ def test_T2_a_newcomer_where_bytes_lie_in_the_message(executors: Any) -> None:
 
 
 @pytest.mark.long
-def test_T2_the_last_holder_dies(two: Executor) -> None:
+def test_T2_the_last_holder_dies(killable: Executor) -> None:
     """That is an error that names both steps; training goes on from the last sync."""
-    model, optimizer = small(two, sync_every=2)
+    model, optimizer = small(killable, sync_every=2)
     for step in range(3):
         advance(model, optimizer, step)
     assert model.stats().steps_behind == 1
-    kill(two, 0, 1)
+    kill(killable, 0, 1)
     error = raised(model.sync)
     assert isinstance(error, StateLost) and "step 3" in str(error) and "step 2" in str(error)
     found = [*model.state_dict().values()]
-    plain, ordinary = small(two, inside=False)
+    plain, ordinary = small(killable, inside=False)
     for step in range(2):
         advance(plain, ordinary, step)
     assert same(found, [*plain.state_dict().values()])
@@ -716,18 +716,18 @@ def test_T2_the_last_holder_dies(two: Executor) -> None:
 
 
 @pytest.mark.long
-def test_T2_a_backward_after_the_step_is_refused(two: Executor) -> None:
+def test_T2_a_backward_after_the_step_is_refused(killable: Executor) -> None:
     """As in one process, also if the graph would have to be made again."""
     for dies in (False, True):
-        model, optimizer = small(two)
+        model, optimizer = small(killable)
         advance(model, optimizer, 0)
         first, second = model(torch.ones(4, 6)), model(torch.ones(4, 6))
         first.sum().backward()
         optimizer.step()
         if dies:
-            kill(two, 1)
+            kill(killable, 1)
         assert "in" in str(raised(second.sum().backward))
-        two.grow()
+        killable.grow()
 
 
 # --- what the user's code sees ---

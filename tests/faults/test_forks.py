@@ -167,7 +167,7 @@ def test_locks_that_a_thread_held_at_the_fork(model: DataParallel[Any]) -> None:
     executor, x = model.executor, torch.ones(4, 300)
     out = model(x)
     replica_set = executor.replica_set
-    (slot, _) = replica_set.slots.values()
+    slot = next(iter(replica_set.slots.values()))
     held = [
         replica_set.lock,
         replica_set.recorder._lock,

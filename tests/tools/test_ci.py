@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from files_together import TOGETHER
 
 CHECK = Path(__file__).parents[2] / ".ci" / "run"
 
@@ -249,3 +250,51 @@ def test_what_fails_the_check(tests: str, why: str, tmp_path: Path) -> None:
     done = check(tmp_path, tests)
     assert done.returncode == 1 and why in done.stdout + done.stderr, done.stdout + done.stderr
     assert "AGAIN" not in done.stdout
+
+
+def test_files_that_go_together_are_there() -> None:
+    """Each in one set, and no name stands for two files."""
+    tests = [path.name for path in Path(__file__).parents[1].rglob("test_*.py")]
+    names = [name for files in TOGETHER.values() for name in files]
+    assert [tests.count(name) for name in names] == [1] * len({*names})
+
+
+TWO_FILES = f"""
+import sys
+
+sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
+import files_together
+import pytest
+
+files_together.TOGETHER.clear()
+files_together.TOGETHER["both"] = ("test_second.py", "test_third.py")
+files_together._SETS.update({{"test_second.py": "both", "test_third.py": "both"}})
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return files_together.scheduler(config, log)
+"""
+
+SAYS_WHERE = """
+import os
+
+def test_where():
+    with open("ran", "a") as ran:
+        ran.write(f"{os.environ['PYTEST_XDIST_WORKER']}:{__name__} ")
+
+def test_again():
+    pass
+"""
+
+
+def test_one_process_runs_files_that_go_together(tmp_path: Path) -> None:
+    """And begins with them, also where others stand before them."""
+    (tmp_path / "conftest.py").write_text(TWO_FILES)
+    for name in ("first", "second", "third"):
+        (tmp_path / f"test_{name}.py").write_text(SAYS_WHERE)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile"]
+    subprocess.run(
+        [*command, "--no-loadscope-reorder", "-p", "no:cacheprovider"], cwd=tmp_path, check=True
+    )
+    where = dict(reversed(each.split(":")) for each in (tmp_path / "ran").read_text().split())
+    assert where == {"test_second": "gw0", "test_third": "gw0", "test_first": "gw1"}

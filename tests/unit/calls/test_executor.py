@@ -136,16 +136,6 @@ def test_an_executor_starts_what_a_wrapper_needs_besides() -> None:
         assert len(executor.replicas()) == 2
 
 
-@on_cluster
-def test_executors_do_not_share_replicas(two: Executor) -> None:
-    """An executor of one's own has processes of its own, also for the same module."""
-    module = linear()
-    mine, process_wide = DataParallel(module, executor=two), DataParallel(module, TWO)
-    assert torch.equal(mine(batch()), process_wide(batch()))
-    pids = {info.pid for info in two.replicas()}
-    assert not pids & {info.pid for info in process_wide.executor.replicas()}
-
-
 @pytest.mark.long
 @on_cluster
 def test_an_executor_without_devices_starts_nothing() -> None:
@@ -170,13 +160,17 @@ class Closed(NamedTuple):
         model: Its wrapper.
         out: The output of a forward.
         pids: The processes of its replicas.
-        clients: The driver's side of them.
+        others: The processes of the executor that wrappers without one share, at that time.
+        again: What a wrapper of the same module gave with those.
+        clients: The driver's side of its replicas.
     """
 
     executor: Executor
     model: DataParallel[Any]
     out: torch.Tensor
     pids: list[int]
+    others: list[int]
+    again: torch.Tensor
     clients: list[Any]
 
 
@@ -187,8 +181,11 @@ def closed(cluster: None) -> Closed:
         model = DataParallel(linear(), executor=executor)
         out = model(batch())
         pids = [info.pid for info in executor.replicas()]
+        process_wide = DataParallel(model.module, TWO)
+        again = process_wide(batch())
+        others = [info.pid for info in process_wide.executor.replicas()]
         clients = [slot.client for slot in executor.replica_set.slots.values()]
-    return Closed(executor, model, out, pids, clients)
+    return Closed(executor, model, out, pids, others, again, clients)
 
 
 @pytest.mark.long
@@ -218,6 +215,13 @@ def test_ray_does_not_take_the_end_for_an_accident(closed: Closed) -> None:
     for client in closed.clients:
         with pytest.raises(ray.exceptions.ActorDiedError, match=r"was killed by `ray\.kill`"):
             ray.get(client.actor.hello.remote(), timeout=30)
+
+
+@on_cluster
+def test_executors_do_not_share_replicas(closed: Closed) -> None:
+    """An executor of one's own has processes of its own, also for the same module."""
+    assert torch.equal(closed.out, closed.again)
+    assert not {*closed.pids} & {*closed.others} and len(closed.others) >= 2
 
 
 @on_cluster
