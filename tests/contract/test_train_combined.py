@@ -128,7 +128,18 @@ class Wide(nn.Module):
         return self.last(self.norm(self.first(x)))
 
 
-@pytest.mark.parametrize("dies", [None, 0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("two", "dies"),
+    [
+        ("auto", None),
+        ("collective", None),
+        ("auto", 0),
+        pytest.param("collective", 0, marks=pytest.mark.long),
+        pytest.param("auto", 1, marks=pytest.mark.long),
+        pytest.param("collective", 1, marks=pytest.mark.long),
+    ],
+    indirect=["two"],
+)
 def test_T8_buffers_for_an_evaluation(two: Executor, dies: int | None) -> None:
     """Nothing of them is sent to the other replica in between; evaluations, checkpoints, edits and
     frozen statistics find those of the last step, also after a death.

@@ -581,13 +581,20 @@ def test_a_function_that_cannot_be_sent(pair: tuple[Any, Net]) -> None:
 # --- deaths ---
 
 
-@pytest.mark.parametrize("verb", ["call", pytest.param("run", marks=pytest.mark.long)])
-def test_a_death(verb: str, killable: Executor, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("verb", "deaths"),
+    [
+        ("call", ["backward 0"]),
+        pytest.param("call", ["call 1", "backward 0"], marks=pytest.mark.long),
+        pytest.param("run", ["call 1", "backward 0"], marks=pytest.mark.long),
+    ],
+)
+def test_a_death(verb: str, deaths: list[str], killable: Executor, tmp_path: Path) -> None:
     """In the method, and in its backward, where the graph is made again: the bits of an undisturbed
     run.
     """
-    found = []
-    for moments in ([], ["call 1", "backward 0"]):
+    found: list[list[torch.Tensor]] = []
+    for moments in ([], deaths):
         arm(tmp_path, *moments)
         torch.manual_seed(5)
         model = DataParallel(Mortal(tmp_path).double(), executor=killable)

@@ -451,9 +451,14 @@ def test_the_next_batch_begins_while_the_consumer_runs(
 
 
 @pytest.mark.parametrize("ordered", [True, False])
-def test_calls_that_go_through_ray(executors: Any, ordered: bool) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"direct_line": False}, pytest.param({"link": "object_store"}, marks=pytest.mark.long)],
+    ids=str,
+)
+def test_calls_that_go_through_ray(executors: Any, options: dict[str, Any], ordered: bool) -> None:
     """Answers are Ray's objects."""
-    model = DataParallel(Picky(), executor=executors(link="object_store"))
+    model = DataParallel(Picky(), executor=executors(**options))
     found = firsts(model.map(numbers(9), ordered=ordered))
     assert (found if ordered else sorted(found)) == list(range(1, 10))
 
@@ -674,16 +679,25 @@ def interrupted(work: Callable[[], object], lines: int) -> str:
     return place
 
 
-@pytest.mark.parametrize("ordered", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("batches", "ordered"),
+    [
+        (2, True),
+        pytest.param(4, True, marks=pytest.mark.long),
+        pytest.param(4, False, marks=pytest.mark.long),
+    ],
+)
 def test_ctrl_c_between_any_two_lines(
-    executor: Executor, ordered: bool, request: pytest.FixtureRequest
+    executor: Executor, batches: int, ordered: bool, request: pytest.FixtureRequest
 ) -> None:
-    """It leaves nothing that is waited for, and the next call is right."""
+    """It leaves nothing that is waited for, and the next call is right. Two batches come to all
+    lines that four do.
+    """
     model = DataParallel(Picky(), executor=executor)
     assert usable(model)
 
     def work() -> None:
-        for _ in model.map(numbers(4), ordered=ordered):
+        for _ in model.map(numbers(batches), ordered=ordered):
             pass
 
     gc.disable()  # what an exception interrupts there is told and goes on
