@@ -163,8 +163,8 @@ def origins(kinds: Sequence[type]) -> Origins:
     used = {kind.__module__ for kind in kinds}
     sources = {}
     for name in [*sys.modules]:
-        file = _file_compared(name)
-        if file is not None and (name in used or not is_installed(file)):
+        file = _file(name)
+        if file is not None and _is_compared(name, file, name in used):
             found = _checked(name)
             if found is not None:
                 sources[name] = found
@@ -181,7 +181,10 @@ def origins_of(function: Callable[..., Any]) -> Origins | None:
     while isinstance(function, functools.partial):
         function = function.func
     name = getattr(function, "__module__", None)
-    if not isinstance(name, str) or _file_compared(name) is None:
+    if not isinstance(name, str):
+        return None
+    file = _file(name)
+    if file is None or not _is_compared(name, file, True):
         return None
     found = _checked(name)
     if found is None or not found.digest:
@@ -189,11 +192,20 @@ def origins_of(function: Callable[..., Any]) -> Origins | None:
     return Origins(PROCESS, (), (), {name: found})
 
 
-def _file_compared(name: str) -> str | None:
-    """The file of a module whose text replicas compare."""
+def _file(name: str) -> str | None:
+    """The file of a loaded module."""
     file = getattr(spec_of(name), "origin", None)
-    by_version = name.startswith("__") or name.partition(".")[0] in _BY_VERSION
-    return file if isinstance(file, str) and not by_version else None
+    return file if isinstance(file, str) else None
+
+
+@functools.cache  # a program has loaded thousands, and each new model asks for all
+def _is_compared(name: str, file: str, used: bool) -> bool:
+    """Whether replicas compare a module's text: not where the version says enough, nor that of an
+    installed module that a model does not use.
+    """
+    if name.startswith("__") or name.partition(".")[0] in _BY_VERSION:
+        return False
+    return used or not is_installed(file)
 
 
 def _checked(name: str) -> ModuleSource | None:
