@@ -51,6 +51,12 @@ def parsed(file: str) -> ast.Module:
     return ast.parse((PACKAGE / file).read_text())
 
 
+@functools.cache
+def nodes(file: str) -> tuple[ast.AST, ...]:
+    """All that a file's syntax tree has."""
+    return tuple(ast.walk(parsed(file)))
+
+
 def unit_of(file: str) -> str:
     """The package, or the file of the root, that a file belongs to."""
     return Path(file).parts[0].removesuffix(".py")
@@ -58,7 +64,7 @@ def unit_of(file: str) -> str:
 
 def imported(file: str) -> Iterator[str]:
     """The modules that a file imports, by full name."""
-    for node in ast.walk(parsed(file)):
+    for node in nodes(file):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -148,7 +154,7 @@ _OTHERS = ("torch", "nn", "F", "Tensor", "ray", "worker", "cloudpickle")
 def private_names(file: str) -> set[str]:
     """The private names of torch, Ray and cloudpickle that a file uses."""
     found = set()
-    for node in ast.walk(parsed(file)):
+    for node in nodes(file):
         if isinstance(node, ast.ImportFrom):
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
@@ -221,7 +227,7 @@ def test_a_class_has_at_most_twelve_attributes() -> None:
 def test_a_call_has_at_most_five_positional_arguments(file: str) -> None:
     """More have names; C's functions have none to give, nor has what only takes names."""
     nameless = re.compile(r"_libc\..*|attrgetter")
-    calls = (node for node in ast.walk(parsed(file)) if isinstance(node, ast.Call))
+    calls = (node for node in nodes(file) if isinstance(node, ast.Call))
     many = [
         call.lineno
         for call in calls
@@ -240,9 +246,7 @@ def test_the_glossary_is_short() -> None:
 @pytest.mark.parametrize("file", FILES)
 def test_imports_stand_at_the_top(file: str) -> None:
     """None inside functions."""
-    functions = (
-        n for n in ast.walk(parsed(file)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
-    )
+    functions = (n for n in nodes(file) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
     inner = [
         n.lineno
         for f in functions
@@ -259,9 +263,7 @@ def _public(body: list[ast.stmt]) -> Iterator[Any]:
 
 @functools.cache
 def _documented_methods() -> set[str]:
-    classes = (
-        node for file in FILES for node in ast.walk(parsed(file)) if isinstance(node, ast.ClassDef)
-    )
+    classes = (node for file in FILES for node in nodes(file) if isinstance(node, ast.ClassDef))
     return {
         node.name for found in classes for node in _public(found.body) if ast.get_docstring(node)
     }
@@ -290,7 +292,7 @@ def test_every_public_thing_has_a_docstring(file: str) -> None:
 @pytest.mark.parametrize("file", FILES)
 def test_every_field_that_crosses_the_wall_is_documented(file: str) -> None:
     """Named tuples and frozen dataclasses say what each field is."""
-    for node in ast.walk(parsed(file)):
+    for node in nodes(file):
         if not isinstance(node, ast.ClassDef) or not _is_record(node) or node.name.startswith("_"):
             continue
         fields = [
@@ -322,7 +324,7 @@ def examples() -> list[tuple[str, str]]:
     """The code in docstrings: what is indented behind a ``::``."""
     found = []
     for file in FILES:
-        for node in ast.walk(parsed(file)):
+        for node in nodes(file):
             doc = (
                 ast.get_docstring(node)
                 if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module))

@@ -430,6 +430,7 @@ def test_strangers_are_hung_up_on(
 
 def test_one_caller_only(station: Station) -> None:
     """There is no listener any more once the right one has come."""
+    station.called = True
     caller = direct_connection.Connection(station.address, list)
     with pytest.raises(OSError):  # refused, or hung up on, if the listener had not closed yet
         direct_connection.Connection(station.address, list)
