@@ -180,12 +180,11 @@ def executors(cluster: None) -> Iterator[Executors]:
 
 @pytest.fixture(scope="module", autouse=True)
 def few_replicas() -> Iterator[None]:
-    """Between two files no more replicas stay than the machine has memory for, beside those of
-    wrappers without an executor: each takes up to half a gigabyte, and two processes run tests.
+    """Between two files no more replicas stay than a machine has memory for, beside those that
+    wrappers without an executor use: each takes up to half a gigabyte.
     """
     yield
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    _shared.close(16 if memory > 20e9 else 8)
+    _shared.close(8)
 
 
 @pytest.fixture
