@@ -159,7 +159,7 @@ class Leaves(NamedTuple):
         tensors: The tensors.
         kinds: Of each ``"parameter"``, ``"buffer"``, or ``"attribute"`` for one that a plain
             attribute holds.
-        others: The numbers of those that are attributes.
+        others: The numbers of those that are no parameters.
     """
 
     tensors: list[Tensor]
@@ -286,7 +286,7 @@ class MasterStructure:
             tensors = {**plain, **self.specials.tensors}
             wanted = sorted([slot for slot, tensor in tensors.items() if tensor.requires_grad])
             kinds = [self.kinds.get(slot, "attribute") for slot in wanted]
-            others = [k for k, kind in enumerate(kinds) if kind == "attribute"]
+            others = [k for k, kind in enumerate(kinds) if kind != "parameter"]
             self._leaves = Leaves([tensors[slot] for slot in wanted], kinds, others)
         return self._leaves
 
