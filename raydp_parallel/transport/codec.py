@@ -72,7 +72,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _stream, (name,)
         kind: Any = type(value)
         # a class is pickled by its name, even if its metaclass has a `__getattr__`
-        if not issubclass(kind, type) and _delegates(kind):
+        if issubclass(kind, type):
+            if _is_renamed(value):
+                return getattr, (sys.modules[value.__module__], value.__name__)
+        elif _delegates(kind):
             return copyreg.__newobj__, (kind,), _state(value), None, None, _set_state  # type: ignore[attr-defined]
         if kind is logging.StreamHandler:
             state = {key: part for key, part in vars(value).items() if key != "lock"}
@@ -111,6 +114,15 @@ def _delegates(kind: Any) -> bool:
     inherited = object.__dict__
     no_hooks = all(getattr(kind, name, None) in (None, inherited.get(name)) for name in _HOOKS)
     return no_hooks and any("__getattr__" in vars(base) for base in kind.__mro__)
+
+
+def _is_renamed(kind: Any) -> bool:
+    """Whether a class is found in its module by ``__name__`` and not, as pickle seeks it, by
+    ``__qualname__``. So are some that libraries made in C++, such as torch's ``SDPBackend``.
+    """
+    if kind.__name__ == kind.__qualname__.rpartition(".")[2]:
+        return False
+    return getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
 
 
 def _state(value: Any) -> tuple[dict[str, Any], dict[str, Any]]:

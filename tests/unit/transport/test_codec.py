@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 import pickle
 import sys
 import threading
@@ -570,6 +571,18 @@ def test_a_class_whose_metaclass_asks_goes_by_its_name() -> None:
     attachments = Attachments(InlineLink())
     parcel, _ = codec.encode({"kind": Asked}, attachments, "inputs")
     assert codec.decode(parcel, attachments, torch.device("cpu"))[0]["kind"] is Asked
+
+
+def test_a_class_that_its_module_has_by_another_name_goes_by_that() -> None:
+    """Pickle seeks torch's ``SDPBackend`` under its ``__qualname__``, ``_SDPBackend``."""
+    backend = torch.nn.attention.SDPBackend
+    attachments = Attachments(InlineLink())
+    value = [backend, backend.MATH, functools.partial(torch.nn.attention.sdpa_kernel, backend.MATH)]
+    parcel, _ = codec.encode(value, attachments, "inputs")
+    kind, one, chosen = codec.decode(parcel, attachments, torch.device("cpu"))[0]
+    assert kind is backend
+    assert one == backend.MATH
+    assert (chosen.func, chosen.args) == (torch.nn.attention.sdpa_kernel, (backend.MATH,))
 
 
 def calls_to_encode(count: int) -> int:
