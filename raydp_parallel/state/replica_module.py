@@ -68,6 +68,7 @@ class BuiltModule:
         self._modules = [*self.module.modules()]
         for module in self._modules:
             vars(module)["_is_replica"] = True
+            _show_parameters(module)
         for (index, name), value in self._edits.items():
             vars(self._modules[index])[name] = value
         self._python_state = structure.survey(self.module)
@@ -120,6 +121,19 @@ class BuiltModule:
             found = self._compiled = self.module, settings, torch.compile(self.module, **settings)
             torch._dynamo.config.skip_nnmodule_hook_guards = False
         return found[2]
+
+
+def _show_parameters(module: nn.Module) -> None:
+    """Enter a module's parameters among its attributes, too.
+
+    Upstream's replicas hold them there and nowhere else. Programs know that, and look there for
+    what to differentiate by as soon as they find ``_is_replica``, such as adjoints of torchdiffeq:
+    without them the parameters got no gradient. The names can be no attribute's, because
+    `torch.func.functional_call` gives a module other parameters, and not other attributes.
+    """
+    if not isinstance(module, torch.jit.ScriptModule):
+        found = module._parameters.items()
+        vars(module).update({f"parameter {name}": p for name, p in found if p is not None})
 
 
 _new_source: Any = partial(tuple.__new__, BlockSource)

@@ -182,6 +182,74 @@ def test_R3_zero_grad_in_a_replica_warns_as_upstream() -> None:
     ) in texts[0].pop()
 
 
+class Adjoint(torch.autograd.Function):
+    """A product whose gradients are those that it is asked for by its parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *parameters)
+        return x * sum(parameters)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        x, *parameters = ctx.saved_tensors
+        own = grad * sum(parameters)
+        return (own, *[(grad * x).sum(0) for _ in parameters])
+
+
+class Finding(nn.Module):
+    """Looks for its parameters among its attributes where it is a replica of upstream's, as
+    torchdiffeq does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(3))
+        self.inner = nn.Module()
+        self.inner.second = nn.Parameter(torch.full((3,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Adjoint.apply(x, *self.found())  # type: ignore[no-any-return]
+
+    def found(self) -> list[Tensor]:
+        if not getattr(self, "_is_replica", False):
+            return [*self.parameters()]
+
+        def attributes(module: nn.Module) -> list[tuple[str, Tensor]]:
+            found = vars(module).items()
+            return [(k, v) for k, v in found if torch.is_tensor(v) and v.requires_grad]
+
+        return [v for _, v in self._named_members(get_members_fn=attributes)]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_R3_replicas_show_parameters_where_upstream_s_have_them(replicas: int) -> None:
+    """Among the attributes of each module, also after steps and new parameters."""
+    models = trio(Finding(), replicas)
+    x = torch.arange(12.0).view(4, 3)
+    for step in range(3):
+        outs = train(models, x)
+        for other, out in zip(models[1:], outs[1:], strict=True):
+            torch.testing.assert_close(outs[0], out)
+            assert_same_grads(models.ours, other)
+        for model in models:
+            net: Any = model if model is models.plain else model.module
+            if step == 1:
+                net.inner.second = nn.Parameter(torch.full((3,), 0.5))
+            else:
+                torch.optim.SGD(net.parameters(), lr=1e-3).step()
+
+
+def test_R3_parameters_that_functional_call_swaps_are_used_in_a_replica() -> None:
+    """What is shown besides is not what the module computes with."""
+
+    def find(net: Report, x: Tensor) -> Any:
+        swapped = {"weight": torch.full((2, 3), 5.0), "bias": torch.zeros(2)}
+        return torch.func.functional_call(net.child, swapped, (x,)).flatten().tolist()
+
+    assert found(find) == [[15.0, 15.0]] * 2
+
+
 def test_R4_without_grad_replicas_are_as_with_it() -> None:
     """Upstream's replica 0 has parameters under no_grad and the others none; ours have them all,
     and no graph.

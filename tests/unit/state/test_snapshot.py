@@ -448,6 +448,10 @@ def step(tracker: ModuleTracker, *fars: Far, graphs_alive: bool = False) -> int:
     raise AssertionError("contents never come to rest")
 
 
+_REPLICA_S = ("_is_replica", "parameter ")
+"""How the attributes begin that a replica's modules have besides the master's."""
+
+
 def look(value: Any, seen: dict[int, str], path: str) -> Any:
     """What there is to see of a value, as plain values; a thing met before is named by where that
     was.
@@ -471,7 +475,7 @@ def look(value: Any, seen: dict[int, str], path: str) -> Any:
             inner(vars(value).items()),
         )
     if isinstance(value, nn.Module):
-        state = {k: v for k, v in vars(value).items() if k != "_is_replica"}
+        state = {k: v for k, v in vars(value).items() if not k.startswith(_REPLICA_S)}
         return type(value).__name__, inner(state.items())
     if isinstance(value, dict):
         rest = (
