@@ -186,6 +186,12 @@ class Gpu(FakeGpu):
         """Nothing: all is done in order."""
 
 
+def _copy(target: Tensor, by_gpu: Callable[..., Tensor], source: Tensor, *more: Any) -> Tensor:
+    """``Tensor.copy_``: the host's work where it writes to memory that processes share."""
+    copy = by_gpu if target.untyped_storage().resizable() else torch._C.TensorBase.copy_  # type: ignore[attr-defined]
+    return copy(target, source, *more)
+
+
 class _Step(torch.autograd.Function):
     """Takes all parameters, and has gradients for all of them, without computing."""
 
@@ -328,6 +334,7 @@ def fake_gpu(way: str) -> Iterator[Clock]:
                 patch.setattr(owner, name, clock.of_the_gpu(getattr(owner, name)))
         for name in ("copy_", "to", "clone", "cumsum"):
             type.__setattr__(Tensor, name, clock.of_the_gpu(getattr(Tensor, name)))
+        type.__setattr__(Tensor, "copy_", functools.partialmethod(_copy, Tensor.copy_))
         patch.setattr(replica_set, "InProcessBackend", functools.partial(GpuBackend, clock, way))
         patch.setattr(replica_set.ReplicaSet, "after_fork", lambda _: None)
         executor.shared(OPTIONS).close()
