@@ -270,7 +270,9 @@ class _Pickler(codec.Pickler):
         if id(value) in self.whole:
             return self._dynamic_function_reduce(value)
         if isinstance(value, weakref.ref):
-            return (weakref.ref, (value(),)) if value() is not None else (_dead_reference, ())
+            # a plain reference to a method is dead at once
+            kind = weakref.WeakMethod if isinstance(value, weakref.WeakMethod) else weakref.ref
+            return (kind, (value(),)) if value() is not None else (_dead_reference, ())
         return super().reducer_override(value)
 
 

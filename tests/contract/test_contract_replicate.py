@@ -7,6 +7,7 @@ import io
 import os
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -668,6 +669,24 @@ def test_R13_tensors_in_plain_attributes_get_gradients() -> None:
 
 
 # --- R14, R15: modules with rules of their own ---
+
+
+class Referring(nn.Module):
+    """Calls a part by a weak reference to its method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+        self.call = weakref.WeakMethod(self.inner.forward)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call()(x)  # type: ignore[misc,no-any-return]
+
+
+def test_R14_weak_references_to_methods_live() -> None:
+    """A plain weak reference to a method is dead as soon as it is made."""
+    net, x = Referring(), torch.randn(4, 3)
+    torch.testing.assert_close(DataParallel(net, CPUS)(x), net(x))
 
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
