@@ -454,16 +454,13 @@ class LentMemory:
         bytes by another way.
         """
         beside = [
-            self._reached(packet) if isinstance(packet, cuda_ipc.DeviceBuffer) else packet
+            self._readable(packet) if isinstance(packet, cuda_ipc.DeviceBuffer) else packet
             for packet in beside
         ]
         return beside if self.shares else [_stored(packet) for packet in beside]
 
-    def _reached(self, packet: cuda_ipc.DeviceBuffer) -> Attachment:
-        found: cuda_ipc.DeviceBuffer | None = packet
-        if self.arena is None or packet.device != self.arena.device:
-            peer = self.arena is not None and packet.device in self.arena.peers
-            found = packet.on(self.arena) if self.arena is not None and peer else None
+    def _readable(self, packet: cuda_ipc.DeviceBuffer) -> Attachment:
+        found = None if self.arena is None else packet.on(self.arena)
         return packet.elsewhere() if found is None else cuda_ipc.Addressed(found, self)
 
     def take_note(self, answer: Sequence[Any]) -> list[Any]:

@@ -149,14 +149,23 @@ class DeviceBuffer(SharedBuffer):
         return self._elsewhere
 
     def on(self, arena: DeviceArena) -> DeviceBuffer | None:
-        """The bytes in memory of another GPU, copied once for all processes that read there; None
-        if it has no room.
+        """The bytes in memory of an arena's GPU, copied once for all processes that read there;
+        None if that GPU is no peer, or has no room.
         """
+        if arena.device == self.device:
+            return self
+        if self.device not in arena.peers:
+            return None
         found = self._copies.get(arena.device)
         if found is None:
             try:
                 found = arena.fill([self.piece], [0], self.size)
             except torch.OutOfMemoryError:
+                return None
+            except RuntimeError as error:
+                if not str(error).startswith("CUDA error"):
+                    raise
+                arena.peers.discard(self.device)  # by the host, which raises if a GPU has failed
                 return None
             # What writes to this segment next waits until it was read.
             self.segment.written.record(torch.cuda.current_stream(self.device))

@@ -1258,6 +1258,10 @@ def test_peers_get_what_lies_on_another_gpu(
     other = ends.arena.fill([devices.piece(x)], [0], x.nbytes)
     monkeypatch.setattr(there, "take", no_room)
     assert memory.within_reach([other]) == [x.numpy().tobytes()]
+    assert there.peers == {CPU}
+    monkeypatch.setattr(there, "take", refuse)
+    assert memory.within_reach([other]) == [x.numpy().tobytes()]
+    assert not there.peers
 
 
 def no_room(_size: int) -> Any:
