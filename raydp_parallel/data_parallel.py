@@ -492,6 +492,8 @@ class DataParallel(nn.DataParallel[T]):
             output = self._in_place(called, inputs, kwargs)
             return lambda: output if gather else [output]
         ambient_state.refuse_transforms()
+        if nn.modules.module._has_any_global_hook():
+            self._warn_of_hooks()
         chunks, chunk_kwargs = (inputs,), (kwargs,)
         if split:
             # [1]
@@ -776,6 +778,18 @@ class DataParallel(nn.DataParallel[T]):
                 "broadcast; if rows are to belong together, give all arguments one size. "
                 "This is said once for "
                 "each wrapper.",
+                stacklevel=2,
+            )
+
+    def _warn_of_hooks(self) -> None:
+        """Once: upstream's replicas run the hooks that this process has for all modules."""
+        if "_warned_of_hooks" not in self.__dict__:
+            self._warned_of_hooks = True
+            warnings.warn(
+                "hooks for all modules, such as those of register_module_forward_hook, run in this "
+                "process only: replicas do not have them, so that what they change or record of "
+                "the module is missing. Register hooks on the modules themselves, or use "
+                "capture(). This is said once for each wrapper.",
                 stacklevel=2,
             )
 

@@ -12,15 +12,19 @@ with a `__getattr__` that asks another object.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copyreg
 import ctypes
 import functools
+import importlib
 import io
 import logging
 import math
+import operator
 import pickle
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -59,6 +63,10 @@ _HOOKS = (
 )
 
 
+_OPERATORS = (type(torch.ops.aten.relu), type(torch.ops.aten.relu.default))
+"""The classes of torch's operators, with all their overloads and with one."""
+
+
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Cloudpickle's pickler, extended by the values that this file handles."""
 
@@ -71,6 +79,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if name is not None:
             return _stream, (name,)
         kind: Any = type(value)
+        if isinstance(value, _OPERATORS):
+            return operator.attrgetter(str(value)), (torch.ops,)
         # a class is pickled by its name, even if its metaclass has a `__getattr__`
         if issubclass(kind, type):
             if _is_renamed(value):
@@ -83,7 +93,71 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(value, io.TextIOWrapper):
             # cloudpickle would send a copy of its contents
             raise TypeError("cannot pickle an open file")
+        if isinstance(value, types.ModuleType) and kind is not types.ModuleType:
+            return _reduce_module(value)
+        if isinstance(value, torch.jit.ScriptFunction):
+            return _reduce_script_function(value)
         return super().reducer_override(value)
+
+
+def _reduce_cache(value: Any) -> Any:
+    """A function under `functools.lru_cache`: by its name, or with an empty cache."""
+    if value.__module__ in sys.modules and value.__module__ != "__main__":
+        with contextlib.suppress(AttributeError):
+            if operator.attrgetter(value.__qualname__)(sys.modules[value.__module__]) is value:
+                return value.__reduce__()
+    return _new_cache, (value.__wrapped__, value.cache_parameters())
+
+
+def _new_cache(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _reduce_cached_property(value: functools.cached_property[Any]) -> Any:
+    """Without the lock that it has up to Python 3.11."""
+    return _new_cached_property, (value.func, value.attrname)
+
+
+def _new_cached_property(function: Callable[..., Any], name: str | None) -> Any:
+    made = functools.cached_property(function)
+    made.attrname = name  # of a class that is made anew nothing sets the names
+    return made
+
+
+def _reduce_number_limits(value: Any) -> Any:
+    return type(value), (getattr(torch, value.dtype),)
+
+
+Pickler.dispatch_table = collections.ChainMap(
+    {
+        functools._lru_cache_wrapper: _reduce_cache,
+        functools.cached_property: _reduce_cached_property,
+        torch.finfo: _reduce_number_limits,
+        torch.iinfo: _reduce_number_limits,
+    },
+    cloudpickle.Pickler.dispatch_table,
+)
+
+
+def _reduce_module(value: types.ModuleType) -> Any:
+    """A module of a class of its own, such as `torch.ops`: by its name, or as a part of another."""
+    name = value.__name__
+    if sys.modules.get(name) is value:
+        return importlib.import_module, (name,)
+    parent, _, last = name.rpartition(".")
+    if getattr(sys.modules.get(parent), last, None) is value:
+        return getattr, (sys.modules[parent], last)
+    return NotImplemented
+
+
+def _reduce_script_function(value: Any) -> Any:
+    if any(argument.has_default_value() for argument in value.schema.arguments):
+        return NotImplemented  # what torch saves of it has no defaults
+    return _load_script_function, (value.save_to_buffer(),)
+
+
+def _load_script_function(saved: bytes) -> Any:
+    return torch.jit.load(io.BytesIO(saved))
 
 
 def stream_name(value: Any) -> str | None:

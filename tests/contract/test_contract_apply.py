@@ -953,6 +953,23 @@ def test_A11_hooks_on_the_wrapper_run_here_once() -> None:
     assert seen == [4, 4]
 
 
+def test_A11_hooks_for_all_modules_stay_here_and_that_is_said_once() -> None:
+    """Upstream's threads run them; a replica cannot have them."""
+    net = nn.Linear(3, 2)
+    model, x = DataParallel(net, ["cpu", "cpu"]), torch.ones(4, 3)
+
+    def triple(module: nn.Module, _inputs: Any, out: Tensor) -> Tensor | None:
+        return out * 3 if isinstance(module, nn.Linear) else None
+
+    with nn.modules.module.register_module_forward_hook(triple):
+        tripled = net(x)
+        with pytest.warns(UserWarning, match="hooks for all modules") as caught:
+            once = [model(x), model(x)]
+    assert len(caught) == 1
+    for out in [*once, model(x)]:
+        torch.testing.assert_close(3 * out, tripled)
+
+
 def test_A11_gradients_are_those_of_upstream_whatever_hooks_do_inside() -> None:
     """A hook that changes an output inside a replica takes part in the gradients."""
     net = nn.Sequential(nn.Linear(3, 3), nn.Tanh())

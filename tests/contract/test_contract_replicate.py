@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import os
 import pickle
@@ -687,6 +688,44 @@ def test_R14_weak_references_to_methods_live() -> None:
     """A plain weak reference to a method is dead as soon as it is made."""
     net, x = Referring(), torch.randn(4, 3)
     torch.testing.assert_close(DataParallel(net, CPUS)(x), net(x))
+
+
+def test_R14_a_class_of_a_script_may_use_what_refuses_pickling() -> None:
+    """Caches, properties that are computed once, operators by name, and references to methods: of a
+    class that cannot be imported they travel with it.
+    """
+
+    @functools.cache
+    def mask(size: int) -> Tensor:
+        return torch.arange(float(size))
+
+    class Script(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+            self.act = torch.ops.aten.relu
+            self.least = torch.finfo(torch.float32)
+            self.call = weakref.WeakMethod(self.inner.forward)
+
+        @functools.cached_property
+        def scale(self) -> Tensor:
+            return torch.full((3,), 2.0)
+
+        @functools.cache  # noqa: B019
+        def power(self, base: int) -> int:
+            return base**2
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.act(self.call()(x)) * mask(3) * self.scale + self.power(3)  # type: ignore[misc]
+            return torch.ops.aten.clamp_min.default(out, self.least.eps)
+
+    plain, net = Script(), Script()
+    net.load_state_dict(plain.state_dict())
+    model = DataParallel(net, CPUS)
+    for _ in range(2):
+        one, other = train((model, plain), torch.randn(4, 3))
+        torch.testing.assert_close(one, other)
+        assert_same_grads(model, plain)
 
 
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])

@@ -585,6 +585,74 @@ def test_a_class_that_its_module_has_by_another_name_goes_by_that() -> None:
     assert (chosen.func, chosen.args) == (torch.nn.attention.sdpa_kernel, (backend.MATH,))
 
 
+def sent(value: Any) -> Any:
+    """What arrives of a value."""
+    attachments = Attachments(InlineLink())
+    parcel, _ = codec.encode([value], attachments, "inputs")
+    return codec.decode(parcel, attachments, torch.device("cpu"))[0][0]
+
+
+@functools.lru_cache(maxsize=7)
+def cached(number: int) -> int:
+    """A function of a module, under a cache."""
+    return number + 1
+
+
+ops = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    "value",
+    [torch.ops, torch.classes, ops, ops.relu, ops.relu.default, ops.add.Tensor, cached],
+    ids=str,
+)
+def test_what_a_process_has_once_goes_by_its_name(value: Any) -> None:
+    """Operators of torch and where they are, and a cache that can be imported."""
+    assert sent(value) is value
+    assert sent(functools.partial(print, value)).args[0] is value
+
+
+def test_a_cache_that_cannot_be_imported_arrives_empty() -> None:
+    """With the function and the settings."""
+
+    @functools.lru_cache(maxsize=3, typed=True)
+    def inside(number: int) -> int:
+        return number + 2
+
+    inside(1)
+    arrived = sent(inside)
+    assert arrived is not inside
+    assert arrived.cache_info().currsize == 0
+    assert arrived.cache_parameters() == {"maxsize": 3, "typed": True}
+    assert (arrived(1), arrived(1), arrived.cache_info().hits) == (3, 3, 1)
+
+
+@pytest.mark.parametrize("limits", [torch.finfo(torch.bfloat16), torch.iinfo(torch.int16)])
+def test_the_limits_of_a_dtype(limits: Any) -> None:
+    """They are objects of torch's that refuse pickling."""
+    arrived = sent(limits)
+    assert (arrived.dtype, arrived.min, arrived.max) == (limits.dtype, limits.min, limits.max)
+
+
+def doubled(x: Tensor) -> Tensor:
+    """Is compiled to TorchScript."""
+    return x * 2
+
+
+def scaled(x: Tensor, factor: float = 2.0) -> Tensor:
+    """Has a default, which torch does not save."""
+    return x * factor
+
+
+def test_functions_of_torchscript() -> None:
+    """As torch saves them; one with a default would lose it, and is refused."""
+    x = torch.ones(2)
+    assert sent(torch.jit.script(doubled))(x).tolist() == [2.0, 2.0]
+    assert sent(torch.jit.trace(doubled, x))(x).tolist() == [2.0, 2.0]
+    with pytest.raises(TransferError, match="ScriptFunction cannot be pickled"):
+        sent(torch.jit.script(scaled))
+
+
 def calls_to_encode(count: int) -> int:
     """How many functions written in Python are called to encode a row of so many tensors, for the
     second time.
