@@ -604,7 +604,7 @@ ops = torch.ops.aten
 @pytest.mark.parametrize(
     "value",
     [torch.ops, torch.classes, ops, ops.relu, ops.relu.default, ops.add.Tensor, cached],
-    ids=str,
+    ids=["ops", "classes", "aten", "relu", "relu.default", "add.Tensor", "cached"],
 )
 def test_what_a_process_has_once_goes_by_its_name(value: Any) -> None:
     """Operators of torch and where they are, and a cache that can be imported."""
