@@ -199,19 +199,16 @@ class Groups:
     """The groups that this process is a member of.
 
     Args:
-        address: This process's address in the network of the other members.
         device: The device of this process.
         secret: What the members of a group have to know: the same in all replicas of an executor.
             By default no other process knows it.
+
+    Attributes:
+        address: This process's address in the network of the other members.
     """
 
-    def __init__(
-        self,
-        address: str = "127.0.0.1",
-        device: torch.device | None = None,
-        secret: str | None = None,
-    ) -> None:
-        self.address = address
+    def __init__(self, device: torch.device | None = None, secret: str | None = None) -> None:
+        self.address = "127.0.0.1"
         self.secret = secret or handshake.new_secret()
         self._device = device or torch.device("cpu")
         self._hosted: dict[str, StoreServer] = {}
