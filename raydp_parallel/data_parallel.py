@@ -492,8 +492,7 @@ class DataParallel(nn.DataParallel[T]):
             output = self._in_place(called, inputs, kwargs)
             return lambda: output if gather else [output]
         ambient_state.refuse_transforms()
-        if nn.modules.module._has_any_global_hook():
-            self._warn_of_hooks()
+        self._warn_of_hooks()
         chunks, chunk_kwargs = (inputs,), (kwargs,)
         if split:
             # [1]
@@ -783,7 +782,17 @@ class DataParallel(nn.DataParallel[T]):
 
     def _warn_of_hooks(self) -> None:
         """Once: upstream's replicas run the hooks that this process has for all modules."""
-        if "_warned_of_hooks" not in self.__dict__:
+        hooks = (
+            nn.modules.module._global_forward_pre_hooks
+            or nn.modules.module._global_forward_hooks
+            or nn.modules.module._global_backward_pre_hooks
+            or nn.modules.module._global_backward_hooks
+        )
+        if (
+            hooks
+            and "_warned_of_hooks" not in self.__dict__
+            and not self.executor.options.in_process
+        ):
             self._warned_of_hooks = True
             warnings.warn(
                 "hooks for all modules, such as those of register_module_forward_hook, run in this "

@@ -970,6 +970,25 @@ def test_A11_hooks_for_all_modules_stay_here_and_that_is_said_once() -> None:
         torch.testing.assert_close(3 * out, tripled)
 
 
+def test_A11_hooks_for_all_modules_run_in_replicas_of_this_process() -> None:
+    """Nothing is to be warned of there."""
+    net = nn.Linear(3, 2)
+    model = DataParallel(net, ["cpu", "cpu"], options=Options(in_process=True))
+    x = torch.ones(4, 3)
+    plain = net(x)
+
+    def add(module: nn.Module, _inputs: Any, out: Tensor) -> Tensor | None:
+        return out + 7 if module is not model else None
+
+    with (
+        nn.modules.module.register_module_forward_hook(add),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
+        changed = model(x)
+    torch.testing.assert_close(changed, plain + 7)
+
+
 def test_A11_gradients_are_those_of_upstream_whatever_hooks_do_inside() -> None:
     """A hook that changes an output inside a replica takes part in the gradients."""
     net = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
