@@ -223,7 +223,9 @@ class Shaped(nn.Module):
         clock = _clocks[-1]
         with clock.taken(), torch.no_grad():
             leaves = [*self.net.parameters()]
-            grads = _grads.setdefault(len(leaves), [torch.zeros_like(p) for p in leaves])
+            if len(leaves) not in _grads:
+                _grads[len(leaves)] = [torch.zeros_like(p) for p in leaves]
+            grads = _grads[len(leaves)]
             buffers = [*self.net.buffers()]
             counters = [b for b in buffers if not b.is_floating_point()]
             if counters:
