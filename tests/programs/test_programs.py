@@ -522,6 +522,36 @@ def test_transformers_records_outputs(two: Executor) -> None:
     assert_same_grads(model, plain, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_transformers_decodes_with_a_cache(two: Executor, devices: int) -> None:
+    """By the cache that came back with one device, by `generate` in the replicas with any; the
+    caller's own cache is a copy there (S10).
+    """
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=32,
+        n_positions=16,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    module = transformers.GPT2LMHeadModel(config).eval()
+    model = DataParallel(copy.deepcopy(module), ["cpu"] * devices, executor=two)
+    ids = torch.randint(1, 32, (4, 6))
+    asked = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    with torch.no_grad():
+        assert torch.equal(model.call("generate", ids, **asked), module.generate(ids, **asked))
+        own = transformers.DynamicCache()
+        out = model(ids[:, :5], past_key_values=own)
+        assert own.get_seq_length() == 0
+        if devices == 1:
+            found = model(ids[:, 5:], past_key_values=out.past_key_values).logits[:, 0]
+            torch.testing.assert_close(found, module(ids).logits[:, 5])
+
+
 def test_transformers_device_property() -> None:
     """Upstream's replicas have no parameters and die of StopIteration here; ours have them."""
     out = DataParallel(AsksParameters(), TWO)(torch.ones(4, 4, dtype=torch.float64))
