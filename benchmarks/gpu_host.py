@@ -114,7 +114,7 @@ class Clock:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not self._inside:
                 self.asked[self.side] += 1
-                self.stream.later(_nothing)  # it has run when somebody waited for it
+                self.stream.later(_nothing)  # it has run once it was waited for
             with self.taken():
                 return operation(*args, **kwargs)
 

@@ -3,7 +3,7 @@
 `python -m benchmarks.journey` trains a small net on two CPU replicas and writes down, for one
 forward and one backward, each function of this package that is entered: in the driver, and in a
 replica. It counts files, functions, and how often the next function entered is in another file than
-the one before. Whoever changes the structure of the package can compare before and after; `--list`
+the one before. After a change of the package's structure, compare with before; `--list`
 prints the functions in the order in which they are entered.
 """
 

@@ -212,7 +212,7 @@ def pictures(rows: int) -> tuple[Tensor, Tensor]:
 
 
 def classify_logits(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """The loss computed outside of a net whose output is an object with logits."""
+    """The loss computed outside of a net that gives an object with logits."""
     return F.cross_entropy(net(x).logits, y)
 
 

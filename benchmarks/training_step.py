@@ -9,7 +9,7 @@ turn. At the end all must hold the same weights. In the last table eight replica
 
 The peers' workers time themselves and make the steps of a turn without waiting for the driver,
 which favours them; ours is timed as the user sees it. All have the defaults of their makers, and as
-many threads as a fair share of the cores. A peer whose package is missing is left out.
+many threads as a fair share of the cores. A peer is left out if its package is missing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two wrapped nets that share the replicas: a Wasserstein GAN, whose gradient penalty needs second
+"""Two wrapped nets that share the replicas: a Wasserstein GAN: its gradient penalty needs second
 derivatives.
 
 Output::

@@ -3,7 +3,7 @@
 A worker waits at a connection for the name of a case, then for numbers of steps; it makes them
 without a word, and answers how many seconds they took inside it. So a step of a peer is measured
 without what it costs to tell its workers, and with whatever runs ahead from one step to the next:
-that favours the peers, whose workers need no driver.
+that favours the peers: their workers need no driver.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def start(entry: Entry, workers: int) -> Peer:
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """A port that is free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Ray Train: a `TorchTrainer` whose workers dial the driver, to be told when to step."""
+"""Ray Train: a `TorchTrainer` with workers that dial the driver, to be told when to step."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ def register_batch_type(cls: type, *, scatter: Splitter, gather: Joiner) -> Batc
             order of chunks.
 
     Returns:
-        A handle whose ``remove()`` ends the registration; it works in a ``with`` too.
+        A handle; its ``remove()`` ends the registration, and it works in a ``with`` too.
 
     Raises:
         ValueError: The class is registered already.

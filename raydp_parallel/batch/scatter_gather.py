@@ -403,7 +403,7 @@ def scatter_kwargs(
         RuntimeError: There is no device.
         IndexError: A tensor lacks the dimension.
         ValueError: Tensors yield different numbers of chunks; or ``sizes`` were given, and
-            tensors of different sizes, or a value whose class splits it without them.
+            tensors of different sizes, or a value of a class that splits it without them.
     """
     if not inputs and not kwargs:
         return (), ()

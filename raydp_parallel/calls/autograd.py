@@ -283,7 +283,7 @@ def _needed(ctx: Any) -> tuple[list[bool], bool]:
     """
     nodes = [node for node, _ in ctx.next_functions]
     if None not in nodes:
-        with contextlib.suppress(RuntimeError):  # of a leaf whose gradient is captured
+        with contextlib.suppress(RuntimeError):  # of a leaf that is captured
             return [*map(torch._C._will_engine_execute_node, nodes)], False
     found = [*map(_will_run, nodes)]
     return [one is not False for one in found], None in found
@@ -543,7 +543,7 @@ def _sums(
         for leaf, term in stay.items():
             sums[leaf] = RemoteGradient(call.leaves[leaf], GradientState((term,)))
         for leaf, standin in held.finish(answers).items() if held is not None else ():
-            sent = sums[leaf]  # by a chunk whose gradient is of another kind
+            sent = sums[leaf]  # by a chunk with a gradient of another kind
             sums[leaf] = standin if sent is None else standin.fetched() + sent
         whole = [True] * len(sums)
         if not {one.layout for one in sums if one is not None} <= {torch.strided}:

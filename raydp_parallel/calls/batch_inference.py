@@ -49,7 +49,7 @@ class MapSettings(NamedTuple):
     Attributes:
         replicas: How many replicas there are to choose from for each batch; 1 where all compute
             each batch.
-        in_flight: The most batches that are loaded, and whose outputs are not yet given.
+        in_flight: The most batches that are loaded before their outputs are given.
         at_once: As in `forward.MapCall`.
         place: Where outputs go; None is where the master is.
         ordered: Whether outputs have the order of batches.
@@ -136,7 +136,7 @@ class SentBatch:
 
 
 class BatchPipeline:
-    """The batches whose outputs were not yet taken.
+    """The batches with outputs that were not taken yet.
 
     Args:
         begin: Sends a batch.

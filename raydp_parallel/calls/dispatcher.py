@@ -106,7 +106,7 @@ class Dispatcher:
 
     @property
     def pending(self) -> list[Any]:
-        """The calls that were sent, and whose answers were not taken."""
+        """The calls that were sent, with answers that were not taken yet."""
         return [call for sent in [*self._sent.values()] for call in sent.pending]
 
     def abandon(self) -> None:

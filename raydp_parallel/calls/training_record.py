@@ -931,7 +931,7 @@ class Training:
 
 
 def _sums(grads: Sequence[Tensor | None]) -> list[GradientSum]:
-    """The backwards whose sums some gradients are made of, where these lie in replicas."""
+    """The backwards with sums that make up some gradients, where these lie in replicas."""
     found: dict[int, GradientSum] = {}
     for grad in grads:
         if isinstance(grad, RemoteGradient) and lies_remote(grad):

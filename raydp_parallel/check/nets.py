@@ -241,7 +241,7 @@ class Products(nn.Module):
 
 
 class Flattens(nn.Module):
-    """A recurrent net whose forward gives its weights other memory on CUDA."""
+    """A recurrent net that gives its weights other memory in forward on CUDA."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -133,7 +133,7 @@ NICENESS = "RAY_worker_niceness"
 def join(address: str | None) -> None:
     """Connect to a cluster by Ray's rules for addresses; ``"local"`` starts one.
 
-    Ray's default for workers is a niceness of 15. On a machine whose cores are all busy, replicas
+    Ray's default for workers is a niceness of 15. On a machine with all cores busy, replicas
     then get a 30th of what this program's data loaders get. In a cluster that is started for this
     program they have its own priority.
     """

@@ -285,7 +285,7 @@ def printable(text: str) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table whose columns are as wide as they must be."""
+    """The lines of a table with columns as wide as they must be."""
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

@@ -105,8 +105,8 @@ def _run_backward(
 ) -> Sequence[Tensor | None]:
     """`torch.autograd.grad` for what is wanted, else `torch.autograd.backward`.
 
-    Both check shapes by means of sympy, whose 480 modules a new replica would spend a third of a
-    second to import. Where everything matches, which the driver saw to, there is nothing to check.
+    Both check shapes by means of sympy: a new replica would spend a third of a second to import its
+    480 modules. Where everything matches, which the driver saw to, there is nothing to check.
     """
     if all(map(_matches, outputs, grads)):
         found: Sequence[Tensor | None] = _engine_run_backward(

@@ -412,7 +412,7 @@ def _warn_of_rows(value: Tensor, output: Any, rows: int) -> None:
     if not rows or value.isfinite() or not all(t.isfinite().all() for t in _tensors(output)):
         return
     warnings.warn(
-        f"with_loss: the criterion gave {value.item()} for a chunk whose outputs are finite. If it "
+        f"with_loss: the criterion gave {value.item()} for a chunk with finite outputs. If it "
         "leaves something out, its mean is not over rows: give with_loss(count=...), the number "
         "that it divides by. This is said once",
         stacklevel=2,

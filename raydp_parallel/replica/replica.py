@@ -680,7 +680,7 @@ class Replica:
         return True
 
     def _saved(self, graph: KeptGraph, slot: int) -> Tensor | None:
-        """What a graph may have saved of a slot whose version moved since.
+        """What a graph may have saved of a slot with a version that moved since.
 
         A later forward that writes to a tensor leaves older graphs the one that they saved. Of
         parameters that is an error all the same, as in one process; buffers are written by every

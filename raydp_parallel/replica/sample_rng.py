@@ -35,8 +35,8 @@ def _seed(number: int, row: int) -> int:
 class RowRandom(TorchDispatchMode):
     """Runs random operations row by row.
 
-    An operation whose first dimension is not the chunk's rows runs once, with a seed that is the
-    same for all chunks, and is warned of.
+    Where the first dimension is not the chunk's rows, an operation runs once, with a seed that is
+    the same for all chunks, and is warned of.
 
     Args:
         device: The replica's device.

@@ -299,7 +299,7 @@ def convert_sync_batchnorm(module: M) -> M:
         if type(part) not in _CONVERTED:
             raise TypeError(
                 f"convert_sync_batchnorm: {name or 'the module'} is a {type(part).__name__}, a "
-                "class of its own whose forward cannot be replaced by that of batch norm"
+                "class of its own, and its forward cannot be replaced by that of batch norm"
             )
     for _, part in found:
         part.__class__ = SyncBatchNorm

@@ -37,7 +37,7 @@ class _FlatDicts:
     """The contents of some dicts, in flat lists.
 
     Args:
-        owners: Objects whose attributes are the first dicts.
+        owners: The objects that have the first dicts as attributes.
         dicts: The other dicts.
         copies: The contents of all.
     """

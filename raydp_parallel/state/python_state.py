@@ -82,7 +82,7 @@ def pickled(value: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def generator_state(generator: torch.Generator) -> tuple[bytes, None]:
-    """The state of torch's generator, whose pickle differs each time."""
+    """The state of torch's generator; its pickle differs each time."""
     return generator.get_state().numpy().tobytes(), None
 
 
@@ -284,7 +284,7 @@ class StateVisitor:
 
     Attributes:
         reached: All parts but atoms, by their ids.
-        owners: Objects whose attributes are compared; all tensors are among them.
+        owners: Objects of which attributes are compared; all tensors are among them.
         dicts: Plain dicts.
         lists: Lists and deques.
         sets: Sets.

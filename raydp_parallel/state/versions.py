@@ -417,14 +417,14 @@ class MasterTensors:
         }
 
     def flags_since(self, held: int) -> tuple[tuple[int, bool], ...]:
-        """The slots whose ``requires_grad`` changed after revision ``held``."""
+        """The slots with a ``requires_grad`` that changed after revision ``held``."""
         known, flags = self._flag_at, zip(self.slots, self.seen.flags, strict=True)
         if not known:
             return ()
         return tuple([(slot, flag) for slot, flag in flags if known.get(slot, 0) > held])
 
     def moved_since(self, held: int) -> tuple[int, ...]:
-        """The slots whose version moved after revision ``held``."""
+        """The slots with a version that moved after revision ``held``."""
         return tuple(
             [slot for slot, at in self._version_at.items() if at > held and slot in self.tensors]
         )

@@ -245,7 +245,7 @@ class Replaced:
         tensors: Mapping[int, Tensor],
         specs: Mapping[int, SlotSpec],
     ) -> bool:
-        """Whether tensors whose addresses are as at first lie as their specs say. Mostly the same
+        """Whether tensors at their first addresses lie as their specs say. Mostly the same
         ones are written in each forward, so what the specs say is kept.
         """
         known, slots, said = self._known

@@ -175,7 +175,7 @@ class _Unproven:
         return bool(authentic)
 
     def disconnect_late(self) -> float:
-        """Disconnect the clients whose time is over; returns when that of the next one is."""
+        """Disconnect the clients that are out of time; returns when the next one is."""
         now = time.monotonic()
         for connection, client in [*self._clients.items()]:
             if client.until <= now:

@@ -397,7 +397,7 @@ class TrainingHandover(NamedTuple):
 
 
 class LeaveSnapshot(NamedTuple):
-    """Asks for a `TrainingSnapshot` whose bytes are for other replicas: they are left in memory
+    """Asks for a `TrainingSnapshot` with bytes for other replicas: they are left in memory
     that these read, or kept.
 
     Attributes:

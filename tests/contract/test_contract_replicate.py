@@ -185,7 +185,7 @@ def test_R3_zero_grad_in_a_replica_warns_as_upstream() -> None:
 
 
 class Adjoint(torch.autograd.Function):
-    """A product whose gradients are those that it is asked for by its parameters."""
+    """A product with the gradients that it is asked for by its parameters."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:

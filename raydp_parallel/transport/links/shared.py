@@ -362,7 +362,7 @@ class PassedOn(Exposed):
     it can be read when its owner is gone.
 
     Args:
-        memory: The memory, whose lease must not end before the others have read it.
+        memory: The memory; its lease must not end before the others have read it.
 
     Raises:
         OSError: Its owner is gone already.
