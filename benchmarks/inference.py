@@ -5,23 +5,24 @@ interleaved: `map` on one replica, `map` on two, a loop that calls the wrapper o
 Ray actors that are kept busy by hand, and Ray Data's `map_batches` with two actors. Each replica
 and each actor has one thread. Ray Data starts its actors anew each time; its time counts from when
 the first of them begins its first batch. All outputs are compared. The floor is the net in two
-processes that each compute half as many batches of their own, when told: two cores that share
-caches and memory are not twice one (1.79 to 2.04 of it, on the machines that were tried). So two
+processes that each compute a batch of their own half as many times, when told: two cores that share
+caches and memory are not twice one (1.67 to 2.04 of it, on the machines that were tried). So two
 replicas are asked for 0.95 of what these two processes reach.
 
 `map` and the actors by hand run a second time with a loader that waits as long for each batch as
 two replicas compute one. Such a loader can be hidden but for the first batch, which nothing
 computes meanwhile, and the last, which is computed when all are loaded; the floor is the two
 processes again, each told of its next batch when the loader has it. What the driver does for a
-batch, some 4 ms of one thread while replicas have all cores, stands between two loads and is not
+batch, 3 to 4 ms of one thread while replicas have all cores, stands between two loads and is not
 hidden. That is so for the actors by hand, too, and these are what is asked for.
 
 A second table has training steps on two replicas of which one takes twice as long for a row: split
 evenly, split by `chunk_weights=(2, 1)`, which is ideal, and by ``"auto"`` after 20 steps. Their
 gradients are compared.
 
-Sending a batch and taking its output needs 1.3 ms of the driver's CPU time, and on two cores the
-driver has none of its own. A batch takes one core 45 ms or more, so that this does not decide.
+Sending a batch and taking its output needs 1.3 to 3 ms of the driver's CPU time, by machine, and on
+two cores the driver has none of its own. A batch takes one core 45 ms or more, so that this does
+not decide, but with the slow loader.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def by_hand(net: nn.Module, check: Callable[[float], None]) -> Callable[[Iterabl
 
 
 class AloneInProcesses:
-    """A contender that lets processes compute batches of their own, and carries none."""
+    """A contender that lets processes compute a batch of their own, and carries none."""
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -162,7 +163,7 @@ class AloneInProcesses:
 
 
 def compute_when_told(line: Connection) -> None:
-    """Compute as many batches as are asked for, until that is none."""
+    """Compute a batch as many times as is asked for, until that is none."""
     torch.set_num_threads(1)
     net = deep(WIDTH, LAYERS).eval()
     x = torch.randn(ROWS, WIDTH)

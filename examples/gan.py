@@ -1,5 +1,5 @@
-"""Two wrapped nets that share the replicas: a Wasserstein GAN: its gradient penalty needs second
-derivatives.
+"""Two wrapped nets that share the replicas: a Wasserstein GAN, with a gradient penalty that
+needs second derivatives.
 
 Output::
 

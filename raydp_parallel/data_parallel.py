@@ -657,7 +657,7 @@ class DataParallel(nn.DataParallel[T]):
 
         Args:
             batches: The batches; they are loaded one by one.
-            in_flight: The most batches that are loaded before their outputs are given. By
+            in_flight: The most batches that are loaded and have not given their outputs. By
                 default two for each replica, or two if batches are split.
             split: Whether each batch is split among the replicas, as in a call of the model; or
                 goes to one replica as a whole. None splits if ``in_flight`` is less than the

@@ -283,7 +283,7 @@ def _needed(ctx: Any) -> tuple[list[bool], bool]:
     """
     nodes = [node for node, _ in ctx.next_functions]
     if None not in nodes:
-        with contextlib.suppress(RuntimeError):  # of a leaf that is captured
+        with contextlib.suppress(RuntimeError):  # of a leaf with a gradient that is captured
             return [*map(torch._C._will_engine_execute_node, nodes)], False
     found = [*map(_will_run, nodes)]
     return [one is not False for one in found], None in found

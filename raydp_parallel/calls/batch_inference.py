@@ -49,7 +49,7 @@ class MapSettings(NamedTuple):
     Attributes:
         replicas: How many replicas there are to choose from for each batch; 1 where all compute
             each batch.
-        in_flight: The most batches that are loaded before their outputs are given.
+        in_flight: The most batches that are loaded and have not given their outputs.
         at_once: As in `forward.MapCall`.
         place: Where outputs go; None is where the master is.
         ordered: Whether outputs have the order of batches.

@@ -284,7 +284,7 @@ class StateVisitor:
 
     Attributes:
         reached: All parts but atoms, by their ids.
-        owners: Objects of which attributes are compared; all tensors are among them.
+        owners: Objects with attributes that are compared; all tensors are among them.
         dicts: Plain dicts.
         lists: Lists and deques.
         sets: Sets.

@@ -13,7 +13,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from harness import assert_same_grads, raised, trio
+from harness import assert_same_grads, raised, tiny_gpt2, trio
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
@@ -372,8 +372,7 @@ def test_S6_sizes_that_differ_are_warned_of_once() -> None:
 def test_G5_a_transformers_cache_is_gathered(replicas: int) -> None:
     """`past_key_values` is one cache, of all rows, that the next step can be called with."""
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=2, n_head=2)
-    ours, theirs, _ = trio(transformers.GPT2LMHeadModel(config).eval(), replicas)
+    ours, theirs, _ = trio(tiny_gpt2().eval(), replicas)
     tokens = torch.arange(20).view(4, 5)
     with torch.no_grad():
         one, other = ours(tokens, use_cache=True), theirs(tokens, use_cache=True)

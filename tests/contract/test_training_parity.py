@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import oracle
 import pytest
 import torch
+from harness import tiny_gpt2
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -304,25 +305,6 @@ def test_bidirectional_lstm(replicas):
 # --- a transformer with tied embeddings ---
 
 
-def gpt2() -> nn.Module:
-    """GPT-2's architecture, tiny, with random weights and no dropout."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=48,
-        n_positions=16,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
 def texts(step: int) -> tuple[Tensor, Tensor]:
     """Token ids and a mask that pads some rows."""
     generator = numbers(step)
@@ -348,7 +330,7 @@ def loss_inside(model: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_tied_transformer(replicas, loss):
     """Embedding and head share one weight, in the master and in every replica."""
-    net = gpt2()
+    net = tiny_gpt2()
     assert net.lm_head.weight is net.transformer.wte.weight
     found, expected = ours(net, replicas), theirs(net, replicas)
     run = train(found, texts, loss, adam(found))

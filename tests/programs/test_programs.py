@@ -21,7 +21,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from harness import assert_same_grads, assert_same_state
+from harness import assert_same_grads, assert_same_state, tiny_gpt2
 from torch import nn
 
 import raydp_parallel
@@ -529,23 +529,14 @@ def test_transformers_decodes_with_a_cache(two: Executor, devices: int) -> None:
     """
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=32,
-        n_positions=16,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    module = transformers.GPT2LMHeadModel(config).eval()
+    module = tiny_gpt2().eval()
     model = DataParallel(copy.deepcopy(module), ["cpu"] * devices, executor=two)
     ids = torch.randint(1, 32, (4, 6))
     asked = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     with torch.no_grad():
         assert torch.equal(model.call("generate", ids, **asked), module.generate(ids, **asked))
         own = transformers.DynamicCache()
-        out = model(ids[:, :5], past_key_values=own)
+        out = model(ids[:, :5], past_key_values=own, use_cache=True)
         assert own.get_seq_length() == 0
         if devices == 1:
             found = model(ids[:, 5:], past_key_values=out.past_key_values).logits[:, 0]

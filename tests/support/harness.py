@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import oracle
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -78,6 +79,26 @@ def assert_same_state(one: nn.Module, other: nn.Module, **tolerance: Any) -> Non
 def _of(name: str) -> Callable[[str], str]:
     """What is said of a tensor with this name."""
     return lambda text: f"{name}: {text}"
+
+
+def tiny_gpt2() -> nn.Module:
+    """GPT-2's architecture, tiny, with random weights and no dropout."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=48,
+        n_positions=16,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    made: nn.Module = transformers.GPT2LMHeadModel(config)
+    return made
 
 
 def raised(call: Callable[[], Any]) -> BaseException:
