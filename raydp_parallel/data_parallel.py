@@ -48,6 +48,7 @@ from raydp_parallel.options import Options
 from raydp_parallel.replica import loss_call, replica
 from raydp_parallel.replica.actor import fetched
 from raydp_parallel.replica.loss_call import LossCall
+from raydp_parallel.state.shared_objects import SharedObjects
 from raydp_parallel.state.tracker import check_devices
 from raydp_parallel.transport.messages import Called
 
@@ -503,8 +504,11 @@ class DataParallel(nn.DataParallel[T]):
             called = called.for_chunks(len(chunks), self.dim)
         if len(self.device_ids) == 1 or not split:
             (alone,) = functional.calling(self._replicate(self.device_ids[:1]), called)
+            given = SharedObjects(inputs, kwargs)
             with self._setting():
-                one = functional.begin_one(alone, chunks[0], chunk_kwargs[0], self.dim).outputs
+                one = functional.begin_one(
+                    alone, chunks[0], chunk_kwargs[0], self.dim, given=given
+                ).outputs
             return lambda: one()[0] if gather else one()
         ids = self.device_ids[: len(chunks)]
         replicas = functional.calling(self.replicate(self._master, ids), called)

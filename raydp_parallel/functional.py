@@ -19,6 +19,7 @@ from raydp_parallel.cluster.replica_slots import ReplicaSlot
 from raydp_parallel.devices import ambient_state
 from raydp_parallel.options import Options, UnusedGrads
 from raydp_parallel.replica.replica import WithAttributes
+from raydp_parallel.state.shared_objects import SharedObjects
 from raydp_parallel.state.structure import refuse_unreplicable
 from raydp_parallel.state.tracker import ModuleTracker
 from raydp_parallel.transport.messages import Called
@@ -259,12 +260,25 @@ def calling(replicas: Sequence[Any], called: Called) -> Sequence[Any]:
 
 
 def begin_one(
-    replica: RemoteReplica, args: Any, kwargs: dict[str, Any], dim: int = 0
+    replica: RemoteReplica,
+    args: Any,
+    kwargs: dict[str, Any],
+    dim: int = 0,
+    *,
+    given: SharedObjects | None = None,
 ) -> forward.ForwardCall:
     """The only device's call. Upstream runs the module itself there: raw errors, no zeros,
-    rebinding stays.
+    rebinding stays, and so does what forward stores in objects of the caller.
+
+    Args:
+        replica: The device's replica.
+        args: Its positional arguments, after scattering.
+        kwargs: Its keyword arguments.
+        dim: The dimension of rows.
+        given: The objects among the arguments that the caller has.
     """
-    chunk = replica._chunk(tuple(args), kwargs, None, dim)._replace(alone=True)
+    chunk = replica._chunk(tuple(args), kwargs, None, dim)
+    chunk = chunk._replace(alone=True, shared=given)
     return forward.ForwardCall(replica._executor, [chunk], "none").send()
 
 

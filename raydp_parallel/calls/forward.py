@@ -34,6 +34,7 @@ from raydp_parallel.replica.loss_call import LossCall
 from raydp_parallel.replica.replica import WithAttributes
 from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
 from raydp_parallel.state import module_sources
+from raydp_parallel.state.shared_objects import SharedObjects
 from raydp_parallel.state.tracker import Mark, ModuleTracker
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.group_messages import Relay
@@ -85,6 +86,8 @@ class ForwardChunk(NamedTuple):
         detach: Whether its module takes no gradients.
         alone: Whether there is one device only, where upstream runs the master itself.
         called: What gets the arguments.
+        shared: The objects among the arguments that the caller has, and that forward may change;
+            None if that does not reach the caller.
     """
 
     slot: ReplicaSlot
@@ -96,6 +99,7 @@ class ForwardChunk(NamedTuple):
     detach: bool = False
     alone: bool = False
     called: Called = None
+    shared: SharedObjects | None = None
 
     def message(self) -> tuple[Any, str]:
         """What the replica gets, and its name in an error about a part of it."""
@@ -309,6 +313,30 @@ def plan_leaves(
     return LeafPlan([*leaves.values()], kinds, owned, sizes)
 
 
+def _is_made_by_graph(tensor: Tensor) -> bool:
+    """Whether a graph of torch's made a tensor, apart from cutting a leaf into chunks."""
+    node = tensor.grad_fn
+    if node is None or node.name() != "ScatterBackward":
+        return node is not None
+    return any(
+        made is not None and not hasattr(made, "variable") for made, _ in node.next_functions
+    )
+
+
+class ToldChunk(NamedTuple):
+    """What was noted of a chunk when its message was made.
+
+    Attributes:
+        inputs: The inputs that a gradient may be asked for.
+        doubtful: See `ForwardRequest`.
+        made: The message, and what it was made with, to make the graph again; None if it is not.
+    """
+
+    inputs: list[Tensor]
+    doubtful: tuple[int, ...]
+    made: tuple[ForwardRequest, replay.KeptForward] | None
+
+
 class ForwardAttempt:
     """One run of a forward: the messages of its chunks, and what the driver notes of them, and does
     besides, until the answers are there.
@@ -334,8 +362,7 @@ class ForwardAttempt:
         self._marks: dict[ModuleTracker, Mark] = {}
         self._doubts: dict[ModuleTracker, tuple[int, ...]] = {}
         self.relays: dict[ModuleTracker, WeightRelay | None] = {}
-        self._inputs: list[list[Tensor]] = [[] for _ in spec.chunks]
-        self._made: dict[int, tuple[ForwardRequest, replay.KeptForward]] = {}
+        self._told: dict[int, ToldChunk] = {}
         self.sends: list[int] = []
         self._plan = LeafPlan([], [], [], [])
         self.verified = True
@@ -392,7 +419,7 @@ class ForwardAttempt:
                 "arguments are ChunkRefs; give one tensor with these rows, such as their numbers"
             )
         chunk.refuse_own(tensors)
-        self._inputs[number] = [t for t in tensors if t.requires_grad] if grad else []
+        inputs = [t for t in tensors if t.requires_grad] if grad else []
         name = slot.name_of(tracker.id, chunk.slot)
         news = None
         if tracker.training is not None:  # before the update: this may bring the master up to date
@@ -416,7 +443,7 @@ class ForwardAttempt:
             capture=spec.capture.names if spec.capture is not None else (),
             detach=chunk.detach,
             alone=chunk.alone,
-            doubtful=() if chunk.detach else self._doubts[tracker],
+            doubtful=self._doubtful_of(chunk, inputs),
             forget=slot.contents.forget(),
             overlay=replay.overlay(self._marks[tracker], attachments),
             relay=relay,
@@ -426,10 +453,13 @@ class ForwardAttempt:
             samples=samples,
             compiled=settings.compiled if runs_module(chunk.called) else None,
             stored=tuple([attachments.place(StoredObject(ref)) for ref in refs]),
+            shared=0 if chunk.shared is None or spec.mapped else len(chunk.shared.found),
         )
+        made = None
         if graph is not None and spec.executor.replays:
             kept = replay.keep(parcel, tensors, "arguments", copied=settings.holds)
-            self._made[number] = request, kept._replace(refs=[*refs])
+            made = request, kept._replace(refs=[*refs])
+        self._told[number] = ToldChunk(inputs, request.doubtful, made)
         return request if news is None else request._replace(training=news)
 
     def _doubtful(self, tracker: ModuleTracker) -> tuple[int, ...]:
@@ -443,6 +473,18 @@ class ForwardAttempt:
             hooked = [k for k, found in hooks if found != (None, None)]
             doubtful = (*doubtful, *[k for k in hooked if k not in doubtful])
         return doubtful
+
+    def _doubtful_of(self, chunk: ForwardChunk, inputs: Sequence[Tensor]) -> tuple[int, ...]:
+        """The numbers of a chunk's leaves of which its replica says whether they were used: those
+        of its model, and inputs that a graph made, which may be freed by the time of backward.
+        """
+        made = [at for at, tensor in enumerate(inputs) if _is_made_by_graph(tensor)]
+        if chunk.detach:
+            return tuple(made)
+        if not made:
+            return self._doubts[chunk.tracker]
+        own = len(chunk.tracker.leaves()[0])
+        return (*self._doubts[chunk.tracker], *[own + at for at in made])
 
     def _update(
         self, number: int, slot: ReplicaSlot, name: int, attachments: Attachments
@@ -512,10 +554,11 @@ class ForwardAttempt:
     def meanwhile(self) -> None:
         """Plan torch's graph, and verify contents, while the replicas work."""
         spec, node = self._spec, self._spec.node
-        self._plan = plan_leaves(spec.chunks, self._inputs, spec.context.grad)
+        inputs = [self._told[number].inputs for number in range(len(spec.chunks))]
+        self._plan = plan_leaves(spec.chunks, inputs, spec.context.grad)
         node.leaves, node.kinds = self._plan.leaves, self._plan.kinds
         # With doubtful leaves the answers say which of them take part.
-        if node.leaves and not any(self._doubts.values()):
+        if node.leaves and not self._in_doubt:
             autograd.fork(node)
         verified = [tracker.verify(wholly=False) for tracker in spec.trackers]  # [5]
         self.verified = all(verified)
@@ -529,16 +572,20 @@ class ForwardAttempt:
             if graph is not None:
                 graph.drop()
 
+    @property
+    def _in_doubt(self) -> bool:
+        """Whether the answers say of some leaves whether they take part."""
+        return any(told.doubtful for told in self._told.values())
+
     def leave_out_unreached(self, answers: Sequence[ChunkAnswer]) -> None:
         """Detach the doubtful leaves that no chunk used: the graph that made them may be freed, and
         torch must not run it.
         """
-        if not any(self._doubts.values()):
+        if not self._in_doubt:
             return
         asked: set[int] = set()
-        for chunk, owned in zip(self._spec.chunks, self._plan.owned, strict=True):
-            if not chunk.detach:
-                asked.update(owned[k] for k in self._doubts[chunk.tracker])
+        for number, owned in enumerate(self._plan.owned):
+            asked.update(owned[k] for k in self._told[number].doubtful)
         reached: set[int] = set()
         for owned, answer in zip(self._plan.owned, answers, strict=True):
             reached.update(owned[k] for k in answer.reply.reached)
@@ -558,10 +605,11 @@ class ForwardAttempt:
                 parts.append(None)
                 continue
             mark, after = marks[chunk.tracker]
-            if i in self._made and (synced is None or synced.gathered is not None):
+            made = self._told[i].made
+            if made is not None and (synced is None or synced.gathered is not None):
                 before_and_after = self._marks[chunk.tracker], after
                 graph.recipe = replay.forward(
-                    *self._made[i],
+                    *made,
                     chunk.tracker,
                     chunk.slot,
                     before_and_after,
@@ -580,6 +628,12 @@ class ForwardAttempt:
             )
             parts.append(part)
         return parts
+
+    def keep_copies(self, number: int, written: Sequence[Tensor]) -> None:
+        """Keep copies of a chunk's arguments that are going to be written to as the chunk did."""
+        made = self._told[number].made
+        if written and made is not None:
+            made[1].copy_before(written)
 
     def attach(self, outputs: Sequence[list[Tensor]], joined: bool) -> None:
         """Make the outputs of each chunk part of torch's graph."""
@@ -783,15 +837,18 @@ class ForwardCall:
         joined = joined and codec.in_rows([a.reply.value for a in answers])
         attempt.attach(unpacked, joined)
         values = [
-            codec.load(a.reply.value, row)
-            for a, row in zip(answers, unpacked, strict=True)
+            codec.load(a.reply.value, row, chunk.shared.found if chunk.shared is not None else ())
+            for chunk, a, row in zip(chunks, answers, unpacked, strict=True)
             if a.reply.value
         ]
         if capture is not None:
             capture.parts = [value.captured for value in values]
-        for chunk, value in zip(chunks, values, strict=True):
+        for number, (chunk, value) in enumerate(zip(chunks, values, strict=True)):
             if isinstance(value, Produced):
                 chunk.tracker.rebind(value.rebound)
+                if chunk.shared is not None and value.changes:
+                    attempt.keep_copies(number, chunk.shared.written(value.changes))
+                    chunk.shared.refill(value.changes)
         return [value.output if isinstance(value, Produced) else value for value in values]
 
 

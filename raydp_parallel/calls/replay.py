@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from raydp_parallel.cluster.replica_slots import GraphRecipe, RemoteGraph, ReplicaSlot
@@ -43,7 +44,7 @@ class KeptForward(NamedTuple):
     """
 
     parcel: Parcel
-    tensors: Sequence[Tensor]
+    tensors: list[Tensor]
     versions: list[int]
     name: str
     refs: Sequence[Any] = ()
@@ -53,6 +54,18 @@ class KeptForward(NamedTuple):
         if versions(self.tensors) != self.versions:
             raise _changed(f"{self.name} were written to")
         return codec.encode_again(self.parcel, self.tensors, attachments)
+
+    def copy_before(self, written: Sequence[Tensor]) -> None:
+        """Keep copies of what lies in the memory of tensors that the forward itself wrote to, and
+        that are written to next.
+        """
+        memory = {tensor.untyped_storage().data_ptr() for tensor in written}
+        for number, tensor in enumerate(self.tensors):
+            if tensor.layout is not torch.strided or versions([tensor]) != [self.versions[number]]:
+                continue
+            if tensor.untyped_storage().data_ptr() in memory:
+                self.tensors[number] = tensor.clone()
+                self.versions[number] = versions([self.tensors[number]])[0]
 
 
 def keep(parcel: Parcel, tensors: Sequence[Tensor], name: str, copied: bool = False) -> KeptForward:

@@ -38,6 +38,7 @@ from raydp_parallel.replica.sample_rng import RowRandom
 from raydp_parallel.state import module_sources
 from raydp_parallel.state.python_state import Held
 from raydp_parallel.state.replica_module import ReplicaModule
+from raydp_parallel.state.shared_objects import ObjectsBefore, SharedObjects
 from raydp_parallel.state.versions import Accessed, RawAccess, bump
 from raydp_parallel.state.write_record import Contents, lasts
 from raydp_parallel.transport import codec, collective
@@ -449,6 +450,7 @@ class Replica:
         with codec.loading("inputs"):
             value, inputs = codec.decode(request.inputs, attachments, self.device)
         args, kwargs, called = value if isinstance(value, Arguments) else (value, {}, None)
+        before = _objects_before(request, args, kwargs)
         own = [] if request.detach else replica_module.leaves()
         leaves = (
             [*own, *(t for t in inputs if t.requires_grad)] if request.graph is not None else []
@@ -482,13 +484,18 @@ class Replica:
         keep = request.graph is not None
         # [6]
         rebound = replica_module.built.rebound() if request.alone else ()
-        value, root = (
-            (Produced(value, captured, rebound), "") if captured or rebound else (value, "output")
-        )
+        known, changes = None, dict[int, Any]()
+        if before is not None and request.alone:
+            known, changes = before.numbers(), before.changes()
+        elif before is not None and (lost := before.changes()):
+            warnings.warn(_CHANGES_LOST.format(before.shared.arguments(lost)), stacklevel=2)
+        root = "output"
+        if captured or rebound or changes:
+            value, root = Produced(value, captured, rebound, changes), ""
         if request.graph_only:
-            parcel, outputs = Parcel(b"", (), b""), codec.tensors_in(value, root)
+            parcel, outputs = Parcel(b"", (), b""), codec.tensors_in(value, root, known)
         else:
-            parcel, outputs = codec.encode(value, back, root, requires_grad=keep)
+            parcel, outputs = codec.encode(value, back, root, requires_grad=keep, known=known)
         if request.graph is not None and any(t.requires_grad for t in outputs):
             stays = self._lasts(request)
             self._graphs[request.graph] = KeptGraph(
@@ -780,6 +787,35 @@ class _Watching(RawAccess):
         if self._ran or replica_module.stirred(touched):
             replica_module.writes.note(touched)
         replica_module.hold_own()
+
+
+_CHANGES_LOST = (
+    "forward changed {}, which it was given. Replicas get copies of their arguments, and with "
+    "several devices the caller's own stays as it was: return what is needed"
+)
+
+
+def _objects_before(
+    request: ForwardRequest, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> ObjectsBefore | None:
+    """What the objects among the arguments hold that the caller has, too; None if there are none,
+    or if nothing is to be said of their changes.
+    """
+    if not (request.shared or (request.write_back and not request.alone)):
+        return None
+    shared = SharedObjects(args, kwargs, split=not request.alone)
+    if not shared.found:
+        return None
+    if request.alone and len(shared.found) != request.shared:
+        warnings.warn(_NOT_ALIKE, stacklevel=2)
+        return None
+    return ObjectsBefore(shared)
+
+
+_NOT_ALIKE = (
+    "objects among the arguments hold other objects after unpickling than before: what forward "
+    "changes in them is not brought back"
+)
 
 
 class _InReplica:

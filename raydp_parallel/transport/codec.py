@@ -25,7 +25,7 @@ import operator
 import pickle
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -232,7 +232,10 @@ _ROW_OF_ONE = _ROW + bytes([True])
 
 
 def take_apart(
-    value: Any, root: str, refs: dict[Any, int] | None = None
+    value: Any,
+    root: str,
+    refs: dict[Any, int] | None = None,
+    known: Mapping[int, int] | None = None,
 ) -> tuple[bytes, list[Tensor]]:
     """A value's skeleton and its tensors.
 
@@ -240,16 +243,19 @@ def take_apart(
         value: The value.
         root: Its name in an error.
         refs: Takes the references of its `ChunkRef`s, with their numbers; None allows none.
+        known: By their ids, the numbers of objects that the receiver has: these stand for them.
     """
-    if type(value) is Tensor:
+    if known:
+        pass
+    elif type(value) is Tensor:
         return _ALONE, [value]
-    if type(value) is tuple and len(value) == 1 and type(value[0]) is Tensor:
+    elif type(value) is tuple and len(value) == 1 and type(value[0]) is Tensor:
         return _ROW_OF_ONE, [value[0]]
-    if type(value) is tuple and is_row(value):
+    elif type(value) is tuple and is_row(value):
         present = bytes([part is not None for part in value])
         return _ROW + present, [part for part in value if part is not None]
     file = io.BytesIO()
-    pickler = _ValuePickler(file, refs)
+    pickler = _ValuePickler(file, refs, known or {})
     try:
         pickler.dump(value)
     except Exception as error:
@@ -257,14 +263,16 @@ def take_apart(
     return file.getvalue(), pickler.tensors
 
 
-def load(parcel: Parcel, tensors: Sequence[Any]) -> Any:
-    """The value of a parcel with ``tensors``, which may be others than those that were unpacked."""
+def load(parcel: Parcel, tensors: Sequence[Any], known: Sequence[Any] = ()) -> Any:
+    """The value of a parcel with ``tensors``, which may be others than those that were unpacked,
+    and with the objects ``known`` where numbers stand for them.
+    """
     if parcel.skeleton == _ALONE:
         return tensors[0]
     if parcel.skeleton[:1] == _ROW:
         rest = iter(tensors)
         return tuple([next(rest) if present else None for present in parcel.skeleton[1:]])
-    return _ValueUnpickler(io.BytesIO(parcel.skeleton), tensors).load()
+    return _ValueUnpickler(io.BytesIO(parcel.skeleton), tensors, known).load()
 
 
 def in_rows(parcels: Sequence[Parcel | None]) -> bool:
@@ -298,13 +306,21 @@ def loading(what: str) -> Iterator[None]:
 
 
 class _ValuePickler(Pickler):
-    def __init__(self, file: io.BytesIO, refs: dict[Any, int] | None) -> None:
+    def __init__(
+        self,
+        file: io.BytesIO,
+        refs: dict[Any, int] | None,
+        known: Mapping[int, int] = types.MappingProxyType({}),
+    ) -> None:
         super().__init__(file)
         self.tensors: list[Tensor] = []
         self.index: dict[int, int] = {}
         self.refs = refs
+        self.known = known
 
     def persistent_id(self, value: Any) -> int | None:
+        if self.known and id(value) in self.known:
+            return -1 - self.known[id(value)]
         if not isinstance(value, Tensor):
             return None
         index = self.index.setdefault(id(value), len(self.tensors))
@@ -319,12 +335,13 @@ class _ValuePickler(Pickler):
 
 
 class _ValueUnpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: Sequence[Any]) -> None:
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Any], known: Sequence[Any] = ()) -> None:
         super().__init__(file)
         self.tensors = tensors
+        self.known = known
 
     def persistent_load(self, index: int) -> Any:
-        return self.tensors[index]
+        return self.tensors[index] if index >= 0 else self.known[-1 - index]
 
 
 _ADVICE = "Leave it out, make it where it is used, or give its class a __reduce__"
@@ -698,6 +715,7 @@ def encode(
     root: str,
     requires_grad: bool = False,
     refs: dict[Any, int] | None = None,
+    known: Mapping[int, int] | None = None,
 ) -> tuple[Parcel, list[Tensor]]:
     """Make a parcel of ``value``; its tensors' bytes go into ``attachments``.
 
@@ -707,11 +725,12 @@ def encode(
         root: The name of ``value`` in an error about an object inside it.
         requires_grad: Whether tensors that require a gradient do so on the other side too.
         refs: Takes references to objects of Ray's, see `take_apart`; None allows none.
+        known: Objects that the receiver has, see `take_apart`.
 
     Returns:
         The parcel, and the tensors in the order of its specs.
     """
-    skeleton, tensors = take_apart(value, root, refs)
+    skeleton, tensors = take_apart(value, root, refs, known)
     if torch.autograd.forward_ad._current_level >= 0:
         _refuse_tangents(tensors)
     small = write_small(tensors, attachments, requires_grad)
@@ -762,9 +781,9 @@ def row(
     return Parcel(take_apart(value, "")[0], tuple(specs), packet)
 
 
-def tensors_in(value: Any, root: str) -> list[Tensor]:
+def tensors_in(value: Any, root: str, known: Mapping[int, int] | None = None) -> list[Tensor]:
     """The tensors that `encode` would find, in its order."""
-    return take_apart(value, root)[1]
+    return take_apart(value, root, known=known)[1]
 
 
 def decode(

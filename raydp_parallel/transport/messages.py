@@ -112,11 +112,14 @@ class Produced(NamedTuple):
         output: What the module returned.
         captured: For each captured submodule's name the list of its outputs.
         rebound: Attributes that got new values: index among ``module.modules()``, name, value.
+        changes: What those objects hold now that the arguments share with the caller, and that the
+            forward changed, by their numbers. See `state.shared_objects`.
     """
 
     output: Any
     captured: dict[str, list[Any]]
     rebound: tuple[tuple[int, str, Any], ...]
+    changes: dict[int, Any]
 
 
 class Blob(NamedTuple):
@@ -212,8 +215,8 @@ class ForwardRequest(NamedTuple):
         write_back: Whether in-place changes of state are reported.
         capture: Names of submodules that return their outputs too.
         detach: Whether the module's own tensors get no gradients.
-        alone: Whether attributes that the forward rebinds are returned, as upstream's call on a
-            single device keeps them.
+        alone: Whether attributes that the forward rebinds are returned, and changes of objects
+            that the caller has, as upstream's call on a single device keeps them.
         doubtful: Leaves of the graph, by number, for which the driver asks whether the outputs
             depend on them.
         forget: Graph keys and models that the driver no longer needs.
@@ -235,6 +238,8 @@ class ForwardRequest(NamedTuple):
         played: With ``graph_only``: the parcel of what the chunks had gathered then, a tuple.
         stored: The attachments that are objects in Ray's object store, by the numbers that
             `ChunkRef`s among the `Arguments` have.
+        shared: How many objects the driver found among the arguments that the caller has, and that
+            forward may change.
     """
 
     model: int
@@ -263,6 +268,7 @@ class ForwardRequest(NamedTuple):
     compiled: Mapping[str, Any] | None = None
     played: Parcel | None = None
     stored: tuple[int, ...] = ()
+    shared: int = 0
 
 
 class Holding(NamedTuple):

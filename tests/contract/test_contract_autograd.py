@@ -2771,3 +2771,47 @@ def test_wrapped_block_at_second_order():
         (grad.square().sum() + model(x).sum()).backward()
         results.append([x.grad, *(p.grad for p in model.parameters())])
     same(*results)
+
+
+class Recurrent(nn.Module):
+    """Detaches the state that it is given, or uses it in some of the chunks."""
+
+    def __init__(self, detaches: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.detaches = detaches
+
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
+        if self.detaches or bool(x[0, 0] > 0):
+            state = state.detach()
+        out: Tensor = torch.tanh(self.inner(x) + state)
+        return out
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_B7_an_input_that_forward_detaches_is_in_no_graph(devices: int) -> None:
+    """So the graph that made it may be freed by then, as in truncated backpropagation in time."""
+    found = []
+    net = Recurrent(detaches=True)
+    for model in (copy.deepcopy(net), DataParallel(copy.deepcopy(net), ["cpu"] * devices)):
+        state = torch.zeros(6, 3)
+        for number in range(3):
+            state = model(torch.full((6, 3), float(number)), state)
+            state.square().sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_B7_an_input_that_one_chunk_uses_gets_its_gradient() -> None:
+    """And that of the chunk that detached it is zero, as in upstream."""
+    found = []
+    net = Recurrent(detaches=False)
+    x = torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]).expand(4, 3)
+    for kind in (oracle.DataParallel, DataParallel):
+        devices: Any = [0, 1] if kind is oracle.DataParallel else ["cpu"] * 2
+        start = torch.ones(4, 3, requires_grad=True)
+        model = kind(copy.deepcopy(net), devices)
+        model(x, start * 2).sum().backward()
+        found.append([start.grad, *[p.grad for p in model.parameters()]])
+    torch.testing.assert_close(found[1], found[0])
+    assert found[1][0][:2].tolist() == [[0.0] * 3] * 2

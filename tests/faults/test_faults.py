@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -309,6 +310,39 @@ def test_one_device_that_rebinds_attributes(executors: Any) -> None:
         module = model.module
         found.append([module.weight.grad.item(), module.times, module.last.item(), out.tolist()])
     assert found[0] == found[1] and found[0][1] == 4
+
+
+class StoresInArguments(nn.Module):
+    """Stores in what it is given: an attribute with a graph, and a tensor in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor, given: Any) -> Tensor:
+        out = (x * self.weight + given.state.total).square()
+        given.state.out = out * 2
+        given.state.total += 1
+        return out
+
+
+@pytest.mark.parametrize("died", ["before backward", "in forward"])
+def test_one_device_that_stores_in_its_arguments(died: str, killable: Executor) -> None:
+    """It is stored once, and a replay of the graph finds what the forward found."""
+    found = []
+    for deadly in (False, True):
+        model = DataParallel(StoresInArguments(), ["cpu"], executor=whole(killable))
+        given = SimpleNamespace(state=SimpleNamespace(total=torch.zeros(2)))
+        for number in range(3):
+            if deadly and number == 1 and died == "in forward":
+                kill(killable, 0)
+            out = model(torch.ones(2), given)
+            if deadly and number == 1 and died == "before backward":
+                kill(killable, 0)
+            (out.sum() + given.state.out.sum()).backward()
+        found.append([model.module.weight.grad.item(), given.state.total.tolist(), out.tolist()])
+    assert found[0] == found[1]
+    assert found[0][1] == [3.0, 3.0]
 
 
 # --- what cannot be made again ---

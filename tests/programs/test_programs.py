@@ -524,8 +524,8 @@ def test_transformers_records_outputs(two: Executor) -> None:
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_transformers_decodes_with_a_cache(two: Executor, devices: int) -> None:
-    """By the cache that came back with one device, by `generate` in the replicas with any; the
-    caller's own cache is a copy there (S10).
+    """By `generate` in the replicas; and step by step with the caller's own cache with one device,
+    which stays empty with several (S10).
     """
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -536,11 +536,16 @@ def test_transformers_decodes_with_a_cache(two: Executor, devices: int) -> None:
     with torch.no_grad():
         assert torch.equal(model.call("generate", ids, **asked), module.generate(ids, **asked))
         own = transformers.DynamicCache()
-        out = model(ids[:, :5], past_key_values=own, use_cache=True)
-        assert own.get_seq_length() == 0
-        if devices == 1:
-            found = model(ids[:, 5:], past_key_values=out.past_key_values).logits[:, 0]
-            torch.testing.assert_close(found, module(ids).logits[:, 5])
+        if devices > 1:
+            with pytest.warns(UserWarning, match="forward changed a DynamicCache"):
+                model(ids[:, :5], past_key_values=own, use_cache=True)
+            assert own.get_seq_length() == 0
+            return
+        for at in range(6):
+            out = model(ids[:, at : at + 1], past_key_values=own, use_cache=True)
+            assert out.past_key_values is own
+            assert own.get_seq_length() == at + 1
+            torch.testing.assert_close(out.logits[:, 0], module(ids[:, : at + 1]).logits[:, -1])
 
 
 def test_transformers_device_property() -> None:

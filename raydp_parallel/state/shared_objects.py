@@ -1,0 +1,298 @@
+"""Objects that a call's arguments share with the caller: upstream gives the module the caller's own
+caches, counters and empty lists, so that what forward stores in them is there afterwards.
+
+A replica gets copies. Driver and replica find the objects among the arguments in the same order, so
+that a number names one of them on both sides. After a forward with one device the replica sends
+what changed: of a tensor that was written in place the contents, of any other object all that it
+holds now, in which the objects of before stand by their numbers.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import types
+from collections import OrderedDict, UserDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raydp_parallel.state.container_copies import same
+from raydp_parallel.state.python_state import has_own_state, reduces_itself, slot_names
+
+
+class _StateRule(NamedTuple):
+    """How the state of objects of a class is read and set that is not in their attributes."""
+
+    kind: type
+    read: Callable[[Any], Any]
+    write: Callable[[Any, Any], object]
+
+
+def _array_state(array: np.ndarray) -> bytes:
+    return pickle.dumps(array)
+
+
+def _fill_array(array: np.ndarray, state: bytes) -> None:
+    found = pickle.loads(state)
+    if found.shape == array.shape:
+        array[...] = found
+
+
+_RULES = (
+    _StateRule(
+        torch.Generator,
+        lambda generator: generator.get_state().numpy().tobytes(),
+        lambda generator, state: generator.set_state(
+            torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        ),
+    ),
+    _StateRule(np.ndarray, _array_state, _fill_array),
+    _StateRule(random.Random, random.Random.getstate, random.Random.setstate),
+    _StateRule(
+        np.random.Generator,
+        lambda generator: pickle.dumps(generator.bit_generator.state),
+        lambda generator, state: setattr(generator.bit_generator, "state", pickle.loads(state)),
+    ),
+    _StateRule(
+        np.random.RandomState,
+        lambda generator: pickle.dumps(generator.get_state()),
+        lambda generator, state: generator.set_state(pickle.loads(state)),
+    ),
+)
+"""Generators of random numbers, and arrays. The states of two objects are compared by ``==``."""
+
+
+def _rule_of(value: Any) -> _StateRule | None:
+    return next((rule for rule in _RULES if isinstance(value, rule.kind)), None)
+
+
+_ATOMS = frozenset((int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device))
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
+_CONTAINERS = (dict, list, deque, set)
+
+
+class ObjectContents(NamedTuple):
+    """What an object holds.
+
+    Attributes:
+        items: The items of a dict, list, deque or set, in a container of Python's own; the state of
+            an object that `_RULES` names; else None.
+        attributes: Its attributes; None if it has none.
+        slots: The values of its slots, by name.
+    """
+
+    items: Any
+    attributes: dict[str, Any] | None
+    slots: dict[str, Any]
+
+    def flat(self) -> list[Any]:
+        """All of it that is compared by identity."""
+        items = self.items
+        parts: Iterable[Any] = ()
+        if isinstance(items, dict):
+            parts = chain(items, items.values())
+        elif isinstance(items, list):
+            parts = items
+        own = self.attributes or {}
+        return [*parts, *own, *own.values(), *self.slots, *self.slots.values()]
+
+    def is_like(self, other: ObjectContents) -> bool:
+        """Whether it is the same, element for element."""
+        if not isinstance(self.items, (dict, list)) and self.items != other.items:
+            return False
+        return same(self.flat(), other.flat())
+
+
+def _contents(value: Any) -> ObjectContents:
+    items: Any = None
+    rule = _rule_of(value)
+    if rule is not None:
+        return ObjectContents(rule.read(value), None, {})
+    if isinstance(value, OrderedDict):
+        items = dict(zip(OrderedDict.keys(value), OrderedDict.values(value), strict=True))
+    elif isinstance(value, dict):
+        items = dict(zip(dict.keys(value), dict.values(value), strict=True))
+    elif isinstance(value, list):
+        items = list.__getitem__(value, slice(None))
+    elif isinstance(value, deque):
+        items = [*deque.__iter__(value)]
+    elif isinstance(value, set):
+        items = {*set.__iter__(value)}
+    attributes = dict(vars(value)) if hasattr(value, "__dict__") else None
+    names = slot_names(type(value)) if not isinstance(value, _CONTAINERS) else ()
+    slots = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return ObjectContents(items, attributes, slots)
+
+
+def _refill(value: Any, now: ObjectContents) -> None:
+    """Let an object hold what it holds in the replica, without calling methods of its class."""
+    rule = _rule_of(value)
+    if rule is not None:
+        rule.write(value, now.items)
+    elif isinstance(value, dict):
+        raw: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+        raw.clear(value)
+        for key, item in now.items.items():
+            raw.__setitem__(value, key, item)
+    elif isinstance(value, list):
+        list.__setitem__(value, slice(None), now.items)
+    elif isinstance(value, deque):
+        deque.clear(value)
+        deque.extend(value, now.items)
+    elif isinstance(value, set):
+        set.clear(value)
+        set.update(value, now.items)
+    if now.attributes is not None:
+        vars(value).clear()
+        vars(value).update(now.attributes)
+    if rule is None and not isinstance(value, _CONTAINERS):
+        for name in slot_names(type(value)):
+            if name in now.slots:
+                object.__setattr__(value, name, now.slots[name])
+            elif hasattr(value, name):
+                object.__delattr__(value, name)
+
+
+def _is_followed(value: Any) -> bool:
+    """Whether what an object holds is known on both sides: it is pickled part by part."""
+    if isinstance(value, (*_CONTAINERS, types.SimpleNamespace)) or _rule_of(value) is not None:
+        return True
+    if isinstance(value, _CODE) or reduces_itself(value) or has_own_state(value):
+        return False
+    return hasattr(value, "__dict__") or bool(slot_names(type(value)))
+
+
+class SharedObjects:
+    """The objects that the arguments of a call share with the caller, and all that they hold.
+
+    Lists, tuples and dicts that hold something are made anew for each call, and what they hold is
+    looked through; tensors that lie in them directly are copied to the device.
+
+    Args:
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        split: Whether they are one of several chunks, for which `UserDict` and dataclasses are made
+            anew, too (row S9).
+
+    Attributes:
+        found: The objects, in the order in which both sides find them.
+    """
+
+    def __init__(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, split: bool = False
+    ) -> None:
+        self.found: list[Any] = []
+        roots: list[Any] = []
+        left = [*kwargs.values(), *args]
+        while left:
+            value = left.pop()
+            if type(value) in _ATOMS or isinstance(value, Tensor):
+                continue
+            if isinstance(value, tuple) or (isinstance(value, (dict, list)) and len(value)):
+                left.extend(value.values() if isinstance(value, dict) else value)
+            elif split and (isinstance(value, UserDict) or is_dataclass(value)):
+                left.extend(vars(value).values())
+            else:
+                roots.append(value)
+        seen: dict[int, Any] = {}
+        self._ends: list[tuple[int, Any]] = []
+        for root in roots:
+            self._follow(root, seen)
+            self._ends.append((len(self.found), root))
+
+    def _follow(self, root: Any, seen: dict[int, Any]) -> None:
+        left = [root]
+        while left:
+            value = left.pop()
+            if type(value) in _ATOMS or id(value) in seen:
+                continue
+            seen[id(value)] = value  # kept, so that no other object gets its number
+            if isinstance(value, tuple):
+                left.extend(value)
+            elif isinstance(value, Tensor):
+                self.found.append(value)
+            elif _is_followed(value):
+                self.found.append(value)
+                left.extend(_contents(value).flat())
+
+    def arguments(self, numbers: Iterable[int]) -> str:
+        """The classes of the arguments that have some objects, for a sentence."""
+        roots = [next(root for end, root in self._ends if number < end) for number in numbers]
+        kinds = dict.fromkeys(type(root).__name__ for root in roots)
+        return ", ".join(f"a {kind}" for kind in kinds)
+
+    def written(self, changes: Mapping[int, Any]) -> list[Tensor]:
+        """The caller's tensors that `refill` writes to."""
+        return [self.found[number] for number, now in changes.items() if isinstance(now, Tensor)]
+
+    def refill(self, changes: Mapping[int, Any]) -> None:
+        """Let the caller's objects hold what those of the replica do.
+
+        Args:
+            changes: What `ObjectsBefore.changes` found, with the caller's objects in it.
+        """
+        for number, now in changes.items():
+            value = self.found[number]
+            if isinstance(now, Tensor):
+                with torch.no_grad():
+                    (value.data if value.is_inference() else value).copy_(now)
+            else:
+                _refill(value, ObjectContents(*now))
+
+
+class ObjectsBefore:
+    """What shared objects held before a forward.
+
+    Args:
+        shared: The objects.
+
+    Attributes:
+        shared: The objects.
+    """
+
+    def __init__(self, shared: SharedObjects) -> None:
+        self.shared = shared
+        self._found = shared.found
+        self._then: list[Any] = [
+            (value._version, _kind(value)) if isinstance(value, Tensor) else _contents(value)
+            for value in shared.found
+        ]
+
+    def numbers(self) -> dict[int, int]:
+        """The number of each object by its id, of those that are what they were: not of tensors
+        that were given a graph, or another shape.
+        """
+        return {
+            id(value): number
+            for number, (value, then) in enumerate(zip(self._found, self._then, strict=True))
+            if not isinstance(value, Tensor) or _kind(value) == then[1]
+        }
+
+    def changes(self) -> dict[int, Any]:
+        """What the changed objects hold now, by their numbers."""
+        known, found = self.numbers(), dict[int, Any]()
+        others = {
+            id(value)
+            for value in self._found
+            if isinstance(value, Tensor) and id(value) not in known
+        }
+        for number, (value, then) in enumerate(zip(self._found, self._then, strict=True)):
+            if isinstance(value, Tensor):
+                if id(value) in known and value._version != then[0]:
+                    found[number] = value.detach().clone()
+                continue
+            now = _contents(value)
+            if not now.is_like(then) or (others and not others.isdisjoint(map(id, now.flat()))):
+                found[number] = (*now,)
+        return found
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    """What `copy_` cannot change of a tensor."""
+    return tensor.shape, tensor.dtype, tensor.requires_grad, tensor.is_leaf

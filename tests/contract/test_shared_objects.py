@@ -1,0 +1,267 @@
+"""What forward stores in objects that it is given: with one device upstream gives the module the
+caller's own (S10, F5).
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import random
+import warnings
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from torch import Tensor, nn
+
+from raydp_parallel import DataParallel
+from raydp_parallel.calls.executor import Executor
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+class Holder:
+    """Any attributes."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+class Slotted:
+    """Slots, of which one may be empty."""
+
+    __slots__ = ("state", "steps")
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+
+@dataclass
+class Memory:
+    """A state of rows, which scatter splits over several devices."""
+
+    hidden: Tensor
+    seen: int = 0
+
+
+class Ordered(collections.OrderedDict[str, Any]):
+    """A dict with methods of its own."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise AssertionError("methods of the class are not called")
+
+
+class Stores(nn.Module):
+    """Stores what it computes where a function says."""
+
+    def __init__(self, store: Callable[[Any, Tensor], None]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+        self.store = store
+
+    def forward(self, x: Tensor, given: Any) -> Tensor:
+        out: Tensor = self.inner(x)
+        self.store(given, out)
+        return out
+
+
+def into_chain(given: Holder, out: Tensor) -> None:
+    """Objects in objects, in a list of the first one's, and a new one that refers to the first."""
+    given.layers[0].kept = out
+    given.layers.append(Holder(root=given, out=given.layers[0].kept * 2, shared=given.settings))
+    given.count += 1
+
+
+def into_slots(given: Slotted, out: Tensor) -> None:
+    """A slot that was empty, and one that was not."""
+    given.state = out
+    del given.steps
+
+
+def in_place(given: Holder, out: Tensor) -> None:
+    """A tensor written in place, with its row that another attribute shows."""
+    given.total.add_(out.detach().sum(0))
+    given.rows += 1
+
+
+def into_graph(given: Holder, out: Tensor) -> None:
+    """A tensor that in-place addition makes part of the graph."""
+    given.total += out.sum(0)
+
+
+def anew(given: dict[str, Any], out: Tensor) -> None:
+    """A dict that holds something is made anew for the call; the list in it is empty."""
+    given["new"] = out
+    given["list"].append(out)
+
+
+CASES: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], None], Callable[[Any], Any]]] = {
+    "empty list": (list, lambda g, out: g.append(out), lambda g: g[0]),
+    "empty dict": (dict, lambda g, out: g.update(out=out), lambda g: g["out"]),
+    "dict of lists": (
+        lambda: collections.defaultdict(list),
+        lambda g, out: g["out"].append(out),
+        lambda g: g["out"][0],
+    ),
+    "ordered": (
+        Ordered,
+        lambda g, out: collections.OrderedDict.__setitem__(g, "out", out),
+        lambda g: g["out"],
+    ),
+    "deque": (
+        lambda: collections.deque([1], maxlen=1),
+        lambda g, out: g.append(out),
+        lambda g: g[0],
+    ),
+    "set": (set, lambda g, out: g.add(out.shape[1]), lambda g: torch.tensor(float(*g))),
+    "attribute": (Holder, lambda g, out: setattr(g, "out", out), lambda g: g.out),
+    "objects": (
+        lambda: Holder(layers=[Holder()], count=0, settings=Holder()),
+        into_chain,
+        lambda g: g.layers[0].kept + g.layers[1].out * g.count + (g.layers[1].root is g),
+    ),
+    "slots": (lambda: Slotted(1), into_slots, lambda g: g.state * (not hasattr(g, "steps"))),
+    "dataclass": (
+        lambda: Memory(torch.ones(4, 2)),
+        lambda g, out: (setattr(g, "hidden", g.hidden + out), setattr(g, "seen", 4)),
+        lambda g: g.hidden * g.seen,
+    ),
+    "UserDict": (
+        lambda: UserDict(a=torch.ones(4, 2)),
+        lambda g, out: g.update(b=g["a"] + out),
+        lambda g: g["a"] + g["b"],
+    ),
+    "in place": (
+        lambda: Holder(total=torch.zeros(2), rows=torch.zeros(2, dtype=torch.int64)),
+        in_place,
+        lambda g: g.total * g.rows,
+    ),
+    "into graph": (lambda: Holder(total=torch.zeros(2)), into_graph, lambda g: g.total),
+    "array": (
+        lambda: np.zeros(2, dtype=np.float32),
+        lambda g, out: g.__iadd__(out.detach().numpy().sum(0)),
+        torch.from_numpy,
+    ),
+    "generator": (
+        lambda: torch.Generator().manual_seed(1),
+        lambda g, out: torch.rand(3, generator=g),
+        lambda g: torch.rand(2, generator=g),
+    ),
+    "generator of numpy": (
+        lambda: np.random.default_rng(1),
+        lambda g, out: g.random(3),
+        lambda g: torch.from_numpy(g.random(2)),
+    ),
+    "older generators": (
+        lambda: Holder(numpy=np.random.RandomState(1), python=random.Random(1)),
+        lambda g, out: (g.numpy.rand(3), g.python.random()),
+        lambda g: torch.from_numpy(g.numpy.rand(2)) + g.python.random(),
+    ),
+    "made anew": (lambda: {"list": [], "old": 1}, anew, lambda g: g["list"][0] * len(g)),
+    "nothing": (lambda: Holder(out=1), lambda g, out: None, lambda g: torch.tensor(float(g.out))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_S10_with_one_device_what_forward_stores_is_the_callers(name: str) -> None:
+    """The values, and the gradients that come back through them, after two forwards."""
+    make, store, read = CASES[name]
+    net, x = Stores(store), torch.linspace(-1, 1, 12).view(4, 3)
+    found = []
+    for wrapper in (oracle.DataParallel(copy.deepcopy(net), [0]), DataParallel(net, ["cpu"])):
+        given = make()
+        wrapper(x, make())  # what another call stored is not this one's
+        loss = read(given).sum() if name == "nothing" else None
+        out = wrapper(x, given=given)
+        value = read(given)
+        (out.square().sum() + value.square().sum() + (0 if loss is None else loss)).backward()
+        found.append((value.detach(), wrapper.module.inner.weight.grad))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_S10_objects_stay_the_callers_own() -> None:
+    """Those that were there before: in other objects, in the output, and tensors of the caller."""
+    weight = torch.ones(2, requires_grad=True)
+    given = Holder(layers=[Holder(weight=weight)], count=0, settings=Holder())
+    layers, first, settings = given.layers, given.layers[0], given.settings
+    out, back, same = DataParallel(Returns(), ["cpu"])(torch.ones(4, 3), given)
+    assert back is given
+    assert given.layers is layers
+    assert layers[0] is first
+    assert layers[1].shared is settings
+    assert same is weight is first.weight
+    (out.sum() + (same * 3).sum()).backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [3.0, 3.0]
+
+
+class Returns(Stores):
+    """Returns what it was given, too."""
+
+    def __init__(self) -> None:
+        super().__init__(into_chain)
+
+    def forward(self, x: Tensor, given: Any) -> Any:
+        return super().forward(x, given), given, given.layers[0].weight
+
+
+def test_S10_with_several_devices_it_is_lost_with_a_warning(two: Executor) -> None:
+    """The objects stay as they were; one that nothing is stored in brings no warning."""
+    x = torch.ones(4, 3)
+    model = DataParallel(Stores(into_chain), ["cpu"] * 2, executor=two)
+    given = Holder(layers=[Holder()], count=0, settings=Holder())
+    with pytest.warns(UserWarning, match="forward changed a Holder, which it was given"):
+        model(x, given)
+    assert given.count == 0
+    assert len(given.layers) == 1
+    assert not vars(given.layers[0])
+    quiet = DataParallel(Stores(lambda given, out: None), ["cpu"] * 2, executor=two)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quiet(x, Holder(out=1))
+        takes = DataParallel(Stores(lambda given, out: given.pop("y")), ["cpu"] * 2, executor=two)
+        batch = UserDict(y=torch.ones(4))
+        takes(x, batch)
+    assert "y" in batch
+
+
+def test_S10_call_without_splitting_stores_too(two: Executor) -> None:
+    """The whole call runs on one device, as the module's own method would."""
+    model = DataParallel(Stores(into_slots), ["cpu"] * 2, executor=two)
+    given = Slotted(3)
+    out = model.call("forward", torch.ones(4, 3), given, split=False)
+    assert torch.equal(given.state, out)
+    assert not hasattr(given, "steps")
+
+
+def test_S10_map_does_not_store(two: Executor) -> None:
+    """Its batches run at once, in any order."""
+    model = DataParallel(Stores(lambda given, out: given.append(1)), ["cpu"] * 2, executor=two)
+    kept: list[int] = []
+    for split in (True, False):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            batches = [(torch.ones(4, 3), kept)] * 3
+            assert len([*model.map(batches, split=split)]) == 3
+    assert kept == []
+
+
+class Fails(Stores):
+    """Stores, and fails."""
+
+    def forward(self, x: Tensor, given: Any) -> Tensor:
+        super().forward(x, given)
+        raise ValueError("no")
+
+
+def test_S10_a_forward_that_fails_stores_nothing() -> None:
+    """The object is as before the call, and the next call stores."""
+    given: list[Tensor] = []
+    with pytest.raises(ValueError, match="no"):
+        DataParallel(Fails(lambda g, out: g.append(out)), ["cpu"])(torch.ones(4, 3), given)
+    assert given == []
