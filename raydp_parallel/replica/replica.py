@@ -468,6 +468,7 @@ class Replica:
             replica_module.running(),
             _InReplica(),
             _AS_IT_IS if samples is None else RowRandom(self.device, *samples),
+            _Telling(replica_module, request),
             captures as captured,
         ):
             if request.stored:
@@ -486,9 +487,9 @@ class Replica:
         rebound = replica_module.built.rebound() if request.alone else ()
         known, changes = None, dict[int, Any]()
         if before is not None and request.alone:
-            known, changes = before.numbers(), before.changes()
-        elif before is not None and (lost := before.changes()):
-            warnings.warn(_CHANGES_LOST.format(before.shared.arguments(lost)), stacklevel=2)
+            known, changes = before[1].numbers(), before[1].changes()
+        elif before is not None and (lost := before[1].changes()):
+            warnings.warn(_CHANGES_LOST.format(before[0].arguments(lost)), stacklevel=2)
         root = "output"
         if captured or rebound or changes:
             value, root = Produced(value, captured, rebound, changes), ""
@@ -633,6 +634,7 @@ class Replica:
             _AS_IT_IS if samples is None else RowRandom(self.device, *samples),
             graphs[0].held.as_of(graphs[0].edits),
             _Watching(graphs[0], request.write_back),
+            _Telling(graphs[0].replica_module, request),
             watching,
             _NO_SUMS if hold is None else kept_gradients.adding(self._kept, hold) as earlier,
         ):
@@ -793,13 +795,22 @@ _CHANGES_LOST = (
     "forward changed {}, which it was given. Replicas get copies of their arguments, and with "
     "several devices the caller's own stays as it was: return what is needed"
 )
+_NOT_ALIKE = (
+    "objects among the arguments hold other objects after unpickling than before: what forward "
+    "changes in them is not brought back"
+)
+_CODE_CHANGES_LOST = (
+    "the module, or a hook of it, changed {}. Replicas have copies of what functions of the "
+    "program refer to, so that the program's own stays as it was: return what is needed, or take "
+    "outputs of submodules by capture()"
+)
 
 
 def _objects_before(
     request: ForwardRequest, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> ObjectsBefore | None:
-    """What the objects among the arguments hold that the caller has, too; None if there are none,
-    or if nothing is to be said of their changes.
+) -> tuple[SharedObjects, ObjectsBefore] | None:
+    """The objects among the arguments that the caller has, too, with what they hold; None if there
+    are none, or if nothing is to be said of their changes.
     """
     if not (request.shared or (request.write_back and not request.alone)):
         return None
@@ -809,13 +820,29 @@ def _objects_before(
     if request.alone and len(shared.found) != request.shared:
         warnings.warn(_NOT_ALIKE, stacklevel=2)
         return None
-    return ObjectsBefore(shared)
+    return shared, ObjectsBefore(shared.found)
 
 
-_NOT_ALIKE = (
-    "objects among the arguments hold other objects after unpickling than before: what forward "
-    "changes in them is not brought back"
-)
+class _Telling:
+    """Warn if the block changes objects of the program that the module's code refers to.
+
+    Args:
+        replica_module: The module.
+        request: What runs it; of one chunk's is told.
+    """
+
+    def __init__(
+        self, replica_module: ReplicaModule, request: ForwardRequest | BackwardRequest
+    ) -> None:
+        objects = replica_module.built.code_objects
+        self._before = objects.before() if request.write_back else None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is not None and (lost := self._before.found()):
+            warnings.warn(_CODE_CHANGES_LOST.format(lost), stacklevel=1)
 
 
 class _InReplica:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from raydp_parallel.devices.ranges import MemoryRange
 from raydp_parallel.state import module_sources, replica_memory, structure
+from raydp_parallel.state.code_objects import CodeObjects
 from raydp_parallel.state.python_state import Held, PythonState, StateVisitor
 from raydp_parallel.state.replica_memory import BlockSource, OwnedBlocks, Packet, ReplicaTensors
 from raydp_parallel.state.versions import RawAccess
@@ -39,6 +40,7 @@ class BuiltModule:
     Attributes:
         module: The module; graphs may keep an earlier one alive.
         held: The tensors that it holds.
+        code_objects: The objects of the program that its code refers to.
         is_untouched: Whether `look_ahead` found that the next forward has nothing to restore, and
             no code ran since that may change the module.
     """
@@ -47,6 +49,7 @@ class BuiltModule:
         self._python_state = PythonState(StateVisitor())
         self.module: nn.Module = nn.Module()
         self.held = Held(self._python_state, {})
+        self.code_objects = CodeObjects(())
         self._device = device
         self._structure = b""
         self._edits: dict[tuple[int, str], Any] = {}
@@ -72,6 +75,7 @@ class BuiltModule:
         for (index, name), value in self._edits.items():
             vars(self._modules[index])[name] = value
         self._python_state = structure.survey(self.module)
+        self.code_objects = CodeObjects(self._modules)
         self.held = Held(self._python_state, tensors)
 
     def edit(self, edits: Sequence[tuple[int, str, Any]]) -> None:

@@ -168,6 +168,30 @@ def _is_followed(value: Any) -> bool:
     return hasattr(value, "__dict__") or bool(slot_names(type(value)))
 
 
+def mutable_parts(root: Any, seen: dict[int, Any], but: tuple[type, ...] = ()) -> list[Any]:
+    """An object and all that it holds, as far as it can change and both sides know what is in it.
+
+    Args:
+        root: The object.
+        seen: What was found before, by its id; what is found is entered.
+        but: Classes of objects that are left out, with what they hold.
+    """
+    left, found = [root], []
+    while left:
+        value = left.pop()
+        if type(value) in _ATOMS or id(value) in seen or isinstance(value, but):
+            continue
+        seen[id(value)] = value  # kept, so that no other object gets its number
+        if isinstance(value, tuple):
+            left.extend(value)
+        elif isinstance(value, Tensor):
+            found.append(value)
+        elif _is_followed(value):
+            found.append(value)
+            left.extend(_contents(value).flat())
+    return found
+
+
 class SharedObjects:
     """The objects that the arguments of a call share with the caller, and all that they hold.
 
@@ -203,23 +227,8 @@ class SharedObjects:
         seen: dict[int, Any] = {}
         self._ends: list[tuple[int, Any]] = []
         for root in roots:
-            self._follow(root, seen)
+            self.found += mutable_parts(root, seen)
             self._ends.append((len(self.found), root))
-
-    def _follow(self, root: Any, seen: dict[int, Any]) -> None:
-        left = [root]
-        while left:
-            value = left.pop()
-            if type(value) in _ATOMS or id(value) in seen:
-                continue
-            seen[id(value)] = value  # kept, so that no other object gets its number
-            if isinstance(value, tuple):
-                left.extend(value)
-            elif isinstance(value, Tensor):
-                self.found.append(value)
-            elif _is_followed(value):
-                self.found.append(value)
-                left.extend(_contents(value).flat())
 
     def arguments(self, numbers: Iterable[int]) -> str:
         """The classes of the arguments that have some objects, for a sentence."""
@@ -247,21 +256,17 @@ class SharedObjects:
 
 
 class ObjectsBefore:
-    """What shared objects held before a forward.
+    """What some objects held before a forward.
 
     Args:
-        shared: The objects.
-
-    Attributes:
-        shared: The objects.
+        found: The objects, as `mutable_parts` finds them.
     """
 
-    def __init__(self, shared: SharedObjects) -> None:
-        self.shared = shared
-        self._found = shared.found
+    def __init__(self, found: Sequence[Any]) -> None:
+        self._found = found
         self._then: list[Any] = [
             (value._version, _kind(value)) if isinstance(value, Tensor) else _contents(value)
-            for value in shared.found
+            for value in found
         ]
 
     def numbers(self) -> dict[int, int]:

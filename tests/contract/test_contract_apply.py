@@ -5,6 +5,7 @@ to A11).
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import random
 import sys
@@ -933,7 +934,8 @@ def test_A11_modules_closures_and_hooks_run_in_the_replicas() -> None:
     net = nn.Sequential(nn.Linear(3, 3))
     net[0].register_forward_hook(lambda _module, _args, out: seen.append(len(out)))
     model = DataParallel(net, CPUS)
-    model(torch.ones(4, 3))
+    with pytest.warns(UserWarning, match="a hook of it, changed seen"):
+        model(torch.ones(4, 3))
     assert seen == []
     with model.capture("0") as captured:
         model(torch.ones(4, 3))
@@ -941,6 +943,107 @@ def test_A11_modules_closures_and_hooks_run_in_the_replicas() -> None:
     pids = {int(pid) for (pid,) in found(lambda: [os.getpid()])}
     assert len(pids) == 2
     assert os.getpid() not in pids
+
+
+class Recorder:
+    """A hook that keeps what it sees."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def __call__(self, _module: nn.Module, _args: Any, _out: Any) -> None:
+        self.seen.append(1)
+
+    def named(self, name: str, module: nn.Module, args: Any, out: Any) -> None:
+        """A hook for `functools.partial`."""
+        self(module, args, out)
+
+
+def closure_of_a_dict(net: nn.Module) -> Any:
+    """As tutorials keep activations."""
+    activations: dict[str, Tensor] = {}
+
+    def hook(_module: nn.Module, _args: Any, out: Tensor) -> None:
+        activations["last"] = out.detach()
+
+    net.register_forward_hook(hook)
+    return activations
+
+
+def object_in_a_hook(net: nn.Module) -> Any:
+    """An object that is the hook."""
+    recorder = Recorder()
+    net.register_forward_hook(recorder)
+    return recorder.seen
+
+
+def method_in_a_partial(net: nn.Module) -> Any:
+    """Its object keeps them."""
+    recorder = Recorder()
+    net.register_forward_hook(functools.partial(recorder.named, "last"))
+    return recorder.seen
+
+
+def list_in_backward(net: nn.Module) -> Any:
+    """As methods of saliency keep gradients."""
+    grads: list[Tensor] = []
+    net.register_full_backward_hook(lambda _module, _in, out: grads.append(out[0]))
+    return grads
+
+
+def names_of_a_script(net: nn.Module) -> Any:
+    """A list and a number that a function of a script looks up."""
+    script = """
+def hook(module, args, out):
+    global number
+    log.append(len(out))
+    number += 1
+"""
+    space: dict[str, Any] = {"__name__": "a_script", "log": [], "number": 0}
+    exec(script, space)
+    net.register_forward_hook(space["hook"])
+    return space["log"]
+
+
+def generator_of_a_closure(net: nn.Module) -> Any:
+    """Each forward draws the same."""
+    generator = np.random.default_rng(1)
+    net.register_forward_hook(lambda _module, _args, out: out * generator.random())
+    return []
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(
+    ("keep", "name"),
+    [
+        (closure_of_a_dict, "activations"),
+        (object_in_a_hook, "Recorder"),
+        (method_in_a_partial, "Recorder"),
+        (list_in_backward, "grads"),
+        (names_of_a_script, "log, number"),
+        (generator_of_a_closure, "generator"),
+    ],
+)
+def test_A11_objects_of_the_program_that_hooks_change(keep: Any, name: str, devices: int) -> None:
+    """They stay as they were, and a warning names them."""
+    net = nn.Linear(3, 3)
+    kept = keep(net)
+    model = DataParallel(net, CPUS[:devices])
+    with pytest.warns(UserWarning, match=f"a hook of it, changed {name}") as caught:
+        model(torch.ones(4, 3)).sum().backward()
+    assert len([one for one in caught if "a hook of it" in str(one.message)]) == 1
+    assert not kept
+
+
+def test_A11_objects_that_hooks_only_read_bring_no_warning() -> None:
+    """Nor do modules and tensors that they refer to, which are the master's."""
+    net, factors = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), {"scale": 2.0}
+    net[0].register_forward_hook(lambda _module, _args, out: out * factors["scale"])
+    net[1].register_forward_hook(lambda _module, _args, out: out + net[1].running_mean.sum())
+    model = DataParallel(net, CPUS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.randn(4, 3)).sum().backward()
 
 
 def test_A11_hooks_on_the_wrapper_run_here_once() -> None:

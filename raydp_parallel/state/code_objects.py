@@ -1,0 +1,130 @@
+"""The objects of the program that the code of a module refers to: a dict in which a hook stores
+activations, a list that forward appends to, a global counter.
+
+A replica has copies of them, as it has of functions and classes that are sent by value. What
+forward does to such a copy is undone before the next one, and is lost: `LostChanges` finds it, so
+that the program can be told.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from raydp_parallel.state.python_state import by_value, global_names
+from raydp_parallel.state.shared_objects import ObjectsBefore, mutable_parts
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_METHODS = (staticmethod, classmethod)
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, property, *_METHODS)
+_MISSING = object()
+
+
+class _Global(NamedTuple):
+    """A name that a function looks up: where, and what it is called."""
+
+    space: dict[str, Any]
+    name: str
+
+
+class CodeObjects:
+    """What the hooks, methods and functions of a module refer to that is sent along by value.
+
+    Args:
+        modules: The module, and all its parts.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._globals: list[_Global] = []
+        self._named: dict[int, tuple[str, Any]] = {}
+        seen: dict[int, Any] = {}
+        left = [*_code_of(modules)]
+        while left:
+            name, value = left.pop()
+            if id(value) in seen:
+                continue
+            seen[id(value)] = value
+            if isinstance(value, _FUNCTIONS):
+                left.extend(self._of_function(value))
+            elif not isinstance(value, (type, types.ModuleType, nn.Module, Tensor)):
+                self._named[id(value)] = name, value
+
+    def _of_function(self, value: Any) -> Iterator[tuple[str, Any]]:
+        """What a function refers to, with the names of it."""
+        if isinstance(value, types.MethodType):
+            yield type(value.__self__).__name__, value.__self__
+            yield "", value.__func__
+        elif isinstance(value, functools.partial):
+            yield "", value.func
+            yield from (("an argument of a partial", part) for part in value.args)
+            yield from value.keywords.items()
+        elif isinstance(value, property):
+            yield from (("", part) for part in (value.fget, value.fset) if part is not None)
+        elif isinstance(value, _METHODS):
+            yield "", value.__func__
+        elif by_value(value):
+            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                yield name, _inside(cell)
+            space = value.__globals__
+            for name in global_names(value):
+                if name in space and not isinstance(space[name], (types.ModuleType, type)):
+                    self._globals.append(_Global(space, name))
+                    yield name, space[name]
+
+    def before(self) -> LostChanges | None:
+        """What these objects hold now; None if there are none."""
+        if not (self._named or self._globals):
+            return None
+        return LostChanges([*self._named.values()], self._globals)
+
+
+def _inside(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a name that has no value yet
+        return None
+
+
+def _code_of(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
+    """The functions of a module's parts: hooks, attributes, methods that are sent by value."""
+    classes: dict[type, None] = {}
+    for module in modules:
+        classes[type(module)] = None
+        attributes = vars(module)
+        for holder in _HOOKS:
+            for hook in attributes.get(holder, {}).values():
+                yield type(hook).__name__, hook
+        for name, value in attributes.items():
+            if isinstance(value, _FUNCTIONS):
+                yield name, value
+    for kind in classes:
+        for base in kind.__mro__:
+            if base is not object and by_value(base):
+                found = (value for value in vars(base).values() if isinstance(value, _FUNCTIONS))
+                yield from (("", value) for value in found)
+
+
+class LostChanges:
+    """What some objects held before the module ran.
+
+    Args:
+        named: The objects, with their names in the program.
+        names: Names that functions look up, with where they do.
+    """
+
+    def __init__(self, named: list[tuple[str, Any]], names: list[_Global]) -> None:
+        self._objects = [
+            (name, ObjectsBefore(mutable_parts(value, {}, but=(nn.Module, Tensor))))
+            for name, value in named
+        ]
+        self._names = [(one, one.space.get(one.name, _MISSING)) for one in names]
+
+    def found(self) -> str:
+        """The names of those that hold something else now, for a sentence; empty for none."""
+        names = [name for name, before in self._objects if before.changes()]
+        names += [one.name for one, then in self._names if one.space.get(one.name) is not then]
+        return ", ".join(dict.fromkeys(names))
