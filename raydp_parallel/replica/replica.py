@@ -800,9 +800,9 @@ _NOT_ALIKE = (
     "changes in them is not brought back"
 )
 _CODE_CHANGES_LOST = (
-    "the module, or a hook of it, changed {}. Replicas have copies of what functions of the "
-    "program refer to, so that the program's own stays as it was: return what is needed, or take "
-    "outputs of submodules by capture()"
+    "the module, or a hook of it, changed {}. Replicas have copies, the program's own stays as it "
+    "was, and each forward begins with it: return what is needed, take outputs of submodules by "
+    "capture(), and random numbers from the default generators, which are seeded for each chunk"
 )
 
 

@@ -1,5 +1,6 @@
 """The objects of the program that the code of a module refers to: a dict in which a hook stores
-activations, a list that forward appends to, a global counter.
+activations, a list that forward appends to, a global counter; and the module's own generators of
+random numbers.
 
 A replica has copies of them, as it has of functions and classes that are sent by value. What
 forward does to such a copy is undone before the next one, and is lost: `LostChanges` finds it, so
@@ -10,13 +11,13 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from raydp_parallel.state.python_state import by_value, global_names
-from raydp_parallel.state.shared_objects import ObjectsBefore, mutable_parts
+from raydp_parallel.state.shared_objects import GENERATORS, ObjectsBefore, mutable_parts
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _METHODS = (staticmethod, classmethod)
@@ -25,9 +26,9 @@ _MISSING = object()
 
 
 class _Global(NamedTuple):
-    """A name that a function looks up: where, and what it is called."""
+    """A name of a function's globals, or of a class's attributes."""
 
-    space: dict[str, Any]
+    space: Mapping[str, Any]
     name: str
 
 
@@ -43,15 +44,28 @@ class CodeObjects:
         self._named: dict[int, tuple[str, Any]] = {}
         seen: dict[int, Any] = {}
         left = [*_code_of(modules)]
+        for kind in dict.fromkeys(map(type, modules)):
+            for base in kind.__mro__:
+                if base is not object and by_value(base):
+                    left.extend(self._of_class(base))
         while left:
             name, value = left.pop()
-            if id(value) in seen:
+            if id(value) in seen or (_is_of_torch(value) and not isinstance(value, GENERATORS)):
                 continue
             seen[id(value)] = value
             if isinstance(value, _FUNCTIONS):
                 left.extend(self._of_function(value))
             elif not isinstance(value, (type, types.ModuleType, nn.Module, Tensor)):
                 self._named[id(value)] = name, value
+
+    def _of_class(self, kind: type) -> Iterator[tuple[str, Any]]:
+        """A class's methods, and what else its attributes are."""
+        for name, value in vars(kind).items():
+            if isinstance(value, _FUNCTIONS):
+                yield "", value
+            elif not name.startswith("_"):
+                self._globals.append(_Global(vars(kind), name))
+                yield name, value
 
     def _of_function(self, value: Any) -> Iterator[tuple[str, Any]]:
         """What a function refers to, with the names of it."""
@@ -90,22 +104,21 @@ def _inside(cell: types.CellType) -> Any:
 
 
 def _code_of(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
-    """The functions of a module's parts: hooks, attributes, methods that are sent by value."""
-    classes: dict[type, None] = {}
+    """The hooks of a module's parts, and attributes that are functions or generators of numbers."""
     for module in modules:
-        classes[type(module)] = None
         attributes = vars(module)
         for holder in _HOOKS:
             for hook in attributes.get(holder, {}).values():
                 yield type(hook).__name__, hook
         for name, value in attributes.items():
-            if isinstance(value, _FUNCTIONS):
+            if isinstance(value, (*_FUNCTIONS, *GENERATORS)):
                 yield name, value
-    for kind in classes:
-        for base in kind.__mro__:
-            if base is not object and by_value(base):
-                found = (value for value in vars(base).values() if isinstance(value, _FUNCTIONS))
-                yield from (("", value) for value in found)
+
+
+def _is_of_torch(value: Any) -> bool:
+    """Whether it is torch's own, such as what a compiled module refers to."""
+    module = value.__module__ if isinstance(value, types.FunctionType) else type(value).__module__
+    return (module or "").partition(".")[0] == "torch"
 
 
 class LostChanges:

@@ -68,6 +68,10 @@ _RULES = (
 """Generators of random numbers, and arrays. The states of two objects are compared by ``==``."""
 
 
+GENERATORS = tuple([rule.kind for rule in _RULES if rule.kind is not np.ndarray])
+"""The classes of generators of random numbers."""
+
+
 def _rule_of(value: Any) -> _StateRule | None:
     return next((rule for rule in _RULES if isinstance(value, rule.kind)), None)
 

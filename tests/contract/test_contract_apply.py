@@ -11,7 +11,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import oracle
@@ -910,10 +910,13 @@ class OwnGenerator(nn.Module):
 
 
 def test_A10_a_generator_that_the_module_holds() -> None:
-    """It is a plain attribute: each forward starts from the master's, of which edits are seen."""
+    """It is a plain attribute: each forward starts from the master's, of which edits are seen, and
+    a warning says so.
+    """
     net = OwnGenerator()
     model = DataParallel(net, CPUS)
-    first = model(torch.ones(4, 1))
+    with pytest.warns(UserWarning, match="changed generator.*random numbers from the default"):
+        first = model(torch.ones(4, 1))
     expected = torch.rand(2, 3, generator=torch.Generator().manual_seed(4))
     assert torch.equal(first, torch.cat([expected, expected]))
     assert torch.equal(model(torch.ones(4, 1)), first)
@@ -1033,6 +1036,25 @@ def test_A11_objects_of_the_program_that_hooks_change(keep: Any, name: str, devi
         model(torch.ones(4, 3)).sum().backward()
     assert len([one for one in caught if "a hook of it" in str(one.message)]) == 1
     assert not kept
+
+
+def test_A11_attributes_of_a_class_that_forward_changes() -> None:
+    """Upstream's replicas are of the same class."""
+
+    class Counts(nn.Module):
+        calls = 0
+        shapes: ClassVar[list[Any]] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            type(self).calls += 1
+            self.shapes.append(x.shape)
+            return x
+
+    model = DataParallel(Counts(), ["cpu"])
+    with pytest.warns(UserWarning, match="a hook of it, changed shapes, calls"):
+        model(torch.ones(4, 3))
+    assert Counts.calls == 0
+    assert Counts.shapes == []
 
 
 def test_A11_objects_that_hooks_only_read_bring_no_warning() -> None:
