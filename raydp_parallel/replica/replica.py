@@ -23,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from raydp_parallel import batch, devices
 from raydp_parallel.devices import ambient_state, process
 from raydp_parallel.devices.ranges import Attachment, MemoryRange, in_bytes
-from raydp_parallel.errors import GraphLost, StateChanged
+from raydp_parallel.errors import GraphLost, StateChanged, TransferError
 from raydp_parallel.monitoring.accounts import IN_REPLICA, OpenSpan, unseen
 from raydp_parallel.replica import (
     autograd_engine,
@@ -482,7 +482,6 @@ class Replica:
             value = callee(runs, called)(*args, **kwargs)
             self.check_process()
             self._finish_work()
-        keep = request.graph is not None
         # [6]
         rebound = replica_module.built.rebound() if request.alone else ()
         known, changes = None, dict[int, Any]()
@@ -490,13 +489,20 @@ class Replica:
             known, changes = before[1].numbers(), before[1].changes()
         elif before is not None and (lost := before[1].changes()):
             warnings.warn(_CHANGES_LOST.format(before[0].arguments(lost)), stacklevel=2)
-        root = "output"
-        if captured or rebound or changes:
-            value, root = Produced(value, captured, rebound, changes), ""
-        if request.graph_only:
-            parcel, outputs = Parcel(b"", (), b""), codec.tensors_in(value, root, known)
-        else:
-            parcel, outputs = codec.encode(value, back, root, requires_grad=keep, known=known)
+        output = value
+        value, root = (
+            (Produced(output, captured, rebound, changes), "")
+            if captured or rebound or changes
+            else (output, "output")
+        )
+        try:
+            parcel, outputs = self._encoded(request, value, back, root, known)
+        except TransferError as error:
+            if not changes:
+                raise
+            warnings.warn(_CHANGES_UNSENDABLE.format(error), stacklevel=2)
+            value = Produced(output, captured, rebound, {})
+            parcel, outputs = self._encoded(request, value, back, root, known)
         if request.graph is not None and any(t.requires_grad for t in outputs):
             stays = self._lasts(request)
             self._graphs[request.graph] = KeptGraph(
@@ -513,6 +519,22 @@ class Replica:
         else:  # otherwise backward runs next
             self._graphs.ahead = replica_module
         return parcel
+
+    def _encoded(
+        self,
+        request: ForwardRequest,
+        value: Any,
+        back: Attachments,
+        root: str,
+        known: Mapping[int, int] | None,
+    ) -> tuple[Parcel, list[Tensor]]:
+        """The parcel of what a forward gave, and the tensors in it; the tensors alone if the driver
+        has it already.
+        """
+        if request.graph_only:
+            return Parcel(b"", (), b""), codec.tensors_in(value, root, known)
+        keep = request.graph is not None
+        return codec.encode(value, back, root, requires_grad=keep, known=known)
 
     def _distrust_all(self) -> None:
         """Forget what is known of all modules: code of one of them runs, and they may share
@@ -799,6 +821,7 @@ _NOT_ALIKE = (
     "objects among the arguments hold other objects after unpickling than before: what forward "
     "changes in them is not brought back"
 )
+_CHANGES_UNSENDABLE = "what forward stored in its arguments is not brought back: {}"
 _CODE_CHANGES_LOST = (
     "the module, or a hook of it, changed {}. Replicas have copies, the program's own stays as it "
     "was, and each forward begins with it: return what is needed, take outputs of submodules by "

@@ -34,14 +34,15 @@ class _StateRule(NamedTuple):
     write: Callable[[Any, Any], object]
 
 
-def _array_state(array: np.ndarray) -> bytes:
-    return pickle.dumps(array)
+def _array_state(array: np.ndarray) -> tuple[Any, ...]:
+    contents = b"" if array.dtype.hasobject else array.tobytes()
+    return array.shape, array.dtype.str, contents
 
 
-def _fill_array(array: np.ndarray, state: bytes) -> None:
-    found = pickle.loads(state)
-    if found.shape == array.shape:
-        array[...] = found
+def _fill_array(array: np.ndarray, state: tuple[Any, ...]) -> None:
+    shape, dtype, contents = state
+    if array.shape == shape and array.flags.writeable:
+        array[...] = np.frombuffer(contents, dtype).reshape(shape)
 
 
 _RULES = (
@@ -65,7 +66,9 @@ _RULES = (
         lambda generator, state: generator.set_state(pickle.loads(state)),
     ),
 )
-"""Generators of random numbers, and arrays. The states of two objects are compared by ``==``."""
+"""Generators of random numbers, and arrays but those of objects. The states of two objects are
+compared by ``==``.
+"""
 
 
 GENERATORS = tuple([rule.kind for rule in _RULES if rule.kind is not np.ndarray])
@@ -192,7 +195,8 @@ def mutable_parts(root: Any, seen: dict[int, Any], but: tuple[type, ...] = ()) -
             found.append(value)
         elif _is_followed(value):
             found.append(value)
-            left.extend(_contents(value).flat())
+            if _rule_of(value) is None:
+                left.extend(_contents(value).flat())
     return found
 
 
@@ -217,15 +221,16 @@ class SharedObjects:
     ) -> None:
         self.found: list[Any] = []
         roots: list[Any] = []
-        left = [*kwargs.values(), *args]
+        left, containers = [*kwargs.values(), *args], set()
         while left:
             value = left.pop()
-            if type(value) in _ATOMS or isinstance(value, Tensor):
+            if type(value) in _ATOMS or isinstance(value, Tensor) or id(value) in containers:
                 continue
             if isinstance(value, tuple) or (isinstance(value, (dict, list)) and len(value)):
+                containers.add(id(value))
                 left.extend(value.values() if isinstance(value, dict) else value)
             elif split and (isinstance(value, UserDict) or is_dataclass(value)):
-                left.extend(vars(value).values())
+                left.extend(_contents(value).flat())
             else:
                 roots.append(value)
         seen: dict[int, Any] = {}

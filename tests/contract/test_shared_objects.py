@@ -7,6 +7,7 @@ from __future__ import annotations
 import collections
 import copy
 import random
+import threading
 import warnings
 from collections import UserDict
 from collections.abc import Callable
@@ -249,6 +250,58 @@ def test_S10_map_does_not_store(two: Executor) -> None:
             batches = [(torch.ones(4, 3), kept)] * 3
             assert len([*model.map(batches, split=split)]) == 3
     assert kept == []
+
+
+def test_S10_what_cannot_be_sent_back_is_told() -> None:
+    """The output comes all the same."""
+
+    def store(given: Holder, out: Tensor) -> None:
+        given.lock, given.out = threading.Lock(), out
+
+    given = Holder()
+    model = DataParallel(Stores(store), ["cpu"])
+    with pytest.warns(UserWarning, match="is not brought back.*lock.*cannot be sent"):
+        out = model(torch.ones(4, 3), given)
+    assert not vars(given)
+    out.sum().backward()
+    assert model.module.inner.weight.grad is not None
+
+
+def same_list() -> list[Any]:
+    """A list that holds itself."""
+    found: list[Any] = [1]
+    found.append(found)
+    return found
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: np.array([print, {}], dtype=object),
+        lambda: Holder(array=np.ones(2), frozen=np.frombuffer(b"12", np.uint8)),
+        lambda: Sized(3),
+        lambda: Holder(itself=same_list()),
+    ],
+)
+def test_S10_arguments_of_odd_kinds(make: Callable[[], Any], devices: int, two: Executor) -> None:
+    """They are given to the module as ever."""
+    model = DataParallel(Stores(lambda given, out: None), ["cpu"] * devices, executor=two)
+    assert len(model(torch.ones(4, 3), make())) == 4
+
+
+def test_S10_a_list_that_holds_itself(two: Executor) -> None:
+    """Python's own error, as from upstream."""
+    model = DataParallel(Stores(lambda given, out: None), ["cpu"] * 2, executor=two)
+    with pytest.raises(RecursionError):
+        model.call("forward", torch.ones(4, 3), same_list(), split=False)
+
+
+@dataclass(slots=True)
+class Sized:
+    """A dataclass without a dict."""
+
+    size: int
 
 
 class Fails(Stores):
