@@ -457,9 +457,9 @@ def run(effort: Effort) -> Report:
     rows: list[list[Any]] = []
     asked: list[Asked] = []
     for name, (_, limit) in NETS.items():
+        floor = by_hand(name, effort.rounds(ROUNDS), effort.warmup)
         for way in WAYS:
             found = measure(name, way, effort.rounds(ROUNDS), effort.warmup)
-            floor = by_hand(name, effort.rounds(ROUNDS), effort.warmup)
             together = found.driver + found.replica
             rows.append(
                 [

@@ -24,16 +24,20 @@ from benchmarks.peers.here import Here
 def by_hand(workers: int) -> Peer:
     """Processes that share the weights, the loop here."""
     context = mp.get_context("spawn")
-    lines = []
+    lines, processes = [], []
     for _ in range(workers):
         ours, theirs = context.Pipe()
         threads = replicas_threads(workers)
-        context.Process(target=_serve, args=(theirs, threads), daemon=True).start()
+        process = context.Process(target=_serve, args=(theirs, threads), daemon=True)
+        process.start()
         lines.append(ours)
+        processes.append(process)
 
     def end() -> None:
         for line in lines:
             line.send(None)
+        for process in processes:
+            process.join()
 
     return _ByHand(lines, end)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -22,14 +22,13 @@ from raydp_parallel.state.shared_objects import GENERATORS, ObjectsBefore, mutab
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _METHODS = (staticmethod, classmethod)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, property, *_METHODS)
-_MISSING = object()
 
 
-class _Global(NamedTuple):
-    """A name of a function's globals, or of a class's attributes."""
+class _Named(NamedTuple):
+    """A name of a function's globals, of its closure, or of a class's attributes."""
 
-    space: Mapping[str, Any]
     name: str
+    read: Callable[[], Any]
 
 
 class CodeObjects:
@@ -40,7 +39,7 @@ class CodeObjects:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._globals: list[_Global] = []
+        self._places: list[_Named] = []
         self._named: dict[int, tuple[str, Any]] = {}
         seen: dict[int, Any] = {}
         left = [*_code_of(modules)]
@@ -64,7 +63,7 @@ class CodeObjects:
             if isinstance(value, _FUNCTIONS):
                 yield "", value
             elif not name.startswith("_"):
-                self._globals.append(_Global(vars(kind), name))
+                self._places.append(_Named(name, functools.partial(vars(kind).get, name)))
                 yield name, value
 
     def _of_function(self, value: Any) -> Iterator[tuple[str, Any]]:
@@ -82,18 +81,19 @@ class CodeObjects:
             yield "", value.__func__
         elif by_value(value):
             for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                self._places.append(_Named(name, functools.partial(_inside, cell)))
                 yield name, _inside(cell)
             space = value.__globals__
             for name in global_names(value):
                 if name in space and not isinstance(space[name], (types.ModuleType, type)):
-                    self._globals.append(_Global(space, name))
+                    self._places.append(_Named(name, functools.partial(space.get, name)))
                     yield name, space[name]
 
     def before(self) -> LostChanges | None:
         """What these objects hold now; None if there are none."""
-        if not (self._named or self._globals):
+        if not (self._named or self._places):
             return None
-        return LostChanges([*self._named.values()], self._globals)
+        return LostChanges([*self._named.values()], self._places)
 
 
 def _inside(cell: types.CellType) -> Any:
@@ -126,18 +126,18 @@ class LostChanges:
 
     Args:
         named: The objects, with their names in the program.
-        names: Names that functions look up, with where they do.
+        places: The names that may be given other values.
     """
 
-    def __init__(self, named: list[tuple[str, Any]], names: list[_Global]) -> None:
+    def __init__(self, named: list[tuple[str, Any]], places: list[_Named]) -> None:
         self._objects = [
             (name, ObjectsBefore(mutable_parts(value, {}, but=(nn.Module, Tensor))))
             for name, value in named
         ]
-        self._names = [(one, one.space.get(one.name, _MISSING)) for one in names]
+        self._places = [(place, place.read()) for place in places]
 
     def found(self) -> str:
         """The names of those that hold something else now, for a sentence; empty for none."""
         names = [name for name, before in self._objects if before.changes()]
-        names += [one.name for one, then in self._names if one.space.get(one.name) is not then]
+        names += [place.name for place, then in self._places if place.read() is not then]
         return ", ".join(dict.fromkeys(names))

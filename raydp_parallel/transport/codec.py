@@ -245,17 +245,16 @@ def take_apart(
         refs: Takes the references of its `ChunkRef`s, with their numbers; None allows none.
         known: By their ids, the numbers of objects that the receiver has: these stand for them.
     """
-    if known:
-        pass
-    elif type(value) is Tensor:
+    kind = type(value) if not known else None  # what is known may be among the tensors
+    if kind is Tensor:
         return _ALONE, [value]
-    elif type(value) is tuple and len(value) == 1 and type(value[0]) is Tensor:
+    if kind is tuple and len(value) == 1 and type(value[0]) is Tensor:
         return _ROW_OF_ONE, [value[0]]
-    elif type(value) is tuple and is_row(value):
+    if kind is tuple and is_row(value):
         present = bytes([part is not None for part in value])
         return _ROW + present, [part for part in value if part is not None]
     file = io.BytesIO()
-    pickler = _ValuePickler(file, refs, known or {})
+    pickler = _ValuePickler(file, refs, known)
     try:
         pickler.dump(value)
     except Exception as error:
@@ -310,7 +309,7 @@ class _ValuePickler(Pickler):
         self,
         file: io.BytesIO,
         refs: dict[Any, int] | None,
-        known: Mapping[int, int] = types.MappingProxyType({}),
+        known: Mapping[int, int] | None = None,
     ) -> None:
         super().__init__(file)
         self.tensors: list[Tensor] = []

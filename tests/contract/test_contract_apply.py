@@ -1008,6 +1008,18 @@ def hook(module, args, out):
     return space["log"]
 
 
+def number_of_a_closure(net: nn.Module) -> Any:
+    """It is given another value."""
+    count = 0
+
+    def hook(_module: nn.Module, _args: Any, _out: Tensor) -> None:
+        nonlocal count
+        count += 1
+
+    net.register_forward_hook(hook)
+    return count
+
+
 def generator_of_a_closure(net: nn.Module) -> Any:
     """Each forward draws the same."""
     generator = np.random.default_rng(1)
@@ -1024,6 +1036,7 @@ def generator_of_a_closure(net: nn.Module) -> Any:
         (method_in_a_partial, "Recorder"),
         (list_in_backward, "grads"),
         (names_of_a_script, "log, number"),
+        (number_of_a_closure, "count"),
         (generator_of_a_closure, "generator"),
     ],
 )
