@@ -454,6 +454,7 @@ class ForwardAttempt:
             compiled=settings.compiled if runs_module(chunk.called) else None,
             stored=tuple([attachments.place(StoredObject(ref)) for ref in refs]),
             shared=0 if chunk.shared is None or spec.mapped else len(chunk.shared.found),
+            objects=len(tracker.objects()) if chunk.alone and not spec.mapped else None,
         )
         made = None
         if graph is not None and spec.executor.replays:
@@ -837,7 +838,7 @@ class ForwardCall:
         joined = joined and codec.in_rows([a.reply.value for a in answers])
         attempt.attach(unpacked, joined)
         values = [
-            codec.load(a.reply.value, row, chunk.shared.found if chunk.shared is not None else ())
+            codec.load(a.reply.value, row, _KnownObjects(chunk) if chunk.alone else ())
             for chunk, a, row in zip(chunks, answers, unpacked, strict=True)
             if a.reply.value
         ]
@@ -845,11 +846,29 @@ class ForwardCall:
             capture.parts = [value.captured for value in values]
         for number, (chunk, value) in enumerate(zip(chunks, values, strict=True)):
             if isinstance(value, Produced):
-                chunk.tracker.rebind(value.rebound)
+                chunk.tracker.rebind(value.rebound, value.stored)
                 if chunk.shared is not None and value.changes:
                     attempt.keep_copies(number, chunk.shared.written(value.changes))
                     chunk.shared.refill(value.changes)
         return [value.output if isinstance(value, Produced) else value for value in values]
+
+
+class _KnownObjects:
+    """What the only replica of a call names by number: objects among the arguments, and what its
+    module consists of.
+    """
+
+    def __init__(self, chunk: ForwardChunk) -> None:
+        self._tracker = chunk.tracker
+        self._given = chunk.shared.found if chunk.shared is not None else []
+        self._own: list[Any] | None = None
+
+    def __getitem__(self, number: int) -> Any:
+        if number < len(self._given):
+            return self._given[number]
+        if self._own is None:
+            self._own = self._tracker.known()
+        return self._own[number - len(self._given)]
 
 
 def runs_module(called: Called) -> bool:

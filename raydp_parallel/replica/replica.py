@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import time
 import warnings
@@ -451,6 +452,7 @@ class Replica:
             value, inputs = codec.decode(request.inputs, attachments, self.device)
         args, kwargs, called = value if isinstance(value, Arguments) else (value, {}, None)
         before = _objects_before(request, args, kwargs)
+        owned = _attributes_before(request, replica_module)
         own = [] if request.detach else replica_module.leaves()
         leaves = (
             [*own, *(t for t in inputs if t.requires_grad)] if request.graph is not None else []
@@ -483,25 +485,32 @@ class Replica:
             self.check_process()
             self._finish_work()
         # [6]
-        rebound = replica_module.built.rebound() if request.alone else ()
-        known, changes = None, dict[int, Any]()
+        known, changes = dict[int, int](), dict[int, Any]()
+        rebound: tuple[tuple[int, str, Any], ...] = ()
+        held: dict[int, Any] = {}
+        if request.alone:
+            rebound, held = replica_module.changes(owned)
+            _tell(request, replica_module)
+        if owned is not None:
+            known = self._known(request, replica_module)
         if before is not None and request.alone:
-            known, changes = before[1].numbers(), before[1].changes()
+            known.update(before[1].numbers())
+            changes = before[1].changes()
         elif before is not None and (lost := before[1].changes()):
             warnings.warn(_CHANGES_LOST.format(before[0].arguments(lost)), stacklevel=2)
         output = value
         value, root = (
-            (Produced(output, captured, rebound, changes), "")
-            if captured or rebound or changes
+            (Produced(output, captured, rebound, changes, held), "")
+            if captured or rebound or changes or held
             else (output, "output")
         )
         try:
             parcel, outputs = self._encoded(request, value, back, root, known)
         except TransferError as error:
-            if not changes:
+            if not (changes or held):
                 raise
             warnings.warn(_CHANGES_UNSENDABLE.format(error), stacklevel=2)
-            value = Produced(output, captured, rebound, {})
+            value = Produced(output, captured, rebound, {}, {})
             parcel, outputs = self._encoded(request, value, back, root, known)
         if request.graph is not None and any(t.requires_grad for t in outputs):
             stays = self._lasts(request)
@@ -526,7 +535,7 @@ class Replica:
         value: Any,
         back: Attachments,
         root: str,
-        known: Mapping[int, int] | None,
+        known: Mapping[int, int],
     ) -> tuple[Parcel, list[Tensor]]:
         """The parcel of what a forward gave, and the tensors in it; the tensors alone if the driver
         has it already.
@@ -535,6 +544,13 @@ class Replica:
             return Parcel(b"", (), b""), codec.tensors_in(value, root, known)
         keep = request.graph is not None
         return codec.encode(value, back, root, requires_grad=keep, known=known)
+
+    def _known(self, request: ForwardRequest, replica_module: ReplicaModule) -> dict[int, int]:
+        """The numbers of the module's parts, and of what its attributes hold, by their ids."""
+        parts: list[Any] = replica_module.known()
+        if request.model in self._trainings:  # the master's tensors may lack steps
+            parts = parts[: len(parts) - len(replica_module.tensors())]
+        return dict(zip(map(id, parts), itertools.count(request.shared)))
 
     def _distrust_all(self) -> None:
         """Forget what is known of all modules: code of one of them runs, and they may share
@@ -585,7 +601,10 @@ class Replica:
         if replica_module is None:
             replica_module = ReplicaModule(self.device)
         try:
-            replica_module.prepare(request.update, attachments, bool(self._graphs))
+            replica_module.prepare(
+                request.update, attachments, bool(self._graphs), request.objects is not None
+            )
+            _tell(request, replica_module)
             if request.overlay is not None:
                 then = codec.unpack(request.overlay.tensors, attachments, self.device)
                 replica_module.overlay(request.overlay.slots, then, bool(self._graphs))
@@ -821,7 +840,11 @@ _NOT_ALIKE = (
     "objects among the arguments hold other objects after unpickling than before: what forward "
     "changes in them is not brought back"
 )
-_CHANGES_UNSENDABLE = "what forward stored in its arguments is not brought back: {}"
+_CHANGES_UNSENDABLE = "what forward stored in objects of the program is not brought back: {}"
+_ATTRIBUTES_NOT_ALIKE = (
+    "attributes of the module hold other objects after unpickling than before: what forward "
+    "changes in them is not brought back"
+)
 _CODE_CHANGES_LOST = (
     "the module, or a hook of it, changed {}. Replicas have copies, the program's own stays as it "
     "was, and each forward begins with it: return what is needed, take outputs of submodules by "
@@ -844,6 +867,26 @@ def _objects_before(
         warnings.warn(_NOT_ALIKE, stacklevel=2)
         return None
     return shared, ObjectsBefore(shared.found)
+
+
+def _attributes_before(
+    request: ForwardRequest, replica_module: ReplicaModule
+) -> ObjectsBefore | None:
+    """What the objects hold that the module's attributes do; None if changes are not returned."""
+    if request.objects is None:
+        return None
+    objects = replica_module.built.parts.objects
+    if len(objects) != request.objects:
+        warnings.warn(_ATTRIBUTES_NOT_ALIKE, stacklevel=2)
+        return None
+    return ObjectsBefore(objects)
+
+
+def _tell(request: ForwardRequest, replica_module: ReplicaModule) -> None:
+    """Warn of what forwards changed in vain."""
+    if request.write_back:
+        for text in replica_module.built.untold.take():
+            warnings.warn(text, stacklevel=2)
 
 
 class _Telling:

@@ -1,6 +1,5 @@
 """The objects of the program that the code of a module refers to: a dict in which a hook stores
-activations, a list that forward appends to, a global counter; and the module's own generators of
-random numbers.
+activations, a list that forward appends to, a global counter.
 
 A replica has copies of them, as it has of functions and classes that are sent by value. What
 forward does to such a copy is undone before the next one, and is lost: `LostChanges` finds it, so
@@ -104,14 +103,14 @@ def _inside(cell: types.CellType) -> Any:
 
 
 def _code_of(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
-    """The hooks of a module's parts, and attributes that are functions or generators of numbers."""
+    """The hooks of a module's parts, and attributes that are functions."""
     for module in modules:
         attributes = vars(module)
         for holder in _HOOKS:
             for hook in attributes.get(holder, {}).values():
                 yield type(hook).__name__, hook
         for name, value in attributes.items():
-            if isinstance(value, (*_FUNCTIONS, *GENERATORS)):
+            if isinstance(value, _FUNCTIONS):
                 yield name, value
 
 

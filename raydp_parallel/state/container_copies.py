@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -108,9 +108,15 @@ class DictCopies:
         """Whether any of them has other contents than its copy."""
         return self._flat.changed()
 
-    def accept(self, owner: Any, name: str, value: Any) -> None:
-        """Record the new value of an attribute; `settle` must follow the last of several calls."""
-        self._copies[self._index[id(owner)]][name] = value
+    def accept(self, owner: Any, name: str, value: Any) -> Any:
+        """Record the new value of an attribute; `settle` must follow the last of several calls.
+
+        Returns:
+            The value before.
+        """
+        copy = self._copies[self._index[id(owner)]]
+        old, copy[name] = copy.get(name), value
+        return old
 
     def settle(self) -> None:
         """Compare with the copies as they are now."""
@@ -127,6 +133,11 @@ class DictCopies:
             owner = self._owners[i]
             found += [(owner, name, new) for name, new in node.items() if new is not copy[name]]
         return found
+
+    def changed_nodes(self) -> list[Any]:
+        """The objects and dicts that changed."""
+        nodes = zip(self._nodes(), self._copies, [*self._owners, *self._dicts], strict=True)
+        return [value for node, copy, value in nodes if not _alike(node, copy)]
 
     def unlike(self) -> set[int]:
         """The ids of the dicts that changed."""
@@ -149,9 +160,9 @@ class DictCopies:
         return found
 
     def news(
-        self, nodes: Sequence[dict[Any, Any]], changed: set[int]
+        self, nodes: Sequence[dict[Any, Any]], besides: Collection[int]
     ) -> list[tuple[int, Any, Any]]:
-        """The entries of ``nodes`` that are new, or hold a container that changed: the number of
+        """The entries of ``nodes`` that are new, or have one of some values, by id: the number of
         the node, key and value of each.
         """
         before = dict(zip(map(id, self._nodes()), self._copies, strict=True))
@@ -159,7 +170,7 @@ class DictCopies:
         for at, node in enumerate(nodes):
             then = before.get(id(node), {})
             for key, value in node.items():
-                if value is not then.get(key, _MISSING) or id(value) in changed:
+                if value is not then.get(key, _MISSING) or id(value) in besides:
                     found.append((at, key, value))
         return found
 
@@ -214,12 +225,16 @@ class ListCopies:
         """Compare with the copies as they are now."""
         self._items = [*chain.from_iterable(self._copies)]
 
-    def unlike(self) -> set[int]:
-        """The ids of those that changed."""
+    def changed_nodes(self) -> list[Any]:
+        """Those that changed."""
         lists = zip(self._lists, self._copies, strict=True)
         sets = zip(self._sets, self._set_copies, strict=True)
-        found = {id(node) for node, copy in lists if not same(node, copy)}
-        return found | {id(node) for node, copy in sets if node != copy}
+        found = [node for node, copy in lists if not same(node, copy)]
+        return found + [node for node, copy in sets if node != copy]
+
+    def unlike(self) -> set[int]:
+        """The ids of those that changed."""
+        return {*map(id, self.changed_nodes())}
 
     def restore(self) -> None:
         """Give them the contents of the copies."""

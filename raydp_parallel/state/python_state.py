@@ -35,7 +35,7 @@ import sys
 import types
 import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 
@@ -275,8 +275,23 @@ class _Content(NamedTuple):
     what it returned.
     """
 
+    value: Any
     take: Callable[[], Any]
     then: Any
+
+
+class _ObjectReader(NamedTuple):
+    """An object with contents that a function returns: the object, the function, and what it
+    returned.
+    """
+
+    value: Any
+    read: Callable[[], list[Any]]
+    then: list[Any]
+
+
+_NO_OBJECTS = (nn.Module, Tensor, pickle.PickleBuffer)
+"""What holds no state of its own, or has its own ways."""
 
 
 class StateVisitor:
@@ -302,7 +317,7 @@ class StateVisitor:
         self.dicts: list[dict[Any, Any]] = []
         self.lists: list[Any] = []
         self.sets: list[set[Any]] = []
-        self.readers: list[_Reader] = []
+        self.readers: list[_ObjectReader] = []
         self.code = CodeRow()
         self.contents: list[_Content] = []
         self.pickles: list[tuple[bytes, Any]] = []
@@ -326,7 +341,7 @@ class StateVisitor:
         elif isinstance(value, torch.Tensor):
             self.owners.append(value)
         elif isinstance(value, np.ndarray):
-            self._compare(functools.partial(array_bytes, value))
+            self._compare(value, functools.partial(array_bytes, value))
         elif isinstance(value, types.FunctionType):
             if by_value(value):
                 names = global_names(value)
@@ -338,14 +353,14 @@ class StateVisitor:
                 self.code.add_reader(functools.partial(class_parts, value))
         elif isinstance(value, torch.jit.ScriptModule):
             self.is_opaque = True
-            self._read(functools.partial(script_parts, value))
-            self._compare(functools.partial(script_values, value))
+            self._read(value, functools.partial(script_parts, value))
+            self._compare(value, functools.partial(script_values, value))
         elif not isinstance(value, _IMMUTABLE) or hasattr(value, "__dict__"):
             self._visit_object(value)
 
     def _visit_container(self, value: Any) -> None:
         if isinstance(value, dict):
-            self._read(functools.partial(mapping_parts, value))
+            self._read(value, functools.partial(mapping_parts, value))
         elif isinstance(value, set):
             self.sets.append(value)
         else:
@@ -366,7 +381,7 @@ class StateVisitor:
         elif not slots and not isinstance(value, _IMMUTABLE):
             self._visit_opaque(value)
         if slots:
-            self._read(functools.partial(slot_parts, value, slots))
+            self._read(value, functools.partial(slot_parts, value, slots))
         self.is_opaque |= bool(slots) or reduces or has_own_state(value)
 
     def _visit_opaque(self, value: Any) -> None:
@@ -375,14 +390,14 @@ class StateVisitor:
             take = generator_state
         then, again = take(value), take(value)
         if then[0] == again[0]:  # some pickles differ each time, and show nothing
-            self.contents.append(_Content(lambda: take(value)[0], then[0]))
+            self.contents.append(_Content(value, lambda: take(value)[0], then[0]))
             self.pickles.append(then)
 
-    def _compare(self, take: Callable[[], Any]) -> None:
-        self.contents.append(_Content(take, take()))
+    def _compare(self, value: Any, take: Callable[[], Any]) -> None:
+        self.contents.append(_Content(value, take, take()))
 
-    def _read(self, read: Callable[[], list[Any]]) -> None:
-        self.readers.append(_Reader(read, read()))
+    def _read(self, value: Any, read: Callable[[], list[Any]]) -> None:
+        self.readers.append(_ObjectReader(value, read, read()))
 
     def plain_dicts(self) -> list[dict[Any, Any]]:
         """The dicts that are not compared with their owner: pickle reaches an object's attributes
@@ -450,32 +465,54 @@ class PythonState:
         found = self._dicts.differences()
         return None if self._lists.changed() or self._readers_changed() else found
 
+    def objects_changed(self) -> bool:
+        """Whether anything but code has other contents."""
+        return self.attributes_changed() or _differ(self._readers) or self.deep_changed()
+
+    def changed_objects(self) -> list[Any]:
+        """The objects and containers with other contents, without modules and tensors."""
+        found = [*self._dicts.changed_nodes(), *self._lists.changed_nodes()]
+        found += [r.value for r in self._readers if not same(r.read(), r.then)]
+        found += [content.value for content in self._contents if content.take() != content.then]
+        return [value for value in found if not isinstance(value, _NO_OBJECTS)]
+
     def culprits(self) -> list[tuple[Any, str]]:
         """The attributes that changed, or that hold a container that did, as (owner, name)."""
         return self._dicts.culprits(self._dicts.unlike() | self._lists.unlike())
 
-    def news(self, nodes: Sequence[dict[Any, Any]]) -> list[tuple[int, Any, Any]]:
-        """The entries of dicts that are new, or hold a dict, list or set with other contents.
+    def news(
+        self, nodes: Sequence[dict[Any, Any]], besides: Collection[int]
+    ) -> list[tuple[int, Any, Any]]:
+        """The entries of dicts that are new, and those with a value of which the id is given.
 
         Returns:
             For each entry: the number of its dict, its key, its value.
         """
-        return self._dicts.news(nodes, self._dicts.unlike() | self._lists.unlike())
+        return self._dicts.news(nodes, besides)
 
-    def accept(self, owner: Any, name: str, value: Any) -> None:
-        """Record the new value of an attribute; `settle` must follow the last of several calls."""
-        self._dicts.accept(owner, name, value)
+    def accept(self, owner: Any, name: str, value: Any) -> Any:
+        """Record the new value of an attribute; `settle` must follow the last of several calls.
 
-    def restore(self) -> bool:
+        Returns:
+            The value before.
+        """
+        return self._dicts.accept(owner, name, value)
+
+    def restore(self, note: Callable[[list[Any]], None] | None = None) -> bool:
         """Restore the recorded contents in place. False if something changed that cannot be
         restored.
+
+        Args:
+            note: Gets the objects that changed.
         """
-        if self._readers_changed() or self.deep_changed():
-            return False
-        if self.attributes_changed():
-            self._dicts.restore()
-            self._lists.restore()
-        return True
+        stays = self._readers_changed() or self.deep_changed()
+        if stays or self.attributes_changed():
+            if note is not None:
+                note(self.changed_objects())
+            if not stays:
+                self._dicts.restore()
+                self._lists.restore()
+        return not stays
 
     def replace(self, new: dict[int, torch.Tensor]) -> bool:
         """Replace tensors, given by their ids, in all places that hold them, and in the copies.
@@ -496,7 +533,7 @@ class PythonState:
         return True
 
 
-def _differ(readers: Iterable[_Reader]) -> bool:
+def _differ(readers: Iterable[_Reader | _ObjectReader]) -> bool:
     return any(not same(reader.read(), reader.then) for reader in readers)
 
 

@@ -21,6 +21,12 @@ from raydp_parallel.state import module_sources, replica_memory, structure
 from raydp_parallel.state.code_objects import CodeObjects
 from raydp_parallel.state.python_state import Held, PythonState, StateVisitor
 from raydp_parallel.state.replica_memory import BlockSource, OwnedBlocks, Packet, ReplicaTensors
+from raydp_parallel.state.shared_objects import (
+    ModuleParts,
+    ObjectsBefore,
+    VainChange,
+    VainChanges,
+)
 from raydp_parallel.state.versions import RawAccess
 from raydp_parallel.state.write_record import WriteRecord
 from raydp_parallel.transport import codec
@@ -41,6 +47,8 @@ class BuiltModule:
         module: The module; graphs may keep an earlier one alive.
         held: The tensors that it holds.
         code_objects: The objects of the program that its code refers to.
+        parts: Its submodules, and the objects of their attributes, by the numbers of the driver.
+        untold: What forwards changed in vain.
         is_untouched: Whether `look_ahead` found that the next forward has nothing to restore, and
             no code ran since that may change the module.
     """
@@ -53,7 +61,8 @@ class BuiltModule:
         self._device = device
         self._structure = b""
         self._edits: dict[tuple[int, str], Any] = {}
-        self._modules: list[nn.Module] = []
+        self.parts = ModuleParts(())
+        self.untold = VainChanges()
         self._is_outdated = False
         self.is_untouched = False
         self._compiled: tuple[nn.Module, Mapping[str, Any], Callable[..., Any]] | None = None
@@ -68,14 +77,15 @@ class BuiltModule:
         with codec.loading("module"):
             self.module = structure.load(self._structure, tensors, self._device)
         self._is_outdated = False
-        self._modules = [*self.module.modules()]
-        for module in self._modules:
+        self.parts = ModuleParts(self.module.modules())
+        modules = self.parts.modules
+        for module in modules:
             vars(module)["_is_replica"] = True
             _show_parameters(module)
         for (index, name), value in self._edits.items():
-            vars(self._modules[index])[name] = value
+            vars(modules[index])[name] = value
         self._python_state = structure.survey(self.module)
-        self.code_objects = CodeObjects(self._modules)
+        self.code_objects = CodeObjects(modules)
         self.held = Held(self._python_state, tensors)
 
     def edit(self, edits: Sequence[tuple[int, str, Any]]) -> None:
@@ -84,8 +94,9 @@ class BuiltModule:
         """
         for index, name, value in edits:
             self._edits[index, name] = value
-            self.held.edit(self._modules[index], name, value)
-            self._python_state.accept(self._modules[index], name, value)
+            owner = self.parts.modules[index]
+            self.held.edit(owner, name, value)
+            self.parts.look_again(self._python_state.accept(owner, name, value))
         if edits:
             self._python_state.settle()
 
@@ -98,22 +109,53 @@ class BuiltModule:
         state = self._python_state
         self.is_untouched = not (state.changed() or state.deep_changed())
 
-    def restore(self) -> bool:
-        """Restore the attributes. False if the module has to be built anew."""
-        restored = self.is_untouched or self._python_state.restore()
+    def restore(self, but: Collection[int] = ()) -> bool:
+        """Restore the attributes. False if the module has to be built anew.
+
+        Args:
+            but: The ids of objects that the driver lets follow.
+        """
+
+        def note(changed: list[Any]) -> None:
+            lost = [value for value in changed if id(value) not in but]
+            if lost:
+                self.untold.enter(VainChange.STORED, self.parts.names(lost))
+
+        restored = self.is_untouched or self._python_state.restore(note)
         return restored and not self._is_outdated
 
-    def rebound(self) -> tuple[tuple[int, str, Any], ...]:
-        """The attributes and buffers that the last forward gave new values: the number of the
-        module, name, value.
+    def changes(
+        self, before: ObjectsBefore | None, graphed: Collection[int]
+    ) -> tuple[tuple[tuple[int, str, Any], ...], dict[int, Any]]:
+        """What the last forward changed.
+
+        Args:
+            before: What the objects of attributes held before; None not to look at them.
+            graphed: The ids of tensors that it made part of a graph, in place.
+
+        Returns:
+            The attributes and buffers that it gave new values, as number of the module, name and
+            value, and what objects of attributes hold that it changed, by number.
         """
-        if not self._python_state.attributes_changed():
-            return ()
+        if not graphed and not self._python_state.objects_changed():
+            return (), {}
         owners = [
-            attributes for module in self._modules for attributes in (vars(module), module._buffers)
+            attributes
+            for module in self.parts.modules
+            for attributes in (vars(module), module._buffers)
         ]
-        found = self._python_state.news(owners)
-        return tuple((at // 2, name, value) for at, name, value in found if name not in _HOLDERS)
+        found = self._python_state.news(owners, graphed)
+        self._note_growth()
+        rebound = [(at // 2, name, value) for at, name, value in found if name not in _HOLDERS]
+        return (*rebound,), before.changes(graphed) if before is not None else {}
+
+    def _note_growth(self) -> None:
+        """Enter into `untold` what the last forward gave the module."""
+        modules = self.parts.modules
+        owners = [holder for module in modules for holder in (module._modules, module._parameters)]
+        found = self._python_state.news(owners, ())
+        names = [f"{type(modules[at // 2]).__name__}.{name}" for at, name, _ in found]
+        self.untold.enter(VainChange.BUILT, names)
 
     def compiled(self, settings: Mapping[str, Any]) -> Callable[..., Any]:
         """The module, compiled; again only if it was built anew, or with other settings.
@@ -170,15 +212,26 @@ class ReplicaModule:
         return self.built.module
 
     def prepare(
-        self, update: StateUpdate | None, attachments: Attachments, graphs_alive: bool
+        self,
+        update: StateUpdate | None,
+        attachments: Attachments,
+        graphs_alive: bool,
+        follows: bool = False,
     ) -> None:
-        """Undo what the last forward changed, and adopt what changed in the driver."""
+        """Undo what the last forward changed, and adopt what changed in the driver.
+
+        Args:
+            update: What changed there.
+            attachments: The packets of the message.
+            graphs_alive: Whether a graph may have saved tensors of now.
+            follows: Whether the driver has what forwards store in objects of attributes.
+        """
         self.owned.refused.clear()
         kept: set[int] = set()
         if update is not None and update.structure is None:
             kept = self.writes.keep(update, graphs_alive)
         if self.revision:
-            restored = self.built.restore()
+            restored = self.built.restore({*map(id, self.built.parts.objects)} if follows else ())
             if not self._restore_blocks(graphs_alive) or not restored:
                 self._load()
         if update is not None:
@@ -204,6 +257,18 @@ class ReplicaModule:
         """The tensors that may receive gradients, by slot."""
         found = sorted(self._tensors.tensors.items())
         return [tensor for _, tensor in found if tensor.requires_grad]
+
+    def changes(
+        self, before: ObjectsBefore | None
+    ) -> tuple[tuple[tuple[int, str, Any], ...], dict[int, Any]]:
+        """What the last forward changed, see `BuiltModule.changes`."""
+        graphed = {id(t) for t in self._tensors.tensors.values() if not t.is_leaf}
+        return self.built.changes(before, graphed)
+
+    def known(self) -> list[Any]:
+        """What the driver names by number, in the order of `ModuleTracker.known`."""
+        parts = self.built.parts
+        return [*parts.objects, *parts.modules, *[t for _, t in sorted(self.tensors().items())]]
 
     def tensors(self) -> dict[int, Tensor]:
         """The tensors of now, by slot: later ones may replace them while a graph keeps these."""

@@ -1,26 +1,30 @@
-"""Objects that a call's arguments share with the caller: upstream gives the module the caller's own
-caches, counters and empty lists, so that what forward stores in them is there afterwards.
+"""Objects that forward shares with the caller: those among its arguments, and those that attributes
+of the module hold. With one device upstream gives the module the caller's own caches, counters and
+lists, so that what forward stores in them is there afterwards.
 
-A replica gets copies. Driver and replica find the objects among the arguments in the same order, so
-that a number names one of them on both sides. After a forward with one device the replica sends
-what changed: of a tensor that was written in place the contents, of any other object all that it
-holds now, in which the objects of before stand by their numbers.
+A replica has copies. Driver and replica find the objects in the same order, so that a number names
+one of them on both sides. After a forward with one device the replica sends what changed: of a
+tensor among the arguments that was written in place the contents, of any other object all that it
+holds now, in which the objects of before stand by their numbers, and the module's own tensors and
+submodules too.
 """
 
 from __future__ import annotations
 
+import array
 import pickle
 import random
 import types
 from collections import OrderedDict, UserDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
+from enum import Enum
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raydp_parallel.state.container_copies import same
 from raydp_parallel.state.python_state import has_own_state, reduces_itself, slot_names
@@ -34,15 +38,14 @@ class _StateRule(NamedTuple):
     write: Callable[[Any, Any], object]
 
 
-def _array_state(array: np.ndarray) -> tuple[Any, ...]:
-    contents = b"" if array.dtype.hasobject else array.tobytes()
-    return array.shape, array.dtype.str, contents
+def _array_state(value: np.ndarray) -> tuple[Any, ...]:
+    return value.shape, value.dtype, value.tobytes()
 
 
-def _fill_array(array: np.ndarray, state: tuple[Any, ...]) -> None:
-    shape, dtype, contents = state
-    if array.shape == shape and array.flags.writeable:
-        array[...] = np.frombuffer(contents, dtype).reshape(shape)
+def _fill_array(value: np.ndarray, state: tuple[Any, ...]) -> None:
+    shape, dtype, items = state
+    if value.shape == shape and value.flags.writeable:
+        value[...] = np.frombuffer(items, dtype).reshape(shape)
 
 
 _RULES = (
@@ -54,6 +57,12 @@ _RULES = (
         ),
     ),
     _StateRule(np.ndarray, _array_state, _fill_array),
+    _StateRule(bytearray, bytes, lambda value, state: value.__setitem__(slice(None), state)),
+    _StateRule(
+        array.array,
+        lambda value: value.tobytes(),
+        lambda value, state: value.__setitem__(slice(None), array.array(value.typecode, state)),
+    ),
     _StateRule(random.Random, random.Random.getstate, random.Random.setstate),
     _StateRule(
         np.random.Generator,
@@ -66,16 +75,18 @@ _RULES = (
         lambda generator, state: generator.set_state(pickle.loads(state)),
     ),
 )
-"""Generators of random numbers, and arrays but those of objects. The states of two objects are
+"""Arrays, but those of objects, and generators of random numbers. The states of two objects are
 compared by ``==``.
 """
 
 
-GENERATORS = tuple([rule.kind for rule in _RULES if rule.kind is not np.ndarray])
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 """The classes of generators of random numbers."""
 
 
 def _rule_of(value: Any) -> _StateRule | None:
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return None
     return next((rule for rule in _RULES if isinstance(value, rule.kind)), None)
 
 
@@ -116,7 +127,8 @@ class ObjectContents(NamedTuple):
         return same(self.flat(), other.flat())
 
 
-def _contents(value: Any) -> ObjectContents:
+def contents(value: Any) -> ObjectContents:
+    """What an object holds now."""
     items: Any = None
     rule = _rule_of(value)
     if rule is not None:
@@ -137,8 +149,8 @@ def _contents(value: Any) -> ObjectContents:
     return ObjectContents(items, attributes, slots)
 
 
-def _refill(value: Any, now: ObjectContents) -> None:
-    """Let an object hold what it holds in the replica, without calling methods of its class."""
+def refill(value: Any, now: ObjectContents) -> None:
+    """Let an object hold what another one like it does, without calling methods of its class."""
     rule = _rule_of(value)
     if rule is not None:
         rule.write(value, now.items)
@@ -155,7 +167,8 @@ def _refill(value: Any, now: ObjectContents) -> None:
     elif isinstance(value, set):
         set.clear(value)
         set.update(value, now.items)
-    if now.attributes is not None:
+    # An instance of a class that was sent by value has attributes besides its slots.
+    if now.attributes is not None and hasattr(value, "__dict__"):
         vars(value).clear()
         vars(value).update(now.attributes)
     if rule is None and not isinstance(value, _CONTAINERS):
@@ -196,8 +209,105 @@ def mutable_parts(root: Any, seen: dict[int, Any], but: tuple[type, ...] = ()) -
         elif _is_followed(value):
             found.append(value)
             if _rule_of(value) is None:
-                left.extend(_contents(value).flat())
+                left.extend(contents(value).flat())
     return found
+
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+"""The attributes of every module: its parameters, buffers, submodules and hooks."""
+
+
+def is_hidden(value: Any) -> bool:
+    """Whether identities do not show a change of an object."""
+    return _rule_of(value) is not None
+
+
+class ModuleParts:
+    """A module's parts by number, and the objects that their attributes hold, in the order in which
+    driver and replica find them.
+
+    Args:
+        modules: The module, and its parts.
+
+    Attributes:
+        modules: These.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.modules = [*modules]
+        self._objects: list[Any] | None = None
+
+    @property
+    def objects(self) -> list[Any]:
+        """The objects, and all that they hold, but for modules and tensors."""
+        if self._objects is None:
+            seen: dict[int, Any] = {}
+            self._objects = []
+            for _, value in self._attributes():
+                self._objects += mutable_parts(value, seen, but=(nn.Module, Tensor))
+        return self._objects
+
+    def look_again(self, old: Any) -> None:
+        """Find the objects anew if an attribute held one, and has another value now."""
+        if type(old) not in _ATOMS:
+            self._objects = None
+
+    def _attributes(self) -> Iterator[tuple[str, Any]]:
+        """The attributes that may hold objects, with the name of each for a sentence."""
+        for module in self.modules:
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            for name, value in vars(module).items():
+                if name not in _OF_TORCH and type(value) not in _ATOMS:
+                    yield f"{type(module).__name__}.{name}", value
+
+    def names(self, changed: Iterable[Any]) -> list[str]:
+        """The attributes that hold some of the objects, directly or not."""
+        wanted = {*map(id, changed)}
+        found = []
+        for name, value in self._attributes():
+            inside: dict[int, Any] = {}
+            mutable_parts(value, inside, but=(nn.Module, Tensor))
+            if not wanted.isdisjoint(inside):
+                found.append(name)
+        return [*dict.fromkeys(found)]
+
+
+class VainChange(Enum):
+    """What a forward does in vain, as a warning."""
+
+    STORED = (
+        "forward changed {}. Replicas have copies of what attributes hold, the module's own stays "
+        "as it was, and each forward begins with it: return what is needed, keep it in a buffer, "
+        "and take random numbers from the default generators, which are seeded for each chunk"
+    )
+    BUILT = (
+        "forward gave the module {}: parameters and submodules that it makes stay in the replica, "
+        "and each forward begins without them. Make them in __init__, or run the module itself "
+        "once before it is wrapped"
+    )
+
+
+class VainChanges:
+    """The attributes that forwards changed in vain, of which the program is told once."""
+
+    def __init__(self) -> None:
+        self._told: dict[tuple[VainChange, str], bool] = {}
+
+    def enter(self, kind: VainChange, names: Iterable[str]) -> None:
+        """Enter some attributes."""
+        for name in names:
+            self._told.setdefault((kind, name), False)
+
+    def take(self) -> list[str]:
+        """Warnings of those that the program was not told of."""
+        found = []
+        for kind in VainChange:
+            names = [name for (of, name), told in self._told.items() if of is kind and not told]
+            if names:
+                self._told.update({(kind, name): True for name in names})
+                found.append(kind.value.format(", ".join(names)))
+        return found
 
 
 class SharedObjects:
@@ -230,7 +340,7 @@ class SharedObjects:
                 containers.add(id(value))
                 left.extend(value.values() if isinstance(value, dict) else value)
             elif split and (isinstance(value, UserDict) or is_dataclass(value)):
-                left.extend(_contents(value).flat())
+                left.extend(contents(value).flat())
             else:
                 roots.append(value)
         seen: dict[int, Any] = {}
@@ -261,7 +371,7 @@ class SharedObjects:
                 with torch.no_grad():
                     (value.data if value.is_inference() else value).copy_(now)
             else:
-                _refill(value, ObjectContents(*now))
+                refill(value, ObjectContents(*now))
 
 
 class ObjectsBefore:
@@ -274,7 +384,7 @@ class ObjectsBefore:
     def __init__(self, found: Sequence[Any]) -> None:
         self._found = found
         self._then: list[Any] = [
-            (value._version, _kind(value)) if isinstance(value, Tensor) else _contents(value)
+            (value._version, _kind(value)) if isinstance(value, Tensor) else contents(value)
             for value in found
         ]
 
@@ -288,20 +398,24 @@ class ObjectsBefore:
             if not isinstance(value, Tensor) or _kind(value) == then[1]
         }
 
-    def changes(self) -> dict[int, Any]:
-        """What the changed objects hold now, by their numbers."""
+    def changes(self, graphed: Collection[int] = ()) -> dict[int, Any]:
+        """What the changed objects hold now, by their numbers.
+
+        Args:
+            graphed: The ids of other tensors that were given a graph.
+        """
         known, found = self.numbers(), dict[int, Any]()
         others = {
             id(value)
             for value in self._found
             if isinstance(value, Tensor) and id(value) not in known
-        }
+        }.union(graphed)
         for number, (value, then) in enumerate(zip(self._found, self._then, strict=True)):
             if isinstance(value, Tensor):
                 if id(value) in known and value._version != then[0]:
                     found[number] = value.detach().clone()
                 continue
-            now = _contents(value)
+            now = contents(value)
             if not now.is_like(then) or (others and not others.isdisjoint(map(id, now.flat()))):
                 found[number] = (*now,)
         return found

@@ -41,6 +41,13 @@ from raydp_parallel.state import module_sources, structure
 from raydp_parallel.state.block_contents import BlockContents
 from raydp_parallel.state.block_layout import Specials
 from raydp_parallel.state.python_state import PythonState, change_reason
+from raydp_parallel.state.shared_objects import (
+    ModuleParts,
+    ObjectContents,
+    contents,
+    is_hidden,
+    refill,
+)
 from raydp_parallel.state.versions import Look, MasterTensors, unlike
 from raydp_parallel.transport.links import Attachments, Link
 from raydp_parallel.transport.messages import StateUpdate, Structure, WriteBack
@@ -106,12 +113,22 @@ class StateHistory:
         moment: The moment of now.
         disturbed_at: The revision of the last change that versions did not show.
         rebound: The attributes that the last forward rebound, with their values before.
+        refilled: The objects that it changed, with what they held before.
     """
 
     def __init__(self) -> None:
         self.moment = StateMoment()
         self.disturbed_at = 0
         self.rebound: list[tuple[nn.Module, str, Any]] = []
+        self.refilled: list[tuple[Any, ObjectContents]] = []
+
+    def begin(self) -> bool:
+        """Begin another forward. Returns whether the last one changed objects in a way that
+        identities do not show.
+        """
+        hidden = any(is_hidden(value) for value, _ in self.refilled)
+        self.rebound, self.refilled = [], []
+        return hidden
 
     def add(self, overwritten: Callable[[], dict[int, Tensor]], before: Look, after: Look) -> None:
         """End the moment with a write-back."""
@@ -124,17 +141,30 @@ class StateHistory:
         self.rebound = _values(attributes)
         _set(attributes)
 
+    def refill(self, objects: Sequence[tuple[Any, ObjectContents]]) -> None:
+        """Let objects hold what a forward stored in them: object and contents of each."""
+        self.refilled = [(value, contents(value)) for value, _ in objects]
+        _refill(objects)
+
     @contextlib.contextmanager
     def before_rebinding(self) -> Iterator[None]:
-        """Set the attributes back, in the block, to the values that the last forward began with."""
-        rebound = self.rebound
-        now = _values(rebound)
+        """Give attributes and objects, in the block, what the last forward began with."""
+        rebound, refilled = self.rebound, self.refilled
+        now, held = _values(rebound), [(value, contents(value)) for value, _ in refilled]
         _set(rebound)
+        _refill(refilled)
+        self.refilled = []
         try:
             yield
         finally:
             _set(now)
-            self.rebound = rebound
+            _refill(held)
+            self.rebound, self.refilled = rebound, refilled
+
+
+def _refill(objects: Sequence[tuple[Any, ObjectContents]]) -> None:
+    for value, now in objects:
+        refill(value, now)
 
 
 def _values(attributes: Sequence[tuple[nn.Module, str, Any]]) -> list[tuple[nn.Module, str, Any]]:
@@ -178,7 +208,7 @@ class MasterStructure:
         size: The bytes of its plain tensors.
         specials: The tensors that are sent inside of it.
         kinds: ``"parameter"`` or ``"buffer"`` for the slots that are one.
-        modules: The submodules, by the numbers that replicas name them by.
+        parts: The submodules and the objects of attributes, by the numbers of replicas.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -186,7 +216,7 @@ class MasterStructure:
         self.size = 0
         self.specials = Specials({})
         self.kinds: dict[int, str] = {}
-        self.modules: list[nn.Module] = []
+        self.parts = ModuleParts(())
         self._module = module
         self._state: PythonState | None = None
         self._bytes = b""
@@ -215,7 +245,7 @@ class MasterStructure:
         check_devices(module)
         self._leaves = None
         self._bytes, self._state, self._origins = structure.dump(module, slot_of)
-        self.modules = [*module.modules()]
+        self.parts = ModuleParts(module.modules())
         self._edits.clear()
         self.specials = Specials(found)
         buffers = [numbers[id(b)] for b in module.buffers() if id(b) in numbers]
@@ -248,13 +278,13 @@ class MasterStructure:
         """
         assert self._state is not None
         found = self._state.differences()
-        numbers = {id(module): i for i, module in enumerate(self.modules)}
+        numbers = {id(module): i for i, module in enumerate(self.parts.modules)}
         self._why = change_reason(self._module, self._state)
         if found is None or not all(id(o) in numbers and type(v) in _SIMPLE for o, _, v in found):
             return None
         revision = next_revision()
         for owner, name, value in found:
-            self._state.accept(owner, name, value)
+            self.parts.look_again(self._state.accept(owner, name, value))
             self._edits[numbers[id(owner)], name] = (revision, value)
         self._state.settle()
         return revision
@@ -503,8 +533,8 @@ class ModuleTracker:
 
     def _sync(self) -> bool:
         self._sent_before = self.revision
-        self._history.rebound = []  # another forward begins
-        if self.structure.is_outdated:
+        hidden = self._history.begin()
+        if self.structure.is_outdated or hidden:
             self._restructure()
         elif self.structure.changed():
             revision = self.structure.edit(self._next_revision)
@@ -671,12 +701,33 @@ class ModuleTracker:
                 means[slot] = values.mean(0), slot in moved
         return means
 
-    def rebind(self, found: tuple[tuple[int, str, Any], ...]) -> None:
-        """Set on the master the attributes that a forward set on its only replica: with one device
-        upstream runs the master itself.
+    def rebind(
+        self,
+        found: Sequence[tuple[int, str, Any]],
+        objects: Mapping[int, tuple[Any, dict[str, Any] | None, dict[str, Any]]],
+    ) -> None:
+        """Set on the master the attributes that a forward set on its only replica, and let their
+        objects, by number, hold what those of the replica do: with one device upstream runs the
+        master itself.
         """
-        modules = self.structure.modules
+        parts = self.structure.parts
+        modules, known = parts.modules, parts.objects if objects else []
         self._history.rebind([(modules[index], name, value) for index, name, value in found])
+        self._history.refill(
+            [(known[number], ObjectContents(*now)) for number, now in objects.items()]
+        )
+
+    def objects(self) -> list[Any]:
+        """The objects that attributes hold, in the order of their numbers."""
+        return self.structure.parts.objects
+
+    def known(self) -> list[Any]:
+        """What a replica names by number: the objects of attributes, the submodules, and the
+        tensors by slot.
+        """
+        parts = self.structure.parts
+        tensors = {**self._contents.master.tensors, **self.structure.specials.tensors}
+        return [*parts.objects, *parts.modules, *[tensors[slot] for slot in sorted(tensors)]]
 
     def before_rebinding(self) -> contextlib.AbstractContextManager[None]:
         """Set the attributes back, in the block, to the values that the last forward began with."""

@@ -27,7 +27,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import cloudpickle
 import torch
@@ -231,6 +231,12 @@ No pickle begins with this byte.
 _ROW_OF_ONE = _ROW + bytes([True])
 
 
+class Known(Protocol):
+    """Objects that sender and receiver have, by number."""
+
+    def __getitem__(self, number: int, /) -> Any: ...
+
+
 def take_apart(
     value: Any,
     root: str,
@@ -243,9 +249,12 @@ def take_apart(
         value: The value.
         root: Its name in an error.
         refs: Takes the references of its `ChunkRef`s, with their numbers; None allows none.
-        known: By their ids, the numbers of objects that the receiver has: these stand for them.
+        known: By their ids, the numbers of objects that the receiver has: these stand for them, but
+            for tensors that got a graph.
     """
-    kind = type(value) if not known else None  # what is known may be among the tensors
+    kind: Any = type(value)
+    if known and not known.keys().isdisjoint(map(id, value if kind is tuple else (value,))):
+        kind = None
     if kind is Tensor:
         return _ALONE, [value]
     if kind is tuple and len(value) == 1 and type(value[0]) is Tensor:
@@ -262,7 +271,7 @@ def take_apart(
     return file.getvalue(), pickler.tensors
 
 
-def load(parcel: Parcel, tensors: Sequence[Any], known: Sequence[Any] = ()) -> Any:
+def load(parcel: Parcel, tensors: Sequence[Any], known: Known = ()) -> Any:
     """The value of a parcel with ``tensors``, which may be others than those that were unpacked,
     and with the objects ``known`` where numbers stand for them.
     """
@@ -318,9 +327,10 @@ class _ValuePickler(Pickler):
         self.known = known
 
     def persistent_id(self, value: Any) -> int | None:
-        if self.known and id(value) in self.known:
+        is_tensor = isinstance(value, Tensor)
+        if self.known and id(value) in self.known and not (is_tensor and not value.is_leaf):
             return -1 - self.known[id(value)]
-        if not isinstance(value, Tensor):
+        if not is_tensor:
             return None
         index = self.index.setdefault(id(value), len(self.tensors))
         if index == len(self.tensors):
@@ -334,7 +344,7 @@ class _ValuePickler(Pickler):
 
 
 class _ValueUnpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: Sequence[Any], known: Sequence[Any] = ()) -> None:
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Any], known: Known = ()) -> None:
         super().__init__(file)
         self.tensors = tensors
         self.known = known

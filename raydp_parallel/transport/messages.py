@@ -114,12 +114,15 @@ class Produced(NamedTuple):
         rebound: Attributes that got new values: index among ``module.modules()``, name, value.
         changes: What those objects hold now that the arguments share with the caller, and that the
             forward changed, by their numbers. See `state.shared_objects`.
+        stored: What objects of the module's attributes hold now, of those that it changed, by their
+            numbers.
     """
 
     output: Any
     captured: dict[str, list[Any]]
     rebound: tuple[tuple[int, str, Any], ...]
     changes: dict[int, Any]
+    stored: dict[int, Any]
 
 
 class Blob(NamedTuple):
@@ -240,6 +243,8 @@ class ForwardRequest(NamedTuple):
             `ChunkRef`s among the `Arguments` have.
         shared: How many objects the driver found among the arguments that the caller has, and that
             forward may change.
+        objects: How many objects the driver found that the module's attributes hold, if changes of
+            them are returned; else None.
     """
 
     model: int
@@ -269,6 +274,7 @@ class ForwardRequest(NamedTuple):
     played: Parcel | None = None
     stored: tuple[int, ...] = ()
     shared: int = 0
+    objects: int | None = None
 
 
 class Holding(NamedTuple):

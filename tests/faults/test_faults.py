@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -341,6 +342,42 @@ def test_one_device_that_stores_in_its_arguments(died: str, killable: Executor) 
                 kill(killable, 0)
             (out.sum() + given.state.out.sum()).backward()
         found.append([model.module.weight.grad.item(), given.state.total.tolist(), out.tolist()])
+    assert found[0] == found[1]
+    assert found[0][1] == [3.0, 3.0]
+
+
+class StoresInAttributes(StoresInArguments):
+    """The same, with an object of its own, and an array."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given = SimpleNamespace(state=SimpleNamespace(total=torch.zeros(2)))
+        self.runs = np.ones(2)
+
+    def forward(self, x: Tensor, given: Any = None) -> Tensor:
+        self.given.state.total = self.given.state.total * 1
+        out = super().forward(x, self.given) * float(self.runs[0])
+        self.runs += 1
+        return out
+
+
+@pytest.mark.parametrize("died", ["before backward", "in forward"])
+def test_one_device_that_stores_in_its_attributes(died: str, killable: Executor) -> None:
+    """It is stored once, and a replay of the graph finds what the forward found."""
+    found = []
+    for deadly in (False, True):
+        net = StoresInAttributes()
+        model = DataParallel(net, ["cpu"], executor=whole(killable))
+        for number in range(3):
+            if deadly and number == 1 and died == "in forward":
+                kill(killable, 0)
+            out = model(torch.ones(2))
+            if deadly and number == 1 and died == "before backward":
+                kill(killable, 0)
+            (out.sum() + net.given.state.out.sum()).backward()
+        assert net.weight.grad is not None
+        found.append([net.weight.grad.item(), net.given.state.total.tolist(), out.tolist()])
+        assert net.runs.tolist() == [4.0, 4.0]
     assert found[0] == found[1]
     assert found[0][1] == [3.0, 3.0]
 
