@@ -29,6 +29,7 @@ from raydp_parallel.cluster.replica_slots import (
 from raydp_parallel.errors import GraphLost, ReplicaDied
 from raydp_parallel.replica import exceptions
 from raydp_parallel.state.tracker import ModuleTracker
+from raydp_parallel.transport import codec
 from raydp_parallel.transport.links import Attachments
 from raydp_parallel.transport.message_bytes import pack, unseal
 from raydp_parallel.transport.messages import Forget, Reply
@@ -321,6 +322,10 @@ def apply_effects(answers: Sequence[tuple[ModuleTracker | None, ChunkAnswer]]) -
         written = answer.reply.written
         if tracker is not None and written is not None:
             tracker.write_back(written, answer.attachments)
+        stored = answer.reply.stored
+        if tracker is not None and stored is not None:
+            tensors = codec.unpack(stored, answer.attachments, tracker.device)
+            tracker.rebind(*codec.load(stored, tensors, tracker.known()))
     for _, answer in answers:
         if answer.reply.warnings:
             exceptions.warn_again(answer.reply.warnings)

@@ -39,7 +39,7 @@ from raydp_parallel.replica.sample_rng import RowRandom
 from raydp_parallel.state import module_sources
 from raydp_parallel.state.python_state import Held
 from raydp_parallel.state.replica_module import ReplicaModule
-from raydp_parallel.state.shared_objects import ObjectsBefore, SharedObjects
+from raydp_parallel.state.shared_objects import ModuleParts, ObjectsBefore, SharedObjects
 from raydp_parallel.state.versions import Accessed, RawAccess, bump
 from raydp_parallel.state.write_record import Contents, lasts
 from raydp_parallel.transport import codec, collective
@@ -120,6 +120,7 @@ class KeptGraph(NamedTuple):
         held: The tensors that its module holds, which need not be the model's module any more.
         edits: How many of the module's attributes the driver had changed before its forward.
         samples: See `ForwardRequest`.
+        parts: What its module consists of, if the driver gets what hooks change in backward.
     """
 
     outputs: Sequence[Tensor]
@@ -131,6 +132,7 @@ class KeptGraph(NamedTuple):
     held: Held
     edits: int
     samples: tuple[int, int] | None = None
+    parts: ModuleParts | None = None
 
 
 class Replica:
@@ -309,7 +311,8 @@ class Replica:
         work: Callable[[], Parcel],
         request: ForwardRequest | BackwardRequest,
     ) -> Reply:
-        value, failure, self._reduced, marked = None, None, None, None
+        value, failure, stored, marked = None, None, None, None
+        self._reduced = None
         process = os.getpid()
         self._laps.begin(0)
         with warnings.catch_warnings(record=True) as caught:
@@ -327,6 +330,7 @@ class Replica:
                 guess = self._guessed(request, back)
                 marked = None if self._worked is None else self._worked.finish()
                 written, revision = self._written(request, back, guess)
+                stored = self._stored(request, back)
                 self._show_the_present(request)
             except BaseException as error:  # what a kernel ran into may be told here, too
                 failure = failure or exceptions.failure(error, where)
@@ -359,6 +363,7 @@ class Replica:
             laps=laps,
             memory=self._memory.now(),
             reduced=self._reduced,
+            stored=stored,
             passed=back.left,
             training=self._trained(request.model),
             stayed=b"" if hold is None else kept_gradients.marks(self._kept, hold),
@@ -492,7 +497,7 @@ class Replica:
             rebound, held = replica_module.changes(owned)
             _tell(request, replica_module)
         if owned is not None:
-            known = self._known(request, replica_module)
+            known = self._known(request.model, replica_module, request.shared)
         if before is not None and request.alone:
             known.update(before[1].numbers())
             changes = before[1].changes()
@@ -524,6 +529,7 @@ class Replica:
                 held=replica_module.built.held,
                 edits=replica_module.built.held.edits,
                 samples=request.samples,
+                parts=replica_module.built.parts if owned is not None else None,
             )
         else:  # otherwise backward runs next
             self._graphs.ahead = replica_module
@@ -545,12 +551,38 @@ class Replica:
         keep = request.graph is not None
         return codec.encode(value, back, root, requires_grad=keep, known=known)
 
-    def _known(self, request: ForwardRequest, replica_module: ReplicaModule) -> dict[int, int]:
+    def _known(self, model: int, replica_module: ReplicaModule, first: int) -> dict[int, int]:
         """The numbers of the module's parts, and of what its attributes hold, by their ids."""
         parts: list[Any] = replica_module.known()
-        if request.model in self._trainings:  # the master's tensors may lack steps
+        if model in self._trainings:  # the master's tensors may lack steps
             parts = parts[: len(parts) - len(replica_module.tensors())]
-        return dict(zip(map(id, parts), itertools.count(request.shared)))
+        return dict(zip(map(id, parts), itertools.count(first)))
+
+    def _stored(
+        self, request: ForwardRequest | BackwardRequest, back: Attachments
+    ) -> Parcel | None:
+        """What hooks changed in a backward of the only device: as in `Produced` attributes that got
+        new values, and objects of attributes. None for nothing.
+        """
+        if isinstance(request, ForwardRequest) or not (request.write_back and request.outputs):
+            return None
+        graph = self._graphs.get(request.outputs[0][0])
+        if graph is None or graph.parts is None:
+            return None
+        parts = graph.parts
+        rebound, stored = parts.changes_since()
+        if stored and parts is not graph.replica_module.built.parts:  # other numbers hold by now
+            names = parts.names([parts.objects[number] for number in stored])
+            warnings.warn(_CHANGED_LATE.format(", ".join(names)), stacklevel=2)
+            stored = {}
+        if not rebound and not stored:
+            return None
+        known = self._known(request.model, graph.replica_module, 0)
+        try:
+            return codec.encode((rebound, stored), back, "", known=known)[0]
+        except TransferError as error:
+            warnings.warn(_CHANGES_UNSENDABLE.format(error), stacklevel=2)
+            return None
 
     def _distrust_all(self) -> None:
         """Forget what is known of all modules: code of one of them runs, and they may share
@@ -841,6 +873,10 @@ _NOT_ALIKE = (
     "changes in them is not brought back"
 )
 _CHANGES_UNSENDABLE = "what forward stored in objects of the program is not brought back: {}"
+_CHANGED_LATE = (
+    "a hook changed {} in backward, after another forward: that is not brought back. Run the "
+    "backward first, or let the hook set an attribute anew"
+)
 _ATTRIBUTES_NOT_ALIKE = (
     "attributes of the module hold other objects after unpickling than before: what forward "
     "changes in them is not brought back"

@@ -33,9 +33,6 @@ from raydp_parallel.transport import codec
 from raydp_parallel.transport.links import Attachments
 from raydp_parallel.transport.messages import StateUpdate
 
-_HOLDERS = ("_parameters", "_buffers", "_modules")
-"""The attributes of a module that users do not rebind."""
-
 
 class BuiltModule:
     """A module, with the Python state that each forward begins with.
@@ -77,14 +74,14 @@ class BuiltModule:
         with codec.loading("module"):
             self.module = structure.load(self._structure, tensors, self._device)
         self._is_outdated = False
-        self.parts = ModuleParts(self.module.modules())
-        modules = self.parts.modules
+        modules = [*self.module.modules()]
         for module in modules:
             vars(module)["_is_replica"] = True
             _show_parameters(module)
         for (index, name), value in self._edits.items():
             vars(modules[index])[name] = value
         self._python_state = structure.survey(self.module)
+        self.parts = ModuleParts(modules, self._python_state)
         self.code_objects = CodeObjects(modules)
         self.held = Held(self._python_state, tensors)
 
@@ -122,6 +119,8 @@ class BuiltModule:
                 self.untold.enter(VainChange.STORED, self.parts.names(lost))
 
         restored = self.is_untouched or self._python_state.restore(note)
+        if restored:
+            self.parts.forget_changes()
         return restored and not self._is_outdated
 
     def changes(
@@ -137,17 +136,14 @@ class BuiltModule:
             The attributes and buffers that it gave new values, as number of the module, name and
             value, and what objects of attributes hold that it changed, by number.
         """
+        self.parts.then = before
         if not graphed and not self._python_state.objects_changed():
             return (), {}
-        owners = [
-            attributes
-            for module in self.parts.modules
-            for attributes in (vars(module), module._buffers)
-        ]
-        found = self._python_state.news(owners, graphed)
         self._note_growth()
-        rebound = [(at // 2, name, value) for at, name, value in found if name not in _HOLDERS]
-        return (*rebound,), before.changes(graphed) if before is not None else {}
+        rebound = self.parts.rebound(graphed)
+        stored = before.changes(graphed) if before is not None else {}
+        self.parts.report({(at, name): value for at, name, value in rebound}, stored)
+        return (*rebound,), stored
 
     def _note_growth(self) -> None:
         """Enter into `untold` what the last forward gave the module."""

@@ -27,7 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel.state.container_copies import same
-from raydp_parallel.state.python_state import has_own_state, reduces_itself, slot_names
+from raydp_parallel.state.python_state import (
+    PythonState,
+    has_own_state,
+    reduces_itself,
+    slot_names,
+)
 
 
 class _StateRule(NamedTuple):
@@ -217,6 +222,10 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 """The attributes of every module: its parameters, buffers, submodules and hooks."""
 
 
+_HOLDERS = ("_parameters", "_buffers", "_modules")
+"""The attributes of a module that users do not rebind."""
+
+
 def is_hidden(value: Any) -> bool:
     """Whether identities do not show a change of an object."""
     return _rule_of(value) is not None
@@ -228,13 +237,21 @@ class ModuleParts:
 
     Args:
         modules: The module, and its parts.
+        state: What they begin each forward with, in a replica.
 
     Attributes:
         modules: These.
+        reported: The attributes that the last forward rebound, by number of the module and name.
+        then: What the objects held after it; None if that is not followed.
+        stores: Whether it changed objects.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], state: PythonState | None = None) -> None:
         self.modules = [*modules]
+        self._state = state
+        self.reported: dict[tuple[int, str], Any] = {}
+        self.then: ObjectsBefore | None = None
+        self.stores = False
         self._objects: list[Any] | None = None
 
     @property
@@ -260,6 +277,44 @@ class ModuleParts:
             for name, value in vars(module).items():
                 if name not in _OF_TORCH and type(value) not in _ATOMS:
                     yield f"{type(module).__name__}.{name}", value
+
+    def rebound(self, graphed: Collection[int]) -> list[tuple[int, str, Any]]:
+        """The attributes and buffers with other values than a forward begins with: number of the
+        module, name and value.
+
+        Args:
+            graphed: The ids of tensors that were made part of a graph, in place.
+        """
+        owners = [holder for module in self.modules for holder in (vars(module), module._buffers)]
+        found = [] if self._state is None else self._state.news(owners, graphed)
+        return [(at // 2, name, value) for at, name, value in found if name not in _HOLDERS]
+
+    def changes_since(self) -> tuple[tuple[tuple[int, str, Any], ...], dict[int, Any]]:
+        """What a backward changed since the driver was told of changes: see `Produced`."""
+        if self.then is None or self._state is None:
+            return (), {}
+        if not self.reported and not self._state.objects_changed():
+            return (), {}
+        now, then = {(at, name): value for at, name, value in self.rebound(())}, self.reported
+        rebound = [(*key, value) for key, value in now.items() if then.get(key, then) is not value]
+        for at, name in then.keys() - now.keys():  # what it set back
+            owner = self.modules[at]
+            rebound.append((at, name, {**owner._buffers, **vars(owner)}.get(name)))
+        stored = self.then.changes()
+        self.report(now, stored)
+        return (*rebound,), stored
+
+    def report(self, rebound: dict[tuple[int, str], Any], stored: Mapping[int, Any]) -> None:
+        """Note what the driver is told of changes."""
+        self.reported = rebound
+        if stored:
+            self.then, self.stores = ObjectsBefore(self.objects), True
+
+    def forget_changes(self) -> None:
+        """Note that they were undone: a backward begins without them, too."""
+        if self.then is not None and self.stores:
+            self.then = ObjectsBefore(self.objects)
+        self.reported, self.stores = {}, False
 
     def names(self, changed: Iterable[Any]) -> list[str]:
         """The attributes that hold some of the objects, directly or not."""

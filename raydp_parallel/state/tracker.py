@@ -107,13 +107,13 @@ class Mark(NamedTuple):
 
 
 class StateHistory:
-    """The write-backs of one master, and what a forward with one device rebound.
+    """The write-backs of one master, and what a forward with one device and its backward changed.
 
     Attributes:
         moment: The moment of now.
         disturbed_at: The revision of the last change that versions did not show.
-        rebound: The attributes that the last forward rebound, with their values before.
-        refilled: The objects that it changed, with what they held before.
+        rebound: The attributes that they rebound since the last `sync`, with their values before.
+        refilled: The objects that they changed, with what these held before.
     """
 
     def __init__(self) -> None:
@@ -137,13 +137,17 @@ class StateHistory:
         ended.following = self.moment
 
     def rebind(self, attributes: Sequence[tuple[nn.Module, str, Any]]) -> None:
-        """Set attributes that a forward rebound: owner, name and value of each."""
-        self.rebound = _values(attributes)
+        """Set attributes that a forward or backward rebound: owner, name and value of each."""
+        known = {(id(owner), name) for owner, name, _ in self.rebound}
+        before = _values(attributes)
+        self.rebound += [one for one in before if (id(one[0]), one[1]) not in known]
         _set(attributes)
 
     def refill(self, objects: Sequence[tuple[Any, ObjectContents]]) -> None:
         """Let objects hold what a forward stored in them: object and contents of each."""
-        self.refilled = [(value, contents(value)) for value, _ in objects]
+        known = {id(value) for value, _ in self.refilled}
+        before = [(value, contents(value)) for value, _ in objects if id(value) not in known]
+        self.refilled += before
         _refill(objects)
 
     @contextlib.contextmanager

@@ -684,6 +684,8 @@ class Reply(NamedTuple):
             and None if the forward cannot be run again alone.
         stayed: For each row of the request's `Holding` whether a gradient of it stayed.
         left: The keys of earlier gradients of the request's `Holding` that the replica still has.
+        stored: The parcel of what hooks changed in a backward of the only device: see `Produced`,
+            ``rebound`` and ``stored``; None for nothing.
     """
 
     value: Parcel | None = None
@@ -703,6 +705,7 @@ class Reply(NamedTuple):
     gathered: Parcel | None = None
     stayed: bytes = b""
     left: tuple[int, ...] = ()
+    stored: Parcel | None = None
 
 
 class Package(NamedTuple):

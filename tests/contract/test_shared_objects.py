@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import array
 import collections
+import contextlib
 import copy
 import random
 import threading
@@ -333,6 +334,73 @@ class Draws(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tensor(next(self.numbers))
+
+
+class Explains(nn.Module):
+    """Keeps activations, and their gradients when they come, in attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4), nn.Linear(4, 2)
+        self.gradient: Any = None
+        self.activation: Any = None
+        self.gradients: list[Tensor] = []
+        self.norms = Holder(sizes=[], total=np.zeros(1))
+        self.last.register_full_backward_hook(self.keep_norm)
+
+    def keep(self, gradient: Tensor) -> None:
+        """The hook of the activations."""
+        self.gradient = gradient
+        self.gradients.append(gradient * 2)
+
+    def keep_norm(self, _module: nn.Module, _before: Any, after: Any) -> None:
+        """The hook of the last layer."""
+        self.norms.sizes.append(after[0].norm().item())
+        self.norms.total += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.activation = self.first(x)
+        if self.activation.requires_grad:
+            self.activation.register_hook(self.keep)
+        return self.last(self.activation.relu())  # type: ignore[no-any-return]
+
+
+def test_F5_what_hooks_keep_in_backward_is_the_modules() -> None:
+    """As where a class activation map is made of gradients that a hook kept in an attribute."""
+    x, found = torch.linspace(-1, 1, 12).view(4, 3), []
+    plain, net = Explains(), Explains()
+    net.load_state_dict(plain.state_dict())
+    for module, runs in ((plain, plain), (net, DataParallel(net, ["cpu"]))):
+        gradients = module.gradients
+        for number in range(3):
+            runs(x).square().sum().backward()
+            activation = module.activation.detach()
+            found.append([module.gradient, activation, module.norms.sizes[-1], *gradients])
+            assert gradients is module.gradients
+            assert len(gradients) == number + 1
+            assert module.norms.total.item() == number + 1
+        found.append([(module.gradient.mean(0) * module.activation).detach()])
+    for one, other in zip(found[:4], found[4:], strict=True):
+        torch.testing.assert_close(other, one)
+
+
+def test_F5_hooks_of_a_backward_after_another_forward() -> None:
+    """Attributes that they set come back; what they change in objects does not, with a warning:
+    these may be others by then.
+    """
+    x, plain, net = torch.linspace(-1, 1, 12).view(4, 3), Explains(), Explains()
+    net.load_state_dict(plain.state_dict())
+    model = DataParallel(net, ["cpu"])
+    for runs in (plain, model):
+        out = runs(x)
+        with torch.no_grad():
+            runs(x * 2)
+        told = pytest.warns(UserWarning, match=r"Explains\.gradients, Explains\.norms in backward")
+        with told if runs is model else contextlib.nullcontext():
+            out.square().sum().backward()
+    torch.testing.assert_close(net.gradient, plain.gradient)
+    torch.testing.assert_close(net.activation, plain.activation)
+    assert net.gradients == []
 
 
 class Builds(nn.Module):

@@ -358,7 +358,12 @@ class StoresInAttributes(StoresInArguments):
         self.given.state.total = self.given.state.total * 1
         out = super().forward(x, self.given) * float(self.runs[0])
         self.runs += 1
+        out.register_hook(self.keep)
         return out
+
+    def keep(self, gradient: Tensor) -> None:
+        """Keep a gradient."""
+        self.gradient = gradient
 
 
 @pytest.mark.parametrize("died", ["before backward", "in forward"])
@@ -374,7 +379,8 @@ def test_one_device_that_stores_in_its_attributes(died: str, killable: Executor)
             out = model(torch.ones(2))
             if deadly and number == 1 and died == "before backward":
                 kill(killable, 0)
-            (out.sum() + net.given.state.out.sum()).backward()
+            (out.sum() * number + net.given.state.out.sum()).backward()
+            assert net.gradient.tolist() == [number, number]
         assert net.weight.grad is not None
         found.append([net.weight.grad.item(), net.given.state.total.tolist(), out.tolist()])
         assert net.runs.tolist() == [4.0, 4.0]
