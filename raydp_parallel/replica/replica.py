@@ -911,11 +911,11 @@ def _attributes_before(
     """What the objects hold that the module's attributes do; None if changes are not returned."""
     if request.objects is None:
         return None
-    objects = replica_module.built.parts.objects
-    if len(objects) != request.objects:
+    parts = replica_module.built.parts
+    if len(parts.objects) != request.objects:
         warnings.warn(_ATTRIBUTES_NOT_ALIKE, stacklevel=2)
         return None
-    return ObjectsBefore(objects)
+    return parts.before()
 
 
 def _tell(request: ForwardRequest, replica_module: ReplicaModule) -> None:

@@ -102,9 +102,10 @@ class BuiltModule:
         self._is_outdated = True
 
     def look_ahead(self) -> None:
-        """Find out whether the next forward has attributes to restore, while there is no call."""
-        state = self._python_state
-        self.is_untouched = not (state.changed() or state.deep_changed())
+        """Find out whether the next forward has attributes to restore, if that is not known."""
+        if not self.is_untouched:
+            state = self._python_state
+            self.is_untouched = not (state.changed() or state.deep_changed())
 
     def restore(self, but: Collection[int] = ()) -> bool:
         """Restore the attributes. False if the module has to be built anew.
@@ -137,7 +138,8 @@ class BuiltModule:
             value, and what objects of attributes hold that it changed, by number.
         """
         self.parts.then = before
-        if not graphed and not self._python_state.objects_changed():
+        self.look_ahead()
+        if self.is_untouched and not graphed:
             return (), {}
         self._note_growth()
         rebound = self.parts.rebound(graphed)

@@ -267,7 +267,7 @@ class ModuleParts:
     def look_again(self, old: Any) -> None:
         """Find the objects anew if an attribute held one, and has another value now."""
         if type(old) not in _ATOMS:
-            self._objects = None
+            self._objects, self.then = None, None
 
     def _attributes(self) -> Iterator[tuple[str, Any]]:
         """The attributes that may hold objects, with the name of each for a sentence."""
@@ -303,6 +303,14 @@ class ModuleParts:
         stored = self.then.changes()
         self.report(now, stored)
         return (*rebound,), stored
+
+    def before(self) -> ObjectsBefore:
+        """What the objects hold before a forward: what they held after the last one that changed
+        none, as a replica restores them.
+        """
+        if self.then is None or self.stores:
+            self.then, self.stores = ObjectsBefore(self.objects), False
+        return self.then
 
     def report(self, rebound: dict[tuple[int, str], Any], stored: Mapping[int, Any]) -> None:
         """Note what the driver is told of changes."""
