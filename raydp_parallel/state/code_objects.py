@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from raydp_parallel.state.python_state import by_value, global_names
-from raydp_parallel.state.shared_objects import GENERATORS, ObjectsBefore, mutable_parts
+from raydp_parallel.state.shared_objects import ObjectsBefore, is_of_torch, mutable_parts
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _METHODS = (staticmethod, classmethod)
@@ -48,7 +48,7 @@ class CodeObjects:
                     left.extend(self._of_class(base))
         while left:
             name, value = left.pop()
-            if id(value) in seen or (_is_of_torch(value) and not isinstance(value, GENERATORS)):
+            if id(value) in seen or is_of_torch(value):
                 continue
             seen[id(value)] = value
             if isinstance(value, _FUNCTIONS):
@@ -112,12 +112,6 @@ def _code_of(modules: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
         for name, value in attributes.items():
             if isinstance(value, _FUNCTIONS):
                 yield name, value
-
-
-def _is_of_torch(value: Any) -> bool:
-    """Whether it is torch's own, such as what a compiled module refers to."""
-    module = value.__module__ if isinstance(value, types.FunctionType) else type(value).__module__
-    return (module or "").partition(".")[0] == "torch"
 
 
 class LostChanges:

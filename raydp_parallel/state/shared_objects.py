@@ -85,10 +85,6 @@ compared by ``==``.
 """
 
 
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-"""The classes of generators of random numbers."""
-
-
 def _rule_of(value: Any) -> _StateRule | None:
     if isinstance(value, np.ndarray) and value.dtype.hasobject:
         return None
@@ -231,6 +227,12 @@ def is_hidden(value: Any) -> bool:
     return _rule_of(value) is not None
 
 
+def is_of_torch(value: Any) -> bool:
+    """Whether it is torch's own, such as what a compiled module refers to, but no generator."""
+    module = value.__module__ if isinstance(value, types.FunctionType) else type(value).__module__
+    return (module or "").partition(".")[0] == "torch" and not isinstance(value, torch.Generator)
+
+
 class ModuleParts:
     """A module's parts by number, and the objects that their attributes hold, in the order in which
     driver and replica find them.
@@ -275,7 +277,7 @@ class ModuleParts:
             if isinstance(module, torch.jit.ScriptModule):
                 continue
             for name, value in vars(module).items():
-                if name not in _OF_TORCH and type(value) not in _ATOMS:
+                if not (name in _OF_TORCH or type(value) in _ATOMS or is_of_torch(value)):
                     yield f"{type(module).__name__}.{name}", value
 
     def rebound(self, graphed: Collection[int]) -> list[tuple[int, str, Any]]:
