@@ -322,10 +322,10 @@ def apply_effects(answers: Sequence[tuple[ModuleTracker | None, ChunkAnswer]]) -
         written = answer.reply.written
         if tracker is not None and written is not None:
             tracker.write_back(written, answer.attachments)
-        stored = answer.reply.stored
-        if tracker is not None and stored is not None:
-            tensors = codec.unpack(stored, answer.attachments, tracker.device)
-            tracker.rebind(*codec.load(stored, tensors, tracker.known()))
+        rebound = answer.reply.rebound
+        if tracker is not None and rebound is not None:
+            tensors = codec.unpack(rebound, answer.attachments, tracker.device)
+            tracker.rebind(codec.load(rebound, tensors), {})
     for _, answer in answers:
         if answer.reply.warnings:
             exceptions.warn_again(answer.reply.warnings)

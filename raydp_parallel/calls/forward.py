@@ -454,7 +454,7 @@ class ForwardAttempt:
             compiled=settings.compiled if runs_module(chunk.called) else None,
             stored=tuple([attachments.place(StoredObject(ref)) for ref in refs]),
             shared=0 if chunk.shared is None or spec.mapped else len(chunk.shared.found),
-            objects=len(tracker.objects()) if chunk.alone and not spec.mapped else None,
+            follows=chunk.alone and not spec.mapped,
         )
         made = None
         if graph is not None and spec.executor.replays:
@@ -854,21 +854,16 @@ class ForwardCall:
 
 
 class _KnownObjects:
-    """What the only replica of a call names by number: objects among the arguments, and what its
-    module consists of.
+    """What the only replica of a call has, too: objects among the arguments by number, and what its
+    module consists of by key.
     """
 
     def __init__(self, chunk: ForwardChunk) -> None:
         self._tracker = chunk.tracker
         self._given = chunk.shared.found if chunk.shared is not None else []
-        self._own: list[Any] | None = None
 
-    def __getitem__(self, number: int) -> Any:
-        if number < len(self._given):
-            return self._given[number]
-        if self._own is None:
-            self._own = self._tracker.known()
-        return self._own[number - len(self._given)]
+    def __getitem__(self, key: Any) -> Any:
+        return self._given[key] if isinstance(key, int) else self._tracker.known(key)
 
 
 def runs_module(called: Called) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import time
 import warnings
@@ -39,7 +38,13 @@ from raydp_parallel.replica.sample_rng import RowRandom
 from raydp_parallel.state import module_sources
 from raydp_parallel.state.python_state import Held
 from raydp_parallel.state.replica_module import ReplicaModule
-from raydp_parallel.state.shared_objects import ModuleParts, ObjectsBefore, SharedObjects
+from raydp_parallel.state.shared_objects import (
+    ModuleParts,
+    ObjectsBefore,
+    PartKey,
+    SharedObjects,
+    VainChange,
+)
 from raydp_parallel.state.versions import Accessed, RawAccess, bump
 from raydp_parallel.state.write_record import Contents, lasts
 from raydp_parallel.transport import codec, collective
@@ -311,7 +316,7 @@ class Replica:
         work: Callable[[], Parcel],
         request: ForwardRequest | BackwardRequest,
     ) -> Reply:
-        value, failure, stored, marked = None, None, None, None
+        value, failure, rebound, marked = None, None, None, None
         self._reduced = None
         process = os.getpid()
         self._laps.begin(0)
@@ -330,7 +335,7 @@ class Replica:
                 guess = self._guessed(request, back)
                 marked = None if self._worked is None else self._worked.finish()
                 written, revision = self._written(request, back, guess)
-                stored = self._stored(request, back)
+                rebound = self._rebound(request, back)
                 self._show_the_present(request)
             except BaseException as error:  # what a kernel ran into may be told here, too
                 failure = failure or exceptions.failure(error, where)
@@ -363,7 +368,7 @@ class Replica:
             laps=laps,
             memory=self._memory.now(),
             reduced=self._reduced,
-            stored=stored,
+            rebound=rebound,
             passed=back.left,
             training=self._trained(request.model),
             stayed=b"" if hold is None else kept_gradients.marks(self._kept, hold),
@@ -457,7 +462,7 @@ class Replica:
             value, inputs = codec.decode(request.inputs, attachments, self.device)
         args, kwargs, called = value if isinstance(value, Arguments) else (value, {}, None)
         before = _objects_before(request, args, kwargs)
-        owned = _attributes_before(request, replica_module)
+        owned = replica_module.built.parts.before() if request.follows else None
         own = [] if request.detach else replica_module.leaves()
         leaves = (
             [*own, *(t for t in inputs if t.requires_grad)] if request.graph is not None else []
@@ -490,14 +495,18 @@ class Replica:
             self.check_process()
             self._finish_work()
         # [6]
-        known, changes = dict[int, int](), dict[int, Any]()
+        known: dict[int, Any] = {}
+        changes: dict[int, Any] = {}
         rebound: tuple[tuple[int, str, Any], ...] = ()
-        held: dict[int, Any] = {}
+        held: dict[PartKey, Any] = {}
         if request.alone:
             rebound, held = replica_module.changes(owned)
             _tell(request, replica_module)
         if owned is not None:
-            known = self._known(request.model, replica_module, request.shared)
+            known = replica_module.known(owned, held)
+            if request.model in self._trainings:  # the master's tensors may lack steps
+                for tensor in codec.tensors_in(value, "output"):
+                    known.pop(id(tensor), None)
         if before is not None and request.alone:
             known.update(before[1].numbers())
             changes = before[1].changes()
@@ -541,7 +550,7 @@ class Replica:
         value: Any,
         back: Attachments,
         root: str,
-        known: Mapping[int, int],
+        known: Mapping[int, Any],
     ) -> tuple[Parcel, list[Tensor]]:
         """The parcel of what a forward gave, and the tensors in it; the tensors alone if the driver
         has it already.
@@ -551,35 +560,22 @@ class Replica:
         keep = request.graph is not None
         return codec.encode(value, back, root, requires_grad=keep, known=known)
 
-    def _known(self, model: int, replica_module: ReplicaModule, first: int) -> dict[int, int]:
-        """The numbers of the module's parts, and of what its attributes hold, by their ids."""
-        parts: list[Any] = replica_module.known()
-        if model in self._trainings:  # the master's tensors may lack steps
-            parts = parts[: len(parts) - len(replica_module.tensors())]
-        return dict(zip(map(id, parts), itertools.count(first)))
-
-    def _stored(
+    def _rebound(
         self, request: ForwardRequest | BackwardRequest, back: Attachments
     ) -> Parcel | None:
-        """What hooks changed in a backward of the only device: as in `Produced` attributes that got
-        new values, and objects of attributes. None for nothing.
-        """
+        """What attributes hooks rebound in a backward of the only device, as in `Produced`."""
         if isinstance(request, ForwardRequest) or not (request.write_back and request.outputs):
             return None
         graph = self._graphs.get(request.outputs[0][0])
         if graph is None or graph.parts is None:
             return None
-        parts = graph.parts
-        rebound, stored = parts.changes_since()
-        if stored and parts is not graph.replica_module.built.parts:  # other numbers hold by now
-            names = parts.names([parts.objects[number] for number in stored])
-            warnings.warn(_CHANGED_LATE.format(", ".join(names)), stacklevel=2)
-            stored = {}
-        if not rebound and not stored:
+        rebound, lost = graph.parts.changes_since()
+        graph.replica_module.built.untold.enter(VainChange.HOOKED, lost)
+        _tell(request, graph.replica_module)
+        if not rebound:
             return None
-        known = self._known(request.model, graph.replica_module, 0)
         try:
-            return codec.encode((rebound, stored), back, "", known=known)[0]
+            return codec.encode(rebound, back, "")[0]
         except TransferError as error:
             warnings.warn(_CHANGES_UNSENDABLE.format(error), stacklevel=2)
             return None
@@ -633,9 +629,7 @@ class Replica:
         if replica_module is None:
             replica_module = ReplicaModule(self.device)
         try:
-            replica_module.prepare(
-                request.update, attachments, bool(self._graphs), request.objects is not None
-            )
+            replica_module.prepare(request.update, attachments, bool(self._graphs))
             _tell(request, replica_module)
             if request.overlay is not None:
                 then = codec.unpack(request.overlay.tensors, attachments, self.device)
@@ -873,14 +867,6 @@ _NOT_ALIKE = (
     "changes in them is not brought back"
 )
 _CHANGES_UNSENDABLE = "what forward stored in objects of the program is not brought back: {}"
-_CHANGED_LATE = (
-    "a hook changed {} in backward, after another forward: that is not brought back. Run the "
-    "backward first, or let the hook set an attribute anew"
-)
-_ATTRIBUTES_NOT_ALIKE = (
-    "attributes of the module hold other objects after unpickling than before: what forward "
-    "changes in them is not brought back"
-)
 _CODE_CHANGES_LOST = (
     "the module, or a hook of it, changed {}. Replicas have copies, the program's own stays as it "
     "was, and each forward begins with it: return what is needed, take outputs of submodules by "
@@ -905,20 +891,7 @@ def _objects_before(
     return shared, ObjectsBefore(shared.found)
 
 
-def _attributes_before(
-    request: ForwardRequest, replica_module: ReplicaModule
-) -> ObjectsBefore | None:
-    """What the objects hold that the module's attributes do; None if changes are not returned."""
-    if request.objects is None:
-        return None
-    parts = replica_module.built.parts
-    if len(parts.objects) != request.objects:
-        warnings.warn(_ATTRIBUTES_NOT_ALIKE, stacklevel=2)
-        return None
-    return parts.before()
-
-
-def _tell(request: ForwardRequest, replica_module: ReplicaModule) -> None:
+def _tell(request: ForwardRequest | BackwardRequest, replica_module: ReplicaModule) -> None:
     """Warn of what forwards changed in vain."""
     if request.write_back:
         for text in replica_module.built.untold.take():

@@ -24,6 +24,7 @@ from raydp_parallel.state.replica_memory import BlockSource, OwnedBlocks, Packet
 from raydp_parallel.state.shared_objects import (
     ModuleParts,
     ObjectsBefore,
+    PartKey,
     VainChange,
     VainChanges,
 )
@@ -31,7 +32,7 @@ from raydp_parallel.state.versions import RawAccess
 from raydp_parallel.state.write_record import WriteRecord
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.links import Attachments
-from raydp_parallel.transport.messages import StateUpdate
+from raydp_parallel.transport.messages import StateUpdate, Structure
 
 
 class BuiltModule:
@@ -56,7 +57,7 @@ class BuiltModule:
         self.held = Held(self._python_state, {})
         self.code_objects = CodeObjects(())
         self._device = device
-        self._structure = b""
+        self._structure: Structure | None = None
         self._edits: dict[tuple[int, str], Any] = {}
         self.parts = ModuleParts(())
         self.untold = VainChanges()
@@ -64,15 +65,16 @@ class BuiltModule:
         self.is_untouched = False
         self._compiled: tuple[nn.Module, Mapping[str, Any], Callable[..., Any]] | None = None
 
-    def follow(self, new: bytes) -> None:
+    def follow(self, new: Structure) -> None:
         """Be built from another structure."""
         self._structure = new
         self._edits.clear()
 
     def build(self, tensors: dict[int, Tensor]) -> None:
         """Build the module from its structure, around tensors by slot."""
+        assert self._structure is not None
         with codec.loading("module"):
-            self.module = structure.load(self._structure, tensors, self._device)
+            self.module = structure.load(self._structure.module, tensors, self._device)
         self._is_outdated = False
         modules = [*self.module.modules()]
         for module in modules:
@@ -81,7 +83,7 @@ class BuiltModule:
         for (index, name), value in self._edits.items():
             vars(modules[index])[name] = value
         self._python_state = structure.survey(self.module)
-        self.parts = ModuleParts(modules, self._python_state)
+        self.parts = ModuleParts(modules, self._python_state, self._structure.objects)
         self.code_objects = CodeObjects(modules)
         self.held = Held(self._python_state, tensors)
 
@@ -107,15 +109,14 @@ class BuiltModule:
             state = self._python_state
             self.is_untouched = not (state.changed() or state.deep_changed())
 
-    def restore(self, but: Collection[int] = ()) -> bool:
-        """Restore the attributes. False if the module has to be built anew.
-
-        Args:
-            but: The ids of objects that the driver lets follow.
-        """
+    def restore(self) -> bool:
+        """Restore the attributes. False if the module has to be built anew."""
 
         def note(changed: list[Any]) -> None:
-            lost = [value for value in changed if id(value) not in but]
+            # The driver has what a forward stored that is followed.
+            followed = {} if self.parts.then is None else self.parts.objects
+            known = {*map(id, followed.values())}
+            lost = [value for value in changed if id(value) not in known]
             if lost:
                 self.untold.enter(VainChange.STORED, self.parts.names(lost))
 
@@ -126,7 +127,7 @@ class BuiltModule:
 
     def changes(
         self, before: ObjectsBefore | None, graphed: Collection[int]
-    ) -> tuple[tuple[tuple[int, str, Any], ...], dict[int, Any]]:
+    ) -> tuple[tuple[tuple[int, str, Any], ...], dict[PartKey, Any]]:
         """What the last forward changed.
 
         Args:
@@ -135,25 +136,18 @@ class BuiltModule:
 
         Returns:
             The attributes and buffers that it gave new values, as number of the module, name and
-            value, and what objects of attributes hold that it changed, by number.
+            value, and what objects of attributes hold that it changed, by key.
         """
         self.parts.then = before
         self.look_ahead()
         if self.is_untouched and not graphed:
             return (), {}
-        self._note_growth()
+        self.untold.enter(VainChange.BUILT, self.parts.grown())
         rebound = self.parts.rebound(graphed)
-        stored = before.changes(graphed) if before is not None else {}
-        self.parts.report({(at, name): value for at, name, value in rebound}, stored)
-        return (*rebound,), stored
-
-    def _note_growth(self) -> None:
-        """Enter into `untold` what the last forward gave the module."""
-        modules = self.parts.modules
-        owners = [holder for module in modules for holder in (module._modules, module._parameters)]
-        found = self._python_state.news(owners, ())
-        names = [f"{type(modules[at // 2]).__name__}.{name}" for at, name, _ in found]
-        self.untold.enter(VainChange.BUILT, names)
+        changes = before.changes(graphed) if before is not None else {}
+        keys = [*self.parts.objects] if changes else []
+        self.parts.report({(at, name): value for at, name, value in rebound}, changes)
+        return (*rebound,), {keys[number]: now for number, now in changes.items()}
 
     def compiled(self, settings: Mapping[str, Any]) -> Callable[..., Any]:
         """The module, compiled; again only if it was built anew, or with other settings.
@@ -210,26 +204,15 @@ class ReplicaModule:
         return self.built.module
 
     def prepare(
-        self,
-        update: StateUpdate | None,
-        attachments: Attachments,
-        graphs_alive: bool,
-        follows: bool = False,
+        self, update: StateUpdate | None, attachments: Attachments, graphs_alive: bool
     ) -> None:
-        """Undo what the last forward changed, and adopt what changed in the driver.
-
-        Args:
-            update: What changed there.
-            attachments: The packets of the message.
-            graphs_alive: Whether a graph may have saved tensors of now.
-            follows: Whether the driver has what forwards store in objects of attributes.
-        """
+        """Undo what the last forward changed, and adopt what changed in the driver."""
         self.owned.refused.clear()
         kept: set[int] = set()
         if update is not None and update.structure is None:
             kept = self.writes.keep(update, graphs_alive)
         if self.revision:
-            restored = self.built.restore({*map(id, self.built.parts.objects)} if follows else ())
+            restored = self.built.restore()
             if not self._restore_blocks(graphs_alive) or not restored:
                 self._load()
         if update is not None:
@@ -258,15 +241,31 @@ class ReplicaModule:
 
     def changes(
         self, before: ObjectsBefore | None
-    ) -> tuple[tuple[tuple[int, str, Any], ...], dict[int, Any]]:
+    ) -> tuple[tuple[tuple[int, str, Any], ...], dict[PartKey, Any]]:
         """What the last forward changed, see `BuiltModule.changes`."""
         graphed = {id(t) for t in self._tensors.tensors.values() if not t.is_leaf}
         return self.built.changes(before, graphed)
 
-    def known(self) -> list[Any]:
-        """What the driver names by number, in the order of `ModuleTracker.known`."""
+    def known(self, before: ObjectsBefore, changed: Collection[PartKey]) -> dict[int, PartKey]:
+        """The keys of what the driver has, too, by id: see `ModuleTracker.known`. Tensors that were
+        made part of a graph are others than the driver's.
+
+        Args:
+            before: What the objects of attributes held before the forward.
+            changed: The keys of those that hold something else now.
+        """
         parts = self.built.parts
-        return [*parts.objects, *parts.modules, *[t for _, t in sorted(self.tensors().items())]]
+        found: dict[int, PartKey] = {}
+        for number, key in enumerate(parts.objects if changed else ()):
+            if key in changed:  # functions, for instance, which would become copies
+                held = {id(value): (*key, place) for place, value in before.held(number)}
+                found.update(held)
+        found.update({id(part): key for key, part in parts.objects.items()})
+        found.update({id(module): (at,) for at, module in enumerate(parts.modules)})
+        for slot, tensor in self._tensors.tensors.items():
+            if tensor.is_leaf:
+                found[id(tensor)] = None, slot
+        return found
 
     def tensors(self) -> dict[int, Tensor]:
         """The tensors of now, by slot: later ones may replace them while a graph keeps these."""
@@ -341,7 +340,7 @@ class ReplicaModule:
         if new is not None:
             module_sources.follow(new.origins)
             self.owned.blank = tensors.build(new, sources)
-            self.built.follow(new.module)
+            self.built.follow(new)
         sources = {b: source for b, source in sources.items() if b not in self.owned.blocks}
         tensors.flags.update(update.flags)
         # New contents with a new version must be found by torch's check, as after an optimizer's

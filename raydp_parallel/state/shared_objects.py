@@ -12,6 +12,7 @@ submodules too.
 from __future__ import annotations
 
 import array
+import io
 import pickle
 import random
 import types
@@ -49,7 +50,9 @@ def _array_state(value: np.ndarray) -> tuple[Any, ...]:
 
 def _fill_array(value: np.ndarray, state: tuple[Any, ...]) -> None:
     shape, dtype, items = state
-    if value.shape == shape and value.flags.writeable:
+    if value.shape != shape:
+        value.resize(shape, refcheck=False)
+    if value.flags.writeable:
         value[...] = np.frombuffer(items, dtype).reshape(shape)
 
 
@@ -80,13 +83,13 @@ _RULES = (
         lambda generator, state: generator.set_state(pickle.loads(state)),
     ),
 )
-"""Arrays, but those of objects, and generators of random numbers. The states of two objects are
-compared by ``==``.
+"""Plain arrays, but those of objects, and generators of random numbers. States are compared by
+``==``.
 """
 
 
 def _rule_of(value: Any) -> _StateRule | None:
-    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+    if isinstance(value, np.ndarray) and (value.dtype.hasobject or type(value) is not np.ndarray):
         return None
     return next((rule for rule in _RULES if isinstance(value, rule.kind)), None)
 
@@ -184,7 +187,7 @@ def _is_followed(value: Any) -> bool:
     """Whether what an object holds is known on both sides: it is pickled part by part."""
     if isinstance(value, (*_CONTAINERS, types.SimpleNamespace)) or _rule_of(value) is not None:
         return True
-    if isinstance(value, _CODE) or reduces_itself(value) or has_own_state(value):
+    if isinstance(value, (*_CODE, io.IOBase)) or reduces_itself(value) or has_own_state(value):
         return False
     return hasattr(value, "__dict__") or bool(slot_names(type(value)))
 
@@ -233,13 +236,24 @@ def is_of_torch(value: Any) -> bool:
     return (module or "").partition(".")[0] == "torch" and not isinstance(value, torch.Generator)
 
 
+PartKey = tuple[Any, ...]
+"""Names a part of a module for driver and replica: a submodule by its number, a tensor by None and
+its slot, an object by the number of the submodule, the name of its attribute, and its place in it;
+what an object held before the forward by the object's key and the place in its contents.
+"""
+
+
 class ModuleParts:
-    """A module's parts by number, and the objects that their attributes hold, in the order in which
-    driver and replica find them.
+    """A module's parts, and the objects that their attributes hold, by keys that driver and replica
+    make alike.
+
+    Pickling may reorder or leave out attributes: each is looked through by itself, and a replica
+    leaves out those in which it finds more or fewer objects than the driver.
 
     Args:
         modules: The module, and its parts.
         state: What they begin each forward with, in a replica.
+        counts: How many objects the driver found, by number of the submodule and attribute.
 
     Attributes:
         modules: These.
@@ -248,37 +262,51 @@ class ModuleParts:
         stores: Whether it changed objects.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], state: PythonState | None = None) -> None:
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        state: PythonState | None = None,
+        counts: Mapping[tuple[int, str], int] | None = None,
+    ) -> None:
         self.modules = [*modules]
         self._state = state
+        self._counts = counts
         self.reported: dict[tuple[int, str], Any] = {}
         self.then: ObjectsBefore | None = None
         self.stores = False
-        self._objects: list[Any] | None = None
+        self._objects: dict[PartKey, Any] | None = None
 
     @property
-    def objects(self) -> list[Any]:
+    def objects(self) -> dict[PartKey, Any]:
         """The objects, and all that they hold, but for modules and tensors."""
         if self._objects is None:
-            seen: dict[int, Any] = {}
-            self._objects = []
-            for _, value in self._attributes():
-                self._objects += mutable_parts(value, seen, but=(nn.Module, Tensor))
+            self._objects = {}
+            for at, name, value in self._attributes():
+                parts = mutable_parts(value, {}, but=(nn.Module, Tensor))
+                if self._counts is None or self._counts.get((at, name)) == len(parts):
+                    self._objects.update(((at, name, k), part) for k, part in enumerate(parts))
         return self._objects
+
+    def counts(self) -> dict[tuple[int, str], int]:
+        """How many there are in each attribute."""
+        found: dict[tuple[int, str], int] = {}
+        for at, name, _ in self.objects:
+            found[at, name] = found.get((at, name), 0) + 1
+        return found
 
     def look_again(self, old: Any) -> None:
         """Find the objects anew if an attribute held one, and has another value now."""
         if type(old) not in _ATOMS:
             self._objects, self.then = None, None
 
-    def _attributes(self) -> Iterator[tuple[str, Any]]:
-        """The attributes that may hold objects, with the name of each for a sentence."""
-        for module in self.modules:
+    def _attributes(self) -> Iterator[tuple[int, str, Any]]:
+        """The attributes that may hold objects: number of the module, name, value."""
+        for at, module in enumerate(self.modules):
             if isinstance(module, torch.jit.ScriptModule):
                 continue
             for name, value in vars(module).items():
                 if not (name in _OF_TORCH or type(value) in _ATOMS or is_of_torch(value)):
-                    yield f"{type(module).__name__}.{name}", value
+                    yield at, name, value
 
     def rebound(self, graphed: Collection[int]) -> list[tuple[int, str, Any]]:
         """The attributes and buffers with other values than a forward begins with: number of the
@@ -288,58 +316,80 @@ class ModuleParts:
             graphed: The ids of tensors that were made part of a graph, in place.
         """
         owners = [holder for module in self.modules for holder in (vars(module), module._buffers)]
-        found = [] if self._state is None else self._state.news(owners, graphed)
+        found = self._news(owners, graphed)
         return [(at // 2, name, value) for at, name, value in found if name not in _HOLDERS]
 
-    def changes_since(self) -> tuple[tuple[tuple[int, str, Any], ...], dict[int, Any]]:
-        """What a backward changed since the driver was told of changes: see `Produced`."""
+    def grown(self) -> list[str]:
+        """The parameters and submodules that the modules were given, but those of torch's."""
+        owners = [holder for m in self.modules for holder in (m._modules, m._parameters)]
+        kinds = {at: type(self.modules[at // 2]) for at, _, _ in self._news(owners, ())}
+        return [
+            f"{kinds[at].__name__}.{name}"
+            for at, name, _ in self._news(owners, ())
+            if not is_of_torch(self.modules[at // 2])
+        ]
+
+    def _news(
+        self, owners: Sequence[Any], besides: Collection[int]
+    ) -> Iterator[tuple[int, Any, Any]]:
+        found = [] if self._state is None else self._state.news(owners, besides)
+        for at, name, value in found:
+            if not isinstance(self.modules[at // 2], torch.jit.ScriptModule):
+                yield at, name, value
+
+    def changes_since(self) -> tuple[tuple[tuple[int, str, Any], ...], list[str]]:
+        """What a backward changed since the driver was told of changes: the attributes that it
+        rebound, see `Produced`, and the names of those that hold objects which it changed.
+        """
         if self.then is None or self._state is None:
-            return (), {}
+            return (), []
         if not self.reported and not self._state.objects_changed():
-            return (), {}
+            return (), []
         now, then = {(at, name): value for at, name, value in self.rebound(())}, self.reported
         rebound = [(*key, value) for key, value in now.items() if then.get(key, then) is not value]
-        for at, name in then.keys() - now.keys():  # what it set back
+        for at, name in then.keys() - now.keys():  # perhaps it was set back
             owner = self.modules[at]
-            rebound.append((at, name, {**owner._buffers, **vars(owner)}.get(name)))
-        stored = self.then.changes()
-        self.report(now, stored)
-        return (*rebound,), stored
+            value = {**owner._buffers, **vars(owner)}.get(name)
+            if value is not then[at, name]:
+                rebound.append((at, name, value))
+        stored = [*map([*self.objects.values()].__getitem__, self.then.changes())]
+        self.report({**then, **now}, stored)
+        return (*rebound,), self.names(stored) if stored else []
 
     def before(self) -> ObjectsBefore:
         """What the objects hold before a forward: what they held after the last one that changed
         none, as a replica restores them.
         """
         if self.then is None or self.stores:
-            self.then, self.stores = ObjectsBefore(self.objects), False
+            self.then, self.stores = ObjectsBefore([*self.objects.values()]), False
         return self.then
 
-    def report(self, rebound: dict[tuple[int, str], Any], stored: Mapping[int, Any]) -> None:
+    def report(self, rebound: dict[tuple[int, str], Any], stored: Collection[Any]) -> None:
         """Note what the driver is told of changes."""
         self.reported = rebound
         if stored:
-            self.then, self.stores = ObjectsBefore(self.objects), True
+            self.then, self.stores = ObjectsBefore([*self.objects.values()]), True
 
     def forget_changes(self) -> None:
         """Note that they were undone: a backward begins without them, too."""
         if self.then is not None and self.stores:
-            self.then = ObjectsBefore(self.objects)
+            self.then = ObjectsBefore([*self.objects.values()])
         self.reported, self.stores = {}, False
 
     def names(self, changed: Iterable[Any]) -> list[str]:
         """The attributes that hold some of the objects, directly or not."""
         wanted = {*map(id, changed)}
         found = []
-        for name, value in self._attributes():
+        for at, name, value in self._attributes():
             inside: dict[int, Any] = {}
             mutable_parts(value, inside, but=(nn.Module, Tensor))
             if not wanted.isdisjoint(inside):
-                found.append(name)
+                found.append(f"{type(self.modules[at]).__name__}.{name}")
         return [*dict.fromkeys(found)]
 
 
 class VainChange(Enum):
-    """What a forward does in vain, as a warning."""
+    """What a forward or backward does in vain, as a warning."""
 
     STORED = (
         "forward changed {}. Replicas have copies of what attributes hold, the module's own stays "
@@ -350,6 +400,10 @@ class VainChange(Enum):
         "forward gave the module {}: parameters and submodules that it makes stay in the replica, "
         "and each forward begins without them. Make them in __init__, or run the module itself "
         "once before it is wrapped"
+    )
+    HOOKED = (
+        "a hook changed {} in backward: that stays in the replica. Let it set an attribute anew, "
+        "as in self.kept = [*self.kept, gradient]"
     )
 
 
@@ -451,6 +505,14 @@ class ObjectsBefore:
         self._then: list[Any] = [
             (value._version, _kind(value)) if isinstance(value, Tensor) else contents(value)
             for value in found
+        ]
+
+    def held(self, number: int) -> list[tuple[int, Any]]:
+        """What an object held that is neither a tensor nor a plain value, with its place."""
+        return [
+            (place, value)
+            for place, value in enumerate(self._then[number].flat())
+            if not (type(value) in _ATOMS or isinstance(value, Tensor))
         ]
 
     def numbers(self) -> dict[int, int]:

@@ -44,6 +44,7 @@ from raydp_parallel.state.python_state import PythonState, change_reason
 from raydp_parallel.state.shared_objects import (
     ModuleParts,
     ObjectContents,
+    PartKey,
     contents,
     is_hidden,
     refill,
@@ -308,7 +309,8 @@ class MasterStructure:
     def message(self, master: MasterTensors) -> Structure:
         """What replicas build it from."""
         layout = master.specs(), master.layout.sizes
-        return Structure(self._bytes, self._origins, *layout, self.specials.message)
+        counts = self.parts.counts()
+        return Structure(self._bytes, self._origins, *layout, self.specials.message, counts)
 
     def leaves(self, plain: Mapping[int, Tensor]) -> Leaves:
         """The tensors that may receive gradients, in the order in which replicas report them.
@@ -708,30 +710,27 @@ class ModuleTracker:
     def rebind(
         self,
         found: Sequence[tuple[int, str, Any]],
-        objects: Mapping[int, tuple[Any, dict[str, Any] | None, dict[str, Any]]],
+        objects: Mapping[PartKey, tuple[Any, dict[str, Any] | None, dict[str, Any]]],
     ) -> None:
         """Set on the master the attributes that a forward set on its only replica, and let their
-        objects, by number, hold what those of the replica do: with one device upstream runs the
+        objects, by key, hold what those of the replica do: with one device upstream runs the
         master itself.
         """
-        parts = self.structure.parts
-        modules, known = parts.modules, parts.objects if objects else []
+        modules = self.structure.parts.modules
         self._history.rebind([(modules[index], name, value) for index, name, value in found])
         self._history.refill(
-            [(known[number], ObjectContents(*now)) for number, now in objects.items()]
+            [(self.known(key), ObjectContents(*now)) for key, now in objects.items()]
         )
 
-    def objects(self) -> list[Any]:
-        """The objects that attributes hold, in the order of their numbers."""
-        return self.structure.parts.objects
-
-    def known(self) -> list[Any]:
-        """What a replica names by number: the objects of attributes, the submodules, and the
-        tensors by slot.
-        """
-        parts = self.structure.parts
-        tensors = {**self._contents.master.tensors, **self.structure.specials.tensors}
-        return [*parts.objects, *parts.modules, *[tensors[slot] for slot in sorted(tensors)]]
+    def known(self, key: PartKey) -> Any:
+        """What a replica names by a key."""
+        if len(key) == 1:
+            return self.structure.parts.modules[key[0]]
+        if key[0] is None:
+            plain = self._contents.master.tensors.get(key[1])
+            return self.structure.specials.tensors[key[1]] if plain is None else plain
+        holder = self.structure.parts.objects[key[:3]]
+        return holder if len(key) == 3 else contents(holder).flat()[key[3]]
 
     def before_rebinding(self) -> contextlib.AbstractContextManager[None]:
         """Set the attributes back, in the block, to the values that the last forward began with."""

@@ -232,16 +232,16 @@ _ROW_OF_ONE = _ROW + bytes([True])
 
 
 class Known(Protocol):
-    """Objects that sender and receiver have, by number."""
+    """Objects that sender and receiver have, by number or key."""
 
-    def __getitem__(self, number: int, /) -> Any: ...
+    def __getitem__(self, key: Any, /) -> Any: ...
 
 
 def take_apart(
     value: Any,
     root: str,
     refs: dict[Any, int] | None = None,
-    known: Mapping[int, int] | None = None,
+    known: Mapping[int, Any] | None = None,
 ) -> tuple[bytes, list[Tensor]]:
     """A value's skeleton and its tensors.
 
@@ -249,8 +249,8 @@ def take_apart(
         value: The value.
         root: Its name in an error.
         refs: Takes the references of its `ChunkRef`s, with their numbers; None allows none.
-        known: By their ids, the numbers of objects that the receiver has: these stand for them, but
-            for tensors that got a graph.
+        known: By their ids, the numbers or keys of objects that the receiver has: these stand for
+            them.
     """
     kind: Any = type(value)
     if known and not known.keys().isdisjoint(map(id, value if kind is tuple else (value,))):
@@ -318,7 +318,7 @@ class _ValuePickler(Pickler):
         self,
         file: io.BytesIO,
         refs: dict[Any, int] | None,
-        known: Mapping[int, int] | None = None,
+        known: Mapping[int, Any] | None = None,
     ) -> None:
         super().__init__(file)
         self.tensors: list[Tensor] = []
@@ -326,11 +326,11 @@ class _ValuePickler(Pickler):
         self.refs = refs
         self.known = known
 
-    def persistent_id(self, value: Any) -> int | None:
-        is_tensor = isinstance(value, Tensor)
-        if self.known and id(value) in self.known and not (is_tensor and not value.is_leaf):
-            return -1 - self.known[id(value)]
-        if not is_tensor:
+    def persistent_id(self, value: Any) -> Any:
+        if self.known and id(value) in self.known:
+            key = self.known[id(value)]
+            return -1 - key if isinstance(key, int) else key
+        if not isinstance(value, Tensor):
             return None
         index = self.index.setdefault(id(value), len(self.tensors))
         if index == len(self.tensors):
@@ -349,7 +349,9 @@ class _ValueUnpickler(pickle.Unpickler):
         self.tensors = tensors
         self.known = known
 
-    def persistent_load(self, index: int) -> Any:
+    def persistent_load(self, index: Any) -> Any:
+        if not isinstance(index, int):
+            return self.known[index]
         return self.tensors[index] if index >= 0 else self.known[-1 - index]
 
 
@@ -724,7 +726,7 @@ def encode(
     root: str,
     requires_grad: bool = False,
     refs: dict[Any, int] | None = None,
-    known: Mapping[int, int] | None = None,
+    known: Mapping[int, Any] | None = None,
 ) -> tuple[Parcel, list[Tensor]]:
     """Make a parcel of ``value``; its tensors' bytes go into ``attachments``.
 
@@ -790,7 +792,7 @@ def row(
     return Parcel(take_apart(value, "")[0], tuple(specs), packet)
 
 
-def tensors_in(value: Any, root: str, known: Mapping[int, int] | None = None) -> list[Tensor]:
+def tensors_in(value: Any, root: str, known: Mapping[int, Any] | None = None) -> list[Tensor]:
     """The tensors that `encode` would find, in its order."""
     return take_apart(value, root, known=known)[1]
 

@@ -115,14 +115,14 @@ class Produced(NamedTuple):
         changes: What those objects hold now that the arguments share with the caller, and that the
             forward changed, by their numbers. See `state.shared_objects`.
         stored: What objects of the module's attributes hold now, of those that it changed, by their
-            numbers.
+            keys; see `ModuleParts`.
     """
 
     output: Any
     captured: dict[str, list[Any]]
     rebound: tuple[tuple[int, str, Any], ...]
     changes: dict[int, Any]
-    stored: dict[int, Any]
+    stored: dict[tuple[Any, ...], Any]
 
 
 class Blob(NamedTuple):
@@ -164,6 +164,7 @@ class Structure(NamedTuple):
         slots: The spec of every slot, by id.
         block_sizes: The size in bytes of every block, by id.
         specials: Slots of tensors that are not plain strided views of a storage, and their parcel.
+        objects: How many objects each attribute holds, by number of the submodule and name.
     """
 
     module: bytes
@@ -171,6 +172,7 @@ class Structure(NamedTuple):
     slots: dict[int, SlotSpec]
     block_sizes: dict[int, int]
     specials: tuple[tuple[int, ...], Parcel] | None
+    objects: dict[tuple[int, str], int]
 
 
 class StateUpdate(NamedTuple):
@@ -243,8 +245,7 @@ class ForwardRequest(NamedTuple):
             `ChunkRef`s among the `Arguments` have.
         shared: How many objects the driver found among the arguments that the caller has, and that
             forward may change.
-        objects: How many objects the driver found that the module's attributes hold, if changes of
-            them are returned; else None.
+        follows: Whether changes of objects that the module's attributes hold are returned.
     """
 
     model: int
@@ -274,7 +275,7 @@ class ForwardRequest(NamedTuple):
     played: Parcel | None = None
     stored: tuple[int, ...] = ()
     shared: int = 0
-    objects: int | None = None
+    follows: bool = False
 
 
 class Holding(NamedTuple):
@@ -684,8 +685,8 @@ class Reply(NamedTuple):
             and None if the forward cannot be run again alone.
         stayed: For each row of the request's `Holding` whether a gradient of it stayed.
         left: The keys of earlier gradients of the request's `Holding` that the replica still has.
-        stored: The parcel of what hooks changed in a backward of the only device: see `Produced`,
-            ``rebound`` and ``stored``; None for nothing.
+        rebound: The parcel of the attributes that hooks rebound in a backward of the only device,
+            as in `Produced`; None for nothing.
     """
 
     value: Parcel | None = None
@@ -705,7 +706,7 @@ class Reply(NamedTuple):
     gathered: Parcel | None = None
     stayed: bytes = b""
     left: tuple[int, ...] = ()
-    stored: Parcel | None = None
+    rebound: Parcel | None = None
 
 
 class Package(NamedTuple):
