@@ -322,12 +322,8 @@ class ModuleParts:
     def grown(self) -> list[str]:
         """The parameters and submodules that the modules were given, but those of torch's."""
         owners = [holder for m in self.modules for holder in (m._modules, m._parameters)]
-        kinds = {at: type(self.modules[at // 2]) for at, _, _ in self._news(owners, ())}
-        return [
-            f"{kinds[at].__name__}.{name}"
-            for at, name, _ in self._news(owners, ())
-            if not is_of_torch(self.modules[at // 2])
-        ]
+        found = [(self.modules[at // 2], name) for at, name, _ in self._news(owners, ())]
+        return [f"{type(m).__name__}.{name}" for m, name in found if not is_of_torch(m)]
 
     def _news(
         self, owners: Sequence[Any], besides: Collection[int]
