@@ -311,7 +311,8 @@ def test_more_gpus_than_are_free() -> None:
         "close",
     ):
         assert words in str(error), error
-    with Executor((), options=Options(placement_timeout=5)) as executor:
+    # Long enough for the CPU replica, too, which starts at the end.
+    with Executor((), options=Options(placement_timeout=15)) as executor:
         model = DataParallel(nn.Linear(4, 2), [0, "cpu"], executor=executor)
         with pytest.raises(
             PlacementError,

@@ -5,6 +5,7 @@ halfway, and a second run with the same record runs what has not passed.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,7 @@ class Record:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._outcomes: dict[str, str] = {}
-        lines = path.read_text().splitlines() if path.exists() else []
-        found = (line.partition(" ") for line in lines)
-        self._done = {name for outcome, _, name in found if outcome in ("passed", "skipped")}
+        self._done = _done(path.read_text().splitlines() if path.exists() else [])
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -37,7 +36,7 @@ class Record:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        """Leave out the tests that have passed, or were skipped, in earlier runs."""
+        """Leave out the tests that are done."""
         leave_out(self._done, config, items)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
@@ -59,6 +58,20 @@ class Record:
     def _write(self, outcome: str, name: str) -> None:
         with self._path.open("a") as file:
             file.write(f"{outcome} {name}\n")
+
+
+def _done(lines: Collection[str]) -> set[str]:
+    """The tests that need not run again: those that passed or were skipped in earlier runs, also
+    for want of time if they had not failed before.
+    """
+    failed: Counter[str] = Counter()
+    ended: dict[str, str] = {}
+    for line in lines:
+        outcome, _, name = line.partition(" ")
+        failed[name] += {"begun": 1, "failed": 0}.get(outcome, -1)
+        if outcome not in ("begun", "failed"):
+            ended[name] = outcome
+    return {name for name, outcome in ended.items() if outcome != "late" or failed[name] == 0}
 
 
 _LATE = "its time was over"

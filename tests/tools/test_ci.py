@@ -180,6 +180,47 @@ def test_what_begins_too_late_is_left_out_and_named(tmp_path: Path) -> None:
     assert named in done.stdout
 
 
+LATE_IN_ONE_RUN = """
+import os, time, types
+import record
+
+with open("collected", "a") as collected:
+    collected.write(".")
+if os.path.getsize("collected") == 2:
+    record.time = types.SimpleNamespace(time=lambda: time.time() + 1001)
+"""
+
+TIME_FLIES_IN_ONE_RUN = """
+import time, types
+
+def test_time_flies():
+    import record
+    record.time = types.SimpleNamespace(time=lambda: time.time() + 1001)
+"""
+
+
+def test_there_is_time_to_run_again_what_failed(tmp_path: Path) -> None:
+    """Where the time was over for what came after it, which is left out."""
+    after = PASSES.replace("passes", "after")
+    tests = PASSES + FLAKY + TIME_FLIES_IN_ONE_RUN + after
+    done = check(tmp_path, tests, "-k", "test")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "ran").read_text() == "passes flaky flaky "
+    assert (
+        "LEFT OUT, THE TIME WAS OVER: 1 of 4 tests\ntests/test_it.py::test_after\n" in done.stdout
+    )
+    assert "AGAIN: 1 of 4 tests\ntests/test_it.py::test_flaky\n" in done.stdout
+
+
+def test_what_failed_and_was_late_then_is_run_again(tmp_path: Path) -> None:
+    """It failed without the long tests, and with them its time was over."""
+    done = check(tmp_path, LATE_IN_ONE_RUN + PASSES + FLAKY)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "ran").read_text() == "passes flaky flaky "
+    assert "LEFT OUT" not in done.stdout
+    assert (tmp_path / "collected").read_text() == "..."
+
+
 FAILS_BEFORE_TIME_FLIES = """
 import os, types
 import record
@@ -287,14 +328,19 @@ def test_again():
 """
 
 
-def test_one_process_runs_files_that_go_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 2])
+def test_one_process_runs_files_that_go_together(processes: int, tmp_path: Path) -> None:
     """And begins with them, also where others stand before them."""
     (tmp_path / "conftest.py").write_text(TWO_FILES)
     for name in ("first", "second", "third"):
         (tmp_path / f"test_{name}.py").write_text(SAYS_WHERE)
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", str(processes), "--dist", "loadfile"]
     subprocess.run(
         [*command, "--no-loadscope-reorder", "-p", "no:cacheprovider"], cwd=tmp_path, check=True
     )
-    where = dict(reversed(each.split(":")) for each in (tmp_path / "ran").read_text().split())
-    assert where == {"test_second": "gw0", "test_third": "gw0", "test_first": "gw1"}
+    ran = [each.split(":") for each in (tmp_path / "ran").read_text().split()]
+    if processes == 1:
+        assert [file for _, file in ran] == ["test_second", "test_third", "test_first"]
+    where = {file: process for process, file in ran}
+    assert where["test_second"] == where["test_third"]
+    assert (where["test_first"] != where["test_second"]) == (processes == 2)
