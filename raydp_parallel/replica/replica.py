@@ -36,15 +36,10 @@ from raydp_parallel.replica.autograd_engine import KeptGraphs
 from raydp_parallel.replica.replica_training import ReplicaTraining
 from raydp_parallel.replica.sample_rng import RowRandom
 from raydp_parallel.state import module_sources
+from raydp_parallel.state.module_parts import LostChanges, ModuleParts, PartKey, VainChange
 from raydp_parallel.state.python_state import Held
 from raydp_parallel.state.replica_module import ReplicaModule
-from raydp_parallel.state.shared_objects import (
-    ModuleParts,
-    ObjectsBefore,
-    PartKey,
-    SharedObjects,
-    VainChange,
-)
+from raydp_parallel.state.shared_objects import ObjectsBefore, SharedObjects
 from raydp_parallel.state.versions import Accessed, RawAccess, bump
 from raydp_parallel.state.write_record import Contents, lasts
 from raydp_parallel.transport import codec, collective
@@ -480,7 +475,7 @@ class Replica:
             replica_module.running(),
             _InReplica(),
             _AS_IT_IS if samples is None else RowRandom(self.device, *samples),
-            _Telling(replica_module, request),
+            _Telling(replica_module.built.parts, request, owned is not None, owned is not None),
             captures as captured,
         ):
             if request.stored:
@@ -701,7 +696,7 @@ class Replica:
             _AS_IT_IS if samples is None else RowRandom(self.device, *samples),
             graphs[0].held.as_of(graphs[0].edits),
             _Watching(graphs[0], request.write_back),
-            _Telling(graphs[0].replica_module, request),
+            _Telling(graphs[0].replica_module.built.parts, request, graphs[0].parts is not None),
             watching,
             _NO_SUMS if hold is None else kept_gradients.adding(self._kept, hold) as earlier,
         ):
@@ -899,18 +894,26 @@ def _tell(request: ForwardRequest | BackwardRequest, replica_module: ReplicaModu
 
 
 class _Telling:
-    """Warn if the block changes objects of the program that the module's code refers to.
+    """Warn if the block changes in vain what the module's code refers to.
 
     Args:
-        replica_module: The module.
+        parts: What the module consists of.
         request: What runs it; of one chunk's is told.
+        names: Whether the driver gets the names that are given other values.
+        objects: Whether it gets what objects hold.
     """
 
     def __init__(
-        self, replica_module: ReplicaModule, request: ForwardRequest | BackwardRequest
+        self,
+        parts: ModuleParts,
+        request: ForwardRequest | BackwardRequest,
+        names: bool = False,
+        objects: bool = False,
     ) -> None:
-        objects = replica_module.built.code_objects
-        self._before = objects.before() if request.write_back else None
+        self._before: LostChanges | None = None
+        if request.write_back:
+            known = {*map(id, parts.objects.values())} if objects and parts.code.objects else ()
+            self._before = parts.code.before(known, parts.followed if names else ())
 
     def __enter__(self) -> None:
         pass

@@ -18,16 +18,10 @@ from torch import Tensor, nn
 
 from raydp_parallel.devices.ranges import MemoryRange
 from raydp_parallel.state import module_sources, replica_memory, structure
-from raydp_parallel.state.code_objects import CodeObjects
+from raydp_parallel.state.module_parts import ModuleParts, PartKey, VainChange, VainChanges
 from raydp_parallel.state.python_state import Held, PythonState, StateVisitor
 from raydp_parallel.state.replica_memory import BlockSource, OwnedBlocks, Packet, ReplicaTensors
-from raydp_parallel.state.shared_objects import (
-    ModuleParts,
-    ObjectsBefore,
-    PartKey,
-    VainChange,
-    VainChanges,
-)
+from raydp_parallel.state.shared_objects import ObjectsBefore
 from raydp_parallel.state.versions import RawAccess
 from raydp_parallel.state.write_record import WriteRecord
 from raydp_parallel.transport import codec
@@ -44,8 +38,8 @@ class BuiltModule:
     Attributes:
         module: The module; graphs may keep an earlier one alive.
         held: The tensors that it holds.
-        code_objects: The objects of the program that its code refers to.
-        parts: Its submodules, and the objects of their attributes, by the numbers of the driver.
+        parts: Its submodules, and the objects of the program that it refers to, by the keys of the
+            driver.
         untold: What forwards changed in vain.
         is_untouched: Whether `look_ahead` found that the next forward has nothing to restore, and
             no code ran since that may change the module.
@@ -55,7 +49,6 @@ class BuiltModule:
         self._python_state = PythonState(StateVisitor())
         self.module: nn.Module = nn.Module()
         self.held = Held(self._python_state, {})
-        self.code_objects = CodeObjects(())
         self._device = device
         self._structure: Structure | None = None
         self._edits: dict[tuple[int, str], Any] = {}
@@ -84,7 +77,6 @@ class BuiltModule:
             vars(modules[index])[name] = value
         self._python_state = structure.survey(self.module)
         self.parts = ModuleParts(modules, self._python_state, self._structure.objects)
-        self.code_objects = CodeObjects(modules)
         self.held = Held(self._python_state, tensors)
 
     def edit(self, edits: Sequence[tuple[int, str, Any]]) -> None:

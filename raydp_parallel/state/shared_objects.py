@@ -1,6 +1,6 @@
-"""Objects that forward shares with the caller: those among its arguments, and those that attributes
-of the module hold. With one device upstream gives the module the caller's own caches, counters and
-lists, so that what forward stores in them is there afterwards.
+"""Objects that forward shares with the caller: those among its arguments, and those that the module
+refers to (`module_parts`). With one device upstream gives the module the caller's own caches,
+counters and lists, so that what forward stores in them is there afterwards.
 
 A replica has copies. Driver and replica find the objects in the same order, so that a number names
 one of them on both sides. After a forward with one device the replica sends what changed: of a
@@ -17,19 +17,17 @@ import pickle
 import random
 import types
 from collections import OrderedDict, UserDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
-from enum import Enum
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from raydp_parallel.state.container_copies import same
 from raydp_parallel.state.python_state import (
-    PythonState,
     has_own_state,
     reduces_itself,
     slot_names,
@@ -94,7 +92,7 @@ def _rule_of(value: Any) -> _StateRule | None:
     return next((rule for rule in _RULES if isinstance(value, rule.kind)), None)
 
 
-_ATOMS = frozenset((int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device))
+ATOMS = frozenset((int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device))
 _CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 _CONTAINERS = (dict, list, deque, set)
 
@@ -203,7 +201,7 @@ def mutable_parts(root: Any, seen: dict[int, Any], but: tuple[type, ...] = ()) -
     left, found = [root], []
     while left:
         value = left.pop()
-        if type(value) in _ATOMS or id(value) in seen or isinstance(value, but):
+        if type(value) in ATOMS or id(value) in seen or isinstance(value, but):
             continue
         seen[id(value)] = value  # kept, so that no other object gets its number
         if isinstance(value, tuple):
@@ -217,14 +215,6 @@ def mutable_parts(root: Any, seen: dict[int, Any], but: tuple[type, ...] = ()) -
     return found
 
 
-_OF_TORCH = frozenset(vars(nn.Module()))
-"""The attributes of every module: its parameters, buffers, submodules and hooks."""
-
-
-_HOLDERS = ("_parameters", "_buffers", "_modules")
-"""The attributes of a module that users do not rebind."""
-
-
 def is_hidden(value: Any) -> bool:
     """Whether identities do not show a change of an object."""
     return _rule_of(value) is not None
@@ -234,195 +224,6 @@ def is_of_torch(value: Any) -> bool:
     """Whether it is torch's own, such as what a compiled module refers to, but no generator."""
     module = value.__module__ if isinstance(value, types.FunctionType) else type(value).__module__
     return (module or "").partition(".")[0] == "torch" and not isinstance(value, torch.Generator)
-
-
-PartKey = tuple[Any, ...]
-"""Names a part of a module for driver and replica: a submodule by its number, a tensor by None and
-its slot, an object by the number of the submodule, the name of its attribute, and its place in it;
-what an object held before the forward by the object's key and the place in its contents.
-"""
-
-
-class ModuleParts:
-    """A module's parts, and the objects that their attributes hold, by keys that driver and replica
-    make alike.
-
-    Pickling may reorder or leave out attributes: each is looked through by itself, and a replica
-    leaves out those in which it finds more or fewer objects than the driver.
-
-    Args:
-        modules: The module, and its parts.
-        state: What they begin each forward with, in a replica.
-        counts: How many objects the driver found, by number of the submodule and attribute.
-
-    Attributes:
-        modules: These.
-        reported: The attributes that the last forward rebound, by number of the module and name.
-        then: What the objects held after it; None if that is not followed.
-        stores: Whether it changed objects.
-    """
-
-    def __init__(
-        self,
-        modules: Iterable[nn.Module],
-        state: PythonState | None = None,
-        counts: Mapping[tuple[int, str], int] | None = None,
-    ) -> None:
-        self.modules = [*modules]
-        self._state = state
-        self._counts = counts
-        self.reported: dict[tuple[int, str], Any] = {}
-        self.then: ObjectsBefore | None = None
-        self.stores = False
-        self._objects: dict[PartKey, Any] | None = None
-
-    @property
-    def objects(self) -> dict[PartKey, Any]:
-        """The objects, and all that they hold, but for modules and tensors."""
-        if self._objects is None:
-            self._objects = {}
-            for at, name, value in self._attributes():
-                parts = mutable_parts(value, {}, but=(nn.Module, Tensor))
-                if self._counts is None or self._counts.get((at, name)) == len(parts):
-                    self._objects.update(((at, name, k), part) for k, part in enumerate(parts))
-        return self._objects
-
-    def counts(self) -> dict[tuple[int, str], int]:
-        """How many there are in each attribute."""
-        found: dict[tuple[int, str], int] = {}
-        for at, name, _ in self.objects:
-            found[at, name] = found.get((at, name), 0) + 1
-        return found
-
-    def look_again(self, old: Any) -> None:
-        """Find the objects anew if an attribute held one, and has another value now."""
-        if type(old) not in _ATOMS:
-            self._objects, self.then = None, None
-
-    def _attributes(self) -> Iterator[tuple[int, str, Any]]:
-        """The attributes that may hold objects: number of the module, name, value."""
-        for at, module in enumerate(self.modules):
-            if isinstance(module, torch.jit.ScriptModule):
-                continue
-            for name, value in vars(module).items():
-                if not (name in _OF_TORCH or type(value) in _ATOMS or is_of_torch(value)):
-                    yield at, name, value
-
-    def rebound(self, graphed: Collection[int]) -> list[tuple[int, str, Any]]:
-        """The attributes and buffers with other values than a forward begins with: number of the
-        module, name and value.
-
-        Args:
-            graphed: The ids of tensors that were made part of a graph, in place.
-        """
-        owners = [holder for module in self.modules for holder in (vars(module), module._buffers)]
-        found = self._news(owners, graphed)
-        return [(at // 2, name, value) for at, name, value in found if name not in _HOLDERS]
-
-    def grown(self) -> list[str]:
-        """The parameters and submodules that the modules were given, but those of torch's."""
-        owners = [holder for m in self.modules for holder in (m._modules, m._parameters)]
-        found = [(self.modules[at // 2], name) for at, name, _ in self._news(owners, ())]
-        return [f"{type(m).__name__}.{name}" for m, name in found if not is_of_torch(m)]
-
-    def _news(
-        self, owners: Sequence[Any], besides: Collection[int]
-    ) -> Iterator[tuple[int, Any, Any]]:
-        found = [] if self._state is None else self._state.news(owners, besides)
-        for at, name, value in found:
-            if not isinstance(self.modules[at // 2], torch.jit.ScriptModule):
-                yield at, name, value
-
-    def changes_since(self) -> tuple[tuple[tuple[int, str, Any], ...], list[str]]:
-        """What a backward changed since the driver was told of changes: the attributes that it
-        rebound, see `Produced`, and the names of those that hold objects which it changed.
-        """
-        if self.then is None or self._state is None:
-            return (), []
-        if not self.reported and not self._state.objects_changed():
-            return (), []
-        now, then = {(at, name): value for at, name, value in self.rebound(())}, self.reported
-        rebound = [(*key, value) for key, value in now.items() if then.get(key, then) is not value]
-        for at, name in then.keys() - now.keys():  # perhaps it was set back
-            owner = self.modules[at]
-            value = {**owner._buffers, **vars(owner)}.get(name)
-            if value is not then[at, name]:
-                rebound.append((at, name, value))
-        stored = [*map([*self.objects.values()].__getitem__, self.then.changes())]
-        self.report({**then, **now}, stored)
-        return (*rebound,), self.names(stored) if stored else []
-
-    def before(self) -> ObjectsBefore:
-        """What the objects hold before a forward: what they held after the last one that changed
-        none, as a replica restores them.
-        """
-        if self.then is None or self.stores:
-            self.then, self.stores = ObjectsBefore([*self.objects.values()]), False
-        return self.then
-
-    def report(self, rebound: dict[tuple[int, str], Any], stored: Collection[Any]) -> None:
-        """Note what the driver is told of changes."""
-        self.reported = rebound
-        if stored:
-            self.then, self.stores = ObjectsBefore([*self.objects.values()]), True
-
-    def forget_changes(self) -> None:
-        """Note that they were undone: a backward begins without them, too."""
-        if self.then is not None and self.stores:
-            self.then = ObjectsBefore([*self.objects.values()])
-        self.reported, self.stores = {}, False
-
-    def names(self, changed: Iterable[Any]) -> list[str]:
-        """The attributes that hold some of the objects, directly or not."""
-        wanted = {*map(id, changed)}
-        found = []
-        for at, name, value in self._attributes():
-            inside: dict[int, Any] = {}
-            mutable_parts(value, inside, but=(nn.Module, Tensor))
-            if not wanted.isdisjoint(inside):
-                found.append(f"{type(self.modules[at]).__name__}.{name}")
-        return [*dict.fromkeys(found)]
-
-
-class VainChange(Enum):
-    """What a forward or backward does in vain, as a warning."""
-
-    STORED = (
-        "forward changed {}. Replicas have copies of what attributes hold, the module's own stays "
-        "as it was, and each forward begins with it: return what is needed, keep it in a buffer, "
-        "and take random numbers from the default generators, which are seeded for each chunk"
-    )
-    BUILT = (
-        "forward gave the module {}: parameters and submodules that it makes stay in the replica, "
-        "and each forward begins without them. Make them in __init__, or run the module itself "
-        "once before it is wrapped"
-    )
-    HOOKED = (
-        "a hook changed {} in backward: that stays in the replica. Let it set an attribute anew, "
-        "as in self.kept = [*self.kept, gradient]"
-    )
-
-
-class VainChanges:
-    """The attributes that forwards changed in vain, of which the program is told once."""
-
-    def __init__(self) -> None:
-        self._told: dict[tuple[VainChange, str], bool] = {}
-
-    def enter(self, kind: VainChange, names: Iterable[str]) -> None:
-        """Enter some attributes."""
-        for name in names:
-            self._told.setdefault((kind, name), False)
-
-    def take(self) -> list[str]:
-        """Warnings of those that the program was not told of."""
-        found = []
-        for kind in VainChange:
-            names = [name for (of, name), told in self._told.items() if of is kind and not told]
-            if names:
-                self._told.update({(kind, name): True for name in names})
-                found.append(kind.value.format(", ".join(names)))
-        return found
 
 
 class SharedObjects:
@@ -449,7 +250,7 @@ class SharedObjects:
         left, containers = [*kwargs.values(), *args], set()
         while left:
             value = left.pop()
-            if type(value) in _ATOMS or isinstance(value, Tensor) or id(value) in containers:
+            if type(value) in ATOMS or isinstance(value, Tensor) or id(value) in containers:
                 continue
             if isinstance(value, tuple) or (isinstance(value, (dict, list)) and len(value)):
                 containers.add(id(value))
@@ -508,7 +309,7 @@ class ObjectsBefore:
         return [
             (place, value)
             for place, value in enumerate(self._then[number].flat())
-            if not (type(value) in _ATOMS or isinstance(value, Tensor))
+            if not (type(value) in ATOMS or isinstance(value, Tensor))
         ]
 
     def numbers(self) -> dict[int, int]:

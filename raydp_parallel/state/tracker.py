@@ -40,11 +40,10 @@ from raydp_parallel.devices.ranges import Attachment
 from raydp_parallel.state import module_sources, structure
 from raydp_parallel.state.block_contents import BlockContents
 from raydp_parallel.state.block_layout import Specials
+from raydp_parallel.state.module_parts import ModuleParts, PartKey
 from raydp_parallel.state.python_state import PythonState, change_reason
 from raydp_parallel.state.shared_objects import (
-    ModuleParts,
     ObjectContents,
-    PartKey,
     contents,
     is_hidden,
     refill,
@@ -113,14 +112,15 @@ class StateHistory:
     Attributes:
         moment: The moment of now.
         disturbed_at: The revision of the last change that versions did not show.
-        rebound: The attributes that they rebound since the last `sync`, with their values before.
+        rebound: The attributes that they rebound since the last `sync`, with their values before,
+            and so names of code.
         refilled: The objects that they changed, with what these held before.
     """
 
     def __init__(self) -> None:
         self.moment = StateMoment()
         self.disturbed_at = 0
-        self.rebound: list[tuple[nn.Module, str, Any]] = []
+        self.rebound: list[tuple[Any, str, Any]] = []
         self.refilled: list[tuple[Any, ObjectContents]] = []
 
     def begin(self) -> bool:
@@ -137,7 +137,7 @@ class StateHistory:
         ended.overwritten, ended.before, ended.after = overwritten, before, after
         ended.following = self.moment
 
-    def rebind(self, attributes: Sequence[tuple[nn.Module, str, Any]]) -> None:
+    def rebind(self, attributes: Sequence[tuple[Any, str, Any]]) -> None:
         """Set attributes that a forward or backward rebound: owner, name and value of each."""
         known = {(id(owner), name) for owner, name, _ in self.rebound}
         before = _values(attributes)
@@ -172,11 +172,11 @@ def _refill(objects: Sequence[tuple[Any, ObjectContents]]) -> None:
         refill(value, now)
 
 
-def _values(attributes: Sequence[tuple[nn.Module, str, Any]]) -> list[tuple[nn.Module, str, Any]]:
+def _values(attributes: Sequence[tuple[Any, str, Any]]) -> list[tuple[Any, str, Any]]:
     return [(owner, name, getattr(owner, name, _MISSING)) for owner, name, _ in attributes]
 
 
-def _set(attributes: Sequence[tuple[nn.Module, str, Any]]) -> None:
+def _set(attributes: Sequence[tuple[Any, str, Any]]) -> None:
     for owner, name, value in attributes:
         if value is not _MISSING:
             setattr(owner, name, value)
@@ -213,7 +213,7 @@ class MasterStructure:
         size: The bytes of its plain tensors.
         specials: The tensors that are sent inside of it.
         kinds: ``"parameter"`` or ``"buffer"`` for the slots that are one.
-        parts: The submodules and the objects of attributes, by the numbers of replicas.
+        parts: The submodules and the objects that the module refers to, by the keys of replicas.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -712,12 +712,12 @@ class ModuleTracker:
         found: Sequence[tuple[int, str, Any]],
         objects: Mapping[PartKey, tuple[Any, dict[str, Any] | None, dict[str, Any]]],
     ) -> None:
-        """Set on the master the attributes that a forward set on its only replica, and let their
-        objects, by key, hold what those of the replica do: with one device upstream runs the
-        master itself.
+        """Set on the master the attributes that a forward set on its only replica, and names of its
+        code, and let objects, by key, hold what those of the replica do: with one device upstream
+        runs the master itself.
         """
-        modules = self.structure.parts.modules
-        self._history.rebind([(modules[index], name, value) for index, name, value in found])
+        parts = self.structure.parts
+        self._history.rebind([(*parts.holder(at, name), value) for at, name, value in found])
         self._history.refill(
             [(self.known(key), ObjectContents(*now)) for key, now in objects.items()]
         )

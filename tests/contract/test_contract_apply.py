@@ -1006,7 +1006,7 @@ def hook(module, args, out):
     space: dict[str, Any] = {"__name__": "a_script", "log": [], "number": 0}
     exec(script, space)
     net.register_forward_hook(space["hook"])
-    return space["log"]
+    return lambda: space["log"] + [None] * space["number"]
 
 
 def number_of_a_closure(net: nn.Module) -> Any:
@@ -1018,42 +1018,69 @@ def number_of_a_closure(net: nn.Module) -> Any:
         count += 1
 
     net.register_forward_hook(hook)
-    return count
+    return lambda: count
 
 
 def generator_of_a_closure(net: nn.Module) -> Any:
     """Each forward draws the same."""
     generator = np.random.default_rng(1)
     net.register_forward_hook(lambda _module, _args, out: out * generator.random())
-    return []
+    return lambda: copy.deepcopy(generator).random()
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize(
-    ("keep", "name"),
-    [
-        (closure_of_a_dict, "activations"),
-        (object_in_a_hook, "Recorder"),
-        (method_in_a_partial, "Recorder"),
-        (list_in_backward, "grads"),
-        (names_of_a_script, "log, number"),
-        (number_of_a_closure, "count"),
-        (generator_of_a_closure, "generator"),
-    ],
-)
-def test_A11_objects_of_the_program_that_hooks_change(keep: Any, name: str, devices: int) -> None:
+KEEPERS = {
+    closure_of_a_dict: "activations",
+    object_in_a_hook: "Recorder",
+    method_in_a_partial: "Recorder",
+    list_in_backward: "grads",
+    names_of_a_script: "log, number",
+    number_of_a_closure: "count",
+    generator_of_a_closure: "generator",
+}
+
+
+def content(kept: Any) -> Any:
+    """What a keeper kept, also what a function says."""
+    return copy.deepcopy(kept() if callable(kept) else kept)
+
+
+@pytest.mark.parametrize("keep", KEEPERS)
+def test_A11_objects_of_the_program_that_hooks_change(keep: Any) -> None:
     """They stay as they were, and a warning names them."""
     net = nn.Linear(3, 3)
     kept = keep(net)
-    model = DataParallel(net, CPUS[:devices])
-    with pytest.warns(UserWarning, match=f"a hook of it, changed {name}") as caught:
+    before, model = content(kept), DataParallel(net, CPUS)
+    with pytest.warns(UserWarning, match=f"a hook of it, changed {KEEPERS[keep]}") as caught:
         model(torch.ones(4, 3)).sum().backward()
     assert len([one for one in caught if "a hook of it" in str(one.message)]) == 1
-    assert not kept
+    assert content(kept) == before
+
+
+@pytest.mark.parametrize("keep", [keep for keep in KEEPERS if keep is not list_in_backward])
+def test_A11_with_one_device_they_are_the_program_s(keep: Any) -> None:
+    """Objects of closures, hooks and scripts, and the values of names, after each of three steps;
+    the program may change them in between.
+    """
+    found, x = [], torch.linspace(-1, 1, 12).view(4, 3).requires_grad_()
+    for wraps in (False, True):
+        torch.manual_seed(1)
+        net = nn.Linear(3, 3)
+        kept = keep(net)
+        model = DataParallel(net, ["cpu"]) if wraps else net
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for number in range(3):
+                model(x).sum().backward()
+                found.append(content(kept))
+                if number == 1 and not callable(kept):
+                    kept.clear()
+    torch.testing.assert_close(found[3:], found[:3])
 
 
 def test_A11_attributes_of_a_class_that_forward_changes() -> None:
-    """Upstream's replicas are of the same class."""
+    """Upstream's replicas are of the same class. With one device they come back, and a program may
+    set them.
+    """
 
     class Counts(nn.Module):
         calls = 0
@@ -1062,13 +1089,24 @@ def test_A11_attributes_of_a_class_that_forward_changes() -> None:
         def forward(self, x: Tensor) -> Tensor:
             type(self).calls += 1
             self.shapes.append(x.shape)
-            return x
+            return x * self.calls
 
-    model = DataParallel(Counts(), ["cpu"])
+    x, shapes = torch.ones(4, 3), Counts.shapes
+    model = DataParallel(Counts(), CPUS)
     with pytest.warns(UserWarning, match="a hook of it, changed shapes, calls"):
-        model(torch.ones(4, 3))
-    assert Counts.calls == 0
-    assert Counts.shapes == []
+        model(x)
+    assert (Counts.calls, shapes) == (0, [])
+    alone = DataParallel(Counts(), ["cpu"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(3):
+            assert torch.equal(alone(x), x * (number + 1))
+        assert (Counts.calls, shapes) == (3, [x.shape] * 3)
+        Counts.calls = 10
+        shapes.clear()
+        assert torch.equal(alone(x), x * 11)
+    assert Counts.shapes is shapes
+    assert (Counts.calls, shapes) == (11, [x.shape])
 
 
 def test_A11_objects_that_hooks_only_read_bring_no_warning() -> None:
