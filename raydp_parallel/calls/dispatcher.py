@@ -310,6 +310,19 @@ class Dispatcher:
         self._sent.clear()
 
 
+class KnownObjects:
+    """What the only replica of a call has, too: objects among the arguments by number, and what its
+    module consists of by key.
+    """
+
+    def __init__(self, tracker: ModuleTracker, given: Sequence[Any] = ()) -> None:
+        self._tracker = tracker
+        self._given = given
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._given[key] if isinstance(key, int) else self._tracker.known(key)
+
+
 def apply_effects(answers: Sequence[tuple[ModuleTracker | None, ChunkAnswer]]) -> None:
     """Apply the effects of answers, in this order: state that chunk 0 changed, warnings, then the
     failure of the lowest chunk.
@@ -322,10 +335,10 @@ def apply_effects(answers: Sequence[tuple[ModuleTracker | None, ChunkAnswer]]) -
         written = answer.reply.written
         if tracker is not None and written is not None:
             tracker.write_back(written, answer.attachments)
-        rebound = answer.reply.rebound
-        if tracker is not None and rebound is not None:
-            tensors = codec.unpack(rebound, answer.attachments, tracker.device)
-            tracker.rebind(codec.load(rebound, tensors), {})
+        hooked = answer.reply.hooked
+        if tracker is not None and hooked is not None:
+            tensors = codec.unpack(hooked, answer.attachments, tracker.device)
+            tracker.take_hooked(codec.load(hooked, tensors, KnownObjects(tracker)))
     for _, answer in answers:
         if answer.reply.warnings:
             exceptions.warn_again(answer.reply.warnings)

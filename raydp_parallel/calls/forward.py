@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from raydp_parallel import batch, devices
 from raydp_parallel.calls import autograd, replay, synced_call, training_record
 from raydp_parallel.calls.chunk_balance import ChunkBalance, ChunkTimes
-from raydp_parallel.calls.dispatcher import Dispatcher, apply_effects
+from raydp_parallel.calls.dispatcher import Dispatcher, KnownObjects, apply_effects
 from raydp_parallel.calls.executor import Executor
 from raydp_parallel.calls.group_reduction import ReductionPart
 from raydp_parallel.calls.replica_groups import RelayRoute, WeightRelay, begin_relay, route, size_of
@@ -837,9 +837,13 @@ class ForwardCall:
         joined = joined and devices.is_cpu(chunks[0].tracker.device) and not batch.registered
         joined = joined and codec.in_rows([a.reply.value for a in answers])
         attempt.attach(unpacked, joined)
+        known: Any = ()
+        if chunks[0].alone:
+            shared = chunks[0].shared
+            known = KnownObjects(chunks[0].tracker, () if shared is None else shared.found)
         values = [
-            codec.load(a.reply.value, row, _KnownObjects(chunk) if chunk.alone else ())
-            for chunk, a, row in zip(chunks, answers, unpacked, strict=True)
+            codec.load(a.reply.value, row, known)
+            for a, row in zip(answers, unpacked, strict=True)
             if a.reply.value
         ]
         if capture is not None:
@@ -851,19 +855,6 @@ class ForwardCall:
                     attempt.keep_copies(number, chunk.shared.written(value.changes))
                     chunk.shared.refill(value.changes)
         return [value.output if isinstance(value, Produced) else value for value in values]
-
-
-class _KnownObjects:
-    """What the only replica of a call has, too: objects among the arguments by number, and what its
-    module consists of by key.
-    """
-
-    def __init__(self, chunk: ForwardChunk) -> None:
-        self._tracker = chunk.tracker
-        self._given = chunk.shared.found if chunk.shared is not None else []
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._given[key] if isinstance(key, int) else self._tracker.known(key)
 
 
 def runs_module(called: Called) -> bool:

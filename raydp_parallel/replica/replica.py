@@ -311,7 +311,7 @@ class Replica:
         work: Callable[[], Parcel],
         request: ForwardRequest | BackwardRequest,
     ) -> Reply:
-        value, failure, rebound, marked = None, None, None, None
+        value, failure, hooked, marked = None, None, None, None
         self._reduced = None
         process = os.getpid()
         self._laps.begin(0)
@@ -330,7 +330,7 @@ class Replica:
                 guess = self._guessed(request, back)
                 marked = None if self._worked is None else self._worked.finish()
                 written, revision = self._written(request, back, guess)
-                rebound = self._rebound(request, back)
+                hooked = self._hooked(request, back)
                 self._show_the_present(request)
             except BaseException as error:  # what a kernel ran into may be told here, too
                 failure = failure or exceptions.failure(error, where)
@@ -363,7 +363,7 @@ class Replica:
             laps=laps,
             memory=self._memory.now(),
             reduced=self._reduced,
-            rebound=rebound,
+            hooked=hooked,
             passed=back.left,
             training=self._trained(request.model),
             stayed=b"" if hold is None else kept_gradients.marks(self._kept, hold),
@@ -475,7 +475,7 @@ class Replica:
             replica_module.running(),
             _InReplica(),
             _AS_IT_IS if samples is None else RowRandom(self.device, *samples),
-            _Telling(replica_module.built.parts, request, owned is not None, owned is not None),
+            _Telling(replica_module.built.parts, request, owned is not None),
             captures as captured,
         ):
             if request.stored:
@@ -555,22 +555,26 @@ class Replica:
         keep = request.graph is not None
         return codec.encode(value, back, root, requires_grad=keep, known=known)
 
-    def _rebound(
+    def _hooked(
         self, request: ForwardRequest | BackwardRequest, back: Attachments
     ) -> Parcel | None:
-        """What attributes hooks rebound in a backward of the only device, as in `Produced`."""
+        """The parcel of the `HookChanges` of a backward."""
         if isinstance(request, ForwardRequest) or not (request.write_back and request.outputs):
             return None
         graph = self._graphs.get(request.outputs[0][0])
         if graph is None or graph.parts is None:
             return None
-        rebound, lost = graph.parts.changes_since()
-        graph.replica_module.built.untold.enter(VainChange.HOOKED, lost)
-        _tell(request, graph.replica_module)
-        if not rebound:
+        replica_module = graph.replica_module
+        is_current = graph.parts is replica_module.built.parts
+        made = {id(value): key for key, value in graph.parts.made().items()}
+        found, lost = graph.parts.changes_since(replica_module.revision if is_current else 0)
+        replica_module.built.untold.enter(VainChange.HOOKED, lost)
+        _tell(request, replica_module)
+        if found is None:
             return None
+        known = {**replica_module.known(), **made} if is_current else {}
         try:
-            return codec.encode(rebound, back, "")[0]
+            return codec.encode(found, back, "", known=known)[0]
         except TransferError as error:
             warnings.warn(_CHANGES_UNSENDABLE.format(error), stacklevel=2)
             return None
@@ -899,21 +903,16 @@ class _Telling:
     Args:
         parts: What the module consists of.
         request: What runs it; of one chunk's is told.
-        names: Whether the driver gets the names that are given other values.
-        objects: Whether it gets what objects hold.
+        follows: Whether the driver gets what it changes of what both sides find alike.
     """
 
     def __init__(
-        self,
-        parts: ModuleParts,
-        request: ForwardRequest | BackwardRequest,
-        names: bool = False,
-        objects: bool = False,
+        self, parts: ModuleParts, request: ForwardRequest | BackwardRequest, follows: bool
     ) -> None:
         self._before: LostChanges | None = None
         if request.write_back:
-            known = {*map(id, parts.objects.values())} if objects and parts.code.objects else ()
-            self._before = parts.code.before(known, parts.followed if names else ())
+            known = {*map(id, parts.objects.values())} if follows and parts.code.objects else ()
+            self._before = parts.code.before(known, parts.followed if follows else ())
 
     def __enter__(self) -> None:
         pass

@@ -108,6 +108,11 @@ class DictCopies:
         """Whether any of them has other contents than its copy."""
         return self._flat.changed()
 
+    def recorded(self, owner: Any, name: str) -> Any:
+        """The value of an attribute in the copy; None if there is none."""
+        number = self._index.get(id(owner))
+        return None if number is None else self._copies[number].get(name)
+
     def accept(self, owner: Any, name: str, value: Any) -> Any:
         """Record the new value of an attribute; `settle` must follow the last of several calls.
 

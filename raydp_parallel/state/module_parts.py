@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from raydp_parallel.state.python_state import PythonState, by_value, global_names
 from raydp_parallel.state.shared_objects import (
     ATOMS,
+    ObjectContents,
+    ObjectEdit,
     ObjectsBefore,
     is_of_torch,
     mutable_parts,
@@ -212,9 +214,9 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 _HOLDERS = ("_parameters", "_buffers", "_modules")
 """The attributes of a module that users do not rebind."""
 
-_CODE, _PLACE = -1, -2
-"""Stand for the number of a submodule where a path of `CodeObjects` stands for the attribute: with
-an object, and with a name.
+_CODE, _PLACE, NEW = -1, -2, -3
+"""Stand for the number of a submodule: the first two where a path of `CodeObjects` stands for the
+attribute, with an object and with a name, the last with one of `NewObjects`.
 """
 
 PartKey = tuple[Any, ...]
@@ -223,6 +225,54 @@ its slot, an object by the number of the submodule, the name of its attribute, a
 or by the path on which code refers to it; what an object held before the forward by the object's
 key and the place in its contents.
 """
+
+
+class NewObjects:
+    """The objects that a forward and its backwards gave attributes, and put into objects, in an
+    order that driver and replica find alike.
+
+    Attributes:
+        objects: These.
+    """
+
+    def __init__(self) -> None:
+        self.objects: list[Any] = []
+        self._seen: dict[int, Any] = {}
+
+    def add(self, values: Iterable[Any], known: Callable[[], Iterable[Any]]) -> None:
+        """Add those that some values are, or hold.
+
+        Args:
+            values: The values.
+            known: Gives the objects that have keys already.
+        """
+        roots = [v for v in values if not (type(v) in ATOMS or isinstance(v, (Tensor, nn.Module)))]
+        if roots:
+            self._seen.update((id(value), value) for value in known())
+            for root in roots:
+                self.objects += mutable_parts(root, self._seen, but=(nn.Module, Tensor))
+
+
+class HookChanges(NamedTuple):
+    """What hooks changed in a backward of the only device.
+
+    Attributes:
+        revision: The revision of the master that the replica holds.
+        rebound: Attributes, buffers and names of code that got new values: number and name, see
+            `ModuleParts.holder`, the value before if that is a plain one, else ``...``, value.
+        edits: What was done to objects, by key.
+        made: How many `NewObjects` there were.
+    """
+
+    revision: int
+    rebound: tuple[tuple[int, str, Any, Any], ...]
+    edits: dict[PartKey, ObjectEdit]
+    made: int
+
+    def values(self) -> list[Any]:
+        """The values in it."""
+        inside = [value for edit in self.edits.values() for value in edit.values()]
+        return [value for *_, value in self.rebound] + inside
 
 
 class ModuleParts:
@@ -259,6 +309,8 @@ class ModuleParts:
         self.then: ObjectsBefore | None = None
         self.stores = False
         self._objects: dict[PartKey, Any] | None = None
+        self._made = NewObjects()
+        self._made_then = ObjectsBefore(())
 
     @functools.cached_property
     def code(self) -> CodeObjects:
@@ -340,14 +392,21 @@ class ModuleParts:
             if not isinstance(self.modules[at // 2], torch.jit.ScriptModule):
                 yield at, name, value
 
-    def changes_since(self) -> tuple[tuple[tuple[int, str, Any], ...], list[str]]:
-        """What a backward changed since the driver was told of changes: the attributes that it
-        rebound, see `Produced`, and the names of those that hold objects which it changed.
+    def changes_since(self, revision: int) -> tuple[HookChanges | None, list[str]]:
+        """What a backward changed since the driver was told of changes; None for nothing.
+
+        Args:
+            revision: The revision of the master that the replica holds; 0 if these are the parts of
+                an earlier structure of it, by which the driver does not find objects any more.
+
+        Returns:
+            What the driver is told, and the names of what it cannot be told.
         """
-        if self.then is None or self._state is None:
-            return (), []
-        if not self.reported and not self._state.objects_changed():
-            return (), []
+        state = self._state
+        if self.then is None or state is None:
+            return None, []
+        if not self.reported and not state.changed() and not state.deep_changed():
+            return None, []
         now, then = {(at, name): value for at, name, value in self.rebound(())}, self.reported
         rebound = [(*key, value) for key, value in now.items() if then.get(key, then) is not value]
         for at, name in then.keys() - now.keys():  # perhaps it was set back
@@ -355,9 +414,38 @@ class ModuleParts:
             value = getattr(owner, attribute, None)
             if value is not then[at, name]:
                 rebound.append((at, name, value))
-        stored = [*map([*self.objects.values()].__getitem__, self.then.changes())]
-        self.report({**then, **now}, stored)
-        return (*rebound,), self.names(stored) if stored else []
+        edits: dict[PartKey, ObjectEdit] = {}
+        lost = []
+        made = [*self.made()]
+        for keys, before in (([*self.objects], self.then), (made, self._made_then)):
+            for number, contents in before.changes().items():
+                edit = before.edit(number, ObjectContents(*contents))
+                if edit is None or not revision:
+                    lost.append(keys[number])
+                else:
+                    edits[keys[number]] = edit
+        if not (rebound or edits or lost):
+            return None, []
+        told = [(at, name, self._before(at, name), value) for at, name, value in rebound]
+        changes = HookChanges(revision, (*told,), edits, len(made))
+        self.reported = {**then, **now}
+        self._report(changes.values(), bool(edits or lost))
+        return changes if rebound or edits else None, self.names(lost)
+
+    def made(self) -> dict[PartKey, Any]:
+        """The `NewObjects` that the driver was told of, by key."""
+        return {(NEW, "", k): value for k, value in enumerate(self._made.objects)}
+
+    def _before(self, at: int, name: str) -> Any:
+        """The value of an attribute that the driver has, if that is a plain one, else ``...``."""
+        value: Any = ...
+        if (at, name) in self.reported:
+            value = self.reported[at, name]
+        elif at == _PLACE:
+            value = self._values[name]
+        elif self._state is not None:
+            value = self._state.recorded(self.modules[at], name)
+        return value if type(value) in ATOMS else ...
 
     def before(self) -> ObjectsBefore:
         """What the objects hold before a forward: what they held after the last one that changed
@@ -368,19 +456,42 @@ class ModuleParts:
         return self.then
 
     def report(self, rebound: dict[tuple[int, str], Any], stored: Collection[Any]) -> None:
-        """Note what the driver is told of changes."""
-        self.reported = rebound
-        if stored:
+        """Note what the driver is told of a forward.
+
+        Args:
+            rebound: The attributes that it rebound, as `reported`.
+            stored: What the objects that it changed hold now.
+        """
+        self.reported, self._made = rebound, NewObjects()
+        self._report(given(rebound.values(), stored), bool(stored))
+
+    def _report(self, values: Iterable[Any], stores: bool) -> None:
+        if stores:
             self.then, self.stores = ObjectsBefore([*self.objects.values()]), True
+        self._made.add(values, self.objects.values)
+        self._made_then = ObjectsBefore(self._made.objects)
 
     def forget_changes(self) -> None:
         """Note that they were undone: a backward begins without them, too."""
         if self.then is not None and self.stores:
             self.then = ObjectsBefore([*self.objects.values()])
         self.reported, self.stores = {}, False
+        self._made, self._made_then = NewObjects(), ObjectsBefore(())
 
-    def names(self, changed: Iterable[Any]) -> list[str]:
-        """The attributes that hold some of the objects, directly or not."""
+    def names(self, keys: Iterable[PartKey]) -> list[str]:
+        """How a program finds objects: the attributes, or the names in code."""
+        found = []
+        for at, name, *_ in keys:
+            if at == NEW:
+                found.append("an object that forward made")
+            elif at == _CODE:
+                found.append(self.code.objects[name][0])
+            else:
+                found.append(f"{type(self.modules[at]).__name__}.{name}")
+        return [*dict.fromkeys(found)]
+
+    def holding(self, changed: Iterable[Any]) -> list[str]:
+        """The attributes that hold some objects, directly or not."""
         wanted = {*map(id, changed)}
         found = []
         for at, name, value in self._attributes():
@@ -391,6 +502,12 @@ class ModuleParts:
             if not wanted.isdisjoint(inside):
                 found.append(f"{type(self.modules[at]).__name__}.{name}")
         return [*dict.fromkeys(found)]
+
+
+def given(rebound: Iterable[Any], stored: Iterable[Any]) -> list[Any]:
+    """The values that a forward gave attributes, and all that it stored."""
+    inside = (part for held in stored for part in ObjectContents(*held).flat())
+    return [*rebound, *inside]
 
 
 class VainChange(Enum):
@@ -407,8 +524,9 @@ class VainChange(Enum):
         "once before it is wrapped"
     )
     HOOKED = (
-        "a hook changed {} in backward: that stays in the replica. Let it set an attribute anew, "
-        "as in self.kept = [*self.kept, gradient]"
+        "a hook changed {} in backward, which stays in the replica, because other code changed it "
+        "since the forward, or items of a list were moved. Let it append, or set items or "
+        "attributes"
     )
 
 

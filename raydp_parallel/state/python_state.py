@@ -465,9 +465,9 @@ class PythonState:
         found = self._dicts.differences()
         return None if self._lists.changed() or self._readers_changed() else found
 
-    def objects_changed(self) -> bool:
-        """Whether anything but code has other contents."""
-        return self.attributes_changed() or _differ(self._readers) or self.deep_changed()
+    def recorded(self, owner: Any, name: str) -> Any:
+        """The recorded value of an attribute; None if there is none."""
+        return self._dicts.recorded(owner, name)
 
     def changed_objects(self) -> list[Any]:
         """The objects and containers with other contents, without modules and tensors."""

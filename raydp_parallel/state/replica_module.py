@@ -110,7 +110,7 @@ class BuiltModule:
             known = {*map(id, followed.values())}
             lost = [value for value in changed if id(value) not in known]
             if lost:
-                self.untold.enter(VainChange.STORED, self.parts.names(lost))
+                self.untold.enter(VainChange.STORED, self.parts.holding(lost))
 
         restored = self.is_untouched or self._python_state.restore(note)
         if restored:
@@ -138,7 +138,8 @@ class BuiltModule:
         rebound = self.parts.rebound(graphed)
         changes = before.changes(graphed) if before is not None else {}
         keys = [*self.parts.objects] if changes else []
-        self.parts.report({(at, name): value for at, name, value in rebound}, changes)
+        told = {(at, name): value for at, name, value in rebound}
+        self.parts.report(told, changes.values())
         return (*rebound,), {keys[number]: now for number, now in changes.items()}
 
     def compiled(self, settings: Mapping[str, Any]) -> Callable[..., Any]:
@@ -238,18 +239,20 @@ class ReplicaModule:
         graphed = {id(t) for t in self._tensors.tensors.values() if not t.is_leaf}
         return self.built.changes(before, graphed)
 
-    def known(self, before: ObjectsBefore, changed: Collection[PartKey]) -> dict[int, PartKey]:
+    def known(
+        self, before: ObjectsBefore | None = None, changed: Collection[PartKey] = ()
+    ) -> dict[int, PartKey]:
         """The keys of what the driver has, too, by id: see `ModuleTracker.known`. Tensors that were
         made part of a graph are others than the driver's.
 
         Args:
-            before: What the objects of attributes held before the forward.
+            before: What the objects that the module refers to held before a forward.
             changed: The keys of those that hold something else now.
         """
         parts = self.built.parts
         found: dict[int, PartKey] = {}
-        for number, key in enumerate(parts.objects if changed else ()):
-            if key in changed:  # functions, for instance, which would become copies
+        for number, key in enumerate(parts.objects if before is not None and changed else ()):
+            if before is not None and key in changed:  # functions, for instance: no copies
                 held = {id(value): (*key, place) for place, value in before.held(number)}
                 found.update(held)
         found.update({id(part): key for key, part in parts.objects.items()})

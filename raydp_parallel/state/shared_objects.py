@@ -111,6 +111,10 @@ class ObjectContents(NamedTuple):
     attributes: dict[str, Any] | None
     slots: dict[str, Any]
 
+    def place(self, kind: str) -> Any:
+        """Its items, attributes or slots."""
+        return {"item": self.items, "attribute": self.attributes, "slot": self.slots}[kind]
+
     def flat(self) -> list[Any]:
         """All of it that is compared by identity."""
         items = self.items
@@ -179,6 +183,122 @@ def refill(value: Any, now: ObjectContents) -> None:
                 object.__setattr__(value, name, now.slots[name])
             elif hasattr(value, name):
                 object.__delattr__(value, name)
+
+
+class ObjectEdit(NamedTuple):
+    """What code did to an object, so that it can be done to another one like it, which the program
+    may have changed meanwhile.
+
+    Attributes:
+        length: Of a list or deque the items that it had; None for other objects.
+        popped: How many of these it took from the end.
+        added: What it appended to a list or deque, or added to a set.
+        dropped: What it took out of a set.
+        sets: Items, attributes and slots that it gave values: their kind, index or name, the value
+            before if that is a plain one, else ``...``, and the value.
+        removed: Those that it removed.
+        state: The states before and after of an object that `_RULES` names.
+    """
+
+    length: int | None = None
+    popped: int = 0
+    added: tuple[Any, ...] = ()
+    dropped: tuple[Any, ...] = ()
+    sets: tuple[tuple[str, Any, Any, Any], ...] = ()
+    removed: tuple[tuple[str, Any], ...] = ()
+    state: tuple[Any, Any] | None = None
+
+    def values(self) -> list[Any]:
+        """The values in it."""
+        return [*self.added, *(value for *_, value in self.sets)]
+
+    def applied(self, value: Any) -> ObjectContents | None:
+        """What an object holds when it is done to it; None if that would lose what the program did:
+        it is about numbers that the program has changed, or items of a list of another length.
+        """
+        now = contents(value)
+        if self.state is not None:
+            return now._replace(items=self.state[1]) if now.items == self.state[0] else None
+        items = now.items
+        if isinstance(items, list):
+            indices = [key for kind, key, _, _ in self.sets if kind == "item"]
+            if (self.popped or indices) and len(items) != self.length:
+                return None
+            items = [*items[: len(items) - self.popped], *self.added]
+        elif isinstance(items, set):
+            items = (items - {*self.dropped}) | {*self.added}
+        elif isinstance(items, dict):
+            items = dict(items)
+        made = ObjectContents(items, now.attributes and dict(now.attributes), dict(now.slots))
+        for kind, key, before, new in self.sets:
+            holder: Any = made.place(kind)
+            old = items[key] if isinstance(holder, list) else holder.get(key, ...)
+            if is_overtaken(before, old, new):
+                return None
+            holder[key] = new
+        for kind, key in self.removed:
+            made.place(kind).pop(key, None)
+        return made
+
+
+def is_overtaken(before: Any, old: Any, new: Any) -> bool:
+    """Whether a new value does not count what the program did: it was made of a plain value, and
+    the program has another one now.
+
+    Args:
+        before: The value that the new one was made of; ``...`` if that is no plain one.
+        old: The value that the program has.
+        new: The new one.
+    """
+    plain = before is not ... and type(old) in ATOMS and type(new) in ATOMS
+    return plain and old is not before and old != before
+
+
+def edit_of(value: Any, then: ObjectContents, now: ObjectContents) -> ObjectEdit | None:
+    """What code did to an object; None if it moved items of a list.
+
+    Args:
+        value: The object.
+        then: What it held.
+        now: What it holds.
+    """
+    items = then.items
+    sets: list[tuple[str, Any, Any, Any]] = []
+    removed: list[tuple[str, Any]] = []
+    length: int | None = None
+    popped, added, dropped = 0, (), ()
+    if isinstance(items, list):
+        length = len(items)
+        if isinstance(value, deque) and value.maxlen is not None:  # it drops items by itself
+            fits = (k for k in range(length + 1) if same(items[k:], now.items[: length - k]))
+            added = (*now.items[length - next(fits) :],)
+        else:
+            apart = [i for i, item in enumerate(now.items[:length]) if item is not items[i]]
+            if len(now.items) == length:
+                sets = [("item", i, _plain(items[i]), now.items[i]) for i in apart]
+            else:
+                popped = length - (apart[0] if apart else min(length, len(now.items)))
+                added = (*now.items[length - popped :],)
+            moved = (*added, *(new for *_, new in sets)) if popped or sets else ()
+            known = {id(item) for item in items if type(item) not in ATOMS}
+            if not known.isdisjoint(map(id, moved)):
+                return None
+    elif isinstance(items, set):
+        added, dropped = (*(now.items - items),), (*(items - now.items),)
+    elif not isinstance(items, (dict, type(None))):
+        return ObjectEdit(state=(items, now.items))
+    for kind in ("item", "attribute", "slot"):
+        before, after = then.place(kind), now.place(kind)
+        if isinstance(before, dict) and isinstance(after, dict):
+            removed += [(kind, key) for key in before if key not in after]
+            for key, new in after.items():
+                if before.get(key, ...) is not new:
+                    sets.append((kind, key, _plain(before.get(key, ...)), new))
+    return ObjectEdit(length, popped, added, dropped, (*sets,), (*removed,))
+
+
+def _plain(value: Any) -> Any:
+    return value if type(value) in ATOMS else ...
 
 
 def _is_followed(value: Any) -> bool:
@@ -303,6 +423,10 @@ class ObjectsBefore:
             (value._version, _kind(value)) if isinstance(value, Tensor) else contents(value)
             for value in found
         ]
+
+    def edit(self, number: int, now: ObjectContents) -> ObjectEdit | None:
+        """What was done to an object that is no tensor, see `edit_of`."""
+        return edit_of(self._found[number], self._then[number], now)
 
     def held(self, number: int) -> list[tuple[int, Any]]:
         """What an object held that is neither a tensor nor a plain value, with its place."""

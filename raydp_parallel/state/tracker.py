@@ -29,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -40,12 +41,21 @@ from raydp_parallel.devices.ranges import Attachment
 from raydp_parallel.state import module_sources, structure
 from raydp_parallel.state.block_contents import BlockContents
 from raydp_parallel.state.block_layout import Specials
-from raydp_parallel.state.module_parts import ModuleParts, PartKey
+from raydp_parallel.state.module_parts import (
+    NEW,
+    HookChanges,
+    ModuleParts,
+    NewObjects,
+    PartKey,
+    VainChange,
+    given,
+)
 from raydp_parallel.state.python_state import PythonState, change_reason
 from raydp_parallel.state.shared_objects import (
     ObjectContents,
     contents,
     is_hidden,
+    is_overtaken,
     refill,
 )
 from raydp_parallel.state.versions import Look, MasterTensors, unlike
@@ -115,6 +125,7 @@ class StateHistory:
         rebound: The attributes that they rebound since the last `sync`, with their values before,
             and so names of code.
         refilled: The objects that they changed, with what these held before.
+        news: The objects that they made.
     """
 
     def __init__(self) -> None:
@@ -122,13 +133,14 @@ class StateHistory:
         self.disturbed_at = 0
         self.rebound: list[tuple[Any, str, Any]] = []
         self.refilled: list[tuple[Any, ObjectContents]] = []
+        self.news = NewObjects()
 
     def begin(self) -> bool:
         """Begin another forward. Returns whether the last one changed objects in a way that
         identities do not show.
         """
         hidden = any(is_hidden(value) for value, _ in self.refilled)
-        self.rebound, self.refilled = [], []
+        self.rebound, self.refilled, self.news = [], [], NewObjects()
         return hidden
 
     def add(self, overwritten: Callable[[], dict[int, Tensor]], before: Look, after: Look) -> None:
@@ -154,7 +166,7 @@ class StateHistory:
     @contextlib.contextmanager
     def before_rebinding(self) -> Iterator[None]:
         """Give attributes and objects, in the block, what the last forward began with."""
-        rebound, refilled = self.rebound, self.refilled
+        rebound, refilled, news = self.rebound, self.refilled, self.news
         now, held = _values(rebound), [(value, contents(value)) for value, _ in refilled]
         _set(rebound)
         _refill(refilled)
@@ -164,7 +176,7 @@ class StateHistory:
         finally:
             _set(now)
             _refill(held)
-            self.rebound, self.refilled = rebound, refilled
+            self.rebound, self.refilled, self.news = rebound, refilled, news
 
 
 def _refill(objects: Sequence[tuple[Any, ObjectContents]]) -> None:
@@ -721,9 +733,41 @@ class ModuleTracker:
         self._history.refill(
             [(self.known(key), ObjectContents(*now)) for key, now in objects.items()]
         )
+        values = given([value for *_, value in found], objects.values())
+        self._history.news.add(values, parts.objects.values)
+
+    def take_hooked(self, found: HookChanges) -> None:
+        """Do to the master, and to the program's objects, what hooks did in a backward of its only
+        replica, and warn of what cannot be done: the program has changed these meanwhile.
+        """
+        parts, news = self.structure.parts, self._history.news
+        rebound, refilled, lost = [], [], []
+        for at, name, before, value in found.rebound:
+            owner, attribute = parts.holder(at, name)
+            now = getattr(owner, attribute, None)
+            if is_overtaken(before, now, value):
+                lost.append((at, name))
+            else:
+                rebound.append((owner, attribute, value))
+        follows = found.revision >= self.structure.at and found.made == len(news.objects)
+        for key, edit in found.edits.items():
+            holder = self.known(key) if follows else None
+            made = edit.applied(holder) if follows else None
+            if made is None:
+                lost.append(key)
+            else:
+                refilled.append((holder, made))
+        self._history.rebind(rebound)
+        self._history.refill(refilled)
+        news.add(found.values(), parts.objects.values)
+        if lost:
+            text = VainChange.HOOKED.value.format(", ".join(parts.names(lost)))
+            warnings.warn(text, stacklevel=2)
 
     def known(self, key: PartKey) -> Any:
         """What a replica names by a key."""
+        if key[0] == NEW:
+            return self._history.news.objects[key[2]]
         if len(key) == 1:
             return self.structure.parts.modules[key[0]]
         if key[0] is None:

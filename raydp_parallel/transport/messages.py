@@ -685,8 +685,7 @@ class Reply(NamedTuple):
             and None if the forward cannot be run again alone.
         stayed: For each row of the request's `Holding` whether a gradient of it stayed.
         left: The keys of earlier gradients of the request's `Holding` that the replica still has.
-        rebound: The parcel of the attributes that hooks rebound in a backward of the only device,
-            as in `Produced`; None for nothing.
+        hooked: The parcel of the `HookChanges` of a backward; None for nothing.
     """
 
     value: Parcel | None = None
@@ -706,7 +705,7 @@ class Reply(NamedTuple):
     gathered: Parcel | None = None
     stayed: bytes = b""
     left: tuple[int, ...] = ()
-    rebound: Parcel | None = None
+    hooked: Parcel | None = None
 
 
 class Package(NamedTuple):

@@ -1056,7 +1056,7 @@ def test_A11_objects_of_the_program_that_hooks_change(keep: Any) -> None:
     assert content(kept) == before
 
 
-@pytest.mark.parametrize("keep", [keep for keep in KEEPERS if keep is not list_in_backward])
+@pytest.mark.parametrize("keep", KEEPERS)
 def test_A11_with_one_device_they_are_the_program_s(keep: Any) -> None:
     """Objects of closures, hooks and scripts, and the values of names, after each of three steps;
     the program may change them in between.

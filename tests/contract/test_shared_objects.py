@@ -401,14 +401,147 @@ def test_F5_attributes_that_hooks_set_in_backward_are_the_modules() -> None:
         torch.testing.assert_close(other, one)
 
 
-def test_F5_objects_that_hooks_change_in_backward_are_told() -> None:
-    """The program may have changed them since the forward; they stay as they were."""
-    net = Explains(appends=True)
-    out = DataParallel(net, ["cpu"])(torch.ones(4, 3))
-    with pytest.warns(UserWarning, match=r"a hook changed Explains\.norms in backward"):
+def test_F5_objects_that_hooks_change_in_backward_are_the_modules() -> None:
+    """Also where the program changed them since the forward: appended is to what it left."""
+    plain, net, x = Explains(appends=True), Explains(appends=True), torch.ones(4, 3)
+    net.load_state_dict(plain.state_dict())
+    norms = net.norms
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for module, runs in ((plain, plain), (net, DataParallel(net, ["cpu"]))):
+            for number in range(3):
+                out = runs(x)
+                if number == 1:
+                    module.norms.clear()
+                out.sum().backward()
+    assert net.norms is norms
+    assert len(norms) == 2
+    assert norms == pytest.approx(plain.norms)
+
+
+class Hooked(nn.Module):
+    """Does something to an object in backward."""
+
+    def __init__(self, given: Any, store: Callable[[Any, Tensor], None]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2)
+        self.kept = given
+        self.store = store
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        if isinstance(self.kept, Holder) and self.kept.fresh:
+            self.kept.inside = [[]]  # what backward appends to is new
+        if out.requires_grad:
+            out.register_hook(self.hook)
+        return out
+
+    def hook(self, gradient: Tensor) -> None:
+        """Of the output."""
+        self.store(self.kept, gradient)
+
+
+def into_objects(given: Holder, gradient: Tensor) -> None:
+    """Counts, and appends to a list in a list, and to one that the program has, too."""
+    given.count += 1
+    given.inside[0].append(gradient)
+    given.inside.append(given.inside[0])
+
+
+def stacked(given: list[Any], gradient: Tensor) -> None:
+    """Takes the last item of three, and appends two."""
+    last = given.pop()
+    given += [last + 1, gradient]
+
+
+EDITS: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], None]]] = {
+    "list": (list, lambda g, grad: g.append(grad)),
+    "positions": (lambda: [None] * 2, lambda g, grad: g.__setitem__(1, grad)),
+    "stack": (lambda: [1, 2, 3], stacked),
+    "deque": (lambda: collections.deque([1, 2], maxlen=3), lambda g, grad: g.extend([grad, 4])),
+    "set": (lambda: {1, 2}, lambda g, grad: (g.discard(1), g.add(len(grad)))),
+    "dict": (lambda: {"a": 1, "b": 2}, lambda g, grad: (g.pop("a", 0), g.update(b=grad, c=3))),
+    "lists in a dict": (
+        lambda: collections.defaultdict(list),
+        lambda g, grad: g["grads"].append(grad),
+    ),
+    "attribute": (lambda: Holder(fresh=False), lambda g, grad: setattr(g, "grad", grad)),
+    "slots": (lambda: Slotted(1), into_slots),
+    "objects": (lambda: Holder(count=0, inside=[[]], fresh=False), into_objects),
+    "made in forward": (lambda: Holder(count=0, inside=0, fresh=True), into_objects),
+    "array": (lambda: np.zeros(2), lambda g, grad: g.__iadd__(grad.numpy().sum(0))),
+    "generator": (lambda: np.random.default_rng(1), lambda g, grad: g.random(3)),
+}
+
+
+def held(value: Any) -> Any:
+    """What a container or an object holds, without identities."""
+    if isinstance(value, Slotted):
+        return [getattr(value, name, None) for name in Slotted.__slots__]
+    if isinstance(value, np.random.Generator):
+        return copy.deepcopy(value).random()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    if isinstance(value, Holder):
+        value = vars(value)
+    if isinstance(value, dict):
+        return [*value, *map(held, value.values())]
+    return [*map(held, value)] if isinstance(value, (list, collections.deque, set)) else value
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_F5_what_hooks_do_in_backward_is_done_to_the_modules(name: str) -> None:
+    """Whatever the object is, in each of three steps, of which one differentiates twice."""
+    make, store = EDITS[name]
+    x, found = torch.linspace(-1, 1, 12).view(4, 3), []
+    for wraps in (False, True):
+        torch.manual_seed(1)
+        net = Hooked(make(), store)
+        own, runs = net.kept, DataParallel(net, ["cpu"]) if wraps else net
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for number in range(3):
+                loss = runs(x).square().sum()
+                if number == 1:
+                    loss.backward(retain_graph=True)
+                loss.backward()
+                found.append(repr(held(net.kept)))
+        assert net.kept is own
+    assert found[3:] == found[:3]
+
+
+def test_F5_what_cannot_be_done_again_in_backward_is_told() -> None:
+    """A number that the program counted on since the forward, items of a list that were moved, and
+    objects of a forward that is not the last one: what the program has stays.
+    """
+
+    def count(given: Holder, gradient: Tensor) -> None:
+        given.count += 1
+
+    def told() -> Any:
+        return pytest.warns(UserWarning, match=r"a hook changed (Hooked\.kept|store) in backward")
+
+    x = torch.ones(4, 3)
+    counts = Hooked(Holder(count=0, fresh=False), count)
+    out = DataParallel(counts, ["cpu"])(x)
+    counts.kept.count = 5
+    with told():
         out.sum().backward()
-    assert net.norms == []
-    assert net.gradient is not None
+    assert counts.kept.count == 5
+    moves = Hooked([Holder()], lambda given, gradient: given.insert(0, gradient))
+    out = DataParallel(moves, ["cpu"])(x)
+    with told():
+        out.sum().backward()
+    assert len(moves.kept) == 1
+    appends = Hooked([], lambda given, gradient: given.append(gradient))
+    model = DataParallel(appends, ["cpu"])
+    earlier = model(x)
+    appends.kept.append(1)
+    model(x).sum().backward()
+    assert len(appends.kept) == 2
+    with told():
+        earlier.sum().backward()
+    assert len(appends.kept) == 2
 
 
 class Recurrent(nn.LSTM):
