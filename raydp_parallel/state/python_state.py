@@ -32,6 +32,7 @@ import operator
 import pickle
 import re
 import sys
+import threading
 import types
 import weakref
 from collections import Counter, OrderedDict, deque
@@ -258,7 +259,14 @@ class CodeRow:
             return None
 
 
+LOCKS: dict[type, Callable[[], Any]] = {
+    type(threading.Lock()): threading.Lock,
+    type(threading.RLock()): threading.RLock,
+}
+"""The classes of locks, and what makes one."""
+
 _IMMUTABLE = (
+    *LOCKS,
     *(int, float, complex, str, bytes, bool, type(None), type(...)),
     *(range, slice, tuple, frozenset, property, functools.partial),
     *(types.BuiltinFunctionType, types.MethodType, types.ModuleType, types.MethodDescriptorType),

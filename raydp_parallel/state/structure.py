@@ -1,9 +1,9 @@
 """A module's structure as bytes: everything but the contents of its tensors, for which it has slot
 ids.
 
-Some modules refuse pickling although deepcopy copies them: parametrized modules, TorchScript, weak
-references. They have reducers here. A wrapper inside the module needs none: in a replica it runs
-its own module in place.
+Some modules refuse pickling although deepcopy copies them, or threads could share them:
+parametrized modules, TorchScript, weak references, locks (a replica gets its own). They have
+reducers here. A wrapper inside the module needs none: in a replica it runs its own module in place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.nn.utils import parametrize
 
 from raydp_parallel.state import module_sources
 from raydp_parallel.state.module_sources import PROCESS
-from raydp_parallel.state.python_state import PythonState, StateVisitor, by_value
+from raydp_parallel.state.python_state import LOCKS, PythonState, StateVisitor, by_value
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.codec import unsendable
 from raydp_parallel.transport.messages import Origins
@@ -267,6 +267,8 @@ class _Pickler(codec.Pickler):
                 return _reduce_script(value)
             if parametrize.is_parametrized(value) and "parametrizations" in value._modules:
                 return _reduce_parametrized(value)
+        if type(value) in LOCKS:  # it guards what the threads of one process share
+            return LOCKS[type(value)], ()
         if id(value) in self.whole:
             return self._dynamic_function_reduce(value)
         if isinstance(value, weakref.ref):

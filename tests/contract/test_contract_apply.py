@@ -9,6 +9,7 @@ import functools
 import os
 import random
 import sys
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -1075,6 +1076,40 @@ def test_A11_with_one_device_they_are_the_program_s(keep: Any) -> None:
                 if number == 1 and not callable(kept):
                     kept.clear()
     torch.testing.assert_close(found[3:], found[:3])
+
+
+class Guarded(nn.Module):
+    """Guards what its threads share, as upstream's replicas are threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guard, self.done = threading.RLock(), threading.Condition()
+        self.seen: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.guard, self.guard, self.done:
+            self.seen.append(len(x))
+        return x * len(self.seen)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.filterwarnings("ignore:.*forward changed:UserWarning")
+def test_A11_each_replica_has_locks_of_its_own(devices: int) -> None:
+    """In attributes, and in the closures of hooks; one that the program holds stops none."""
+    net, lock, shapes = Guarded(), threading.Lock(), {}
+
+    def keep(_module: nn.Module, _args: Any, out: Tensor) -> None:
+        with lock:
+            shapes["out"] = out.shape
+
+    net.register_forward_hook(keep)
+    model, x = DataParallel(net, CPUS[:devices]), torch.ones(4, 3)
+    guard = net.guard
+    with guard, lock:
+        assert torch.equal(model(x), x)
+    assert net.guard is guard
+    assert model(x)[0, 0] == (2 if devices == 1 else 1)
+    assert shapes == ({"out": (4, 3)} if devices == 1 else {})
 
 
 def test_A11_attributes_of_a_class_that_forward_changes() -> None:
