@@ -13,6 +13,14 @@ call's `GraphHandle`; when the engine or the garbage collector frees the saved t
 goes, and its end frees the remote graphs. The engine frees Join's saved tensor before it reaches
 Fork, so unpacking pins the handle until Fork has made its trip.
 
+[Note: outputs of outputs]
+With one device upstream runs the module itself, so that one output may be differentiated by another
+that it was computed from: a loss by the features beside it. The Join of such an output has the
+others among its inputs. In most passes nothing asks for their gradients (no hook, no
+``retain_grad``, no ``inputs``), and it gives them none: the replica's engine does, in Fork's one
+trip. Else it makes a trip of its own for them. What they gather then is their whole gradient, in
+place of which Fork's trip must not put the sum of that and what comes along inside the replica.
+
 [Note: higher orders]
 Under ``create_graph`` Fork's backward is itself a call with graphs in the replicas. Its leaves are
 the incoming gradients. The gradients that it passes to the graphs that it is derived from must be
@@ -66,7 +74,7 @@ from raydp_parallel.options import UnusedGrads
 from raydp_parallel.state.tracker import ModuleTracker
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.links import Attachments
-from raydp_parallel.transport.messages import BackwardRequest
+from raydp_parallel.transport.messages import BackwardRequest, OutputGraph
 
 
 class CallNode:
@@ -117,7 +125,7 @@ class CallNode:
         task = torch._C._current_graph_task_id()
         found = self.passes.get(task)
         if found is None:
-            found = self.passes[task] = EnginePass({}, [], [])
+            found = self.passes[task] = EnginePass({}, [], [], {})
         return found
 
 
@@ -130,6 +138,8 @@ class EnginePass(NamedTuple):
 
     Attributes:
         grads: The gradients, of the call's outputs and of those of calls derived from it.
+        whole: The call's outputs that others give their gradients to here, by number, and whether
+            they do.
         pinned: What keeps the remote graphs alive until the trip.
         tracks: On a GPU, the streams that made the gradients. Fork's node belongs to the CPU, so
             that the engine does not make it wait for them.
@@ -138,6 +148,7 @@ class EnginePass(NamedTuple):
     grads: Stash
     pinned: list[GraphHandle]
     tracks: list[devices.Track]
+    whole: dict[int, bool]
 
     def take(self, other: EnginePass) -> None:
         """Add what another pass brought."""
@@ -159,6 +170,7 @@ def attach(
     handle: GraphHandle,
     tensors: Sequence[list[Tensor]],
     joined: bool = False,
+    graph: OutputGraph | None = None,
 ) -> None:
     """Make the outputs that require a gradient part of torch's graph, in each chunk's list.
 
@@ -169,6 +181,7 @@ def attach(
         tensors: The outputs of each chunk.
         joined: Whether outputs of the same number will be joined, so that they are only ever
             differentiated together.
+        graph: How the outputs of the only chunk hang together; None if they do not.
     """
     columns: dict[Any, list[tuple[int, int]]] = {}
     if call.synced is not None:
@@ -185,13 +198,69 @@ def attach(
         call.now.pinned.append(packed[0])
         return packed[1]
 
+    depends = {} if graph is None else graph.depends
+    depended = {*itertools.chain(*depends.values())}
+    mode = torch.zeros((), device="cpu", requires_grad=True) if depends else None
     with saved_tensors_hooks(lambda tensor: (handle, tensor), unpack):
-        for places in columns.values():
+        # Each has all that it depends on in its row, which therefore is shorter than its own.
+        for places in sorted(columns.values(), key=lambda p: len(depends.get(p[0][1], ()))):
+            others = tuple([k for k in depends.get(places[0][1], ()) if (0, k) in columns])
+            inner = InnerOutputs(others, [tensors[0][k] for k in others]) if others else None
             found = Join.apply(
-                call, places, token, *[tensors[i][k].requires_grad_(False) for i, k in places]
+                call,
+                places,
+                inner,
+                len(places) > 1 or places[0][1] in depended,
+                token,
+                *([] if inner is None else [mode, *[tensors[0][k] for k in others]]),
+                *[tensors[i][k].requires_grad_(False) for i, k in places],
             )
             for (i, k), tensor in zip(places, found if len(places) > 1 else (found,), strict=True):
                 tensors[i][k] = tensor
+    for k in () if graph is None else graph.retained:
+        if tensors[0][k].requires_grad:
+            tensors[0][k].retain_grad()
+
+
+class InnerOutputs:
+    """Outputs that another one was computed from.
+
+    Args:
+        numbers: Their numbers.
+        tensors: These.
+    """
+
+    def __init__(self, numbers: tuple[int, ...], tensors: Sequence[Tensor]) -> None:
+        self.numbers = numbers
+        self._tensors = [*map(weakref.ref, tensors)]
+        self._hooks = []
+        for tensor in tensors:
+            # Makes the dict of hooks, which lives on when the tensor is gone.
+            tensor.register_hook(_no_hook).remove()
+            self._hooks.append(tensor._backward_hooks)
+
+    def wanted(self, nodes: Sequence[Any], only_some: bool) -> dict[int, bool]:
+        """Whether something asks for the gradient of each, by number.
+
+        Args:
+            nodes: Their nodes.
+            only_some: Whether the engine was asked for the gradients of chosen tensors.
+        """
+        found = {}
+        for number, ref, hooks, node in zip(
+            self.numbers, self._tensors, self._hooks, nodes, strict=True
+        ):
+            tensor = ref()
+            if only_some:
+                runs = torch._C._will_engine_execute_node(node)
+                found[number] = runs and (tensor is not None or bool(hooks))
+            else:
+                found[number] = bool(hooks) or (tensor is not None and tensor.retains_grad)
+        return found
+
+
+def _no_hook(_grad: Tensor) -> None:
+    pass
 
 
 class Fork(Function):
@@ -210,11 +279,7 @@ class Fork(Function):
     def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
         call: CallNode = ctx.call()
         if call.executor.replica_set.closed:
-            raise ExecutorClosed(
-                "backward: the executor was closed, by close() or shutdown(), after the "
-                "forward, and the graphs ended with its replicas; run backward before closing "
-                "it, or run forward again with one that is open"
-            )
+            raise closed()
         # Taken out: a pass that fails leaves nothing for the next one.
         ending = call.passes.pop(torch._C._current_graph_task_id())
         if ending.tracks:
@@ -236,10 +301,12 @@ class Fork(Function):
         keep = torch._C._autograd._get_current_graph_task_keep_graph() or any(
             one.shared for one in stash
         )
+        own = stash.get(call, {}).get(0, {})
+        whole = tuple([k for k in own if ending.whole.get(k)])
         grads = (
-            _derive(call, stash, needed)
+            _derive(call, stash, needed, whole=whole)
             if create
-            else _collect(call, stash, needed, keep, accumulates=not captured)
+            else _collect(call, stash, needed, keep, accumulates=not captured, whole=whole)
         )
         del ending
         if not all(map(devices.is_cpu, {leaf.device for leaf in call.leaves})):
@@ -254,10 +321,18 @@ class Join(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: CallNode, places: Sequence[tuple[int, int]], token: Tensor, *outputs: Tensor
+        ctx: Any,
+        call: CallNode,
+        places: Sequence[tuple[int, int]],
+        inner: InnerOutputs | None,
+        optional: bool,
+        token: Tensor,
+        *tensors: Tensor,
     ) -> Any:
-        ctx.call, ctx.places = call, places
-        ctx.set_materialize_grads(len(outputs) == 1)  # an unused one of several stays None
+        ctx.call, ctx.places, ctx.inner = call, places, inner
+        outputs = tensors[-len(places) :]
+        # One of several may be unused, and one that others depend on may have what comes from them.
+        ctx.set_materialize_grads(not optional)
         ctx.save_for_backward(token)
         # the outputs themselves, not views of them: users may write to them in place
         ctx.mark_dirty(*outputs)
@@ -267,14 +342,65 @@ class Join(Function):
     @ambient_state.uncompiled
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (_,) = ctx.saved_tensors  # raises torch's own error if the graph was freed
-        now = ctx.call.now
+        call: CallNode = ctx.call
+        now = call.now
         for (chunk, k), grad in zip(ctx.places, grads, strict=True):
             if grad is not None:
-                now.grads.setdefault(ctx.call, {}).setdefault(chunk, {})[k] = grad
+                now.grads.setdefault(call, {}).setdefault(chunk, {})[k] = grad
                 track = None if devices.is_cpu(grad.device) else devices.track(grad)
                 if track is not None:
                     now.tracks.append(track)
-        return None, None, None, *[None] * len(grads)
+        if ctx.inner is None:
+            return None, None, None, None, None, *[None] * len(grads)
+        fork, mode, *nodes = [node for node, _ in ctx.next_functions[: 2 + len(ctx.inner.numbers)]]
+        only_some = not torch._C._will_engine_execute_node(mode)
+        now.whole.update(ctx.inner.wanted(nodes, only_some))
+        wanted = [k for k in ctx.inner.numbers if now.whole[k]]
+        found: dict[int, Tensor | None] = {}
+        if wanted and grads[0] is not None:
+            found = dict(zip(wanted, _inner(call, ctx.places[0], grads[0], wanted), strict=True))
+        if only_some and not torch._C._will_engine_execute_node(fork):
+            call.passes.pop(torch._C._current_graph_task_id(), None)  # which Fork would do
+        given = map(found.get, ctx.inner.numbers)
+        return None, None, None, None, None, None, *given, None
+
+
+def _inner(
+    call: CallNode, place: tuple[int, int], grad: Tensor, wanted: Sequence[int]
+) -> list[Tensor | None]:
+    """What an output with a gradient gives others that it was computed from.
+
+    Args:
+        call: The call.
+        place: The output's chunk and number.
+        grad: Its gradient.
+        wanted: The numbers of the others.
+    """
+    if call.executor.replica_set.closed:
+        raise closed()
+    stash: Stash = {call: {place[0]: {place[1]: grad}}}
+    needed = [False] * len(call.leaves)
+    if torch.is_grad_enabled():
+        call.shared = True
+        found = _derive(call, stash, needed, inner=wanted)
+    else:
+        (answer,) = answers = _run(call, stash, needed, keep=True, derived={}, inner=wanted)
+        _finish(call, [part for _, part in _parts(call, stash)], answers)
+        assert answer.reply.value is not None
+        tensors = codec.unpack(answer.reply.value, answer.attachments, call.leaves[0].device)
+        found = [*codec.load(answer.reply.value, tensors)]
+    if not devices.is_cpu(call.leaves[0].device):
+        devices.hand_over(found)
+    return found
+
+
+def closed() -> ExecutorClosed:
+    """The error of a backward after the executor's end."""
+    return ExecutorClosed(
+        "backward: the executor was closed, by close() or shutdown(), after the forward, and the "
+        "graphs ended with its replicas; run backward before closing it, or run forward again with "
+        "one that is open"
+    )
 
 
 def _needed(ctx: Any) -> tuple[list[bool], bool]:
@@ -309,9 +435,12 @@ def _run(
     chosen: Sequence[int] | None = None,
     stays: bool = False,
     held: HeldPass | None = None,
+    inner: Sequence[int] = (),
+    whole: Sequence[int] = (),
 ) -> list[ChunkAnswer]:
     """One trip: the backward of every chunk that has gradients, or of those ``chosen``
-    among them.
+    among them; or of one output to ``inner`` ones. Those of which the ``whole`` gradient is known
+    get it.
     """
     ambient = ambient_state.capture()
     # A leaf that was left out of torch's graph, because no chunk reached it, gets no gradient in a
@@ -355,10 +484,12 @@ def _run(
                 keep=keep,
                 derived=key,
                 bumped=moved,
-                write_back=part.first,
+                write_back=part.first and not inner,
                 threads=threads,
                 context=ambient,
                 forget=slot.contents.forget(),
+                inner=(*inner,),
+                whole=(*whole,),
                 by_host=devices.is_cpu(call.leaves[0].device),
                 part=taken,
                 narrow=None if part.gradient_dtype is None else (part.gradient_dtype, part.own),
@@ -473,7 +604,12 @@ def _run_summed(
 
 
 def _collect(
-    call: CallNode, stash: Stash, needed: Sequence[bool], keep: bool, accumulates: bool
+    call: CallNode,
+    stash: Stash,
+    needed: Sequence[bool],
+    keep: bool,
+    accumulates: bool,
+    whole: Sequence[int],
 ) -> list[Tensor | None]:
     """First order: the sums of the chunks' gradients, or what stands for those that stay in the
     replicas.
@@ -483,7 +619,7 @@ def _collect(
     if accumulates and any(part.tracker.holds for _, part in numbered):
         held = held_gradients.begin(call.executor, numbered, call.leaves, needed)
     try:
-        return _sums(call, stash, numbered, needed, keep, held=held)
+        return _sums(call, stash, numbered, needed, keep, held=held, inner_whole=whole)
     except BaseException:
         if held is not None:
             held.abandon()
@@ -500,6 +636,7 @@ def _sums(
     needed: Sequence[bool],
     keep: bool,
     held: HeldPass | None,
+    inner_whole: Sequence[int],
 ) -> list[Tensor | None]:
     parts = [part for _, part in numbered]
     stays = held is not None and bool(held.makes)
@@ -516,7 +653,7 @@ def _sums(
     if reduction is None:
         trained = bool(parts) and parts[0].tracker.training is not None
         shared = trained and not stays and wants_shared(parts)
-        answers = _run(call, stash, needed, keep, {}, stays=shared, held=held)
+        answers = _run(call, stash, needed, keep, {}, stays=shared, held=held, whole=inner_whole)
         _finish(call, parts, answers)
         shares = [
             gradients.share(answer, part.leaves)
@@ -589,7 +726,13 @@ def _whole(
     return [a == b for a, b in zip(expected, given, strict=True)]
 
 
-def _derive(call: CallNode, stash: Stash, needed: Sequence[bool]) -> list[Tensor | None]:
+def _derive(
+    call: CallNode,
+    stash: Stash,
+    needed: Sequence[bool],
+    inner: Sequence[int] = (),
+    whole: Sequence[int] = (),
+) -> list[Tensor | None]:
     """Higher order: the same trip, with results that can be differentiated again."""
     parts = dict(_parts(call, stash))
     incoming = {i: [grad for _, found in _given(stash, i) for _, grad in found] for i in parts}
@@ -606,12 +749,13 @@ def _derive(call: CallNode, stash: Stash, needed: Sequence[bool]) -> list[Tensor
     graphs = {i: RemoteGraph() for i in parts}
     handle = GraphHandle([*graphs.values()])
     token = fork(derived)
-    answers = _run(call, stash, needed, True, graphs)
+    answers = _run(call, stash, needed, True, graphs, inner=inner, whole=whole)
     _finish(call, [*parts.values()], answers)
     at = 0
     found: list[list[Tensor]] = [[] for _ in call.parts]
     derived.parts = [None] * len(call.parts)
     places: list[tuple[int, int, int]] = []
+    present: Sequence[int | None] = ()
     for (i, part), answer in zip(parts.items(), answers, strict=True):
         own = range(at, at + len(incoming[i]))
         at = own.stop
@@ -619,17 +763,20 @@ def _derive(call: CallNode, stash: Stash, needed: Sequence[bool]) -> list[Tensor
         assert answer.reply.value is not None
         found[i] = codec.unpack(answer.reply.value, answer.attachments, call.leaves[0].device)
         present = codec.load(answer.reply.value, range(len(found[i])))
-        places += [
-            (leaf, i, row)
-            for leaf, row in zip(part.leaves, present, strict=True)
-            if row is not None
-        ]
+        if not inner:
+            places += [
+                (leaf, i, row)
+                for leaf, row in zip(part.leaves, present, strict=True)
+                if row is not None
+            ]
     attach(derived, token, handle, found)
+    if inner:
+        return [None if row is None else found[0][row] for row in present]
     sums: list[Tensor | None] = [None] * len(call.leaves)
     for leaf, i, row in places:
         one = sums[leaf]
         sums[leaf] = found[i][row] if one is None else one + found[i][row]
-    whole = [True] * len(sums)
+    given = [True] * len(sums)
     return gradients.settle(
-        sums, call.leaves, kinds=call.kinds, needed=needed, whole=whole, unused=call.unused
+        sums, call.leaves, kinds=call.kinds, needed=needed, whole=given, unused=call.unused
     )

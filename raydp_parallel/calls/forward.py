@@ -44,6 +44,7 @@ from raydp_parallel.transport.messages import (
     Called,
     ForwardRequest,
     Origins,
+    OutputGraph,
     Produced,
     Reply,
     StateUpdate,
@@ -636,11 +637,13 @@ class ForwardAttempt:
         if written and made is not None:
             made[1].copy_before(written)
 
-    def attach(self, outputs: Sequence[list[Tensor]], joined: bool) -> None:
+    def attach(
+        self, outputs: Sequence[list[Tensor]], joined: bool, graph: OutputGraph | None
+    ) -> None:
         """Make the outputs of each chunk part of torch's graph."""
         node = self._spec.node
         if node.token is not None:
-            autograd.attach(node, node.token, self._handle, outputs, joined)
+            autograd.attach(node, node.token, self._handle, outputs, joined=joined, graph=graph)
             return
         for tensor in itertools.chain.from_iterable(outputs):
             tensor.requires_grad_(False)
@@ -836,7 +839,7 @@ class ForwardCall:
         joined = self.spec.settings.joins and capture is None and len(chunks) > 1
         joined = joined and devices.is_cpu(chunks[0].tracker.device) and not batch.registered
         joined = joined and codec.in_rows([a.reply.value for a in answers])
-        attempt.attach(unpacked, joined)
+        attempt.attach(unpacked, joined, answers[0].reply.output_graph)
         known: Any = ()
         if chunks[0].alone:
             shared = chunks[0].shared

@@ -8,15 +8,17 @@ next call comes at once, nothing is lost: it would have begun with the same work
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TypeVar
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
 from raydp_parallel.state.replica_module import ReplicaModule
-from raydp_parallel.transport.messages import BackwardRequest
+from raydp_parallel.transport.messages import BackwardRequest, OutputGraph
 
 
 def plainly(request: BackwardRequest, partial: bool) -> bool:
@@ -46,6 +48,12 @@ def differentiate(
     if request.derived is not None:
         for grad in grads:
             grad.requires_grad_()
+    if request.inner:
+        create = request.derived is not None
+        with torch.inference_mode(False), torch.set_grad_enabled(create):
+            with catching(leaves) as caught:
+                _run_backward(outputs, grads, request.keep, create, leaves)
+            return [*map(caught.get, range(len(leaves)))]
     wanted = [leaf for leaf, needed in zip(leaves, request.needed, strict=True) if needed]
     if not wanted:
         return [None] * len(leaves)
@@ -144,6 +152,111 @@ def reachable(outputs: Sequence[Tensor]) -> set[int]:
         seen |= fresh
         nodes.extend(fresh)
     return found
+
+
+def output_graph(outputs: Sequence[Tensor]) -> OutputGraph | None:
+    """Which outputs were computed from others of them; None if none was, and none keeps its
+    gradient.
+
+    Only the part of the graph that was made after the first of them is looked through.
+    """
+    places: dict[tuple[Any, int], int] = {}
+    for k, tensor in enumerate(outputs):
+        if tensor.grad_fn is not None:
+            places.setdefault((tensor.grad_fn, tensor.output_nr), k)
+    retained = tuple([k for k, tensor in enumerate(outputs) if tensor.retains_grad])
+    depends: dict[int, tuple[int, ...]] = {}
+    if len(places) > 1:
+        order = sorted(places, key=lambda place: place[0]._sequence_nr())
+        first = order[0][0]._sequence_nr()
+        below: dict[Any, set[int]] = {}
+        for node, at in order:
+            if node not in below:
+                below[node] = _places_below(node, places, below, first)
+            if found := below[node]:
+                depends[places[node, at]] = tuple(sorted(found))
+    return OutputGraph(depends, retained) if depends or retained else None
+
+
+def _places_below(
+    node: Any, places: Mapping[tuple[Any, int], int], below: Mapping[Any, set[int]], first: int
+) -> set[int]:
+    """The places that a node leads to, by way of nodes that are not older than the first place's.
+
+    Args:
+        node: The node.
+        places: The numbers of places: nodes, with the numbers of their results.
+        below: What older nodes lead to.
+        first: The sequence number of the first place's node.
+    """
+    found: set[int] = set()
+    left, seen = [node], {node}
+    while left:
+        for following, at in left.pop().next_functions:
+            if (following, at) in places:
+                found.add(places[following, at])
+            if following is None or following in seen:
+                continue
+            seen.add(following)
+            if following in below:
+                found |= below[following]
+            elif following._sequence_nr() >= first:
+                left.append(following)
+    return found
+
+
+@contextlib.contextmanager
+def replacing(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Let some outputs, from which others were computed, have these gradients in the block, and not
+    the sums with those that come from the others.
+
+    Args:
+        pairs: The outputs, each with its gradient.
+    """
+    with contextlib.ExitStack() as stack:
+        for output, grad in pairs:
+            stack.enter_context(_before_hooks(output, functools.partial(_replaced, grad)))
+        yield
+
+
+def _replaced(grad: Tensor, _sum: Tensor) -> Tensor:
+    return grad
+
+
+@contextlib.contextmanager
+def catching(outputs: Sequence[Tensor]) -> Iterator[dict[int, Tensor]]:
+    """Catch the gradients that come to some outputs in the block, by number, so that nothing goes
+    on from there, also to another one of them. Their own hooks are not called.
+    """
+    caught: dict[int, Tensor] = {}
+    with contextlib.ExitStack() as stack:
+        for number, output in enumerate(outputs):
+            hook = functools.partial(_caught, caught, number)
+            stack.enter_context(_before_hooks(output, hook, alone=True))
+        yield caught
+
+
+def _caught(caught: dict[int, Tensor], number: int, grad: Tensor) -> Tensor:
+    caught[number] = grad
+    return torch.zeros_like(grad)
+
+
+@contextlib.contextmanager
+def _before_hooks(
+    output: Tensor, hook: Callable[[Tensor], Tensor], alone: bool = False
+) -> Iterator[None]:
+    """Give a tensor a hook, in the block, before its own ones, or in their place."""
+    output.register_hook(hook)
+    hooks: Any = output._backward_hooks
+    *own, added = hooks.items()
+    # Torch calls them in the order of a plain dict, which `move_to_end` does not change.
+    hooks.clear()
+    hooks.update([added] if alone else [added, *own])
+    try:
+        yield
+    finally:
+        hooks.clear()
+        hooks.update(own)
 
 
 T = TypeVar("T")

@@ -52,6 +52,7 @@ from raydp_parallel.transport.messages import (
     Forget,
     ForwardRequest,
     LeaveSnapshot,
+    OutputGraph,
     Parcel,
     PassSnapshot,
     Produced,
@@ -365,6 +366,7 @@ class Replica:
             reduced=self._reduced,
             hooked=hooked,
             passed=back.left,
+            output_graph=self._output_graph(request),
             training=self._trained(request.model),
             stayed=b"" if hold is None else kept_gradients.marks(self._kept, hold),
             left=() if hold is None else kept_gradients.left(self._kept, hold),
@@ -623,6 +625,13 @@ class Replica:
         used, leaves = autograd_engine.reachable(graph.outputs), graph.leaves[request.graph]
         return tuple(i for i in request.doubtful if id(leaves[i]) in used)
 
+    def _output_graph(self, request: ForwardRequest | BackwardRequest) -> OutputGraph | None:
+        """How the outputs of the only chunk hang together."""
+        if not isinstance(request, ForwardRequest) or not request.alone or request.graph is None:
+            return None
+        graph = self._graphs.get(request.graph)
+        return None if graph is None else autograd_engine.output_graph(graph.outputs)
+
     def _replica_module(self, request: ForwardRequest, attachments: Attachments) -> ReplicaModule:
         replica_module = self._models.get(request.model)
         if replica_module is None:
@@ -671,6 +680,8 @@ class Replica:
             )
         graphs = [self._graphs[key] for key, _ in request.outputs]
         leaves = graphs[0].leaves[request.graph]
+        if request.inner:
+            leaves = [graphs[0].outputs[number] for number in request.inner]
         partial = any(graph.partial for graph in graphs)
         if request.bumped:
             saved = [self._saved(graph, slot) for graph in graphs for slot in request.bumped]
@@ -680,6 +691,9 @@ class Replica:
         outputs = [
             self._graphs[key].outputs[i] for key, indices in request.outputs for i in indices
         ]
+        given = self._graphs[request.graph].outputs if request.whole else ()
+        whole = {id(given[number]) for number in request.whole}
+        replaced = [(t, grad) for t, grad in zip(outputs, grads, strict=True) if id(t) in whole]
         group = self.groups.find(request.reduce.group) if request.reduce is not None else None
         reducer = None
         if group is not None and request.reduce is not None:
@@ -702,6 +716,7 @@ class Replica:
             _Watching(graphs[0], request.write_back),
             _Telling(graphs[0].replica_module.built.parts, request, graphs[0].parts is not None),
             watching,
+            autograd_engine.replacing(replaced) if replaced else _AS_IT_IS,
             _NO_SUMS if hold is None else kept_gradients.adding(self._kept, hold) as earlier,
         ):
             self._laps.begin(2)
@@ -710,17 +725,15 @@ class Replica:
             )
             self.check_process()
             self._finish_work()
+        if request.inner:
+            self._keep_derived(request, graphs, grads, found)
+            return codec.encode(
+                tuple(found), back, "gradients", requires_grad=request.derived is not None
+            )[0]
         if self._ends(request):
             self._graphs.spent.update(key for key, _ in request.outputs)
         self._graphs.ahead = graphs[0].replica_module
-        if request.derived is not None:
-            brought: dict[int, Sequence[Tensor]] = {request.derived: grads}
-            for graph in graphs:
-                brought.update(graph.leaves)
-            kept = [grad for grad in found if grad is not None]
-            self._graphs[request.derived] = graphs[0]._replace(
-                outputs=kept, leaves=brought, partial=True
-            )
+        self._keep_derived(request, graphs, grads, found)
         # What autograd.grad() gives may be memory of the message, or of another gradient.
         if hold is not None:
             own = autograd_engine.plainly(request, partial)
@@ -741,6 +754,23 @@ class Replica:
             if all(grad.layout is torch.strided for grad in left):
                 back.left = sum(grad.nbytes for grad in left)
         return parcel
+
+    def _keep_derived(
+        self,
+        request: BackwardRequest,
+        graphs: Sequence[KeptGraph],
+        grads: Sequence[Tensor],
+        found: Sequence[Tensor | None],
+    ) -> None:
+        """Keep the graph of the gradients that a backward under ``create_graph`` found."""
+        if request.derived is not None:
+            brought: dict[int, Sequence[Tensor]] = {request.derived: grads}
+            for graph in graphs:
+                brought.update(graph.leaves)
+            kept = [grad for grad in found if grad is not None]
+            self._graphs[request.derived] = graphs[0]._replace(
+                outputs=kept, leaves=brought, partial=True
+            )
 
     def _ends(self, request: BackwardRequest) -> bool:
         """Whether the driver's torch frees its nodes of the graphs with this backward: it keeps

@@ -134,6 +134,8 @@ class CodeObjects:
         elif isinstance(value, _METHODS):
             parts = [("", value.__func__)]
         elif by_value(value):
+            defaults = [("an argument's default", part) for part in value.__defaults__ or ()]
+            parts = [*defaults, *(value.__kwdefaults__ or {}).items()]
             names = value.__code__.co_freevars
             for name, cell in zip(names, value.__closure__ or (), strict=True):
                 yield from self._of_place(f"{path}.closure.{name}", name, cell)

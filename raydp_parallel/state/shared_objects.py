@@ -294,7 +294,7 @@ def edit_of(value: Any, then: ObjectContents, now: ObjectContents) -> ObjectEdit
             for key, new in after.items():
                 if before.get(key, ...) is not new:
                     sets.append((kind, key, _plain(before.get(key, ...)), new))
-    return ObjectEdit(length, popped, added, dropped, (*sets,), (*removed,))
+    return ObjectEdit(length, popped, added, dropped, sets=(*sets,), removed=(*removed,))
 
 
 def _plain(value: Any) -> Any:

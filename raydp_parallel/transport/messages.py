@@ -322,6 +322,9 @@ class BackwardRequest(NamedTuple):
             they lie, and not the driver.
         hold: The gradients that stay here, or stayed here before; None for none.
         early: Whether large gradients may leave a GPU while backward runs.
+        inner: Outputs, by number, that the gradients are requested of, in place of those of leaves.
+        whole: Outputs, by number, of which the given gradients hold what comes from other outputs,
+            too.
     """
 
     model: int
@@ -346,6 +349,8 @@ class BackwardRequest(NamedTuple):
     stays: int = 0
     hold: Holding | None = None
     early: bool = False
+    inner: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()
 
 
 class TrainingEntry(NamedTuple):
@@ -686,6 +691,7 @@ class Reply(NamedTuple):
         stayed: For each row of the request's `Holding` whether a gradient of it stayed.
         left: The keys of earlier gradients of the request's `Holding` that the replica still has.
         hooked: The parcel of the `HookChanges` of a backward; None for nothing.
+        output_graph: How the outputs of the only chunk's forward hang together; None for not.
     """
 
     value: Parcel | None = None
@@ -706,6 +712,19 @@ class Reply(NamedTuple):
     stayed: bytes = b""
     left: tuple[int, ...] = ()
     hooked: Parcel | None = None
+    output_graph: OutputGraph | None = None
+
+
+class OutputGraph(NamedTuple):
+    """How the outputs of a forward hang together.
+
+    Attributes:
+        depends: For an output the others that it was computed from, by number.
+        retained: The outputs that keep their gradient (``retain_grad``).
+    """
+
+    depends: dict[int, tuple[int, ...]]
+    retained: tuple[int, ...]
 
 
 class Package(NamedTuple):

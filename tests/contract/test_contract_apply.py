@@ -996,6 +996,18 @@ def list_in_backward(net: nn.Module) -> Any:
     return grads
 
 
+def default_of_an_argument(net: nn.Module) -> Any:
+    """As loops bind what each hook stores in."""
+    shapes: list[Any] = []
+
+    def hook(_module: nn.Module, _args: Any, out: Tensor, *, to: list[Any] = shapes) -> None:
+        to.append(out.shape)
+
+    net.register_forward_hook(hook)
+    net.register_forward_hook(lambda _m, _args, out, into=shapes: into.append(len(out)))
+    return shapes
+
+
 def names_of_a_script(net: nn.Module) -> Any:
     """A list and a number that a function of a script looks up."""
     script = """
@@ -1034,6 +1046,7 @@ KEEPERS = {
     object_in_a_hook: "Recorder",
     method_in_a_partial: "Recorder",
     list_in_backward: "grads",
+    default_of_an_argument: "(to|an argument's default)",
     names_of_a_script: "log, number",
     number_of_a_closure: "count",
     generator_of_a_closure: "generator",

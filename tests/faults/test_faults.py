@@ -388,6 +388,43 @@ def test_one_device_that_stores_in_its_attributes(died: str, killable: Executor)
     assert found[0][1] == [3.0, 3.0]
 
 
+class KeepsFeatures(StoresInAttributes):
+    """Keeps features, and what hooks see of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor, given: Any = None) -> Tensor:
+        self.features = super().forward(x) * 2
+        self.features.register_hook(self.see)
+        return self.features * self.weight
+
+    def see(self, gradient: Tensor) -> None:
+        """Keep it."""
+        self.seen.append(gradient)
+
+
+@pytest.mark.parametrize("died", ["before the first", "before the second"])
+def test_an_output_s_gradient_after_a_death(died: str, killable: Executor) -> None:
+    """The graph is made again, and what hooks did is done once."""
+    found = []
+    for deadly in (False, True):
+        net = KeepsFeatures()
+        model = DataParallel(net, ["cpu"], executor=whole(killable))
+        out = model(torch.ones(2))
+        if deadly and died == "before the first":
+            kill(killable, 0)
+        given = torch.autograd.grad(out.sum(), net.features, retain_graph=True)
+        if deadly and died == "before the second":
+            kill(killable, 0)
+        net.features.retain_grad()
+        (out.square().sum() + net.features.sum()).backward()
+        found.append([*given, net.features.grad, net.weight.grad, net.gradient, *net.seen])
+        assert len(net.seen) == 1
+    torch.testing.assert_close(found[1], found[0])
+
+
 # --- what cannot be made again ---
 
 

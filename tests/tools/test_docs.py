@@ -22,7 +22,7 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 CONTRACT = (ROOT / "docs" / "contract.md").read_text()
-COUNTS = {"C": 17, "F": 9, "S": 14, "K": 4, "R": 21, "A": 11, "G": 13, "B": 14, "X": 8, "T": 8}
+COUNTS = {"C": 17, "F": 9, "S": 14, "K": 4, "R": 21, "A": 11, "G": 13, "B": 15, "X": 8, "T": 8}
 ROWS = [f"{letter}{number}" for letter, count in COUNTS.items() for number in range(1, count + 1)]
 STATUSES = {"kept", "kept, better", "deviation"}
 

@@ -698,7 +698,7 @@ def test_an_answer_waits_for_what_was_sent_last(
         return None, 7
 
     monkeypatch.setattr(replica, "_written", written)
-    for name in ("_refuse_writes", "_guessed", "_show_the_present", "_rebound"):
+    for name in ("_refuse_writes", "_guessed", "_show_the_present", "_hooked"):
         monkeypatch.setattr(replica, name, lambda *_: None)
     replica._laps.begin(1)
     replica._laps.begin(2)
