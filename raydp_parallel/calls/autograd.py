@@ -200,63 +200,67 @@ def attach(
 
     depends = {} if graph is None else graph.depends
     depended = {*itertools.chain(*depends.values())}
-    mode = torch.zeros((), device="cpu", requires_grad=True) if depends else None
+    watched: dict[int, WatchedOutput] = {}
+    leaf = torch.zeros((), device="cpu", requires_grad=True) if depends else None
     with saved_tensors_hooks(lambda tensor: (handle, tensor), unpack):
         # Each has all that it depends on in its row, which therefore is shorter than its own.
         for places in sorted(columns.values(), key=lambda p: len(depends.get(p[0][1], ()))):
-            others = tuple([k for k in depends.get(places[0][1], ()) if (0, k) in columns])
-            inner = InnerOutputs(others, [tensors[0][k] for k in others]) if others else None
+            others = [k for k in depends.get(places[0][1], ()) if k in watched]
+            inner = InnerOutputs({k: watched[k] for k in others}, leaf) if others else None
             found = Join.apply(
                 call,
                 places,
                 inner,
                 len(places) > 1 or places[0][1] in depended,
                 token,
-                *([] if inner is None else [mode, *[tensors[0][k] for k in others]]),
+                *([leaf, *[tensors[0][k] for k in others]] if others else []),
                 *[tensors[i][k].requires_grad_(False) for i, k in places],
             )
             for (i, k), tensor in zip(places, found if len(places) > 1 else (found,), strict=True):
                 tensors[i][k] = tensor
+                if k in depended:
+                    watched[k] = WatchedOutput(tensor)
     for k in () if graph is None else graph.retained:
         if tensors[0][k].requires_grad:
             tensors[0][k].retain_grad()
 
 
-class InnerOutputs:
-    """Outputs that another one was computed from.
+class InnerOutputs(NamedTuple):
+    """The outputs that another one was computed from.
 
-    Args:
-        numbers: Their numbers.
-        tensors: These.
+    Attributes:
+        watched: These, by number.
+        leaf: An input of its `Join` that no pass is asked for: a pass that does not run it was
+            asked for chosen tensors.
     """
 
-    def __init__(self, numbers: tuple[int, ...], tensors: Sequence[Tensor]) -> None:
-        self.numbers = numbers
-        self._tensors = [*map(weakref.ref, tensors)]
-        self._hooks = []
-        for tensor in tensors:
-            # Makes the dict of hooks, which lives on when the tensor is gone.
-            tensor.register_hook(_no_hook).remove()
-            self._hooks.append(tensor._backward_hooks)
+    watched: Mapping[int, WatchedOutput]
+    leaf: Any
 
-    def wanted(self, nodes: Sequence[Any], only_some: bool) -> dict[int, bool]:
-        """Whether something asks for the gradient of each, by number.
 
-        Args:
-            nodes: Their nodes.
-            only_some: Whether the engine was asked for the gradients of chosen tensors.
-        """
-        found = {}
-        for number, ref, hooks, node in zip(
-            self.numbers, self._tensors, self._hooks, nodes, strict=True
-        ):
-            tensor = ref()
-            if only_some:
-                runs = torch._C._will_engine_execute_node(node)
-                found[number] = runs and (tensor is not None or bool(hooks))
-            else:
-                found[number] = bool(hooks) or (tensor is not None and tensor.retains_grad)
-        return found
+class WatchedOutput:
+    """An output that others were computed from.
+
+    Args:
+        tensor: The output.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._ref = weakref.ref(tensor)
+        # Makes the dict of hooks, which lives on when the tensor is gone.
+        tensor.register_hook(_no_hook).remove()
+        self._hooks = tensor._backward_hooks
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether something sees its gradient in each pass: a hook, or ``retain_grad``."""
+        tensor = self._ref()
+        return bool(self._hooks) or (tensor is not None and tensor.retains_grad)
+
+    @property
+    def may_be_chosen(self) -> bool:
+        """Whether a pass may be asked for its gradient."""
+        return self._ref() is not None or bool(self._hooks)
 
 
 def _no_hook(_grad: Tensor) -> None:
@@ -352,17 +356,21 @@ class Join(Function):
                     now.tracks.append(track)
         if ctx.inner is None:
             return None, None, None, None, None, *[None] * len(grads)
-        fork, mode, *nodes = [node for node, _ in ctx.next_functions[: 2 + len(ctx.inner.numbers)]]
-        only_some = not torch._C._will_engine_execute_node(mode)
-        now.whole.update(ctx.inner.wanted(nodes, only_some))
-        wanted = [k for k in ctx.inner.numbers if now.whole[k]]
+        watched, runs = ctx.inner.watched, torch._C._will_engine_execute_node
+        fork, leaf, *nodes = [node for node, _ in ctx.next_functions[: len(watched) + 2]]
+        some = not runs(leaf)
         found: dict[int, Tensor | None] = {}
-        if wanted and grads[0] is not None:
-            found = dict(zip(wanted, _inner(call, ctx.places[0], grads[0], wanted), strict=True))
-        if only_some and not torch._C._will_engine_execute_node(fork):
+        if grads[0] is not None:
+            for (k, output), node in zip(watched.items(), nodes, strict=True):
+                if k not in now.whole:
+                    chosen = some and runs(node) and output.may_be_chosen
+                    now.whole[k] = chosen or (not some and output.has_hooks)
+            if wanted := [k for k in watched if now.whole[k]]:
+                given = _inner(call, ctx.places[0], grads[0], wanted)
+                found = dict(zip(wanted, given, strict=True))
+        if some and not runs(fork):
             call.passes.pop(torch._C._current_graph_task_id(), None)  # which Fork would do
-        given = map(found.get, ctx.inner.numbers)
-        return None, None, None, None, None, None, *given, None
+        return None, None, None, None, None, None, *map(found.get, watched), None
 
 
 def _inner(
