@@ -26,8 +26,9 @@ from raydp_parallel.cluster.replica_slots import (
     ReplicaSlot,
     steps,
 )
-from raydp_parallel.errors import GraphLost, ReplicaDied
+from raydp_parallel.errors import GraphLost, ReplicaDied, StateChanged
 from raydp_parallel.replica import exceptions
+from raydp_parallel.state import hidden_attributes
 from raydp_parallel.state.tracker import ModuleTracker
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.links import Attachments
@@ -342,8 +343,14 @@ def apply_effects(answers: Sequence[tuple[ModuleTracker | None, ChunkAnswer]]) -
     for _, answer in answers:
         if answer.reply.warnings:
             exceptions.warn_again(answer.reply.warnings)
-    for _, answer in answers:
+    for tracker, answer in answers:
         if answer.reply.failure is not None:
+            if tracker is not None and hidden_attributes.is_not_shown(answer.reply.failure):
+                tracker.show()
+                raise StateChanged(
+                    "backward: a hook, or code that runs again, reads an attribute that an earlier "
+                    "forward set, and the last one did not; run forward again, which shows it"
+                )
             exceptions.reraise(answer.reply.failure, str(answer.slot))
 
 

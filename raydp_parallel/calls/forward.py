@@ -34,6 +34,7 @@ from raydp_parallel.replica.loss_call import LossCall
 from raydp_parallel.replica.replica import WithAttributes
 from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
 from raydp_parallel.state import module_sources
+from raydp_parallel.state.hidden_attributes import is_missed
 from raydp_parallel.state.shared_objects import SharedObjects
 from raydp_parallel.state.tracker import Mark, ModuleTracker
 from raydp_parallel.transport import codec
@@ -742,6 +743,8 @@ class ForwardCall:
         spec, synced = self.spec, self.spec.node.synced
         spec.executor.revive([chunk.slot for chunk in spec.chunks])
         for tracker in spec.trackers:
+            if spec.settings.compiled is not None:
+                tracker.show()
             if training_record.trainings:
                 training_record.bring_up_to_date(tracker.module, tracker.training)
             if tracker.training is not None:
@@ -767,7 +770,7 @@ class ForwardCall:
         spec, node = self.spec, self.spec.node
         answers, attempt = self._wait()
         failed = any(answer.reply.failure is not None for answer in answers)
-        while failed and spec.executor.send_code(answers):
+        while failed and (self._show(answers) or spec.executor.send_code(answers)):
             self._begin()
             answers, attempt = self._wait()
             failed = any(answer.reply.failure is not None for answer in answers)
@@ -804,6 +807,18 @@ class ForwardCall:
             raise named from error
         node.parts = attempt.parts()
         return self._outputs(attempt, answers)  # [9]
+
+    def _show(self, answers: Sequence[ChunkAnswer]) -> bool:
+        """Show replicas the attributes that were hidden from them, if one missed some; returns
+        whether to run the call again.
+        """
+        missed = {
+            chunk.tracker
+            for chunk, answer in zip(self.spec.chunks, answers, strict=True)
+            if answer.reply.failure is not None and is_missed(answer.reply.failure)
+        }
+        with self.spec.executor.replica_set.lock:
+            return any([tracker.show() for tracker in missed])  # noqa: C419  all of them
 
     def _write_means(self, answers: Sequence[ChunkAnswer]) -> None:
         """Apply what chunks changed in place, where buffers get the mean over the chunks."""

@@ -36,6 +36,7 @@ from raydp_parallel.replica.autograd_engine import KeptGraphs
 from raydp_parallel.replica.replica_training import ReplicaTraining
 from raydp_parallel.replica.sample_rng import RowRandom
 from raydp_parallel.state import module_sources
+from raydp_parallel.state.hidden_attributes import shown_as_set
 from raydp_parallel.state.module_parts import LostChanges, ModuleParts, PartKey, VainChange
 from raydp_parallel.state.python_state import Held
 from raydp_parallel.state.replica_module import ReplicaModule
@@ -489,6 +490,7 @@ class Replica:
             if request.compiled is not None and not request.capture:
                 runs = replica_module.built.compiled(request.compiled)
             value = callee(runs, called)(*args, **kwargs)
+            replica_module.built.hidden.check()
             self.check_process()
             self._finish_work()
         # [6]
@@ -717,6 +719,7 @@ class Replica:
             _Telling(graphs[0].replica_module.built.parts, request, graphs[0].parts is not None),
             watching,
             autograd_engine.replacing(replaced) if replaced else _AS_IT_IS,
+            shown_as_set(),
             _NO_SUMS if hold is None else kept_gradients.adding(self._kept, hold) as earlier,
         ):
             self._laps.begin(2)

@@ -7,9 +7,10 @@ found one by one, where it is asked for.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -33,6 +34,15 @@ def _alike(node: dict[Any, Any], copy: dict[Any, Any]) -> bool:
     )
 
 
+def _shown(hidden: Mapping[int, Collection[str]], owner: Any) -> dict[str, Any]:
+    """The attributes of an object but for hidden ones."""
+    names = hidden.get(id(owner))
+    attributes: dict[str, Any] = vars(owner)
+    if names is None:
+        return attributes
+    return {name: value for name, value in attributes.items() if name not in names}
+
+
 class _FlatDicts:
     """The contents of some dicts, in flat lists.
 
@@ -40,6 +50,7 @@ class _FlatDicts:
         owners: The objects that have the first dicts as attributes.
         dicts: The other dicts.
         copies: The contents of all.
+        attributes: Gives the attributes of an object.
     """
 
     def __init__(
@@ -47,9 +58,11 @@ class _FlatDicts:
         owners: Sequence[Any],
         dicts: Sequence[dict[Any, Any]],
         copies: Sequence[dict[Any, Any]],
+        attributes: Callable[[Any], dict[str, Any]] = vars,
     ) -> None:
+        self._attributes = attributes
         count = len(owners)
-        nodes: list[Any] = [*map(vars, owners), *dicts]
+        nodes: list[Any] = [*map(attributes, owners), *dicts]
         # Most dicts of a module are for hooks and empty: one `any` checks all of them.
         empty = [
             not copy and (i >= count or isinstance(owners[i], Tensor))
@@ -69,7 +82,7 @@ class _FlatDicts:
 
     def changed(self) -> bool:
         """Whether a dict has other contents than its copy."""
-        plain = [*map(vars, self._owners), *self._dicts]
+        plain = [*map(self._attributes, self._owners), *self._dicts]
         full = [*plain, *self._ordered]
         # An OrderedDict has an order of its own, which dict.values would not follow.
         values = (*map(dict.values, plain), *map(OrderedDict.values, self._ordered))
@@ -87,17 +100,24 @@ class DictCopies:
     Args:
         owners: The objects.
         dicts: The dicts.
+        hidden: The names of attributes that are not looked at, by the ids of their owners.
     """
 
-    def __init__(self, owners: Sequence[Any], dicts: Sequence[dict[Any, Any]]) -> None:
+    def __init__(
+        self,
+        owners: Sequence[Any],
+        dicts: Sequence[dict[Any, Any]],
+        hidden: Mapping[int, Collection[str]] | None = None,
+    ) -> None:
         self._owners = [*owners]
         self._dicts = [*dicts]
+        self._attributes: Any = functools.partial(_shown, hidden) if hidden else vars
         self._copies = [dict(node) for node in self._nodes()]
         self._index = {id(owner): i for i, owner in enumerate(owners)}
-        self._flat = _FlatDicts(owners, dicts, self._copies)
+        self.settle()
 
     def _nodes(self) -> list[dict[Any, Any]]:
-        nodes: list[Any] = [*map(vars, self._owners)]
+        nodes: list[Any] = [*map(self._attributes, self._owners)]
         return nodes + self._dicts
 
     def classes(self) -> list[type]:
@@ -125,7 +145,7 @@ class DictCopies:
 
     def settle(self) -> None:
         """Compare with the copies as they are now."""
-        self._flat = _FlatDicts(self._owners, self._dicts, self._copies)
+        self._flat = _FlatDicts(self._owners, self._dicts, self._copies, self._attributes)
 
     def differences(self) -> list[tuple[Any, str, Any]] | None:
         """The changed attributes as (owner, name, new value), or None if something else changed."""
@@ -157,7 +177,7 @@ class DictCopies:
         """
         found = []
         for i, owner in enumerate(self._owners):
-            now, then = vars(owner), self._copies[i]
+            now, then = self._attributes(owner), self._copies[i]
             for name in {**then, **now}:
                 value = now.get(name, _MISSING)
                 if value is not then.get(name, _MISSING) or id(value) in changed:

@@ -288,9 +288,11 @@ class ModuleParts:
         modules: The module, and its parts.
         state: What they begin each forward with, in a replica.
         counts: What the driver's `counts` found.
+        hidden: The names of attributes that replicas do without, by number of the module.
 
     Attributes:
         modules: These.
+        hidden: These.
         reported: The attributes that the last forward rebound, by number of the module and name.
         then: What the objects held after it; None if that is not followed.
         stores: Whether it changed objects.
@@ -301,8 +303,10 @@ class ModuleParts:
         modules: Iterable[nn.Module],
         state: PythonState | None = None,
         counts: Mapping[tuple[int, str], int] | None = None,
+        hidden: Mapping[int, tuple[str, ...]] | None = None,
     ) -> None:
         self.modules = [*modules]
+        self.hidden = dict(hidden or {})
         self._state = state
         self._counts = counts
         if state is not None:  # as it is now, so that later changes are seen
@@ -349,8 +353,11 @@ class ModuleParts:
         for at, module in enumerate(self.modules):
             if isinstance(module, torch.jit.ScriptModule):
                 continue
+            besides = self.hidden.get(at, ())
             for name, value in vars(module).items():
-                if not (name in _OF_TORCH or type(value) in ATOMS or is_of_torch(value)):
+                if name in _OF_TORCH or name in besides:
+                    continue
+                if not (type(value) in ATOMS or is_of_torch(value)):
                     yield at, name, value
         for path, (_, value) in self.code.objects.items():
             yield _CODE, path, value

@@ -429,10 +429,14 @@ class PythonState:
 
     Args:
         found: The objects.
+        hidden: The names of attributes that are not looked at, by the ids of their owners. Such a
+            state cannot be restored.
     """
 
-    def __init__(self, found: StateVisitor) -> None:
-        self._dicts = DictCopies(found.owners, found.plain_dicts())
+    def __init__(
+        self, found: StateVisitor, hidden: Mapping[int, Collection[str]] | None = None
+    ) -> None:
+        self._dicts = DictCopies(found.owners, found.plain_dicts(), hidden)
         self._lists = ListCopies(found.lists, found.sets)
         self._classes = self._dicts.classes()
         self._code = found.code

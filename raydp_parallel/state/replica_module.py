@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from raydp_parallel.devices.ranges import MemoryRange
 from raydp_parallel.state import module_sources, replica_memory, structure
+from raydp_parallel.state.hidden_attributes import HiddenParts
 from raydp_parallel.state.module_parts import ModuleParts, PartKey, VainChange, VainChanges
 from raydp_parallel.state.python_state import Held, PythonState, StateVisitor
 from raydp_parallel.state.replica_memory import BlockSource, OwnedBlocks, Packet, ReplicaTensors
@@ -40,6 +41,7 @@ class BuiltModule:
         held: The tensors that it holds.
         parts: Its submodules, and the objects of the program that it refers to, by the keys of the
             driver.
+        hidden: Its modules with attributes that it does without.
         untold: What forwards changed in vain.
         is_untouched: Whether `look_ahead` found that the next forward has nothing to restore, and
             no code ran since that may change the module.
@@ -53,6 +55,7 @@ class BuiltModule:
         self._structure: Structure | None = None
         self._edits: dict[tuple[int, str], Any] = {}
         self.parts = ModuleParts(())
+        self.hidden = HiddenParts((), {}, self._python_state)
         self.untold = VainChanges()
         self._is_outdated = False
         self.is_untouched = False
@@ -76,6 +79,8 @@ class BuiltModule:
         for (index, name), value in self._edits.items():
             vars(modules[index])[name] = value
         self._python_state = structure.survey(self.module)
+        hidden = self._structure.hidden
+        self.hidden = HiddenParts(modules, hidden, self._python_state)
         self.parts = ModuleParts(modules, self._python_state, self._structure.objects)
         self.held = Held(self._python_state, tensors)
 
@@ -112,6 +117,7 @@ class BuiltModule:
             if lost:
                 self.untold.enter(VainChange.STORED, self.parts.holding(lost))
 
+        self.hidden.keep()
         restored = self.is_untouched or self._python_state.restore(note)
         if restored:
             self.parts.forget_changes()

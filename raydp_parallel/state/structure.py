@@ -15,14 +15,14 @@ import pickle
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from raydp_parallel.state import module_sources
+from raydp_parallel.state import hidden_attributes, module_sources
 from raydp_parallel.state.module_sources import PROCESS
 from raydp_parallel.state.python_state import LOCKS, PythonState, StateVisitor, by_value
 from raydp_parallel.transport import codec
@@ -153,12 +153,17 @@ _CPU = torch.device("cpu")
 _LAZY = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
 
 
-def dump(module: nn.Module, slot: Callable[[Tensor], int]) -> tuple[bytes, PythonState, Origins]:
+def dump(
+    module: nn.Module,
+    slot: Callable[[Tensor], int],
+    hidden: Mapping[int, Collection[str]] | None = None,
+) -> tuple[bytes, PythonState, Origins]:
     """Pickle a module's structure.
 
     Args:
         module: The master.
         slot: Returns the slot of a tensor.
+        hidden: The names of attributes that are left out, by the ids of their modules.
 
     Returns:
         The bytes, the Python state that they describe, and the origins of the code that replicas
@@ -169,13 +174,13 @@ def dump(module: nn.Module, slot: Callable[[Tensor], int]) -> tuple[bytes, Pytho
     # this may register modules to be sent by value
     origins = module_sources.origins(of(module))
     try:
-        structure = _dump(module, slot, found, of(module))
+        structure = _dump(module, slot, found, of(module), hidden)
     except Exception as error:
         raise unsendable(module, "module", error, _picklable) from error
     names = [*origins.sources]
     found.code.add_modules(names)
     found.code.add_reader(functools.partial(module_sources.specs, names))
-    return structure, PythonState(found), origins
+    return structure, PythonState(found, hidden), origins
 
 
 def survey(module: nn.Module) -> PythonState:
@@ -243,11 +248,16 @@ has one GPU.
 
 class _Pickler(codec.Pickler):
     def __init__(
-        self, file: io.BytesIO, slot: Callable[[Tensor], int], visit: Callable[[Any], object]
+        self,
+        file: io.BytesIO,
+        slot: Callable[[Tensor], int],
+        visit: Callable[[Any], object],
+        hidden: Mapping[int, Collection[str]] | None = None,
     ) -> None:
         super().__init__(file)
         self.slot = slot
         self.visit = visit
+        self.hidden = hidden or {}
         self.tensors: dict[int, Tensor] = {}
         self.whole: set[int] = set()
 
@@ -267,6 +277,8 @@ class _Pickler(codec.Pickler):
                 return _reduce_script(value)
             if parametrize.is_parametrized(value) and "parametrizations" in value._modules:
                 return _reduce_parametrized(value)
+            if id(value) in self.hidden:
+                return hidden_attributes.reduced(value, self.hidden[id(value)])
         if type(value) in LOCKS:  # it guards what the threads of one process share
             return LOCKS[type(value)], ()
         if id(value) in self.whole:
@@ -295,9 +307,10 @@ def _dump(
     slot: Callable[[Tensor], int],
     visitor: StateVisitor,
     kinds: Sequence[type] = (),
+    hidden: Mapping[int, Collection[str]] | None = None,
 ) -> bytes:
     file = io.BytesIO()
-    pickler = _Pickler(file, slot, visitor.visit)
+    pickler = _Pickler(file, slot, visitor.visit, hidden)
     pickler.dump(module)
     # Attributes that users set on parameters; their tensors are found in a second pass.
     pickler.dump({slot: dict(vars(t)) for slot, t in pickler.tensors.items() if vars(t)})

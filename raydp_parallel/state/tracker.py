@@ -41,6 +41,7 @@ from raydp_parallel.devices.ranges import Attachment
 from raydp_parallel.state import module_sources, structure
 from raydp_parallel.state.block_contents import BlockContents
 from raydp_parallel.state.block_layout import Specials
+from raydp_parallel.state.hidden_attributes import HiddenAttributes
 from raydp_parallel.state.module_parts import (
     NEW,
     HookChanges,
@@ -119,20 +120,27 @@ class Mark(NamedTuple):
 class StateHistory:
     """The write-backs of one master, and what a forward with one device and its backward changed.
 
+    Args:
+        module: The master.
+
     Attributes:
         moment: The moment of now.
         disturbed_at: The revision of the last change that versions did not show.
         rebound: The attributes that they rebound since the last `sync`, with their values before,
             and so names of code.
         refilled: The objects that they changed, with what these held before.
+        set_by_forward: The owners and names of the attributes that the forward rebound.
         news: The objects that they made.
+        hidden: Attributes that forwards set before they read them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.moment = StateMoment()
+        self.hidden = HiddenAttributes(module)
         self.disturbed_at = 0
         self.rebound: list[tuple[Any, str, Any]] = []
         self.refilled: list[tuple[Any, ObjectContents]] = []
+        self.set_by_forward: list[tuple[Any, str]] = []
         self.news = NewObjects()
 
     def begin(self) -> bool:
@@ -141,6 +149,7 @@ class StateHistory:
         """
         hidden = any(is_hidden(value) for value, _ in self.refilled)
         self.rebound, self.refilled, self.news = [], [], NewObjects()
+        self.set_by_forward = []
         return hidden
 
     def add(self, overwritten: Callable[[], dict[int, Tensor]], before: Look, after: Look) -> None:
@@ -167,6 +176,7 @@ class StateHistory:
     def before_rebinding(self) -> Iterator[None]:
         """Give attributes and objects, in the block, what the last forward began with."""
         rebound, refilled, news = self.rebound, self.refilled, self.news
+        by_forward = self.set_by_forward
         now, held = _values(rebound), [(value, contents(value)) for value, _ in refilled]
         _set(rebound)
         _refill(refilled)
@@ -177,6 +187,7 @@ class StateHistory:
             _set(now)
             _refill(held)
             self.rebound, self.refilled, self.news = rebound, refilled, news
+            self.set_by_forward = by_forward
 
 
 def _refill(objects: Sequence[tuple[Any, ObjectContents]]) -> None:
@@ -242,11 +253,12 @@ class MasterStructure:
         self._leaves: Leaves | None = None
         self._why = ""
 
-    def record(self, known: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    def record(self, known: Mapping[int, Tensor], hidden: HiddenAttributes) -> dict[int, Tensor]:
         """Record it anew; returns the plain tensors, by slot.
 
         Args:
             known: Tensors that keep their slots.
+            hidden: What replicas do without.
         """
         module, found = self._module, dict[int, Tensor]()
         numbers = {id(tensor): slot for slot, tensor in known.items()}
@@ -261,8 +273,11 @@ class MasterStructure:
 
         check_devices(module)
         self._leaves = None
-        self._bytes, self._state, self._origins = structure.dump(module, slot_of)
-        self.parts = ModuleParts(module.modules())
+        modules = [*module.modules()]
+        names = hidden.of(modules)
+        of_module = {id(modules[at]): found for at, found in names.items()}
+        self._bytes, self._state, self._origins = structure.dump(module, slot_of, of_module)
+        self.parts = ModuleParts(modules, hidden=names)
         self._edits.clear()
         self.specials = Specials(found)
         buffers = [numbers[id(b)] for b in module.buffers() if id(b) in numbers]
@@ -320,9 +335,15 @@ class MasterStructure:
 
     def message(self, master: MasterTensors) -> Structure:
         """What replicas build it from."""
-        layout = master.specs(), master.layout.sizes
-        counts = self.parts.counts()
-        return Structure(self._bytes, self._origins, *layout, self.specials.message, counts)
+        return Structure(
+            module=self._bytes,
+            origins=self._origins,
+            slots=master.specs(),
+            block_sizes=master.layout.sizes,
+            specials=self.specials.message,
+            objects=self.parts.counts(),
+            hidden=self.parts.hidden,
+        )
 
     def leaves(self, plain: Mapping[int, Tensor]) -> Leaves:
         """The tensors that may receive gradients, in the order in which replicas report them.
@@ -473,7 +494,7 @@ class ModuleTracker:
         self._link = link
         self.structure = MasterStructure(module)
         self._contents = BlockContents(link)
-        self._history = StateHistory()
+        self._history = StateHistory(module)
         self._updates: dict[int, StateChange] = {}
         self._sent_before = 0
 
@@ -551,12 +572,14 @@ class ModuleTracker:
 
     def _sync(self) -> bool:
         self._sent_before = self.revision
-        hidden = self._history.begin()
-        if self.structure.is_outdated or hidden:
+        by_forward = self._history.set_by_forward
+        unseen = self._history.begin()
+        if self.structure.is_outdated or unseen:
             self._restructure()
         elif self.structure.changed():
             revision = self.structure.edit(self._next_revision)
             if revision is None:
+                self._history.hidden.hide(by_forward)
                 self._restructure()
             else:
                 self._history.disturbed_at = revision
@@ -572,6 +595,15 @@ class ModuleTracker:
                 self._updates[held] = StateChange(StateUpdate(self.id, revision, moved), [], 0)
             elif not self._contents.take(news, revision):
                 self._restructure()
+        return True
+
+    def show(self) -> bool:
+        """Let replicas have all attributes, for good, because one was missed, or compiled code may
+        miss it; returns whether any was hidden.
+        """
+        if not self._history.hidden.show():
+            return False
+        self._begin_anew()
         return True
 
     def verify(self, wholly: bool = True) -> bool:
@@ -729,7 +761,9 @@ class ModuleTracker:
         runs the master itself.
         """
         parts = self.structure.parts
-        self._history.rebind([(*parts.holder(at, name), value) for at, name, value in found])
+        attributes = [(*parts.holder(at, name), value) for at, name, value in found]
+        self._history.rebind(attributes)
+        self._history.set_by_forward = [(owner, name) for owner, name, _ in attributes]
         self._history.refill(
             [(self.known(key), ObjectContents(*now)) for key, now in objects.items()]
         )
@@ -789,7 +823,8 @@ class ModuleTracker:
         """Record the whole structure anew. Tensors that were known keep their slots."""
         known, contents = self.structure, self._contents
         plain = known.record(
-            {**self.owned.tensors, **contents.master.tensors, **known.specials.tensors}
+            {**self.owned.tensors, **contents.master.tensors, **known.specials.tensors},
+            self._history.hidden,
         )
         known.at = self._history.disturbed_at = self._next_revision()
         contents.adopt(plain, self.revision)

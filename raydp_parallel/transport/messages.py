@@ -165,6 +165,7 @@ class Structure(NamedTuple):
         block_sizes: The size in bytes of every block, by id.
         specials: Slots of tensors that are not plain strided views of a storage, and their parcel.
         objects: How many objects each attribute holds, by number of the submodule and name.
+        hidden: The names of attributes that are left out, by number of the submodule.
     """
 
     module: bytes
@@ -173,6 +174,7 @@ class Structure(NamedTuple):
     block_sizes: dict[int, int]
     specials: tuple[tuple[int, ...], Parcel] | None
     objects: dict[tuple[int, str], int]
+    hidden: dict[int, tuple[str, ...]]
 
 
 class StateUpdate(NamedTuple):
