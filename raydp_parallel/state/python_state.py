@@ -470,12 +470,38 @@ class PythonState:
         """Whether any contents differ that identities do not show."""
         return any(content.take() != content.then for content in self._contents)
 
-    def differences(self) -> list[tuple[Any, str, Any]] | None:
-        """The changed attributes as (owner, name, new value), or None if something else changed
-        besides.
+    def differences(self) -> tuple[list[tuple[Any, str, Any]], list[Any]] | None:
+        """The changed attributes of modules as (owner, name, new value), and the objects with other
+        contents; None if anything else changed.
         """
-        found = self._dicts.differences()
-        return None if self._lists.changed() or self._readers_changed() else found
+        if self._dicts.classes() != self._classes or self._code.changed():
+            return None
+        changed = self._dicts.changed_nodes()
+        modules = {id(value) for value in changed if isinstance(value, nn.Module)}
+        changed += self._lists.changed_nodes()
+        changed += [r.value for r in self._readers if not same(r.read(), r.then)]
+        changed += [content.value for content in self._contents if content.take() != content.then]
+        objects = [value for value in changed if id(value) not in modules]
+        found = self._dicts.rebound(modules)
+        if found is None or any(isinstance(value, _NO_OBJECTS) for value in objects):
+            return None
+        return found, objects
+
+    def accept_objects(self, values: Iterable[Any]) -> None:
+        """Record the contents of objects that changed."""
+        known = {id(value): value for value in values}
+        for value in known.values():
+            self._dicts.accept_object(value)
+            self._lists.accept_object(value)
+        self._readers = [
+            reader._replace(then=reader.read()) if id(reader.value) in known else reader
+            for reader in self._readers
+        ]
+        self._contents = [
+            content._replace(then=content.take()) if id(content.value) in known else content
+            for content in self._contents
+        ]
+        self.settle()
 
     def recorded(self, owner: Any, name: str) -> Any:
         """The recorded value of an attribute; None if there is none."""

@@ -255,7 +255,7 @@ def is_overtaken(before: Any, old: Any, new: Any) -> bool:
 
 
 def edit_of(value: Any, then: ObjectContents, now: ObjectContents) -> ObjectEdit | None:
-    """What code did to an object; None if it moved items of a list.
+    """What code did to an object; None if it moved items of a list or dict.
 
     Args:
         value: The object.
@@ -290,6 +290,9 @@ def edit_of(value: Any, then: ObjectContents, now: ObjectContents) -> ObjectEdit
     for kind in ("item", "attribute", "slot"):
         before, after = then.place(kind), now.place(kind)
         if isinstance(before, dict) and isinstance(after, dict):
+            stay = [key for key in before if key in after]
+            if [*after] != [*stay, *(key for key in after if key not in before)]:
+                return None
             removed += [(kind, key) for key in before if key not in after]
             for key, new in after.items():
                 if before.get(key, ...) is not new:
