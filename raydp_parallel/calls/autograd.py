@@ -16,10 +16,13 @@ Fork, so unpacking pins the handle until Fork has made its trip.
 [Note: outputs of outputs]
 With one device upstream runs the module itself, so that one output may be differentiated by another
 that it was computed from: a loss by the features beside it. The Join of such an output has the
-others among its inputs. In most passes nothing asks for their gradients (no hook, no
-``retain_grad``, no ``inputs``), and it gives them none: the replica's engine does, in Fork's one
-trip. Else it makes a trip of its own for them. What they gather then is their whole gradient, in
-place of which Fork's trip must not put the sum of that and what comes along inside the replica.
+others among its inputs, and gives them
+
+- nothing, in most passes: the replica's engine does, in Fork's one trip, which also brings the
+  gradients of those with ``retain_grad``;
+- what a trip of its own brings, where the pass ends here (``autograd.grad(loss, features)``), and
+  where features have a hook. What goes on to Fork then is what they have besides; if a hook
+  changed it, all that they have, in place of what the replica's engine would come to.
 
 [Note: higher orders]
 Under ``create_graph`` Fork's backward is itself a call with graphs in the replicas. Its leaves are
@@ -35,6 +38,7 @@ handles free everything.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import weakref
 from collections.abc import Mapping, Sequence
@@ -94,7 +98,7 @@ class CallNode:
         synced: How its chunks exchange tensors while they run; None if they do not.
         outputs: If they do, the outputs of each chunk, None for those without a gradient.
         parts: What concerns each chunk; None for one that makes no gradients.
-        passes: What each running pass of torch's engine brought, by its number.
+        passes: What passes of torch's engine have to do with it.
     """
 
     def __init__(
@@ -117,15 +121,15 @@ class CallNode:
         self.synced: SyncedCall | None = None
         self.outputs: list[list[tuple[torch.Size, torch.dtype, torch.device] | None]] = []
         self.parts: list[ReductionPart | None] = []
-        self.passes: dict[int, EnginePass] = {}
+        self.passes = CallPasses()
 
     @property
     def now(self) -> EnginePass:
         """What the running pass of torch's engine brought."""
         task = torch._C._current_graph_task_id()
-        found = self.passes.get(task)
+        found = self.passes.running.get(task)
         if found is None:
-            found = self.passes[task] = EnginePass({}, [], [], {})
+            found = self.passes.running[task] = EnginePass({}, [], [], InnerGradients())
         return found
 
 
@@ -133,13 +137,25 @@ Stash = dict[CallNode, dict[int, dict[int, Tensor]]]
 """Gradients of outputs, by the call, the chunk and the number of the output."""
 
 
+class CallPasses:
+    """What passes of torch's engine have to do with a call.
+
+    Attributes:
+        running: What each running pass brought, by its number.
+        watched: The call's outputs that others were computed from, in the order in which they were.
+    """
+
+    def __init__(self) -> None:
+        self.running: dict[int, EnginePass] = {}
+        self.watched: list[WatchedOutput] = []
+
+
 class EnginePass(NamedTuple):
     """What one pass of the engine brought so far.
 
     Attributes:
         grads: The gradients, of the call's outputs and of those of calls derived from it.
-        whole: The call's outputs that others give their gradients to here, by number, and whether
-            they do.
+        inner: What outputs of the call gave to others.
         pinned: What keeps the remote graphs alive until the trip.
         tracks: On a GPU, the streams that made the gradients. Fork's node belongs to the CPU, so
             that the engine does not make it wait for them.
@@ -148,7 +164,7 @@ class EnginePass(NamedTuple):
     grads: Stash
     pinned: list[GraphHandle]
     tracks: list[devices.Track]
-    whole: dict[int, bool]
+    inner: InnerGradients
 
     def take(self, other: EnginePass) -> None:
         """Add what another pass brought."""
@@ -198,73 +214,139 @@ def attach(
         call.now.pinned.append(packed[0])
         return packed[1]
 
-    depends = {} if graph is None else graph.depends
+    depends: Mapping[int, Sequence[int]] = {} if graph is None else graph.depends
     depended = {*itertools.chain(*depends.values())}
-    watched: dict[int, WatchedOutput] = {}
     leaf = torch.zeros((), device="cpu", requires_grad=True) if depends else None
+    rows = [*columns.values()]
+    if graph is not None:
+        rows = [columns[0, k] for k in graph.order if (0, k) in columns]
+        rows += [places for (_, k), places in columns.items() if k not in graph.order]
     with saved_tensors_hooks(lambda tensor: (handle, tensor), unpack):
-        # Each has all that it depends on in its row, which therefore is shorter than its own.
-        for places in sorted(columns.values(), key=lambda p: len(depends.get(p[0][1], ()))):
-            others = [k for k in depends.get(places[0][1], ()) if k in watched]
-            inner = InnerOutputs({k: watched[k] for k in others}, leaf) if others else None
+        for places in rows:
+            k = places[0][1]
+            others = [tensors[0][other] for other in depends.get(k, ()) if (0, other) in columns]
+            watched = WatchedOutput(k, call) if k in depended else None
+            before = len(call.passes.watched)
             found = Join.apply(
                 call,
                 places,
-                inner,
-                len(places) > 1 or places[0][1] in depended,
+                InnerOutputs(watched, depends.get(k, ()) if others else (), before),
                 token,
-                *([leaf, *[tensors[0][k] for k in others]] if others else []),
+                *([leaf, *others] if others else []),
                 *[tensors[i][k].requires_grad_(False) for i, k in places],
             )
             for (i, k), tensor in zip(places, found if len(places) > 1 else (found,), strict=True):
                 tensors[i][k] = tensor
-                if k in depended:
-                    watched[k] = WatchedOutput(tensor)
+            if watched is not None:
+                watched.watch(tensors[0][k])
+                call.passes.watched.append(watched)
     for k in () if graph is None else graph.retained:
         if tensors[0][k].requires_grad:
             tensors[0][k].retain_grad()
 
 
 class InnerOutputs(NamedTuple):
-    """The outputs that another one was computed from.
+    """What an output has to do with others.
 
     Attributes:
-        watched: These, by number.
-        leaf: An input of its `Join` that no pass is asked for: a pass that does not run it was
-            asked for chosen tensors.
+        own: The output, if others were computed from it.
+        nearest: The numbers of those that it was computed from; their tensors are inputs of its
+            `Join`, behind a leaf that no pass is asked for.
+        before: How many that others were computed from were computed before it.
     """
 
-    watched: Mapping[int, WatchedOutput]
-    leaf: Any
+    own: WatchedOutput | None
+    nearest: Sequence[int]
+    before: int
+
+
+class InnerGradients:
+    """What outputs gave to others in one pass, by the numbers of these.
+
+    Attributes:
+        pending: What is to be given on the way.
+        given: What was given.
+        seen: The whole gradients, before hooks of the program change them.
+        whole: Those that a hook changed.
+        ends: Whether the end of the pass is waited for.
+    """
+
+    def __init__(self) -> None:
+        self.ends = False
+        self.pending: dict[int, Tensor] = {}
+        self.given: dict[int, Tensor] = {}
+        self.seen: dict[int, Tensor] = {}
+        self.whole: set[int] = set()
+
+    def add(self, k: int, grad: Tensor | None) -> None:
+        """Add to what is to be given to an output."""
+        if grad is not None:
+            self.pending[k] = self.pending[k] + grad if k in self.pending else grad
+
+    def give(self, k: int) -> Tensor | None:
+        """What an output gets now."""
+        grad = self.pending.pop(k, None)
+        if grad is not None:
+            self.given[k] = self.given[k] + grad if k in self.given else grad
+        return grad
+
+    def besides(self, k: int, grad: Tensor) -> Tensor | None:
+        """What an output has in its gradient besides what it was given."""
+        given = self.given.get(k)
+        if given is None:
+            return grad
+        return None if grad is given else grad - given
 
 
 class WatchedOutput:
     """An output that others were computed from.
 
     Args:
-        tensor: The output.
+        number: Its number.
+        call: Its call.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, number: int, call: CallNode) -> None:
+        self.number = number
+        self._call = weakref.ref(call)
+        self._ref: Any = None
+        self._hooks: Any = {}
+
+    def watch(self, tensor: Tensor) -> None:
+        """Watch the tensor, with a hook before all others."""
         self._ref = weakref.ref(tensor)
-        # Makes the dict of hooks, which lives on when the tensor is gone.
-        tensor.register_hook(_no_hook).remove()
-        self._hooks = tensor._backward_hooks
+        hook = functools.partial(_see, weakref.ref(self))
+        tensor.register_hook(torch.utils.hooks.unserializable_hook(hook))
+        self._hooks = tensor._backward_hooks  # lives on when the tensor is gone
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The output; None if it is gone."""
+        found: Tensor | None = self._ref()
+        return found
 
     @property
     def has_hooks(self) -> bool:
-        """Whether something sees its gradient in each pass: a hook, or ``retain_grad``."""
-        tensor = self._ref()
-        return bool(self._hooks) or (tensor is not None and tensor.retains_grad)
+        """Whether the program gave it a hook."""
+        return len(self._hooks) > 1
 
     @property
-    def may_be_chosen(self) -> bool:
-        """Whether a pass may be asked for its gradient."""
-        return self._ref() is not None or bool(self._hooks)
+    def runs(self) -> bool:
+        """Whether the pass runs its node, or captures its gradient."""
+        node = None if self.tensor is None else self.tensor.grad_fn
+        return node is not None and torch._C._will_engine_execute_node(node)
+
+    def see(self, grad: Tensor) -> None:
+        """Note its whole gradient."""
+        call = self._call()
+        if call is not None:
+            call.now.inner.seen[self.number] = grad
 
 
-def _no_hook(_grad: Tensor) -> None:
-    pass
+def _see(ref: Any, grad: Tensor | None) -> None:
+    watched = ref()
+    if watched is not None and grad is not None:
+        watched.see(grad)
 
 
 class Fork(Function):
@@ -285,11 +367,13 @@ class Fork(Function):
         if call.executor.replica_set.closed:
             raise closed()
         # Taken out: a pass that fails leaves nothing for the next one.
-        ending = call.passes.pop(torch._C._current_graph_task_id())
+        ending = call.passes.running.pop(torch._C._current_graph_task_id())
         if ending.tracks:
             devices.follow(ending.tracks)
         will_run, captured = _needed(ctx)
         derived = len(call.parents)
+        if derived and not any(will_run[:derived]):
+            _refuse_inner(call.parents)
         for parent, runs in zip(call.parents, will_run[:derived], strict=True):
             if runs:
                 parent.now.take(ending)
@@ -305,12 +389,11 @@ class Fork(Function):
         keep = torch._C._autograd._get_current_graph_task_keep_graph() or any(
             one.shared for one in stash
         )
-        own = stash.get(call, {}).get(0, {})
-        whole = tuple([k for k in own if ending.whole.get(k)])
+        asked = _asked(call, ending)
         grads = (
-            _derive(call, stash, needed, whole=whole)
+            _derive(call, stash, needed, asked)
             if create
-            else _collect(call, stash, needed, keep, accumulates=not captured, whole=whole)
+            else _collect(call, stash, needed, keep, accumulates=not captured, asked=asked)
         )
         del ending
         if not all(map(devices.is_cpu, {leaf.device for leaf in call.leaves})):
@@ -328,15 +411,14 @@ class Join(Function):
         ctx: Any,
         call: CallNode,
         places: Sequence[tuple[int, int]],
-        inner: InnerOutputs | None,
-        optional: bool,
+        inner: InnerOutputs,
         token: Tensor,
         *tensors: Tensor,
     ) -> Any:
         ctx.call, ctx.places, ctx.inner = call, places, inner
         outputs = tensors[-len(places) :]
         # One of several may be unused, and one that others depend on may have what comes from them.
-        ctx.set_materialize_grads(not optional)
+        ctx.set_materialize_grads(len(outputs) == 1 and inner.own is None)
         ctx.save_for_backward(token)
         # the outputs themselves, not views of them: users may write to them in place
         ctx.mark_dirty(*outputs)
@@ -346,35 +428,57 @@ class Join(Function):
     @ambient_state.uncompiled
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (_,) = ctx.saved_tensors  # raises torch's own error if the graph was freed
-        call: CallNode = ctx.call
-        now = call.now
+        call, now = ctx.call, ctx.call.now
+        own, nearest, before = ctx.inner
         for (chunk, k), grad in zip(ctx.places, grads, strict=True):
-            if grad is not None:
-                now.grads.setdefault(call, {}).setdefault(chunk, {})[k] = grad
-                track = None if devices.is_cpu(grad.device) else devices.track(grad)
+            passed = grad
+            if own is not None and grad is not None:
+                if now.inner.seen.get(k, grad) is not grad:
+                    now.inner.whole.add(k)
+                else:
+                    passed = now.inner.besides(k, grad)
+            if passed is not None:
+                now.grads.setdefault(call, {}).setdefault(chunk, {})[k] = passed
+                track = None if devices.is_cpu(passed.device) else devices.track(passed)
                 if track is not None:
                     now.tracks.append(track)
-        if ctx.inner is None:
-            return None, None, None, None, None, *[None] * len(grads)
-        watched, runs = ctx.inner.watched, torch._C._will_engine_execute_node
-        fork, leaf, *nodes = [node for node, _ in ctx.next_functions[: len(watched) + 2]]
-        some = not runs(leaf)
-        found: dict[int, Tensor | None] = {}
-        if grads[0] is not None:
-            for (k, output), node in zip(watched.items(), nodes, strict=True):
-                if k not in now.whole:
-                    chosen = some and runs(node) and output.may_be_chosen
-                    now.whole[k] = chosen or (not some and output.has_hooks)
-            if wanted := [k for k in watched if now.whole[k]]:
-                given = _inner(call, ctx.places[0], grads[0], wanted)
-                found = dict(zip(wanted, given, strict=True))
-        if some and not runs(fork):
-            call.passes.pop(torch._C._current_graph_task_id(), None)  # which Fork would do
-        return None, None, None, None, None, None, *map(found.get, watched), None
+        given: list[Tensor | None] = []
+        if nearest:
+            runs = torch._C._will_engine_execute_node
+            fork, leaf = (node for node, _ in ctx.next_functions[:2])
+            ends_here = not runs(fork)
+            grad = None if grads[0] is None else now.inner.besides(ctx.places[0][1], grads[0])
+            wanted = [
+                w.number for w in call.passes.watched[:before] if _is_wanted(w, leaf, ends_here)
+            ]
+            if wanted and grad is not None:
+                found = _inner(call, ctx.places[0], grad, wanted, ends_here)
+                for k, one in zip(wanted, found, strict=True):
+                    now.inner.add(k, one)
+            given = [None, *map(now.inner.give, nearest)]
+            if ends_here and not now.inner.ends:
+                now.inner.ends = True
+                task = torch._C._current_graph_task_id()
+                engine: Any = torch.autograd.Variable._execution_engine
+                engine.queue_callback(lambda: call.passes.running.pop(task, None))  # as Fork would
+        return None, None, None, None, *given, *[None] * len(grads)
+
+
+def _is_wanted(output: WatchedOutput, leaf: Any, ends_here: bool) -> bool:
+    """Whether an output's gradient is to be given to it by others.
+
+    Args:
+        output: The output.
+        leaf: The node of a leaf that is run unless the pass was asked for chosen tensors.
+        ends_here: Whether the pass runs no Fork.
+    """
+    if torch._C._will_engine_execute_node(leaf):
+        return output.has_hooks
+    return output.runs and (ends_here or output.has_hooks)
 
 
 def _inner(
-    call: CallNode, place: tuple[int, int], grad: Tensor, wanted: Sequence[int]
+    call: CallNode, place: tuple[int, int], grad: Tensor, wanted: Sequence[int], ends_here: bool
 ) -> list[Tensor | None]:
     """What an output with a gradient gives others that it was computed from.
 
@@ -383,16 +487,18 @@ def _inner(
         place: The output's chunk and number.
         grad: Its gradient.
         wanted: The numbers of the others.
+        ends_here: Whether the pass makes no other trip.
     """
     if call.executor.replica_set.closed:
         raise closed()
     stash: Stash = {call: {place[0]: {place[1]: grad}}}
     needed = [False] * len(call.leaves)
+    asked = AskedOutputs(inner=(*wanted,), tells=ends_here)
     if torch.is_grad_enabled():
         call.shared = True
-        found = _derive(call, stash, needed, inner=wanted)
+        found = _derive(call, stash, needed, asked)
     else:
-        (answer,) = answers = _run(call, stash, needed, keep=True, derived={}, inner=wanted)
+        (answer,) = answers = _run(call, stash, needed, keep=True, derived={}, asked=asked)
         _finish(call, [part for _, part in _parts(call, stash)], answers)
         assert answer.reply.value is not None
         tensors = codec.unpack(answer.reply.value, answer.attachments, call.leaves[0].device)
@@ -400,6 +506,68 @@ def _inner(
     if not devices.is_cpu(call.leaves[0].device):
         devices.hand_over(found)
     return found
+
+
+class AskedOutputs(NamedTuple):
+    """What a trip back has to do with outputs of outputs, by their numbers.
+
+    Attributes:
+        inner: Those of which the gradients are asked for, in place of leaves'.
+        whole: Those of which the given gradients stand for what comes from others, too.
+        noted: Those of which the gradients are asked for besides.
+        tells: Whether what hooks in the replica changed is told.
+    """
+
+    inner: tuple[int, ...] = ()
+    whole: tuple[int, ...] = ()
+    noted: tuple[int, ...] = ()
+    tells: bool = True
+
+
+_NO_OUTPUTS = AskedOutputs()
+
+
+def _asked(call: CallNode, ending: EnginePass) -> AskedOutputs:
+    """What Fork's trip has to do with outputs of outputs."""
+    inner = ending.inner
+    if not call.passes.watched:
+        return _NO_OUTPUTS
+    own = ending.grads.get(call, {}).get(0, {})
+    noted = [
+        output.number
+        for output in call.passes.watched
+        if (tensor := output.tensor) is not None
+        and tensor.retains_grad
+        and output.number not in inner.given
+    ]
+    return AskedOutputs(whole=tuple([k for k in own if k in inner.whole]), noted=tuple(noted))
+
+
+def _retain(call: CallNode, answer: ChunkAnswer, direct: Mapping[int, Tensor], noted: Any) -> None:
+    """Let outputs with ``retain_grad`` have what came to them inside the replica."""
+    parcel = answer.reply.noted
+    if parcel is None:
+        return
+    row = codec.load(parcel, codec.unpack(parcel, answer.attachments, call.leaves[0].device))
+    found = dict(zip(noted, row, strict=True))
+    for output in call.passes.watched:
+        tensor, grad = output.tensor, found.get(output.number)
+        if tensor is not None and grad is not None:
+            if output.number in direct:  # which torch added
+                grad = grad - direct[output.number].detach()
+            tensor.grad = grad if tensor.grad is None else tensor.grad + grad
+
+
+def _refuse_inner(parents: Sequence[CallNode]) -> None:
+    """Raise an error if a pass asks for a gradient of second order by an output."""
+    for parent in parents:
+        if any(output.runs for output in parent.passes.watched):
+            raise RuntimeError(
+                "backward: a gradient that was made with create_graph is differentiated by an "
+                "output of the module, which is not possible here; differentiate by the module's "
+                "inputs or parameters, or let the module compute the gradient"
+            )
+        _refuse_inner(parent.parents)
 
 
 def closed() -> ExecutorClosed:
@@ -443,12 +611,10 @@ def _run(
     chosen: Sequence[int] | None = None,
     stays: bool = False,
     held: HeldPass | None = None,
-    inner: Sequence[int] = (),
-    whole: Sequence[int] = (),
+    asked: AskedOutputs = _NO_OUTPUTS,
 ) -> list[ChunkAnswer]:
     """One trip: the backward of every chunk that has gradients, or of those ``chosen``
-    among them; or of one output to ``inner`` ones. Those of which the ``whole`` gradient is known
-    get it.
+    among them.
     """
     ambient = ambient_state.capture()
     # A leaf that was left out of torch's graph, because no chunk reached it, gets no gradient in a
@@ -492,12 +658,13 @@ def _run(
                 keep=keep,
                 derived=key,
                 bumped=moved,
-                write_back=part.first and not inner,
+                write_back=part.first and asked.tells,
                 threads=threads,
                 context=ambient,
                 forget=slot.contents.forget(),
-                inner=(*inner,),
-                whole=(*whole,),
+                inner=asked.inner,
+                whole=asked.whole,
+                noted=asked.noted,
                 by_host=devices.is_cpu(call.leaves[0].device),
                 part=taken,
                 narrow=None if part.gradient_dtype is None else (part.gradient_dtype, part.own),
@@ -542,6 +709,8 @@ def _run(
         answers = call.executor.run(jobs)  # [11]
     if held is not None:
         held.note(answers)
+    if asked.noted:
+        _retain(call, answers[0], stash.get(call, {}).get(0, {}), asked.noted)
     return answers
 
 
@@ -617,7 +786,7 @@ def _collect(
     needed: Sequence[bool],
     keep: bool,
     accumulates: bool,
-    whole: Sequence[int],
+    asked: AskedOutputs,
 ) -> list[Tensor | None]:
     """First order: the sums of the chunks' gradients, or what stands for those that stay in the
     replicas.
@@ -627,7 +796,7 @@ def _collect(
     if accumulates and any(part.tracker.holds for _, part in numbered):
         held = held_gradients.begin(call.executor, numbered, call.leaves, needed)
     try:
-        return _sums(call, stash, numbered, needed, keep, held=held, inner_whole=whole)
+        return _sums(call, stash, numbered, needed, keep, held=held, asked=asked)
     except BaseException:
         if held is not None:
             held.abandon()
@@ -644,7 +813,7 @@ def _sums(
     needed: Sequence[bool],
     keep: bool,
     held: HeldPass | None,
-    inner_whole: Sequence[int],
+    asked: AskedOutputs,
 ) -> list[Tensor | None]:
     parts = [part for _, part in numbered]
     stays = held is not None and bool(held.makes)
@@ -661,7 +830,7 @@ def _sums(
     if reduction is None:
         trained = bool(parts) and parts[0].tracker.training is not None
         shared = trained and not stays and wants_shared(parts)
-        answers = _run(call, stash, needed, keep, {}, stays=shared, held=held, whole=inner_whole)
+        answers = _run(call, stash, needed, keep, {}, stays=shared, held=held, asked=asked)
         _finish(call, parts, answers)
         shares = [
             gradients.share(answer, part.leaves)
@@ -738,8 +907,7 @@ def _derive(
     call: CallNode,
     stash: Stash,
     needed: Sequence[bool],
-    inner: Sequence[int] = (),
-    whole: Sequence[int] = (),
+    asked: AskedOutputs,
 ) -> list[Tensor | None]:
     """Higher order: the same trip, with results that can be differentiated again."""
     parts = dict(_parts(call, stash))
@@ -757,7 +925,7 @@ def _derive(
     graphs = {i: RemoteGraph() for i in parts}
     handle = GraphHandle([*graphs.values()])
     token = fork(derived)
-    answers = _run(call, stash, needed, True, graphs, inner=inner, whole=whole)
+    answers = _run(call, stash, needed, True, graphs, asked=asked)
     _finish(call, [*parts.values()], answers)
     at = 0
     found: list[list[Tensor]] = [[] for _ in call.parts]
@@ -771,14 +939,14 @@ def _derive(
         assert answer.reply.value is not None
         found[i] = codec.unpack(answer.reply.value, answer.attachments, call.leaves[0].device)
         present = codec.load(answer.reply.value, range(len(found[i])))
-        if not inner:
+        if not asked.inner:
             places += [
                 (leaf, i, row)
                 for leaf, row in zip(part.leaves, present, strict=True)
                 if row is not None
             ]
     attach(derived, token, handle, found)
-    if inner:
+    if asked.inner:
         return [None if row is None else found[0][row] for row in present]
     sums: list[Tensor | None] = [None] * len(call.leaves)
     for leaf, i, row in places:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 
 from raydp_parallel.state.replica_module import ReplicaModule
 from raydp_parallel.transport.messages import BackwardRequest, OutputGraph
@@ -48,16 +48,13 @@ def differentiate(
     if request.derived is not None:
         for grad in grads:
             grad.requires_grad_()
+    create = request.derived is not None
     if request.inner:
-        create = request.derived is not None
         with torch.inference_mode(False), torch.set_grad_enabled(create):
-            with catching(leaves) as caught:
-                _run_backward(outputs, grads, request.keep, create, leaves)
-            return [*map(caught.get, range(len(leaves)))]
+            return [*_run_backward(outputs, grads, request.keep, create, leaves)]
     wanted = [leaf for leaf, needed in zip(leaves, request.needed, strict=True) if needed]
     if not wanted:
         return [None] * len(leaves)
-    create = request.derived is not None
     with torch.inference_mode(False), torch.set_grad_enabled(create):
         found: Iterator[Tensor | None]
         if not plainly(request, partial):
@@ -155,39 +152,40 @@ def reachable(outputs: Sequence[Tensor]) -> set[int]:
 
 
 def output_graph(outputs: Sequence[Tensor]) -> OutputGraph | None:
-    """Which outputs were computed from others of them; None if none was, and none keeps its
-    gradient.
+    """Which outputs were computed from others of them; None if none was.
 
-    Only the part of the graph that was made after the first of them is looked through.
+    Only the part of the graph that was made after the first of them is looked through, and each
+    part of it about once.
     """
     places: dict[tuple[Any, int], int] = {}
+    leaves = []
     for k, tensor in enumerate(outputs):
-        if tensor.grad_fn is not None:
-            places.setdefault((tensor.grad_fn, tensor.output_nr), k)
-    retained = tuple([k for k, tensor in enumerate(outputs) if tensor.retains_grad])
+        if tensor.requires_grad:
+            edge = get_gradient_edge(tensor)
+            places.setdefault((edge.node, edge.output_nr), k)
+            if tensor.is_leaf:
+                leaves.append(k)
+    if len(places) < 2:
+        return None
+    numbers = {k: -1 if k in leaves else node._sequence_nr() for (node, _), k in places.items()}
+    first = min(numbers.values())
     depends: dict[int, tuple[int, ...]] = {}
-    if len(places) > 1:
-        order = sorted(places, key=lambda place: place[0]._sequence_nr())
-        first = order[0][0]._sequence_nr()
-        below: dict[Any, set[int]] = {}
-        for node, at in order:
-            if node not in below:
-                below[node] = _places_below(node, places, below, first)
-            if found := below[node]:
-                depends[places[node, at]] = tuple(sorted(found))
-    return OutputGraph(depends, retained) if depends or retained else None
+    for (node, _), k in places.items():
+        if found := _nearest(node, places, first):
+            depends[k] = tuple(sorted(found))
+    if not depends:
+        return None
+    retained = [k for k, tensor in enumerate(outputs) if tensor.retains_grad]
+    return OutputGraph(depends, (*sorted(numbers, key=numbers.__getitem__),), (*retained,))
 
 
-def _places_below(
-    node: Any, places: Mapping[tuple[Any, int], int], below: Mapping[Any, set[int]], first: int
-) -> set[int]:
-    """The places that a node leads to, by way of nodes that are not older than the first place's.
+def _nearest(node: Any, places: Mapping[tuple[Any, int], int], first: int) -> set[int]:
+    """The places that a node leads to, but not by way of others.
 
     Args:
         node: The node.
         places: The numbers of places: nodes, with the numbers of their results.
-        below: What older nodes lead to.
-        first: The sequence number of the first place's node.
+        first: The sequence number of the first place's node: older ones lead to none.
     """
     found: set[int] = set()
     left, seen = [node], {node}
@@ -195,68 +193,59 @@ def _places_below(
         for following, at in left.pop().next_functions:
             if (following, at) in places:
                 found.add(places[following, at])
-            if following is None or following in seen:
-                continue
-            seen.add(following)
-            if following in below:
-                found |= below[following]
-            elif following._sequence_nr() >= first:
-                left.append(following)
+            elif following is not None and following not in seen:
+                seen.add(following)
+                if following._sequence_nr() >= first:
+                    left.append(following)
     return found
 
 
 @contextlib.contextmanager
 def replacing(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Let some outputs, from which others were computed, have these gradients in the block, and not
-    the sums with those that come from the others.
+    the sums with those that come from the others: a hook in the driver changed them.
 
     Args:
         pairs: The outputs, each with its gradient.
     """
-    with contextlib.ExitStack() as stack:
-        for output, grad in pairs:
-            stack.enter_context(_before_hooks(output, functools.partial(_replaced, grad)))
+    handles = []
+    for output, grad in pairs:
+        handles.append(output.register_hook(functools.partial(_replaced, grad)))
+        hooks: Any = output._backward_hooks
+        # Before hooks of the module. Torch calls them in the order of a plain dict, which
+        # `move_to_end` does not change.
+        *own, added = hooks.items()
+        hooks.clear()
+        hooks.update([added, *own])
+    try:
         yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
-def _replaced(grad: Tensor, _sum: Tensor) -> Tensor:
+def _replaced(grad: Tensor, _sum: Tensor | None) -> Tensor:
     return grad
 
 
 @contextlib.contextmanager
-def catching(outputs: Sequence[Tensor]) -> Iterator[dict[int, Tensor]]:
-    """Catch the gradients that come to some outputs in the block, by number, so that nothing goes
-    on from there, also to another one of them. Their own hooks are not called.
-    """
-    caught: dict[int, Tensor] = {}
-    with contextlib.ExitStack() as stack:
-        for number, output in enumerate(outputs):
-            hook = functools.partial(_caught, caught, number)
-            stack.enter_context(_before_hooks(output, hook, alone=True))
-        yield caught
-
-
-def _caught(caught: dict[int, Tensor], number: int, grad: Tensor) -> Tensor:
-    caught[number] = grad
-    return torch.zeros_like(grad)
-
-
-@contextlib.contextmanager
-def _before_hooks(
-    output: Tensor, hook: Callable[[Tensor], Tensor], alone: bool = False
-) -> Iterator[None]:
-    """Give a tensor a hook, in the block, before its own ones, or in their place."""
-    output.register_hook(hook)
-    hooks: Any = output._backward_hooks
-    *own, added = hooks.items()
-    # Torch calls them in the order of a plain dict, which `move_to_end` does not change.
-    hooks.clear()
-    hooks.update([added] if alone else [added, *own])
+def noting(outputs: Sequence[Tensor]) -> Iterator[dict[int, Tensor]]:
+    """Note the gradients of some outputs in the block, by their order, as ``retain_grad`` does."""
+    noted: dict[int, Tensor] = {}
+    handles = [
+        output.register_hook(functools.partial(_note, noted, at))
+        for at, output in enumerate(outputs)
+    ]
     try:
-        yield
+        yield noted
     finally:
-        hooks.clear()
-        hooks.update(own)
+        for handle in handles:
+            handle.remove()
+
+
+def _note(noted: dict[int, Tensor], at: int, grad: Tensor | None) -> None:
+    if grad is not None:
+        noted[at] = grad.detach()
 
 
 T = TypeVar("T")

@@ -137,6 +137,19 @@ class KeptGraph(NamedTuple):
     parts: ModuleParts | None = None
 
 
+@dataclass
+class _Beside:
+    """What a backward answers beside the gradients of leaves.
+
+    Attributes:
+        reduced: The result of summing gradients among replicas.
+        noted: The parcel of gradients of outputs.
+    """
+
+    reduced: Reduced | None = None
+    noted: Parcel | None = None
+
+
 class Replica:
     """What one device runs.
 
@@ -160,7 +173,7 @@ class Replica:
         self._graphs: KeptGraphs[KeptGraph] = KeptGraphs()
         self._kept: kept_gradients.Kept = {}
         self._trainings: dict[int, ReplicaTraining] = {}
-        self._reduced: Reduced | None = None
+        self._beside = _Beside()
         self.groups = collective.Groups(device=device)
 
     def forward(
@@ -314,7 +327,7 @@ class Replica:
         request: ForwardRequest | BackwardRequest,
     ) -> Reply:
         value, failure, hooked, marked = None, None, None, None
-        self._reduced = None
+        self._beside = _Beside()
         process = os.getpid()
         self._laps.begin(0)
         with warnings.catch_warnings(record=True) as caught:
@@ -364,10 +377,11 @@ class Replica:
             reached=reached,
             laps=laps,
             memory=self._memory.now(),
-            reduced=self._reduced,
+            reduced=self._beside.reduced,
             hooked=hooked,
             passed=back.left,
             output_graph=self._output_graph(request),
+            noted=self._beside.noted,
             training=self._trained(request.model),
             stayed=b"" if hold is None else kept_gradients.marks(self._kept, hold),
             left=() if hold is None else kept_gradients.left(self._kept, hold),
@@ -667,7 +681,7 @@ class Replica:
             # group.
             word = request.reduce
             if word is not None and (
-                self._reduced is None or self._reduced.outcome is SumOutcome.FAILED
+                self._beside.reduced is None or self._beside.reduced.outcome is SumOutcome.FAILED
             ):
                 self.groups.leave(word.group)
 
@@ -693,7 +707,7 @@ class Replica:
         outputs = [
             self._graphs[key].outputs[i] for key, indices in request.outputs for i in indices
         ]
-        given = self._graphs[request.graph].outputs if request.whole else ()
+        given = self._graphs[request.graph].outputs if request.whole or request.noted else ()
         whole = {id(given[number]) for number in request.whole}
         replaced = [(t, grad) for t, grad in zip(outputs, grads, strict=True) if id(t) in whole]
         group = self.groups.find(request.reduce.group) if request.reduce is not None else None
@@ -719,6 +733,7 @@ class Replica:
             _Telling(graphs[0].replica_module.built.parts, request, graphs[0].parts is not None),
             watching,
             autograd_engine.replacing(replaced) if replaced else _AS_IT_IS,
+            autograd_engine.noting([given[k] for k in request.noted]) as noted,
             shown_as_set(),
             _NO_SUMS if hold is None else kept_gradients.adding(self._kept, hold) as earlier,
         ):
@@ -733,6 +748,9 @@ class Replica:
             return codec.encode(
                 tuple(found), back, "gradients", requires_grad=request.derived is not None
             )[0]
+        if request.noted:
+            row = tuple(map(noted.get, range(len(request.noted))))
+            self._beside.noted = codec.encode(row, back, "gradients")[0]
         if self._ends(request):
             self._graphs.spent.update(key for key, _ in request.outputs)
         self._graphs.ahead = graphs[0].replica_module
@@ -811,7 +829,7 @@ class Replica:
         assert word is not None
         outcome = reducer.finish(found) if reducer is not None else SumOutcome.FAILED
         if reducer is None or outcome is SumOutcome.FAILED:
-            self._reduced = Reduced(
+            self._beside.reduced = Reduced(
                 SumOutcome.FAILED, b"", None, reducer.seconds if reducer is not None else 0.0, 0
             )
             return found
@@ -820,7 +838,9 @@ class Replica:
             self._kept[word.stays] = reducer.shared()
         elif outcome is SumOutcome.DONE:
             parcel = reducer.parcel()
-        self._reduced = Reduced(outcome, reducer.marks, parcel, reducer.seconds, reducer.size)
+        self._beside.reduced = Reduced(
+            outcome, reducer.marks, parcel, reducer.seconds, reducer.size
+        )
         self._kept[word.kept] = found
         marks = dict(zip(word.leaves, reducer.marks, strict=True))
         return [

@@ -328,8 +328,9 @@ class BackwardRequest(NamedTuple):
         hold: The gradients that stay here, or stayed here before; None for none.
         early: Whether large gradients may leave a GPU while backward runs.
         inner: Outputs, by number, that the gradients are requested of, in place of those of leaves.
-        whole: Outputs, by number, of which the given gradients hold what comes from other outputs,
-            too.
+        whole: Outputs, by number, of which the given gradients stand for what comes from other
+            outputs, too.
+        noted: Outputs, by number, of which the gradients are returned besides.
     """
 
     model: int
@@ -356,6 +357,7 @@ class BackwardRequest(NamedTuple):
     early: bool = False
     inner: tuple[int, ...] = ()
     whole: tuple[int, ...] = ()
+    noted: tuple[int, ...] = ()
 
 
 class TrainingEntry(NamedTuple):
@@ -697,6 +699,7 @@ class Reply(NamedTuple):
         left: The keys of earlier gradients of the request's `Holding` that the replica still has.
         hooked: The parcel of the `HookChanges` of a backward; None for nothing.
         output_graph: How the outputs of the only chunk's forward hang together; None for not.
+        noted: The parcel of the gradients of outputs that were asked for besides, a tuple.
     """
 
     value: Parcel | None = None
@@ -718,17 +721,21 @@ class Reply(NamedTuple):
     left: tuple[int, ...] = ()
     hooked: Parcel | None = None
     output_graph: OutputGraph | None = None
+    noted: Parcel | None = None
 
 
 class OutputGraph(NamedTuple):
     """How the outputs of a forward hang together.
 
     Attributes:
-        depends: For an output the others that it was computed from, by number.
+        depends: For an output the others that it was computed from, by number, but those by way of
+            others.
+        order: The outputs that were computed, in the order in which that was.
         retained: The outputs that keep their gradient (``retain_grad``).
     """
 
     depends: dict[int, tuple[int, ...]]
+    order: tuple[int, ...]
     retained: tuple[int, ...]
 
 

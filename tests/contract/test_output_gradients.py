@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from raydp_parallel import DataParallel
 from raydp_parallel.calls.executor import Executor
@@ -35,7 +36,7 @@ class Chain(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         low = self.first(x).tanh()
         high = self.second(low).tanh() + low
-        return self.last(high), high, low
+        return self.last(high).tanh(), high, low
 
 
 def one_by_another(net: Any, x: Tensor) -> Found:
@@ -86,12 +87,25 @@ def twice(net: Any, x: Tensor) -> Found:
 
 
 def with_weights(net: Any, x: Tensor) -> Found:
-    """A chosen output, the input, and the weights, to be differentiated again."""
-    out, _, low = net(x)
+    """A penalty on an input's gradient, and one on weights', while other outputs live: the second
+    pass asks for weights, too.
+    """
+    out, high, low = net(x)
     weights = [*getattr(net, "module", net).parameters()]
-    found = torch.autograd.grad(out.square().sum(), [low, x, *weights], create_graph=True)
-    torch.stack([one.square().sum() for one in found]).sum().backward()
-    return found
+    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    loss = grad.square().sum() + out.square().mean() + low.mean() + high.pow(2).mean()
+    first = torch.autograd.grad(loss, weights, create_graph=True, allow_unused=True)
+    total = torch.stack([one.square().sum() for one in first if one is not None]).sum()
+    return *first, *torch.autograd.grad(total, weights, allow_unused=True)
+
+
+def retained_twice(net: Any, x: Tensor) -> Found:
+    """Through a graph of gradients."""
+    out, _, low = net(x)
+    low.retain_grad()
+    (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    (grad.square().sum() + out.sum() + low.sum()).backward()
+    return (low.grad,)
 
 
 def one_after_the_other(net: Any, x: Tensor) -> Found:
@@ -113,6 +127,7 @@ def one_after_the_other(net: Any, x: Tensor) -> Found:
         hooked,
         twice,
         with_weights,
+        retained_twice,
         one_after_the_other,
     ],
 )
@@ -127,7 +142,7 @@ def test_B15_an_output_is_differentiated_by_another(
         runs: Any = DataParallel(module, ["cpu"]) if wraps else module
         steps = None
         if wraps and optimizer == "in the replica":
-            if take in (twice, with_weights):
+            if take in (twice, with_weights, retained_twice):
                 pytest.skip("gradients of gradients stay with the driver")
             steps = runs.optimizer(torch.optim.SGD, lr=0.1)
         else:
@@ -180,10 +195,97 @@ def test_B15_features_that_attributes_and_hooks_keep() -> None:
         for _ in range(2):
             out = runs(x)
             found = torch.autograd.grad(out[:, 0].sum(), activations["first"], retain_graph=True)
+            assert len(module.grads) % 2 == 1
             out.square().sum().backward()
         assert len(module.grads) == 4
-        kept[module] = [*found, module.features.grad, *module.grads[1::2]]
+        kept[module] = [*found, module.features.grad, *module.grads]
     torch.testing.assert_close(kept[net], kept[plain])
+
+
+class Normalises(nn.Module):
+    """Hooks inside make of a gradient what they would not make of its parts; one of them changes
+    that of an output.
+    """
+
+    def __init__(self, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.checkpoints, self.calls = checkpoints, 0
+        self.last.register_full_backward_hook(self.count)
+
+    def count(self, *_: Any) -> None:
+        """A hook of a layer."""
+        self.calls += 1
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        low = self.first(x).tanh()
+        middle: Any
+        if self.checkpoints:
+            middle = checkpoint(self.second, low, use_reentrant=True)
+        else:
+            middle = self.second(low)
+        if x.requires_grad:
+            low.register_hook(lambda grad: grad * 2)
+            middle.register_hook(lambda grad: grad / grad.norm())
+        high = middle.tanh()
+        return self.last(high), high, low
+
+
+@pytest.mark.parametrize("way", ["input", "output", "retained", "retained and checkpointed"])
+def test_B15_hooks_inside_see_whole_gradients_once(way: str) -> None:
+    """A pass that asks for nothing inside is the one trip that it was."""
+    plain, net = (Normalises(way.endswith("checkpointed")) for _ in range(2))
+    net.load_state_dict(plain.state_dict())
+    found = []
+    for module, runs in ((plain, plain), (net, DataParallel(net, ["cpu"]))):
+        x = torch.linspace(-1, 1, 12).view(4, 3).requires_grad_()
+        for _ in range(2):
+            out, high, low = runs(x)
+            if way == "input":
+                given = torch.autograd.grad(out.square().sum() + high.sum(), x)
+            elif way == "output":
+                given = torch.autograd.grad(out.square().sum(), [high, low])
+            else:
+                low.retain_grad()
+                high.retain_grad()
+                (out.square().sum() + high.sum()).backward()
+                given = (low.grad, high.grad)
+            found.append([*given, x.grad, module.first.weight.grad])
+        assert module.calls == 2
+    for one, other in zip(found[:2], found[2:], strict=True):
+        assert [t is None for t in other] == [t is None for t in one]
+        torch.testing.assert_close(*([t for t in row if t is not None] for row in (other, one)))
+
+
+class Forces(nn.Module):
+    """Gives an energy, and the positions that it made a leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        positions = x.detach().requires_grad_()
+        return self.inner(positions).square().sum(), positions
+
+
+def test_B15_a_leaf_that_forward_made_has_a_gradient() -> None:
+    """Where it is asked for, as forces are by positions; here it is no leaf."""
+    plain, x, found = Forces(), torch.ones(4, 3), []
+    for runs in (plain, DataParallel(copy.deepcopy(plain), ["cpu"])):
+        energy, positions = runs(x)
+        found.append(torch.autograd.grad(energy, positions, retain_graph=True))
+        energy.backward()
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_B15_a_second_derivative_by_an_output_is_refused() -> None:
+    """It would lack a part: an error says so."""
+    model, x = DataParallel(Chain(), ["cpu"]), torch.ones(4, 3, dtype=torch.float64)
+    out, _, low = model(x)
+    (grad,) = torch.autograd.grad(out.square().sum(), low, create_graph=True)
+    with pytest.raises(RuntimeError, match="by an output of the module"):
+        torch.autograd.grad(grad.square().sum(), low)
 
 
 def test_B15_costs_a_trip_only_where_it_is_asked_for() -> None:
@@ -203,6 +305,15 @@ def test_B15_costs_a_trip_only_where_it_is_asked_for() -> None:
         torch.autograd.grad(high.sum(), low)
     low.sum().backward()
     assert trips() - before == 3
+    x.requires_grad_()
+    out, high, low = model(x)
+    torch.autograd.grad(out.sum() + high.sum(), x, retain_graph=True)
+    assert trips() - before == 4
+    torch.autograd.grad(out.sum(), [high, low], retain_graph=True)
+    assert trips() - before == 5
+    low.retain_grad()
+    out.sum().backward()
+    assert trips() - before == 6
 
 
 def test_B15_graphs_end_with_what_refers_to_them(two: Executor) -> None:

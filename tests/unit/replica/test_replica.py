@@ -35,7 +35,7 @@ FORWARD = ForwardRequest(
     **{**dict.fromkeys(ForwardRequest._fields), "chunk": 0, "seed": 1, "write_back": True}
 )._replace(capture=(), doubtful=(), detach=False)
 BACKWARD = BackwardRequest(**dict.fromkeys(BackwardRequest._fields))._replace(
-    partial=False, keep=False, bumped=(), write_back=True, inner=(), whole=()
+    partial=False, keep=False, bumped=(), write_back=True, inner=(), whole=(), noted=()
 )
 
 
