@@ -86,17 +86,23 @@ class HiddenAttributes:
         self._module = module
         self._hidden: dict[tuple[int, str], nn.Module] = {}
         self._shown: dict[tuple[int, str], nn.Module] = {}
+        self._set_before: dict[tuple[int, str], Any] = {}
+        self._set: dict[tuple[int, str], Any] = {}
 
-    def hide(self, found: Iterable[tuple[Any, str]]) -> None:
-        """Hide what the last forward set, but for values that are cheaply sent. What hooks set in
-        backward is not hidden: they may read it there first, and a backward does not run again.
+    def note(self, found: Iterable[tuple[Any, str]]) -> None:
+        """Note which attributes the last forward set: owners and names."""
+        self._set_before, self._set = self._set, {(id(owner), name): owner for owner, name in found}
 
-        Args:
-            found: The owners and names.
+    def hide(self) -> None:
+        """Hide what each of the last two forwards set, but for values that are cheaply sent: what
+        one set alone is perhaps made once. What hooks set in backward is not hidden: they may read
+        it there first, and a backward does not run again.
         """
         parts: dict[int, bool] = {}
-        for owner, name in found:
-            key = id(owner), name
+        for key, owner in self._set.items():
+            name = key[1]
+            if key not in self._set_before:
+                continue
             if not isinstance(owner, nn.Module) or key in self._shown:
                 continue
             if name not in vars(owner) or isinstance(vars(owner)[name], _CHEAP):

@@ -601,6 +601,7 @@ class ModuleTracker:
         self._sent_before = self.revision
         history = self._history
         by_forward, stored = history.set_by_forward, {id(value) for value, _ in history.refilled}
+        history.hidden.note(by_forward)
         unseen = history.begin()
         if self.structure.is_outdated or not history.edits.look_alike():
             self._restructure()
@@ -608,7 +609,7 @@ class ModuleTracker:
             slots = {*map(id, self._contents.master.tensors.values())}
             revision = self.structure.edit(self._next_revision, history.edits, stored, slots)
             if revision is None:
-                self._history.hidden.hide(by_forward)
+                history.hidden.hide()
                 self._restructure()
             else:
                 self._history.disturbed_at = revision

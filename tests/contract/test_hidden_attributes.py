@@ -291,12 +291,38 @@ def test_F5_hooks_in_backward_find_what_a_forward_set() -> None:
         torch.testing.assert_close(maps[1], maps[0])
 
 
+class MakesOnce(Explains):
+    """Makes a mask in the first forward, which only a hook in backward reads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "mask"):
+            self.mask, self.norms = torch.ones(4) * 2, [1.0]
+        return super().forward(x)
+
+    def weigh(self, gradient: Tensor) -> Tensor:
+        """With the mask."""
+        self.norms.append(gradient.norm().item())
+        return gradient * self.mask
+
+
+def test_F5_what_one_forward_made_hooks_find() -> None:
+    """It is not hidden, as no other forward makes it again."""
+    plain, x = MakesOnce(), torch.linspace(-1, 1, 12).view(4, 3)
+    net = copy.deepcopy(plain)
+    model = DataParallel(net, ["cpu"])
+    for _ in range(4):
+        for runs in (plain, model):
+            runs(x).square().sum().backward()
+        torch.testing.assert_close(net.inner.weight.grad, plain.inner.weight.grad)
+    assert net.norms == pytest.approx(plain.norms)
+
+
 def test_F5_what_only_an_earlier_structure_had_is_told() -> None:
     """A backward cannot run again by itself: the next forward shows it."""
     net, x = Explains(), torch.ones(4, 3)
     model = DataParallel(net, ["cpu"])
-    model(x).sum().backward()
-    model(x).sum().backward()
+    for _ in range(3):
+        model(x).sum().backward()
     net.eval()
     net.extra = [1]
     loss = model(x).sum()
