@@ -35,7 +35,6 @@ from raydp_parallel.replica.replica import WithAttributes
 from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
 from raydp_parallel.state import module_sources
 from raydp_parallel.state.hidden_attributes import is_missed
-from raydp_parallel.state.object_edits import is_outdated
 from raydp_parallel.state.shared_objects import SharedObjects
 from raydp_parallel.state.tracker import Mark, ModuleTracker
 from raydp_parallel.transport import codec
@@ -771,7 +770,7 @@ class ForwardCall:
         spec, node = self.spec, self.spec.node
         answers, attempt = self._wait()
         failed = any(answer.reply.failure is not None for answer in answers)
-        while failed and (self._send_more(answers) or spec.executor.send_code(answers)):
+        while failed and (self._show(answers) or spec.executor.send_code(answers)):
             self._begin()
             answers, attempt = self._wait()
             failed = any(answer.reply.failure is not None for answer in answers)
@@ -809,20 +808,17 @@ class ForwardCall:
         node.parts = attempt.parts()
         return self._outputs(attempt, answers)  # [9]
 
-    def _send_more(self, answers: Sequence[ChunkAnswer]) -> bool:
-        """Show replicas the attributes that were hidden from them, if one missed some, and send
-        them the structure if one needs it; returns whether to run the call again.
+    def _show(self, answers: Sequence[ChunkAnswer]) -> bool:
+        """Show replicas the attributes that were hidden from them, if one missed some; returns
+        whether to run the call again.
         """
-        again = False
+        missed = {
+            chunk.tracker
+            for chunk, answer in zip(self.spec.chunks, answers, strict=True)
+            if answer.reply.failure is not None and is_missed(answer.reply.failure)
+        }
         with self.spec.executor.replica_set.lock:
-            for chunk, answer in zip(self.spec.chunks, answers, strict=True):
-                failure = answer.reply.failure
-                if failure is not None and is_outdated(failure):
-                    chunk.tracker.send_structure()
-                    again = True
-                elif failure is not None and is_missed(failure):
-                    again |= chunk.tracker.show()
-        return again
+            return any([tracker.show() for tracker in missed])  # noqa: C419  all of them
 
     def _write_means(self, answers: Sequence[ChunkAnswer]) -> None:
         """Apply what chunks changed in place, where buffers get the mean over the chunks."""

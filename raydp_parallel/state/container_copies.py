@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -114,7 +114,6 @@ class DictCopies:
         self._attributes: Any = functools.partial(_shown, hidden) if hidden else vars
         self._copies = [dict(node) for node in self._nodes()]
         self._index = {id(owner): i for i, owner in enumerate(owners)}
-        self._numbers = {id(node): i for i, node in enumerate(dicts, len(owners))}
         self.settle()
 
     def _nodes(self) -> list[dict[Any, Any]]:
@@ -144,28 +143,20 @@ class DictCopies:
         old, copy[name] = copy.get(name), value
         return old
 
-    def accept_object(self, value: Any) -> None:
-        """Record the contents of a dict, and the attributes of an object; `settle` must follow."""
-        for numbers in (self._index, self._numbers):
-            if id(value) in numbers:
-                own = self._attributes(value) if numbers is self._index else value
-                self._copies[numbers[id(value)]] = dict(own)
-
     def settle(self) -> None:
         """Compare with the copies as they are now."""
         self._flat = _FlatDicts(self._owners, self._dicts, self._copies, self._attributes)
 
-    def rebound(self, owners: Container[int]) -> list[tuple[Any, str, Any]] | None:
-        """The changed attributes of some objects, given by id, as (owner, name, new value); None if
-        some are new, or gone.
-        """
+    def differences(self) -> list[tuple[Any, str, Any]] | None:
+        """The changed attributes as (owner, name, new value), or None if something else changed."""
         found = []
-        for owner, copy in zip(self._owners, self._copies, strict=False):
-            if id(owner) in owners:
-                node = self._attributes(owner)
-                if [*node] != [*copy]:
-                    return None
-                found += [(owner, name, new) for name, new in node.items() if new is not copy[name]]
+        for i, (node, copy) in enumerate(zip(self._nodes(), self._copies, strict=True)):
+            if _alike(node, copy):
+                continue
+            if i >= len(self._owners) or [*node] != [*copy]:
+                return None
+            owner = self._owners[i]
+            found += [(owner, name, new) for name, new in node.items() if new is not copy[name]]
         return found
 
     def changed_nodes(self) -> list[Any]:
@@ -255,18 +246,8 @@ class ListCopies:
             or self._sets != self._set_copies
         )
 
-    def accept_object(self, value: Any) -> None:
-        """Record the contents of a list, deque or set; `settle` must follow."""
-        for number, node in enumerate(self._lists):
-            if node is value:
-                self._copies[number] = list(node)
-        for number, known in enumerate(self._sets):
-            if known is value:
-                self._set_copies[number] = set(known)
-
     def settle(self) -> None:
         """Compare with the copies as they are now."""
-        self._lengths = [*map(len, self._copies)]
         self._items = [*chain.from_iterable(self._copies)]
 
     def changed_nodes(self) -> list[Any]:

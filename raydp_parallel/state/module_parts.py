@@ -414,7 +414,8 @@ class ModuleParts:
         state = self._state
         if self.then is None or state is None:
             return None, []
-        if not self.reported and not state.changed() and not state.deep_changed():
+        told = self.reported or self.stores  # also what is now as it was before the forward
+        if not (told or state.changed() or state.deep_changed()):
             return None, []
         now, then = {(at, name): value for at, name, value in self.rebound(())}, self.reported
         rebound = [(*key, value) for key, value in now.items() if then.get(key, then) is not value]
@@ -435,8 +436,8 @@ class ModuleParts:
                     edits[keys[number]] = edit
         if not (rebound or edits or lost):
             return None, []
-        told = [(at, name, self._before(at, name), value) for at, name, value in rebound]
-        changes = HookChanges(revision, (*told,), edits, len(made))
+        news = [(at, name, self._before(at, name), value) for at, name, value in rebound]
+        changes = HookChanges(revision, (*news,), edits, len(made))
         self.reported = {**then, **now}
         self._report(changes.values(), bool(edits or lost))
         return changes if rebound or edits else None, self.names(lost)
@@ -495,9 +496,22 @@ class ModuleParts:
                 found.append("an object that forward made")
             elif at == _CODE:
                 found.append(self.code.objects[name][0])
+            elif at == _PLACE:
+                found.append(self.code.places[name].name)
             else:
                 found.append(f"{type(self.modules[at]).__name__}.{name}")
         return [*dict.fromkeys(found)]
+
+    def still_holds(self, key: PartKey) -> bool:
+        """Whether the attribute or the name by which an object was found has the value of then."""
+        at, name = key[:2]
+        if at == NEW:
+            return True
+        if at == _CODE:
+            place = self.code.places.get(name)
+            return place is None or place.read() is self.code.objects[name][1]
+        value, root = getattr(self.modules[at], name, None), self.objects.get((at, name, 0))
+        return value is root or isinstance(value, tuple)
 
     def holding(self, changed: Iterable[Any]) -> list[str]:
         """The attributes that hold some objects, directly or not."""

@@ -470,38 +470,12 @@ class PythonState:
         """Whether any contents differ that identities do not show."""
         return any(content.take() != content.then for content in self._contents)
 
-    def differences(self) -> tuple[list[tuple[Any, str, Any]], list[Any]] | None:
-        """The changed attributes of modules as (owner, name, new value), and the objects with other
-        contents; None if anything else changed.
+    def differences(self) -> list[tuple[Any, str, Any]] | None:
+        """The changed attributes as (owner, name, new value), or None if something else changed
+        besides.
         """
-        if self._dicts.classes() != self._classes or self._code.changed():
-            return None
-        changed = self._dicts.changed_nodes()
-        modules = {id(value) for value in changed if isinstance(value, nn.Module)}
-        changed += self._lists.changed_nodes()
-        changed += [r.value for r in self._readers if not same(r.read(), r.then)]
-        changed += [content.value for content in self._contents if content.take() != content.then]
-        objects = [value for value in changed if id(value) not in modules]
-        found = self._dicts.rebound(modules)
-        if found is None or any(isinstance(value, _NO_OBJECTS) for value in objects):
-            return None
-        return found, objects
-
-    def accept_objects(self, values: Iterable[Any]) -> None:
-        """Record the contents of objects that changed."""
-        known = {id(value): value for value in values}
-        for value in known.values():
-            self._dicts.accept_object(value)
-            self._lists.accept_object(value)
-        self._readers = [
-            reader._replace(then=reader.read()) if id(reader.value) in known else reader
-            for reader in self._readers
-        ]
-        self._contents = [
-            content._replace(then=content.take()) if id(content.value) in known else content
-            for content in self._contents
-        ]
-        self.settle()
+        found = self._dicts.differences()
+        return None if self._lists.changed() or self._readers_changed() else found
 
     def recorded(self, owner: Any, name: str) -> Any:
         """The recorded value of an attribute; None if there is none."""
@@ -599,6 +573,13 @@ def change_reason(module: nn.Module, state: PythonState) -> str:
     return ", ".join(names[:_MOST]) + more
 
 
+def _set_entry(entries: dict[str, Any], name: str, value: Any) -> None:
+    if value is _MISSING:
+        entries.pop(name, None)
+    else:
+        entries[name] = value
+
+
 class Held:
     """The tensors that one module holds, by slot, and the attributes that the driver changed.
 
@@ -631,16 +612,19 @@ class Held:
     def as_of(self, edits: int) -> Iterator[None]:
         """Give the module, in the block, the attributes that it had after so many edits."""
         undone = self._edits[edits:]
+        now = {
+            (id(owner), name): (owner, name, owner.get(name, _MISSING))
+            for owner, name, *_ in undone
+        }
         for attributes, name, old, _ in reversed(undone):
-            if old is _MISSING:
-                attributes.pop(name, None)
-            else:
-                attributes[name] = old
+            _set_entry(attributes, name, old)
+        then = {key: owner.get(name, _MISSING) for key, (owner, name, _) in now.items()}
         try:
             yield
         finally:
-            for attributes, name, _, value in undone:
-                attributes[name] = value
+            for key, (attributes, name, value) in now.items():
+                if attributes.get(name, _MISSING) is then[key]:  # else a hook gave it another value
+                    _set_entry(attributes, name, value)
 
     def holds(self, tensors: Mapping[int, Tensor]) -> bool:
         """Whether the module holds exactly these tensors."""

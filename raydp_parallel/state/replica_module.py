@@ -9,7 +9,6 @@ graph keeps its values.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -21,30 +20,14 @@ from raydp_parallel.devices.ranges import MemoryRange
 from raydp_parallel.state import module_sources, replica_memory, structure
 from raydp_parallel.state.hidden_attributes import HiddenParts
 from raydp_parallel.state.module_parts import ModuleParts, PartKey, VainChange, VainChanges
-from raydp_parallel.state.object_edits import Outdated
 from raydp_parallel.state.python_state import Held, PythonState, StateVisitor
 from raydp_parallel.state.replica_memory import BlockSource, OwnedBlocks, Packet, ReplicaTensors
-from raydp_parallel.state.shared_objects import ObjectEdit, ObjectsBefore, refill
+from raydp_parallel.state.shared_objects import ObjectsBefore
 from raydp_parallel.state.versions import RawAccess
 from raydp_parallel.state.write_record import WriteRecord
 from raydp_parallel.transport import codec
 from raydp_parallel.transport.links import Attachments
 from raydp_parallel.transport.messages import StateUpdate, Structure
-
-
-@dataclass
-class _Source:
-    """What a module is built from.
-
-    Attributes:
-        structure: The structure.
-        edits: The attributes that the driver changed since, by number of the submodule and name.
-        outgrew: Whether it changed objects since, which none of this shows.
-    """
-
-    structure: Structure
-    edits: dict[tuple[int, str], Any] = field(default_factory=dict)
-    outgrew: bool = False
 
 
 class BuiltModule:
@@ -69,7 +52,8 @@ class BuiltModule:
         self.module: nn.Module = nn.Module()
         self.held = Held(self._python_state, {})
         self._device = device
-        self._source: _Source | None = None
+        self._structure: Structure | None = None
+        self._edits: dict[tuple[int, str], Any] = {}
         self.parts = ModuleParts(())
         self.hidden = HiddenParts((), {}, self._python_state)
         self.untold = VainChanges()
@@ -79,61 +63,41 @@ class BuiltModule:
 
     def follow(self, new: Structure) -> None:
         """Be built from another structure."""
-        self._source = _Source(new)
-
-    @property
-    def outgrew(self) -> bool:
-        """Whether it holds more than it could be built from."""
-        return self._source is not None and self._source.outgrew
+        self._structure = new
+        self._edits.clear()
 
     def build(self, tensors: dict[int, Tensor]) -> None:
         """Build the module from its structure, around tensors by slot."""
-        assert self._source is not None
-        source = self._source.structure
+        assert self._structure is not None
         with codec.loading("module"):
-            self.module = structure.load(source.module, tensors, self._device)
+            self.module = structure.load(self._structure.module, tensors, self._device)
         self._is_outdated = False
         modules = [*self.module.modules()]
         for module in modules:
             vars(module)["_is_replica"] = True
             _show_parameters(module)
-        for (index, name), value in self._source.edits.items():
+        for (index, name), value in self._edits.items():
             vars(modules[index])[name] = value
         self._python_state = structure.survey(self.module)
-        self.hidden = HiddenParts(modules, source.hidden, self._python_state)
-        self.parts = ModuleParts(modules, self._python_state, source.objects)
+        hidden = self._structure.hidden
+        self.hidden = HiddenParts(modules, hidden, self._python_state)
+        self.parts = ModuleParts(modules, self._python_state, self._structure.objects)
         self.held = Held(self._python_state, tensors)
 
     def edit(self, edits: Sequence[tuple[int, str, Any]]) -> None:
         """Give attributes the values that they have in the master: the number of the submodule,
         name and value of each.
         """
-        assert self._source is not None
         for index, name, value in edits:
-            self._source.edits[index, name] = value
+            self._edits[index, name] = value
             owner = self.parts.modules[index]
             self.held.edit(owner, name, value)
             self.parts.look_again(self._python_state.accept(owner, name, value))
         if edits:
             self._python_state.settle()
 
-    def edit_objects(self, edits: Mapping[PartKey, ObjectEdit]) -> None:
-        """Do to objects, by key, what was done to the program's."""
-        found = {key: self.parts.objects[key] for key in edits}
-        for key, value in found.items():
-            now = edits[key].applied(value)
-            if now is None:
-                raise Outdated("an object is not what the driver took it for")
-            refill(value, now)
-        assert self._source is not None
-        self._source.outgrew = True
-        self._python_state.accept_objects(found.values())
-        self.parts.look_again(edits)
-
     def import_anew(self) -> None:
-        """Build the module anew before the next forward: modules of its classes were unloaded, or
-        it could not be done now.
-        """
+        """Build the module anew before the next forward: modules of its classes were unloaded."""
         self._is_outdated = True
 
     def look_ahead(self) -> None:
@@ -253,8 +217,6 @@ class ReplicaModule:
         if update is not None:
             if update.structure is not None or update.blobs or update.edits or update.flags:
                 self._adopt(update, attachments, graphs_alive, kept)
-            if update.objects is not None:
-                self.built.edit_objects(codec.decode(update.objects, attachments, self._device)[0])
             self._tensors.row.bump(update.bumped)
             self.revision = update.revision
         self._tensors.restore_flags()
@@ -335,10 +297,7 @@ class ReplicaModule:
         """Give the module its own tensors back after a backward gave it those of a graph."""
         held, tensors = self.built.held, self._tensors.tensors
         if not held.holds(tensors) and not held.replace(tensors):
-            if self.built.outgrew:
-                self.built.import_anew()
-            else:
-                self._load()
+            self._load()
 
     def running(self) -> _Running:
         """Record what the module writes to, in a ``with`` block."""
@@ -370,8 +329,6 @@ class ReplicaModule:
 
     def _load(self) -> None:
         """Build the module from its structure, around the present tensors."""
-        if self.built.outgrew:
-            raise Outdated("the structure is older than its objects")
         self.built.build(self._tensors.tensors)
         self.writes.watch(self.module)
 

@@ -250,8 +250,9 @@ def is_overtaken(before: Any, old: Any, new: Any) -> bool:
         old: The value that the program has.
         new: The new one.
     """
-    plain = before is not ... and type(old) in ATOMS and type(new) in ATOMS
-    return plain and old is not before and old != before
+    if before is ... or type(old) not in ATOMS or type(new) not in ATOMS:
+        return False
+    return not (old is before or old == before or (old != old and before != before))  # two NaNs
 
 
 def edit_of(value: Any, then: ObjectContents, now: ObjectContents) -> ObjectEdit | None:

@@ -30,7 +30,7 @@ import contextlib
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -51,7 +51,6 @@ from raydp_parallel.state.module_parts import (
     VainChange,
     given,
 )
-from raydp_parallel.state.object_edits import ObjectEdits
 from raydp_parallel.state.python_state import PythonState, change_reason
 from raydp_parallel.state.shared_objects import (
     ObjectContents,
@@ -133,13 +132,11 @@ class StateHistory:
         set_by_forward: The owners and names of the attributes that the forward rebound.
         news: The objects that they made.
         hidden: Attributes that forwards set before they read them.
-        edits: Changes of objects that are sent as such.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.moment = StateMoment()
         self.hidden = HiddenAttributes(module)
-        self.edits = ObjectEdits()
         self.disturbed_at = 0
         self.rebound: list[tuple[Any, str, Any]] = []
         self.refilled: list[tuple[Any, ObjectContents]] = []
@@ -307,45 +304,21 @@ class MasterStructure:
         """Whether contents of the Python state changed that identities do not show."""
         return self._state is None or self._state.deep_changed()
 
-    def edit(
-        self,
-        next_revision: Callable[[], int],
-        edits: ObjectEdits,
-        stored: Collection[int],
-        slots: Container[int],
-    ) -> int | None:
-        """Take over a change that is one of a few plain attributes, and of objects, with the next
-        revision; returns that, or None if more than these changed.
-
-        Args:
-            next_revision: Gives it.
-            edits: Takes the changes of objects.
-            stored: The ids of the objects that the last forward or backward changed.
-            slots: The ids of the tensors that have slots.
+    def edit(self, next_revision: Callable[[], int]) -> int | None:
+        """Take over a change that is one of a few plain attributes, with the next revision; returns
+        that, or None if more than these changed.
         """
         assert self._state is not None
-        self._why = change_reason(self._module, self._state)
-        differences = self._state.differences()
-        if differences is None:
-            return None
-        found, objects = differences
+        found = self._state.differences()
         numbers = {id(module): i for i, module in enumerate(self.parts.modules)}
-        if not all(id(o) in numbers and type(v) in _SIMPLE for o, _, v in found):
+        self._why = change_reason(self._module, self._state)
+        if found is None or not all(id(o) in numbers and type(v) in _SIMPLE for o, _, v in found):
             return None
-        done = None
-        if objects:
-            known = {*map(id, objects)} <= {*stored}
-            done = edits.find(self.parts, objects, slots) if known else None
-            if done is None:
-                return None
         revision = next_revision()
         for owner, name, value in found:
             self.parts.look_again(self._state.accept(owner, name, value))
             self._edits[numbers[id(owner)], name] = (revision, value)
         self._state.settle()
-        if done is not None:
-            self._state.accept_objects(objects)
-            edits.enter(self.parts, done, revision - 1, revision)
         return revision
 
     def why(self) -> str:
@@ -600,14 +573,12 @@ class ModuleTracker:
     def _sync(self) -> bool:
         self._sent_before = self.revision
         history = self._history
-        by_forward, stored = history.set_by_forward, {id(value) for value, _ in history.refilled}
-        history.hidden.note(by_forward)
+        history.hidden.note(history.set_by_forward)
         unseen = history.begin()
-        if self.structure.is_outdated or not history.edits.look_alike():
+        if self.structure.is_outdated or unseen:
             self._restructure()
-        elif unseen or self.structure.changed():
-            slots = {*map(id, self._contents.master.tensors.values())}
-            revision = self.structure.edit(self._next_revision, history.edits, stored, slots)
+        elif self.structure.changed():
+            revision = self.structure.edit(self._next_revision)
             if revision is None:
                 history.hidden.hide()
                 self._restructure()
@@ -635,11 +606,6 @@ class ModuleTracker:
             return False
         self._begin_anew()
         return True
-
-    def send_structure(self) -> None:
-        """Send the structure with each change of an object: a replica was outdated."""
-        self._history.edits.is_off = True
-        self._begin_anew()
 
     def verify(self, wholly: bool = True) -> bool:
         """Whether contents are those that the last `sync` found. Changes are taken into the next
@@ -698,7 +664,6 @@ class ModuleTracker:
     def _verify(self, wholly: bool) -> bool:
         known = self.structure
         fits = not known.deep_changed() and self._contents.master.fits()
-        fits = fits and self._history.edits.are_alike()
         if not fits or not known.specials.are_alike():
             self._restructure()
             return False
@@ -714,12 +679,6 @@ class ModuleTracker:
         """The update for a replica that holds revision ``held``; revision 0 holds nothing."""
         if held == self.revision:
             return None
-        edits = self._history.edits
-        if edits.revision and (held < self.structure.at or edits.lacks(held)):
-            # The structure is that of before: nothing but the way of sending changes.
-            disturbed = self._history.disturbed_at
-            self._restructure()
-            self._history.disturbed_at = disturbed
         if held not in self._updates:
             self._updates[held] = self._make_update(held)
         return self._updates[held]
@@ -732,7 +691,7 @@ class ModuleTracker:
         if change is None:
             return False
         message, specs = change.message, self._contents.master.layout.specs
-        if message.structure is not None or message.edits or message.flags or message.objects:
+        if message.structure is not None or message.edits or message.flags:
             return False
         blocks = {block for blob in message.blobs for block in blob.blocks}
         blocks.update(specs[slot].block for slot in message.bumped if slot in specs)
@@ -827,8 +786,9 @@ class ModuleTracker:
                 rebound.append((owner, attribute, value))
         follows = found.revision >= self.structure.at and found.made == len(news.objects)
         for key, edit in found.edits.items():
-            holder = self.known(key) if follows else None
-            made = edit.applied(holder) if follows else None
+            there = follows and parts.still_holds(key)
+            holder = self.known(key) if there else None
+            made = edit.applied(holder) if there else None
             if made is None:
                 lost.append(key)
             else:
@@ -869,7 +829,6 @@ class ModuleTracker:
             self._history.hidden,
         )
         known.at = self._history.disturbed_at = self._next_revision()
-        self._history.edits.begin(known.parts)
         contents.adopt(plain, self.revision)
         known.size = sum(contents.master.layout.sizes.values())
 
@@ -878,14 +837,12 @@ class ModuleTracker:
         master, known = contents.master, self.structure
         owned = master.layout.blocks_of(self.owned.tensors)
         report, kept = contents.kept_since(held)
-        lacks = held < known.at
         message = StateUpdate(
             model=self.id,
             revision=self.revision,
             bumped=self.owned.without(master.moved_since(held)),
-            structure=known.message(master) if lacks else None,
+            structure=known.message(master) if held < known.at else None,
             edits=known.edits_since(held),
-            objects=None if lacks else self._history.edits.since(held, attachments),
             flags=master.flags_since(held),
             blobs=contents.blobs_since(held, attachments, owned),
             report=report,

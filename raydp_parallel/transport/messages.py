@@ -187,8 +187,6 @@ class StateUpdate(NamedTuple):
         bumped: Slots with a new version in the driver.
         structure: The structure, None if it has not changed.
         edits: Plain attributes that changed: index among ``module.modules()``, name, value.
-        objects: The parcel of what was done to objects that the module refers to, by key; None for
-            nothing.
         flags: Slots with a new ``requires_grad``, and its value.
         blobs: New contents.
         report: The number of the last `WriteBack` that the driver applied.
@@ -201,7 +199,6 @@ class StateUpdate(NamedTuple):
     bumped: tuple[int, ...]
     structure: Structure | None = None
     edits: tuple[tuple[int, str, Any], ...] = ()
-    objects: Parcel | None = None
     flags: tuple[tuple[int, bool], ...] = ()
     blobs: tuple[Blob, ...] = ()
     report: int = 0

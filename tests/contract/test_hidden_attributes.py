@@ -1,19 +1,16 @@
-"""What comes back with one device, and need not be sent again as a whole: attributes that forward
-sets before it reads them, and what it stores in objects (F5).
+"""Attributes that forward sets before it reads them: with one device they come back, and replicas
+do without them (F5).
 """
 
 from __future__ import annotations
 
-import collections
 import copy
 import itertools
 import os
 import signal
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from mortal import whole
@@ -59,115 +56,6 @@ def test_F5_what_forward_sets_first_is_not_sent_again() -> None:
     torch.testing.assert_close(weights[1], weights[0])
     steps = [after - before for before, after in itertools.pairwise(sent)]
     assert steps[-2] == steps[-1] == sum(4 * p.numel() for p in net.parameters())
-
-
-class Logs(nn.Module):
-    """Stores numbers, arrays and features in objects, and computes with them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.losses: list[float] = []
-        self.stats = SimpleNamespace(calls=0, mean=np.zeros(3), kept={})
-        self.random = np.random.default_rng(1)
-        self.bank: Any = collections.deque(maxlen=3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x) + self.random.random()
-        for kept in self.bank:
-            out = out + kept.mean()
-        self.bank.append(out.detach())
-        self.losses.append(float(out.detach().sum()))
-        self.stats.calls += 1
-        self.stats.mean += out.detach().numpy().mean(0)
-        self.stats.kept["last"] = out.detach()
-        return self.last(out + float(self.stats.mean.sum()) + len(self.losses))  # type: ignore[no-any-return]
-
-
-def logged(net: Logs, activations: dict[str, Tensor]) -> list[Any]:
-    """What it stored."""
-    stats = net.stats
-    kept = [*net.bank, stats.kept["last"], activations["first"], torch.from_numpy(stats.mean)]
-    return [torch.tensor(net.losses), stats.calls, *map(torch.clone, kept)]
-
-
-@pytest.mark.parametrize("edit", ["nothing", "clears", "writes", "writes by numpy", "more"])
-def test_F5_what_forward_stores_in_objects_is_sent_as_such(edit: str) -> None:
-    """Not with the whole structure, unless the program changes it; the values are the module's."""
-    plain, x = Logs(), torch.linspace(-1, 1, 12).view(4, 3)
-    net, found, sent = copy.deepcopy(plain), [], []
-    model = DataParallel(net, ["cpu"])
-    for module, runs in ((plain, plain), (net, model)):
-        activations: dict[str, Tensor] = {}
-        module.inner.register_forward_hook(keeping(activations))
-        for number in range(6):
-            runs(x).square().sum().backward()
-            found.append([*logged(module, activations), module.inner.weight.grad.clone()])
-            if runs is model:
-                sent.append(model.executor.stats().state_bytes)
-            if number != 3:
-                continue
-            if edit == "clears":
-                module.losses.clear()
-            elif edit == "writes":
-                module.bank[0].mul_(2)
-            elif edit == "writes by numpy":
-                module.bank[-1].numpy()[:] = 2
-            elif edit == "more":
-                module.stats.more = [module.inner]
-                module.stats.kept["more"] = torch.ones(3)
-    torch.testing.assert_close(found[6:], found[:6])
-    steps = [after - before for before, after in itertools.pairwise(sent)]
-    assert steps[1] == steps[2]
-    if edit == "nothing":
-        assert steps[4] == steps[3] == steps[2]
-
-
-def keeping(activations: dict[str, Tensor]) -> Any:
-    """A hook, as tutorials have it."""
-
-    def hook(_module: nn.Module, _args: Any, out: Tensor) -> None:
-        activations["first"] = out.detach()
-
-    return hook
-
-
-class Counter:
-    """Has slots, so that a replica builds the module anew where they changed."""
-
-    __slots__ = ("seen", "steps")
-
-    def __init__(self) -> None:
-        self.steps, self.seen = 0, []
-
-
-class CountsInSlots(nn.Module):
-    """Changes two objects, of which one cannot be restored."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.log, self.counter = nn.Linear(3, 3), [0], Counter()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.log.append(len(self.log))
-        if len(self.log) > 3:
-            self.counter.steps += 1
-            self.counter.seen.append(x.detach().sum())
-        return self.inner(x) * sum(self.log) + self.counter.steps  # type: ignore[no-any-return]
-
-
-def test_F5_a_module_that_a_replica_builds_anew_has_all_of_it(killable: Executor) -> None:
-    """It is sent the structure then, and from then on; so is one that takes another's place."""
-    plain, x = CountsInSlots(), torch.linspace(-1, 1, 12).view(4, 3)
-    net = copy.deepcopy(plain)
-    model = DataParallel(net, ["cpu"], executor=whole(killable))
-    for number in range(9):
-        torch.testing.assert_close(model(x), plain(x))
-        if number == 1:
-            os.kill(killable.replicas()[0].pid, signal.SIGKILL)
-    assert net.log == plain.log
-    assert net.counter.steps == plain.counter.steps
-    assert len(net.counter.seen) == len(plain.counter.seen)
 
 
 class Remembers(nn.Module):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import array
 import collections
 import copy
+import math
 import random
 import sys
 import threading
@@ -471,7 +472,56 @@ EDITS: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], None]]] = {
     "made in forward": (lambda: Holder(count=0, inside=0, fresh=True), into_objects),
     "array": (lambda: np.zeros(2), lambda g, grad: g.__iadd__(grad.numpy().sum(0))),
     "generator": (lambda: np.random.default_rng(1), lambda g, grad: g.random(3)),
+    "not a number": (lambda: {"norm": math.nan}, lambda g, grad: g.update(norm=len(grad))),
 }
+
+
+class Balanced(nn.Module):
+    """What forward counts and stores, a hook in backward takes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.count, self.stack = nn.Linear(3, 2), 0, [0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        self.stack.append(self.count)
+        self.count += 1
+        out.register_hook(self.back)
+        return out
+
+    def back(self, _gradient: Tensor) -> None:
+        """The hook."""
+        self.stack.pop()
+
+
+def test_F5_what_hooks_take_back_is_gone() -> None:
+    """Also where all is then as it was before the forward; and a backward of two forwards leaves
+    numbers that only these counted.
+    """
+    plain, x = Balanced(), torch.ones(4, 3)
+    net = copy.deepcopy(plain)
+    model = DataParallel(net, ["cpu"])
+    for _ in range(3):
+        for module, runs in ((plain, plain), (net, model)):
+            runs(x).sum().backward()
+            assert module.stack == [0]
+        assert net.count == plain.count
+
+    class Counts(nn.Linear):
+        """Counts its forwards."""
+
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    counts = Counts(3, 2)
+    counting = DataParallel(counts, ["cpu"])
+    for number in range(3):
+        (counting(x).sum() + counting(2 * x).sum()).backward()
+        assert counts.calls == 2 * number + 2
 
 
 def held(value: Any) -> Any:
@@ -528,6 +578,12 @@ def test_F5_what_cannot_be_done_again_in_backward_is_told() -> None:
     with told():
         out.sum().backward()
     assert counts.kept.count == 5
+    rebinds = Hooked([], lambda given, gradient: given.append(gradient))
+    out = DataParallel(rebinds, ["cpu"])(x)
+    rebinds.kept = []
+    with told():
+        out.sum().backward()
+    assert rebinds.kept == []
     moves = Hooked([Holder()], lambda given, gradient: given.insert(0, gradient))
     out = DataParallel(moves, ["cpu"])(x)
     with told():
