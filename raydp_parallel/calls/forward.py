@@ -34,7 +34,7 @@ from raydp_parallel.replica.loss_call import LossCall
 from raydp_parallel.replica.replica import WithAttributes
 from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
 from raydp_parallel.state import module_sources
-from raydp_parallel.state.hidden_attributes import is_missed
+from raydp_parallel.state.hidden_attributes import is_missed, is_not_shown
 from raydp_parallel.state.shared_objects import SharedObjects
 from raydp_parallel.state.tracker import Mark, ModuleTracker
 from raydp_parallel.transport import codec
@@ -812,13 +812,14 @@ class ForwardCall:
         """Show replicas the attributes that were hidden from them, if one missed some; returns
         whether to run the call again.
         """
-        missed = {
-            chunk.tracker
-            for chunk, answer in zip(self.spec.chunks, answers, strict=True)
-            if answer.reply.failure is not None and is_missed(answer.reply.failure)
-        }
+        again = False
         with self.spec.executor.replica_set.lock:
-            return any([tracker.show() for tracker in missed])  # noqa: C419  all of them
+            for chunk, answer in zip(self.spec.chunks, answers, strict=True):
+                failure = answer.reply.failure
+                if failure is not None and is_missed(failure):
+                    # Another call may have let it be shown meanwhile.
+                    again |= chunk.tracker.show() or is_not_shown(failure)
+        return again
 
     def _write_means(self, answers: Sequence[ChunkAnswer]) -> None:
         """Apply what chunks changed in place, where buffers get the mean over the chunks."""

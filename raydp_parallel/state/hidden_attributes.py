@@ -107,11 +107,15 @@ class HiddenAttributes:
                 continue
             if name not in vars(owner) or isinstance(vars(owner)[name], _CHEAP):
                 continue
+            if any(name in vars(kind) for kind in type(owner).__mro__):
+                continue  # it would be found there
             if not parts:
-                if _any_compiled(self._module.modules()):
+                modules = [*self._module.modules()]
+                # One that looks into its own attributes may look into those of others.
+                if _any_compiled(modules) or not all(map(can_hide, modules)):
                     return
-                parts = {id(module): can_hide(module) for module in self._module.modules()}
-            if parts.get(id(owner)):
+                parts = {id(module): True for module in modules}
+            if id(owner) in parts:
                 self._hidden[key] = owner
 
     def show(self) -> bool:
@@ -123,9 +127,10 @@ class HiddenAttributes:
 
     def of(self, modules: Sequence[nn.Module]) -> dict[int, tuple[str, ...]]:
         """The names by the numbers of their modules."""
-        if not self._hidden:
-            return {}
         numbers = {id(module): at for at, module in enumerate(modules)}
+        for known in (self._hidden, self._shown, self._set, self._set_before):
+            for key in [key for key in known if key[0] not in numbers]:
+                del known[key]  # the module is gone
         found: dict[int, tuple[str, ...]] = {}
         for owner, name in self._hidden:
             if owner in numbers:
@@ -156,19 +161,27 @@ def can_hide(module: nn.Module) -> bool:
 @functools.cache
 def _looks_itself(kind: type) -> bool:
     """Whether code of a class, but for torch's own, looks into the dict of attributes."""
-    if kind is object or kind is nn.Module:
+    if kind is object or kind.__module__.partition(".")[0] == "torch":
         return False
-    functions = [getattr(value, "__func__", value) for value in vars(kind).values()]
-    left = [f.__code__ for f in functions if isinstance(f, types.FunctionType)]
+    left: list[Any] = [*vars(kind).values()]
     while left:
-        code = left.pop()
-        if not _LOOKS.isdisjoint(code.co_names):
-            return True
-        left += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+        value = left.pop()
+        if isinstance(value, property):
+            left += [value.fget, value.fset, value.fdel]
+        elif isinstance(value, functools.cached_property):
+            return True  # keeps its value there
+        elif isinstance(value, (staticmethod, classmethod)):
+            left.append(value.__func__)
+        elif isinstance(value, types.FunctionType):
+            left += [value.__code__, getattr(value, "__wrapped__", None)]
+        elif isinstance(value, types.CodeType):
+            if not _LOOKS.isdisjoint(value.co_names):
+                return True
+            left += value.co_consts
     return False
 
 
-_LOOKS = frozenset(("__dict__", "vars"))
+_LOOKS = frozenset(("__dict__", "vars", "dir", "__dir__", "getmembers", "getattr_static"))
 
 
 def _any_compiled(modules: Iterable[nn.Module]) -> bool:

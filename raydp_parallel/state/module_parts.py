@@ -213,8 +213,12 @@ _OF_TORCH = frozenset(vars(nn.Module()))
 """The attributes of every module: its parameters, buffers, submodules and hooks."""
 
 
-_HOLDERS = ("_parameters", "_buffers", "_modules")
-"""The attributes of a module that users do not rebind."""
+_NOT_REBOUND = frozenset(
+    ("_parameters", "_buffers", "_modules", "_output_capturing_hooks_installed")
+)
+"""The attributes of a module that users do not rebind, and the flag by which transformers notes
+that a forward gave parts of its model hooks: these stay in the replica, which must make them again.
+"""
 
 _CODE, _PLACE, NEW = -1, -2, -3
 """Stand for the number of a submodule: the first two where a path of `CodeObjects` stands for the
@@ -380,7 +384,7 @@ class ModuleParts:
         """
         owners = [holder for module in self.modules for holder in (vars(module), module._buffers)]
         found = self._news(owners, graphed)
-        rebound = [(at // 2, name, value) for at, name, value in found if name not in _HOLDERS]
+        rebound = [(at // 2, name, value) for at, name, value in found if name not in _NOT_REBOUND]
         for path in self.followed & self.code.places.keys():
             value = self.code.places[path].read()
             if value is not self._values[path]:
@@ -495,12 +499,16 @@ class ModuleParts:
             if at == NEW:
                 found.append("an object that forward made")
             elif at == _CODE:
-                found.append(self.code.objects[name][0])
+                found.append(self.code.objects[name][0] if name in self.code.objects else name)
             elif at == _PLACE:
-                found.append(self.code.places[name].name)
+                found.append(self.code.places[name].name if name in self.code.places else name)
             else:
                 found.append(f"{type(self.modules[at]).__name__}.{name}")
         return [*dict.fromkeys(found)]
+
+    def is_known(self, at: int, name: str) -> bool:
+        """Whether there is what a number and a name of `rebound` stand for."""
+        return name in self.code.places if at == _PLACE else at < len(self.modules)
 
     def still_holds(self, key: PartKey) -> bool:
         """Whether the attribute or the name by which an object was found has the value of then."""

@@ -241,6 +241,9 @@ class ObjectEdit(NamedTuple):
         return made
 
 
+_NUMBERS = (int, float, complex)
+
+
 def is_overtaken(before: Any, old: Any, new: Any) -> bool:
     """Whether a new value does not count what the program did: it was made of a plain value, and
     the program has another one now.
@@ -250,7 +253,7 @@ def is_overtaken(before: Any, old: Any, new: Any) -> bool:
         old: The value that the program has.
         new: The new one.
     """
-    if before is ... or type(old) not in ATOMS or type(new) not in ATOMS:
+    if type(before) not in _NUMBERS or type(new) not in _NUMBERS or type(old) not in ATOMS:
         return False
     return not (old is before or old == before or (old != old and before != before))  # two NaNs
 
@@ -272,7 +275,10 @@ def edit_of(value: Any, then: ObjectContents, now: ObjectContents) -> ObjectEdit
         length = len(items)
         if isinstance(value, deque) and value.maxlen is not None:  # it drops items by itself
             fits = (k for k in range(length + 1) if same(items[k:], now.items[: length - k]))
-            added = (*now.items[length - next(fits) :],)
+            gone = next(fits)
+            added = (*now.items[length - gone :],)
+            if gone and length - gone + len(added) != value.maxlen:
+                return None
         else:
             apart = [i for i, item in enumerate(now.items[:length]) if item is not items[i]]
             if len(now.items) == length:

@@ -778,6 +778,9 @@ class ModuleTracker:
         parts, news = self.structure.parts, self._history.news
         rebound, refilled, lost = [], [], []
         for at, name, before, value in found.rebound:
+            if not parts.is_known(at, name):
+                lost.append((at, name))
+                continue
             owner, attribute = parts.holder(at, name)
             now = getattr(owner, attribute, None)
             if is_overtaken(before, now, value):
@@ -790,7 +793,7 @@ class ModuleTracker:
             holder = self.known(key) if there else None
             made = edit.applied(holder) if there else None
             if made is None:
-                lost.append(key)
+                lost.append(key if follows else (NEW, ""))
             else:
                 refilled.append((holder, made))
         self._history.rebind(rebound)

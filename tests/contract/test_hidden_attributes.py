@@ -76,9 +76,20 @@ class Remembers(nn.Module):
         self.kept = out.detach()
         return out
 
+
+class LooksItself(Remembers):
+    """As some code does."""
+
+    @property
     def look_into_attributes(self) -> Any:
-        """As some code does."""
+        """What it kept."""
         return self.__dict__.get("kept")
+
+
+class HasDefault(Remembers):
+    """Where an instance has none, its class has."""
+
+    kept: Any = None
 
 
 def swallows(net: Any) -> Any:
@@ -95,14 +106,16 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "hasattr": lambda net: net.kept if hasattr(net, "kept") else None,
     "swallowed": swallows,
     "dict": lambda net: vars(net)["kept"],
-    "method": lambda net: net.look_into_attributes(),
+    "property": lambda net: net.look_into_attributes,
+    "class": lambda net: net.kept,
 }
+KINDS: dict[str, type[Remembers]] = {"property": LooksItself, "class": HasDefault}
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_F5_what_forward_reads_is_shown(way: str) -> None:
     """However it looks for it: the forward runs again with it."""
-    plain = Remembers(WAYS[way])
+    plain = KINDS.get(way, Remembers)(WAYS[way])
     net, x = copy.deepcopy(plain), torch.linspace(-1, 1, 12).view(4, 3)
     model = DataParallel(net, ["cpu"])
     for number in range(6):
@@ -115,6 +128,34 @@ def test_F5_what_forward_reads_is_shown(way: str) -> None:
     assert net.calls == 6
     torch.testing.assert_close(net.kept, plain.kept)
     torch.testing.assert_close(net.inner.weight.grad, plain.inner.weight.grad)
+
+
+def test_F5_calls_in_flight_that_miss_one_all_run_again(two: Executor) -> None:
+    """Of `map`, whose batches begin before the first is told that it lacks something."""
+
+    class Trains(nn.Module):
+        """Reads in evaluation what training kept."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.inner(x)
+            if self.training:
+                self.kept = out.detach()
+                return out
+            return out + self.kept
+
+    plain, x = Trains(), torch.linspace(-1, 1, 12).view(4, 3)
+    net = copy.deepcopy(plain)
+    model = DataParallel(net, ["cpu"], executor=two)
+    for _ in range(3):
+        model(x), plain(x)
+    net.eval()
+    plain.eval()
+    for out in model.map([x] * 6):
+        torch.testing.assert_close(out, plain(x).detach())
 
 
 def test_F5_parts_and_other_devices_are_shown_too(two: Executor) -> None:
