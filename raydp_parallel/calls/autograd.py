@@ -155,10 +155,10 @@ class EnginePass(NamedTuple):
 
     Attributes:
         grads: The gradients, of the call's outputs and of those of calls derived from it.
-        inner: What outputs of the call gave to others.
         pinned: What keeps the remote graphs alive until the trip.
         tracks: On a GPU, the streams that made the gradients. Fork's node belongs to the CPU, so
             that the engine does not make it wait for them.
+        inner: What outputs of the call gave to others.
     """
 
     grads: Stash
@@ -224,15 +224,15 @@ def attach(
     with saved_tensors_hooks(lambda tensor: (handle, tensor), unpack):
         for places in rows:
             k = places[0][1]
-            others = [tensors[0][other] for other in depends.get(k, ()) if (0, other) in columns]
+            nearest = [other for other in depends.get(k, ()) if (0, other) in columns]
             watched = WatchedOutput(k, call) if k in depended else None
             before = len(call.passes.watched)
             found = Join.apply(
                 call,
                 places,
-                InnerOutputs(watched, depends.get(k, ()) if others else (), before),
+                InnerOutputs(watched, nearest, before),
                 token,
-                *([leaf, *others] if others else []),
+                *([leaf, *[tensors[0][other] for other in nearest]] if nearest else []),
                 *[tensors[i][k].requires_grad_(False) for i, k in places],
             )
             for (i, k), tensor in zip(places, found if len(places) > 1 else (found,), strict=True):
@@ -709,7 +709,7 @@ def _run(
         answers = call.executor.run(jobs)  # [11]
     if held is not None:
         held.note(answers)
-    if asked.noted:
+    if asked.noted and answers:  # none if all gradients are undefined
         _retain(call, answers[0], stash.get(call, {}).get(0, {}), asked.noted)
     return answers
 
@@ -952,7 +952,7 @@ def _derive(
     for leaf, i, row in places:
         one = sums[leaf]
         sums[leaf] = found[i][row] if one is None else one + found[i][row]
-    given = [True] * len(sums)
+    whole = [True] * len(sums)
     return gradients.settle(
-        sums, call.leaves, kinds=call.kinds, needed=needed, whole=given, unused=call.unused
+        sums, call.leaves, kinds=call.kinds, needed=needed, whole=whole, unused=call.unused
     )

@@ -19,7 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from raydp_parallel.state.python_state import PythonState, has_own_state, reduces_itself
+from raydp_parallel.state.python_state import (
+    SIMPLE,
+    PythonState,
+    has_own_state,
+    reduces_itself,
+)
 from raydp_parallel.transport.messages import Failure
 
 _PLACE = "_raydp_parallel_hidden"
@@ -98,14 +103,14 @@ class HiddenAttributes:
         one set alone is perhaps made once. What hooks set in backward is not hidden: they may read
         it there first, and a backward does not run again.
         """
-        parts: dict[int, bool] = {}
+        parts: set[int] = set()
         for key, owner in self._set.items():
             name = key[1]
             if key not in self._set_before:
                 continue
             if not isinstance(owner, nn.Module) or key in self._shown:
                 continue
-            if name not in vars(owner) or isinstance(vars(owner)[name], _CHEAP):
+            if name not in vars(owner) or type(vars(owner)[name]) in SIMPLE:
                 continue
             if any(name in vars(kind) for kind in type(owner).__mro__):
                 continue  # it would be found there
@@ -114,7 +119,7 @@ class HiddenAttributes:
                 # One that looks into its own attributes may look into those of others.
                 if _any_compiled(modules) or not all(map(can_hide, modules)):
                     return
-                parts = {id(module): True for module in modules}
+                parts = {*map(id, modules)}
             if id(owner) in parts:
                 self._hidden[key] = owner
 
@@ -133,13 +138,9 @@ class HiddenAttributes:
                 del known[key]  # the module is gone
         found: dict[int, tuple[str, ...]] = {}
         for owner, name in self._hidden:
-            if owner in numbers:
-                at = numbers[owner]
-                found[at] = *found.get(at, ()), name
+            at = numbers[owner]
+            found[at] = *found.get(at, ()), name
         return found
-
-
-_CHEAP = (bool, int, float, str, type(None))
 
 
 def can_hide(module: nn.Module) -> bool:

@@ -118,7 +118,7 @@ class CodeObjects:
         for name, value in sorted(vars(kind).items()):
             if isinstance(value, _FUNCTIONS):
                 yield f"{path}.{name}", "", value
-            elif not name.startswith("_"):
+            elif not name.startswith("__") and name != "_abc_impl":
                 yield from self._of_place(f"{path}.{name}", name, kind)
 
     def _of_function(self, path: str, value: Any) -> Iterator[tuple[str, str, Any]]:

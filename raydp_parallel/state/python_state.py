@@ -259,6 +259,9 @@ class CodeRow:
             return None
 
 
+SIMPLE = (bool, int, float, str, type(None))
+"""The classes of attributes that are sent one by one."""
+
 LOCKS: dict[type, Callable[[], Any]] = {
     type(threading.Lock()): threading.Lock,
     type(threading.RLock()): threading.RLock,

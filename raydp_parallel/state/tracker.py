@@ -51,7 +51,7 @@ from raydp_parallel.state.module_parts import (
     VainChange,
     given,
 )
-from raydp_parallel.state.python_state import PythonState, change_reason
+from raydp_parallel.state.python_state import SIMPLE, PythonState, change_reason
 from raydp_parallel.state.shared_objects import (
     ObjectContents,
     contents,
@@ -207,9 +207,6 @@ def _set(attributes: Sequence[tuple[Any, str, Any]]) -> None:
             delattr(owner, name)
 
 
-_SIMPLE = (bool, int, float, str, type(None))
-
-
 class Leaves(NamedTuple):
     """The tensors of the master that may receive gradients, each once.
 
@@ -312,7 +309,7 @@ class MasterStructure:
         found = self._state.differences()
         numbers = {id(module): i for i, module in enumerate(self.parts.modules)}
         self._why = change_reason(self._module, self._state)
-        if found is None or not all(id(o) in numbers and type(v) in _SIMPLE for o, _, v in found):
+        if found is None or not all(id(o) in numbers and type(v) in SIMPLE for o, _, v in found):
             return None
         revision = next_revision()
         for owner, name, value in found:

@@ -1132,16 +1132,18 @@ def test_A11_attributes_of_a_class_that_forward_changes() -> None:
 
     class Counts(nn.Module):
         calls = 0
+        _calls = 0
         shapes: ClassVar[list[Any]] = []
 
         def forward(self, x: Tensor) -> Tensor:
             type(self).calls += 1
+            type(self)._calls += 1
             self.shapes.append(x.shape)
             return x * self.calls
 
     x, shapes = torch.ones(4, 3), Counts.shapes
     model = DataParallel(Counts(), CPUS)
-    with pytest.warns(UserWarning, match="a hook of it, changed shapes, calls"):
+    with pytest.warns(UserWarning, match="a hook of it, changed shapes, _calls, calls"):
         model(x)
     assert (Counts.calls, shapes) == (0, [])
     alone = DataParallel(Counts(), ["cpu"])
@@ -1154,6 +1156,7 @@ def test_A11_attributes_of_a_class_that_forward_changes() -> None:
         shapes.clear()
         assert torch.equal(alone(x), x * 11)
     assert Counts.shapes is shapes
+    assert Counts._calls == 4
     assert (Counts.calls, shapes) == (11, [x.shape])
 
 

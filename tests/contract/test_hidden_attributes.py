@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, StateChanged
 from raydp_parallel.calls.executor import Executor
+from raydp_parallel.state import structure
+from raydp_parallel.state.hidden_attributes import HiddenAttributes
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -36,8 +38,11 @@ class Autoencoder(nn.Module):
         return self.up(self.mu + self.noise * self.log_var.exp())  # type: ignore[no-any-return]
 
 
-def test_F5_what_forward_sets_first_is_not_sent_again() -> None:
+def test_F5_what_forward_sets_first_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing but weights travels, and training is that of the module itself."""
+    dumps: list[int] = []
+    dump = structure.dump
+    monkeypatch.setattr(structure, "dump", lambda *args: dumps.append(len(sent)) or dump(*args))
     plain, x = Autoencoder(), torch.linspace(-1, 1, 12).view(4, 3)
     net, weights = copy.deepcopy(plain), []
     model = DataParallel(net, ["cpu"])
@@ -54,6 +59,7 @@ def test_F5_what_forward_sets_first_is_not_sent_again() -> None:
                 sent.append(model.executor.stats().state_bytes)
         weights.append([*module.parameters()])
     torch.testing.assert_close(weights[1], weights[0])
+    assert max(dumps) == 2  # once both forwards that came before set it
     steps = [after - before for before, after in itertools.pairwise(sent)]
     assert steps[-2] == steps[-1] == sum(4 * p.numel() for p in net.parameters())
 
@@ -113,8 +119,13 @@ KINDS: dict[str, type[Remembers]] = {"property": LooksItself, "class": HasDefaul
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_F5_what_forward_reads_is_shown(way: str) -> None:
-    """However it looks for it: the forward runs again with it."""
+def test_F5_what_forward_reads_is_shown(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it looks for it: the forward runs again with it, or it was not hidden."""
+    shown: list[bool] = []
+    show = HiddenAttributes.show
+    monkeypatch.setattr(
+        HiddenAttributes, "show", lambda self: shown.append(show(self)) or shown[-1]
+    )
     plain = KINDS.get(way, Remembers)(WAYS[way])
     net, x = copy.deepcopy(plain), torch.linspace(-1, 1, 12).view(4, 3)
     model = DataParallel(net, ["cpu"])
@@ -125,6 +136,7 @@ def test_F5_what_forward_reads_is_shown(way: str) -> None:
         torch.testing.assert_close(ours, theirs)
         ours.sum().backward()
         theirs.sum().backward()
+    assert any(shown) == (way not in KINDS)
     assert net.calls == 6
     torch.testing.assert_close(net.kept, plain.kept)
     torch.testing.assert_close(net.inner.weight.grad, plain.inner.weight.grad)
