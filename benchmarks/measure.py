@@ -1,11 +1,10 @@
-"""Interleaved timing: every contender once per round, medians over rounds, and ratios; what is
-shown and kept.
-"""
+"""Interleaved timing: every contender once per round, medians over rounds, and ratios."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.metadata
 import json
 import os
 import platform
@@ -17,12 +16,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ray
 import torch
-
-import raydp_parallel
-from raydp_parallel.check.here import processor
-from raydp_parallel.cluster.ray_api import NICENESS
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -45,13 +39,7 @@ class Effort(Enum):
 
 
 class Table(NamedTuple):
-    """Numbers to read.
-
-    Attributes:
-        title: What they are.
-        columns: Their names.
-        rows: One list per line.
-    """
+    """Numbers to read: a title, names of columns, one list per line."""
 
     title: str
     columns: Sequence[str]
@@ -59,13 +47,7 @@ class Table(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A ratio, and what it should be at most.
-
-    Attributes:
-        what: Of what to what.
-        value: The ratio.
-        limit: What was asked.
-    """
+    """A ratio, of one thing to another, and the most that is asked."""
 
     what: str
     value: float
@@ -73,20 +55,20 @@ class Asked(NamedTuple):
 
     @property
     def met(self) -> bool:
-        """Whether it is as asked."""
+        """Tell if it is as asked."""
         return self.value <= self.limit
 
 
 class Report(NamedTuple):
-    """What a benchmark found.
+    """The results of a benchmark.
 
     Attributes:
         name: Of the benchmark, and of its file of results.
         question: What it answers.
         tables: The numbers.
         asked: The ratios that have a limit.
-        data: The medians, for plots and comparisons.
-        notes: What a reader must know.
+        data: The medians, for comparisons.
+        notes: Whatever a reader must know.
     """
 
     name: str
@@ -159,14 +141,21 @@ def as_text(table: Table) -> str:
     return "\n".join([table.title, *(f"  {line}" for line in aligned)])
 
 
+def processor() -> str:
+    """Read the processor's name."""
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
+    return names[0] if names else platform.machine()
+
+
 def machine() -> dict[str, Any]:
-    """What the numbers were taken on."""
+    """Describe this machine."""
     return {
         "processor": processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "ray": ray.__version__,
+        "ray": importlib.metadata.version("ray"),
     }
 
 
@@ -174,11 +163,13 @@ def use_niceness() -> None:
     """Give workers of a Ray that is started next the niceness that they have where the package
     starts it: Ray's own puts them behind the driver and behind peers without Ray.
     """
-    os.environ.setdefault(NICENESS, "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 def connect() -> None:
     """Start a Ray of this program's own, quiet, unless one is connected."""
+    import ray  # not at the top: own_process has processes without it
+
     if not ray.is_initialized():
         use_niceness()
         ray.init(
@@ -219,7 +210,7 @@ def show(report: Report) -> None:
 
 def alone(run: Callable[[Effort], Report]) -> None:
     """Run one benchmark as a program."""
-    parser = argparse.ArgumentParser(description=getattr(run, "func", run).__doc__)
+    parser = argparse.ArgumentParser(description=run.__doc__)
     parser.add_argument("--quick", action="store_true", help="an eighth of the rounds")
     parser.add_argument(
         "--smoke", action="store_true", help="one round, to see that it runs; nothing is kept"
@@ -228,6 +219,10 @@ def alone(run: Callable[[Effort], Report]) -> None:
     options = parser.parse_args()
     effort = Effort.SMOKE if options.smoke else Effort.QUICK if options.quick else Effort.FULL
     connect()
+    import ray
+
+    import raydp_parallel
+
     try:
         report = run(effort)
     finally:

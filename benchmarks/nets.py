@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,7 @@ class Case(NamedTuple):
         batch: Makes the batch, the same for everybody.
         loss: The loss of a net, wrapped or not, for a batch or a chunk of it.
         steps: How many steps a contender makes in its turn.
-        rounds: How many turns each has. Where all are close together, medians of few would tell
-            them apart by chance.
-        optimizer: The optimizer's class, and what it is made with.
+        rounds: How many turns each has.
     """
 
     make: Callable[[], nn.Module]
@@ -34,7 +32,6 @@ class Case(NamedTuple):
     loss: Callable[[nn.Module, Tensor, Tensor], Tensor]
     steps: int
     rounds: int = 24
-    optimizer: tuple[Any, dict[str, Any]] = (torch.optim.SGD, {"lr": 1e-3})
 
 
 def classify(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -65,16 +62,14 @@ def vectors(width: int, rows: int) -> tuple[Tensor, Tensor]:
 
 
 class Block(nn.Module):
-    """Two convolutions and a way past them. Normalized by group: what batch norm does depends on
-    how rows are spread over devices.
-    """
+    """Two convolutions and a way past them, with batch norm."""
 
     def __init__(self, into: int, out: int, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(into, out, 3, stride, 1, bias=False)
-        self.norm1 = nn.GroupNorm(8, out)
+        self.norm1 = nn.BatchNorm2d(out)
         self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
-        self.norm2 = nn.GroupNorm(8, out)
+        self.norm2 = nn.BatchNorm2d(out)
         same = stride == 1 and into == out
         self.past = nn.Identity() if same else nn.Conv2d(into, out, 1, stride, bias=False)
 
@@ -84,10 +79,10 @@ class Block(nn.Module):
 
 
 def residual() -> nn.Module:
-    """A small ResNet: three stages of two blocks, 2.8 M parameters."""
+    """A small ResNet with batch norm: three stages of two blocks, 2.8 M parameters."""
     torch.manual_seed(0)
     widths = [(32, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1), (128, 256, 2), (256, 256, 1)]
-    stem = [nn.Conv2d(3, 32, 3, 1, 1, bias=False), nn.GroupNorm(8, 32), nn.ReLU()]
+    stem = [nn.Conv2d(3, 32, 3, 1, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU()]
     blocks = [Block(*shape) for shape in widths]
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10))
 
@@ -100,60 +95,15 @@ def images(rows: int) -> tuple[Tensor, Tensor]:
     )
 
 
-WIDTH, HEADS, LAYERS, WORDS, LENGTH = 768, 12, 2, 8192, 64
-"""GPT-2 small's width and heads, with two of its twelve layers and a sixth of its vocabulary."""
-
-
-class Layer(nn.Module):
-    """Attention and a perceptron, each normalized before and added to what came in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attend, self.project = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.widen, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The layer's output."""
-        rows, length, _ = x.shape
-        parts = self.attend(self.norm1(x)).view(rows, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*parts, is_causal=True)
-        x = x + self.project(mixed.transpose(1, 2).reshape(rows, length, WIDTH))
-        return x + self.narrow(F.gelu(self.widen(self.norm2(x)), approximate="tanh"))
-
-
-class Gpt(nn.Module):
-    """A small GPT-2: learned positions, the output layer tied to the embedding, no dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.layers = nn.Sequential(*(Layer() for _ in range(LAYERS)))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        self.head.weight = self.words.weight
-        nn.init.normal_(self.words.weight, std=0.02)
-
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        """The loss of each row."""
-        x = self.words(ids) + self.places.weight
-        logits = self.head(self.norm(self.layers(x)))
-        return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(1)
-
-
-def language() -> nn.Module:
-    """The language model, 20.5 M parameters."""
-    torch.manual_seed(0)
-    return Gpt()
-
-
-def texts(rows: int, words: int = WORDS, length: int = LENGTH) -> tuple[Tensor, Tensor]:
+def texts(rows: int, words: int, length: int) -> tuple[Tensor, Tensor]:
     """Words, and the words that follow."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, words, (rows, length + 1), generator=generator)
     return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
 
+SMALL_MLP, LARGE_MLP = "MLP 2.1 M, batch 64", "MLP 16.8 M, batch 256"
+CONV = "ResNet-like 2.8 M, batch norm, batch 16"
 GPT2_SMALL, RESNET50 = "GPT-2 0.34 M, batch 8 x 32", "ResNet-50 23.5 M, batch 8"
 """Nets of `transformers` as they are: the one has many small parameters, the other many modules."""
 
@@ -217,27 +167,17 @@ def classify_logits(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def usable(case: str) -> bool:
-    """Whether what a case needs is installed."""
+    """Tell if the packages of a case are installed."""
     return (
         case not in (GPT2_SMALL, RESNET50) or importlib.util.find_spec("transformers") is not None
     )
 
 
 CASES = {
-    "MLP 2.1 M, batch 64": Case(lambda: perceptron(1024), lambda: vectors(1024, 64), classify, 4),
-    "MLP 16.8 M, batch 256": Case(
-        lambda: perceptron(2896), lambda: vectors(2896, 256), classify, 1
-    ),
-    "ResNet-like 2.8 M, batch 16": Case(residual, lambda: images(16), classify, 1, 72),
-    "GPT-2-like 20.5 M, batch 4 x 64": Case(language, lambda: texts(4), inside, 1),
+    SMALL_MLP: Case(lambda: perceptron(1024), lambda: vectors(1024, 64), classify, 4),
+    LARGE_MLP: Case(lambda: perceptron(2896), lambda: vectors(2896, 256), classify, 1),
+    CONV: Case(residual, lambda: images(16), classify, 1, 72),
     GPT2_SMALL: Case(gpt2_small, lambda: texts(8, _SMALL_VOCABULARY, 32), inside, 4, 48),
     RESNET50: Case(resnet50, lambda: pictures(8), classify_logits, 1),
 }
 """By name, so that other processes find them."""
-
-MLP_ADAMW, GPT_ADAMW = "MLP 16.8 M, batch 256, AdamW", "GPT-2-like 20.5 M, batch 4 x 64, AdamW"
-ADAMW = torch.optim.AdamW, {"lr": 1e-4}
-CASES |= {
-    MLP_ADAMW: CASES["MLP 16.8 M, batch 256"]._replace(optimizer=ADAMW),
-    GPT_ADAMW: CASES["GPT-2-like 20.5 M, batch 4 x 64"]._replace(optimizer=ADAMW),
-}

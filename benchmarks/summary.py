@@ -1,10 +1,7 @@
-"""One page of all that was kept: `python -m benchmarks.summary` writes it anew from the results,
-and plots them.
-"""
+"""One page of all results: `python -m benchmarks.summary` writes it anew from the files."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,86 +9,42 @@ from typing import Any
 
 from benchmarks.measure import RESULTS, shown
 
-NAMES = (
-    *(
-        "training_step",
-        "one_device",
-        "told_cores",
-        "own_process",
-        "step_latency",
-        "payload_sweep",
-        "weights_sweep",
-        "scaling",
-        "inference",
-    ),
-    *("memory", "scale"),
-)
+NAMES = ("training_step", "one_device", "told_cores", "own_process", "step_latency", "inference")
 """The benchmarks, in the order in which they are run and shown."""
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """The kept results, by name."""
+    """Read the kept results, by name."""
     files = {name: folder / f"{name}.json" for name in NAMES}
-    return {
-        name: json.loads(file.read_text(encoding="utf-8"))
-        for name, file in files.items()
-        if file.exists()
-    }
+    return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
 
 def write(folder: Path = RESULTS) -> list[Path]:
-    """Write the summary of what a folder keeps, and its plot if there is matplotlib."""
-    found = load(folder)
-    plotted = importlib.util.find_spec("matplotlib") is not None
+    """Write the page of the results in a folder."""
     page = folder / "summary.md"
-    page.write_text(markdown(found, plotted), encoding="utf-8")
-    if not plotted:
-        print("summary.png left out: not installed: matplotlib")
-        return [page]
-    from benchmarks.plot import draw  # matplotlib is optional
-
-    picture = folder / "summary.png"
-    draw(found, picture)
-    return [page, picture]
+    page.write_text(markdown(load(folder)), encoding="utf-8")
+    return [page]
 
 
-def markdown(found: dict[str, Any], plotted: bool) -> str:
+def markdown(found: dict[str, Any]) -> str:
     """The page."""
     parts = ["# Benchmarks: last results", _machines(found), _asked(found)]
-    if plotted:
-        parts.append("![The medians, plotted](summary.png)")
     for name, result in found.items():
         parts += [f"## {result['question']}", f"`python -m benchmarks.{name}`"]
-        parts += [
-            _table(table["columns"], table["rows"], table["title"]) for table in result["tables"]
-        ]
+        parts += [_table(t["columns"], t["rows"], t["title"]) for t in result["tables"]]
         if result["notes"]:
             parts.append("\n".join(f"- {note}" for note in result["notes"]))
     return "\n\n".join(parts) + "\n"
 
 
 def _machines(found: dict[str, Any]) -> str:
-    lines = [
-        "Times are medians of interleaved runs. Ratios of two rows of one table hold; "
-        "times belong to a machine."
+    about = ("processor", "cores", "torch", "ray")
+    rows = [
+        [name, result["date"], result["effort"], *(result["machine"][what] for what in about)]
+        for name, result in found.items()
     ]
-    rows = []
-    for name, result in found.items():
-        m = result["machine"]
-        rows.append(
-            [
-                name,
-                result["date"],
-                result["effort"],
-                m["processor"],
-                m["cores"],
-                m["torch"],
-                m["ray"],
-            ]
-        )
-    return "\n\n".join(
-        [*lines, _table(["", "date", "rounds", "processor", "cores", "torch", "ray"], rows)]
-    )
+    line = "Times are medians of interleaved runs. Ratios of two rows of one table hold elsewhere."
+    return f"{line}\n\n{_table(['', 'date', 'rounds', *about], rows)}"
 
 
 def _asked(found: dict[str, Any]) -> str:

@@ -1,5 +1,5 @@
-"""What the site has besides the files of ``docs/``: pages made of files elsewhere in the checkout,
-and the table of examples. A link to a file that has no page becomes its path.
+"""Pages of the site besides the files of ``docs/``: files elsewhere in the checkout, and the table
+of examples. A link to a file that has no page becomes its path.
 """
 
 from __future__ import annotations
@@ -17,22 +17,18 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
-    "benchmarks/results/summary.md": "benchmarks.md",
+    "benchmarks/README.md": "benchmarks.md",
 }
 """Files of the checkout, and the pages that they become."""
-
-PICTURES = {"benchmarks/results/summary.png": "summary.png"}
 
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages and pictures."""
+    """Add the pages."""
     for source, page in PAGES.items():
         text = _with_links(ROOT / source, (ROOT / source).read_text(encoding="utf-8"))
         files.append(File.generated(config, page, content=text))
-    for source, name in PICTURES.items():
-        files.append(File.generated(config, name, content=(ROOT / source).read_bytes()))
     files.append(File.generated(config, "examples.md", content=_examples()))
     return files
 
@@ -58,7 +54,7 @@ def _with_links(source: Path, text: str) -> str:
             return found[0]
         target = (source.parent / path).resolve()
         name = str(target.relative_to(ROOT))
-        place = {**PAGES, **PICTURES}.get(name)
+        place = PAGES.get(name)
         if name == "README.md" and anchor == "examples":
             place, anchor = "examples.md", ""
         elif target.parent == ROOT / "examples" and target.suffix == ".py":

@@ -23,7 +23,7 @@ SPOILED = 5
 
 
 def batches() -> Iterator[Tensor]:
-    """What a loader gives: one batch has a column too few."""
+    """Make what a loader gives; one batch has a column too few."""
     for number in range(BATCHES):
         draw = torch.Generator().manual_seed(number)
         yield torch.randn(ROWS, FEATURES - (number == SPOILED), generator=draw)
@@ -36,7 +36,7 @@ def main(device_ids: list[str | int] | None = None) -> list[Tensor]:
     model = DataParallel(net, device_ids)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # at the end `map` warns of what it skipped
-        scores = model.map(batches(), on_error="skip", progress=True)
+        scores = model.map(batches(), on_error="skip")
         classes = [one.argmax(1).cpu() for one in scores]
     with torch.no_grad():
         plain = [net(x).argmax(1) for number, x in enumerate(batches()) if number != SPOILED]

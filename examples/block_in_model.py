@@ -12,7 +12,7 @@ import command_line
 import torch
 from torch import nn
 
-from raydp_parallel import DataParallel, Progress
+from raydp_parallel import DataParallel
 
 
 class Net(nn.Module):
@@ -36,14 +36,12 @@ def main(device_ids: list[str | int] | None = None, steps: int = 30) -> list[flo
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 
     losses = []
-    with Progress(steps) as progress:
-        for _ in range(steps):
-            loss = nn.functional.mse_loss(model(x), y)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-            progress.advance(f"loss {losses[-1]:.4f}")
+    for _ in range(steps):
+        loss = nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
     print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     return losses
 

@@ -14,8 +14,8 @@ def devices(description: str | None, default: str) -> list[str | int] | None:
         "--devices",
         default=default,
         metavar="LIST",
-        help="cpu,cpu: two CPU replicas; 0,1: two GPUs of the Ray cluster; "
-        "none: every GPU of the cluster, in place where it has none (default: %(default)s)",
+        help="cpu,cpu: two CPU replicas; cpu: in place; 0,1: two GPUs of the Ray "
+        "cluster; none: every GPU of it, in place where it has none (default: %(default)s)",
     )
     return parse(parser.parse_args().devices)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raydp_parallel import DataParallel, Progress
+from raydp_parallel import DataParallel
 
 PAIRS = 64
 FEATURES = 32
@@ -50,15 +50,13 @@ def main(device_ids: list[str | int] | None = None, steps: int = 60) -> list[flo
     other = torch.arange(2 * PAIRS).roll(PAIRS)
 
     losses = []
-    with Progress(steps) as progress:
-        for _ in range(steps):
-            codes = model(views(torch.randn(PAIRS, FEATURES)))
-            loss = F.cross_entropy(similarities(codes), other.to(codes.device))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-            progress.advance(f"loss {losses[-1]:.4f}")
+    for _ in range(steps):
+        codes = model(views(torch.randn(PAIRS, FEATURES)))
+        loss = F.cross_entropy(similarities(codes), other.to(codes.device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
     with torch.no_grad():
         nearest = similarities(model(views(torch.randn(PAIRS, FEATURES)))).argmax(1).cpu()
     print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")

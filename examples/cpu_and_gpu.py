@@ -12,7 +12,7 @@ import command_line
 import torch
 from torch import nn
 
-from raydp_parallel import DataParallel, Progress
+from raydp_parallel import DataParallel
 
 WORDS = 100
 CLASSES = 4
@@ -39,14 +39,12 @@ def main(device_ids: list[str | int] | None = None, steps: int = 30) -> list[flo
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
 
     losses = []
-    with Progress(steps) as progress:
-        for _ in range(steps):
-            loss = nn.functional.cross_entropy(model(words), classes)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-            progress.advance(f"loss {losses[-1]:.4f}")
+    for _ in range(steps):
+        loss = nn.functional.cross_entropy(model(words), classes)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
     print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     return losses
 

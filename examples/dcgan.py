@@ -12,7 +12,7 @@ import command_line
 import torch
 from torch import Tensor, nn
 
-from raydp_parallel import DataParallel, Progress
+from raydp_parallel import DataParallel
 
 BATCH = 32
 NOISE = 16
@@ -75,20 +75,18 @@ def main(device_ids: list[str | int] | None = None, steps: int = 60) -> list[flo
     mean = blobs(2048).mean(0)
 
     distances = []
-    with Progress(steps) as progress:
-        for _ in range(steps):
-            fake = net_g(torch.randn(BATCH, NOISE, 1, 1))
-            optimizer_d.zero_grad()
-            criterion(net_d(blobs(BATCH)), ones).backward()
-            criterion(net_d(fake.detach()), zeros).backward()
-            optimizer_d.step()
+    for _ in range(steps):
+        fake = net_g(torch.randn(BATCH, NOISE, 1, 1))
+        optimizer_d.zero_grad()
+        criterion(net_d(blobs(BATCH)), ones).backward()
+        criterion(net_d(fake.detach()), zeros).backward()
+        optimizer_d.step()
 
-            optimizer_g.zero_grad()
-            criterion(net_d(fake), ones).backward()
-            optimizer_g.step()
+        optimizer_g.zero_grad()
+        criterion(net_d(fake), ones).backward()
+        optimizer_g.step()
 
-            distances.append((fake.detach().mean(0) - mean).abs().mean().item())
-            progress.advance(f"distance {distances[-1]:.4f}")
+        distances.append((fake.detach().mean(0) - mean).abs().mean().item())
     print(f"distance {distances[0]:.4f} -> {min(distances[-10:]):.4f}")
     return distances
 

@@ -15,7 +15,7 @@ import command_line
 import torch
 from torch import nn
 
-from raydp_parallel import DataParallel, Progress
+from raydp_parallel import DataParallel
 
 DECAY = 0.95
 
@@ -40,17 +40,15 @@ def main(device_ids: list[str | int] | None = None, steps: int = 100) -> list[fl
     direction = torch.randn(8, 1)
 
     losses = []
-    with Progress(steps) as progress:
-        for _ in range(steps):
-            x = torch.randn(64, 8)
-            target = (x @ direction).tanh() + 0.2 * torch.randn(64, 1)
-            loss = nn.functional.mse_loss(model(x), target)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            average(averaged, model)
-            losses.append(loss.item())
-            progress.advance(f"loss {losses[-1]:.4f}")
+    for _ in range(steps):
+        x = torch.randn(64, 8)
+        target = (x @ direction).tanh() + 0.2 * torch.randn(64, 1)
+        loss = nn.functional.mse_loss(model(x), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        average(averaged, model)
+        losses.append(loss.item())
     x = torch.randn(512, 8)
     with torch.no_grad():
         smooth = nn.functional.mse_loss(averaged(x), (x @ direction).tanh()).item()

@@ -12,7 +12,7 @@ import command_line
 import torch
 from torch import nn
 
-from raydp_parallel import DataParallel, Progress
+from raydp_parallel import DataParallel
 
 BATCH = 32
 NOISE = 4
@@ -61,15 +61,13 @@ def main(device_ids: list[str | int] | None = None, steps: int = 40) -> list[flo
     critic_optimizer = torch.optim.Adam(critic.parameters(), lr=0.03, betas=(0.5, 0.9))
 
     distances = []
-    with Progress(steps) as progress:
-        for _ in range(steps):
-            real = TARGET + 0.3 * torch.randn(BATCH, 2)
-            with torch.no_grad():
-                fake = generator(torch.randn(BATCH, NOISE))
-            train_critic(critic, critic_optimizer, real, fake)
-            fake = train_generator(generator, critic, generator_optimizer)
-            distances.append((fake.mean(dim=0) - TARGET).norm().item())
-            progress.advance(f"distance {distances[-1]:.4f}")
+    for _ in range(steps):
+        real = TARGET + 0.3 * torch.randn(BATCH, 2)
+        with torch.no_grad():
+            fake = generator(torch.randn(BATCH, NOISE))
+        train_critic(critic, critic_optimizer, real, fake)
+        fake = train_generator(generator, critic, generator_optimizer)
+        distances.append((fake.mean(dim=0) - TARGET).norm().item())
     print(f"distance {distances[0]:.4f} -> {distances[-1]:.4f}")
     return distances
 

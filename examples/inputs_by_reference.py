@@ -1,5 +1,5 @@
-"""Neither batches nor outputs nor weights pass through your process: tasks of Ray make the batches,
-and the replicas compute the loss and make the optimizer's steps.
+"""Neither batches nor outputs pass through your process: tasks of Ray make the batches, and the
+replicas compute the loss.
 
 Output::
 
@@ -48,7 +48,7 @@ def main(device_ids: list[str | int] | None = None) -> list[float]:
     print(f"Training in {count} replicas, devices {model.device_ids}")
 
     criterion_model = model.with_loss(nn.CrossEntropyLoss())
-    optimizer = model.optimizer(torch.optim.Adam, lr=0.01)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
 
     def batch(step: int) -> tuple[ChunkRefs, ChunkRefs]:
         """References to what tasks make from now on: the points of a step's batch, and the arms."""
@@ -74,7 +74,7 @@ def main(device_ids: list[str | int] | None = None) -> list[float]:
             lambda *_: model(torch.rand(2 * ROWS, 2)),
         ):
             before = carried(model)
-            evaluate(*following)  # the first one brings the last step to the replicas, too
+            evaluate(*following)  # the first one brings the weights of the last step, too
             moved.append(carried(model) - before)
     print(f"A forward moves {moved[2]} bytes here, with references {moved[1]} bytes")
     print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")

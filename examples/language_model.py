@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from raydp_parallel import DataParallel, Progress
+from raydp_parallel import DataParallel
 
 WORDS, WIDTH, HEADS, LAYERS, CONTEXT = 16, 32, 4, 2, 24
 MICRO_BATCHES, ROWS = 4, 8
@@ -109,13 +109,12 @@ def main(device_ids: list[str | int] | None = None, steps: int = 40) -> list[flo
     """Trains, resumes half-way, and returns the loss of each step."""
     training = Training(device_ids, steps)
     losses = []
-    with tempfile.TemporaryDirectory() as folder, Progress(steps) as progress:
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint.pt"
         for step in range(steps):
             if step == steps // 2:
                 training.save(path)
             losses.append(training.advance())
-            progress.advance(f"loss {losses[-1]:.4f}")
         resumed = Training(device_ids, steps)
         resumed.load(path)
     begun = resumed.step

@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from raydp_parallel import DataParallel, Options, Progress
+from raydp_parallel import DataParallel, Options
 
 WORDS, LENGTH, ROWS = 32, 16, 32
 
@@ -53,16 +53,14 @@ def main(device_ids: list[str | int] | None = None, steps: int = 60) -> list[flo
     optimizer = torch.optim.AdamW(trained, lr=0.02)
 
     losses = []
-    with Progress(steps) as progress:
-        for _ in range(steps):
-            words = sentences()
-            loss = model(input_ids=words, labels=words).loss
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(trained, 1.0)
-            optimizer.step()
-            losses.append(loss.item())
-            progress.advance(f"loss {losses[-1]:.4f}")
+    for _ in range(steps):
+        words = sentences()
+        loss = model(input_ids=words, labels=words).loss
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        losses.append(loss.item())
     print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     print(f"trained {sum(p.numel() for p in trained)} of {count} parameters")
     kept = get_peft_model_state_dict(model.module)

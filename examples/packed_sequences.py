@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
-from raydp_parallel import DataParallel, Progress
+from raydp_parallel import DataParallel
 
 SEQUENCES = 64
 
@@ -52,18 +52,16 @@ def main(device_ids: list[str | int] | None = None, steps: int = 60) -> list[flo
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
 
     losses = []
-    with Progress(steps) as progress:
-        for _ in range(steps):
-            packed, tags = sequences()
-            scores = model(packed)
-            loss = nn.functional.binary_cross_entropy_with_logits(
-                scores.data, tags.to(scores.data.device)
-            )
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-            progress.advance(f"loss {losses[-1]:.4f}")
+    for _ in range(steps):
+        packed, tags = sequences()
+        scores = model(packed)
+        loss = nn.functional.binary_cross_entropy_with_logits(
+            scores.data, tags.to(scores.data.device)
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
     print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     _, lengths = pad_packed_sequence(scores)
     print(f"outputs: {len(lengths)} sequences, the longest of {int(lengths.max())} steps")

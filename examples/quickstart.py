@@ -12,7 +12,7 @@ import command_line
 import torch
 from torch import nn
 
-from raydp_parallel import DataParallel, Progress
+from raydp_parallel import DataParallel
 
 STEPS = 100
 BATCH = 256
@@ -47,21 +47,17 @@ def main(device_ids: list[str | int] | None = None) -> list[float]:
 
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses = []
-    with Progress(STEPS) as progress:
-        for _ in range(STEPS):
-            points, arms = spirals(BATCH)
-            scores = model(points)
-            loss = nn.functional.cross_entropy(scores, arms.to(scores.device))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-            progress.advance(f"loss {losses[-1]:.4f}")
+    for _ in range(STEPS):
+        points, arms = spirals(BATCH)
+        scores = model(points)
+        loss = nn.functional.cross_entropy(scores, arms.to(scores.device))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
 
-    stats = model.stats()
     print("\nWhat each replica did:")
-    print(stats)
-    print("\nWhat limits it:", *stats.advice, sep="\n- ")
+    print(model.stats())
     print(f"\nFinal loss {losses[-1]:.4f}, at the start {losses[0]:.4f}")
     return losses
 

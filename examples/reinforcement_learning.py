@@ -15,7 +15,7 @@ import ray
 import torch
 from torch import Tensor, nn
 
-from raydp_parallel import DataParallel, Progress
+from raydp_parallel import DataParallel
 
 PLAYERS, GAMES, MOVES, SIZE = 2, 64, 8, 5
 
@@ -35,7 +35,7 @@ class Player:
 
     @torch.no_grad()
     def play(self, weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """What was seen and done in each move, and the rewards: [move, game]."""
+        """Observations, moves and rewards of a round of games: [move, game]."""
         self.policy.load_state_dict(weights)
         place, goal = torch.randint(-SIZE, SIZE + 1, (2, GAMES))
         seen, done, rewards = [], [], []
@@ -57,21 +57,19 @@ def main(device_ids: list[str | int] | None = None, steps: int = 80) -> list[flo
     players = [Player.remote(seed) for seed in range(PLAYERS)]
 
     means = []
-    with Progress(steps) as progress:
-        for _ in range(steps):
-            weights = ray.put(net.state_dict())
-            games = ray.get([player.play.remote(weights) for player in players])
-            seen, done, rewards = (torch.cat(parts, dim=1) for parts in zip(*games, strict=True))
-            to_come = rewards.flip(0).cumsum(0).flip(0)  # what each move can still earn
-            advantage = to_come - to_come.mean(1, keepdim=True)
-            scores = model(seen.flatten(0, 1)).log_softmax(1).cpu()
-            chosen = scores.gather(1, done.flatten().unsqueeze(1)).squeeze(1)
-            loss = -(chosen * advantage.flatten()).mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            means.append(rewards.mean().item())
-            progress.advance(f"reward {means[-1]:.2f}")
+    for _ in range(steps):
+        weights = ray.put(net.state_dict())
+        games = ray.get([player.play.remote(weights) for player in players])
+        seen, done, rewards = (torch.cat(parts, dim=1) for parts in zip(*games, strict=True))
+        to_come = rewards.flip(0).cumsum(0).flip(0)  # what each move can still earn
+        advantage = to_come - to_come.mean(1, keepdim=True)
+        scores = model(seen.flatten(0, 1)).log_softmax(1).cpu()
+        chosen = scores.gather(1, done.flatten().unsqueeze(1)).squeeze(1)
+        loss = -(chosen * advantage.flatten()).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        means.append(rewards.mean().item())
     print(f"reward {means[0]:.2f} -> {means[-1]:.2f}")
     return means
 

@@ -1,5 +1,5 @@
 """The classic tutorial of DataParallel: each replica prints the rows it was given, the loop sees
-the whole batch.
+the whole batch. With one device the module runs in place, as upstream's does.
 
 Output::
 

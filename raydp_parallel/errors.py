@@ -2,7 +2,7 @@
 each can be pickled.
 
 Errors of the user's own module are not here: they come back as the type they were raised as (see
-``exceptions``).
+``replica/exceptions.py``).
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ class ReplicaExit(ReplicaError):
 
 
 class ReplicaDied(ReplicaError):
-    """The replica's process ended, or did not answer in time, and its work could not be
-    done again.
-    """
+    """The replica's process ended, or was too slow, and its work could not be done again."""
 
 
 class RestartsSpent(ReplicaError):
@@ -74,28 +72,18 @@ class StateLost(ReplicaError):
     """
 
 
-class GroupBroken(ReplicaError):
-    """The replicas of one call could not exchange what synchronised batch norm needs: they cannot
-    reach each other, or do not run the same layers.
-    """
-
-
 class TransferError(ParallelError, TypeError):
     """A value cannot be sent to another process; the message names the path to it."""
 
 
 class SourceMismatch(ParallelError):
-    """A replica has other source than the driver under a module's name, and could not be sent the
-    driver's.
-    """
+    """A replica has other source than the driver under a module's name."""
 
 
 def forked() -> ForkedProcess:
-    """The error for a process that uses the replicas of the process it was forked from."""
+    """Make the error for a process that uses the replicas of the process it was forked from."""
     return ForkedProcess(
-        f"this process ({os.getpid()}) was forked from the one that the replicas belong to, "
-        "and cannot call them. Call "
-        "the model in the parent; or start this process by spawn "
-        "(multiprocessing.get_context('spawn')), and make the "
-        "model in it"
+        f"this process ({os.getpid()}) was forked from the one that the replicas belong to, and "
+        "cannot call them. Call the model in the parent; or start this process by spawn "
+        "(multiprocessing.get_context('spawn')), and make the model in it"
     )

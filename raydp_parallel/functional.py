@@ -4,38 +4,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
-from raydp_parallel import batch, cluster
+from raydp_parallel import batch
 from raydp_parallel.batch import gather, scatter, scatter_kwargs
-from raydp_parallel.calls import forward
-from raydp_parallel.calls.executor import Executor, shared
-from raydp_parallel.cluster.backend import DeviceId, device_id
-from raydp_parallel.cluster.replica_slots import ReplicaSlot
-from raydp_parallel.devices import ambient_state
+from raydp_parallel.cluster.placement import DeviceId, all_gpus, device_id
+from raydp_parallel.cluster.replica_set import ReplicaSlot
+from raydp_parallel.devices import ambient
+from raydp_parallel.driver import forward
+from raydp_parallel.driver.executor import Executor, shared
+from raydp_parallel.driver.forward import Called, ForwardChunk
 from raydp_parallel.options import Options, UnusedGrads
-from raydp_parallel.replica.replica import WithAttributes
-from raydp_parallel.state.shared_objects import SharedObjects
-from raydp_parallel.state.structure import refuse_unreplicable
-from raydp_parallel.state.tracker import ModuleTracker
-from raydp_parallel.transport.messages import Called
+from raydp_parallel.state.look import refuse_unreplicable
 
 __all__ = ["RemoteReplica", "gather", "parallel_apply", "replicate", "scatter", "scatter_kwargs"]
-
-_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class RemoteReplica:
     """A module's replica on a device of the cluster. Called like the module; gradients reach the
     module itself.
 
-    It is the module as it is when called: what changed since `replicate` is seen. Methods and
-    submodules can be called, too. An attribute that is set on it is set on the replica's module
-    while a call runs, and stays unknown to the module itself.
+    It is the module as it is when called: edits since `replicate` are seen. Methods and submodules
+    can be called, too.
 
     Attributes:
         module: The master copy.
@@ -45,48 +39,37 @@ class RemoteReplica:
     module: nn.Module
     device_id: DeviceId
     _slot: ReplicaSlot
-    _tracker: ModuleTracker
     _executor: Executor
     _detach: bool
     _called: Called
-    _set: Mapping[str, Any]
 
     def __init__(
         self,
         module: nn.Module,
         device: DeviceId,
         slot: ReplicaSlot,
-        tracker: ModuleTracker,
         executor: Executor,
         detach: bool,
         called: Called = None,
-        attributes: Mapping[str, Any] = _NONE,
     ) -> None:
         self.__dict__.update(
             module=module,
             device_id=device,
             _slot=slot,
-            _tracker=tracker,
             _executor=executor,
             _detach=detach,
             _called=called,
-            _set=attributes,
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self._called is not None:
-            raise AttributeError(
-                f"{name!r} cannot be set on {self._called!r} of a replica, which is in another "
-                "process: set attributes on the replica itself, or on the module before the call"
-            )
-        self.__dict__["_set"] = {**self._set, name: value}
+        raise AttributeError(
+            f"{name!r} cannot be set on a replica, which is in another process: set it on the "
+            "module before the call"
+        )
 
     def __getattr__(self, name: str) -> Any:
-        # What was set, a value of the module's, or a method or submodule to be called there.
-        known = self.__dict__
-        if name in known.get("_set", ()):
-            return known["_set"][name]
-        if name.startswith("__") or known.get("_called", "") is not None:
+        # A value of the module's, or a method or submodule to be called there.
+        if name.startswith("__") or self.__dict__.get("_called", "") is not None:
             raise AttributeError(f"RemoteReplica has no attribute {name!r}")
         value = getattr(self.module, name)
         if not callable(value):
@@ -96,69 +79,49 @@ class RemoteReplica:
                 f"RemoteReplica has no attribute {name!r}: the replica's module is in another "
                 "process. Change the module before the call, and read it after the call"
             )
-        return self._calling(name)
+        return self.calling(name)
 
-    @ambient_state.uncompiled
+    @ambient.uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the replica. An exception of the module is raised as it is, as a plain call would."""
-        return self._begin(args, kwargs).outputs()[0]
+        chunk = self.chunk(args, kwargs, None, 0)
+        return forward.run(self._executor, [chunk], self._executor.options.unused_grads)[0]
 
-    def _begin(self, args: Any, kwargs: dict[str, Any]) -> forward.ForwardCall:
-        unused = self._executor.options.unused_grads
-        chunks = [self._chunk(args, kwargs, None, 0)]
-        return forward.ForwardCall(self._executor, chunks, unused).send()
-
-    def _chunk(
-        self, args: Any, kwargs: dict[str, Any], where: str | None, dim: int
-    ) -> forward.ForwardChunk:
+    def chunk(self, args: Any, kwargs: dict[str, Any], where: str | None, dim: int) -> ForwardChunk:
+        """Make a chunk of arguments for this replica."""
         positional = tuple(args) if isinstance(args, (list, tuple)) else (args,)
-        rows = batch.rows(positional, kwargs, dim)
-        return forward.ForwardChunk(
+        return ForwardChunk(
             self._slot,
-            self._tracker,
-            args=positional,
-            kwargs=kwargs,
-            where=where,
-            rows=rows,
-            detach=self._detach,
-            called=WithAttributes(self._set, self._called) if self._set else self._called,
+            self.module,
+            positional,
+            kwargs,
+            where,
+            batch.rows(positional, kwargs, dim),
+            self._detach,
+            self._called,
         )
 
-    def _calling(self, called: Called) -> RemoteReplica:
+    def calling(self, called: Called) -> RemoteReplica:
+        """Return the same replica for a method of the module, or a function with it."""
         return RemoteReplica(
-            self.module,
-            self.device_id,
-            self._slot,
-            tracker=self._tracker,
-            executor=self._executor,
-            detach=self._detach,
-            called=called,
-            attributes=self._set,
+            self.module, self.device_id, self._slot, self._executor, self._detach, called
         )
 
     def __reduce__(self) -> Any:
         which = self.module, self.device_id, self._detach, self._executor
-        return _replica_again, (*which, self._called, dict(self._set))
+        return _replica_again, (*which, self._called)
 
     def __repr__(self) -> str:
         return f"RemoteReplica({type(self.module).__name__} on {self._slot})"
 
 
 def _replica_again(
-    module: nn.Module,
-    device: DeviceId,
-    detach: bool,
-    executor: Executor,
-    called: Called,
-    attributes: Mapping[str, Any],
+    module: nn.Module, device: DeviceId, detach: bool, executor: Executor, called: Called
 ) -> RemoteReplica:
-    replica = replicate(module, [device], detach, executor=executor)[0]
-    for name, value in attributes.items():
-        setattr(replica, name, value)
-    return replica._calling(called)
+    return replicate(module, [device], detach, executor=executor)[0].calling(called)
 
 
-@ambient_state.uncompiled
+@ambient.uncompiled
 def replicate(
     network: nn.Module,
     devices: Iterable[Any],
@@ -179,18 +142,21 @@ def replicate(
     """
     refuse_unreplicable(network)
     ids = [device_id(entry) for entry in devices]
-    if not ids:
-        return []
-    owner = executor or shared(Options())
-    slots = owner.slots(ids)
-    tracker = owner.tracker(network, keep=executor is None)
+    return replicas_of(network, ids, detach, executor or shared(Options())) if ids else []
+
+
+def replicas_of(
+    network: nn.Module, ids: Sequence[DeviceId], detach: bool, executor: Executor
+) -> list[RemoteReplica]:
+    """Make one callable replica per device; a look at the module comes with the call."""
+    slots = executor.slots(ids)
     return [
-        RemoteReplica(network, device, slot, tracker=tracker, executor=owner, detach=detach)
+        RemoteReplica(network, device, slot, executor, detach)
         for device, slot in zip(ids, slots, strict=True)
     ]
 
 
-@ambient_state.uncompiled
+@ambient.uncompiled
 def parallel_apply(
     modules: Sequence[Any],
     inputs: Sequence[Any],
@@ -222,72 +188,9 @@ def apply(
     *,
     dim: int = 0,
     unused: UnusedGrads = "zeros",
+    lend: bool = False,
 ) -> list[Any]:
-    """`parallel_apply`, with the settings of a wrapper's options."""
-    return begin(modules, inputs, kwargs_tup, devices, dim=dim, unused=unused).outputs()
-
-
-def begin(
-    modules: Sequence[Any],
-    inputs: Sequence[Any],
-    kwargs_tup: Sequence[dict[str, Any]] | None,
-    devices: Sequence[Any] | None,
-    *,
-    dim: int = 0,
-    unused: UnusedGrads = "zeros",
-) -> forward.ForwardCall:
-    """What `apply` waits for."""
-    kwargs = _checked(modules, inputs, kwargs_tup, devices)
-    replicas = _replicas(modules, devices)
-    chunks = [
-        replica._chunk(args, kwarg, f"in replica {i} on device {replica.device_id}", dim)
-        for i, (replica, args, kwarg) in enumerate(zip(replicas, inputs, kwargs, strict=True))
-    ]
-    return forward.ForwardCall(replicas[0]._executor, chunks, unused).send()
-
-
-def calling(replicas: Sequence[Any], called: Called) -> Sequence[Any]:
-    """The same replicas, of which a call runs a method of the module, or a function with it."""
-    if called is None:
-        return replicas
-    for replica in replicas:
-        if not isinstance(replica, RemoteReplica):
-            raise TypeError(
-                "call and run need replicas that replicate() of raydp_parallel made, got "
-                f"{type(replica).__name__}"
-            )
-    return [replica._calling(called) for replica in replicas]
-
-
-def begin_one(
-    replica: RemoteReplica,
-    args: Any,
-    kwargs: dict[str, Any],
-    dim: int = 0,
-    *,
-    given: SharedObjects | None = None,
-) -> forward.ForwardCall:
-    """The only device's call. Upstream runs the module itself there: raw errors, no zeros,
-    rebinding stays, and so does what forward stores in objects of the caller.
-
-    Args:
-        replica: The device's replica.
-        args: Its positional arguments, after scattering.
-        kwargs: Its keyword arguments.
-        dim: The dimension of rows.
-        given: The objects among the arguments that the caller has.
-    """
-    chunk = replica._chunk(tuple(args), kwargs, None, dim)
-    chunk = chunk._replace(alone=True, shared=given)
-    return forward.ForwardCall(replica._executor, [chunk], "none").send()
-
-
-def _checked(
-    modules: Sequence[Any],
-    inputs: Sequence[Any],
-    kwargs_tup: Sequence[Any] | None,
-    devices: Sequence[Any] | None,
-) -> Sequence[dict[str, Any]]:
+    """Do as `parallel_apply`, with the settings of a wrapper."""
     for name, others in (("inputs", inputs), ("kwargs_tup", kwargs_tup), ("devices", devices)):
         if others is not None and len(others) != len(modules):
             raise AssertionError(
@@ -296,38 +199,63 @@ def _checked(
             )
     if not modules:
         raise IndexError("parallel_apply: list of modules is empty")
-    return kwargs_tup if kwargs_tup is not None else [{} for _ in modules]
+    replicas = _replicas(modules, devices)
+    chunks = []
+    for i, replica in enumerate(replicas):
+        kwargs = {} if kwargs_tup is None else kwargs_tup[i]
+        where = f"in replica {i} on device {replica.device_id}"
+        chunks.append(replica.chunk(inputs[i], kwargs, where, dim))
+    return forward.run(replicas[0]._executor, chunks, unused, lend)
+
+
+def calling(replicas: Sequence[Any], called: Called) -> Sequence[Any]:
+    """Return the same replicas, of which a call runs a method of the module, or a function."""
+    if called is None:
+        return replicas
+    for replica in replicas:
+        if not isinstance(replica, RemoteReplica):
+            raise TypeError(
+                "call and run need replicas that replicate() of raydp_parallel made, got "
+                f"{type(replica).__name__}"
+            )
+    return [replica.calling(called) for replica in replicas]
 
 
 def _replicas(modules: Sequence[Any], devices: Sequence[Any] | None) -> list[RemoteReplica]:
-    if {*map(type, modules)} == {RemoteReplica}:
-        owners = {id(module._executor) for module in modules}
-        if len(owners) > 1:
-            raise ValueError(
-                "parallel_apply: these replicas belong to different executors; apply each "
-                "executor's alone"
+    owner: Executor | None = None
+    for module in modules:
+        if isinstance(module, RemoteReplica):
+            if owner is not None and module._executor is not owner:
+                raise ValueError(
+                    "parallel_apply: these replicas belong to different executors; apply each "
+                    "executor's alone"
+                )
+            owner = module._executor
+        elif not isinstance(module, nn.Module):
+            raise TypeError(
+                f"parallel_apply: {type(module).__name__} is neither a replica nor a module"
             )
+    if all(isinstance(module, RemoteReplica) for module in modules):
         return list(modules)
-    strange = next((m for m in modules if not isinstance(m, (nn.Module, RemoteReplica))), None)
-    if strange is not None:
-        raise TypeError(
-            f"parallel_apply: {type(strange).__name__} is neither a replica nor a module"
-        )
-    owner = next((m._executor for m in modules if isinstance(m, RemoteReplica)), None)
     if owner is None:
         owner = shared(Options())
     if devices is None:
-        gpus = cluster.all_gpus(owner.options)
-        ids = [gpus[i % len(gpus)] if gpus else "cpu" for i in range(len(modules))]
+        gpus = all_gpus(owner.options)
+        ids: list[DeviceId] = [gpus[i % len(gpus)] if gpus else "cpu" for i in range(len(modules))]
     else:
         ids = [device_id(entry) for entry in devices]
     found = []
     for module, device, slot in zip(modules, ids, owner.slots(ids), strict=True):
-        replica = module
         if not isinstance(module, RemoteReplica):
-            tracker = owner.tracker(module, keep=True)
-            replica = RemoteReplica(
-                module, device, slot, tracker=tracker, executor=owner, detach=False
-            )
-        found.append(replica)
+            module = RemoteReplica(module, device, slot, owner, detach=False)
+        found.append(module)
     return found
+
+
+def module_device(module: nn.Module) -> torch.device:
+    """Return the device of a module's first tensor; the CPU if it has none."""
+    for part in module.modules():
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is not None:
+                return tensor.device
+    return torch.device("cpu")

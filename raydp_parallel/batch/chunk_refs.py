@@ -7,9 +7,25 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from raydp_parallel.batch.containers import ContainerKind, container_like, contents, kind_of
-from raydp_parallel.transport.messages import ChunkRef
+from raydp_parallel.batch.containers import contents, kind_of, mapped
+
+
+class ChunkRef:
+    """Stands among a chunk's arguments for an object in Ray's object store; ``ref`` is its
+    reference, or in a message its number.
+    """
+
+    def __init__(self, ref: Any, prepare: Callable[[Any], Any] | None) -> None:
+        self.ref = ref
+        self.prepare = prepare
+
+    def __reduce__(self) -> Any:
+        if isinstance(self.ref, int):
+            return ChunkRef, (self.ref, self.prepare)
+        # Pickling a reference keeps its object for ever; messages have its number instead.
+        raise TypeError("a reference to an object of Ray's can only be an argument of a call")
 
 
 class ChunkRefs:
@@ -23,20 +39,14 @@ class ChunkRefs:
         refs = [ray.put(part.clone()) for part in x.split(3)]
         out = model(ChunkRefs(refs))
 
-    There are as many chunks as references, so give one for each device, or fewer; all other
-    arguments have to be split into as many. The argument is the object as `ray.get` gives it, with
-    its tensors moved to the replica's device; they get no gradient. The references are held until
-    no backward needs them.
+    There are as many chunks as references; all other arguments have to be split into as many. The
+    argument is the object as `ray.get` gives it, with its tensors moved to the replica's device;
+    they get no gradient. The references are held until no backward needs them.
 
     Args:
         refs: The references, in the order of chunks.
         prepare: Makes the argument of the object, in the replica: takes a column of a table, or
-            makes a tensor of an array. What it gives is an input without a gradient, and tensors
-            that it closes over get none.
-
-    Raises:
-        TypeError: One is no reference, or ``prepare`` no function.
-        ValueError: There is none.
+            makes a tensor of an array.
     """
 
     def __init__(self, refs: Iterable[Any], prepare: Callable[[Any], Any] | None = None) -> None:
@@ -73,11 +83,7 @@ class ChunkRefs:
         return _itself, (self.alone(),)  # a call that is not split has all arguments as they are
 
     def alone(self) -> ChunkRef:
-        """The reference for a call that is not split.
-
-        Raises:
-            ValueError: There are several.
-        """
+        """The reference for a call that is not split."""
         if len(self.refs) > 1:
             raise ValueError(
                 f"ChunkRefs: {len(self.refs)} objects for a call that is not split: give one"
@@ -89,18 +95,32 @@ def _itself(value: Any) -> Any:
     return value
 
 
-def resolved(value: Any, get: Callable[[Any], Any], device: torch.device) -> Any:
-    """Arguments with the objects that their references stand for.
+def find_refs(value: Any) -> list[ChunkRef | ChunkRefs]:
+    """The references among the arguments of a chunk."""
+    if isinstance(value, (ChunkRef, ChunkRefs)):
+        return [value]
+    parts = contents(value, kind_of(value)).values()
+    return [ref for part in parts for ref in find_refs(part)]
 
-    Args:
-        value: The arguments.
-        get: Gives an object for what a `ChunkRef` has as its reference.
-        device: Where the objects' tensors go.
-    """
+
+def numbered(value: Any, numbers: dict[Any, int]) -> Any:
+    """Put numbers in the places of the references among a chunk's arguments."""
+
+    def take(part: Any) -> Any:
+        one = part.alone() if isinstance(part, ChunkRefs) else part
+        return ChunkRef(numbers.get(one.ref, 0), one.prepare) if isinstance(one, ChunkRef) else part
+
+    return mapped(value, take)
+
+
+def resolved(value: Any, get: Callable[[Any], Any], device: torch.device) -> Any:
+    """Arguments with the objects that ``get`` gives for their references, on a device."""
     objects: dict[Any, Any] = {}  # two arguments may be parts of one object
 
-    def take(part: ChunkRef | ChunkRefs) -> Any:
+    def take(part: Any) -> Any:
         one = part.alone() if isinstance(part, ChunkRefs) else part
+        if not isinstance(one, ChunkRef):
+            return part
         if one.ref not in objects:
             objects[one.ref] = get(one.ref)
         found = objects[one.ref]
@@ -109,12 +129,12 @@ def resolved(value: Any, get: Callable[[Any], Any], device: torch.device) -> Any
                 # Nothing writes to it: what is still the object's own memory is copied.
                 warnings.filterwarnings("ignore", "The given NumPy array is not writable")
                 found = one.prepare(found)
-        return _replaced(found, torch.Tensor, lambda tensor: _own(tensor, device))
+        return mapped(found, lambda leaf: _own(leaf, device) if isinstance(leaf, Tensor) else leaf)
 
-    return _replaced(value, (ChunkRef, ChunkRefs), take)
+    return mapped(value, take)
 
 
-def _own(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _own(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor on the device that the module may write to. One on an array's memory is copied: that
     is Ray's, which other processes see and a replay needs.
     """
@@ -122,32 +142,3 @@ def _own(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     strided = found.layout is torch.strided and not found.is_nested
     foreign = strided and not found.untyped_storage().resizable()
     return found.clone() if foreign else found
-
-
-def holds_refs(value: Any) -> bool:
-    """Whether there are references among the arguments."""
-    if isinstance(value, (ChunkRef, ChunkRefs)):
-        return True
-    return any(map(holds_refs, contents(value, kind_of(value)).values()))
-
-
-def preparations(value: Any) -> list[Callable[[Any], Any]]:
-    """What prepares the objects of the references among the arguments."""
-    if isinstance(value, (ChunkRef, ChunkRefs)):
-        return [] if value.prepare is None else [value.prepare]
-    parts = contents(value, kind_of(value)).values()
-    return [function for part in parts for function in preparations(part)]
-
-
-def _replaced(value: Any, kind: type | tuple[type, ...], swap: Callable[[Any], Any]) -> Any:
-    """A nested value in which all values of a kind are exchanged."""
-    if isinstance(value, kind):
-        return swap(value)
-    container = kind_of(value)
-    if container is ContainerKind.PACKED:
-        return value
-    parts = contents(value, container)
-    found = {key: _replaced(part, kind, swap) for key, part in parts.items()}
-    if all(found[key] is part for key, part in parts.items()):
-        return value
-    return container_like(value, container, found)

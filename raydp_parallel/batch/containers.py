@@ -1,21 +1,16 @@
-"""What counts as a container, what it holds, and how another one like it is made; and the types
-that bring rules of their own for splitting and joining (pytorch#52597).
-"""
+"""Containers: which values are, what they hold, and how another one like it is made."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
-import operator
 from collections import UserDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
-from functools import partial
 from typing import Any, TypeGuard
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 
@@ -49,37 +44,24 @@ def kind_of(value: object) -> ContainerKind:
 
 
 def is_namedtuple(value: object) -> TypeGuard[Any]:
-    """Whether a value's class was made by ``namedtuple``, seen as upstream sees it."""
+    """Recognise a class that was made by ``namedtuple``, as upstream does."""
     return isinstance(value, tuple) and hasattr(value, "_asdict") and hasattr(value, "_fields")
 
 
 def iterates_over_tensors(value: object) -> bool:
-    """Whether a value's class iterates over its parts, as transformers' caches do, and tensors are
-    among them.
-
-    Iterators, such as generators, are excluded: they can be iterated over only once.
+    """Recognise a class that iterates over its parts, as transformers' caches do, with tensors
+    among them. Iterators, such as generators, are left alone: they can be used only once.
     """
-    if (
-        isinstance(value, type)
-        or not hasattr(type(value), "__iter__")
-        or hasattr(type(value), "__next__")
-    ):
-        return False
-    if isinstance(value, (str, bytes, bytearray, range)):
+    if isinstance(value, (type, str, bytes, bytearray, range, Iterator)):
         return False
     try:
-        return any(map(_has_tensor, value))  # type: ignore[call-overload]  # it has `__iter__`
-    except Exception:  # what a class of the user's own does when it is iterated over
+        return any(True for part in iter(value) for _ in tensors_in(part))  # type: ignore[call-overload]
+    except Exception:  # a class of the user's own may do anything when it is iterated over
         return False
-
-
-def _has_tensor(value: object) -> bool:
-    kind = kind_of(value)
-    return kind is ContainerKind.TENSOR or any(map(_has_tensor, contents(value, kind).values()))
 
 
 def contents(value: Any, kind: ContainerKind) -> dict[Any, Any]:
-    """What a container holds, by key, by position or by field name; empty for a leaf."""
+    """The parts of a container by key, by position or by field name; none for a leaf."""
     if kind is ContainerKind.MAPPING:
         return {key: value[key] for key in value}
     if kind in (ContainerKind.SEQUENCE, ContainerKind.ITERABLE):
@@ -91,211 +73,68 @@ def contents(value: Any, kind: ContainerKind) -> dict[Any, Any]:
 
 
 def step(kind: ContainerKind, key: Any) -> str:
-    """How the path to a part reads: ``[0]``, ``['mask']`` or ``.mask``."""
+    """One step of a path: ``[0]``, ``['mask']`` or ``.mask``."""
     return f".{key}" if kind is ContainerKind.FIELDS else f"[{key!r}]"
 
 
-def mapping_like(like: Any, items: Sequence[tuple[Any, Any]]) -> Any:
-    """A mapping of the same class with other items.
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of a nested value, those of packed sequences included."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, PackedSequence):
+        yield value.data
+    else:
+        for part in contents(value, kind_of(value)).values():
+            yield from tensors_in(part)
 
-    Upstream calls the class with the items. Where that fails or yields another mapping
-    (defaultdict, Counter, a constructor of the user's own), a copy is emptied and filled.
+
+def replaced(value: Any, new: Mapping[int, Any]) -> Any:
+    """A nested value with other tensors, by the ids of those that it has. Containers in which
+    nothing changes stay the same objects.
     """
-    if isinstance(like, UserDict):
-        return _user_dict_like(like, items)
-    if type(like) is dict:
-        return dict(items)
-    made = _called_with(like, items) if items else None
-    return _refilled(like, items) if made is None else made
+
+    def swap(part: Any) -> Any:
+        if isinstance(part, PackedSequence):
+            data = new.get(id(part.data), part.data)
+            return part if data is part.data else part._replace(data=data)
+        return new.get(id(part), part) if isinstance(part, Tensor) else part
+
+    return mapped(value, swap)
 
 
-def _user_dict_like(like: UserDict[Any, Any], items: Iterable[tuple[Any, Any]]) -> Any:
-    made = copy.copy(like)  # transformers' BatchEncoding has attributes beside its data
-    made.data = dict(items)
-    return made
+def moved(value: Any, device: torch.device) -> Any:
+    """Bring all tensors in containers to a device."""
+    return mapped(value, lambda part: part.to(device) if isinstance(part, Tensor) else part)
 
 
-def _called_with(like: Any, items: Sequence[tuple[Any, Any]]) -> Any:
-    try:
-        made = type(like)(iter(items))
-        return made if list(made) == [key for key, _ in items] else None
-    except Exception:  # a constructor of the user's own may fail in any way when it meets our items
-        return None
-
-
-def _refilled(like: Any, items: Iterable[tuple[Any, Any]]) -> Any:
-    made = copy.copy(like)
-    made.clear()
-    for key, part in items:  # not update(): Counter's adds, and HF's ModelOutput forbids it
-        made[key] = part
-    return made
-
-
-def sequence_like(like: Any, parts: Sequence[Any]) -> Any:
-    """A sequence of the same class with other parts."""
-    if is_namedtuple(like):
-        return like._make(parts)
-    if type(like) in (list, tuple):
-        return type(like)(parts)
-    if isinstance(like, tuple):
-        return _tuple_like(like, parts)
-    made = copy.copy(like)  # keeps a deque's maxlen and attributes of a list's subclass
-    made.clear()
-    made.extend(parts)
-    return made
-
-
-def _tuple_like(like: Any, parts: Sequence[Any]) -> Any:
-    try:
-        made = type(like)(parts)
-        if len(made) == len(parts) and all(map(operator.is_, made, parts)):
-            return made
-    except Exception:  # as in _called_with
-        pass
-    made = tuple.__new__(type(like), parts)
-    made.__dict__.update(getattr(like, "__dict__", {}))
-    return made
-
-
-def fields_like(like: Any, parts: Iterable[tuple[str, Any]]) -> Any:
-    """A dataclass instance with other fields; what is no field stays as it is."""
-    made = copy.copy(like)
-    for name, part in parts:
-        object.__setattr__(made, name, part)  # a frozen one refuses setattr
-    return made
+def mapped(value: Any, swap: Callable[[Any], Any]) -> Any:
+    """A nested value whose leaves went through ``swap``."""
+    kind = kind_of(value)
+    parts = contents(value, kind)
+    if not parts:
+        return swap(value)
+    found = {key: mapped(part, swap) for key, part in parts.items()}
+    if all(found[key] is part for key, part in parts.items()):
+        return value
+    return container_like(value, kind, found)
 
 
 def container_like(like: Any, kind: ContainerKind, parts: dict[Any, Any]) -> Any:
-    """A container like another with other contents."""
-    if kind is ContainerKind.MAPPING:
-        return mapping_like(like, list(parts.items()))
+    """A container of the same class with other contents."""
     if kind is ContainerKind.FIELDS:
-        return fields_like(like, parts.items())
-    if kind is ContainerKind.ITERABLE:
-        return type(like)([*parts.values()])
-    return sequence_like(like, list(parts.values()))
-
-
-Splitter = Callable[..., Sequence[Any]]
-Joiner = Callable[[Sequence[Any], torch.device, int], Any]
-
-
-@dataclass(frozen=True)
-class _Rules:
-    """How one class is split and joined.
-
-    Attributes:
-        scatter: ``(value, chunks, dim)`` to at most ``chunks`` values.
-        gather: ``(values, target_device, dim)`` to one value.
-    """
-
-    scatter: Splitter
-    gather: Joiner
-
-
-registered: dict[type, _Rules] = {}
-"""The rules of the classes that `register_batch_type` was told."""
-
-
-class BatchTypeHandle:
-    """What `register_batch_type` returns: ends the registration, by `remove` or at the end of a
-    ``with``.
-    """
-
-    def __init__(self, cls: type, rules: _Rules) -> None:
-        self._cls = cls
-        self._rules = rules
-
-    def remove(self) -> None:
-        """Forget the rules; calling it again does nothing."""
-        if registered.get(self._cls) is self._rules:
-            del registered[self._cls]
-
-    def __enter__(self) -> BatchTypeHandle:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.remove()
-
-
-def register_batch_type(cls: type, *, scatter: Splitter, gather: Joiner) -> BatchTypeHandle:
-    """Register how values of a class are split and joined; the rules hold for subclasses too, and
-    take precedence over all others.
-
-    A class of your own can have ``__scatter__(self, chunks, dim)`` and a classmethod
-    ``__gather__(cls, parts, target_device, dim)`` instead.
-
-    ::
-
-        class Ragged:
-            def __init__(self, rows):
-                self.rows = rows
-
-        def split(value, chunks, dim, sizes):
-            rest = iter(value.rows)
-            counts = sizes(len(value.rows))
-            return [Ragged([next(rest) for _ in range(count)]) for count in counts]
-
-        def join(values, target_device, dim):
-            return Ragged([row for value in values for row in value.rows])
-
-        with register_batch_type(Ragged, scatter=split, gather=join):
-            parts = scatter(Ragged([[1], [2, 3], [4]]), ["cpu", "cpu"])
-        assert [part.rows for part in parts] == [[[1], [2, 3]], [[4]]]
-
-    Args:
-        cls: The class.
-        scatter: ``(value, chunks, dim)`` to a sequence of at most ``chunks`` values, in the order
-            of the rows. Split as ``torch.chunk`` does, so that the number of chunks agrees with
-            that of the other arguments. A rule with a parameter named ``sizes`` is given a function
-            from the value's number of rows to the rows of each chunk, and so works with
-            ``Options(chunk_weights=...)``, too.
-        gather: ``(values, target_device, dim)`` to one value, of what the replicas returned in the
-            order of chunks.
-
-    Returns:
-        A handle; its ``remove()`` ends the registration, and it works in a ``with`` too.
-
-    Raises:
-        ValueError: The class is registered already.
-        TypeError: ``cls`` is not a class, or a rule is not callable.
-    """
-    if not isinstance(cls, type) or not callable(scatter) or not callable(gather):
-        raise TypeError(
-            f"expected a class and two callables, got {cls!r}, "
-            f"scatter={scatter!r}, gather={gather!r}"
-        )
-    if cls in registered:
-        raise ValueError(f"{cls.__qualname__} is registered already: remove() its handle first")
-    rules = _Rules(scatter, gather)
-    registered[cls] = rules
-    return BatchTypeHandle(cls, rules)
-
-
-def splitter_of(value: object) -> Callable[..., Sequence[Any]] | None:
-    """The rule that splits a value, called with ``(chunks, dim)``, and with ``sizes`` if it
-    `takes_sizes`; None if its class has none.
-    """
-    rules = _rules_of(type(value))
-    own = getattr(type(value), "__scatter__", None) if rules is None else rules.scatter
-    return None if own is None else partial(own, value)
-
-
-def takes_sizes(rule: Callable[..., Any]) -> bool:
-    """Whether a rule that splits has a parameter for the sizes of chunks."""
-    try:
-        return "sizes" in inspect.signature(rule).parameters
-    except (TypeError, ValueError):  # of a builtin
-        return False
-
-
-def joiner_of(value: object) -> Joiner | None:
-    """The rule that joins values of this value's class; None if the class has none."""
-    rules = _rules_of(type(value))
-    return getattr(type(value), "__gather__", None) if rules is None else rules.gather
-
-
-def _rules_of(cls: type) -> _Rules | None:
-    if not registered:  # the common case: do not walk the bases of every leaf
-        return None
-    return next((registered[base] for base in cls.__mro__ if base in registered), None)
+        made = copy.copy(like)  # keeps what is no field
+        for name, part in parts.items():
+            object.__setattr__(made, name, part)  # a frozen one refuses setattr
+        return made
+    if kind is not ContainerKind.MAPPING:
+        items = list(parts.values())
+        return like._make(items) if is_namedtuple(like) else type(like)(items)
+    if type(like) is dict:
+        return dict(parts)
+    # Upstream calls the class with the items, which fails for a defaultdict, and for constructors
+    # of the user's own (pytorch#52597).
+    made = copy.copy(like)
+    made.clear()
+    for key, part in parts.items():  # not update(): Counter's adds, and HF's ModelOutput forbids it
+        made[key] = part
+    return made

@@ -1,15 +1,17 @@
 """All questions to Ray. For a new version of Ray, look here first.
 
-Only this file and `registry` read Ray's private tables, of resources, actors and jobs: their public
-forms need a dashboard.
+Private tables of Ray's are read here alone: their public forms need a dashboard.
 """
 
 from __future__ import annotations
 
 import atexit
 import inspect
+import logging
 import math
 import os
+import re
+import socket
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,10 +19,13 @@ from typing import Any, NamedTuple
 
 import ray
 from ray._private import worker
+from ray._private.services import canonicalize_bootstrap_address_or_die
 from ray._private.state import state
 from ray._private.utils import get_ray_address_file, read_ray_address  # type: ignore[attr-defined]
 from ray._private.worker import global_worker
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated import gcs_pb2
+from ray.util.metrics import Counter, Gauge
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -32,13 +37,13 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from raydp_parallel.devices import forks
+from raydp_parallel.errors import ClusterError, forked
+
+log = logging.getLogger("raydp_parallel")
 
 Group = PlacementGroup
-Ref = ray.ObjectRef
 RayError = ray.exceptions.RayError
-RaySystemError = ray.exceptions.RaySystemError
-StoreFull = ray.exceptions.ObjectStoreFullError
+TaskError = ray.exceptions.RayTaskError
 VERSION = ray.__version__
 
 TURN = 0.2
@@ -50,9 +55,6 @@ BY_LABEL = "bundle_label_selector" in inspect.signature(placement_group).paramet
 _pb: Any = gcs_pb2
 
 
-# The session.
-
-
 class Session:
     """The connection to Ray at the time when this was made."""
 
@@ -60,22 +62,15 @@ class Session:
         self._core = global_worker.core_worker  # type: ignore[attr-defined]
 
     def alive(self) -> bool:
-        """Whether it still exists. After its end a question to Ray would start another cluster."""
-        # Read with every call: the field that Ray's is_initialized() reads, at less cost.
+        """Tell if it still exists. After its end a question to Ray would start another cluster."""
         return global_worker.connected and global_worker.core_worker is self._core  # type: ignore[attr-defined]
-
-
-def connected() -> bool:
-    """Whether this process is connected to a cluster."""
-    return bool(ray.is_initialized())
 
 
 class _ParentsConnection:
     """The connection of the process from which this one was forked, which shares its sockets.
 
-    An object or an actor of Ray that goes out of use is reported to the cluster. If the child did
-    so, by collecting garbage for example, its message would change the state of the parent's
-    connection, and the parent would wait for its next answer for ever.
+    Ray's objects report their end to the cluster. A child that did so, by collecting garbage,
+    would change the state of its parent's connection, and the parent would wait for ever.
     """
 
     def __init__(self, core: Any) -> None:
@@ -84,14 +79,11 @@ class _ParentsConnection:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._core, name)
 
-    def remove_actor_handle_reference(self, actor: object) -> None:
-        """Called by an actor handle at its end."""
+    def _leave(self, thing: object) -> None:
+        """Report nothing."""
 
-    def remove_object_ref_reference(self, ref: object) -> None:
-        """Called by a reference at its end."""
-
-    def async_delete_object_ref_stream(self, ref: object) -> None:
-        """Called by a generator of references at its end."""
+    remove_actor_handle_reference = remove_object_ref_reference = _leave
+    async_delete_object_ref_stream = _leave
 
 
 def _leave_to_parent() -> None:
@@ -101,44 +93,66 @@ def _leave_to_parent() -> None:
         atexit.unregister(ray.shutdown)
 
 
-forks.call_in_child(_leave_to_parent)
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def connected() -> bool:
+    """Tell if this process is connected to a cluster."""
+    return bool(ray.is_initialized())
 
 
 def inherited() -> bool:
-    """Whether the session is that of the process from which this one was forked. Ray cannot be used
-    by both.
-    """
+    """Tell if the session is that of the process from which this one was forked."""
     return connected() and isinstance(global_worker.core_worker, _ParentsConnection)  # type: ignore[attr-defined]
 
 
-def through_client() -> bool:
-    """Whether this process speaks with a cluster through a ``ray://`` proxy."""
-    return bool(ray.util.client.ray.is_connected())
-
-
-def noted_address() -> str | None:
-    """The cluster that was started on this machine for others to join, if any."""
-    return read_ray_address()
-
-
-def note() -> str:
-    """The file in which that address is."""
-    return str(get_ray_address_file(None))
-
+_CLIENT = (
+    "a ray:// client connection cannot run replicas: it has no object store and adds a "
+    "proxy to every call. Start the driver on a machine of the cluster "
+    "(ray.init(address='auto')), or submit it as a Ray job"
+)
+_ANSWERS = 5.0
+"""Seconds that a cluster may take to accept a connection. Ray itself tries for minutes."""
 
 NICENESS = "RAY_worker_niceness"
 """The variable of the environment in which a starting node finds the niceness of its workers."""
+
+_started_here = False
+
+
+def connect(start: bool = True) -> bool:
+    """Join the cluster: the one that is connected, ``RAY_ADDRESS``, one running here, else start
+    a local one; returns whether there is a cluster.
+    """
+    global _started_here
+    named = os.environ.get("RAY_ADDRESS", "")
+    if ray.util.client.ray.is_connected() or (not connected() and named.startswith("ray://")):
+        raise ClusterError(_CLIENT)
+    if inherited():
+        raise forked()
+    if connected():
+        return True
+    noted = "" if named else _noted()
+    if not named and not noted and not start:
+        return False
+    join(None if named or noted else "local")
+    _started_here = not (named or noted)
+    why = "was started for this program"
+    if named or noted:
+        why = (
+            f"was joined, because {noted or 'RAY_ADDRESS'} names it (RAY_ADDRESS=local starts one)"
+        )
+    log.info("the Ray cluster at %s %s", ray.get_runtime_context().gcs_address, why)
+    return True
 
 
 def join(address: str | None) -> None:
     """Connect to a cluster by Ray's rules for addresses; ``"local"`` starts one.
 
-    Ray's default for workers is a niceness of 15. On a machine with all cores busy, replicas
-    then get a 30th of what this program's data loaders get. In a cluster that is started for this
-    program they have its own priority.
+    Ray's workers have a niceness of 15. On a machine with all cores busy, replicas then get a 30th
+    of what data loaders get. In a cluster of this program's own they have its own priority.
     """
-    local = "local" in (address, os.environ.get("RAY_ADDRESS"))
-    ours = local and NICENESS not in os.environ
+    ours = "local" in (address, os.environ.get("RAY_ADDRESS")) and NICENESS not in os.environ
     if ours:
         os.environ[NICENESS] = "0"
     try:
@@ -148,39 +162,54 @@ def join(address: str | None) -> None:
             os.environ.pop(NICENESS, None)
 
 
-def leave() -> None:
-    """Disconnect, which ends a cluster that was started so."""
-    ray.shutdown()
+def _noted() -> str:
+    """Return the file that names a cluster which was started on this machine for others to join,
+    if that still answers.
+
+    Not address="auto", which also finds the private cluster of another program's ray.init().
+    """
+    address = read_ray_address()
+    if not address:
+        return ""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWERS).close()
+    except OSError as error:
+        text = "the cluster at %s, which Ray noted, does not answer (%s): another is started"
+        log.warning(text, address, error)
+        return ""
+    except ValueError:
+        pass  # no address that can be tried here: left to Ray
+    return str(get_ray_address_file(None))
+
+
+def disconnect() -> None:
+    """Leave a cluster that `connect` started. Any other belongs to its user."""
+    global _started_here
+    if _started_here and connected() and not inherited():
+        ray.shutdown()
+    _started_here = False
 
 
 def is_private() -> bool:
-    """Whether this process started the cluster, by ``ray.init()``: then it is one machine, and gets
-    no others.
-    """
+    """Tell if this process started the cluster: then it is one machine, and gets no others."""
     node: Any = worker._global_node
     return node is not None and bool(node.head)
 
 
-def joined_address() -> str:
-    """The cluster that this process joined."""
-    return str(ray.get_runtime_context().gcs_address)
-
-
 def here() -> str:
-    """The node of this process."""
+    """Return the node of this process."""
     return str(ray.get_runtime_context().get_node_id())
 
 
-# Answers.
+def job() -> str:
+    """Return the job of this process."""
+    return str(ray.get_runtime_context().get_job_id()) if connected() else "none"
 
 
 def get(ref: Any, timeout: float | None = None) -> Any:
-    """The result of a task, or of a list of them. Waited for in short turns, between which Ctrl-C
-    is noticed.
-
-    Raises:
-        TimeoutError: It is not there in time.
-        RayError: The replica that was to answer died.
+    """Return the result of a task; raises TimeoutError and RayError. Waits in short turns, between
+    which Ctrl-C is noticed.
     """
     deadline = math.inf if timeout is None else time.monotonic() + timeout
     while True:
@@ -192,40 +221,27 @@ def get(ref: Any, timeout: float | None = None) -> Any:
                 raise
 
 
-def late(refs: Sequence[Any], seconds: float = 0.0, count: int | None = None) -> list[Any]:
-    """The tasks that have not ended after so long, or once ``count`` have; others may have, too."""
-    return list(ray.wait([*refs], num_returns=count or len(refs), timeout=seconds)[1])
-
-
-def put(value: Any) -> Any:
-    """A reference to a value that lies in the object store."""
-    return ray.put(value)
+def late(refs: Sequence[Any], seconds: float = 0.0) -> list[Any]:
+    """Return the tasks that have not ended after so long."""
+    return list(ray.wait([*refs], num_returns=len(refs), timeout=seconds)[1])
 
 
 def kill(actor: Any) -> None:
-    """End an actor at once."""
-    ray.kill(actor)
+    """End an actor at once. After the end of the session there is none."""
+    if connected():
+        ray.kill(actor)
 
 
-def in_short(error: Exception) -> str:
-    """What Ray says of a death, without its advice and what it repeats."""
+def in_short(error: BaseException) -> str:
+    """Say what Ray says of a death, without its advice and what it repeats."""
+    if isinstance(error, TaskError):
+        return f"{type(error.cause).__name__}: {error.cause}"
     text = " ".join(str(error).split()).partition(" Some common causes")[0]
-    return (text.partition("The actor is dead because ")[2] or text).rstrip(".")
-
-
-# Nodes.
+    return re.sub(r".*The actor (is dead|died) because ", "", text).rstrip(".")
 
 
 class Node(NamedTuple):
-    """A living node.
-
-    Attributes:
-        id: Ray's id of it.
-        address: Its IP address.
-        total: What it has, by the name of the resource.
-        free: What of that is free.
-        labels: Its labels.
-    """
+    """A living node, with all of its resources and those that are free."""
 
     id: str
     address: str
@@ -235,50 +251,39 @@ class Node(NamedTuple):
 
 
 def nodes() -> list[Node]:
-    """The living nodes that do not drain, the driver's first, then by id."""
+    """Return the living nodes that do not drain, the driver's first, then by id."""
     first, free, leaving = here(), state.available_resources_per_node(), draining()
-    found = [
-        _node(n, free.get(n["NodeID"], {}))
-        for n in ray.nodes()
-        if n["Alive"] and n["NodeID"] not in leaving
-    ]
+    found = []
+    for entry in ray.nodes():
+        name = entry["NodeID"]
+        if entry["Alive"] and name not in leaving:
+            labels = entry.get("Labels") or {}
+            address, total = entry["NodeManagerAddress"], entry["Resources"]
+            found.append(Node(name, address, total, free.get(name, {}), labels))
     return sorted(found, key=lambda node: (node.id != first, node.id))
 
 
-def _node(entry: Mapping[str, Any], free: Mapping[str, float]) -> Node:
-    return Node(
-        entry["NodeID"],
-        entry["NodeManagerAddress"],
-        entry["Resources"],
-        free,
-        entry.get("Labels") or {},
-    )
+def own_address() -> str:
+    """Return the address of this process's node."""
+    return nodes()[0].address
 
 
 def living() -> frozenset[str]:
-    """All nodes that have not ended, by id."""
+    """Return all nodes that have not ended, by id."""
     return frozenset(node["NodeID"] for node in ray.nodes() if node["Alive"])
 
 
 def draining() -> frozenset[str]:
-    """The nodes that are about to end: they were drained, or their provider gave notice."""
+    """Return nodes that are about to end: they were drained, or their provider gave notice."""
     look = getattr(state, "get_draining_nodes", None)  # Ray 2.40 has it; it is not public
     return frozenset(look()) if look is not None else frozenset()
-
-
-# Placement groups.
 
 
 def group(
     name: str, bundles: Sequence[dict[str, float]], nodes: Sequence[str], labels: Mapping[str, str]
 ) -> Group:
-    """Ask for a placement group, one bundle for each process.
-
-    Args:
-        name: Its name in the dashboard.
-        bundles: What each process needs.
-        nodes: The node of each, "" for any.
-        labels: What labels any of them must have.
+    """Ask for a placement group, one bundle for each process on a node with some labels; a node ""
+    is any.
     """
     selectors = [{**labels, **({"ray.io/node-id": node} if node else {})} for node in nodes]
     by_label = {"bundle_label_selector": selectors} if BY_LABEL and any(selectors) else {}
@@ -287,12 +292,12 @@ def group(
 
 
 def is_placed(group: Group) -> bool:
-    """Whether a group has got what it asked for."""
+    """Tell if a group has got its bundles."""
     return bool(placement_group_table(group).get("state") == "CREATED")
 
 
 def nodes_of(group: Group) -> list[str]:
-    """The node of each bundle of a group that was placed."""
+    """Return the node of each bundle of a group that was placed."""
     return [node for _, node in sorted(placement_group_table(group)["bundles_to_node_id"].items())]
 
 
@@ -303,65 +308,101 @@ def remove(groups: Collection[Group]) -> None:
 
 
 def strategy(group: Group | None, bundle: int, node: str) -> Any:
-    """How Ray is told to start a process in a bundle of a group, or without one on a node."""
+    """Tell Ray to start a process in a bundle of a group, or without one on a node."""
     if group is None:
-        # With soft=True Ray takes any node for what needs nothing (seen with 2.60).
+        # With soft=True Ray takes any node for a process that needs nothing (seen with 2.60).
         return NodeAffinitySchedulingStrategy(node, soft=False)
     return PlacementGroupSchedulingStrategy(group, bundle)
 
 
-# Which jobs hold what.
-
-
 class Holder(NamedTuple):
-    """An actor, or a placement group, that holds GPUs.
-
-    Attributes:
-        node: Where.
-        amount: How many.
-        actor: What to call it, "" for a group.
-        group: The group's name.
-        job: The job that it belongs to, in words.
-    """
+    """An actor, or a placement group, that holds GPUs of a node, and its job, in words."""
 
     node: str
     amount: float
-    actor: str
-    group: str
+    name: str
     job: str
 
 
 def holders() -> Iterator[Holder]:
-    """The actors without a group, and the placement groups, that hold GPUs."""
+    """Yield the actors without a group, and the placement groups, that hold GPUs."""
     accessor = state._connect_and_get_accessor()
-    jobs = _jobs()
-    for entry in accessor.get_actor_table(None, "ALIVE"):
-        actor = _pb.ActorTableData.FromString(entry)
+    jobs: dict[str, str] = defaultdict(lambda: "a job that ended")
+    for known in state.job_table():
+        entry = f", {known['Entrypoint']!r}" if known.get("Entrypoint") else ""
+        where = f"(pid {known['DriverPid']} on {known['DriverIPAddress']}{entry})"
+        own = known["JobID"] == job()
+        jobs[known["JobID"]] = "this program" if own else f"job {known['JobID']} {where}"
+    for data in accessor.get_actor_table(None, "ALIVE"):
+        actor = _pb.ActorTableData.FromString(data)
         amount = dict(actor.required_resources).get("GPU", 0.0)
         if amount:
-            name = repr(actor.name) if actor.name else "without a name"
-            what = f"actor {name} ({actor.class_name}, pid {actor.pid})"
-            yield Holder(actor.node_id.hex(), amount, what, "", jobs[actor.job_id.hex()])
-    for entry in accessor.get_placement_group_table():
-        group = _pb.PlacementGroupTableData.FromString(entry)
-        amounts: dict[str, float] = defaultdict(float)
-        if group.state != _pb.PlacementGroupTableData.REMOVED:
-            for bundle in group.bundles:
-                amounts[bundle.node_id.hex()] += dict(bundle.unit_resources).get("GPU", 0.0)
-        job = jobs[group.creator_job_id.hex()]
-        yield from (
-            Holder(node, amount, "", group.name, job)
-            for node, amount in amounts.items()
-            if node and amount
-        )
+            named = repr(actor.name) if actor.name else "without a name"
+            name = f"actor {named} ({actor.class_name}, pid {actor.pid})"
+            yield Holder(actor.node_id.hex(), amount, name, jobs[actor.job_id.hex()])
+    for data in accessor.get_placement_group_table():
+        group = _pb.PlacementGroupTableData.FromString(data)
+        ours = re.fullmatch(r"raydp:([^:]*):.*", group.name)
+        name = f"executor {ours[1]!r}" if ours else f"placement group {group.name!r}"
+        for bundle in group.bundles if group.state != _pb.PlacementGroupTableData.REMOVED else ():
+            amount = dict(bundle.unit_resources).get("GPU", 0.0)
+            if amount and bundle.node_id:
+                yield Holder(bundle.node_id.hex(), amount, name, jobs[group.creator_job_id.hex()])
 
 
-def _jobs() -> Mapping[str, str]:
-    """What to call each job."""
-    own = ray.get_runtime_context().get_job_id()
-    names: dict[str, str] = defaultdict(lambda: "a job that ended")
-    for job in state.job_table():
-        entry = f", {job['Entrypoint']!r}" if job.get("Entrypoint") else ""
-        where = f"job {job['JobID']} (pid {job['DriverPid']} on {job['DriverIPAddress']}{entry})"
-        names[job["JobID"]] = "this program" if job["JobID"] == own else where
-    return names
+_NAMESPACE = b"raydp_parallel"
+
+
+def counter(name: str, description: str, labels: Sequence[str]) -> Any:
+    """Make one of Ray's counters."""
+    return Counter(name, description, tag_keys=tuple(labels))
+
+
+def gauge(name: str, description: str, labels: Sequence[str]) -> Any:
+    """Make one of Ray's gauges."""
+    return Gauge(name, description, tag_keys=tuple(labels))
+
+
+def record(metric: Any, value: float, labels: Mapping[str, str]) -> None:
+    """Add to a counter, or set a gauge."""
+    # Not inc(), which refuses 0: a counter that begins at 0 shows its first step as one.
+    metric._record(value, dict(labels))
+
+
+def put_entry(key: str, value: str) -> None:
+    """Write an entry of Ray's key-value store; ``key`` begins with the job and a colon."""
+    store = global_worker.gcs_client  # type: ignore[attr-defined]
+    store.internal_kv_put(key.encode(), value.encode(), True, _NAMESPACE)
+
+
+def delete_entry(key: str) -> None:
+    """Delete an entry."""
+    global_worker.gcs_client.internal_kv_del(key.encode(), False, _NAMESPACE)  # type: ignore[attr-defined]
+
+
+def entries(address: str | None = None) -> dict[str, str]:
+    """Return the entries of a cluster that have a living driver; those of killed ones are deleted.
+    Without an address it is the one that ``RAY_ADDRESS`` names or that runs here.
+    """
+    if address is None:
+        try:  # a cluster that `ray.init()` started asks for the user's token, in newer versions
+            from ray._private.authentication import authentication_token_setup as tokens
+
+            tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+        except (ImportError, AttributeError):
+            pass
+    try:
+        store: Any = GcsClient(address=canonicalize_bootstrap_address_or_die(address))  # type: ignore[arg-type]
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        raise ClusterError(
+            f"no Ray cluster to look at: {error}. Run this on a machine of the cluster, or "
+            "give --address"
+        ) from error
+    dead = {known.job_id.hex(): known.is_dead for known in store.get_all_job_info().values()}
+    found = {}
+    for key in store.internal_kv_keys(b"", _NAMESPACE):
+        if dead.get(key.decode(errors="replace").partition(":")[0], True):
+            store.internal_kv_del(key, False, _NAMESPACE)
+        elif (value := store.internal_kv_get(key, _NAMESPACE)) is not None:
+            found[key.decode(errors="replace")] = value.decode(errors="replace")
+    return found

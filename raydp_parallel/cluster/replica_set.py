@@ -1,316 +1,428 @@
-"""`ReplicaSet`: the replicas of an executor by device, which of them run the chunks of others, and
-which are dead.
+"""`ReplicaSet`: the replicas of an executor by device. Others stand in for the dead.
+
+These are replaced in the background, by one thread for each, which also asks Ray for the cause. It
+never takes the set's lock: the next call picks up what it started.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from raydp_parallel import cluster, devices
-from raydp_parallel.cluster.backend import Backend, Death, DevicePlace, Ending
-from raydp_parallel.cluster.in_process import InProcessBackend
-from raydp_parallel.cluster.ray_backend import ActorNames, program
-from raydp_parallel.cluster.recorder import Recorder
-from raydp_parallel.cluster.replica_slots import ChunkCall, ReplicaSlot, SlotState
-from raydp_parallel.cluster.respawn import Loss, Respawner
-from raydp_parallel.devices import forks
-from raydp_parallel.devices.ranges import ReplicaHello
-from raydp_parallel.errors import ExecutorClosed, GraphLost, ReplicaDied, forked
-from raydp_parallel.monitoring.stats import Totals
+from raydp_parallel import errors
+from raydp_parallel.cluster.clients import Client, end_all
+from raydp_parallel.cluster.placement import DeviceId, DevicePlace, places
+from raydp_parallel.cluster.start import LocalStarter, Starter
+from raydp_parallel.devices.cuda import Hello, check_balance
+from raydp_parallel.monitoring.recorder import Recorder, ReplicaTally
+from raydp_parallel.monitoring.stats import ReplicaInfo
 from raydp_parallel.options import Options
 
 log = logging.getLogger("raydp_parallel")
 
+_LEFT = "the Ray cluster was left while replicas ran; the next use starts anew"
+_HOUR = 3600.0
+_PAUSES = 0.1, 30.0
+"""The least and the longest pause before the next, if replicas die before they ever answered."""
+_START_DELAY = 0.25
+"""Seconds before a replacement starts: its imports would compete with the replayed step."""
+_LOOK = 0.02
+"""Seconds between two looks of a call that waits for a new replica."""
 
-class ReplicaSet:
-    """The slots of an executor, and the backend that fills them.
+_Loss = tuple[Client, str, str]
+"""The client of a replica that died, the phase in which it died, and the first sign of it."""
 
-    Args:
-        options: How to place replicas, and what to do when one dies.
+
+class ReplicaSlot:
+    """One place of an executor, and the replica that it has now.
 
     Attributes:
-        slots: By place, in the order in which they were first filled.
-        totals: The executor's counters.
-        recorder: The record of where time went.
-        closed: Whether the executor was closed.
-        replays: Whether another replica takes over when one dies.
-        before_leaving: Gives what is called with replicas that are about to end, while others stay.
+        place, index, tally: The device, its number in the executor, its counters.
+        client: The client of its replica, or of the last one.
+        life: The number of processes that it has had.
+        state: ``"ready"``, ``"starting"``, ``"dead"``, ``"away"`` (an elastic executor has no room
+            for it) or ``"closed"``.
+        answered: Whether its replica has answered a call.
+        forget: Keys of graphs that the next message tells the replica to drop.
+        revisions: The state that it holds, by the model's number.
+        pending: The request that it has not answered yet.
     """
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        self._lock = threading.RLock()
-        self._forked = False
-        self.slots: dict[DevicePlace, ReplicaSlot] = {}
-        self.totals = Totals()
-        self.recorder = Recorder(options.name or program())
-        self.closed = False
-        self.replays = options.on_fault == "replay"
-        self.before_leaving: Callable[[], Callable[[Sequence[ReplicaSlot]], None] | None]
-        self.before_leaving = lambda: None
-        self._backend: Backend | None = None
-        self._respawner: Respawner | None = None
-        forks.tell_child(self)
+    def __init__(self, place: DevicePlace, index: int, tally: ReplicaTally) -> None:
+        self.place, self.index, self.tally = place, index, tally
+        self.client: Any = None
+        self.life = 0
+        self.state = "starting"
+        self._reset()
 
-    def after_fork(self) -> None:
-        """Note that replicas in other processes belong to the parent."""
-        self._lock = threading.RLock()
-        backend = self._backend
-        self._forked = self._forked or (
-            backend is not None and not isinstance(backend, InProcessBackend) and backend.alive()
-        )
+    def _reset(self) -> None:
+        self.answered = False
+        self.forget: list[int] = []
+        self.revisions: dict[int, Any] = {}
+        self.pending: Any = None
+
+    def install(self, client: Client) -> None:
+        """Take a new replica, which holds nothing."""
+        self.client, self.state = client, "ready"
+        self.life += 1
+        self._reset()
 
     @property
-    def forked(self) -> bool:
-        """Whether the replicas are those of the process from which this one was forked."""
-        return self._forked
+    def ready(self) -> bool:
+        """Tell if it can be called."""
+        return self.state == "ready"
+
+    def info(self) -> ReplicaInfo:
+        """Describe it for users."""
+        device = "cpu" if self.place.kind == "cpu" else f"cuda:{self.place.number}"
+        hello = Hello(0, "", device) if self.client is None else self.client.hello
+        return ReplicaInfo(self.index, device, hello.node, hello.pid, self.state, hello.gpu)
+
+    def __str__(self) -> str:
+        info = self.info()
+        where = f" (pid {info.pid}, node {info.node[:8]})" if info.pid else ""
+        return f"replica {self.index} for device {self.place.device_id}{where}"
+
+
+class ReplicaSet:
+    """The slots of an executor.
+
+    Attributes:
+        slots: The slots by place, in the order in which they were first filled.
+        recorder: The executor's counters.
+        closed: Whether it was closed.
+        forked: Whether the replicas are those of the process from which this one was forked.
+        before_leaving: Called with replicas that are about to leave a node that drains.
+    """
+
+    def __init__(self, options: Options, name: str) -> None:
+        self.options = options
+        self.slots: dict[DevicePlace, ReplicaSlot] = {}
+        self.recorder = Recorder(name)
+        self.closed = False
+        self.before_leaving: Callable[[Sequence[ReplicaSlot]], None] = lambda going: None
+        self._starter: Starter | LocalStarter | None = None
+        self._arrived: dict[DevicePlace, Client] = {}
+        self._problems: dict[DevicePlace, errors.ParallelError] = {}
+        self._in_vain: dict[DevicePlace, int] = {}
+        self._starts: deque[float] = deque()
+        self._working: dict[DevicePlace, threading.Thread] = {}
+        self._ended = threading.Event()
+        self._awaited = threading.Event()
+        self.forked = False
+        self.after_fork()
+        _sets.add(self)
+
+    def after_fork(self) -> None:
+        """Leave the replicas to the parent; threads that are not here may hold its locks."""
+        self._lock = threading.RLock()
+        self._mutex = threading.Lock()  # of what background threads write; never waited with
+        self.forked = self.forked or isinstance(self._starter, Starter)
 
     @property
     def lock(self) -> threading.RLock:
-        """Held while slots change, and while calls are sent."""
-        if self._forked:
-            raise forked()
+        """The lock that is held while slots change and while calls run."""
+        if self.forked:
+            raise errors.forked()
         return self._lock
 
-    def check_own(self) -> None:
-        """Raise `ForkedProcess` if the replicas are the parent's."""
-        if self._forked:
-            raise forked()
-
-    @property
-    def backend(self) -> Backend:
-        """The backend, which runs the replicas."""
-        if self._forked:
-            raise forked()
-        assert self._backend is not None
-        return self._backend
-
-    @property
-    def link(self) -> str:
-        """The name of the link."""
-        return self._backend.link.name if self._backend is not None else self.options.link
-
     def ready(self) -> list[ReplicaSlot]:
-        """The slots that can be called."""
+        """Return the slots that can be called."""
         return [slot for slot in self.slots.values() if slot.ready]
 
-    def check_open(self) -> None:
-        """Raise `ExecutorClosed` if the executor was closed."""
-        if self.closed:
-            raise ExecutorClosed(
-                "this executor was closed: make another, or leave "
-                "`executor` out to use the process's"
-            )
-
-    def refresh(self) -> bool:
-        """Make sure that there is a backend, and that it belongs to the cluster that is connected
-        now; returns whether it is new.
+    def slots_for(self, ids: Sequence[DeviceId]) -> list[ReplicaSlot]:
+        """Return the slots for ``device_ids``, and start those that never had a replica. A dead one
+        is replaced in the background while others stand in.
         """
-        self.check_open()
-        if self._backend is not None and self._backend.alive():
-            return False
-        if self._respawner is not None:
-            self._respawner.stop()
-        if self._backend is not None:
-            self._backend.stop([slot.client for slot in self.ready()])
-        names = ActorNames(
-            self.recorder.name, {place: slot.index for place, slot in self.slots.items()}
-        )
-        if self.options.in_process:
-            self._backend = InProcessBackend(self.options)
-        else:
-            self._backend = cluster.RayBackend(names, self.options)
-        self._respawner = Respawner(self._backend, self.options, self.recorder.event)
-        for slot in self.slots.values():
-            slot.empty(SlotState.EMPTY)
-        return True
+        wanted = places(tuple(ids))
+        with self.lock:
+            self._refresh()
+            self._pick_up()
+            if self.options.elastic:
+                self._leave_nodes()
+            missing = [p for p in wanted if p not in self.slots or not self.slots[p].ready]
+            if missing:
+                self._fill(missing)
+            return [self.slots[place] for place in wanted]
 
-    def fill(self, wanted: Sequence[DevicePlace]) -> None:
-        """Make sure that each place has a replica, or one that is starting."""
-        self.pick_up()
-        self._leave_nodes()
-        absent = [
-            p for p in dict.fromkeys(wanted) if p not in self.slots or not self.slots[p].ready
-        ]
-        if not absent:
-            return
-        if self.replays and self._respawner is not None:
-            later = {p for p in absent if p in self.slots and self.slots[p].is_replaced}
-            self._respawner.ensure(later)
-            absent = [place for place in absent if place not in later]
-        if not absent:
-            return
-        started = self.backend.start(absent)
-        for place in absent:
-            if place in started:
-                again = place in self.slots and self.slots[place].state is SlotState.DEAD
-                self._count(self._slot(place, *started[place]), again)
-            else:
-                self._await(place)
-        found = [
-            (slot.place.number, slot.hello) for place, slot in self.slots.items() if place in wanted
-        ]
-        devices.check_balance(
-            [(number, hello) for number, hello in found if hello is not None and hello.memory]
-        )
+    def _refresh(self) -> Starter | LocalStarter:
+        """Make sure that replicas belong to the cluster that is connected now."""
+        if self.closed:
+            text = "make another, or leave `executor` out to use the process's"
+            raise errors.ExecutorClosed(f"this executor was closed: {text}")
+        if self._starter is not None and self._starter.alive():
+            return self._starter
+        if self._starter is not None:  # the cluster was left, and the replicas with it
+            self._stop_threads()
+            self._ended = threading.Event()
+            for slot in self.slots.values():
+                slot.state = "starting"
+        kind = LocalStarter if self.options.in_process else Starter
+        ranks = {place: slot.index for place, slot in self.slots.items()}
+        self._starter = kind(self.recorder.name, self.options, ranks)
+        return self._starter
 
-    def _await(self, place: DevicePlace) -> None:
-        """Let an elastic executor start without a place, which is filled once there is room."""
-        slot = self.slots.setdefault(place, ReplicaSlot(place, len(self.slots)))
-        slot.state = SlotState.AWAY
-        if self._respawner is not None:
-            self._respawner.ensure([place])
+    def _fill(self, missing: Sequence[DevicePlace]) -> None:
+        """Start replicas in new places; see to it that the others' are on their way."""
+        now = [p for p in missing if p not in self.slots or self.slots[p].state == "starting"]
+        self._ensure([place for place in missing if place not in now])
+        if not now:
+            return
+        started = self._refresh().start([*dict.fromkeys(now)])
+        self._install(started)
+        absent = [place for place in now if place not in started]
+        for place in absent:  # an elastic executor begins without them
+            self._slot(place).state = "away"
+        self._ensure(absent)
+        hellos = [(slot.place.number, slot.client.hello) for slot in self.ready()]
+        check_balance([(number, hello) for number, hello in hellos if hello.memory])
+
+    def _slot(self, place: DevicePlace) -> ReplicaSlot:
+        index = len(self.slots)
+        if place not in self.slots:
+            self.slots[place] = ReplicaSlot(place, index, self.recorder.tally(index))
+        return self.slots[place]
+
+    def _install(self, started: Mapping[DevicePlace, Client]) -> None:
+        for place, client in started.items():
+            slot = self._slot(place)
+            slot.install(client)
+            info = slot.info()
+            self.recorder.started(slot.index, info.device, info.node, info.pid)
+
+    def _pick_up(self) -> None:
+        """Install the replicas that were started in the background."""
+        if self._arrived:
+            with self._mutex:
+                found, self._arrived = self._arrived, {}
+            self._install(found)
 
     def _leave_nodes(self) -> None:
-        """Leave nodes that are about to end, as long as replicas of the same kind stay
-        elsewhere.
-        """
-        leaving = self.backend.leaving() if self.options.elastic else ()
-        if not leaving:
-            return
-        going = [
-            slot for slot in self.ready() if slot.hello is not None and slot.hello.node in leaving
-        ]
+        """Leave nodes that are about to end, if replicas of the same kind stay elsewhere."""
+        leaving = self._refresh().leaving()
+        going = [s for s in self.ready() if s.client.hello.node in leaving]
         staying = {slot.place.kind for slot in self.ready() if slot not in going}
         # The end of others, if it comes, is handled as a death.
         going = [slot for slot in going if slot.place.kind in staying]
-        bring_to_safety = self.before_leaving()
-        if going and bring_to_safety is not None:
-            bring_to_safety(going)
+        if going:
+            self.before_leaving(going)
+        end_all(slot.client for slot in going)
+        self._refresh().release([slot.place for slot in going])
         for slot in going:
-            self.backend.stop([slot.client])
-            self.backend.release([slot.place])
-            log.info("%s was left, because its node is about to end", slot)
+            slot.state = "away"
             self.recorder.event(f"{slot} was left, because its node is about to end")
-            slot.empty(SlotState.AWAY)
 
-    def missing(self) -> list[ReplicaSlot]:
-        """The slots without a replica of their own."""
-        return [slot for slot in self.slots.values() if not slot.ready]
-
-    def grow(self, timeout: float) -> int:
-        """Wait until each slot has a replica, or the time is over; returns how many were added."""
-        before = len(self.missing())
-        self.pick_up()
-        if not self.replays or self._respawner is None:
-            self.fill([slot.place for slot in self.missing()])
-            return before - len(self.missing())
-        deadline = time.monotonic() + timeout
-        while places := [slot.place for slot in self.missing()]:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                break
-            self._respawner.ensure(places)
-            if not self._respawner.await_one(places, left):
-                break
-            self.pick_up()
-        return before - len(self.missing())
-
-    def pick_up(self) -> None:
-        """Install the replicas that were started in the background."""
-        if self._respawner is None or not self._respawner.arrived:
-            return
-        for place, (client, hello) in self._respawner.arrivals().items():
-            home = self._slot(place, client, hello)
-            for slot in self.ready():
-                slot.contents.dismiss(home.index)
-            self._count(home, True)
-
-    def _count(self, slot: ReplicaSlot, again: bool) -> None:
-        slot.tally.respawns += again
-        self.totals.respawns += again
-
-    def _slot(self, place: DevicePlace, client: Any, hello: ReplicaHello) -> ReplicaSlot:
-        slot = self.slots.setdefault(place, ReplicaSlot(place, len(self.slots)))
-        slot.install(client, hello)
-        self.recorder.installed(slot)
-        return slot
-
-    def choose(
-        self, job: ChunkCall, load: Mapping[ReplicaSlot, int], others: Collection[ReplicaSlot]
-    ) -> ReplicaSlot:
-        """The slot that runs a job: the one that it is for, else one of the same kind of device. If
-        no such replica is left, the first that starts.
-
-        Args:
-            job: The job.
-            load: How many jobs each slot was given already.
-            others: The slots that take part in the call. They have the model; others may not.
+    def choose(self, slot: ReplicaSlot, load: Mapping[ReplicaSlot, int]) -> ReplicaSlot:
+        """Return the slot that does a slot's work: itself, else that of its kind with the least
+        load, else the first that starts.
         """
-        slot, needs = job.slot, job.needs
-        if needs:
-            holder = next((graph.slot for graph in needs if graph.whole), needs[0].slot)
-            slot = holder if holder is not None and (holder.ready or not self.replays) else slot
-            lost = not self.replays and not all(graph.on(slot) for graph in needs)
-            if lost or self._backend is None or not self._backend.alive():
-                gone = next((graph for graph in needs if not graph.on(slot)), needs[0])
-                raise GraphLost(
-                    f"{slot} lost {gone.what}, because its process ended; {gone.remedy}"
-                )
-        if slot.ready or not self.replays:
+        if slot.ready:
             return slot
         while True:
-            self.pick_up()
+            self._pick_up()
             able = [s for s in self.ready() if s.place.kind == slot.place.kind]
             if slot in able:
                 return slot
             if able:
-                return min(able, key=lambda s: (s not in others, load.get(s, 0), s.index))
-            assert self._respawner is not None
-            self._respawner.wait([place for place in self.slots if place.kind == slot.place.kind])
+                return min(able, key=lambda s: (load.get(s, 0), s.index))
+            kind = [place for place in self.slots if place.kind == slot.place.kind]
+            timeout = self.options.placement_timeout
+            if not self._wait(kind, timeout):
+                late = f"all replicas died, and no new one started in {timeout:g} s"
+                known = [self._problems[place] for place in kind if place in self._problems]
+                raise known[0] if known else errors.PlacementError(late)
 
-    def mark_dead(
-        self, slot: ReplicaSlot, incarnation: int, method: str, death: Death
-    ) -> ReplicaDied:
-        """Mark a replica that gave no answer as dead, so that it is not called any more. Returns
-        the error, for a caller that cannot do without the answer.
-        """
+    def lost(self, slot: ReplicaSlot, life: int, phase: str, cause: str) -> None:
+        """Note that a replica died in a phase of a call, once, and replace it in the background."""
         with self.lock:
-            new = slot.incarnation == incarnation and slot.ready
-            cause = death.cause if self.replays else self.backend.cause(slot.client, death)
-            error = ReplicaDied(
-                f"{slot} died in {method}: {cause}. A new one starts with the next call"
-            )
-            if not new:
-                return error
-            slot.empty(SlotState.DEAD)
-            slot.tally.deaths += 1
-            if death.ending is Ending.SILENT or not self.replays:
-                self.backend.stop([slot.client])
-            if not self.replays:
-                log.warning("%s", error)
-                self.recorder.event(f"{slot} died in {method}: {cause}")
-            elif self._respawner is not None:
-                loss = Loss(
-                    place=slot.place,
-                    name=str(slot),
-                    client=slot.client,
-                    method=method,
-                    death=death,
-                    answered=slot.answered,
-                )
-                self._respawner.replace(loss)
-        return error
+            if slot.life != life or not slot.ready:
+                return
+            slot.state = "dead"
+            self.recorder.died(slot.index, f"{slot} died in {phase}: {cause}")
+            place = slot.place
+            self._in_vain[place] = 0 if slot.answered else self._in_vain.get(place, 0) + 1
+            self._awaited.clear()
+            self._begin(place, (slot.client, f"{slot} died in {phase}", cause))
 
-    def release(self) -> None:
-        """Start no more replicas. A thread that holds the lock and waits for one stops waiting."""
-        if self._respawner is not None:
-            self._respawner.end()
+    def cause(self, slot: ReplicaSlot) -> str:
+        """Ask Ray why a slot's last replica died; this takes up to some seconds."""
+        return slot.client.cause() or "its process ended"
+
+    def threads(self, chunks: int) -> int | None:
+        """Return torch's threads for each of so many chunks on CPUs; None leaves them."""
+        starter = self._starter
+        if starter is None or not starter.alive():  # forward makes sure of one
+            text = "the Ray cluster was left, and the replicas with it: run forward again"
+            raise errors.GraphLost(text)
+        return starter.threads(chunks)
+
+    def grow(self, timeout: float) -> int:
+        """Wait until each slot has a replica, or the time is over; returns how many were added."""
+        with self.lock:
+            self._refresh()
+            before = len(self.ready())
+            deadline = time.monotonic() + timeout
+            while True:
+                self._pick_up()
+                missing = [slot.place for slot in self.slots.values() if not slot.ready]
+                self._ensure(missing)
+                if not missing or not self._wait(missing, deadline - time.monotonic()):
+                    return len(self.ready()) - before
 
     def close(self) -> None:
-        """End all replicas."""
-        self.closed = True
+        """End all replicas. A thread that holds the lock and waits for one stops waiting."""
+        if self.forked:
+            return
+        self._ended.set()
+        with self._lock:
+            self.closed = True
+            try:
+                self._stop_threads()
+            finally:  # also after Ctrl-C: nothing would end the replicas later
+                end_all(slot.client for slot in self.ready())
+                if self._starter is not None:
+                    self._starter.release()
+                for slot in self.slots.values():
+                    slot.state = "closed"
+
+    # Replacements.
+
+    def _ensure(self, wanted: Collection[DevicePlace]) -> None:
+        """Make sure that a replica starts in each place. Those that were given up are tried again,
+        if the hour allows it.
+        """
+        for place in wanted:
+            if place not in self._arrived and (self._left() or place not in self._problems):
+                self._begin(place, None)
+
+    def _begin(self, place: DevicePlace, loss: _Loss | None) -> None:
+        thread = threading.Thread(
+            target=self._work, args=(place, loss, self._ended), name="raydp-respawn", daemon=True
+        )
+        with self._mutex:
+            if self._ended.is_set() or place in self._working:
+                return
+            self._problems.pop(place, None)
+            self._working[place] = thread
+        thread.start()
+
+    def _work(self, place: DevicePlace, loss: _Loss | None, ended: threading.Event) -> None:
+        client = None
         try:
-            if self._respawner is not None:
-                self._respawner.stop()
+            if loss is not None:
+                _report(*loss)
+                self._awaited.wait(_START_DELAY)
+            client = self._start(place, ended)
+        except errors.ParallelError as error:
+            self._problems[place] = error
+            log.error("no replica for device %s: %s", place.device_id, error)
+        except Exception as error:  # of any kind: no call may wait for ever
+            self._problems[place] = errors.ClusterError(f"no replica could be started: {error!r}")
+            log.exception("no replica for device %s", place.device_id)
         finally:
-            if self._backend is not None:
-                self._backend.stop([slot.client for slot in self.ready()])
-                self._backend.release()
-                self._backend.link.close()
-            for slot in self.slots.values():
-                slot.state = SlotState.CLOSED
+            with self._mutex:
+                self._working.pop(place, None)
+                if client is not None and not ended.is_set():
+                    self._arrived[place], client = client, None
+            if client is not None:
+                client.end()
+
+    def _start(self, place: DevicePlace, ended: threading.Event) -> Client | None:
+        starter = self._starter
+        assert starter is not None
+        while True:
+            tries = self._in_vain.get(place, 0)
+            if ended.wait(min(_PAUSES[0] * 2**tries, _PAUSES[1]) if tries else 0.0):
+                return None
+            if not starter.alive():
+                raise errors.ClusterError(_LEFT)
+            most = self.options.max_restarts_per_hour
+            if not self._left():
+                raise errors.RestartsSpent(
+                    f"{most} replicas were started within an hour in place of dead ones, as "
+                    f"Options(max_restarts_per_hour={most}) allows. The log names the causes; "
+                    "calls go on with the replicas that are left, if any"
+                )
+            self._starts.append(booked := time.monotonic())
+            try:
+                found = starter.start([place], lambda: ended.is_set() or not starter.alive())
+            except errors.PlacementError as error:
+                if ended.is_set() or not starter.alive():
+                    continue  # which ends above
+                known, self._problems[place] = place in self._problems, error
+                if isinstance(error, errors.NoRoom):
+                    self._starts.remove(booked)  # no process was started
+                else:
+                    self._in_vain[place] = tries + 1
+                level = logging.INFO if known else logging.WARNING
+                log.log(level, "device %s waits for a replica: %s", place.device_id, error)
+                continue
+            self._problems.pop(place, None)
+            seconds, pid = time.monotonic() - booked, found[place].hello.pid
+            text = "a new replica for device %s (pid %d) took %.1f s"
+            log.info(text, place.device_id, pid, seconds)
+            return found[place]
+
+    def _left(self) -> int:
+        """Return how many starts the hour still allows."""
+        while self._starts and self._starts[0] < time.monotonic() - _HOUR:
+            self._starts.popleft()
+        return self.options.max_restarts_per_hour - len(self._starts)
+
+    def _wait(self, wanted: Collection[DevicePlace], timeout: float) -> bool:
+        """Wait until a replica started in one of the places; False if none will, or not in time."""
+        deadline = time.monotonic() + timeout
+        self._awaited.set()
+        while not any(place in self._arrived for place in wanted):
+            coming = any(place in self._working for place in wanted)
+            if self._ended.wait(_LOOK):
+                raise errors.ExecutorClosed(
+                    "this executor was closed while a call waited for a replica"
+                )
+            if time.monotonic() >= deadline or not coming:
+                return any(place in self._arrived for place in wanted)
+        return True
+
+    def _stop_threads(self) -> None:
+        """Start no more replicas, and end those that started too late."""
+        self._ended.set()
+        self._awaited.set()
+        for thread in [*self._working.values()]:
+            thread.join(5.0)
+        with self._mutex:
+            late, self._arrived = self._arrived, {}
+        end_all(late.values())
+
+
+def _report(client: Client, what: str, cause: str) -> None:
+    """Log why a replica died, which takes Ray a while to know, and end what may be left of it."""
+    cause = client.cause() or cause
+    client.end()
+    done = "Its chunks run again on other replicas, and a new one starts in the background"
+    log.warning("%s: %s. %s", what, cause, done)
+
+
+_sets: weakref.WeakSet[ReplicaSet] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """End all threads before the program leaves Ray: Ray ends a process with a thread inside it."""
+    for known in [*_sets]:
+        if not known.forked:
+            known._stop_threads()
+
+
+def _after_fork() -> None:
+    for known in [*_sets]:
+        known.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,357 +1,144 @@
-"""Copies between a GPU's memory and the machine's memory, which run beside the host.
-
-[Note: what waits for a copy]
-Copies are put on the device's current stream, behind the work that computes their bytes. For copies
-to the machine's memory the host waits once, for an event behind the last copy of a message. For
-copies from the machine's memory the host does not wait: the source is kept until the copy has run
-(`_Lent`), and only then is its owner told. In a replica all work of a call has ended when its
-answer is sent (`finish`), so no memory that it reads is given back too early. No code waits for a
-whole device.
-"""
+"""The device that Ray gave this process: taking it, and describing it."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import logging
-import threading
-import time
-from collections.abc import Callable, Sequence
-from itertools import repeat
-from typing import Any
+import os
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from raydp_parallel.devices import trials
-from raydp_parallel.devices.buffers import Arena
-from raydp_parallel.devices.ranges import (
-    MemoryRange,
-    RowPlan,
-    bytes_of,
-    copy_each,
-    cut,
-    data_of,
-    fill,
-    is_cpu,
-    on_host,
-    view,
-)
+from raydp_parallel.devices.threads import cores
 
 log = logging.getLogger("raydp_parallel")
 
-
-class DeviceBytes:
-    """Bytes in a GPU's memory, as links use them: the host copies them and cannot read them.
-
-    Args:
-        tensor: A tensor over these bytes, which is one run of memory.
-
-    Attributes:
-        device: The device that they lie on.
-        size: Their number.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-        self._staged: list[tuple[Tensor, int]] = []
-        self.device, self.size = tensor.device, tensor.nbytes
-
-    @property
-    def tensor(self) -> Tensor:
-        """The bytes, as a tensor."""
-        return bytes_of(self._tensor)
-
-    def part(self, offset: int, size: int) -> DeviceBytes:
-        """A part of the bytes."""
-        return DeviceBytes(self.tensor[offset : offset + size])
-
-    def placed(self, whole: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """What a copy of the bytes to ``whole`` writes to, and what it reads."""
-        return [whole], [self.tensor]
-
-    def copy_to(self, address: int) -> None:
-        """Begin to copy the bytes to the machine's memory, which may be read only after `wait`."""
-        target = view(MemoryRange(address, self.size, None))
-        if not target.is_pinned():
-            # A copy to memory that is not pinned blocks the host. Torch recycles pinned memory.
-            staged = torch.empty(self.size, dtype=torch.uint8, device="cpu", pin_memory=True)
-            self._staged.append((staged, address))
-            target = staged
-        copy_each(*self.placed(target))
-
-    def wait(self) -> None:
-        """Wait for the copies that this and earlier `copy_to` calls of the device began."""
-        behind(self.device).synchronize()
-
-    def settle(self) -> None:
-        """After `wait`: copy the bytes that went through pinned memory to their targets."""
-        while self._staged:
-            staged, address = self._staged.pop()
-            # By torch's threads: one alone does not use all of the memory's bandwidth.
-            view(MemoryRange(address, len(staged), None)).copy_(staged)
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_DRIVER = ("/dev/nvidiactl", "/dev/dxg")
+"""Files of a machine, or a container, that can use an NVIDIA GPU; the second is Windows's."""
 
 
-class DeviceRow(DeviceBytes):
-    """Tensors on a GPU that are sent together: what copies them does so in one operation, to where
-    each is to lie.
-
-    Args:
-        tensors: The tensors.
-        plan: Where each lies.
-        size: Bytes of all, with what lies between them.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], plan: RowPlan, size: int) -> None:
-        super().__init__(tensors[0])
-        self._tensors = tensors
-        self._plan = plan
-        self.size = size
-
-    @property
-    def tensor(self) -> Tensor:
-        whole = torch.empty(self.size, dtype=torch.uint8, device=self.device)
-        copy_each(*self.placed(whole))
-        return whole
-
-    def placed(self, whole: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        return cut(whole, self._plan), self._tensors
-
-
-def behind(device: torch.device, timed: bool = False) -> torch.cuda.Event:
-    """An event behind all work on a device's current stream."""
-    event = torch.cuda.Event(enable_timing=timed)
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def on_device(tensor: Tensor) -> MemoryRange:
-    """The memory range of a tensor on a GPU, without a copy."""
-    return MemoryRange(0, tensor.nbytes, tensor, DeviceBytes(tensor))
-
-
-class _Lent:
-    """The memory that a device may still be copying from.
+class Hello(NamedTuple):
+    """A replica's description of itself.
 
     Attributes:
-        kept: Its owners, each with what tells that the copy has run; empty where there is no GPU.
+        pid: Its process.
+        node: Ray's id of its node.
+        device: Its device as its process sees it.
+        gpu: Name of its GPU, empty on a CPU.
+        gpu_uuid: The GPU's uuid, empty on a CPU.
+        gpu_index: The GPU's number on its node, as Ray's own metrics count, empty on a CPU.
+        memory: Bytes of the GPU's memory, 0 on a CPU.
+        processors: The GPU's multiprocessors, 0 on a CPU.
+        cores: Cores that a CPU replica may use, 0 on a GPU.
+        near: Whether the driver calls it over a socket.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.kept: list[tuple[torch.cuda.Event, Any]] = []
-
-    def keep(self, owner: Any, device: torch.device) -> None:
-        """Keep the owner of memory that the copy just begun reads, until the copy has run."""
-        event = behind(device)
-        self.let_go()
-        with self._lock:
-            self.kept.append((event, owner))
-
-    def let_go(self) -> None:
-        """Release the memory that finished copies have read."""
-        if self.kept:
-            with self._lock:
-                try:
-                    self.kept = [entry for entry in self.kept if not entry[0].query()]
-                except RuntimeError:  # the device has failed and will read nothing
-                    self.kept = []
+    pid: int
+    node: str
+    device: str
+    gpu: str = ""
+    gpu_uuid: str = ""
+    gpu_index: str = ""
+    memory: int = 0
+    processors: int = 0
+    cores: int = 0
+    near: bool = False
 
 
-lent = _Lent()
+def take_given(kind: str, ids: Sequence[str]) -> torch.device:
+    """Take the device that Ray gave this process, and start CUDA there.
 
+    A GPU that Ray only counts, and torch does not find, is replaced by the CPU.
 
-def upload(source: MemoryRange, device: torch.device) -> Tensor:
-    """Copy the bytes of ``source``, on any device, to new memory of a GPU, without waiting."""
-    data = data_of(source)
-    found: Tensor = data.to(device, copy=True, non_blocking=True)
-    lent.keep((data, source.owner), device)
-    return found
+    Args:
+        kind: ``"cpu"`` or ``"gpu"``.
+        ids: The GPUs that Ray gave, as ``CUDA_VISIBLE_DEVICES`` calls them.
 
-
-def load_all(targets: Sequence[Tensor], sources: Sequence[MemoryRange]) -> None:
-    """Copy the bytes of some sources, on any device, to a GPU's memory, without waiting."""
-    pairs = [
-        (target, source) for target, source in zip(targets, sources, strict=True) if source.size
-    ]
-    if pairs:
-        data = [data_of(source) for _, source in pairs]
-        copy_each([target for target, _ in pairs], data)
-        lent.keep((data, sources), targets[0].device)
-
-
-def load_parts(targets: Sequence[Tensor], source: MemoryRange, offsets: Sequence[int]) -> None:
-    """Copy parts of one run of bytes, on any device, to a GPU's memory: one operation, without
-    waiting.
+    Raises:
+        RuntimeError: CUDA does not start on a machine that has a GPU. Computing on the CPU instead
+            would take a hundred times as long, without any message.
     """
-    whole = data_of(source)
-    shapes = map(Tensor.size, targets)
-    parts = [*map(torch.as_strided, repeat(whole), shapes, repeat((1,)), offsets)]
-    copy_each(targets, parts)
-    lent.keep((parts, source.owner), targets[0].device)
-
-
-def finish(device: torch.device) -> None:
-    """Wait until the device has done all work on its current stream."""
-    if not is_cpu(device):
-        wait_for(behind(device))
-
-
-def wait_for(event: torch.cuda.Event) -> None:
-    """Wait for an event, if the device has not passed it yet."""
-    if not event.query():
-        event.synchronize()
-
-
-def spoiled(device: torch.device) -> bool:
-    """Whether a device has failed for good in this process, as after an illegal memory access.
-
-    After such an error every CUDA call of the process fails. Only a new process can use the device.
-    """
+    _see_only(ids if kind == "gpu" else ())
+    if kind == "cpu" or not (torch.cuda.is_available() or _has_gpus()):
+        return torch.device("cpu")
     try:
-        finish(device)
-    except RuntimeError:
-        return True
-    return False
+        torch.zeros(1, device="cuda")
+    except (RuntimeError, AssertionError) as error:
+        raise RuntimeError(
+            f"Ray gave this replica GPU {', '.join(ids)}, and CUDA does not start there: {error}. "
+            "A GPU in compute mode EXCLUSIVE_PROCESS serves one process, and the driver's counts "
+            "if it uses that GPU"
+        ) from error
+    return torch.device("cuda", 0)
 
 
-class Stopwatch:
-    """Measures the time that a device takes, because the host requests work long before it is done.
+def _see_only(ids: Sequence[str]) -> None:
+    """Let CUDA see only these GPUs, before it starts: Ray can be configured not to do so.
+
+    A CPU replica sees none: a module that uses a GPU if there is one would take another replica's.
+    """
+    wanted = ",".join(ids)
+    if os.environ.get(_VISIBLE) == wanted or torch.version.hip is not None:
+        return
+    if torch.cuda.is_initialized():
+        raise RuntimeError(
+            "CUDA started in this process before it could be told to see "
+            f"GPU {wanted or 'none'} alone"
+        )
+    os.environ[_VISIBLE] = wanted
+
+
+def _has_gpus() -> bool:
+    """Tell if torch ought to find a GPU on this machine."""
+    if not any(map(os.path.exists, _DRIVER)):
+        return False
+    if torch.version.cuda is None:
+        log.warning(
+            "this machine has a GPU, and torch is built for CPUs alone: it computes on the CPU"
+        )
+    return torch.version.cuda is not None
+
+
+def describe(device: torch.device, node: str, index: str = "") -> Hello:
+    """Describe this process and its device.
 
     Args:
         device: The device.
+        node: Ray's id of this node.
+        index: The GPU's number on this node.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._marked: torch.cuda.Event | None = None
-
-    def mark(self) -> None:
-        """Set the mark behind all work requested so far."""
-        if not is_cpu(self._device):
-            self._marked = behind(self._device, timed=True)
-
-    def finish(self) -> float | None:
-        """Wait for the device; returns when it passed the mark, by `time.perf_counter`, None
-        without a mark or on a CPU.
-        """
-        marked, self._marked = self._marked, None
-        if marked is None:
-            finish(self._device)
-            return None
-        end = behind(self._device, timed=True)
-        wait_for(end)
-        return time.perf_counter() - float(marked.elapsed_time(end)) / 1e3
+    if device.type == "cpu":
+        return Hello(os.getpid(), node, str(device), cores=cores())
+    found = torch.cuda.get_device_properties(device)
+    return Hello(
+        pid=os.getpid(),
+        node=node,
+        device=str(device),
+        gpu=found.name,
+        gpu_uuid=str(found.uuid),
+        gpu_index=index,
+        memory=found.total_memory,
+        processors=found.multi_processor_count,
+    )
 
 
-def pinner(device: torch.device | None) -> Callable[[int, int], Callable[[], object] | None] | None:
-    """A function that registers host memory with a GPU for direct copies; None on a CPU.
+_IMBALANCE = """
+    There is an imbalance between your GPUs. You may want to exclude GPU {} which
+    has less than 75% of the memory or cores of GPU {}. You can do so by setting
+    the device_ids argument to DataParallel, or by setting the CUDA_VISIBLE_DEVICES
+    environment variable."""
+
+
+def check_balance(found: Sequence[tuple[int, Hello]]) -> None:
+    """Warn as upstream does if one GPU is much smaller than another.
 
     Args:
-        device: The device that copies; None stands for any GPU that this process may come to use.
+        found: For each GPU replica its device id and its description.
     """
-    if device is None:
-        return _pin_if_used
-    return functools.partial(_registry.pin, device) if not is_cpu(device) else None
-
-
-def _pin_if_used(address: int, size: int) -> Callable[[], object] | None:
-    # Only if a GPU is used already: registering would start CUDA in a driver that does not need it.
-    used = in_use()
-    return _registry.pin(used[0], address, size) if used else None
-
-
-def in_use() -> list[torch.device]:
-    """The GPUs on which this process has memory."""
-    count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-    return [torch.device("cuda", index) for index in range(count) if _has_memory(index)]
-
-
-def _has_memory(index: int) -> bool:
-    """Whether this process has memory on a GPU; False with an allocator of the user's that does not
-    count.
-    """
-    try:
-        return bool(torch.cuda.memory_allocated(index))
-    except RuntimeError:
-        return False
-
-
-class _Registry:
-    """Registers memory of the host with CUDA, until that is refused once.
-
-    CUDA does it for all GPUs, but by the current one, which it starts if this process did not use
-    it: that takes half a gigabyte there.
-
-    Attributes:
-        refused: Whether it was. A process that lacks the memory or the right to lock memory will
-            lack it for the next segment too.
-    """
-
-    def __init__(self) -> None:
-        self.refused = False
-        self._tried = False
-        self._trying = threading.Lock()
-
-    def pin(self, device: torch.device, address: int, size: int) -> Callable[[], object] | None:
-        """Register a run of memory; returns a function that ends this, None if it is refused."""
-        with self._trying:  # nothing is registered before the trial has ended
-            if not self._tried:
-                trial = functools.partial(self._trial, device)
-                self.refused = not trials.passes("registered", device, trial) or self.refused
-                self._tried = True
-        return self._pin(device, address, size)
-
-    def _trial(self, device: torch.device) -> bool:
-        """Copy from and to registered memory that another process could map."""
-        lent = Arena().take(trials.SIZE)
-        run = MemoryRange(lent.array.ctypes.data, trials.SIZE, lent)
-        unpin = self._pin(device, run.address, run.size)
-        if unpin is None:
-            return True  # it was refused, and that was said
-        try:
-            return all(_arrives(number, run, device) for number in range(trials.ROUNDS))
-        finally:
-            finish(device)
-            unpin()
-
-    def _pin(self, device: torch.device, address: int, size: int) -> Callable[[], object] | None:
-        if self.refused:
-            return None
-        runtime, block = torch.cuda.cudart(), torch.cuda.device(device)
-        with block:
-            code = int(runtime.cudaHostRegister(address, size, 0))
-        if not code:
-            return functools.partial(_unpin, block, runtime, address)
-        self.refused = True
-        _take_error(device)
-        log.info(
-            "shared memory cannot be pinned (CUDA error %d): it is copied through "
-            "torch's pinned buffers",
-            code,
-        )
-        return None
-
-
-def _arrives(number: int, memory: MemoryRange, device: torch.device) -> bool:
-    """Whether memory gets the bytes of a GPU that is busy, and the GPU gets them from there."""
-    fill(memory.address, [on_device(trials.late(number, device))], [0])
-    if not torch.equal(view(memory), trials.contents(number)):
-        return False
-    back = upload(memory, device)
-    return torch.equal(on_host(on_device(back)).owner, trials.contents(number))
-
-
-def _unpin(block: torch.cuda.device, runtime: Any, address: int) -> None:
-    """End the registration of memory that begins at an address, in a block of its device."""
-    with block:
-        runtime.cudaHostUnregister(address)
-
-
-def _take_error(device: torch.device) -> None:
-    """Clear an error that CUDA keeps for this thread: it would be reported for the next kernel."""
-    with contextlib.suppress(RuntimeError):
-        torch.ones(1, device=device)
-
-
-_registry = _Registry()
+    for name in ("memory", "processors"):
+        sizes = sorted((getattr(hello, name), index) for index, hello in found)
+        if sizes and sizes[0][0] < 0.75 * sizes[-1][0]:
+            warnings.warn(_IMBALANCE.format(sizes[0][1], sizes[-1][1]), stacklevel=2)
+            return

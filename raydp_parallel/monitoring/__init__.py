@@ -1,1 +1,0 @@
-"""Statistics, reports, advice and metrics of executors. Nothing here calls an executor."""

@@ -1,187 +1,137 @@
-"""The thread that makes a report of an executor once per second and gives it to the sinks. Steps
-never wait for it.
+"""The thread that reports on an executor once per second: Ray's metrics, the entry that
+`raydp-parallel status` reads, and short named tasks in Ray's dashboard. Calls never wait for it.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import logging
+import os
+import socket
 import threading
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
-from raydp_parallel.devices import forks
-from raydp_parallel.monitoring.accounts import Account, CallSpan
+from raydp_parallel.cluster import ray_api
+from raydp_parallel.monitoring import status
+from raydp_parallel.monitoring.metrics import COUNTERS, INFO, Summaries, increments, tags_of
 from raydp_parallel.monitoring.stats import ExecutorStats
 
 log = logging.getLogger("raydp_parallel")
 
-_FAREWELL = 2.0
-"""Seconds that a close, and the end of the program, wait for last reports."""
-
 EVERY = 1.0
 """Seconds between two reports."""
 
-_KEPT = 300
-"""Moments that are kept for the graphs of the HTML report."""
+_WINDOW = 10
+"""Reports that the figures of the status span."""
+
+_SUMMARY = 5
+"""Reports between two tasks of a replica."""
+
+_FAREWELL = 2.0
+"""Seconds that a close waits for the last report: a cluster may not answer."""
 
 
-class ReportedMoment(NamedTuple):
-    """How far an executor was at one moment.
+class Reported(Protocol):
+    """An executor, as the reporter sees it."""
 
-    Attributes:
-        time: Seconds since the epoch.
-        rows: For each replica its rows so far.
-        work: For each replica its seconds of forward and backward so far.
-    """
+    def stats(self) -> ExecutorStats:
+        """Return its statistics."""
 
-    time: float
-    rows: tuple[int, ...]
-    work: tuple[float, ...]
-
-
-class Report(NamedTuple):
-    """How an executor is doing.
-
-    Attributes:
-        stats: Its statistics.
-        accounts: What each replica did for each model: the replica's number, the model's name, the
-            account.
-        calls: The last calls, with the times of their phases.
-        events: Deaths, starts and other rare events: seconds since the epoch, and the text.
-        history: The moments of the last minutes.
-        traced: Calls since the last report, if a trace is written.
-        last: Whether the executor ends.
-    """
-
-    stats: ExecutorStats
-    accounts: Sequence[tuple[int, str, Account]]
-    calls: Sequence[CallSpan]
-    events: Sequence[tuple[float, str]]
-    history: Sequence[ReportedMoment]
-    traced: Sequence[CallSpan]
-    last: bool
-
-
-class Sink(Protocol):
-    """Receives reports."""
-
-    def take(self, report: Report) -> None:
-        """Process a report; the last one has ``last``."""
+    def show(self, index: int, text: str) -> None:
+        """Let a replica run an empty task under a name."""
 
 
 class Reporter:
-    """The thread.
+    """The thread. It ends with `close`, or when nobody has the executor any more."""
 
-    Args:
-        look: Makes a report, given the history and whether it is the last; None once there is
-            nothing to report on.
-        sinks: Where reports go.
-    """
-
-    def __init__(
-        self, look: Callable[[Sequence[ReportedMoment], bool], Report | None], sinks: Sequence[Sink]
-    ) -> None:
-        self._look = look
-        self._sinks = [*sinks]
-        self._history: deque[ReportedMoment] = deque(maxlen=_KEPT)
-        self._last: Report | None = None
+    def __init__(self, executor: Reported) -> None:
+        self._executor = weakref.ref(executor)
+        self._counters = {m.name: ray_api.counter(*m) for m in COUNTERS}
+        self._info = ray_api.gauge(*INFO)
+        self._there: dict[int, dict[str, str]] = {}
+        self._history: deque[ExecutorStats] = deque(maxlen=_WINDOW + 1)
+        self._summaries, self._reports = Summaries(), 0
+        self._shown: ExecutorStats | None = None
+        self._key = ""
+        self._warned = False
         self._stop = threading.Event()
-        self._final: Report | None = None
-        self._leaves = False
-        self._guard = threading.Lock()
+        self._final: ExecutorStats | None = None
         self._thread = threading.Thread(target=self._run, name="raydp-reporter", daemon=True)
-        _running.add(self)
+        atexit.register(self.close)
         self._thread.start()
 
     def close(self) -> None:
-        """Report a last time. May be called twice.
-
-        The thread tells the sinks, and is waited for only so long: a sink may ask a cluster that
-        does not answer.
-        """
-        if not self._stop.is_set():
-            _running.discard(self)
-            self._final = self._report(True)
-            self.leave()
-            self.wait(_FAREWELL)
-
-    def leave(self) -> None:
-        """Let the thread report a last time, at the end of the program; `wait` waits for that."""
-        self._leaves = True
+        """Report a last time. May be called twice."""
+        # The thread is not alive in a forked child, which has nothing to report.
+        if self._stop.is_set() or not self._thread.is_alive():
+            return
+        atexit.unregister(self.close)
+        # Looked at here: whoever closes may hold a lock that the thread would wait for.
+        executor = self._executor()
+        self._final = executor.stats() if executor is not None else None
         self._stop.set()
-
-    def wait(self, seconds: float) -> None:
-        """Wait for the end of the thread."""
         if self._thread is not threading.current_thread():
-            self._thread.join(seconds)
+            self._thread.join(_FAREWELL)
 
     def _run(self) -> None:
         while not self._stop.wait(EVERY):
-            report = self._report(False)
-            if report is None or self._stop.is_set():
+            if self._executor() is None:
+                atexit.unregister(self.close)
                 break
-            self._tell(report)
-            if report.last:
-                return
-        if self._leaves:
-            final = self._final or self._report(True)
-            if final is not None:
-                self._tell(final)
+            self._guarded(self._report)
+        self._guarded(self._end)
 
-    def _report(self, last: bool) -> Report | None:
-        """Make a report. Where there is nothing more to report on, it is the report before, marked
-        as the last one.
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Try something that needs the cluster; failures end neither the training nor the thread,
+        since a cluster that was left may be joined anew.
         """
-        with self._guard:
-            history = [*self._history]
-        report = self._seen(history, last)
-        with self._guard:
-            if report is None:
-                gone = self._last
-                return gone._replace(last=True, traced=()) if gone is not None else None
-            self._last = report
-            replicas = report.stats.replicas
-            work = tuple(r.phases.work for r in replicas)
-            self._history.append(ReportedMoment(time.time(), tuple(r.rows for r in replicas), work))
-            return report
-
-    def _tell(self, report: Report) -> None:
-        for sink in [*self._sinks]:
-            self._hand_over(sink, report)
-
-    def _seen(self, history: Sequence[ReportedMoment], last: bool) -> Report | None:
         try:
-            return self._look(history, last)
+            if ray_api.connected():
+                work()
         except Exception as error:
-            log.warning("no more reports: %s: %s", type(error).__name__, error)
-            return None
+            level = logging.DEBUG if self._warned or self._stop.is_set() else logging.WARNING
+            log.log(level, "no report to Ray: %s: %s", type(error).__name__, error)
+            self._warned = True
 
-    def _hand_over(self, sink: Any, report: Report) -> None:
-        try:
-            sink.take(report)
-        except Exception as error:
-            # A report that fails must not end the training.
-            self._sinks.remove(sink)
-            log.warning(
-                "%s takes no more reports: %s: %s", type(sink).__name__, type(error).__name__, error
-            )
+    def _report(self) -> None:
+        executor = self._executor()
+        if executor is None:
+            return
+        stats = executor.stats()
+        self._count(stats)
+        self._key = f"{ray_api.job()}:{os.getpid()}:{stats.name}"
+        window = stats.since(self._history[0] if len(self._history) > 1 else None)
+        entry = status.entry(stats, window, socket.gethostname(), os.getpid())
+        ray_api.put_entry(self._key, json.dumps(entry))
+        self._reports += 1
+        if self._reports % _SUMMARY == 0:
+            for replica in stats.since(self._shown).replicas:
+                if replica.busy and replica.state == "ready":
+                    executor.show(replica.index, self._summaries.text(replica))
+            self._shown = stats
 
+    def _count(self, stats: ExecutorStats) -> None:
+        """Add what is new to the metrics."""
+        new = stats.since(self._history[-1] if self._history else None)
+        self._history.append(stats)
+        for metric, tags, value in increments(new):
+            ray_api.record(self._counters[metric.name], value, tags)
+        for replica in stats.replicas:
+            tags = {**tags_of(replica, stats.name), "gpu": replica.gpu, "pid": str(replica.pid)}
+            before = self._there.get(replica.index, tags)
+            if before != tags:  # the process was replaced
+                ray_api.record(self._info, 0.0, before)
+            ray_api.record(self._info, float(replica.state == "ready"), tags)
+            self._there[replica.index] = tags
 
-_running: weakref.WeakSet[Reporter] = weakref.WeakSet()
-forks.call_in_child(_running.clear)
-
-
-@atexit.register
-def _close_all() -> None:
-    """Make a last report of each executor, for `_FAREWELL` seconds at most: after the loss of the
-    cluster's head Ray would wait a minute.
-    """
-    leaving, until = [*_running], time.monotonic() + _FAREWELL
-    for reporter in leaving:
-        reporter.leave()
-    for reporter in leaving:
-        reporter.wait(max(0.0, until - time.monotonic()))
+    def _end(self) -> None:
+        if self._final is not None:
+            self._count(self._final)
+        for tags in self._there.values():
+            ray_api.record(self._info, 0.0, tags)
+        if self._key:
+            ray_api.delete_entry(self._key)

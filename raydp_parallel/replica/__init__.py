@@ -1,1 +1,0 @@
-"""The far side: one replica, in a process of its own."""

@@ -4,176 +4,167 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
+import hashlib
 import os
+import socket
+import struct
 import sys
-import traceback
-from collections.abc import Mapping, Sequence
+import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
-from ray._private import worker
+import torch
 from ray._private.worker import global_worker
 
-from raydp_parallel import devices
-from raydp_parallel.devices import process
+from raydp_parallel.devices import threads
+from raydp_parallel.devices.cuda import Hello, describe, take_given
 from raydp_parallel.errors import ReplicaError, TransferError
 from raydp_parallel.replica import exceptions
+from raydp_parallel.replica.replica import belong_to_replica
 from raydp_parallel.replica.server import ReplicaServer
-from raydp_parallel.transport.links import link_for
-
-log = logging.getLogger("raydp_parallel")
-
-
-def _task_span(phase: str) -> Any:
-    """A span in `ray timeline`, inside the task that runs."""
-    return global_worker.core_worker.profile_event(phase.encode(), {"name": phase})  # type: ignore[attr-defined]
+from raydp_parallel.wire.channel import Channel
+from raydp_parallel.wire.flat import Flat, flat, unflat
+from raydp_parallel.wire.messages import Answer
 
 
 def fetched(ref: Any) -> Any:
-    """An object of Ray's object store. If the task failed that was to make it, its own exception is
-    raised.
-
-    Raises:
-        TransferError: The object is lost.
-    """
+    """Return an object of Ray's object store, or the exception to raise in its place."""
     try:
         return ray.get(ref)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, Exception):
-            raise error.cause from error
-        raise TransferError(f"the task that was to make an argument failed: {error}") from error
     except ray.exceptions.RayError as error:
-        raise TransferError(
-            "an argument that lies in Ray's object store cannot be had "
-            f"({type(error).__name__}): {error}"
-        ) from error
+        if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, Exception):
+            return error.cause  # of the task that was to make it
+        kind = type(error).__name__
+        return TransferError(f"an argument in Ray's object store cannot be had ({kind}): {error}")
+
+
+def peer(sock: socket.socket) -> tuple[int, int]:
+    """Return the pid and the user of a socket's other end, as the kernel says."""
+    found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", found)[:2]
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Return the versions of this package with its sources, of torch and of NumPy."""
+    folder = Path(__file__).parents[1]
+    text = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        text.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    own = getattr(sys.modules[folder.name], "__version__", "")
+    found = {folder.name: f"{own} ({text.hexdigest()[:8]})"}
+    return {**found, "torch": str(torch.__version__), "numpy": np.__version__}
 
 
 def _refuse_debugger(*_: object, **__: object) -> None:
-    """What ``breakpoint()`` does in a replica."""
     raise ReplicaError(exceptions.NO_DEBUGGER)
 
 
-_quiet: Any = ray.method(enable_task_events=False)
-"""Housekeeping does not show among a replica's tasks."""
+def _span(text: str) -> Any:
+    """Open a span in `ray timeline`. A function, for Ray pickles the class with its globals."""
+    return global_worker.core_worker.profile_event(text.encode(), {"name": text})  # type: ignore[attr-defined]
 
 
-_aside: Any = ray.method(enable_task_events=False, concurrency_group="aside")
-"""What does not wait for the call that runs. All others keep to one thread, and to the order in
-which they come.
-"""
+def _end_child(error: BaseException | None) -> None:
+    """End a process that forward forked: the answer is its parent's."""
+    code = (error.code or 0) if isinstance(error, SystemExit) else int(error is not None)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code & 0xFF if isinstance(code, int) else 1)
 
 
-_listed: Any = ray.method(concurrency_group="aside")
-"""The same, and it shows among a replica's tasks."""
+# Housekeeping does not show among a replica's tasks.
+_quiet: Any = functools.partial(ray.method, enable_task_events=False)
+# These do not wait for the call that runs. All others keep to one thread and to their order.
+_aside: Any = functools.partial(ray.method, concurrency_group="aside")
 
 
-@ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"aside": 1})  # type: ignore[call-overload]
-class ReplicaActor(ReplicaServer):
-    """The client as a Ray actor.
+@ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups={"aside": 1, "life": 1})  # type: ignore[call-overload]
+class ReplicaActor:
+    """A replica as a Ray actor, on a ``"cpu"`` or a ``"gpu"``, and its number in the executor."""
 
-    Args:
-        device: ``"cpu"`` or ``"gpu"``.
-        link: Name of the link for answers.
-        rank: Which of the executor's replicas this is, for the dashboard and for what it prints.
-        environment: Variables of the driver's that change what is computed.
-        secret: By this replicas of the same executor know each other when they form groups.
-        paths: By which ways bytes may leave a GPU. See `Options.gpu_paths`.
-    """
-
-    def __init__(
-        self,
-        device: str,
-        link: str,
-        rank: int,
-        environment: Mapping[str, str],
-        secret: str,
-        *,
-        paths: Sequence[str],
-    ) -> None:
-        # Before CUDA starts, which reads them. What is read even earlier is there already.
-        os.environ.update(environment)
-        devices.keep_freed_memory()
-        process.belong_to_replica()
+    def __init__(self, kind: str, index: int) -> None:
+        belong_to_replica()
         sys.breakpointhook = _refuse_debugger  # Ray's own waits until a debugger connects
         given = [*map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))]
-        super().__init__(devices.take_given(device, given), link_for(link), _task_span, paths)
-        self._replica.groups.secret = secret
-        self._rank = rank
-        # A child does not get so far as to write its answer, into the same shared memory.
-        self._replica.check_process = functools.partial(self._check_process, os.getpid(), None)
-        devices.rest()
+        self._device = take_given(kind, given)
+        self._index, self._pid = index, os.getpid()
+        self._node = str(ray.get_runtime_context().get_node_id())
+        self._server = ReplicaServer(self._device, index)
+        threads.rest()
 
     def __repr__(self) -> str:
-        device = f"{self._device}"
-        if not devices.is_cpu(self._device):
-            device += f" = GPU {self._gpu()}"
-        return f"Replica({self._rank}@{device}, node {self._node()[:8]})"
-
-    def work(self, text: str) -> None:
-        """Nothing: the name of the task says what is done here. See `summaries`.
-
-        `ray timeline` calls the task's span "work", whatever its name; so there is one more.
-        """
-        with _task_span(text):
-            pass
-
-    def note(self, text: str) -> None:
-        """Enter a line into the log."""
-        log.warning("%s", text)
-
-    def _end_child(self, error: BaseException | None) -> None:
-        status = 0
-        if isinstance(error, SystemExit):
-            status = error.code if isinstance(error.code, int) else int(error.code is not None)
-        elif error is not None:
-            # Without the error's text, which may hold data: other users may read the log.
-            where = "".join(traceback.format_tb(error.__traceback__))
-            with contextlib.suppress(Exception):
-                sys.stderr.write(f"a forked process ended by {type(error).__name__}:\n{where}")
-            status = 1
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
-        os._exit(status & 0xFF)
-
-    def _address(self) -> str:
-        return str(ray.util.get_node_ip_address())
-
-    def _node(self) -> str:
-        return str(ray.get_runtime_context().get_node_id())
+        gpu = f" = GPU {self._gpu()}" if self._device.type == "cuda" else ""
+        return f"Replica({self._index}@{self._device}{gpu}, node {self._node[:8]})"
 
     def _gpu(self) -> str:
         return ",".join(map(str, ray.get_gpu_ids()))
 
-    def _session(self) -> str:
-        node: Any = worker._global_node
-        return Path(node.get_session_dir_path()).name
+    @_quiet()  # type: ignore[untyped-decorator]
+    def hello(self) -> tuple[Hello, dict[str, str]]:
+        """Describe this process."""
+        return describe(self._device, self._node, self._gpu()), versions()
 
-    def _get(self, ref: Any) -> Any:
-        return fetched(ref)
+    def serve(self, name: str) -> str:
+        """Answer the driver on the abstract Unix socket of that name until it hangs up; returns
+        why it could not be reached.
+        """
+        with socket.socket(socket.AF_UNIX) as sock:
+            try:
+                sock.connect(f"\0{name}")
+            except OSError as error:
+                return str(error)
+            if peer(sock)[1] != os.getuid():
+                return "another user has its socket"
+            channel = Channel(sock, self._device)
+            with contextlib.suppress(EOFError, ConnectionError):
+                while True:
+                    try:
+                        request = channel.receive()
+                    except (EOFError, ConnectionError):
+                        raise
+                    except Exception as error:  # of loading: the frame was read
+                        channel.send(Answer(failure=exceptions.failure(error, None)))
+                        continue
+                    answer = self._answer(request)
+                    try:
+                        channel.send(answer)
+                    except (EOFError, ConnectionError):
+                        raise
+                    except Exception as error:  # of making the message: nothing was sent
+                        channel.send(Answer(failure=exceptions.failure(error, None)))
+                    threads.rest()  # before the driver's next work wants the cores
+                    self._server.settle()
+        return ""
 
-    def _end(self) -> None:
-        log.warning(
-            "the GPU works no more in this process, which therefore ends; the error before says why"
-        )
-        os._exit(1)
+    def answer(self, body: bytes, specs: bytes, data: Any) -> Flat:
+        """Answer a driver on another machine."""
+        found = flat(self._answer(unflat((body, specs, data), self._device)))
+        self._server.settle()
+        return found
 
-    work = _listed(work)
-    note = _quiet(note)
-    versions = _quiet(ReplicaServer.versions)
-    hello = _quiet(ReplicaServer.hello)
-    empty = _quiet(ReplicaServer.empty)
-    forget = _quiet(ReplicaServer.forget)
-    learn = _quiet(ReplicaServer.learn)
-    group = _quiet(ReplicaServer.group)
-    train = _quiet(ReplicaServer.train)
-    leave = _aside(ReplicaServer.leave)
-    deliver = _aside(ReplicaServer.deliver)
-    share = _quiet(ReplicaServer.share)
-    start_sharing = _quiet(ReplicaServer.start_sharing)
-    share_device = _aside(ReplicaServer.share_device)  # should it hang, calls go on
-    start_device = _quiet(ReplicaServer.start_device)
-    open_line = _quiet(ReplicaServer.open_line)
+    def _answer(self, request: Any) -> Any:
+        try:
+            return self._server.answer(request)
+        finally:
+            if os.getpid() != self._pid:
+                _end_child(sys.exc_info()[1])
+
+    @_quiet(concurrency_group="life")  # type: ignore[untyped-decorator]
+    def live(self) -> None:
+        """Return never: its end is the end of a replica that is called through Ray."""
+        threading.Event().wait()
+
+    @_aside()  # type: ignore[untyped-decorator]
+    def work(self, text: str) -> None:
+        """Show a text in the dashboard, as the name of this task and in `ray timeline`."""
+        with _span(text):
+            pass
+
+    @_aside(enable_task_events=False)  # type: ignore[untyped-decorator]
+    def deliver(self, number: int, refs: list[Any]) -> None:
+        """Hand an object of Ray's store to the call that waits for it by number."""
+        self._server.deliver(number, fetched(refs[0]))

@@ -12,8 +12,7 @@ import cloudpickle
 from torch._utils import ExceptionWrapper
 
 from raydp_parallel.errors import ReplicaError, ReplicaExit
-from raydp_parallel.transport import codec
-from raydp_parallel.transport.messages import CaughtWarning, Failure
+from raydp_parallel.wire.messages import CaughtWarning, Failure
 
 NO_DEBUGGER = (
     "a replica has no terminal for a debugger: Options(in_process=True) runs the module in "
@@ -25,49 +24,35 @@ _registry: dict[Any, Any] = {}
 
 
 class ReplicaTraceback(Exception):
-    """The traceback of an exception in the process where it was raised; the cause of the one raised
-    here.
-    """
+    """The traceback of a replica's exception, as the cause of the one raised in the driver."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
-class OfOptimizer(Exception):
-    """Carries an exception, its cause, that an optimizer in the replica raised.
-
-    Args:
-        entry: The entry of its record.
-        text: What a user has to know besides.
-    """
-
-    def __init__(self, entry: int, text: str) -> None:
-        super().__init__(text)
-        self.entry = entry
+class NotLoaded(Exception):
+    """Carries an exception, its cause, that came while arguments were loaded."""
 
 
 def failure(error: BaseException, where: str | None) -> Failure:
     """Take down the exception that is being handled."""
-    what, more, entry = "", "", 0
-    if isinstance(error, OfOptimizer) and error.__cause__ is not None:
-        more, entry, error = f"\n{error}", error.entry, error.__cause__
-    if isinstance(error, codec.NotLoaded) and error.__cause__ is not None:
-        what, error = error.args[0], error.__cause__
+    loading = isinstance(error, NotLoaded)
+    if isinstance(error, NotLoaded) and error.__cause__ is not None:
+        error = error.__cause__
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     return Failure(
         kind=_pickled(type(error)),
         name=f"{type(error).__module__}.{type(error).__qualname__}",
-        text=text + more,
+        text=text,
         where=where,
         exception=_pickled_whole(error) if where is None else None,
         exit=not isinstance(error, Exception),
-        loading=what,
-        entry=entry,
+        loading=loading,
     )
 
 
 def reraise(found: Failure, replica: str) -> None:
-    """Raise what a replica took down: the same type, with upstream's words."""
+    """Raise an exception of a replica: the same type, with upstream's words."""
     if found.name == "bdb.BdbQuit":
         raise ReplicaError(f"{replica}: {NO_DEBUGGER}.\n{found.text}")
     if found.exit:
@@ -89,7 +74,7 @@ def reraise(found: Failure, replica: str) -> None:
 
 
 def caught(records: Iterable[warnings.WarningMessage]) -> tuple[CaughtWarning, ...]:
-    """What was warned in a replica, ready to travel."""
+    """Make warnings ready to travel."""
     return tuple(
         CaughtWarning(
             _pickled(r.category) or pickle.dumps(UserWarning), str(r.message), r.filename, r.lineno
@@ -99,9 +84,7 @@ def caught(records: Iterable[warnings.WarningMessage]) -> tuple[CaughtWarning, .
 
 
 def warn_again(found: Iterable[CaughtWarning]) -> None:
-    """Warn in the driver what replicas warned; the driver's filters decide, once per place
-    as ever.
-    """
+    """Warn again in the driver, whose filters decide."""
     for warning in found:
         category = _loaded(warning.category) or UserWarning
         warnings.warn_explicit(
@@ -117,7 +100,7 @@ def _pickled(value: Any) -> bytes | None:
 
 
 def _pickled_whole(error: BaseException) -> bytes | None:
-    """The exception itself, in the first way in which it comes out of pickle as what went in."""
+    """Pickle the exception in the first way in which it comes out as it went in."""
     for form in (error, _Bare(error)):
         data = _pickled(form)
         again = _loaded(data)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import copy
 import functools
-import gc
 import itertools
 import random
 import types
@@ -22,11 +21,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import assert_same_grads, assert_same_state, trio
+from harness import assert_same_state, trio
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from raydp_parallel import DataParallel, Executor, Options
+from raydp_parallel import DataParallel
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -551,52 +550,8 @@ def test_edits_are_seen_in_any_order(seed: int) -> None:
             assert_runs_as(model, net)
 
 
-class Viewing(nn.Module):
-    """Buffers that share memory, and writes through one of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("whole", torch.arange(6.0))
-        self.register_buffer("part", self.whole[2:4])
-        self.register_buffer("apart", torch.zeros(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.part.add_(1)
-        return x + self.whole + self.apart.sum()
-
-
-def unshare(net: Any) -> None:
-    net.part.data = net.part.data.clone() * 5
-
-
-def unshare_whole(net: Any) -> None:
-    net.whole.data = net.whole.data.clone() * 5
-
-
 def share(net: Any) -> None:
     net.apart.data = net.whole.data[2:4]
-
-
-def share_elsewhere(net: Any) -> None:
-    net.part.data = net.whole.data[4:6]
-
-
-@pytest.mark.parametrize("edit", [unshare, unshare_whole, share, share_elsewhere])
-def test_views_made_or_broken_through_data_are_seen(edit: Callable[[Any], None]) -> None:
-    """Tensors that stop or begin to share memory do so in the replicas, and back in the master."""
-    ours, _, plain = trio(Viewing(), 2)
-    x = torch.zeros(4, 6)
-    torch.testing.assert_close(ours(x)[:2], plain(x[:2]))
-    for net in (ours.module, plain):
-        with torch.no_grad():
-            # deepcopy keeps no views apart from those pickle keeps
-            net.part.data = net.whole.data[2:4]
-    torch.testing.assert_close(ours(x)[:2], plain(x[:2]))
-    edit(ours.module)
-    edit(plain)
-    for _ in range(2):
-        torch.testing.assert_close(ours(x)[:2], plain(x[:2]))
-        assert_same_state(ours, plain)
 
 
 # --- functions and classes that travel by value ---
@@ -744,7 +699,6 @@ def test_nothing_changed_nothing_is_sent(name: str, grad: bool, sent: Any) -> No
     assert sent(model) == before
 
 
-@pytest.mark.copies
 def test_training_sends_what_the_optimizer_changed(sent: Any) -> None:
     """A step moves the weights, and frozen ones stay where they are."""
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
@@ -779,7 +733,6 @@ def test_a_flag_costs_no_contents(sent: Any) -> None:
     assert sent(model)[1] == before[1]
 
 
-@pytest.mark.copies
 def test_an_edit_behind_versions_costs_one_rerun(sent: Any) -> None:
     """Contents are checked while the replicas run; only a difference runs the forward again."""
     net = nn.Linear(4, 4)
@@ -1040,7 +993,6 @@ WAYS: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
-@pytest.mark.copies
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("way", WAYS)
 def test_writes_of_chunk_0_reach_the_master_once(way: str, grad: bool) -> None:
@@ -1132,69 +1084,6 @@ def test_writes_move_versions_as_they_did_in_the_replica() -> None:
     model(torch.ones(4, 4))
     assert net.ema._version > before[0]
     assert net.weight._version == before[1]
-
-
-@pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_running_stats_move_no_version_and_come_back(replicas: int, momentum: float | None) -> None:
-    """R7: batch norm's kernels write running stats without telling; chunk 0's reach the master, at
-    each forward.
-    """
-    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=momentum))
-    ours, theirs, plain = trio(net, replicas)
-    for _ in range(3):
-        x = torch.randn(6, 4)
-        out = ours(x)
-        torch.testing.assert_close(out, theirs(x))
-        plain(x[: 6 // replicas])
-        assert_same_state(ours, theirs)
-        torch.testing.assert_close(ours.module[1].running_mean, plain[1].running_mean)
-        torch.testing.assert_close(ours.module[1].running_var, plain[1].running_var)
-        assert ours.module[1].num_batches_tracked == plain[1].num_batches_tracked
-        out.sum().backward()
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
-@pytest.mark.parametrize(
-    "norm",
-    [
-        nn.utils.spectral_norm,
-        parametrizations.spectral_norm,
-        nn.utils.weight_norm,
-        parametrizations.weight_norm,
-    ],
-)
-def test_normalised_layers_train_as_upstream_s(norm: Callable[[nn.Module], nn.Module]) -> None:
-    """R20: old and new spectral_norm and weight_norm, power iteration in place, over some steps."""
-    net = nn.Sequential(norm(nn.Linear(4, 8)), nn.ReLU(), norm(nn.Linear(8, 2)))
-    if norm is nn.utils.weight_norm:  # torch itself cannot deepcopy these
-        ours, theirs = rebuilt(net, norm)
-    else:
-        ours, theirs, _ = trio(net, 2)
-    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (ours, theirs)]
-    for _ in range(3):
-        x = torch.randn(6, 4)
-        one, other = ours(x), theirs(x)
-        torch.testing.assert_close(one, other)
-        one.square().mean().backward()
-        other.square().mean().backward()
-        assert_same_grads(ours, theirs)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_same_state(ours, theirs)
-
-
-def rebuilt(net: nn.Module, norm: Callable[[nn.Module], nn.Module]) -> tuple[Any, Any]:
-    """Two wrapped copies of a net that is made of scratch."""
-    import oracle
-
-    copies = [
-        nn.Sequential(norm(nn.Linear(4, 8)), nn.ReLU(), norm(nn.Linear(8, 2))) for _ in range(2)
-    ]
-    for module in copies:
-        module.load_state_dict(net.state_dict())
-    return DataParallel(copies[0], CPUS), oracle.DataParallel(copies[1], [0, 1])
 
 
 def test_forwards_that_write_do_not_disturb_each_other_s_graphs() -> None:
@@ -1400,17 +1289,6 @@ class Asking(nn.Module):
         return x.new_tensor(answers).expand(len(x), 4)
 
 
-def test_a_dropped_wrapper_is_not_kept_alive() -> None:
-    """Watching a module keeps neither it nor its wrapper."""
-    net = nn.Linear(3, 3)
-    model = DataParallel(net, CPUS)
-    model(torch.ones(4, 3))
-    seen = weakref.ref(net)
-    del net, model
-    gc.collect()
-    assert seen() is None
-
-
 class Accumulating(nn.Module):
     """Writes to a buffer what requires a gradient, so that the buffer becomes part of the graph."""
 
@@ -1518,17 +1396,3 @@ def test_parameters_written_in_inference_mode() -> None:
             out = ours(x)
         torch.testing.assert_close(out, by_the_contract(plain, x))
         assert_same_state(ours, plain)
-
-
-@pytest.mark.long
-def test_small_tensors_that_travel_beside_the_message() -> None:
-    """They are compared with what was sent last, forward by forward, also after they changed."""
-    net = nn.Sequential(nn.Linear(700, 700), nn.Linear(700, 3))
-    x = torch.ones(2, 700)
-    link = Options(link="collective")
-    with Executor(["cpu"], options=link) as executor, torch.no_grad():
-        model = DataParallel(net, executor=executor)
-        for _ in range(2):
-            for _ in range(3):
-                assert torch.equal(model(x), net(x))
-            net[0].bias.add_(1)

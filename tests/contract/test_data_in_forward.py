@@ -161,44 +161,6 @@ def test_F5_the_master_gets_other_memory_as_upstream() -> None:
     assert net.mean.tolist() == [1.0] * 3
 
 
-def test_F5_R6_large_weights_that_replicas_look_at_in_place() -> None:
-    """Those lie in memory that is shared, and forward replaces them all the same."""
-    ours, _, plain = trio(Short(), 1)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, plain)]
-    for x in torch.randn(12, 4, 200):
-        for model, optimizer in zip((ours, plain), optimizers, strict=True):
-            optimizer.zero_grad()
-            model(x).square().sum().backward()
-            optimizer.step()
-            with torch.no_grad():
-                model(x)
-        assert_same_state(ours, plain)
-
-
-class Short(nn.Linear):
-    """200 rows of 200 numbers, each kept short."""
-
-    def __init__(self) -> None:
-        super().__init__(200, 200)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.weight.data = torch.renorm(self.weight.data, 2, 0, 0.5)
-        return super().forward(x)
-
-
-def test_B11_a_graph_keeps_what_its_forward_used() -> None:
-    """Two forwards, each of which replaces the weight, and then both backwards."""
-    net = Replaces("parameter")
-    model, x = DataParallel(net, ["cpu"]), torch.ones(2, 3, requires_grad=True)
-    used, outs = [], []
-    for _ in range(2):
-        outs.append(model(x))
-        used.append(net.weight.detach().clone())
-    for weight, out in zip(reversed(used), reversed(outs), strict=True):
-        (found,) = torch.autograd.grad(out.sum(), x)
-        torch.testing.assert_close(found, (weight * net.frozen).sum(1).expand(2, 3))
-
-
 class Rechecked(nn.Module):
     """A buffer replaced inside a checkpoint, which runs once more in backward."""
 

@@ -26,15 +26,8 @@ from raydp_parallel import DataParallel, Executor, ReplicaError
 pytestmark = pytest.mark.usefixtures("cluster")
 
 TWO = ["cpu", "cpu"]
-KINDS = (
-    ValueError,
-    KeyError,
-    IndexError,
-    StopIteration,
-    RuntimeError,
-    torch.OutOfMemoryError,
-    SystemExit,
-)
+OutOfMemory = torch.OutOfMemoryError
+KINDS = ValueError, KeyError, IndexError, StopIteration, RuntimeError, OutOfMemory, SystemExit
 
 
 class Strange(nn.Module):
@@ -65,23 +58,10 @@ class Strange(nn.Module):
 
     def _tensor(self, *values: Any) -> Tensor:
         for value in values:
-            if (
-                isinstance(value, Tensor)
-                and value.is_floating_point()
-                and value.layout is torch.strided
-                and value.dim()
-            ):
-                return value
-            inner = (
-                value.values()
-                if isinstance(value, dict)
-                else value
-                if isinstance(value, (list, tuple))
-                else ()
-            )
-            found = self._tensor(*inner)
-            if found.numel() > 1:
-                return found
+            for found in flat(value):
+                dense = found.layout is torch.strided and found.dim()
+                if dense and found.is_floating_point():
+                    return found
         return torch.ones(1)
 
 
@@ -93,20 +73,8 @@ def value(draw: random.Random, rows: int, depth: int) -> Any:
     if kind == "tensor":
         return tensor(draw, rows)
     if kind == "leaf":
-        return draw.choice(
-            [
-                None,
-                3,
-                2.5,
-                "text",
-                b"bytes",
-                float("nan"),
-                {1, 2},
-                torch.float64,
-                range(3),
-                ValueError,
-            ]
-        )
+        leaves = None, 3, 2.5, "text", b"bytes", float("nan"), {1, 2}, torch.float64, range(3)
+        return draw.choice([*leaves, ValueError])
     parts = [value(draw, rows, depth - 1) for _ in range(draw.randrange(4))]
     if kind == "dict":
         return dict(zip(("a", 2, "c", None), parts, strict=False))
@@ -117,9 +85,8 @@ def tensor(draw: random.Random, rows: int) -> Tensor:
     """Of any shape and kind; now and then of a size that does not fit the others."""
     rows = draw.choice([rows] * 12 + [0, 1, rows + 1])
     shape = (rows, *(draw.randrange(4) for _ in range(draw.randrange(3))))
-    made = torch.ones(
-        shape, dtype=draw.choice([torch.float32] * 6 + [torch.int64, torch.bool, torch.complex64])
-    )
+    dtypes = [torch.float32] * 6 + [torch.int64, torch.bool, torch.complex64]
+    made = torch.ones(shape, dtype=draw.choice(dtypes))
     how = draw.randrange(12)
     if how == 0:
         return made.to_sparse() if made.dtype is torch.float32 else made
@@ -132,11 +99,8 @@ def tensor(draw: random.Random, rows: int) -> Tensor:
 
 def call(draw: random.Random, model: Any, rows: int) -> str:
     """One call, right or wrong; says what came of it."""
-    whats = (
-        ["echo"] * 3
-        + ["weighted"] * 4
-        + ["scalar", "lost", "raise", "raise in backward", "unsendable"]
-    )
+    rare = "scalar", "lost", "raise", "raise in backward", "unsendable"
+    whats = ["echo"] * 3 + ["weighted"] * 4 + [*rare]
     args = [value(draw, rows, 2) for _ in range(draw.randrange(3))]
     kwargs = {name: value(draw, rows, 2) for name in ("one", "two")[: draw.randrange(3)]}
     wrong = draw.randrange(30)
@@ -146,9 +110,8 @@ def call(draw: random.Random, model: Any, rows: int) -> str:
         kwargs["number"] = "no number"
     try:
         with torch.set_grad_enabled(draw.random() < 0.8):
-            out = model(
-                draw.choice(whats), *args, **{"number": draw.randrange(len(KINDS)), **kwargs}
-            )
+            kwargs = {"number": draw.randrange(len(KINDS)), **kwargs}
+            out = model(draw.choice(whats), *args, **kwargs)
         found = [t for t in flat(out) if t.requires_grad and t.numel()]
         if found and draw.random() < 0.7:
             torch.autograd.backward([t.sum() for t in found], retain_graph=draw.random() < 0.2)
@@ -191,11 +154,8 @@ def test_random_calls(calls: int, executors: Any) -> None:
     """The same processes answer to the end; graphs, files and threads are as before."""
     executor = executors()
     fuzz(executor, 0, 200)
-    pids, opened, threads = (
-        [info.pid for info in executor.replicas()],
-        files(),
-        threading.active_count(),
-    )
+    pids = [info.pid for info in executor.replicas()]
+    opened, threads = files(), threading.active_count()
     deaths = executor.stats().deaths
     results = fuzz(executor, 1, calls)
     assert [info.pid for info in executor.replicas()] == pids
@@ -208,7 +168,7 @@ def test_random_calls(calls: int, executors: Any) -> None:
     assert {"ValueError", "TransferError", "ZeroDivisionError", "ReplicaExit"} <= results.keys()
 
 
-SHORT, ALL = 20, 300
+SHORT, ALL = 50, 300
 
 
 @pytest.mark.parametrize(
@@ -218,15 +178,11 @@ SHORT, ALL = 20, 300
 def test_random_programs(seed: int) -> None:
     """Losses, gradients and state are those under upstream's wrapper, after each of three steps."""
     found = random_programs.run(seed, lambda net, devices: DataParallel(net, ["cpu"] * devices))
-    expected = random_programs.run(
-        seed, lambda net, devices: oracle.DataParallel(net, list(range(devices)))
-    )
+    upstream = oracle.DataParallel
+    expected = random_programs.run(seed, lambda net, devices: upstream(net, [*range(devices)]))
+    rough, exact = {"rtol": 1e-3, "atol": 1e-4}, {"rtol": 1e-7, "atol": 1e-9}
     for (what, one), (_, other) in zip(found, expected, strict=False):
-        close = (
-            {"rtol": 1e-3, "atol": 1e-4}
-            if one.dtype is torch.float32
-            else {"rtol": 1e-7, "atol": 1e-9}
-        )
+        close = rough if one.dtype is torch.float32 else exact
         told = functools.partial("program {}, {}: {}".format, seed, what)
         torch.testing.assert_close(one, other, **close, equal_nan=True, msg=told)
     assert [what for what, _ in found] == [what for what, _ in expected], f"program {seed}"

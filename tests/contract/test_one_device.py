@@ -1,14 +1,10 @@
-"""One device: upstream runs the master itself there, and what its forward does to it stays."""
+"""One device of the driver's own: the module itself runs there, as upstream's. A replica that is
+alone has the rules of several.
+"""
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import copy
-import os
-import sys
-from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import oracle
@@ -17,13 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import raydp_parallel
-from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
-from raydp_parallel.state import (
-    container_copies,
-    python_state,
-    replica_module,
-    write_record,
-)
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -144,133 +133,8 @@ def test_F6_with_two_devices_it_is_lost() -> None:
     """Also when there is one chunk only."""
     wrapper = raydp_parallel.DataParallel(Remembers(), ["cpu", "cpu"])
     wrapper(torch.ones(1, 3))
-    assert wrapper.module.calls == 0
-    assert wrapper.module.history == []
+    assert wrapper.module.calls == 0 and wrapper.module.history == []
     assert not hasattr(wrapper.module, "penalty")
-
-
-class Counter(nn.Module):
-    """Counts its calls, if it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(2, 2)
-        self.counts = False
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += self.counts
-        return self.inner(x)  # type: ignore[no-any-return]
-
-
-@contextlib.contextmanager
-def counted_calls() -> Iterator[list[int]]:
-    """How many functions that look for changes of Python state are called while the block runs."""
-    modules = container_copies, python_state, replica_module
-    files = {module.__file__ for module in modules}
-    counts = [0]
-
-    def count(frame: FrameType, event: str, _: object) -> None:
-        counts[0] += event == "call" and frame.f_code.co_filename in files
-
-    sys.setprofile(count)
-    try:
-        yield counts
-    finally:
-        sys.setprofile(None)
-
-
-def calls_of_a_forward(modules: int, counting: int) -> int:
-    """How many functions look for changes in a forward, driver and replica together; some modules
-    count their calls.
-    """
-    net = nn.Sequential(*(Counter() for _ in range(modules)))
-    with (
-        raydp_parallel.Executor(
-            ["cpu"], options=raydp_parallel.Options(in_process=True)
-        ) as executor,
-        torch.no_grad(),
-    ):
-        model = raydp_parallel.DataParallel(net, executor=executor)
-        for layer in list(net)[:counting]:
-            layer.counts = True
-        for _ in range(3):
-            model(torch.ones(1, 2))
-        with counted_calls() as counts:
-            model(torch.ones(1, 2))
-        assert [layer.calls for layer in net] == [4] * counting + [0] * (modules - counting)
-    return counts[0]
-
-
-def test_F5_modules_cost_nothing_where_nothing_is_rebound() -> None:
-    """As many functions are called for 80 modules as for 20: what compares them runs in C, once
-    over all.
-    """
-    assert calls_of_a_forward(80, 0) == calls_of_a_forward(20, 0) < 100
-
-
-def test_F5_looking_for_what_was_rebound_is_linear() -> None:
-    """Whether one module rebinds something or all do: four times the modules take four times the
-    calls.
-    """
-    assert calls_of_a_forward(80, 1) < 5 * calls_of_a_forward(20, 1)
-    assert calls_of_a_forward(80, 80) < 5 * calls_of_a_forward(20, 20)
-
-
-@contextlib.contextmanager
-def counted_package_calls() -> Iterator[collections.Counter[str]]:
-    """How often each function of the package is called while the block runs, driver and replica
-    together.
-    """
-    package = os.path.dirname(raydp_parallel.__file__)
-    counts: collections.Counter[str] = collections.Counter()
-
-    def count(frame: FrameType, event: str, _: object) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(package):
-            counts[f"{os.path.basename(code.co_filename)}:{code.co_qualname}"] += 1
-
-    sys.setprofile(count)
-    try:
-        yield counts
-    finally:
-        sys.setprofile(None)
-
-
-def calls_with_norms(norms: int, train: bool, link: str) -> int:
-    """The calls of the package's functions in a forward, or a step, of a net of so many batch
-    norms.
-    """
-    net = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(norms)))
-    options = raydp_parallel.Options(in_process=True, link=link)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    x = torch.randn(4, 3, requires_grad=train)
-    with (
-        raydp_parallel.Executor(["cpu"], options=options) as executor,
-        torch.set_grad_enabled(train),
-    ):
-        model = raydp_parallel.DataParallel(net, executor=executor)
-
-        def step() -> None:
-            out = model(x)
-            if train:
-                out.sum().backward()
-                optimizer.step()
-
-        for _ in range(4):
-            step()
-        with counted_package_calls() as counts:
-            step()
-    return counts.total()
-
-
-@pytest.mark.parametrize("link", ["inline", "auto"])
-def test_a_buffer_more_costs_a_forward_few_calls(link: str) -> None:
-    """Three buffers for each norm come back and are sent again: each by itself would take dozens of
-    calls.
-    """
-    more = calls_with_norms(60, False, link) - calls_with_norms(20, False, link)
-    assert more < 10 * 3 * 40
 
 
 class Raises(nn.Module):
@@ -288,9 +152,8 @@ class Raises(nn.Module):
 
 def normed() -> nn.Sequential:
     """Batch norms, the last of them with large buffers."""
-    return nn.Sequential(
-        *(nn.BatchNorm1d(3) for _ in range(4)), Raises(), nn.Linear(3, 20000), nn.BatchNorm1d(20000)
-    )
+    small = [nn.BatchNorm1d(3) for _ in range(4)]
+    return nn.Sequential(*small, Raises(), nn.Linear(3, 20000), nn.BatchNorm1d(20000))
 
 
 def step_after(model: Any, net: nn.Sequential, event: str, x: Tensor) -> list[Tensor]:
@@ -323,27 +186,15 @@ def step_after(model: Any, net: nn.Sequential, event: str, x: Tensor) -> list[Te
     ]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("link", ["inline", "auto", "here"])
-def test_buffers_are_the_plain_module_s_whatever_happens_between_steps(link: str) -> None:
-    """Where a replica keeps what it reported itself, as where it is told."""
+@pytest.mark.parametrize("here", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_R6_buffers_of_one_replica_are_the_plain_module_s(here: bool) -> None:
+    """Whatever happens between steps: all rows are chunk 0."""
     torch.manual_seed(0)
     plain = normed()
     net = copy.deepcopy(plain)
-    events = [
-        "",
-        "written",
-        "",
-        "written behind its version",
-        "three graphs",
-        "other memory",
-        "evaluated",
-        "raised",
-    ]
-    events += ["another buffer", "three graphs", "raised", "", ""]
-    options = raydp_parallel.Options(
-        in_process=link != "auto", link="auto" if link == "here" else link
-    )
+    events = ["", "written", "", "written behind its version", "three graphs", "other memory"]
+    events += ["evaluated", "raised", "another buffer", "three graphs", "raised", "", ""]
+    options = raydp_parallel.Options(in_process=here)
     with raydp_parallel.Executor(["cpu"], options=options) as executor:
         model = raydp_parallel.DataParallel(net, executor=executor)
         for event in events:
@@ -353,61 +204,40 @@ def test_buffers_are_the_plain_module_s_whatever_happens_between_steps(link: str
                 torch.testing.assert_close(one, other)
 
 
-def test_a_replica_does_not_receive_what_it_reported() -> None:
-    """Of 24 buffers in a forward, none is adopted; after one was edited, all that came with it are
-    compared only.
+def test_F5_in_place_is_the_module_s_own_call() -> None:
+    """The very objects go in and come out, without a replica; `repr` and `stats` say so, and an
+    optimizer is the plain one.
     """
-    net = nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(8)))
-    options = raydp_parallel.Options(in_process=True)
-    with raydp_parallel.Executor(["cpu"], options=options) as executor, torch.no_grad():
-        model = raydp_parallel.DataParallel(net, executor=executor)
-        adopted: list[int] = []
-        plain = write_record.Buffers.adopt
-
-        def noted(self: write_record.Buffers, sources: Any) -> None:
-            adopted.append(len(sources))
-            plain(self, sources)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(write_record.Buffers, "adopt", noted)
-            for _ in range(4):
-                model(torch.randn(4, 3))
-            net[2].running_mean.data.fill_(9)  # type: ignore[union-attr, operator]
-            model(torch.randn(4, 3))
-    assert sum(adopted[1:-1]) == 0
-    assert adopted[-1] == 1
+    model = raydp_parallel.DataParallel(nn.Identity(), ["cpu"])
+    thing = object()
+    assert model(thing) is thing
+    assert "in place" in repr(model) and "in place" in str(model.stats())
+    net = nn.Linear(3, 2)
+    wrapper = raydp_parallel.DataParallel(net, ["cpu"])
+    optimizer = wrapper.optimizer(torch.optim.SGD, lr=0.1)
+    assert type(optimizer) is torch.optim.SGD
+    assert optimizer.param_groups[0]["params"] == [*net.parameters()]
+    with wrapper.no_sync():
+        wrapper(torch.ones(2, 3)).sum().backward()
+    assert net.weight.grad is not None
 
 
-def calls_with_parameters(
-    layers: int, places: list[str], link: str, monkeypatch: pytest.MonkeyPatch
-) -> collections.Counter[str]:
-    """The calls of the package's functions in a forward and backward of a net of so many layers, in
-    a process that never had synchronised batch norm, for which modules are searched.
-    """
-    monkeypatch.setattr(SyncBatchNorm, "made", False)
-    net = nn.Sequential(*(nn.Linear(72, 72) for _ in range(layers)))
-    options = raydp_parallel.Options(in_process=True, link=link)
-    x = torch.randn(4, 72)
-    with raydp_parallel.Executor(places, options=options) as executor:
-        model = raydp_parallel.DataParallel(net, executor=executor)
-        for _ in range(4):
-            model(x).sum().backward()
-        net.zero_grad()
-        with counted_package_calls() as counts:
-            model(x).sum().backward()
-        plain = copy.deepcopy(net)
-        plain.zero_grad()
-        plain(x).sum().backward()
-        for one, other in zip(net.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, other.grad)
-    return counts
+def test_X7_no_sync_is_a_null_context(two: raydp_parallel.Executor) -> None:
+    """Gradients are there at any time, and are those of both backwards."""
+    net = nn.Linear(3, 2)
+    plain, model = copy.deepcopy(net), raydp_parallel.DataParallel(net, executor=two)
+    x = torch.randn(4, 3)
+    with model.no_sync():
+        model(x).sum().backward()
+        assert net.weight.grad is not None
+    model(2 * x).sum().backward()
+    (plain(x).sum() + plain(2 * x).sum()).backward()
+    torch.testing.assert_close(net.weight.grad, plain.weight.grad)
 
 
-@pytest.mark.parametrize("places", [["cpu"], ["cpu", "cpu"]])
-@pytest.mark.parametrize("link", ["inline", "auto"])
-def test_a_parameter_more_costs_a_forward_and_its_backward_no_call(
-    places: list[str], link: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Leaves, gradients and their sums are handled as rows, with nothing called for each."""
-    few = calls_with_parameters(10, places, link, monkeypatch)
-    assert calls_with_parameters(40, places, link, monkeypatch) == few
+def test_F5_with_an_executor_it_is_a_replica(two: raydp_parallel.Executor) -> None:
+    """In another process, with what forward sets lost and outputs gathered."""
+    net = Remembers()
+    model = raydp_parallel.DataParallel(net, ["cpu"], executor=two)
+    model(torch.ones(4, 3))
+    assert net.calls == 0 and net.history == [] and not hasattr(net, "penalty")

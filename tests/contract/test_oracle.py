@@ -37,10 +37,8 @@ def test_agrees_with_the_plain_module(rows):
 
 def test_second_order():
     """Gradients of gradients agree with the plain module's."""
-    net, x = (
-        nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double(),
-        torch.randn(5, 3).double(),
-    )
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    x = torch.randn(5, 3).double()
 
     def penalty(call):
         inputs = x.clone().requires_grad_()
@@ -134,16 +132,8 @@ def test_torch_is_left_alone():
     with pytest.raises((AssertionError, RuntimeError), match=r"CPU|cpu"):
         upstream.Gather.apply("cpu", 0, torch.ones(1))
     assert nn.DataParallel is not oracle.DataParallel
-    for name in (
-        "_functions",
-        "comm",
-        "data_parallel",
-        "parallel_apply",
-        "replicate",
-        "scatter_gather",
-    ):
+    names = "_functions", "comm", "data_parallel", "parallel_apply", "replicate", "scatter_gather"
+    for name in names:
         assert sys.modules[f"torch.nn.parallel.{name}"].__dict__.get("torch", torch) is torch
-    assert (
-        torch._C is sys.modules["torch._C"]
-        and torch.accelerator.device_index is not oracle._no_context
-    )
+    assert torch._C is sys.modules["torch._C"]
+    assert torch.accelerator.device_index is not oracle._no_context

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from raydp_parallel import DataParallel, Options, ReplicaError, TransferError
-from raydp_parallel.transport import codec
-from raydp_parallel.transport.links import Attachments, InlineLink
 
 ONES = torch.ones(4, 2)
 
@@ -120,8 +118,7 @@ def test_handlers_and_bars() -> None:
     """
     assert DataParallel(Logs(), ["cpu", "cpu"])(ONES)[1] == ["True [seen]"] * 2
     model = DataParallel(Bar(), ["cpu", "cpu"])
-    assert model(ONES)[1] == [2, 2]
-    assert model(ONES)[1] == [2, 2]
+    assert model(ONES)[1] == model(ONES)[1] == [2, 2]
     model.module.bar.close()
 
 
@@ -146,22 +143,26 @@ def test_S11_an_open_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("text")
     model = DataParallel(Holds(None), ["cpu", "cpu"], options=Options(in_process=True))
     with (tmp_path / "file").open() as file:
-        with pytest.raises(
-            TransferError,
-            match=r"inputs\[1\]\[0\]\['log'\] is a "
-            r"_io.TextIOWrapper",
-        ):
+        text = r"inputs\[1\]\[0\]\['log'\] is a _io.TextIOWrapper"
+        with pytest.raises(TransferError, match=text):
             model(ONES, [{"log": file}])
         model.module.held = [file]
         with pytest.raises(TransferError, match=r"module.held\[0\] is a _io.TextIOWrapper"):
             model(ONES)
 
 
+class Compares(nn.Module):
+    """Says whether it was given its process's own streams."""
+
+    def forward(self, x: Tensor, out: Any, error: Any) -> tuple[Tensor, bool]:
+        return x, out is sys.stdout and error is sys.stderr
+
+
+@pytest.mark.usefixtures("cluster")
 def test_streams_as_arguments() -> None:
     """They are the process's own, wherever they are."""
-    parcel, _ = codec.encode((sys.stdout, sys.__stderr__), Attachments(InlineLink()), "inputs")
-    value, _ = codec.decode(parcel, Attachments(InlineLink()), torch.device("cpu"))
-    assert value == (sys.stdout, sys.stderr)
+    model = DataParallel(Compares(), ["cpu", "cpu"])
+    assert model(ONES, sys.stdout, sys.__stderr__)[1] == [True, True]
 
 
 class Stops(nn.Module):
@@ -184,11 +185,8 @@ class Stops(nn.Module):
 def test_a_debugger_in_a_replica(how: str) -> None:
     """There is no terminal: the error says how to have one, and the next call works."""
     model = DataParallel(Stops(how), ["cpu", "cpu"])
-    with pytest.raises(
-        ReplicaError,
-        match=r"Options\(in_process=True\) runs the module in "
-        r"this process",
-    ):
+    text = r"Options\(in_process=True\) runs the module in this process"
+    with pytest.raises(ReplicaError, match=text):
         model(ONES)
     model.module = nn.Identity()
     assert torch.equal(model(ONES), ONES)

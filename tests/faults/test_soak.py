@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import os
 import random
@@ -35,28 +36,9 @@ PATIENCE = 120.0
 """Seconds without an answer after which a thread counts as hung."""
 
 
-class Net(nn.Module):
-    """Weights that lie in shared memory, and buffers that forward writes to."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.Linear(16, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 4)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.body(x)
-
-
 def batch(step: int) -> Tensor:
     """The rows of a step."""
     return torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
-
-
-def snapshot(model: nn.Module) -> list[Tensor]:
-    """Weights, buffers and gradients."""
-    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return [*[t.detach().clone() for t in model.state_dict().values()], *grads]
 
 
 def training(model: DataParallel[Any], start: dict[str, Tensor]) -> Iterator[list[Tensor]]:
@@ -67,7 +49,14 @@ def training(model: DataParallel[Any], start: dict[str, Tensor]) -> Iterator[lis
         optimizer.zero_grad()
         model(batch(step)).square().mean().backward()
         optimizer.step()
-        yield snapshot(model.module)
+        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        yield [*[t.detach().clone() for t in model.state_dict().values()], *grads]
+
+
+def undisturbed(net: nn.Module) -> DataParallel[Any]:
+    """The same in this process."""
+    inside = Options(in_process=True, threads=1)
+    return DataParallel(copy.deepcopy(net), ["cpu", "cpu"], options=inside)
 
 
 class Trainer:
@@ -75,12 +64,11 @@ class Trainer:
 
     def __init__(self, executor: Executor, width: int) -> None:
         torch.manual_seed(width)
-        net = Net(width)
+        net = nn.Sequential(
+            nn.Linear(16, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 4)
+        )
         self.start = copy.deepcopy(net.state_dict())
-        with Executor(["cpu", "cpu"], options=Options(in_process=True, threads=1)) as undisturbed:
-            self.expected = [
-                *training(DataParallel(copy.deepcopy(net), executor=undisturbed), self.start)
-            ]
+        self.expected = [*training(undisturbed(net), self.start)]
         self.model = DataParallel(net, executor=executor)
 
     def run(self, done: Callable[[bool], bool]) -> None:
@@ -98,12 +86,8 @@ class Predictor:
         net = nn.Linear(16, size).eval()
         self.model = DataParallel(net, executor=executor)
         self.inputs = [batch(100 + number) for number in range(5)]
-        with (
-            Executor(["cpu", "cpu"], options=Options(in_process=True, threads=1)) as undisturbed,
-            torch.no_grad(),
-        ):
-            own = DataParallel(copy.deepcopy(net), executor=undisturbed)
-            self.expected = [own(x) for x in self.inputs]
+        with torch.no_grad():
+            self.expected = [*map(undisturbed(net), self.inputs)]
 
     def run(self, done: Callable[[bool], bool]) -> None:
         """Ask for each output once, or until it is enough."""
@@ -178,18 +162,12 @@ class Soak:
 
 
 class Chaos:
-    """Does something to the program every now and then.
-
-    Args:
-        soak: The soak.
-        executor: Its replicas are ended and stopped.
-        model: What forked children call.
+    """Does something to the program every now and then: ends and stops replicas, and lets forked
+    children call a model.
     """
 
     def __init__(self, soak: Soak, executor: Executor, model: DataParallel[Any]) -> None:
-        self.soak = soak
-        self.executor = executor
-        self.model = model
+        self.soak, self.executor, self.model = soak, executor, model
         self.random = random.Random(1)
         self.samples: list[tuple[int, float]] = []
 
@@ -247,25 +225,18 @@ def middle(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
-def test_threads_through_everything(request: pytest.FixtureRequest) -> None:
+def test_threads_through_everything() -> None:
     """Nothing is wrong, nothing hangs, and neither memory nor descriptors grow."""
-    minutes = request.config.getoption("--minutes")
+    minutes = float(os.environ.get("SOAK_MINUTES", "10"))
     options = Options(max_restarts_per_hour=100_000, call_timeout=60)
     with Executor(["cpu", "cpu"], options=options) as executor:
         main = Trainer(executor, 300)
-        large = Predictor(executor, 1 << 18)
-        others = {
-            "training": Trainer(executor, 64),
-            "small": Predictor(executor, 8),
-            "large": large,
-        }
+        small, large = Predictor(executor, 8), Predictor(executor, 1 << 18)
+        others = {"training": Trainer(executor, 64), "small": small, "large": large}
         soak = Soak(minutes * 60)
         chaos = Chaos(soak, executor, main.model)
-        threads = [
-            threading.Thread(target=soak.work, args=one, name=one[0], daemon=True)
-            for one in others.items()
-        ]
-        threads.append(threading.Thread(target=chaos.run, name="chaos", daemon=True))
+        works: list[Any] = [functools.partial(soak.work, *one) for one in others.items()]
+        threads = [threading.Thread(target=one, daemon=True) for one in (*works, chaos.run)]
         for thread in threads:
             thread.start()
         soak.interrupted("main", main, threads)
@@ -278,45 +249,11 @@ def test_threads_through_everything(request: pytest.FixtureRequest) -> None:
     early, late = chaos.samples[third : 2 * third], chaos.samples[2 * third :]
     files = [middle([sample[0] for sample in part]) for part in (early, late)]
     memory = [middle([sample[1] for sample in part]) for part in (early, late)]
-    print(
-        f"\n{minutes:g} minutes: {dict(soak.counts)}; deaths {stats.deaths}, respawns "
-        f"{stats.respawns}"
-    )
-    print(
-        f"replays {stats.replays}; (models, graphs) {held}; descriptors {files}, megabytes {memory}"
-    )
+    counts = stats.deaths, stats.respawns, stats.replays
+    print(f"\n{minutes:g} minutes: {dict(soak.counts)}; deaths, respawns, replays {counts}")
+    print(f"(bytes, graphs) {held}; descriptors {files}, megabytes {memory}")
     # Ctrl-C in a finalizer is lost, and with it, now and then, the word that a graph is of no use
     # any more.
     assert all(graphs <= soak.counts["interrupted"] // 20 for _, graphs in held)
     assert files[1] <= files[0] + 10
     assert memory[1] <= 1.1 * memory[0] + 50
-
-
-def test_forks_while_it_trains() -> None:
-    """In 50 rounds each child is told that it was forked, and the weights are those of a training
-    without.
-    """
-    rounds = 50
-    with Executor(["cpu", "cpu"]) as executor:
-        trainer = Trainer(executor, 300)
-        model = trainer.model
-        kept = model(batch(0)).sum()
-        uses: list[Callable[[], Any]] = [
-            lambda: model(batch(1)),
-            lambda: kept.backward(),
-            lambda: DataParallel(Net(8), ["cpu"])(batch(1)),
-            executor.stats,
-        ]
-        told = 0
-
-        def forked(right: bool) -> bool:
-            nonlocal told
-            assert right
-            found = in_child(uses[told % len(uses)])
-            assert isinstance(found, ForkedProcess) and "forked" in str(found), found
-            told += 1
-            return told == rounds
-
-        while told < rounds:
-            trainer.run(forked)
-        assert executor.stats().deaths == 0

@@ -4,25 +4,19 @@ Tune that was interrupted. Training that goes on from one has the bits of traini
 
 from __future__ import annotations
 
-import copy
-import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import mortal
 import pytest
-import ray
 import torch
 import torch.distributed.checkpoint as dcp
 from harness import assert_same_state
 from mortal import Everything, rows, same, state
-from ray import tune
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from raydp_parallel import DataParallel, Executor, shutdown
+from raydp_parallel import DataParallel, Executor
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -123,101 +117,3 @@ def test_X1_a_distributed_checkpoint_has_the_wrapper_s_keys(tmp_path: Path) -> N
     dcp.load(found, checkpoint_id=tmp_path / "bare", no_dist=True)
     bare.load_state_dict(found)
     assert_same_state(training.model, bare)
-
-
-def test_X1_a_snapshot_in_memory_is_one(tmp_path: Path) -> None:
-    """A deep copy of ``state_dict`` does not follow the weights, which lie in shared memory."""
-    training = Training(0)
-    training.step(0)
-    before = copy.deepcopy(training.model.state_dict())
-    first = training.step(1)
-    saved = tmp_path / "now"
-    torch.save(training.model.state_dict(), saved)
-    training.model.load_state_dict(before)
-    training.optimizer = torch.optim.Adam(training.model.parameters(), 0.01)
-    assert training.step(1) == first
-    assert not same([*before.values()], [*torch.load(saved).values()])
-
-
-@pytest.fixture
-def by_value() -> Iterator[None]:
-    """Ray's workers find no modules of the tests: functions and classes are sent, as those of a
-    script are.
-    """
-    modules = [sys.modules[__name__], mortal]
-    for module in modules:
-        ray.cloudpickle.register_pickle_by_value(module)
-    yield
-    for module in modules:
-        ray.cloudpickle.unregister_pickle_by_value(module)
-
-
-def trial(settings: dict[str, Any]) -> None:
-    """What a user gives to Ray Tune: it begins where its last checkpoint ended."""
-    training = Training(settings["seed"])
-    first, found = 0, tune.get_checkpoint()
-    if found is not None:
-        with found.as_directory() as folder:
-            load_file(training, Path(folder))
-            first = int((Path(folder) / "step").read_text()) + 1
-    for number in range(first, 4):
-        loss = training.step(number)
-        folder = Path(settings["folder"]) / f"{settings['seed']}-{number}"
-        folder.mkdir()
-        save_file(training, folder)
-        (folder / "step").write_text(str(number))
-        kept = tune.Checkpoint.from_directory(folder)
-        tune.report({"loss": loss, "process": os.getpid()}, checkpoint=kept)
-        if number == 1 and found is None:
-            raise RuntimeError("the trial is interrupted here")
-    shutdown()
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("by_value")
-def test_X1_a_trial_of_ray_tune_is_resumed(tmp_path: Path) -> None:
-    """Two trials with replicas of their own; both fail once, and end with the right bits."""
-    (tmp_path / "kept").mkdir()
-    tuner = tune.Tuner(
-        tune.with_resources(trial, {"CPU": 1}),
-        param_space={"seed": tune.grid_search([0, 1]), "folder": str(tmp_path / "kept")},
-        run_config=tune.RunConfig(
-            storage_path=str(tmp_path / "results"),
-            failure_config=tune.FailureConfig(max_failures=1),
-            verbose=0,
-        ),
-    )
-    found = tuner.fit()
-    assert not found.errors
-    for result in found:
-        assert result.metrics is not None and result.config is not None
-        undisturbed = Training(result.config["seed"])
-        losses = [undisturbed.step(number) for number in range(4)]
-        assert result.metrics["loss"] == losses[-1]
-        ended = Training(7)
-        assert result.checkpoint is not None
-        with result.checkpoint.as_directory() as folder:
-            load_file(ended, Path(folder))
-        assert_same_state(ended.model, undisturbed.model, rtol=0, atol=0)
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("by_value")
-def test_X1_a_task_of_ray_saves_what_the_driver_loads(tmp_path: Path) -> None:
-    """A trial is a process of its own, with replicas of its own."""
-
-    @ray.remote(num_cpus=0)
-    def train(folder: Path) -> list[float]:
-        torch.set_num_threads(1)
-        training = Training(3)
-        losses = [training.step(number) for number in range(2)]
-        save_file(training, folder)
-        shutdown()
-        return losses
-
-    losses = ray.get(train.remote(tmp_path))
-    undisturbed = Training(3)
-    assert [undisturbed.step(number) for number in range(2)] == losses
-    resumed = Training(4)
-    load_file(resumed, tmp_path)
-    assert resumed.step(2) == undisturbed.step(2)

@@ -153,14 +153,3 @@ def test_the_stop_button(notebook: Notebook, tmp_path: Path, where: str) -> None
     (tmp_path / where).unlink()
     assert notebook.run(train) == "12.0"
     assert notebook.run(pids) == before
-
-
-def test_progress_is_drawn_over(notebook: Notebook) -> None:
-    """On one line."""
-    printed = notebook.run(
-        "from raydp_parallel import Progress\nwith Progress(20) as bar:\n    for _ in "
-        "range(20):\n        bar.advance()"
-    )
-    assert printed.endswith("step 20/20")
-    assert printed.count("\r") >= 10
-    assert "\n" not in printed

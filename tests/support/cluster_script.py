@@ -1,4 +1,4 @@
-"""Run by test_cluster.py in its own process: a head without CPUs and GPUs, the driver on it, nodes
+"""Run by test_nodes.py in its own process: a head without CPUs and GPUs, the driver on it, nodes
 that come and go.
 
 Nodes are all on this machine here. What they do not share is refused to them: memory, because there
@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 import torch
+from mortal import rows, same
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.cluster_utils import Cluster
 from ray.core.generated import autoscaler_pb2
@@ -29,17 +30,13 @@ pb: Any = autoscaler_pb2
 """Ray's messages."""
 
 HIDDEN = """
-import torch
 from torch import nn
 from hidden.parts import Wide
 
-class Net(nn.Module):
+class Net(nn.Sequential):
     def __init__(self):
-        super().__init__()
-        self.one, self.norm, self.two = Wide(), nn.BatchNorm1d(4000), nn.Linear(4000, 2)
-
-    def forward(self, x):
-        return self.two(torch.dropout(torch.relu(self.norm(self.one(x))), 0.5, self.training))
+        layers = nn.BatchNorm1d(4000), nn.ReLU(), nn.Dropout(0.5), nn.Linear(4000, 2)
+        super().__init__(Wide(), *layers)
 """
 PARTS = """
 from pathlib import Path
@@ -49,7 +46,7 @@ WIDTH = int(Path(__file__).with_name("width.txt").read_text())
 
 class Wide(nn.Linear):
     def __init__(self):
-        super().__init__(8, WIDTH)
+        super().__init__(7, WIDTH)
 """
 
 
@@ -69,7 +66,7 @@ def hidden(folder: str) -> nn.Module:
 
 
 class Held(nn.Module):
-    """Stops its process at a chosen moment, until the node ends."""
+    """Stops its process at a chosen moment, once, until the node ends."""
 
     def __init__(self, body: nn.Module, folder: str) -> None:
         super().__init__()
@@ -77,75 +74,54 @@ class Held(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         chunk = int(x[0, 0])
-        hold(self.folder, f"forward {chunk}")
+        self.hold(f"forward {chunk}")
         out = self.body(x)
         if out.requires_grad:
-            out.register_hook(lambda grad: hold(self.folder, f"backward {chunk}"))
+            out.register_hook(lambda grad: self.hold(f"backward {chunk}"))
         return out
 
-
-def hold(folder: str, moment: str) -> None:
-    """Once, if that was asked for."""
-    asked = Path(folder, moment)
-    if asked.exists():
-        asked.rename(Path(folder, "reached"))
-        time.sleep(60)
-
-
-def batch(chunks: int, step: int) -> Tensor:
-    """Rows; the first column says which chunk they will be in."""
-    x = torch.linspace(-1, 1, chunks * 32).view(chunks * 4, 8) + step
-    x[:, 0] = torch.arange(chunks).repeat_interleave(4)
-    return x
+    def hold(self, moment: str) -> None:
+        asked = Path(self.folder, moment)
+        if asked.exists():
+            asked.rename(Path(self.folder, "reached"))
+            time.sleep(60)
 
 
 def train(
     model: Any, chunks: int, steps: int, before: dict[Any, Any] | None = None
 ) -> list[Tensor]:
-    """Losses and final weights.
-
-    Args:
-        model: The model.
-        chunks: How many.
-        steps: How many.
-        before: What to do before a step's forward, and, under ``(step, "backward")``, before its
-            backward.
+    """Losses and final state. `before` has what to do before a step's forward, and, under ``(step,
+    "backward")``, before its backward.
     """
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     kept = []
     for step in range(steps):
         (before or {}).get(step, int)()
-        loss = model(batch(chunks, step)).square().mean()
+        loss = model(rows(chunks, step)).square().mean()
         (before or {}).get((step, "backward"), int)()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         kept.append(loss.detach())
-    return [
-        *kept,
-        *(p.detach().clone() for p in model.parameters()),
-        *(b.clone() for b in model.buffers()),
-    ]
-
-
-def same(one: list[Tensor], other: list[Tensor]) -> None:
-    """To the bit."""
-    assert len(one) == len(other) and all(
-        torch.equal(a, b) for a, b in zip(one, other, strict=True)
-    )
+    return [*kept, *(t.detach().clone() for t in (*model.parameters(), *model.buffers()))]
 
 
 def here(net: nn.Module, chunks: int) -> DataParallel[Any]:
     """The same in this process."""
-    return DataParallel(
-        copy.deepcopy(net), ["cpu"] * chunks, options=Options(in_process=True, threads=1)
-    )
+    inside = Options(in_process=True, threads=1)
+    return DataParallel(copy.deepcopy(net), ["cpu"] * chunks, options=inside)
+
+
+def add_node(cluster: Cluster, zone: str | None = None) -> Any:
+    """A node with a CPU and a GPU; in a zone with something special, too."""
+    special = {} if zone is None else {"resources": {"special": 1}, "labels": {"zone": zone}}
+    return cluster.add_node(num_cpus=1, num_gpus=1, **special)
 
 
 def nodes_of(executor: Executor) -> list[str]:
     """Where each replica is."""
-    return [info.node_id for info in executor.replicas()]
+    return [info.node for info in executor.replicas()]
 
 
 def two_nodes(net: nn.Module) -> None:
@@ -155,12 +131,10 @@ def two_nodes(net: nn.Module) -> None:
     with Executor(options=Options(name="first")) as executor:
         model = DataParallel(copy.deepcopy(net), executor=executor)
         assert model.device_ids == [0, 1]
-        same(train(model, 2, 3), train(here(net, 2), 2, 3))
+        assert same(train(model, 2, 3), train(here(net, 2), 2, 3))
         assert len({*nodes_of(executor)}) == 2 and nodes_of(executor) == sorted(nodes_of(executor))
         assert ray.get_runtime_context().get_node_id() not in nodes_of(executor)
-        assert all(
-            slot.client.line is not None and not slot.client.near for slot in executor.slots([0, 1])
-        )
+        assert not any(slot.client.hello.near for slot in executor.slots([0, 1]))
         print("two nodes train as one process does, a package that only the driver has")
         begun = time.monotonic()
         try:
@@ -174,7 +148,7 @@ def spread(net: nn.Module) -> None:
     """CPU replicas leave a head without CPUs alone."""
     with Executor(["cpu", "cpu"]) as executor:
         model = DataParallel(copy.deepcopy(net), executor=executor)
-        assert model(torch.ones(6, 8)).shape == (6, 2)
+        assert model(torch.ones(6, 7)).shape == (6, 2)
         assert len({*nodes_of(executor)}) == 2
         assert ray.get_runtime_context().get_node_id() not in nodes_of(executor)
     print("cpu replicas are spread over the nodes that have CPUs")
@@ -188,7 +162,7 @@ def three_nodes(cluster: Cluster, options: Options) -> Executor:
     while not (asked := gangs()):
         time.sleep(0.05)
     assert asked == [3], asked
-    cluster.add_node(num_cpus=1, num_gpus=1, resources={"special": 1}, labels={"zone": "b"})
+    add_node(cluster, "b")
     thread.join()
     (executor,) = made
     assert len({*nodes_of(executor)}) == 3 and nodes_of(executor) == sorted(nodes_of(executor))
@@ -215,9 +189,8 @@ def lost_in_each_phase(cluster: Cluster, net: nn.Module, executor: Executor) -> 
     folder = tempfile.mkdtemp()
 
     def end(replica: int) -> None:
-        cluster.remove_node(
-            next(n for n in cluster.worker_nodes if n.node_id == nodes_of(executor)[replica])
-        )
+        ids = {node.node_id: node for node in cluster.worker_nodes}
+        cluster.remove_node(ids[nodes_of(executor)[replica]])
 
     def end_in(moment: str, replica: int) -> None:
         Path(folder, moment).touch()
@@ -230,8 +203,8 @@ def lost_in_each_phase(cluster: Cluster, net: nn.Module, executor: Executor) -> 
         end(replica)
 
     def heal() -> None:
-        for _ in range(2):
-            cluster.add_node(num_cpus=1, num_gpus=1)
+        add_node(cluster)
+        add_node(cluster)
         assert executor.grow() == 2
         assert len({*nodes_of(executor)}) == 3
 
@@ -243,7 +216,7 @@ def lost_in_each_phase(cluster: Cluster, net: nn.Module, executor: Executor) -> 
         (2, "backward"): lambda: end(2),
         3: lambda: end(1),
     }
-    same(train(model, 3, 4, plan), train(here(Held(net, folder), 3), 3, 4))
+    assert same(train(model, 3, 4, plan), train(here(Held(net, folder), 3), 3, 4))
     assert executor.stats().deaths == 4, executor.stats()
     assert not [*Path(folder).iterdir()]
     print("nodes are lost in each phase, and training gives the same")
@@ -253,38 +226,31 @@ def elastic(cluster: Cluster, net: nn.Module) -> None:
     """Three chunks on one GPU, on two once there are two, and on one again when the other's node
     drains.
     """
-    with Executor([0, 1, 2], options=Options(elastic=True, link="object_store")) as executor:
+    with Executor([0, 1, 2], options=Options(elastic=True)) as executor:
         model = DataParallel(copy.deepcopy(net), executor=executor)
-        states: list[list[str]] = []
+        states: list[str] = []
 
         def note() -> None:
-            states.append(sorted(info.state for info in executor.replicas()))
+            states.append(" ".join(sorted(info.state for info in executor.replicas())))
 
         def join() -> None:
             note()
-            cluster.add_node(num_cpus=1, num_gpus=1, labels={"zone": "a"}, resources={"special": 1})
+            add_node(cluster, "a")
             while executor.grow(timeout=0.2) < 1:
                 pass
             note()
 
         def drain() -> None:
-            (node,) = [
-                n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Labels"].get("zone") == "a"
-            ]
+            alive = {n["Labels"].get("zone"): n["NodeID"] for n in ray.nodes() if n["Alive"]}
             reason = pb.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-            accepted, why = gcs().drain_node(
-                node, reason, "to be reclaimed", int((time.time() + 600) * 1000)
-            )
+            late = int((time.time() + 600) * 1000)
+            accepted, why = gcs().drain_node(alive["a"], reason, "to be reclaimed", late)
             assert accepted, why
             time.sleep(1.1)  # it is looked for once per second
 
-        same(train(model, 3, 3, {1: join, 2: drain}), train(here(net, 3), 3, 3))
+        assert same(train(model, 3, 3, {1: join, 2: drain}), train(here(net, 3), 3, 3))
         note()
-        assert states == [
-            ["away", "away", "ready"],
-            ["away", "ready", "ready"],
-            ["away", "away", "ready"],
-        ], states
+        assert states == ["away away ready", "away ready ready", "away away ready"], states
         assert executor.stats().deaths == 0
     print("replicas join and leave, and training gives the same")
 
@@ -293,46 +259,34 @@ def chosen(cluster: Cluster, net: nn.Module) -> None:
     """By label and resource, two on one GPU, one of its halves after the other; an executor for all
     GPUs grows.
     """
-    options = Options(
-        gpus_per_replica=0.5,
-        cpus_per_replica=0.25,
-        resources={"special": 0.25},
-        label_selector={"zone": "c"},
-    )
-    node = cluster.add_node(num_cpus=1, num_gpus=1, resources={"special": 1}, labels={"zone": "c"})
+    shares = {"gpus_per_replica": 0.5, "cpus_per_replica": 0.25, "resources": {"special": 0.25}}
+    options = Options(label_selector={"zone": "c"}, **shares)
+    node = add_node(cluster, "c")
     with Executor(options=options) as executor:
         assert nodes_of(executor) == [node.node_id] * 2
         model = DataParallel(copy.deepcopy(net), executor=executor)
-        assert model(torch.ones(4, 8)).shape == (4, 2)
-        other = cluster.add_node(
-            num_cpus=1, num_gpus=1, resources={"special": 1}, labels={"zone": "c"}
-        )
+        assert model(torch.ones(4, 7)).shape == (4, 2)
+        other = add_node(cluster, "c")
         assert executor.grow() == 2 and executor.device_ids == [0, 1, 2, 3]
         assert sorted(nodes_of(executor)[2:]) == [other.node_id] * 2
-        assert DataParallel(net, executor=executor).device_ids == [
-            0,
-            1,
-            2,
-            3,
-        ] and model.device_ids == [0, 1]
+        assert DataParallel(net, executor=executor).device_ids == [0, 1, 2, 3]
+        assert model.device_ids == [0, 1]
     print("replicas go where Options say, two on one GPU")
 
 
 def main() -> None:
     """Everything in one cluster, for starting one takes long."""
     torch.set_num_threads(1)
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={"num_cpus": 0, "num_gpus": 0, "include_dashboard": False},
-    )
-    for _ in range(2):
-        cluster.add_node(num_cpus=1, num_gpus=1)
+    head = {"num_cpus": 0, "num_gpus": 0, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    add_node(cluster)
+    add_node(cluster)
     ray.init(address=cluster.address, log_to_driver=False)
     with tempfile.TemporaryDirectory() as folder:
         net = hidden(folder)
         two_nodes(net)
         spread(net)
-        with three_nodes(cluster, Options(link="object_store")) as executor:
+        with three_nodes(cluster, Options()) as executor:
             lost_in_each_phase(cluster, net, executor)
         elastic(cluster, net)
         chosen(cluster, net)

@@ -7,7 +7,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import oracle
@@ -19,12 +21,8 @@ import raydp_parallel
 
 
 class Trio(NamedTuple):
-    """Three copies of one module.
-
-    Attributes:
-        ours: Under `raydp_parallel.DataParallel`, on CPU replicas.
-        theirs: Under upstream's DataParallel, over as many logical CPU devices.
-        plain: As it is.
+    """Three copies of one module: under our wrapper, on CPU replicas, under upstream's, over as
+    many logical CPU devices, and plain.
     """
 
     ours: Any
@@ -42,13 +40,9 @@ def trio(module: nn.Module, replicas: int, **kwargs: Any) -> Trio:
     )
 
 
-def optimizer_of(
-    model: Any, inside: bool, kind: type[torch.optim.Optimizer], params: Any = None, **keywords: Any
-) -> Any:
-    """An optimizer of a wrapper's parameters, or of some: in the replicas, or in this process."""
-    if inside:
-        return model.optimizer(kind, params, **keywords)
-    return kind(model.module.parameters() if params is None else params, **keywords)
+def carried(model: Any) -> int:
+    """Bytes of tensors that travelled between the processes, but for weights."""
+    return sum(replica.bytes_in + replica.bytes_out for replica in model.stats().replicas)
 
 
 def grads(module: nn.Module) -> dict[str, Tensor | None]:
@@ -108,6 +102,18 @@ def raised(call: Callable[[], Any]) -> BaseException:
     except BaseException as error:
         return error
     raise AssertionError("nothing was raised")
+
+
+def ended(pid: int) -> bool:
+    """Waits for a process to end."""
+    for _ in range(2000):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.005)
+    return False
 
 
 @contextlib.contextmanager

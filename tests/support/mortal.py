@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +115,7 @@ def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     )
 
 
-def step(
-    model: DataParallel[Any],
-    optimizer: torch.optim.Optimizer,
-    x: Tensor,
-    penalty: bool,
-    twice: bool,
-) -> Tensor:
+def step(model: Any, optimizer: Any, x: Tensor, penalty: bool, twice: bool) -> Tensor:
     """One training step; if asked for with a gradient penalty, and with two forwards before one
     backward.
     """
@@ -143,11 +137,8 @@ def train(
 ) -> list[Tensor]:
     """Train, arming ``plan[step]`` before each step. The losses and the final state."""
     torch.manual_seed(7)
-    chunks, penalty, twice = (
-        len(executor.device_ids),
-        how.pop("penalty", False),
-        how.pop("twice", False),
-    )
+    chunks, penalty = len(executor.device_ids), how.pop("penalty", False)
+    twice = how.pop("twice", False)
     model = DataParallel(Mortal(Everything(**how), folder), executor=executor)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     losses = []
@@ -155,6 +146,28 @@ def train(
         arm(folder, *plan.get(number, ()))
         losses.append(step(model, optimizer, rows(chunks, number), penalty, twice))
     return [*losses, *state(model)]
+
+
+def survives(
+    executor: Executor, folder: Path, moment: str, loss: Callable[[DataParallel[Any], int], Tensor]
+) -> bool:
+    """Whether training in which a process dies in the third step gives the bits of another."""
+    results = []
+    for moments in ((), (moment,)):
+        torch.manual_seed(2)
+        model = DataParallel(Mortal(Everything(), folder), executor=executor)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        losses = []
+        for number in range(4):
+            arm(folder, *(moments if number == 2 else ()))
+            optimizer.zero_grad()
+            value = loss(model, number)
+            value.backward()
+            optimizer.step()
+            losses.append(value.detach())
+        results.append([*losses, *state(model)])
+    assert not armed(folder)
+    return same(*results)
 
 
 def whole(executor: Executor) -> Executor:

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from raydp_parallel import Executor
-from raydp_parallel.monitoring.stats import ExecutorStats, ReplicaInfo
 
 
 class PartOfExecutor(Executor):
@@ -27,30 +26,26 @@ class PartOfExecutor(Executor):
         self._count = count
 
     @property
-    def device_ids(self) -> list[Any]:  # type: ignore[override]
+    def device_ids(self) -> list[Any]:
         """One entry for each replica."""
         return ["cpu"] * self._count
 
-    def is_of(self, whole: Executor) -> bool:
-        """Whether it is a part of this one."""
-        return self.__dict__ is whole.__dict__
-
-    def replicas(self) -> tuple[ReplicaInfo, ...]:
+    def replicas(self) -> Any:
+        """Those of the part."""
         return tuple(info for info in super().replicas() if info.index in self._indices())
 
-    def stats(self, model: nn.Module | None = None) -> ExecutorStats:
+    def stats(self, model: nn.Module | None = None) -> Any:
+        """The whole's, with the replicas of the part."""
         found = super().stats(model)
-        own = tuple(tally for tally in found.replicas if tally.index in self._indices())
+        own = tuple(one for one in found.replicas if one.index in self._indices())
         return replace(found, replicas=own)
 
     def flush(self) -> list[tuple[int, int]]:
-        ready = [slot.index for slot in self.replica_set.ready()]
-        return [
-            left
-            for index, left in zip(ready, super().flush(), strict=True)
-            if index in self._indices()
-        ]
+        """Those of the part."""
+        ready = [info.index for info in super().replicas() if info.state == "ready"]
+        found = zip(ready, super().flush(), strict=True)
+        return [held for index, held in found if index in self._indices()]
 
     def _indices(self) -> list[int]:
-        slots = self.replica_set.slots.values()
-        return [slot.index for slot in slots if slot.place.kind == "cpu"][: self._count]
+        infos = super().replicas()
+        return [info.index for info in infos if info.device_id == "cpu"][: self._count]

@@ -47,7 +47,6 @@ class Residual(nn.Module):
         self.block = block
 
     def forward(self, x: Tensor) -> Tensor:
-        """Input plus output."""
         return x + self.block(x)
 
 
@@ -59,7 +58,6 @@ class Branches(nn.Module):
         self.many, self.named = nn.ModuleList(blocks[1:]), nn.ModuleDict({"first": blocks[0]})
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sum."""
         out: Tensor = self.named["first"](x)
         for block in self.many:
             out = out + block(x)
@@ -78,9 +76,7 @@ class Twice(nn.Module):
             self.two = self.one
 
     def forward(self, x: Tensor) -> Tensor:
-        """One after the other."""
-        out: Tensor = self.two(self.one(x).tanh())
-        return out
+        return self.two(self.one(x).tanh())
 
 
 class Checkpointed(nn.Module):
@@ -91,9 +87,7 @@ class Checkpointed(nn.Module):
         self.block, self.reentrant = block, reentrant
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the block."""
-        out: Tensor = checkpoint(self.block, x, use_reentrant=self.reentrant)
-        return out
+        return checkpoint(self.block, x, use_reentrant=self.reentrant)
 
 
 class Clipped(nn.Module):
@@ -104,12 +98,10 @@ class Clipped(nn.Module):
         self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """As two layers."""
         hidden = self.one(x).tanh()
         if hidden.requires_grad:
             hidden.register_hook(lambda grad: grad.clamp(-0.2, 0.2) + grad.pow(2))
-        out: Tensor = self.two(hidden)
-        return out
+        return self.two(hidden)
 
 
 class Running(nn.Module):
@@ -125,7 +117,6 @@ class Running(nn.Module):
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Moves the mean, and takes it off."""
         if self.training:
             now = x.detach().mean(0)
             if self.raw:
@@ -146,7 +137,6 @@ class Edits(nn.Module):
         self.layer, self.how = nn.Linear(WIDTH, WIDTH), how
 
     def forward(self, x: Tensor) -> Tensor:
-        """As the layer, with another weight than before."""
         weight = self.layer.weight
         if self.how == "decay":
             weight.data.mul_(0.95)
@@ -154,8 +144,7 @@ class Edits(nn.Module):
             weight.data = torch.renorm(weight.data, p=2, dim=0, maxnorm=0.5)
         else:
             weight.data.copy_(torch.renorm(weight.data, p=2, dim=0, maxnorm=0.5))
-        out: Tensor = self.layer(x)
-        return out
+        return self.layer(x)
 
 
 def scale_output(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
@@ -175,63 +164,43 @@ def squash_grad(_module: nn.Module, grads: Any, _outputs: Any) -> Any:
 
 def normed(draw: random.Random) -> nn.Module:
     """A layer with a weight that is computed, in the old way or the new."""
+    how = draw.choice(("weight", "old weight", "spectral", "old spectral"))
+    wrap: dict[str, Callable[[nn.Module], Any]] = {
+        "weight": parametrizations.weight_norm,
+        "old weight": nn.utils.weight_norm,
+        "spectral": parametrizations.spectral_norm,
+        "old spectral": nn.utils.spectral_norm,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        how = draw.choice(("weight", "old weight", "spectral", "old spectral"))
-        layer = nn.Linear(WIDTH, WIDTH)
-        if how == "weight":
-            return parametrizations.weight_norm(layer)
-        if how == "old weight":
-            return nn.utils.weight_norm(layer)
-        if how == "spectral":
-            return parametrizations.spectral_norm(layer)
-        return nn.utils.spectral_norm(layer)
+        return wrap[how](nn.Linear(WIDTH, WIDTH))
 
 
 def block(draw: random.Random, depth: int) -> nn.Module:
     """A module that keeps the width."""
-    small = (
-        "linear",
-        "activation",
-        "norm",
-        "batch norm",
-        "twice",
-        "clipped",
-        "running",
-        "computed",
-        "edits",
-    )
-    kind = draw.choice(
-        small
-        + (("sequence", "residual", "branches", "checkpoint", "checkpoint") * 2 if depth else ())
-    )
-    found: nn.Module
-    if kind == "linear":
-        found = nn.Linear(WIDTH, WIDTH, bias=draw.random() < 0.7)
-    elif kind == "activation":
-        found = draw.choice((nn.Tanh, nn.Softplus, nn.GELU))()
-    elif kind == "norm":
-        found = nn.LayerNorm(WIDTH)
-    elif kind == "batch norm":
-        found = nn.BatchNorm1d(WIDTH)
-    elif kind == "twice":
-        found = Twice(draw.random() < 0.5)
-    elif kind == "clipped":
-        found = Clipped()
-    elif kind == "running":
-        found = Running(draw.random() < 0.5)
-    elif kind == "edits":
-        found = Edits(draw.choice(("decay", "renew", "bound")))
-    elif kind == "computed":
-        found = normed(draw)
-    elif kind == "sequence":
-        found = nn.Sequential(*[block(draw, depth - 1) for _ in range(draw.randrange(1, 4))])
-    elif kind == "residual":
-        found = Residual(block(draw, depth - 1))
-    elif kind == "branches":
-        found = Branches([block(draw, depth - 1) for _ in range(draw.randrange(1, 4))])
-    else:
-        found = Checkpointed(block(draw, depth - 1), draw.random() < 0.5)
+    kinds: dict[str, Callable[[], nn.Module]] = {
+        "linear": lambda: nn.Linear(WIDTH, WIDTH, bias=draw.random() < 0.7),
+        "activation": lambda: draw.choice((nn.Tanh, nn.Softplus, nn.GELU))(),
+        "norm": lambda: nn.LayerNorm(WIDTH),
+        "batch norm": lambda: nn.BatchNorm1d(WIDTH),
+        "twice": lambda: Twice(draw.random() < 0.5),
+        "clipped": Clipped,
+        "running": lambda: Running(draw.random() < 0.5),
+        "computed": lambda: normed(draw),
+        "edits": lambda: Edits(draw.choice(("decay", "renew", "bound"))),
+    }
+    deep: dict[str, Callable[[], nn.Module]] = {
+        "sequence": lambda: nn.Sequential(*blocks()),
+        "residual": lambda: Residual(block(draw, depth - 1)),
+        "branches": lambda: Branches(blocks()),
+        "checkpoint": lambda: Checkpointed(block(draw, depth - 1), draw.random() < 0.5),
+    }
+
+    def blocks() -> list[nn.Module]:
+        return [block(draw, depth - 1) for _ in range(draw.randrange(1, 4))]
+
+    names = (*kinds, *((*deep, "checkpoint") * 2 if depth else ()))
+    found = (kinds | deep)[draw.choice(names)]()
     hook = draw.randrange(12)
     if hook == 0:
         found.register_forward_hook(scale_output)
@@ -242,19 +211,12 @@ def block(draw: random.Random, depth: int) -> nn.Module:
     return found
 
 
-def in_any_order(net: nn.Module, model: nn.Module) -> bool:
-    """Whether calls have backwards of their own: what a checkpoint leaves in buffers depends on
-    which runs first.
-
-    With one device, and here, the last call is the first to be run again. With several, upstream's
-    order of two calls changes from layer to layer: their nodes have the same numbers, because each
-    replica has a thread of its own, which counts from 0, and among equals the engine's queue has no
-    order.
+def recomputes_buffers(net: nn.Module, model: nn.Module) -> bool:
+    """Tell if a checkpoint finds buffers of its own forward, where upstream's first chunk finds the
+    master's of today (row B10): two forwards before one backward show that.
     """
-    held = any(
-        isinstance(m, Checkpointed) and any(True for _ in m.buffers()) for m in net.modules()
-    )
     devices: Any = model.device_ids
+    held = any(isinstance(m, Checkpointed) and [*m.buffers()] for m in net.modules())
     return held and len(devices) > 1
 
 
@@ -330,11 +292,7 @@ def run(seed: int, wrap: Wrap) -> Seen:
 
 
 def step(
-    draw: random.Random,
-    how: str,
-    net: nn.Module,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    draw: random.Random, how: str, net: nn.Module, model: nn.Module, optimizer: Any
 ) -> Iterator[tuple[str, Tensor]]:
     """One training step, or a forward without gradients."""
     rows, dtype = draw.choice((6, 8, 9, 11)), next(iter(net.parameters())).dtype
@@ -351,17 +309,14 @@ def step(
     # A graph keeps the weight that its forward used, where upstream's first chunk finds the next
     # one's (row B11).
     decays = any(isinstance(m, Edits) and m.how == "decay" for m in net.modules())
-    others = [model(x * 0.5).sin().mean()] if how == "twice" and not decays else []
-    if not in_any_order(net, model):
-        loss, others = sum(others, loss), []
+    if how == "twice" and not decays and not recomputes_buffers(net, model):
+        loss = loss + model(x * 0.5).sin().mean()
     if how == "penalty" and not reentrant:
         (slope,) = torch.autograd.grad(loss, x, create_graph=True)
         loss = loss + slope.square().sum()
     yield "output", out.detach().clone()
-    losses = [loss, *others]
-    for one in draw.sample(losses, len(losses)):
-        one.backward()
-    yield "loss", sum(losses).detach()
+    loss.backward()
+    yield "loss", loss.detach()
     if x.grad is not None:
         yield "gradient of x", x.grad
     for name, parameter in net.named_parameters():

@@ -1,0 +1,192 @@
+"""Gather: one value per chunk into one value.
+
+Upstream takes the kind of a gathered value from replica 0 alone, and iterates over types that it
+does not know. Here the values of all replicas are compared, and leaves come back as a list.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from raydp_parallel.batch import containers
+from raydp_parallel.batch.containers import ContainerKind, contents, kind_of
+from raydp_parallel.batch.packed import join_packed
+from raydp_parallel.batch.registry import joiner_of
+from raydp_parallel.devices.ambient import uncompiled
+from raydp_parallel.options import Scalars
+
+
+class _How(NamedTuple):
+    place: torch.device
+    dim: int
+    scalars: Scalars
+    weights: Sequence[float] | None
+
+
+def output_place(target: int | str | torch.device) -> torch.device:
+    """The driver's device that a ``target_device`` or ``output_device`` names.
+
+    Device ids are logical here, so on a driver without CUDA every index names the CPU, where the
+    module of such a driver lies.
+    """
+    if target == -1:
+        warnings.warn(
+            "Using -1 to represent CPU tensor is deprecated. Please use a "
+            'device object or string instead, e.g., "cpu".',
+            FutureWarning,
+            stacklevel=3,
+        )
+        return torch.device("cpu")
+    device = torch.device("cuda", target) if isinstance(target, int) else torch.device(target)
+    if device.type != "cpu" and not torch.cuda.is_available():
+        return torch.device("cpu")
+    if device.type == "cuda" and device.index is None:  # which torch's stubs leave out
+        return torch.device("cuda", torch.cuda.current_device())  # type: ignore[unreachable]
+    return device
+
+
+@uncompiled
+def gather(
+    outputs: Iterable[Any],
+    target_device: int | str | torch.device,
+    dim: int = 0,
+    *,
+    scalars: Scalars = "vector",
+    weights: Sequence[float] | None = None,
+) -> Any:
+    """Join what the replicas returned, leaf by leaf.
+
+    Tensors are concatenated; None stays None; other leaves (numbers, strings, arrays) become a list
+    with one entry per chunk. Containers, UserDicts, dataclasses and packed sequences are made
+    again, of replica 0's class; so are other iterables with tensors in them, if their class can be
+    called with a list of the parts.
+
+    Args:
+        outputs: One value per chunk.
+        target_device: Where the result goes; an int is a CUDA index.
+        dim: The dimension along which tensors are joined.
+        scalars: What 0-dim tensors become: a vector, with upstream's warning, or their mean.
+        weights: The rows of each chunk, by which a mean is weighted; None counts all alike.
+    """
+    outs = list(outputs)
+    if not outs:
+        raise ValueError("there is nothing to gather: expected one output per chunk, got none")
+    if scalars not in ("vector", "mean"):
+        raise ValueError(f"scalars={scalars!r}, expected 'vector' or 'mean'")
+    if weights is not None and len(weights) != len(outs):
+        raise ValueError(f"got {len(weights)} weights for {len(outs)} chunks")
+    return _join(outs, _How(output_place(target_device), dim, scalars, weights), "output")
+
+
+def _join(outs: list[Any], how: _How, path: str) -> Any:
+    joiners = [joiner_of(out) for out in outs]
+    if joiners[0] is not None and None not in joiners:
+        return joiners[0](outs, how.place, how.dim)
+    if any(joiners):
+        raise _unlike(outs, path)
+    kinds = {_output_kind(out, path) for out in outs}
+    classes = {type(out) for out in outs} if kinds == {ContainerKind.FIELDS} else {None}
+    if kinds == {ContainerKind.NONE}:
+        return None
+    if kinds <= {ContainerKind.NONE, ContainerKind.LEAF}:
+        return outs
+    if len(kinds) > 1 or len(classes) > 1:
+        raise _unlike(outs, path)
+    (kind,) = kinds
+    if kind is ContainerKind.TENSOR:
+        return _join_tensors(outs, how)
+    if kind is ContainerKind.PACKED:
+        return join_packed(outs, _join_tensors([out.data for out in outs], how._replace(dim=0)))
+    return _join_parts(outs, kind, how, path)
+
+
+def _join_tensors(tensors: Sequence[Tensor], how: _How) -> Tensor:
+    """One tensor of all, in the first one's dtype, as upstream's C++ allocates it."""
+    scalars = all(tensor.dim() == 0 for tensor in tensors)
+    if scalars and how.scalars == "vector" and how.dim == 0:
+        warnings.warn(
+            "Was asked to gather along dimension 0, but all "
+            "input tensors were scalars; will instead unsqueeze "
+            "and return a vector. "
+            "Options(scalars='mean') makes one number of it, as a loss has to be for backward.",
+            stacklevel=2,
+        )
+        tensors = [scalar.reshape(1) for scalar in tensors]
+    placed = [tensor.to(device=how.place, dtype=tensors[0].dtype) for tensor in tensors]
+    if scalars and how.scalars == "mean":
+        return _mean(torch.stack(placed), how.weights)
+    _check_shapes(tensors, how.dim)
+    return torch.cat(placed, how.dim)
+
+
+def _mean(scalars: Tensor, weights: Sequence[float] | None) -> Tensor:
+    if not (scalars.is_floating_point() or scalars.is_complex()):
+        scalars = scalars.to(torch.get_default_dtype())  # a mean of counts is no count
+    if weights is None or len({*weights}) == 1:  # an empty batch has chunks of no rows
+        return scalars.mean()
+    shares = [weight / sum(weights) for weight in weights]
+    return (scalars * torch.tensor(shares, dtype=scalars.dtype, device=scalars.device)).sum()
+
+
+def _check_shapes(tensors: Sequence[Tensor], dim: int) -> None:
+    """Compare all sizes but the one along ``dim``: torch.cat would let an empty 1-d tensor pass."""
+    expected = list(tensors[0].shape)
+    for index, tensor in enumerate(tensors):
+        shape = list(tensor.shape)
+        if not -len(shape) <= dim < len(shape):
+            raise IndexError(
+                f"Dimension out of range: input tensor at index {index} has shape {shape} and "
+                f"cannot be gathered along dim {dim}"
+            )
+        if len(shape) == len(expected):
+            expected[dim] = shape[dim]
+        if shape != expected:
+            raise RuntimeError(
+                f"Input tensor at index {index} has invalid shape {shape}, but expected {expected}"
+            )
+
+
+def _join_parts(outs: list[Any], kind: ContainerKind, how: _How, path: str) -> Any:
+    held = [contents(out, kind) for out in outs]
+    lengths = [len(parts) for parts in held]
+    if len({*lengths}) > 1 and kind is ContainerKind.MAPPING:
+        raise ValueError("All dicts must have the same number of keys")
+    if len({*lengths}) > 1:
+        seen = ", ".join(map(str, lengths))
+        raise ValueError(f"{path}: replicas returned different numbers of items: {seen}")
+    parts = {}
+    for key in held[0]:
+        parts[key] = _join([other[key] for other in held], how, path + containers.step(kind, key))
+    try:
+        return containers.container_like(outs[0], kind, parts)
+    except Exception:
+        if kind is ContainerKind.ITERABLE:  # the class cannot be made of its parts
+            return outs
+        raise
+
+
+def _output_kind(out: Any, path: str) -> ContainerKind:
+    """As `kind_of`, with iterables, which upstream joins but does not split."""
+    if isinstance(out, torch.Size):  # a tuple of numbers that can hold nothing else
+        return ContainerKind.LEAF
+    kind = kind_of(out)
+    if kind is not ContainerKind.LEAF or not containers.iterates_over_tensors(out):
+        return kind
+    if isinstance(out, (set, frozenset)) and len(out) > 1:
+        # tensors hash by address, so they cannot be matched
+        raise ValueError(
+            f"{path}: a set of {len(out)} tensors has no order to gather by; return a list or dict"
+        )
+    return ContainerKind.ITERABLE
+
+
+def _unlike(outs: list[Any], path: str) -> ValueError:
+    named = ["None" if out is None else f"a {type(out).__name__}" for out in outs]
+    seen = [f"replica {index} {name}" for index, name in enumerate(named[1:], 1)]
+    text = ", ".join([f"replica 0 returned {named[0]}", *seen])
+    return ValueError(f"{path}: {text}; all replicas have to return the same kind of value")

@@ -1,0 +1,245 @@
+"""Scatter: one value into one value per chunk.
+
+Upstream splits each tensor by itself and zips the pieces, so arguments of different sizes lose rows
+silently (pytorch#7358, #31460). Here each cut is noted, and cuts that disagree raise an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raydp_parallel.batch import containers
+from raydp_parallel.batch.containers import ContainerKind, contents, kind_of
+from raydp_parallel.batch.packed import ranks_of, sequences, take
+from raydp_parallel.batch.registry import splitter_of, takes_sizes
+from raydp_parallel.devices.ambient import uncompiled
+
+Cut = int | list[int]
+"""The most chunks, of one size, or the size of each chunk."""
+
+ChunkSizes = Callable[[int], list[int]]
+"""The rows of each chunk, for a number of rows."""
+
+
+class Scatter(torch.autograd.Function):
+    """Chunks of a tensor, as views; differentiable any number of times."""
+
+    @staticmethod
+    def forward(ctx: Any, cut: Cut, dim: int, tensor: Tensor) -> tuple[Tensor, ...]:
+        # A chunk without a gradient must not arrive as zeros: all of them may have none.
+        ctx.set_materialize_grads(False)
+        views = _views(tensor, cut, dim)
+        ctx.dim, ctx.sizes = dim, [view.shape for view in views]
+        return views
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, Tensor | None]:
+        known = next((grad for grad in grads if grad is not None), None)
+        if known is None:
+            return None, None, None
+        pairs = zip(grads, ctx.sizes, strict=True)
+        whole = [known.new_zeros(size) if grad is None else grad for grad, size in pairs]
+        return None, None, torch.cat(whole, ctx.dim)
+
+
+def _views(tensor: Tensor, cut: Cut, dim: int) -> tuple[Tensor, ...]:
+    return tensor.chunk(cut, dim) if isinstance(cut, int) else tensor.split(cut, dim)
+
+
+def weighted_sizes(rows: int, chunks: int, weights: Sequence[float]) -> list[int]:
+    """The rows of each chunk, in proportion to weights and at least one; there are fewer chunks
+    than weights where there are fewer rows.
+    """
+    if rows == 0:
+        return [0] * chunks
+    weights = [weight / max(weights) for weight in weights[: min(chunks, rows)]]
+    shares = [rows * (weight / math.fsum(weights)) for weight in weights]
+    sizes = [max(1, int(share)) for share in shares]
+    while sum(sizes) != rows:  # at most once for each chunk
+        more = sum(sizes) < rows
+        lacking = [share - size for share, size in zip(shares, sizes, strict=True)]
+        chosen = [i for i, size in enumerate(sizes) if more or size > 1]
+        sizes[(max if more else min)(chosen, key=lacking.__getitem__)] += 1 if more else -1
+    return sizes
+
+
+class _Plan:
+    """How values are cut, and the cuts made so far: path, size (None if a rule cut it), chunks."""
+
+    def __init__(self, chunks: int, dim: int, sizes: ChunkSizes | None = None) -> None:
+        if not chunks:
+            raise RuntimeError("Expected at least one device to scatter to")
+        self.chunks = chunks
+        self.dim = dim
+        self.sizes = sizes
+        self.cuts: list[tuple[str, int | None, int]] = []
+
+    def even(self, rows: int) -> list[int]:
+        """The rows of each chunk as `torch.chunk` cuts them."""
+        return [len(part) for part in torch.empty(rows, device="meta").chunk(self.chunks)]
+
+    def note(self, path: str, size: int | None, pieces: Sequence[Any]) -> Sequence[Any]:
+        """Note the cut of a value, and return its pieces."""
+        self.cuts.append((path, size, len(pieces)))
+        return pieces
+
+    def views(self, tensor: Tensor, dim: int) -> tuple[Tensor, ...]:
+        """Cut a tensor."""
+        cut = self.chunks if self.sizes is None else self.sizes(tensor.size(dim))
+        if tensor.requires_grad and torch.is_grad_enabled():
+            pieces: tuple[Tensor, ...] = Scatter.apply(cut, dim, tensor)
+            return pieces
+        return _views(tensor, cut, dim)
+
+    def agreed(self, unequal: Callable[[str], object] | None = None) -> int:
+        """The number of chunks, which all cuts must have in common; without any, a copy for each
+        device.
+        """
+        counts = {chunks for _, _, chunks in self.cuts}
+        cuts = "; ".join(
+            f"{path}: {'' if size is None else f'size {size}, '}{n} chunk{'s' * (n != 1)}"
+            for path, size, n in self.cuts
+        )
+        if len(counts) > 1:
+            raise ValueError(
+                f"arguments split into different numbers of chunks along dim {self.dim} over "
+                f"{self.chunks} devices, so rows would be lost: {cuts}. Give all of them one size; "
+                "what every replica needs whole may be a 0-dim tensor or no tensor at all."
+            )
+        if len({size for _, size, _ in self.cuts} - {None}) > 1:
+            if self.sizes is not None:
+                raise ValueError(
+                    f"arguments have different sizes along dim {self.dim}, so chunk_weights would "
+                    f"not pair their rows: {cuts}. Give all of them one size"
+                )
+            if unequal is not None:
+                unequal(cuts)
+        return counts.pop() if counts else self.chunks
+
+
+@uncompiled
+def scatter(inputs: Any, target_gpus: Sequence[Any], dim: int = 0) -> Any:
+    """Split the tensors in a nested value into chunks, views on their own device; other values go
+    to every chunk.
+
+    Tensors are split as ``torch.chunk`` does, so there may be fewer chunks than devices; 0-dim
+    tensors go to every chunk. Containers, UserDicts and dataclasses are copied for each chunk,
+    packed sequences split by sequence. Of ``target_gpus`` only the number matters. As upstream, a
+    tensor gives a tuple of chunks, all else a list.
+    """
+    plan = _Plan(len(target_gpus), dim)
+    pieces = _split(inputs, plan, "inputs")
+    plan.agreed()  # raises where rows would be lost
+    return tuple(pieces) if isinstance(inputs, Tensor) else list(pieces)
+
+
+@uncompiled
+def scatter_kwargs(
+    inputs: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    target_gpus: Sequence[Any],
+    dim: int = 0,
+    *,
+    unequal: Callable[[str], object] | None = None,
+    sizes: ChunkSizes | None = None,
+) -> tuple[tuple[Any, ...], tuple[dict[str, Any], ...]]:
+    """Split positional and keyword arguments together, as `scatter`, so that both results have one
+    entry per chunk, or none if there are no arguments at all.
+
+    ``unequal`` is called with a text if arguments have different sizes. ``sizes`` gives the rows of
+    each chunk, for a number of rows; all arguments must have one size then.
+    """
+    if not inputs and not kwargs:
+        return (), ()
+    plan = _Plan(len(target_gpus), dim, sizes)
+    positional = _split(inputs, plan, "inputs") if inputs else [()] * plan.chunks
+    keyword = _split(kwargs, plan, "kwargs") if kwargs else [{} for _ in range(plan.chunks)]
+    chunks = plan.agreed(unequal)
+    return tuple(positional[:chunks]), tuple(keyword[:chunks])
+
+
+def rows(inputs: Any, kwargs: Any, dim: int, otherwise: Any = 0) -> Any:
+    """How many rows a chunk has: the size along ``dim`` of its first tensor that has one."""
+    return next(sizes((inputs, kwargs), dim), otherwise)
+
+
+def sizes(value: Any, dim: int) -> Iterator[int]:
+    """The sizes of a chunk's tensors along the dimension along which the batch was split."""
+    kind = kind_of(value)
+    if kind is ContainerKind.TENSOR and -value.dim() <= dim < value.dim():
+        yield value.size(dim)
+    elif kind is ContainerKind.PACKED:
+        yield sequences(value)
+    for part in contents(value, kind).values():
+        yield from sizes(part, dim)
+
+
+def _split(value: Any, plan: _Plan, path: str) -> Sequence[Any]:
+    rule = splitter_of(value)
+    if rule is not None:
+        return plan.note(path, None, _split_by_rule(rule, plan, path))
+    kind = kind_of(value)
+    if kind is ContainerKind.TENSOR:
+        return _split_tensor(value, plan, path)
+    if kind is ContainerKind.PACKED:
+        pieces = [take(value, ranks) for ranks in plan.views(ranks_of(value), 0)]
+        return plan.note(path, sequences(value), pieces)
+    return _split_parts(value, kind, plan, path)
+
+
+def _split_by_rule(rule: Callable[..., Sequence[Any]], plan: _Plan, path: str) -> Sequence[Any]:
+    extra: dict[str, Any] = {}
+    if takes_sizes(rule):
+        extra["sizes"] = plan.sizes or plan.even
+    elif plan.sizes is not None:
+        raise ValueError(
+            f"{path} is split by a rule of its class that takes no sizes, so it cannot be split "
+            "with chunk_weights: give the rule a parameter sizes, a function from a number of rows "
+            "to the rows of each chunk"
+        )
+    pieces = list(rule(plan.chunks, plan.dim, **extra))
+    if not 1 <= len(pieces) <= plan.chunks:
+        raise ValueError(
+            f"{path} was split by its own rule into {len(pieces)} chunks, "
+            f"expected 1 to {plan.chunks}"
+        )
+    return pieces
+
+
+def _split_tensor(tensor: Tensor, plan: _Plan, path: str) -> Sequence[Any]:
+    dims = tensor.dim()
+    if dims == 0:
+        return [tensor] * plan.chunks
+    if not -dims <= plan.dim < dims:
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of [{-dims}, {dims - 1}], but got "
+            f"{plan.dim}): {path} has shape {tuple(tensor.shape)} and cannot be split along dim "
+            f"{plan.dim}"
+        )
+    return plan.note(path, tensor.size(plan.dim), plan.views(tensor, plan.dim))
+
+
+def _split_parts(value: Any, kind: ContainerKind, plan: _Plan, path: str) -> Sequence[Any]:
+    parts, before = contents(value, kind), len(plan.cuts)
+    split = [_split(part, plan, path + containers.step(kind, key)) for key, part in parts.items()]
+    is_plain = isinstance(value, (dict, list, tuple))
+    if not parts or (not is_plain and len(plan.cuts) == before):
+        # nothing to split: an object without tensors is passed on as it is
+        return [value] * plan.chunks
+    pieces = []
+    # Parts with a cut have the agreed number of pieces, or `agreed` will raise; other parts have
+    # one copy per device. So ending with the shortest drops copies, never rows.
+    for chunk in zip(*split, strict=False):
+        if kind is ContainerKind.SEQUENCE and not containers.is_namedtuple(value):
+            # subclasses become plain, as upstream
+            pieces.append(chunk if isinstance(value, tuple) else list(chunk))
+        else:
+            pieces.append(
+                containers.container_like(value, kind, dict(zip(parts, chunk, strict=True)))
+            )
+    return pieces

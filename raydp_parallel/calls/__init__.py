@@ -1,1 +1,0 @@
-"""One forward and one backward, seen from the driver."""

@@ -1,0 +1,273 @@
+"""Three ways to call a replica: over a socket on this machine, by Ray, and in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import select
+import signal
+import socket
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from raydp_parallel.cluster import ray_api
+from raydp_parallel.devices import threads
+from raydp_parallel.devices.cuda import Hello
+from raydp_parallel.replica.actor import fetched
+from raydp_parallel.replica.server import ReplicaServer
+from raydp_parallel.wire.channel import Channel
+from raydp_parallel.wire.flat import Flat, flat, unflat
+
+_CPU = torch.device("cpu")
+_OWN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors that say what this process lacks, and are no sign of a death."""
+_GRACE = 0.5
+"""Seconds in which Ray may end a process; it takes 50 ms."""
+_CAUSE = 5.0
+"""Seconds that Ray may take to say why a process ended."""
+
+
+class Gone(Exception):
+    """The replica is gone, by a cause as far as it is known at once."""
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+
+class _Counting:
+    """Counts bytes of tensors that were sent and received."""
+
+    sent = received = 0
+
+    def moved(self) -> tuple[int, int]:
+        """Return both numbers."""
+        return self.sent, self.received
+
+
+class ActorClient(_Counting):
+    """An actor; its life is the Ray call that lasts as long as it does."""
+
+    def __init__(self, actor: Any, hello: Hello, life: Any) -> None:
+        self.actor, self.hello, self._life = actor, hello, life
+        self._in_session: Callable[[], bool] = ray_api.Session().alive
+
+    def deliver(self, number: int, ref: Any) -> None:
+        """Let Ray bring an object of its store for a request that names the number."""
+        self.actor.deliver.remote(number, [ref])  # in a list: Ray would wait with the call for it
+
+    def show(self, text: str) -> None:
+        """Let the dashboard show a text as the replica's work."""
+        if self._in_session():
+            self.actor.work.options(name=text).remote(text)
+
+    def cause(self) -> str | None:
+        """Ask Ray why the process ended; None if it runs, or nobody knows.
+
+        Waits outside of Ray, which ends a program that leaves while one of its threads is inside.
+        """
+        begun = time.monotonic()
+        while self._in_session() and ray_api.late([self._life]):
+            if time.monotonic() > begun + (_GRACE if self.alive() else _CAUSE):
+                return None
+            time.sleep(ray_api.TURN / 10)
+        try:
+            if self._in_session():
+                ray_api.get(self._life)
+        except ray_api.RayError as error:
+            return ray_api.in_short(error)
+        return None
+
+    def alive(self) -> bool:
+        """Tell if it still runs, without waiting."""
+        return self._in_session() and bool(ray_api.late([self._life]))
+
+    def close(self) -> None:
+        """Hang up: there is nothing to hang up."""
+
+    def kill(self) -> None:
+        """Hang up, and let Ray end the process."""
+        self.close()
+        if self._in_session():
+            ray_api.kill(self.actor)
+
+    end = kill
+
+
+class NearClient(ActorClient):
+    """A replica of this machine, called over a socket."""
+
+    def __init__(self, actor: Any, hello: Hello, life: Any, sock: socket.socket) -> None:
+        super().__init__(actor, hello._replace(near=True), life)
+        self._channel = Channel(sock)
+        self._socket: int | None = sock.fileno()
+        self._process = os.pidfd_open(hello.pid)
+        weakref.finalize(self, os.close, self._process).atexit = False
+        self._end, self._poll = select.poll(), select.poll()
+        self._end.register(self._process, select.POLLIN)
+        # Children of a replica may hold its end of the socket open when it has ended.
+        self._poll.register(self._process, select.POLLIN)
+        self._poll.register(sock, select.POLLIN)
+
+    def moved(self) -> tuple[int, int]:
+        """Return both numbers."""
+        return self._channel.sent, self._channel.received
+
+    @contextlib.contextmanager
+    def _line(self) -> Iterator[None]:
+        """Hang up if a frame cannot be carried as a whole: another process takes over."""
+        try:
+            if self._socket is None:
+                raise Gone("its line was cut")
+            yield
+        except (EOFError, OSError) as error:
+            if isinstance(error, TimeoutError) or getattr(error, "errno", None) in _OWN:
+                raise
+            self.close()
+            raise Gone("its process ended") from error
+        except KeyboardInterrupt:
+            self.close()
+            raise
+
+    def send(self, request: Any) -> None:
+        """Send a request; raises `Gone`."""
+        with self._line():
+            self._channel.send(request)
+
+    def receive(self, timeout: float | None) -> Any:
+        """Return the next answer, in the order of requests; raises `Gone` and `TimeoutError`."""
+        if self.hello.device == "cpu":
+            threads.rest()  # the replica computes on the same cores
+        # Ctrl-C may come here: the answer is still owed then.
+        ready = self._poll.poll(None if timeout is None else timeout * 1e3)
+        with self._line():
+            if not ready:
+                raise TimeoutError(f"no answer within call_timeout={timeout} s")
+            if all(fd != self._socket for fd, _ in ready):
+                raise EOFError
+            return self._channel.receive()
+
+    def alive(self) -> bool:
+        """Tell if it still runs, without waiting."""
+        return not self._end.poll(0)
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._socket is not None:
+            self._socket = None
+            self._channel.close()
+
+    def end(self) -> None:
+        """End the process: by Ray, which reports others' kills to the user as accidents. Ray takes
+        5 s for a stopped process.
+        """
+        self.kill()
+        if not self._end.poll(_GRACE * 1e3):
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+
+
+class FarClient(ActorClient):
+    """A replica of another machine, or of another user, called through Ray."""
+
+    def __init__(self, actor: Any, hello: Hello, life: Any) -> None:
+        super().__init__(actor, hello, life)
+        self._refs: deque[Any] = deque()
+
+    def send(self, request: Any) -> None:
+        """Send a request; raises `Gone`."""
+        if not self._in_session():  # a call would start another cluster
+            raise Gone("the Ray cluster was left")
+        parts = flat(request)
+        self.sent += parts[2].nbytes
+        self._refs.append(self.actor.answer.remote(*parts))
+
+    def receive(self, timeout: float | None) -> Any:
+        """Return the next answer, in the order of requests; raises `Gone` and `TimeoutError`."""
+        if not self._in_session():
+            raise Gone("the Ray cluster was left")
+        try:
+            found: Flat = ray_api.get(self._refs[0], timeout)
+        except TimeoutError as error:
+            raise TimeoutError(f"no answer within call_timeout={timeout} s") from error
+        except ray_api.TaskError:
+            self._refs.popleft()
+            raise
+        except ray_api.RayError as error:
+            raise Gone(ray_api.in_short(error)) from error
+        self._refs.popleft()
+        self.received += found[2].nbytes
+        return unflat(found, _CPU)
+
+
+class InProcessClient(_Counting):
+    """A replica in this process, which answers at once. For debuggers."""
+
+    def __init__(self, index: int) -> None:
+        self.hello = Hello(os.getpid(), "driver", "cpu")
+        self._server = ReplicaServer(_CPU, index)
+        self._answers: deque[Flat] = deque()
+
+    def send(self, request: Any) -> None:
+        """Answer a request, and leave the driver's generators and modes as they were."""
+        with _isolated():
+            message = flat(request)
+            self.sent += message[2].nbytes
+            self._answers.append(flat(self._server.answer(unflat(message, _CPU))))
+            self.received += self._answers[-1][2].nbytes
+            self._server.settle()
+
+    def receive(self, timeout: float | None) -> Any:
+        """Return the next answer."""
+        return unflat(self._answers.popleft(), _CPU)
+
+    def deliver(self, number: int, ref: Any) -> None:
+        """Fetch an object of Ray's store for a request that names the number."""
+        self._server.deliver(number, fetched(ref))
+
+    def alive(self) -> bool:
+        """Say yes."""
+        return True
+
+    def show(self, text: str) -> None:
+        """Show nothing: no dashboard lists these replicas."""
+
+    def cause(self) -> None:
+        """Know of no death."""
+
+    def close(self) -> None:
+        """Do nothing: it ends with its last reference."""
+
+    end = close
+
+
+@contextlib.contextmanager
+def _isolated() -> Iterator[None]:
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.inference_mode(False):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+Client = NearClient | FarClient | InProcessClient
+
+
+def end_all(clients: Iterable[Client]) -> None:
+    """End processes, all at once."""
+    chosen = [*clients]
+    for client in chosen:
+        if isinstance(client, ActorClient):
+            client.kill()
+    for client in chosen:
+        client.end()

@@ -1,0 +1,240 @@
+"""Starts replicas as Ray actors, under names such as ``raydp:train:2@cuda:1``, and meets them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from raydp_parallel.cluster import ray_api
+from raydp_parallel.cluster.clients import Client, FarClient, InProcessClient, NearClient, end_all
+from raydp_parallel.cluster.placement import (
+    DevicePlace,
+    Hold,
+    Holds,
+    Places,
+    booked,
+    for_cpus,
+    no_room,
+)
+from raydp_parallel.devices.ambient import environment
+from raydp_parallel.devices.cuda import Hello
+from raydp_parallel.devices.threads import MALLOC
+from raydp_parallel.errors import PlacementError
+from raydp_parallel.options import Options
+from raydp_parallel.replica.actor import ReplicaActor, peer, versions
+
+log = logging.getLogger("raydp_parallel")
+
+Cancelled = Callable[[], bool] | None
+"""Whether a start in the background is not needed any more; None if the user waits for it."""
+
+_BETWEEN_LOOKS = 1.0
+"""Seconds between two checks for nodes that are about to end; each is a call to Ray."""
+
+
+class Starter:
+    """Starts the replicas of one executor, in the cluster that is connected now.
+
+    Args:
+        name: The executor's.
+        options: The resources to book, and how long to wait.
+        ranks: The numbers of the places that are known already.
+    """
+
+    def __init__(self, name: str, options: Options, ranks: Mapping[DevicePlace, int]) -> None:
+        ray_api.connect()
+        self.alive = ray_api.Session().alive
+        self._name, self._options, self._ranks = name, options, {**ranks}
+        self._holds = Holds(name, options)
+        self._warned: set[str] = set()
+        self._leaving: frozenset[str] = frozenset()
+        self._next_look = 0.0
+        machines = ray_api.nodes()
+        computing = for_cpus(machines, options) or machines
+        self._nodes, self._machines = len(computing), len({node.address for node in computing})
+        self._told = int(min(node.total.get("CPU", 1) for node in computing))
+        self._cores = 0
+
+    def threads(self, chunks: int) -> int | None:
+        """Return torch's threads for each of so many chunks on CPUs: a share of the cores.
+
+        A function of the call alone: a chunk's bits must not depend on the replica that runs it.
+        """
+        if self._options.threads:
+            return self._options.threads
+        share = self._told // -(-chunks // self._nodes)
+        if self._cores:
+            share = min(share, self._cores // -(-chunks // self._machines))
+        return max(1, share)
+
+    def leaving(self) -> frozenset[str]:
+        """Return the nodes that are known to end soon, as of the last second."""
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + _BETWEEN_LOOKS
+            self._leaving = ray_api.draining()
+        return self._leaving
+
+    def start(self, wanted: Places, cancelled: Cancelled = None) -> dict[DevicePlace, Client]:
+        """Start a replica in each place, or raise `PlacementError`; with ``elastic`` in some.
+
+        A place keeps its part of the cluster, also for its next replica, until it is released.
+        """
+        timeout = self._options.placement_timeout
+        begun = time.monotonic()
+        said = begun + 5
+
+        def over() -> bool:
+            nonlocal said
+            now = time.monotonic()
+            if cancelled is None and now >= said:
+                said = now + 10
+                log.warning("waiting for replicas to be placed and to start (%.0f s)", now - begun)
+            return now >= begun + timeout or (cancelled is not None and cancelled())
+
+        def check_wanted() -> None:  # the cluster may be gone: a question would start another one
+            if cancelled is not None and cancelled():
+                raise PlacementError("this start is not needed any more")
+
+        actors: dict[DevicePlace, Any] = {}
+        clients: dict[DevicePlace, Client] = {}
+        try:
+            holds = self._holds.claim(wanted, over)
+            absent = [place for place in wanted if place not in holds]
+            if absent:
+                check_wanted()
+            if absent and not (self._options.elastic and holds):
+                raise no_room(wanted, absent, self._options)
+            for place in wanted:  # numbers are in the order of device_ids
+                if place in holds:
+                    actors[place] = self._create(place, holds[place])
+            hellos = {place: actor.hello.remote() for place, actor in actors.items()}
+            late = [*hellos.values()]
+            while late and not over():
+                if cancelled is not None:  # no thread is inside of Ray when the program leaves it
+                    time.sleep(ray_api.TURN / 4)
+                late = ray_api.late(late, ray_api.TURN if cancelled is None else 0.0)
+                if late and not ray_api.living().issuperset(h.node for h in holds.values()):
+                    break
+            if late:
+                check_wanted()
+                ids = [place.device_id for place, ref in hellos.items() if ref in late]
+                ended = {hold.node for hold in holds.values()} - ray_api.living()
+                why = (
+                    f"nodes ended: {', '.join(n[:8] for n in ended)}" if ended else "see their logs"
+                )
+                raise PlacementError(
+                    f"the replicas for device_ids {ids} were placed, but did not start within "
+                    f"placement_timeout={timeout:g} s; {why}"
+                )
+            for place, ref in hellos.items():
+                hello, theirs = ray_api.get(ref)
+                self._compare(place, theirs)
+                clients[place] = self._meet(actors[place], hello)
+                if hello.cores:  # how a call computes must not change when others join later
+                    self._cores = self._cores or hello.cores
+            return clients
+        except BaseException as error:
+            if self.alive():
+                end_all(clients.values())
+                for place, actor in actors.items():
+                    if place not in clients:
+                        ray_api.kill(actor)
+                self.release(wanted)
+            if isinstance(error, ray_api.RayError):
+                hint = "" if "'raydp_parallel'" not in str(error) else ": install it on every node"
+                raise PlacementError(f"a replica did not start{hint}: {error}") from error
+            raise
+
+    def _create(self, place: DevicePlace, hold: Hold) -> Any:
+        """Start an actor. Its name ends in a number if there is another of that name."""
+        needs = booked(place.kind, self._options)
+        rank = self._ranks.setdefault(place, len(self._ranks))
+        device = "cpu" if place.kind == "cpu" else f"cuda:{place.number}"
+        early = {**(MALLOC if place.kind == "cpu" else {}), **environment()}
+        options: dict[str, Any] = {"runtime_env": {"env_vars": early}} if early else {}
+        options["num_cpus"] = needs.pop("CPU", 0)
+        options["num_gpus"] = needs.pop("GPU", 0)
+        options["resources"] = needs
+        options["scheduling_strategy"] = ray_api.strategy(*hold)
+        for number in itertools.count(1):
+            name = f"raydp:{self._name}:{rank}@{device}" + (f"~{number}" if number > 1 else "")
+            try:
+                return ReplicaActor.options(name=name, **options).remote(place.kind, rank)  # type: ignore[attr-defined]
+            # another program of this namespace has it, or got it at the same moment
+            except ValueError as error:
+                if not re.search("already (taken|exists)", str(error)):
+                    raise
+        raise AssertionError("numbers do not end")
+
+    def _compare(self, place: DevicePlace, theirs: Mapping[str, str]) -> None:
+        """Refuse a replica with another version of this package; warn of another torch or NumPy."""
+        for name, mine in versions().items():
+            if theirs[name] == mine:
+                continue
+            text = (
+                f"the replica for device {place.device_id} has {name} {theirs[name]}, the driver "
+                f"has {name} {mine}"
+            )
+            if name == "raydp_parallel":
+                raise PlacementError(f"{text}: install the same on every node of the cluster")
+            if text not in self._warned:
+                self._warned.add(text)
+                log.warning("%s: results may differ by rounding", text)
+
+    def _meet(self, actor: Any, hello: Hello) -> Client:
+        """Choose how a replica is called: over a socket if it is on this machine, else by Ray."""
+        if hello.node == ray_api.here():
+            with socket.socket(socket.AF_UNIX) as listener:
+                # An abstract name leaves no file behind. The kernel says who connects.
+                name = f"raydp-{secrets.token_hex(16)}"
+                listener.bind(f"\0{name}")
+                listener.listen()
+                listener.settimeout(ray_api.TURN)
+                serving = actor.serve.remote(name)
+                while ray_api.late([serving]):
+                    try:
+                        sock, _ = listener.accept()
+                    except TimeoutError:
+                        continue
+                    if peer(sock) == (hello.pid, os.getuid()):
+                        sock.setblocking(True)
+                        return NearClient(actor, hello, serving, sock)
+                    sock.close()
+            why = ray_api.get(serving) or "its process is not the one that connected"
+            log.warning("a replica of this node is called through Ray, 1 ms for each call: %s", why)
+        return FarClient(actor, hello, actor.live.remote())
+
+    def release(self, wanted: Collection[DevicePlace] | None = None) -> None:
+        """Release the holds of some places, by default all."""
+        if self.alive():
+            self._holds.release(wanted)
+
+
+class LocalStarter:
+    """Starts replicas in this process; the methods are those of `Starter`."""
+
+    def __init__(self, name: str, options: Options, ranks: Mapping[DevicePlace, int]) -> None:
+        self._threads, self._ranks = options.threads, {**ranks}
+
+    def alive(self) -> bool:
+        return True
+
+    def threads(self, chunks: int) -> int | None:
+        return self._threads
+
+    def leaving(self) -> frozenset[str]:
+        return frozenset()
+
+    def start(self, wanted: Places, cancelled: Cancelled = None) -> dict[DevicePlace, Client]:
+        ranks = self._ranks
+        return {p: InProcessClient(ranks.setdefault(p, len(ranks))) for p in wanted}
+
+    def release(self, wanted: Collection[DevicePlace] | None = None) -> None:
+        pass

@@ -1,0 +1,259 @@
+"""The caller's ambient torch state, captured in the driver and entered in a replica (row A8)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
+_NAMES = {dtype: str(dtype)[6:] for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+class CallContext(NamedTuple):
+    """State that torch code may depend on besides its arguments.
+
+    Attributes:
+        grad: Grad mode.
+        inference: Inference mode.
+        autocast: For each device type: enabled, dtype's name.
+        autocast_cache: Whether autocast caches its casts.
+        anomaly: Anomaly mode, and whether it checks for NaN.
+        flags: Process-wide settings, see ``_FLAGS``.
+    """
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[bool, str], ...]
+    autocast_cache: bool
+    anomaly: tuple[bool, bool]
+    flags: tuple[Any, ...]
+
+
+class _Flag(NamedTuple):
+    """One process-wide setting: how to read it, and how to set it."""
+
+    read: Any
+    write: Any
+
+
+def _set_default_dtype(name: str) -> None:
+    torch.set_default_dtype(getattr(torch, name))
+
+
+_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
+"""The variable that torch reads before each matrix product if algorithms have to be
+deterministic.
+"""
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables that torch reads when its library is loaded. Set later they do nothing, or end the
+start of CUDA, because torch's allocator is another one by then.
+"""
+
+VARIABLES = (
+    _WORKSPACES,
+    "CUBLASLT_WORKSPACE_SIZE",
+    "CUDA_LAUNCH_BLOCKING",
+    "NVIDIA_TF32_OVERRIDE",
+    *ALLOCATOR,
+)
+"""Variables of the environment that control how a process computes on a GPU. A replica inherits
+those of its node, which may differ from the driver's, so it is given the driver's."""
+
+
+def environment() -> dict[str, str]:
+    """The variables among `VARIABLES` that are set in this process, for a replica that starts."""
+    return _set_among(VARIABLES)
+
+
+def environment_at_load() -> dict[str, str]:
+    """The variables among `ALLOCATOR` that are set in this process: a replica's process that is to
+    use a GPU has to begin with them.
+    """
+    return _set_among(ALLOCATOR)
+
+
+def _set_among(names: Sequence[str]) -> dict[str, str]:
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def _deterministic() -> tuple[bool, bool, str]:
+    on = torch._C._get_deterministic_algorithms()
+    return (
+        on,
+        torch._C._get_deterministic_algorithms_warn_only(),
+        os.environ.get(_WORKSPACES, "") if on else "",
+    )
+
+
+def _set_deterministic(value: tuple[bool, bool, str]) -> None:
+    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
+    if value[2]:
+        os.environ[_WORKSPACES] = value[2]
+
+
+def _older(read: Callable[[], Any], write: Callable[[Any], None]) -> _Flag:
+    """A precision setting of torch's older interface, which raises when it is read after the newer
+    interface was used.
+    """
+
+    def read_if_told() -> Any:
+        try:
+            return read()
+        except RuntimeError:
+            return None
+
+    return _Flag(read_if_told, lambda value: write(value) if value is not None else None)
+
+
+def _pair(name: str) -> list[_Flag]:
+    """A setting of one value or, in newer versions of torch, of two; an empty list where torch does
+    not have it.
+    """
+    read: Any = getattr(torch._C, f"_get_{name}", None)
+    write: Any = getattr(torch._C, f"_set_{name}", None)
+    if read is None or write is None:
+        return []
+    return [_Flag(read, lambda value: write(*value) if isinstance(value, tuple) else write(value))]
+
+
+def _precisions() -> list[_Flag]:
+    """The precision of float32 products in torch's newer interface, which the older interface does
+    not report.
+    """
+    read: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
+    write: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
+    if read is None:
+        return []
+    operations = [
+        (backend, op) for backend in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")
+    ]
+    # The general setting comes first: an operation without a setting of its own follows it.
+    return [
+        _Flag(functools.partial(read, *which), functools.partial(write, *which))
+        for which in (("generic", "all"), *operations)
+    ]
+
+
+_FLAGS = (
+    _Flag(lambda: _NAMES[torch.get_default_dtype()], _set_default_dtype),
+    _Flag(_deterministic, _set_deterministic),
+    _older(torch._C._get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    # Read from the functions that `torch.backends` calls: the properties take ten times as long.
+    _Flag(torch._C._get_cudnn_enabled, functools.partial(setattr, torch.backends.cudnn, "enabled")),
+    _Flag(
+        torch._C._get_cudnn_benchmark, functools.partial(setattr, torch.backends.cudnn, "benchmark")
+    ),
+    _Flag(
+        torch._C._get_cudnn_deterministic,
+        functools.partial(setattr, torch.backends.cudnn, "deterministic"),
+    ),
+    _older(torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
+    _Flag(torch._C._get_flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    _Flag(torch._C._get_mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    _Flag(torch._C._get_math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    _Flag(torch._C._get_cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    *_pair("cublas_allow_fp16_reduced_precision_reduction"),
+    *_pair("cublas_allow_bf16_reduced_precision_reduction"),
+    *_pair("cublas_allow_fp16_accumulation"),
+    *_precisions(),  # last, because the older settings change these as well
+)
+
+_READS = [flag.read for flag in _FLAGS]
+
+
+def capture() -> CallContext:
+    """The caller's state, now."""
+    autocast = [
+        (torch.is_autocast_enabled(device), _NAMES[torch.get_autocast_dtype(device)])
+        for device in _AUTOCAST_DEVICES
+    ]
+    return CallContext(
+        grad=torch.is_grad_enabled(),
+        inference=torch.is_inference_mode_enabled(),
+        autocast=tuple(autocast),
+        autocast_cache=torch.is_autocast_cache_enabled(),
+        anomaly=(torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        flags=_flags(),
+    )
+
+
+def enter(context: CallContext) -> contextlib.AbstractContextManager[Any]:
+    """Run a block under the caller's state. Process-wide settings stay set, because the next call
+    most often has the same.
+    """
+    if _flags() != context.flags:
+        for flag, value in zip(_FLAGS, context.flags, strict=True):
+            if flag.read() != value:
+                flag.write(value)
+    wanted = [enabled for enabled, _ in context.autocast]
+    current = [torch.is_autocast_enabled(device) for device in _AUTOCAST_DEVICES]
+    if True in wanted or True in current or context.inference or context.anomaly[0]:
+        return _enter_all(context)
+    return torch.set_grad_enabled(context.grad)
+
+
+@contextlib.contextmanager
+def _enter_all(context: CallContext) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(context.inference))
+        stack.enter_context(torch.set_grad_enabled(context.grad and not context.inference))
+        for device, (enabled, dtype) in zip(_AUTOCAST_DEVICES, context.autocast, strict=True):
+            kind, cache = getattr(torch, dtype), context.autocast_cache
+            stack.enter_context(torch.autocast(device, kind, enabled, cache_enabled=cache))
+        if context.anomaly[0]:
+            stack.enter_context(
+                torch.autograd.set_detect_anomaly(True, check_nan=context.anomaly[1])
+            )
+        yield
+
+
+def _flags() -> tuple[Any, ...]:
+    return tuple([read() for read in _READS])
+
+
+_NO_TRANSFORMS = (
+    "transforms of torch.func (vmap, grad, jacrev, jvp for forward-mode derivatives) and batched "
+    "gradients (is_grads_batched=True, vectorize=True) do not reach into replicas, nor into those "
+    "of torch.nn.DataParallel: use torch.autograd without them, such as "
+    "torch.autograd.functional.jacobian or jvp, or the module itself"
+)
+
+
+def refuse_transforms() -> None:
+    """Raise an error inside of a transform of `torch.func`: the values that it computes with have
+    no bytes that could be sent, and what torch says of that names neither cause nor way out.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise NotImplementedError(_NO_TRANSFORMS)
+
+
+def refuse_batches(error: RuntimeError) -> None:
+    """Raise the same if an error says that gradients are batched: torch tells only as their bytes
+    are read.
+    """
+    if re.search("data pointer|inside of vmap|Batching rule", str(error)):
+        raise NotImplementedError(_NO_TRANSFORMS) from error
+
+
+def uncompiled(function: F) -> F:
+    """Make a function a graph break of `torch.compile`, without effect on what it calls, as
+    `torch.compiler.disable` does.
+
+    `torch.compiler.disable` imports the compiler, which takes seconds; here the same is set without
+    that import.
+    """
+    eval_frame = torch._C._dynamo.eval_frame
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function

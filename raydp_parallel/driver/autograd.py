@@ -1,0 +1,500 @@
+"""Connects torch's graph in the driver with the graphs in the replicas.
+
+  leaves ──► Fork ──► token ──► Join ──► output 0
+                        └─────► Join ──► output 1
+  grads  ◄── Fork ◄─────────── Join ◄── gradient
+
+In forward there is one Fork per call, and one Join per output. In backward the Joins put their
+gradients aside, and Fork, which the engine runs last, makes one trip for all of them.
+
+[Note: how long a remote graph lives]
+Exactly as long as torch would keep it. Each Join saves the token under hooks that pack it with the
+call's `GraphHandle`; when the engine or the garbage collector frees the saved tensor, the handle
+goes, and its end frees the remote graphs. The engine frees Join's saved tensor before it reaches
+Fork, so unpacking pins the handle until Fork has made its trip.
+
+[Note: higher orders]
+Under ``create_graph`` Fork's backward is itself a call with graphs in the replicas. Its leaves are
+the incoming gradients. The gradients that it passes to the graphs that it is derived from must be
+added there to those of their own outputs, in one run of the engine: a hook on a tensor inside the
+module is called once, with the sum. So a derived Fork makes a trip for the incoming gradients
+alone, if they are asked for, and passes on what it received to the Forks that it is derived from,
+which the engine runs after it because their tokens are among its inputs. Derived calls share nodes
+with the ones they came from: from then on neither lets torch free buffers in passing, and the
+handles free everything.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
+
+from raydp_parallel.cluster.replica_set import ReplicaSlot
+from raydp_parallel.devices import ambient
+from raydp_parallel.driver import gradients, groups
+from raydp_parallel.driver.dispatcher import (
+    ChunkCall,
+    RemoteGraph,
+    apply_warnings,
+    home_of,
+    raise_first,
+)
+from raydp_parallel.driver.executor import Executor, taken
+from raydp_parallel.driver.gradients import Share
+from raydp_parallel.errors import ExecutorClosed, ReplicaDied, StateChanged
+from raydp_parallel.options import UnusedGrads
+from raydp_parallel.state.mirror import Mark, Master, versions_of
+from raydp_parallel.wire.messages import Answer, BackwardRequest
+
+
+class Part(NamedTuple):
+    """One chunk of a call, as backward sees it.
+
+    Attributes:
+        graph: Its graph.
+        slot: The slot that it is for.
+        master: Its model.
+        mark: The model's tensors after the forward.
+        leaves: Which of the call's leaves its own are; None for those that were not reached.
+        first: Whether its writes come back.
+        where: The place that an exception names.
+    """
+
+    graph: RemoteGraph
+    slot: ReplicaSlot
+    master: Master
+    mark: Mark
+    leaves: Sequence[int | None]
+    first: bool
+    where: str | None
+
+
+Like = tuple[torch.Size, torch.dtype, torch.device]
+"""The shape, dtype and device of a tensor."""
+
+
+class CallNode:
+    """Describes one call to backward.
+
+    Args:
+        executor: The executor that runs it.
+        leaves: The tensors that gradients may be asked for.
+        kinds: The kind of each: ``"parameter"``, ``"buffer"``, ``"attribute"`` or ``"input"``.
+        unused: What unused parameters get.
+        parents: The calls that it is derived from.
+        group: Makes the chunks' places in a group that exchanges tensors; None if they do not.
+
+    Attributes:
+        token: The output of its `Fork`.
+        shared: Whether it shares nodes with another call.
+        parts: Its chunks; None for one without a graph.
+        outputs: For chunks that exchange tensors, what each output is like; None without a
+            gradient.
+        passes: What each running pass of torch's engine brought, by its number.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        leaves: list[Tensor],
+        kinds: list[str],
+        unused: UnusedGrads,
+        parents: Sequence[CallNode] = (),
+        group: Any = None,
+    ) -> None:
+        self.executor = executor
+        self.leaves = leaves
+        self.kinds = kinds
+        self.unused = unused
+        self.parents = parents
+        self.group = group
+        self.shared = bool(parents)
+        self.token: Tensor | None = None
+        self.parts: list[Part | None] = []
+        self.outputs: list[list[Like | None]] = []
+        self.passes: dict[int, EnginePass] = {}
+
+    @property
+    def now(self) -> EnginePass:
+        """The gradients and handles of the running pass of torch's engine."""
+        task = torch._C._current_graph_task_id()
+        found = self.passes.get(task)
+        if found is None:
+            found = self.passes[task] = EnginePass({}, [])
+        return found
+
+
+Stash = dict[CallNode, dict[int, dict[int, Tensor]]]
+"""Gradients of outputs, by the call, the chunk and the number of the output."""
+
+
+class EnginePass(NamedTuple):
+    """Gradients and handles that one pass of the engine brought so far.
+
+    Attributes:
+        grads: The gradients, of the call's outputs and of those of calls derived from it.
+        pinned: Handles that keep the remote graphs until the trip.
+    """
+
+    grads: Stash
+    pinned: list[GraphHandle]
+
+
+class GraphHandle:
+    """Lives as long as torch would keep a graph, and then lets replicas free theirs.
+
+    Args:
+        graphs: The chunks' graphs.
+        parents: Handles of the graphs that these share nodes with.
+    """
+
+    def __init__(self, graphs: Sequence[RemoteGraph], parents: Sequence[GraphHandle] = ()) -> None:
+        self._graphs = graphs
+        self._parents = list(dict.fromkeys(parents))
+
+    def __del__(self) -> None:
+        for graph in self._graphs:
+            graph.drop()
+
+
+def fork(call: CallNode) -> Tensor:
+    """Enter the leaves into torch's graph."""
+    token: Tensor = Fork.apply(call, *[parent.token for parent in call.parents], *call.leaves)
+    call.token = token
+    return token
+
+
+def attach(call: CallNode, handle: GraphHandle, rows: Sequence[list[Tensor]]) -> None:
+    """Make the outputs that require a gradient part of torch's graph, in each chunk's list."""
+    token = fork(call)
+    if call.group is not None:  # not the tensors: these hold the call
+        for row in rows:
+            like = [(t.shape, t.dtype, t.device) if t.requires_grad else None for t in row]
+            call.outputs.append(like)
+
+    def unpack(packed: tuple[GraphHandle, Tensor]) -> Tensor:
+        call.now.pinned.append(packed[0])
+        return packed[1]
+
+    with saved_tensors_hooks(lambda tensor: (handle, tensor), unpack):
+        for chunk, row in enumerate(rows):
+            for k, tensor in enumerate(row):
+                if tensor.requires_grad:
+                    row[k] = Join.apply(call, chunk, k, token, tensor.requires_grad_(False))
+
+
+class Fork(Function):
+    """Leaves in, a token out. Saves no tensor, so it may run again."""
+
+    @staticmethod
+    def forward(ctx: Any, call: CallNode, *_: Tensor) -> Tensor:
+        # The call holds the token, and the token holds this node. What makes the engine run the
+        # node, a Join or a derived call, holds the call.
+        ctx.call = weakref.ref(call)
+        ctx.set_materialize_grads(False)  # a token has no gradient
+        return torch.zeros((), device="cpu")
+
+    @staticmethod
+    @ambient.uncompiled
+    def backward(ctx: Any, *_: Tensor) -> tuple[Any, ...]:
+        call: CallNode = ctx.call()
+        if call.executor.closed:
+            raise ExecutorClosed(
+                "backward: the executor was closed, by close() or shutdown(), after the forward, "
+                "and the graphs ended with its replicas; run backward before closing it, or run "
+                "forward again with one that is open"
+            )
+        # Taken out: a pass that fails leaves nothing for the next one.
+        ending = call.passes.pop(torch._C._current_graph_task_id())
+        will_run = _needed(ctx)
+        derived = len(call.parents)
+        for parent, runs in zip(call.parents, will_run[:derived], strict=True):
+            if runs:
+                parent.now.grads.update(ending.grads)
+                parent.now.pinned.extend(ending.pinned)
+        needed = will_run[derived:]
+        if derived and not any(needed):
+            return (None, *[None] * len(will_run))
+        stash = ending.grads
+        if torch.is_grad_enabled():
+            grads = _derive(call, stash, needed, ending.pinned)
+        else:
+            keep = torch._C._autograd._get_current_graph_task_keep_graph()
+            keep = keep or any(one.shared for one in stash)
+            grads = _collect(call, stash, needed, keep)
+        del ending
+        return (None, *[None] * derived, *grads)
+
+
+class Join(Function):
+    """A remote output."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: CallNode, chunk: int, number: int, token: Tensor, output: Tensor
+    ) -> Tensor:
+        ctx.call, ctx.chunk, ctx.number = call, chunk, number
+        ctx.save_for_backward(token)
+        # The output itself, not a view of it: users may write to it in place.
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    @ambient.uncompiled
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (_,) = ctx.saved_tensors  # raises torch's own error if the graph was freed
+        found = ctx.call.now.grads.setdefault(ctx.call, {}).setdefault(ctx.chunk, {})
+        found[ctx.number] = grads[0]
+        return None, None, None, None, None
+
+
+def _needed(ctx: Any) -> list[bool]:
+    """Tell which leaves this pass asks for. ``needs_input_grad`` is True for all of them, even
+    under ``autograd.grad(y, x)``.
+    """
+    found = []
+    for node, _ in ctx.next_functions:
+        if node is None:
+            found.append(False)
+            continue
+        try:
+            found.append(torch._C._will_engine_execute_node(node))
+        except RuntimeError:  # of a leaf whose gradient is captured
+            found.append(True)
+    return found
+
+
+def _run(
+    call: CallNode,
+    stash: Stash,
+    needed: Sequence[bool],
+    keep: bool,
+    derived: dict[int, RemoteGraph],
+) -> tuple[list[int], list[Answer]]:
+    """Make one trip: the backward of every chunk that has gradients."""
+    context = ambient.capture()
+    partial = any(
+        leaf.requires_grad and not need for leaf, need in zip(call.leaves, needed, strict=True)
+    )
+    chunks = sorted(set[int]().union(*stash.values())) if stash else []
+    if call.group is not None:  # all take part, or none
+        chunks = _fill(call, stash)
+    executor = call.executor
+    threads = executor.replica_set.threads(len(call.parts))
+    places = None if call.group is None else call.group(chunks)
+    calls = []
+    for i in chunks:
+        part, given, makes = call.parts[i], _given(stash, i), derived.get(i)
+        assert part is not None
+        trip = _Trip(
+            executor,
+            part,
+            given,
+            tuple(at is not None and needed[at] for at in part.leaves),
+            partial=partial,
+            keep=keep,
+            derived=None if makes is None else makes.key,
+            context=context,
+            threads=threads,
+            group=None if places is None else places[i],
+        )
+        if makes is not None and call.group is None:
+            makes.recipe = trip.again
+        needs = [part.graph, *(graph for graph, _ in given if graph is not part.graph)]
+        calls.append(
+            ChunkCall(
+                part.slot,
+                "backward",
+                trip.request,
+                part.master.number,
+                needs,
+                makes,
+                together=call.group is not None,
+            )
+        )
+    try:
+        answers = executor.dispatcher.run(calls)  # [11]
+    except ReplicaDied:
+        groups.forget(executor)
+        raise
+    executor.replica_set.recorder.totals.backwards += 1
+    for i, answer in zip(chunks, answers, strict=True):
+        part = call.parts[i]
+        if part is not None and part.first and answer.writes:
+            part.master.write_back(answer.writes, keep=False)
+    apply_warnings(answers)
+    if call.group is not None and any(answer.failure is not None for answer in answers):
+        groups.forget(executor)  # who failed has left it
+    raise_first(answers, calls)
+    return chunks, answers
+
+
+Given = list[tuple[RemoteGraph, list[tuple[int, Tensor]]]]
+
+
+def _given(stash: Stash, chunk: int) -> Given:
+    """Collect the graphs of a chunk that have gradients, with the numbers of their outputs."""
+    found: Given = []
+    for call, grads in stash.items():
+        part = call.parts[chunk] if chunk < len(call.parts) else None
+        if chunk in grads and part is not None:
+            found.append((part.graph, sorted(grads[chunk].items())))
+    return found
+
+
+def _fill(call: CallNode, stash: Stash) -> list[int]:
+    """Give every chunk of a call that exchanges tensors a gradient, zeros where it has none."""
+    chunks = [i for i, part in enumerate(call.parts) if part is not None]
+    for one, found in stash.items():
+        for i in chunks:
+            if i not in found:
+                found[i] = {}
+                for k, like in enumerate(one.outputs[i]):
+                    if like is not None:
+                        shape, dtype, device = like
+                        found[i][k] = torch.zeros(shape, dtype=dtype, device=device)
+    return chunks
+
+
+class _Trip:
+    """One chunk's backward.
+
+    Args:
+        executor: The executor that runs it.
+        part: The chunk.
+        given: The graphs that have gradients.
+        needed: Which leaves are asked for.
+        fields: Further fields of the request.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        part: Part,
+        given: Given,
+        needed: tuple[bool, ...],
+        **fields: Any,
+    ) -> None:
+        self._executor, self._part, self._given = executor, part, given
+        self._needed, self._fields = needed, fields
+        self._grads = [grad for _, found in given for _, grad in found]
+        self._versions = versions_of(self._grads)
+
+    def request(self, slot: ReplicaSlot) -> BackwardRequest:
+        """Make the request."""
+        try:
+            # One object may stand here twice: both summands of ``a + b`` get the same gradient.
+            grads = [grad.detach() for grad in self._grads]
+        except RuntimeError as error:
+            ambient.refuse_batches(error)
+            raise
+        return BackwardRequest(
+            graph=self._part.graph.key,
+            outputs=tuple((graph.key, tuple(k for k, _ in found)) for graph, found in self._given),
+            grads=grads,
+            needed=self._needed,
+            moved=self._part.master.moved_since(self._part.mark),
+            first=self._part.first,
+            forget=taken(slot),
+            where=self._part.where,
+            **self._fields,
+        )
+
+    def again(self, slot: ReplicaSlot) -> ChunkCall:
+        """Make the call that makes the derived graph again."""
+        if versions_of(self._grads) != self._versions:
+            raise changed("a gradient that it was given was changed")
+        for graph, _ in [(self._part.graph, None), *self._given]:
+            if not graph.on(slot):
+                self._executor.dispatcher.remake(graph, slot, "backward")
+        return ChunkCall(slot, "backward", self.request, self._part.master.number)
+
+
+def changed(what: str) -> StateChanged:
+    """Make the error for a graph that cannot be made again."""
+    return StateChanged(
+        "backward: the replica that held the graph died, and the graph cannot be made again, "
+        f"because {what} since the forward; run forward again"
+    )
+
+
+def _collect(
+    call: CallNode, stash: Stash, needed: Sequence[bool], keep: bool
+) -> list[Tensor | None]:
+    """First order: sum the chunks' gradients."""
+    with call.executor.lock:
+        chunks, answers = _run(call, stash, needed, keep, {})
+        shares = []
+        for i, answer in zip(chunks, answers, strict=True):
+            part = call.parts[i]
+            assert part is not None
+            shares.append(Share(answer.value, part.leaves))
+        sums = gradients.total(shares, call.leaves, call.kinds)  # [12]
+    whole = [True] * len(sums)
+    if any(one is not None and one.layout is not torch.strided for one in sums):
+        whole = _whole(call, shares)
+    return gradients.settle(sums, call.leaves, call.kinds, needed, whole, call.unused)
+
+
+def _whole(call: CallNode, shares: Sequence[Share]) -> list[bool]:
+    """Tell for each leaf if every chunk that has it gave a gradient."""
+    missing = [0] * len(call.leaves)
+    for part in call.parts:
+        for at in part.leaves if part is not None else ():
+            if at is not None:
+                missing[at] += 1
+    for share in shares:
+        for at, grad in zip(share.leaves, share.grads, strict=True):
+            if at is not None and grad is not None:
+                missing[at] -= 1
+    return [count == 0 for count in missing]
+
+
+def _derive(
+    call: CallNode, stash: Stash, needed: Sequence[bool], pinned: Sequence[GraphHandle]
+) -> list[Tensor | None]:
+    """Higher order: the same trip, with results that can be differentiated again."""
+    for one in stash:
+        one.shared = True
+    executor = call.executor
+    incoming: dict[int, list[Tensor]] = {}
+    if call.group is not None:
+        _fill(call, stash)
+    for i in sorted(set[int]().union(*stash.values())) if stash else []:
+        incoming[i] = [grad for _, found in _given(stash, i) for _, grad in found]
+    leaves = [grad for grads in incoming.values() for grad in grads]
+    kinds = ["input"] * len(leaves)
+    derived = CallNode(executor, leaves, kinds, call.unused, parents=[*stash], group=call.group)
+    graphs = {i: RemoteGraph(executor.next_key()) for i in incoming}
+    handle = GraphHandle([*graphs.values()], pinned)
+    with executor.lock:
+        chunks, answers = _run(call, stash, needed, True, graphs)
+        rows: list[list[Tensor]] = [[] for _ in call.parts]
+        derived.parts = [None] * len(call.parts)
+        places: list[tuple[int, int, int]] = []
+        at = 0
+        for i, answer in zip(chunks, answers, strict=True):
+            part = call.parts[i]
+            assert part is not None
+            own = range(at, at + len(incoming[i]))
+            at = own.stop
+            derived.parts[i] = part._replace(graph=graphs[i], leaves=own)
+            for leaf, grad in zip(part.leaves, answer.value, strict=True):
+                if grad is not None:
+                    if leaf is not None:
+                        places.append((leaf, i, len(rows[i])))
+                    mine = home_of(grad.detach(), call.leaves[0].device).clone()
+                    rows[i].append(mine.requires_grad_(grad.requires_grad))
+    attach(derived, handle, rows)
+    sums: list[Tensor | None] = [None] * len(call.leaves)
+    for leaf, i, row in places:
+        before = sums[leaf]
+        sums[leaf] = rows[i][row] if before is None else before + rows[i][row]
+    whole = [True] * len(sums)
+    return gradients.settle(sums, call.leaves, call.kinds, needed, whole, call.unused)

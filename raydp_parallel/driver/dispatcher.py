@@ -1,0 +1,318 @@
+"""One loop for all calls: send, look meanwhile, take the answers. A death is an answer, too: the
+chunk runs again on another replica.
+
+The caller holds the executor's lock. Answers lie in windows: they are valid until the next request
+to the same replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from raydp_parallel.cluster.clients import Gone
+from raydp_parallel.cluster.replica_set import ReplicaSet, ReplicaSlot
+from raydp_parallel.errors import GraphLost, ReplicaDied
+from raydp_parallel.replica import exceptions
+from raydp_parallel.wire.codec import Parcel
+from raydp_parallel.wire.messages import Answer, ForwardRequest
+
+_MISMATCH = "SourceMismatch"
+_MOST_DEATHS = 6
+_MOST_SILENT = 2
+"""Deaths of one chunk, and calls without an answer, after which it is taken for their cause."""
+
+
+class RemoteGraph:
+    """A graph in a replica.
+
+    Attributes:
+        key: Its key there.
+        recipe: Makes the request that makes it again, for a slot; None if it cannot be made again.
+    """
+
+    __slots__ = ("key", "life", "recipe", "slot")
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+        self.slot: ReplicaSlot | None = None
+        self.life = 0
+        self.recipe: Callable[[ReplicaSlot], ChunkCall] | None = None
+
+    def on(self, slot: ReplicaSlot) -> bool:
+        """Tell if a slot's replica has it."""
+        return self.slot is slot and self.life == slot.life and slot.ready
+
+    @property
+    def lives(self) -> bool:
+        """Tell if some replica has it."""
+        return self.slot is not None and self.on(self.slot)
+
+    def drop(self) -> None:
+        """Let the replica free it with the next message."""
+        if self.slot is not None and self.slot.life == self.life:
+            self.slot.forget.append(self.key)
+        self.slot = self.recipe = None
+
+
+class ChunkCall(NamedTuple):
+    """One chunk's work.
+
+    Attributes:
+        slot: The slot that it is for.
+        phase: The kind of call, for messages.
+        request: Makes the request for the replica that does it.
+        model: The number of its model.
+        needs: Graphs that it needs.
+        makes: The graph that it makes.
+        together: Whether it exchanges tensors with the other chunks, so that it cannot run again
+            alone.
+        rows: Rows of the chunk, for statistics.
+        name: The class of the module that runs forward, for statistics.
+    """
+
+    slot: ReplicaSlot
+    phase: str
+    request: Callable[[ReplicaSlot], Any]
+    model: int
+    needs: Sequence[RemoteGraph] = ()
+    makes: RemoteGraph | None = None
+    together: bool = False
+    rows: int = 0
+    name: str = ""
+
+
+class Pending:
+    """A request that was sent.
+
+    Attributes:
+        answer: The answer, if it had to be taken before somebody asked for it.
+        gone: The cause of the replica's end, if that came first.
+    """
+
+    def __init__(self, slot: ReplicaSlot, call: ChunkCall | None) -> None:
+        self.slot = slot
+        self.call = call
+        self.life = slot.life
+        self.answer: Answer | None = None
+        self.gone: str | None = None
+        self.before = slot.client.moved() if slot.client is not None else (0, 0)
+
+
+def own(answer: Answer) -> Answer:
+    """Copy an answer's tensors, so that it outlives the next request."""
+    value = answer.value
+    if isinstance(value, Parcel):
+        value = Parcel(value.skeleton, [_own(t) for t in value.tensors])
+    elif isinstance(value, list):
+        value = [None if t is None else _own(t) for t in value]
+    writes = {slot: w._replace(value=_own(w.value)) for slot, w in answer.writes.items()}
+    return answer._replace(value=value, writes=writes)
+
+
+def _own(t: Tensor) -> Tensor:
+    return t.detach().clone().requires_grad_(t.requires_grad)
+
+
+class Dispatcher:
+    """Runs chunks on the replicas of a set.
+
+    Args:
+        replica_set: The replicas.
+    """
+
+    def __init__(self, replica_set: ReplicaSet) -> None:
+        self._set = replica_set
+
+    def run(
+        self, calls: Sequence[ChunkCall], meanwhile: Callable[[], None] | None = None
+    ) -> list[Answer]:
+        """Run all calls, and wait for all answers.
+
+        Args:
+            calls: One call for each chunk.
+            meanwhile: Called once while replicas run.
+        """
+        answers: dict[int, Answer] = {}
+        deaths = [0] * len(calls)
+        todo = list(range(len(calls)))
+        while todo:
+            sent: dict[int, Pending] = {}
+            busy: dict[ReplicaSlot, int] = {}
+            # The windows that hold earlier answers are about to be used again.
+            answers = {i: own(answer) for i, answer in answers.items()}
+            for i in todo:
+                # A dead replica's chunk goes to another one, which may have a chunk of its own.
+                slot = self._place(calls[i], busy)
+                if slot in busy:
+                    continue  # its turn comes: a window holds one answer
+                pending = self.send(slot, calls[i])
+                busy[slot] = 1
+                if pending is not None:
+                    sent[i] = pending
+            if meanwhile is not None:  # replicas compute now, and this process has time
+                meanwhile()
+                meanwhile = None
+            # Answers are taken in the order of chunks; the slowest one decides anyway.
+            died = ""
+            for i, pending in sent.items():
+                answer = self.receive(pending)
+                if answer is None:
+                    deaths[i] += 1
+                    died = f"{pending.slot} died in {calls[i].phase}: {pending.gone}"
+                    silent = pending.gone is not None and pending.gone.startswith("no answer")
+                    if deaths[i] >= (_MOST_SILENT if silent else _MOST_DEATHS):
+                        raise ReplicaDied(
+                            f"{deaths[i]} replicas died of chunk {i} in {calls[i].phase}, one "
+                            f"after the other, the last of them: {pending.gone}. It seems that the "
+                            "chunk ends its process"
+                        )
+                    self._set.recorder.replayed(pending.slot.index)
+                elif self._may_count(answer, pending):
+                    answers[i] = answer
+            if died and calls[0].together:
+                raise ReplicaDied(
+                    f"{died}. The chunks of a call with synchronised batch norm cannot run again "
+                    "alone: repeat the step"
+                )
+            todo = [i for i in todo if i not in answers]
+        return [answers[i] for i in range(len(calls))]
+
+    def _may_count(self, answer: Answer, pending: Pending) -> bool:
+        """Tell if an answer is one; otherwise the call is to be made again."""
+        slot, call = pending.slot, pending.call
+        if answer.lacking:
+            if call is not None:
+                slot.revisions.pop(call.model, None)
+            return False
+        if answer.failure is not None and answer.failure.name.endswith(_MISMATCH):
+            # A new process loads the driver's sources.
+            if slot.client is not None and not slot.answered:
+                exceptions.reraise(answer.failure, str(slot))
+            self._set.lost(slot, pending.life, "import", "its modules are not the driver's")
+            return False
+        slot.answered = True
+        return True
+
+    def send(self, slot: ReplicaSlot, call: ChunkCall) -> Pending | None:
+        """Send a call to a slot; returns None if its replica is gone."""
+        self.settle(slot)
+        if not slot.ready or slot.client is None:
+            return None
+        request = call.request(slot)
+        pending = slot.pending = Pending(slot, call)
+        try:
+            slot.client.send(request)  # [3]
+        except Gone as gone:
+            slot.pending = None
+            self._set.lost(slot, pending.life, call.phase, gone.cause)
+            return None
+        except Exception:  # it was not sent, so that the replica does not know this yet
+            slot.pending = None
+            slot.forget.extend(request.forget)
+            raise
+        if isinstance(request, ForwardRequest) and request.update is not None:
+            slot.revisions[request.model] = request.update.revision
+        if call.makes is not None:  # from here on it is to be freed there, whatever comes
+            call.makes.slot, call.makes.life = slot, slot.life
+        self._set.recorder.called(slot.index)
+        return pending
+
+    def receive(self, pending: Pending) -> Answer | None:
+        """Take the answer to a call; returns None if the replica died."""
+        if pending.answer is None and pending.gone is None:
+            self._take(pending)
+        return pending.answer
+
+    def _take(self, pending: Pending) -> None:
+        slot, client = pending.slot, pending.slot.client
+        if client is None or slot.life != pending.life:
+            pending.gone = "it was replaced"
+            return
+        phase = pending.call.phase if pending.call is not None else "call"
+        try:
+            answer = client.receive(self._set.options.call_timeout)
+        except (Gone, TimeoutError) as error:
+            pending.gone = error.cause if isinstance(error, Gone) else str(error)
+            if isinstance(error, TimeoutError):
+                client.close()
+            self._set.lost(slot, pending.life, phase, pending.gone)
+            return
+        finally:
+            if slot.pending is pending and (pending.gone or slot.life != pending.life):
+                slot.pending = None
+        slot.pending = None
+        pending.answer = answer
+        sent, received = client.moved()
+        call = pending.call
+        self._set.recorder.answered(
+            slot.index,
+            call.rows if call is not None else 0,
+            answer.busy,
+            sent - pending.before[0],
+            received - pending.before[1],
+            call.name if call is not None else "",
+        )
+
+    def settle(self, slot: ReplicaSlot) -> None:
+        """Take an answer that nobody has waited for yet: of a call that was interrupted, or of one
+        that is still to be asked for.
+        """
+        pending: Pending | None = slot.pending
+        if pending is not None:
+            self._take(pending)
+            if pending.answer is not None:
+                pending.answer = own(pending.answer)
+
+    def _place(self, call: ChunkCall, busy: dict[ReplicaSlot, int]) -> ReplicaSlot:
+        """Choose the slot for a call, with the graphs that it needs."""
+        slot = call.slot
+        for graph in call.needs:
+            if graph.lives and graph.slot is not None:
+                slot = graph.slot
+        slot = self._set.choose(slot, busy)
+        if slot not in busy:
+            for graph in call.needs:
+                if not graph.on(slot):
+                    self.remake(graph, slot, call.phase)
+        return slot
+
+    def remake(self, graph: RemoteGraph, slot: ReplicaSlot, phase: str) -> None:
+        """Make a graph again whose replica died."""
+        if graph.recipe is None:
+            raise GraphLost(
+                f"{phase}: {slot} lost its graph, because its process ended, and the graph cannot "
+                "be made again; run forward again"
+            )
+        pending = self.send(slot, graph.recipe(slot))
+        answer = None if pending is None else self.receive(pending)
+        if answer is None:
+            return  # it died, too: the call's own sending will show that
+        if answer.failure is not None:
+            exceptions.reraise(answer.failure, str(slot))
+        graph.slot, graph.life = slot, slot.life
+        self._set.recorder.replayed(slot.index)
+
+
+def apply_warnings(answers: Sequence[Answer]) -> None:
+    """Warn in the driver of what replicas warned."""
+    for answer in answers:
+        exceptions.warn_again(answer.warnings)
+
+
+def raise_first(answers: Sequence[Answer], calls: Sequence[ChunkCall]) -> None:
+    """Raise the exception of the lowest chunk that failed (row A5); one of a chunk that only waited
+    for another in vain comes last.
+    """
+    failed = [(a.failure, call) for a, call in zip(answers, calls, strict=True) if a.failure]
+    failed.sort(key=lambda pair: pair[0].name.endswith("Abandoned"))
+    for failure, call in failed:
+        exceptions.reraise(failure, str(call.slot))
+
+
+def home_of(value: Tensor, device: torch.device) -> Tensor:
+    """Bring a tensor of an answer to the driver's device."""
+    return value.to(device) if value.device != device else value

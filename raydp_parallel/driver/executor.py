@@ -1,0 +1,242 @@
+"""`Executor`: the replicas that run any number of models, and what the driver knows of each."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from raydp_parallel.cluster import ray_api
+from raydp_parallel.cluster.placement import DeviceId, all_gpus, normalize
+from raydp_parallel.cluster.replica_set import ReplicaSet, ReplicaSlot
+from raydp_parallel.driver.dispatcher import ChunkCall, Dispatcher
+from raydp_parallel.errors import forked
+from raydp_parallel.monitoring.reporter import Reporter
+from raydp_parallel.monitoring.stats import ExecutorStats, ReplicaInfo
+from raydp_parallel.options import Options
+from raydp_parallel.state.mirror import Master
+from raydp_parallel.wire.messages import Forget
+
+
+def _program() -> str:
+    stem = Path(sys.argv[0]).stem if sys.argv else ""
+    return re.sub(r"[^\w.-]+", "-", stem).strip("-.") or "python"
+
+
+class Executor:
+    """Replicas for any number of models: one actor per device.
+
+    A wrapper without an executor of its own uses the process's; give it one to choose when actors
+    start and end::
+
+        with Executor(["cpu", "cpu"]) as executor:
+            model = DataParallel(net, executor=executor)
+
+    Args:
+        device_ids: Logical GPUs of the cluster, or ``"cpu"`` entries; None is every GPU of the
+            cluster. With ``()`` replicas start when a wrapper first needs them.
+        options: Settings that few programs need.
+
+    Attributes:
+        options: These.
+        device_ids: The devices.
+        replica_set: The replicas by device.
+    """
+
+    def __init__(
+        self, device_ids: Sequence[Any] | None = None, *, options: Options | None = None
+    ) -> None:
+        self.options = options or Options()
+        self._every = device_ids is None
+        self.device_ids: list[DeviceId] = []
+        if device_ids != ():
+            self.device_ids = list(normalize(device_ids, self.options))
+        self.replica_set = ReplicaSet(self.options, self.options.name or _program())
+        self.dispatcher = Dispatcher(self.replica_set)
+        self._keys = itertools.count(1)
+        self._masters: dict[int, Master] = {}
+        self._reporter: Reporter | None = None
+        if self.device_ids:
+            self.slots(self.device_ids)
+
+    def __reduce__(self) -> Any:
+        return shared, (self.options,)  # in another process there are other replicas
+
+    def __deepcopy__(self, memo: Any) -> Executor:
+        return self
+
+    def __enter__(self) -> Executor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def closed(self) -> bool:
+        """True after `close`."""
+        return self.replica_set.closed
+
+    @property
+    def lock(self) -> threading.RLock:
+        """The lock that is held during each trip to the replicas."""
+        return self.replica_set.lock
+
+    def next_key(self) -> int:
+        """Return a number for a model or a graph."""
+        return next(self._keys)
+
+    def slots(self, device_ids: Sequence[DeviceId]) -> list[ReplicaSlot]:
+        """Return the slots for devices. Where a replica died, another stands in until its successor
+        is there.
+        """
+        found = self.replica_set.slots_for(device_ids)
+        if self._reporter is None and self.options.metrics and not self.options.in_process:
+            self._reporter = Reporter(self)
+        return found
+
+    def master(self, module: nn.Module) -> Master:
+        """Return the driver's side of a module, which all its wrappers share."""
+        found = self._masters.get(id(module))
+        if found is None or found.gone:
+            found = self._masters[id(module)] = Master(module, self.next_key())
+            drop = weakref.finalize(module, _drop, weakref.ref(self), id(module), found.number)
+            drop.atexit = False
+        return found
+
+    def replicas(self) -> tuple[ReplicaInfo, ...]:
+        """Describe the replicas, one entry per device."""
+        if self.replica_set.forked:
+            raise forked()
+        return tuple(slot.info() for slot in [*self.replica_set.slots.values()])
+
+    def stats(self, model: nn.Module | None = None) -> ExecutorStats:
+        """Describe the replicas' work so far, for all models."""
+        near = [s.client.hello.near for s in self.replica_set.ready() if s.client is not None]
+        link = "windows" if near and all(near) else "ray" if near else "none"
+        return self.replica_set.recorder.stats(self.replicas(), link)
+
+    def show(self, replica: int, text: str) -> None:
+        """Let Ray's dashboard say what a replica, by its number, is doing."""
+        for slot in [*self.replica_set.slots.values()]:  # another thread may add one
+            if slot.index == replica and slot.ready and slot.client is not None:
+                slot.client.show(text)
+
+    def grow(self, timeout: float | None = None) -> int:
+        """Wait for replicas that are missing: after a node was added, or before a long run.
+
+        An executor for every GPU of the cluster (``device_ids`` left out) gets those that were
+        added since. How many chunks a wrapper makes does not change.
+
+        Args:
+            timeout: Seconds to wait for all; None is ``placement_timeout``. Fewer are no error.
+
+        Returns:
+            How many joined.
+        """
+        seconds = self.options.placement_timeout if timeout is None else timeout
+        joined = self.replica_set.grow(seconds)
+        more: list[int] = []
+        if self._every:
+            more = [k for k in all_gpus(self.options) if k not in self.device_ids]
+            self.slots(more)
+            self.device_ids = [*self.device_ids, *more]
+        return joined + len(more)
+
+    def flush(self) -> list[tuple[int, int]]:
+        """Tell the replicas now what the driver released; returns how many models and graphs each
+        still holds.
+        """
+        with self.lock:
+            found = []
+            for slot in self.replica_set.ready():
+
+                def request(slot: ReplicaSlot = slot) -> Any:
+                    return Forget(taken(slot))
+
+                call = ChunkCall(slot, "flush", lambda slot: request(slot), 0)
+                found.append(self.dispatcher.run([call])[0].value)
+            return found
+
+    def close(self) -> None:
+        """End the replicas. Their graphs are lost; what the driver holds is not. May be called
+        twice. In a forked process it ends nothing.
+        """
+        if self.replica_set.forked:
+            return
+        if self._reporter is not None:
+            self._reporter.close()
+            self._reporter = None
+        self.replica_set.close()
+
+
+def taken(slot: ReplicaSlot) -> tuple[int, ...]:
+    """Take the keys that a replica may forget. Finalizers of any thread add to them meanwhile."""
+    keys = []
+    while slot.forget:
+        keys.append(slot.forget.pop())
+    return tuple(keys)
+
+
+def _drop(executor: weakref.ref[Executor], key: int, number: int) -> None:
+    known = executor()
+    if known is None:
+        return
+    master = known._masters.get(key)
+    if master is not None and master.number == number:
+        del known._masters[key]
+    for slot in [*known.replica_set.slots.values()]:
+        slot.revisions.pop(number, None)
+        slot.forget.append(number)
+
+
+_READ_BY_WRAPPERS: dict[str, Any] = {
+    "unused_grads": "zeros",
+    "scalars": "vector",
+    "chunk_weights": None,
+}
+"""Options that executors do not read, with their defaults: wrappers that differ in them share an
+executor.
+"""
+
+_shared: dict[Options, Executor] = {}
+_shared_lock = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _shared_lock
+    _shared_lock = threading.Lock()  # the thread that held it is not in the child
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def shared(options: Options) -> Executor:
+    """Return the process's executor for these options; it has no replica until one is needed."""
+    found = _shared.get(options)
+    if found is None or found.closed:
+        with _shared_lock:
+            plain = replace(options, **_READ_BY_WRAPPERS)
+            if plain not in _shared or _shared[plain].closed:
+                _shared[plain] = Executor((), options=plain)
+            found = _shared[options] = _shared[plain]
+    return found
+
+
+def shutdown() -> None:
+    """End the process's replicas, and the Ray cluster if it was started for them. The next use
+    starts anew.
+    """
+    with _shared_lock:
+        for executor in _shared.values():
+            executor.close()
+        _shared.clear()
+    ray_api.disconnect()

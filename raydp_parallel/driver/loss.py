@@ -1,0 +1,320 @@
+"""`LossCall`: the loss of one chunk, computed where its outputs are, so that no output travels.
+
+A mean over the batch is no mean of the chunks' means: chunks differ in rows, and in what a
+criterion leaves out or weighs. So each chunk gives the sum of its losses and the number that the
+criterion would divide by, and the driver divides. A chunk that counts nothing gives a zero that
+hangs on its outputs, so that its backward runs as that of the others does.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raydp_parallel import batch
+
+Loss = Callable[..., Tensor]
+
+_MODULES: dict[Any, tuple[Loss, int]] = {
+    nn.BCELoss: (F.binary_cross_entropy, 1),
+    nn.BCEWithLogitsLoss: (F.binary_cross_entropy_with_logits, 1),
+    nn.CTCLoss: (F.ctc_loss, 3),
+    nn.CosineEmbeddingLoss: (F.cosine_embedding_loss, 2),
+    nn.CrossEntropyLoss: (F.cross_entropy, 2),
+    nn.GaussianNLLLoss: (F.gaussian_nll_loss, 1),
+    nn.HingeEmbeddingLoss: (F.hinge_embedding_loss, 1),
+    nn.HuberLoss: (F.huber_loss, 1),
+    nn.KLDivLoss: (F.kl_div, 1),
+    nn.L1Loss: (F.l1_loss, 1),
+    nn.MSELoss: (F.mse_loss, 1),
+    nn.MarginRankingLoss: (F.margin_ranking_loss, 1),
+    nn.MultiLabelMarginLoss: (F.multilabel_margin_loss, 2),
+    nn.MultiLabelSoftMarginLoss: (F.multilabel_soft_margin_loss, 2),
+    nn.MultiMarginLoss: (F.multi_margin_loss, 2),
+    nn.NLLLoss: (F.nll_loss, 2),
+    nn.PoissonNLLLoss: (F.poisson_nll_loss, 1),
+    nn.SmoothL1Loss: (F.smooth_l1_loss, 1),
+    nn.SoftMarginLoss: (F.soft_margin_loss, 1),
+    nn.TripletMarginLoss: (F.triplet_margin_loss, 2),
+    nn.TripletMarginWithDistanceLoss: (F.triplet_margin_with_distance_loss, 2),
+}
+"""Torch's criteria, their functions, and the fewest dimensions of an output with rows: 1 for those
+that have a loss for each element, more for those that have one for each row or position.
+"""
+
+_DIMS = dict(_MODULES.values())
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_REDUCTIONS = ("mean", "sum", "none")
+_PAIRED = ("target", "input2", "weight", "pos_weight")
+_NO_ROWS = "no argument is a tensor with rows"
+
+
+def function_of(criterion: Any) -> Loss | None:
+    """The function of torch that computes a criterion; None if it is not one of torch's, or if
+    other code sees or changes its loss: it would get one for each element.
+    """
+    if isinstance(criterion, nn.Module):
+        own, cls = vars(criterion), type(criterion)
+        plain = cls.__call__ is nn.Module.__call__ and "forward" not in own
+        for kind, (function, _) in _MODULES.items():
+            if plain and isinstance(criterion, kind) and cls.forward is kind.forward:
+                return None if any(map(own.get, _HOOKS)) else function
+        return None
+    if isinstance(criterion, functools.partial) and not criterion.args:
+        criterion = criterion.func
+    known = inspect.isroutine(criterion) and criterion in _DIMS
+    return criterion if known else None
+
+
+@dataclass(frozen=True)
+class LossCall:
+    """Called in a replica with a module and the arguments of a wrapper with a loss, it gives what
+    is gathered, or the parts of one number: sum, divisor or None, and an empty tensor of its dtype.
+    """
+
+    criterion: Callable[..., Any]
+    targets: int | tuple[str, ...] = 1  # the last positional arguments, or keywords
+    reduction: str = "mean"
+    count: Callable[..., Any] | None = None  # the divisor, of the output and the targets
+    known: bool = False  # one of torch's
+    dim: int = 0  # along which the batch is split
+    whole: bool = False  # one chunk is the batch
+
+    def for_chunks(self, chunks: int, dim: int) -> LossCall:
+        """The same for one of so many chunks of a batch."""
+        function = function_of(self.criterion)
+        if (function is not None) != self.known:
+            raise ValueError("with_loss: the criterion got, or lost, hooks: call with_loss() again")
+        reduction = _own_reduction(self.criterion, self.reduction) if self.known else self.reduction
+        by_rows = function is not None and _DIMS[function] > 1
+        if chunks > 1 and dim != 0 and (by_rows or reduction == "batchmean"):
+            raise ValueError(
+                f"with_loss: the rows of {getattr(function, '__name__', '')} are along dimension "
+                f"0, and the batch is split along {dim}"
+            )
+        return replace(self, reduction=reduction, dim=dim, whole=chunks == 1)
+
+    def __call__(self, module: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        inputs, targets, others = self.divided(args, kwargs)
+        output = module(*inputs, **others)
+        if not self.whole and self.known:
+            return self._of_torch(output, targets)
+        value = self.criterion(output, *targets)
+        if self.reduction == "none":
+            return value
+        if not isinstance(value, Tensor) or value.dim():
+            shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+            raise TypeError(
+                f"with_loss: the criterion returned a {type(value).__name__}{shape}, expected a "
+                "tensor with one number; reduction='none' gathers whatever it returns"
+            )
+        if self.whole or self.reduction == "sum":
+            return _wide(value), None, value.new_empty(0)
+        if self.count is not None:
+            divisor = self.count(output, *targets)
+        else:
+            rows = {*batch.sizes((args, kwargs), self.dim)}
+            if len(rows) != 1:
+                seen = f"{sorted(rows)} along dim {self.dim}" if rows else _NO_ROWS
+                raise ValueError(
+                    f"with_loss: the rows of a chunk are ambiguous: {seen}: give "
+                    "with_loss(count=...)"
+                )
+            (divisor,) = rows
+        number = torch.as_tensor(divisor, dtype=torch.float64, device=value.device)
+        if number.dim() or not number >= 0:
+            raise ValueError(f"with_loss: count gave {divisor!r}, expected a number, not negative")
+        total = _wide(value) * number.to(_wide(value).dtype)
+        # The mean of nothing may be no number; gradients of zeros let backward run all the same.
+        return total if number else _zero(output, total), number, value.new_empty(0)
+
+    def divided(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Sequence[Any], Sequence[Any], dict[str, Any]]:
+        """The module's positional arguments, the targets, and its keyword arguments."""
+        if isinstance(self.targets, int):
+            first = len(args) - self.targets
+            if first < 0:
+                raise TypeError(
+                    f"with_loss: got {len(args)} positional arguments, of which the last "
+                    f"{self.targets} are targets; with_loss(targets=...) says how many, or which "
+                    "keyword arguments"
+                )
+            return args[:first], args[first:], kwargs
+        missing = [name for name in self.targets if name not in kwargs]
+        if missing:
+            raise TypeError(f"with_loss: the keyword arguments {missing} are targets, and missing")
+        others = {name: value for name, value in kwargs.items() if name not in self.targets}
+        return args, [kwargs[name] for name in self.targets], others
+
+    def joined(self, parts: Sequence[Any], place: torch.device) -> Tensor:
+        """The batch's loss on a device, of the parts that its chunks gave."""
+        total = torch.stack([part[0].to(place) for part in parts]).sum()
+        if parts[0][1] is not None:
+            total = total / sum(part[1].to(place) for part in parts).to(total.dtype)
+        return total.to(parts[0][2].dtype)
+
+    def _of_torch(self, output: Any, targets: Sequence[Any]) -> Any:
+        function: Any = function_of(self.criterion)
+        name = function.__name__
+        if not isinstance(output, Tensor):
+            raise TypeError(
+                f"with_loss: the module returned a {type(output).__name__}, and {name} takes a "
+                "tensor: give a function that takes the one from the other, with its reduction"
+            )
+        given = inspect.signature(function).bind(output, *targets).arguments
+        criterion: Any = copy.copy(self.criterion)
+        if isinstance(self.criterion, nn.Module):
+            criterion.reduction = "none"
+            keys = ("weight", "pos_weight", "ignore_index")
+            settings = {k: getattr(criterion, k) for k in keys if hasattr(criterion, k)}
+        else:
+            criterion = functools.partial(criterion, reduction="none")
+            settings = criterion.keywords
+        self._check_rows(function, output, given, settings)
+        losses = criterion(output, *targets)
+        if self.reduction == "none":
+            return losses
+        settings = {**settings, **given}
+        if function is F.ctc_loss and self.reduction == "mean":  # over sequences, of their means
+            lengths = torch.as_tensor(settings["target_lengths"], device=losses.device)
+            losses = losses / lengths.clamp(min=1)
+        if self.reduction == "sum":
+            return _wide(losses).sum(), None, losses.new_empty(0)
+        divisor = len(output)
+        if self.reduction == "mean":
+            divisor = _divisor(function, losses, output, settings)
+        number = torch.as_tensor(divisor, device=losses.device).to(torch.float64)
+        return _wide(losses).sum(), number, losses.new_empty(0)
+
+    def _check_rows(
+        self, function: Any, output: Tensor, given: dict[str, Any], settings: dict[str, Any]
+    ) -> None:
+        """Refuse outputs and targets of which chunks would pair other rows than the batch."""
+        least, dim, shape = _DIMS[function], self.dim, tuple(output.shape)
+        name = f"with_loss: {function.__name__}"
+        if len(shape) < least or not -len(shape) <= dim < len(shape):
+            raise ValueError(
+                f"{name} got an output of shape {shape}, which has no rows for it: expected at "
+                f"least {least} dimensions, and rows along dim {dim}"
+            )
+        if function is F.ctc_loss and getattr(given.get("targets"), "ndim", 2) < 2:
+            raise ValueError(f"{name}: give targets of sequences × length, not concatenated ones")
+        if least > 1 and function is not F.multilabel_soft_margin_loss:
+            return  # torch compares the rows
+        at = dim - len(shape) if dim >= 0 else dim
+        for key, held in settings.items():
+            if isinstance(held, Tensor) and held.dim() >= -at and held.size(at) != 1:
+                raise ValueError(
+                    f"with_loss: the {key} of {function.__name__} has shape {tuple(held.shape)}, "
+                    "so it has rows, which are not split with the batch: give it as a target, to "
+                    "the function"
+                )
+        for key, held in given.items():
+            if not isinstance(held, Tensor) or not held.dim():
+                continue
+            alike = held.dim() == len(shape)
+            if held.size(at) != shape[at] if alike else key in _PAIRED:
+                raise ValueError(
+                    f"{name}: the output has shape {shape} and the {key} {tuple(held.shape)}, "
+                    f"which pairs other rows (dim {dim}) than in the whole batch"
+                )
+
+
+def loss_call(criterion: Any, targets: Any, reduction: Any, count: Any) -> LossCall:
+    """Check the arguments of `DataParallel.with_loss`."""
+    if not callable(criterion) or isinstance(criterion, type):
+        raise TypeError(
+            "with_loss: expected a criterion that is called with the output and the targets, such "
+            f"as torch.nn.CrossEntropyLoss(), got {criterion!r}"
+        )
+    if reduction not in (None, *_REDUCTIONS, "batchmean"):
+        raise ValueError(f"with_loss: reduction={reduction!r}, expected 'mean', 'sum' or 'none'")
+    if count is not None and not callable(count):
+        raise TypeError(f"with_loss: count must be a function, got {type(count).__name__}")
+    names = [targets] if isinstance(targets, str) else targets
+    if isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names):
+        targets = tuple(names)
+    elif type(targets) is not int or targets < 0:
+        raise TypeError(
+            f"with_loss: targets={targets!r}, expected how many of the last positional arguments "
+            "are targets, or the names of keyword arguments"
+        )
+    function = function_of(criterion)
+    name = getattr(criterion, "__qualname__", type(criterion).__qualname__)
+    if function is not None:
+        own = _own_reduction(criterion, reduction or "mean")
+        if count is not None or reduction not in (None, own):
+            raise ValueError(
+                f"with_loss: {name} has reduction={own!r}, and takes no count or other"
+            )
+        if not isinstance(criterion, nn.Module):
+            criterion = functools.partial(criterion, reduction=own)
+        return LossCall(criterion, targets, own, known=True)
+    if reduction == "batchmean" or (count is not None and reduction not in (None, "mean")):
+        raise ValueError(
+            f"with_loss: reduction={reduction!r} of {name}: expected 'mean', 'sum' or 'none', and "
+            "a count for a mean alone"
+        )
+    if reduction is None and count is None:
+        raise ValueError(
+            f"with_loss: how do the losses of chunks become that of the batch? {name} is not one "
+            "of torch's criteria: give reduction='mean' (over the rows), 'sum' or 'none', or for a "
+            "mean count=..., a function of the output and the targets that says what it is divided "
+            "by. A loss that compares rows with each other is none of these: compute it in this "
+            "process, of the model's output"
+        )
+    return LossCall(criterion, targets, reduction or "mean", count)
+
+
+def _own_reduction(criterion: Any, otherwise: str) -> str:
+    """The reduction of one of torch's criteria, as it is by now."""
+    function: Any = function_of(criterion)
+    settings = getattr(criterion, "keywords", {})
+    if {"size_average", "reduce"} & settings.keys():
+        raise ValueError("with_loss: size_average and reduce are deprecated: give reduction")
+    found = getattr(criterion, "reduction", settings.get("reduction", otherwise))
+    if found in _REDUCTIONS or (found == "batchmean" and function is F.kl_div):
+        return str(found)
+    raise ValueError(
+        f"with_loss: {function.__name__} with reduction={found!r}: expected 'mean', 'sum' or 'none'"
+    )
+
+
+def _divisor(function: Loss, losses: Tensor, output: Tensor, given: dict[str, Any]) -> Any:
+    """The number that the mean of a criterion is divided by."""
+    weight = given.get("weight")
+    if function in (F.mse_loss, F.l1_loss) and weight is not None:
+        return weight.double().sum()
+    if function not in (F.cross_entropy, F.nll_loss):
+        return losses.numel()
+    target = given["target"]
+    if function is F.cross_entropy and target.shape == output.shape:  # of probabilities
+        return output.numel() // output.shape[1] if output.shape[1] else 0
+    classes = target.long()  # a target of bytes would be compared with 156, and not with -100
+    kept = classes != given.get("ignore_index", -100)
+    if weight is None:
+        return kept.sum()
+    return (weight.double().take(classes.masked_fill(~kept, 0)) * kept).sum()
+
+
+def _zero(output: Any, like: Tensor) -> Tensor:
+    """A zero that has the graph of the outputs."""
+    zero = like.new_zeros(())
+    for tensor in batch.tensors_in(output):
+        zero = zero + tensor.flatten()[:0].sum().to(zero.dtype)
+    return zero
+
+
+def _wide(losses: Tensor) -> Tensor:
+    """Losses that can be added up: a sum of many in half precision may be infinite."""
+    half = losses.dtype in (torch.float16, torch.bfloat16)
+    return losses.float() if half else losses

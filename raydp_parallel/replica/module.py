@@ -1,0 +1,481 @@
+"""The replica's side of a module's state.
+
+Each forward begins with the master's state. Buffers are new in each, as in upstream's replicas,
+because an older graph may have saved the last ones. After it attributes are put back; if a look
+still differs, the module is built again from its bytes. A tensor that was written to and is no
+buffer is made anew, too. Nothing is undone or recorded.
+"""
+
+from __future__ import annotations
+
+import pickle
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from raydp_parallel.replica.exceptions import NotLoaded
+from raydp_parallel.state import raw_access, sources
+from raydp_parallel.state.look import Codes, build, look
+from raydp_parallel.state.mirror import same, set_version
+from raydp_parallel.wire.messages import SlotSpec, StateUpdate, Write
+from raydp_parallel.wire.windows import Layout, Spec, Window, is_dense
+
+_SMALL = 1 << 20
+"""Bytes up to which a buffer is new in each forward, and any tensor's contents are kept."""
+
+Changes = list[tuple[dict[Any, Any], dict[Any, Any]]]
+"""Dicts of a module, each with its contents at some moment."""
+
+_CHANGED = -1
+"""The slot of a tensor that the master does not have."""
+
+
+class Built:
+    """A module that was built from a look, and what puts it back after a forward.
+
+    Args:
+        module: The module.
+        tensors: Its tensors, by slot.
+        pristine: The contents of its small tensors.
+
+    Attributes:
+        attributes: The slots of tensors that are neither parameters nor registered buffers.
+    """
+
+    def __init__(
+        self, module: nn.Module, tensors: dict[int, Tensor], pristine: dict[int, Tensor]
+    ) -> None:
+        self.module = module
+        self.tensors = dict(tensors)
+        self.held: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        number = {id(t): slot for slot, t in tensors.items()}
+        self.places: list[tuple[dict[str, Tensor | None], str, int]] = []
+        seen: set[int] = set()
+        registered: set[int] = set()
+        for part in module.modules():
+            if isinstance(part, torch.jit.ScriptModule):
+                continue
+            for d in (part.__dict__, part._parameters, part._buffers, part._modules):
+                if id(d) not in seen:
+                    seen.add(id(d))
+                    self.held.append((d, dict(d)))
+            for name, t in part._buffers.items():
+                registered.add(id(t))
+                slot = number.get(id(t), _CHANGED)
+                if slot in pristine and t is not None and _plain(t) and is_dense(t):
+                    self.places.append((part._buffers, name, slot))
+        self.attributes = {
+            slot
+            for slot, t in tensors.items()
+            if not isinstance(t, nn.Parameter) and id(t) not in registered
+        }
+        slots = dict.fromkeys(slot for _, _, slot in self.places)
+        self.buffers = list(slots)
+        self.layout = Layout([_spec(tensors[slot]) for slot in self.buffers])
+
+    def put(self, tensors: dict[int, Tensor]) -> None:
+        """Let the module have other buffers."""
+        for place, name, slot in self.places:
+            place[name] = tensors[slot]
+
+    def put_back(self) -> Changes:
+        """Put attributes back that were set; returns what they were."""
+        changes = []
+        for d, before in self.held:
+            if len(d) != len(before) or not all(map(is_, d.values(), before.values())):
+                changes.append((d, dict(d)))
+                d.clear()
+                d.update(before)
+        return changes
+
+
+def _plain(t: Tensor) -> bool:
+    return type(t) is Tensor and t.layout is torch.strided and not t.is_nested
+
+
+def _spec(t: Tensor) -> Spec:
+    return Spec(t.dtype, tuple(t.shape), t.stride(), t.requires_grad)
+
+
+class Moment(NamedTuple):
+    """The state of a module's tensors at one moment.
+
+    Attributes:
+        versions: How often each had been written to, by slot.
+        lies: Where and how each lay.
+    """
+
+    versions: dict[int, int]
+    lies: dict[int, Any]
+
+
+class Found:
+    """The tensors that one forward found.
+
+    Args:
+        tensors: The tensors, by slot.
+
+    Attributes:
+        begun: Their state when it began.
+        saved: How often each had been written to when it ended, as its graph saved them.
+        touched: Addresses of memory that was accessed past versions.
+        changes: Attributes that the forward set, for a checkpoint that runs again in backward.
+    """
+
+    def __init__(self, tensors: dict[int, Tensor]) -> None:
+        self.tensors = tensors
+        self.begun = self.moment(tensors)
+        self.saved = self.begun.versions
+        self.touched: raw_access.Touched = {}
+        self.changes: Changes = []
+
+    def moment(self, slots: Iterable[int]) -> Moment:
+        """Describe the tensors as they are now; of some, where they lie."""
+        return Moment(self.versions(), {slot: _lies(self.tensors[slot]) for slot in slots})
+
+    def versions(self) -> dict[int, int]:
+        """Count how often each tensor was written to."""
+        return {slot: _version(t) for slot, t in self.tensors.items()}
+
+    def move(self, moved: dict[int, int]) -> None:
+        """Move versions as the master's did, so that torch's check sees its edits."""
+        for slot, by in moved.items():
+            t = self.tensors[slot]
+            set_version(t, max(_version(t), self.saved[slot] + by))
+
+
+def _version(t: Tensor) -> int:
+    return 0 if t.is_inference() else t._version
+
+
+def _storage(t: Tensor) -> int:
+    return t.untyped_storage().data_ptr() if t.layout is torch.strided and not t.is_nested else 0
+
+
+def _lies(t: Tensor) -> Any:
+    if t.layout is not torch.strided or t.is_nested:
+        return t.layout, t.dtype
+    return t.data_ptr(), t.dtype, t.shape, t.stride()
+
+
+class ReplicaModule:
+    """A model in a replica.
+
+    Args:
+        device: The replica's device.
+        own_process: Whether the process runs replicas only.
+    """
+
+    def __init__(self, device: torch.device, own_process: bool) -> None:
+        self._device = device
+        self._own_process = own_process
+        self.revision = 0
+        self._structure = b""
+        self._clean_look = b""
+        self._codes: dict[int, types.CodeType] = {}
+        self._specs: dict[int, SlotSpec] = {}
+        self._versions: dict[int, int] = {}
+        self._windows: dict[int, tuple[Window, Window]] = {}
+        self._tensors: dict[int, Tensor] = {}
+        self._pristine: dict[int, Tensor] = {}
+        self._lost: set[int] = set()
+        self._built: Built | None = None
+        self._unsettled = False
+        self._unlooked: Built | None = None
+
+    @property
+    def lacking(self) -> bool:
+        """True if contents were lost that only the driver has."""
+        return bool(self._lost) or self.revision < 0
+
+    def update(self, news: StateUpdate) -> None:
+        """Take the master's changes over."""
+        self.revision = -1  # until all is done: an update that failed is asked for again, whole
+        if news.sources is not None:
+            sources.follow(news.sources)
+        if news.code is not None:
+            self._codes.update(pickle.loads(news.code))
+        for key, window in news.windows.items():
+            # The module sees a private mapping, in which its writes stay; the other one shows the
+            # master's contents at any time.
+            shared = Window(window.size, window.duplicate())
+            self._windows[key] = window, shared
+        if news.structure is not None:
+            self._structure = news.structure
+            self._clean_look = b""
+            self._built = None
+        for slot, spec in news.specs.items():
+            before = self._specs.get(slot)
+            self._specs[slot] = spec
+            self._built = None
+            if spec.window is not None:
+                self._tensors[slot] = self._mapped(slot)
+            elif slot not in news.contents and before is not None:  # another flag
+                self._tensors[slot] = self._made(slot, self._tensors[slot].detach())
+        into: list[Tensor] = []
+        values: list[Tensor] = []
+        for slot, value in news.contents.items():
+            self._lost.discard(slot)
+            old, kept = self._tensors.get(slot), self._pristine.get(slot)
+            new = slot in news.specs or old is None or not _plain(value) or old.is_inference()
+            if new or old is None:
+                self._tensors[slot] = self._made(slot, value.detach().clone())
+                self._pristine.pop(slot, None)
+                if value.numel() * value.element_size() <= _SMALL:
+                    self._pristine[slot] = value.detach().clone()
+                self._built = None
+                continue
+            # In the place of the last values: graphs that saved these see it by their versions.
+            into.append(old)
+            values.append(value)
+            if kept is not None:
+                into.append(kept)
+                values.append(value)
+        if into:
+            with torch.no_grad():
+                torch._foreach_copy_(into, values)
+        # Versions are the master's own numbers: torch's check of saved tensors finds the same here.
+        self._versions.update(news.versions)
+        for slot, version in news.versions.items():
+            set_version(self._tensors[slot], version)
+        self.revision = news.revision
+
+    def _made(self, slot: int, value: Tensor) -> Tensor:
+        spec = self._specs[slot]
+        if spec.parameter:
+            return nn.Parameter(value, spec.grad)
+        return value.requires_grad_(spec.grad)
+
+    def _view(self, window: Window, spec: SlotSpec) -> Tensor:
+        layout = Layout([Spec(spec.dtype, spec.shape, spec.stride, False)])
+        memory = window.memory[spec.offset : spec.offset + layout.size]
+        return layout.views(memory)[0]
+
+    def _mapped(self, slot: int) -> Tensor:
+        spec = self._specs[slot]
+        assert spec.window is not None
+        return self._made(slot, self._view(self._windows[spec.window][0], spec))
+
+    def wants_gradient(self, slot: int) -> bool:
+        """Tell if the master's tensor requires a gradient."""
+        return self._specs[slot].grad
+
+    def contents(self, slot: int) -> Tensor | None:
+        """Return the master's contents of a tensor; None if they are not kept here."""
+        spec = self._specs[slot]
+        if spec.window is not None:
+            return self._view(self._windows[spec.window][1], spec)
+        return self._pristine.get(slot)
+
+    # One forward.
+
+    def begin(self, overlay: dict[int, Tensor] | None) -> Found:
+        """Make the module what the master is, with buffers of this forward's own.
+
+        Args:
+            overlay: Contents in place of the master's.
+        """
+        self.settle()
+        if self._built is None:
+            self._build()
+        built = self._built
+        assert built is not None
+        others = False
+        tensors = dict(built.tensors)
+        if built.buffers:
+            flat = torch.empty(built.layout.size, dtype=torch.uint8, device=self._device)
+            views = built.layout.views(flat)
+            torch._foreach_copy_(views, [self._pristine[slot] for slot in built.buffers])
+            for slot, view in zip(built.buffers, views, strict=True):
+                # `.data` gives each a version of its own.
+                fresh = view.data.requires_grad_(self._specs[slot].grad)
+                set_version(fresh, self._versions[slot])
+                tensors[slot] = fresh
+        # A forward that runs again for its graph finds what it found first.
+        for slot, value in (overlay or {}).items():
+            if slot in built.buffers and value.shape == tensors[slot].shape:
+                with torch.no_grad():
+                    tensors[slot].copy_(value)
+            else:
+                tensors[slot] = self._made(slot, value.detach().clone())
+                others = True
+        if others:
+            built = self._rebuilt(tensors)
+        built.put(tensors)
+        self._current = built
+        self._found = Found(tensors)
+        return self._found
+
+    def _build(self) -> None:
+        codes = [self._codes[i] for i in range(len(self._codes))]
+        try:
+            module, used = build(self._structure, self._tensors, codes, self._device)
+        except Exception as error:  # code of the user's classes
+            raise NotLoaded from error
+        # Only now it is known which tensors the new structure still has.
+        for slot in self._tensors.keys() - used:
+            del self._tensors[slot], self._specs[slot]
+            self._pristine.pop(slot, None)
+            self._versions.pop(slot, None)
+            self._lost.discard(slot)
+        used_windows = {spec.window for spec in self._specs.values()}
+        for key in self._windows.keys() - used_windows:
+            del self._windows[key]
+        self._built = Built(module, self._tensors, self._pristine)
+
+    def _rebuilt(self, tensors: dict[int, Tensor]) -> Built:
+        """Build the module with other tensors, for a forward that runs again."""
+        codes = [self._codes[i] for i in range(len(self._codes))]
+        module, _ = build(self._structure, tensors, codes, self._device)
+        return Built(module, tensors, self._pristine)
+
+    def _look(self, built: Built) -> bytes:
+        number = {id(t): slot for slot, t in built.tensors.items()}
+        return look(built.module, lambda t: number.get(id(t), _CHANGED), Codes(self._codes))
+
+    def _has_flags(self) -> bool:
+        """Tell if tensors require gradients as the master's do; let them do so."""
+        clean = True
+        for slot, t in self._tensors.items():
+            if t.requires_grad != self._specs[slot].grad:
+                self._tensors[slot] = self._made(slot, t.detach())
+                clean = False
+        return clean
+
+    def again(self, built: Built, found: Found) -> None:
+        """Let the module be what one forward left, for a checkpoint that runs again in backward."""
+        self.put_back()
+        built.put(found.tensors)
+        for d, now in found.changes:
+            d.clear()
+            d.update(now)
+        self._current, self._found, self._unsettled = built, found, True
+
+    @property
+    def current(self) -> Built:
+        """The module of the forward that began last."""
+        return self._current
+
+    @contextmanager
+    def noting(self, found: Found) -> Iterator[None]:
+        """Note in the block which tensors are accessed past their versions."""
+        with raw_access.noting(self._own_process) as found.touched:
+            yield
+
+    def end(self, found: Found, report: bool, keeps_data: bool) -> dict[int, Write]:
+        """Find out what the forward wrote to; that it is not found again by the next one.
+
+        Args:
+            found: The tensors that it began with.
+            report: Whether writes are reported.
+            keeps_data: Whether ``t.data = other`` stays for parameters, as under no_grad.
+        """
+        self._unsettled = True
+        built = self._unlooked = self._current
+        writes: dict[int, Write] = {}
+        spoiled = []
+        for slot, write in self._written(found, found.begun, self.contents):
+            if report and (keeps_data or not self._loses(slot, write)):
+                writes[slot] = write
+            if slot not in built.buffers:
+                spoiled.append(slot)
+        if spoiled and built is self._built:
+            self._built = None
+            for slot in spoiled:
+                self._renew(slot)
+        return writes
+
+    def end_backward(
+        self, found: Found, begun: Moment, before: dict[int, Tensor]
+    ) -> dict[int, Write]:
+        """Find the tensors that backward wrote to, as a checkpoint does that runs again."""
+
+        def contents(slot: int) -> Tensor | None:
+            if slot in before:
+                return before[slot]
+            kept = found.touched.get(_storage(found.tensors[slot]))
+            return kept if kept is not None and kept.shape == found.tensors[slot].shape else None
+
+        writes = self._written(found, begun, contents)
+        return {slot: write for slot, write in writes if not self._loses(slot, write)}
+
+    def _loses(self, slot: int, write: Write) -> bool:
+        """Tell if upstream loses a write where gradients are enabled: ``t.data = other``."""
+        spec = self._specs[slot]
+        return write.replaced and (spec.parameter or spec.grad)
+
+    def _written(
+        self, found: Found, begun: Moment, contents: Callable[[int], Tensor | None]
+    ) -> Iterator[tuple[int, Write]]:
+        """Yield the tensors that were written to since a moment, with their contents then."""
+        for slot, t in found.tensors.items():
+            # Nearly all parameters end here: no version moved, no address, no access to `.data`.
+            moved = _version(t) - begun.versions[slot]
+            replaced = slot in begun.lies and _lies(t) != begun.lies[slot]
+            # Kernels of batch norm move no versions of buffers.
+            looked = not self._specs[slot].parameter or self._was_touched(found, t)
+            if not (moved or replaced or looked):
+                continue
+            before = contents(slot)
+            if before is None and not (moved or replaced or self._was_touched(found, t)):
+                continue
+            if not replaced and before is not None and same(t, before.to(t.device)):
+                if self._specs[slot].parameter:  # written, with what was there
+                    set_version(t, begun.versions[slot])
+                continue
+            yield slot, Write(t.detach(), moved, replaced)
+
+    def _was_touched(self, found: Found, t: Tensor) -> bool:
+        return bool(found.touched) and _storage(t) in found.touched
+
+    def _renew(self, slot: int) -> None:
+        """Make a tensor anew for the next forward: this one's graph may have saved it."""
+        spec, kept = self._specs[slot], self._pristine.get(slot)
+        if spec.window is not None:
+            shared = self._windows[spec.window][1]
+            again = Window(shared.size, shared.duplicate(), private=True)
+            self._windows[spec.window] = again, shared
+            self._tensors[slot] = self._mapped(slot)
+        elif kept is not None:
+            self._tensors[slot] = self._made(slot, kept.clone())
+        else:
+            self._lost.add(slot)
+            self._tensors[slot] = self._made(slot, torch.empty_like(self._tensors[slot]).detach())
+        set_version(self._tensors[slot], self._versions[slot])
+
+    def put_back(self) -> None:
+        """Put attributes back that a forward set."""
+        if self._unsettled:
+            self._unsettled = False
+            self._found.changes = self._current.put_back()
+
+    def settle(self) -> None:
+        """Put the module back after a forward; build it again later if a look still differs."""
+        self.put_back()
+        built, self._unlooked = self._unlooked, None
+        if built is None or built is not self._built:
+            return
+        clean = self._has_flags()
+        try:
+            clean = self._is_clean(built) and clean
+        except Exception:  # a value that cannot be pickled was left
+            clean = False
+        if not clean:
+            self._built = None
+
+    def _is_clean(self, built: Built) -> bool:
+        """Compare a look at the module with one at a twin that was just built. Mostly both are the
+        master's bytes.
+        """
+        found = self._look(built)
+        if not self._clean_look:
+            if found == self._structure:
+                self._clean_look = found
+            else:
+                self._clean_look = self._look(self._rebuilt(built.tensors))
+        return found == self._clean_look

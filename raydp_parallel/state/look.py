@@ -1,0 +1,290 @@
+"""A module without the contents of its tensors, as bytes: if they differ from the bytes of the last
+look, the module was changed, and they are the message that says how.
+
+Tensors stand by slot and code objects by number, both stable for as long as the objects live. Empty
+dicts of hooks, nine tenths of a module's objects, are left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from raydp_parallel.wire import pickling
+
+_EMPTY = nn.Module()
+_HOOKS = {
+    name: type(value)
+    for name, value in vars(_EMPTY).items()
+    if isinstance(value, dict) and name not in ("_parameters", "_buffers", "_modules")
+}
+_LAZY = (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)
+_LOCKS: dict[type, Callable[[], Any]] = {
+    type(threading.Lock()): threading.Lock,
+    type(threading.RLock()): threading.RLock,
+}
+_GETSTATE = getattr(object, "__getstate__", None)
+
+_REFUSED = "Cannot replicate network where python modules are children of ScriptModule"
+
+_building = threading.local()
+"""The tensors, code objects and device of the module that is being built in this thread."""
+
+
+class Codes:
+    """Numbers of code objects, which cannot change: each is sent once.
+
+    Args:
+        known: Code objects that have numbers already.
+    """
+
+    def __init__(self, known: Mapping[int, types.CodeType] | None = None) -> None:
+        self.kept: list[types.CodeType] = [] if known is None else [*known.values()]
+        self._numbers = {id(code): i for i, code in enumerate(self.kept)}
+        self._submodules: dict[int, list[Any]] = {}
+
+    def submodules(self, function: types.FunctionType, uses: Iterable[Any]) -> list[Any]:
+        """List the submodules that a function uses by way of others. Cloudpickle looks through all
+        loaded modules for them, half a millisecond for each function.
+        """
+        number = self.number(function.__code__)
+        if number not in self._submodules:
+            found = cloudpickle.cloudpickle._find_imported_submodules(function.__code__, uses)
+            self._submodules[number] = found
+        return self._submodules[number]
+
+    def number(self, code: types.CodeType) -> int:
+        """Return the number of a code object."""
+        found = self._numbers.get(id(code))
+        if found is None:
+            found = self._numbers[id(code)] = len(self.kept)
+            self.kept.append(code)
+        return found
+
+
+class _LookPickler(pickling.Pickler):
+    def __init__(self, file: io.BytesIO, slot: Callable[[Tensor], int], codes: Codes) -> None:
+        super().__init__(file)
+        self._slot = slot
+        self._codes = codes
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if isinstance(value, _LAZY):
+                value.detach()  # raises torch's own ValueError, as upstream's replication does
+            attributes = vars(value)
+            if attributes:  # what users set on parameters; torch.compile's notes stay here
+                own = {k: v for k, v in attributes.items() if not k.startswith("_dynamo")}
+                if own:
+                    return _tensor, (self._slot(value),), own, None, None, _set_attributes
+            return _tensor, (self._slot(value),)
+        kind = type(value)
+        if isinstance(value, nn.Module):
+            return _reduce_module(value) or super().reducer_override(value)
+        if kind is types.CodeType:
+            return _code, (self._codes.number(value),)
+        if kind in _LOCKS:  # it guards what threads of one process share
+            return _LOCKS[kind], ()
+        if kind is torch.device and value.type == "cuda":  # a number of the driver's
+            return _device, ()
+        if isinstance(value, weakref.ref):
+            if value() is None:
+                return _dead, ()
+            # A plain reference to a method would be dead at once.
+            return (weakref.WeakMethod if kind is weakref.WeakMethod else weakref.ref), (value(),)
+        return super().reducer_override(value)
+
+    def _dynamic_function_reduce(self, func: types.FunctionType) -> Any:
+        """Reduce a function of a script, as cloudpickle does."""
+        pickle_ = cloudpickle.cloudpickle
+        space = {
+            name: func.__globals__[name]
+            for name in pickle_._extract_code_globals(func.__code__)
+            if name in func.__globals__
+        }
+        cells = [pickle_._get_cell_contents(cell) for cell in func.__closure__ or ()]
+        parts = {name: getattr(func, name) for name in _PARTS}
+        parts["_cloudpickle_submodules"] = self._codes.submodules(func, [*space.values(), *cells])
+        parts["__globals__"] = space
+        state = dict(vars(func)), parts
+        made = pickle_._make_function, self._function_getnewargs(func), state
+        return *made, None, None, pickle_._function_setstate
+
+
+_PARTS = (
+    *("__name__", "__qualname__", "__annotations__", "__kwdefaults__", "__defaults__"),
+    *("__module__", "__doc__", "__closure__"),
+)
+
+
+def look(module: nn.Module, slot: Callable[[Tensor], int], codes: Codes) -> bytes:
+    """Pickle a module's structure.
+
+    Args:
+        module: The module.
+        slot: Gives the slot of a tensor.
+        codes: Gives numbers of code objects.
+
+    Raises:
+        TransferError: Something in it cannot be sent.
+    """
+    file = io.BytesIO()
+    try:
+        _LookPickler(file, slot, codes).dump(module)
+    except Exception as error:
+        if "uninitialized parameter" in str(error) or str(error) == _REFUSED:
+            raise  # upstream's own words
+        raise pickling.unsendable(module, "module", error) from error
+    return file.getvalue()
+
+
+def build(
+    structure: bytes,
+    tensors: Mapping[int, Tensor],
+    codes: Sequence[types.CodeType],
+    device: torch.device,
+) -> tuple[nn.Module, set[int]]:
+    """Build a module from a look, with tensors in the places of their slots; returns the slots that
+    it has, too.
+    """
+    for tensor in tensors.values():
+        vars(tensor).clear()
+    used: set[int] = set()
+    _building.tensors, _building.codes, _building.device = tensors, codes, device
+    _building.used = used
+    try:
+        module: nn.Module = pickle.loads(structure)
+    finally:
+        vars(_building).clear()
+    _enter_recorded(module)
+    return module, used
+
+
+def refuse_unreplicable(module: nn.Module) -> None:
+    """Raise upstream's errors for modules that it cannot replicate either."""
+    for child in module.modules():
+        for tensor in (*child._parameters.values(), *child._buffers.values()):
+            if isinstance(tensor, _LAZY):
+                tensor.detach()  # raises torch's own ValueError
+        if isinstance(child, torch.jit.ScriptModule):
+            _refuse_python_below(child)
+
+
+def _refuse_python_below(script: torch.jit.ScriptModule) -> None:
+    if not all(isinstance(child, torch.jit.ScriptModule) for child in script.modules()):
+        raise RuntimeError(_REFUSED)
+
+
+def _tensor(slot: int) -> Tensor:
+    _building.used.add(slot)
+    return _building.tensors[slot]  # type: ignore[no-any-return]
+
+
+def _code(number: int) -> types.CodeType:
+    return _building.codes[number]  # type: ignore[no-any-return]
+
+
+def _device() -> torch.device:
+    return _building.device  # type: ignore[no-any-return]
+
+
+def _set_attributes(tensor: Tensor, attributes: dict[str, Any]) -> None:
+    vars(tensor).update(attributes)
+
+
+class _Nothing:
+    """Stands for the target of a weak reference that is dead."""
+
+
+def _dead() -> weakref.ref[Any]:
+    return weakref.ref(_Nothing())
+
+
+def _reduce_module(module: nn.Module) -> Any:
+    kind = type(module)
+    if isinstance(module, torch.jit.ScriptModule):
+        return _reduce_script(module)
+    if "parametrizations" in module._modules and parametrize.is_parametrized(module):
+        names = tuple(module.parametrizations)  # type: ignore[arg-type]
+        state = _without_empty_hooks(vars(module))
+        return _new_parametrized, (kind.__mro__[1], names), state, None, None, _set_state
+    if kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__:
+        return None
+    own = getattr(kind, "__getstate__", None) is not _GETSTATE
+    state = module.__getstate__() if own else vars(module)
+    if not isinstance(state, dict):
+        return None
+    return _new, (kind,), _without_empty_hooks(state), None, None, _set_state
+
+
+def _without_empty_hooks(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name not in _HOOKS or value}
+
+
+def _new(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
+
+
+def _set_state(module: nn.Module, state: dict[str, Any]) -> None:
+    for name, make in _HOOKS.items():
+        if name not in state:
+            state[name] = make()
+    if type(module).__setstate__ is nn.Module.__setstate__:
+        module.__dict__.update(state)
+    else:
+        module.__setstate__(state)
+
+
+def _new_parametrized(base: type[nn.Module], names: Sequence[str]) -> nn.Module:
+    module = base.__new__(base)
+    nn.Module.__init__(module)
+    parametrize._inject_new_class(module)
+    for name in names:
+        parametrize._inject_property(module, name)
+    module.__dict__.clear()
+    return module
+
+
+def _reduce_script(module: torch.jit.ScriptModule) -> Any:
+    _refuse_python_below(module)
+    file = io.BytesIO()
+    torch.jit.save(module, file)
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return _load_script, (file.getvalue(), tensors, [m.training for m in module.modules()])
+
+
+def _load_script(
+    saved: bytes, tensors: dict[str, Tensor], training: Sequence[bool]
+) -> torch.jit.ScriptModule:
+    module = torch.jit.load(io.BytesIO(saved))
+    for path, tensor in tensors.items():
+        *parents, name = path.split(".")
+        setattr(functools.reduce(getattr, parents, module), name, tensor)
+    for child, mode in zip(module.modules(), training, strict=True):
+        child.training = mode
+    return module  # type: ignore[no-any-return]
+
+
+def _enter_recorded(module: nn.Module) -> None:
+    """Let transformers know which outputs the models in a module can record: its constructors enter
+    that, and none ran here.
+    """
+    for name in ("transformers.utils.output_capturing", "transformers.utils.generic"):
+        registry = getattr(sys.modules.get(name), "_CAN_RECORD_REGISTRY", None)
+        if isinstance(registry, dict):
+            for child in module.modules():
+                outputs = getattr(child, "_can_record_outputs", None)
+                if outputs is not None:
+                    dict.setdefault(registry, str(type(child)), outputs)

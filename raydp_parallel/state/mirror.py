@@ -1,0 +1,459 @@
+"""The driver's side of a module's state: what changed since the state that a replica has.
+
+Before each forward the module is looked at. Its structure is compared as bytes, its tensors by
+version, address and geometry. An edit through ``.data`` moves none of these, so the contents of
+what was not sent are compared while the replicas run; the forward then runs again.
+
+Large tensors of a CPU module lie in windows that replicas on this machine map: of those nothing is
+sent but their versions.
+"""
+
+from __future__ import annotations
+
+import io
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from raydp_parallel.state import sources
+from raydp_parallel.state.look import Codes, look
+from raydp_parallel.wire import pickling
+from raydp_parallel.wire.messages import SlotSpec, StateUpdate, Write
+from raydp_parallel.wire.windows import PAGE, Layout, Spec, Window, is_dense
+
+MAPPED = 1 << 16
+"""Bytes from which on a tensor lies in a window: smaller ones travel as fast in the message."""
+
+_MOST_WINDOWS = 16
+
+_CPU = torch.device("cpu")
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def versions_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the version of each tensor; 0 for inference tensors, which have none."""
+    return [0 if t.is_inference() else t._version for t in tensors]
+
+
+def set_version(tensor: Tensor, version: int) -> None:
+    """Set how often a tensor was written to, as torch's check of saved tensors counts it."""
+    if not tensor.is_inference():
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def _geometry(t: Tensor) -> Any:
+    if t.layout is torch.strided and not t.is_nested:
+        return type(t), t.dtype, t.shape, t.stride(), t.requires_grad, t.device, t.is_conj()
+    return type(t), t.dtype, t.layout, t.requires_grad, t.device
+
+
+def _address(t: Tensor) -> int:
+    try:
+        return t.data_ptr()
+    except RuntimeError:  # a layout without a storage of its own
+        return 0
+
+
+def bits(t: Tensor) -> Tensor:
+    """Show a tensor's bytes, of which NaNs equal themselves."""
+    t = t.detach()
+    if t.layout is not torch.strided or t.is_nested or t.is_quantized or type(t) is not Tensor:
+        file = io.BytesIO()
+        torch.save(t, file)
+        return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+    if t.is_conj() or t.is_neg():
+        t = t.resolve_conj().resolve_neg()
+    if t.is_complex():
+        t = torch.view_as_real(t)
+    return t.view(_BITS[t.dtype.itemsize])
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Compare two tensors to the bit."""
+    return _alike(bits(one), bits(other))
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+
+
+class Mark(NamedTuple):
+    """The tensors of a module at one moment, and how often they had been written to.
+
+    Attributes:
+        revision: The number of the state.
+        structure: When the structure had changed last.
+        tensors: The tensors, by slot.
+        versions: Their versions, in that order.
+        written: By how much replicas' writes have moved each.
+    """
+
+    revision: int
+    structure: int
+    tensors: dict[int, Tensor]
+    versions: list[int]
+    written: dict[int, int]
+
+
+class _Seen(NamedTuple):
+    """Versions, addresses and geometry of all tensors at the last look."""
+
+    versions: list[int]
+    addresses: list[int]
+    geometry: list[Any]
+
+
+class Master:
+    """A module in the driver.
+
+    Args:
+        module: The module.
+        number: Its number in the replicas.
+
+    Attributes:
+        revision: The number of its states so far.
+        tensors: Its tensors, by slot.
+        fresh: The slots with contents that the last `sync` found changed.
+        kinds: The kind of each: ``"parameter"``, ``"buffer"``, or ``"attribute"`` for others.
+        compares: Whether some replica does not map the windows, so that all is compared.
+    """
+
+    def __init__(self, module: nn.Module, number: int) -> None:
+        self.number = number
+        self._module = weakref.ref(module)
+        self.revision = 0
+        self.tensors: dict[int, Tensor] = {}
+        self.compares = False
+        self.fresh: set[int] = set()
+        self._slots: dict[int, int] = {}
+        self._next = 0
+        self._structure = b""
+        self.structure_at = 0
+        self._codes, self._code_at = Codes(), list[int]()
+        self._sources = sources.Sent()
+        self._seen = _Seen([], [], [])
+        self._spec_at: dict[int, int] = {}
+        self._content_at: dict[int, int] = {}
+        self._places: dict[int, tuple[int, int]] = {}
+        self._windows: dict[int, Window] = {}
+        self._moved_out: set[int] = set()
+        self._shadows: dict[int, Tensor] = {}
+        self._dirty: set[int] = set()
+        self.written: dict[int, int] = {}
+        self.kinds: dict[int, str] = {}
+        self._leaves: list[tuple[Tensor, str]] | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The module."""
+        found = self._module()
+        assert found is not None
+        return found
+
+    @property
+    def gone(self) -> bool:
+        """True once the module is gone."""
+        return self._module() is None
+
+    # Look.
+
+    def sync(self, code: bool = False) -> None:
+        """Find out what changed since the last look, and number the state if something did.
+
+        Args:
+            code: Whether a function is sent besides, whose module may be new.
+        """
+        found: dict[int, Tensor] = {}
+
+        def slot(tensor: Tensor) -> int:
+            # Ids come again when a tensor dies, so the slot's own tensor is compared.
+            number = self._slots.get(id(tensor), 0)
+            if self.tensors.get(number, found.get(number)) is not tensor:
+                self._next += 1
+                number = self._slots[id(tensor)] = self._next
+            found[number] = tensor
+            return number
+
+        structure = look(self.module, slot, self._codes)
+        if structure != self._structure or found.keys() != self.tensors.keys():
+            self._restructure(found)
+            self.revision += 1
+            self.structure_at = self.revision
+            self._sources.look(self.revision)
+            self._code_at += [self.revision] * (len(self._codes.kept) - len(self._code_at))
+            self._structure = structure  # last: Ctrl-C before makes the next look begin again
+        elif code and self._sources.look(self.revision + 1):
+            self.revision += 1
+        # Lists are compared whole, in C: mostly nothing changed, or all did, by an optimizer.
+        row = list(self.tensors.values())
+        now = _Seen(versions_of(row), [*map(_address, row)], [*map(_geometry, row)])
+        self.fresh = set()
+        if now != self._seen or self._dirty or len(self._content_at) != len(row):
+            self._compare(now)
+
+    def _restructure(self, found: dict[int, Tensor]) -> None:
+        self._leaves = None
+        for number in self.tensors.keys() - found.keys():
+            for known in (self._spec_at, self._content_at, self._places, self._shadows):
+                known.pop(number, None)
+            del self._slots[id(self.tensors[number])]
+        before = dict(zip(self.tensors, zip(*self._seen, strict=True), strict=False))
+        kept = [before.get(number, (-1, -1, None)) for number in found]
+        self._seen = _Seen(*map(list, zip(*kept, strict=True))) if kept else _Seen([], [], [])
+        registered = {id(t) for t in self.module.buffers()}
+        self.kinds = {}
+        for number, tensor in found.items():
+            plain = "buffer" if id(tensor) in registered else "attribute"
+            self.kinds[number] = "parameter" if isinstance(tensor, nn.Parameter) else plain
+        self.tensors = found  # another dict: marks keep the one before
+        self.written = {n: by for n, by in self.written.items() if n in found}
+        used = {key for key, _ in self._places.values()}
+        self._windows = {key: window for key, window in self._windows.items() if key in used}
+
+    def _compare(self, now: _Seen) -> None:
+        """Number the changes of tensors."""
+        if len({t.device for t in self.tensors.values()}) > 1:
+            self._refuse_devices()
+        self.revision += 1
+        then, grown = self._seen, []
+        for i, (number, tensor) in enumerate(self.tensors.items()):
+            new = number not in self._content_at
+            # Another geometry makes a new tensor in the replica; a flag alone sends no contents.
+            if new or now.geometry[i] != then.geometry[i]:
+                self._spec_at[number] = self.revision
+                self._leaves = None
+                contents = new or now.geometry[i][1:4] != then.geometry[i][1:4]
+            else:
+                contents = False
+            if not new and now.addresses[i] != then.addresses[i]:
+                # Older graphs keep the memory that it had.
+                self._spec_at[number] = self.revision
+                if self._places.pop(number, None) is not None:
+                    self._moved_out.add(number)  # it may move again: from now on it is sent
+            if (
+                number not in self._places
+                and (new or contents)
+                and self._can_be_mapped(number, tensor)
+            ):
+                grown.append(number)
+            written = now.versions[i] != then.versions[i] or now.addresses[i] != then.addresses[i]
+            if contents or written or number in self._dirty:
+                self._content_at[number] = self.revision
+                self.fresh.add(number)
+        if grown:
+            if len(self._windows) >= _MOST_WINDOWS:  # a new replica gets all in one message
+                grown += self._places
+                for number in self._places:
+                    self._spec_at[number] = self._content_at[number] = self.revision
+                self._windows.clear()
+            self._map(grown)
+            # The addresses that `_map` gave are no edits of the program's.
+            now = now._replace(addresses=[*map(_address, self.tensors.values())])
+        # Copies of what is sent: `verify` compares the next forward's contents with them.
+        into, contents = [], []
+        for number in self.fresh:
+            if self.compares or number not in self._places:
+                now_bits = bits(self.tensors[number])
+                shadow = self._shadows.get(number)
+                if shadow is not None and shadow.shape == now_bits.shape:
+                    into.append(shadow)
+                    contents.append(now_bits)
+                else:
+                    self._shadows[number] = now_bits.clone()
+        if into:
+            torch._foreach_copy_(into, contents)
+        self._dirty.clear()
+        self._seen = now
+
+    def _refuse_devices(self) -> None:
+        module = self.module
+        row = [*module.parameters(), *module.buffers()]
+        for tensor in row:
+            if tensor.device != row[0].device:
+                raise RuntimeError(
+                    "module must have its parameters and buffers on device "
+                    f"{row[0].device} (device_ids[0]) but found one of them on device: "
+                    f"{tensor.device}"
+                )
+
+    def leaves(self) -> list[tuple[Tensor, str]]:
+        """List the tensors that require a gradient, by slot, with their kinds."""
+        if self._leaves is None:
+            self._leaves = []
+            for number in sorted(self.tensors):
+                if self.tensors[number].requires_grad:
+                    self._leaves.append((self.tensors[number], self.kinds[number]))
+        return self._leaves
+
+    # Windows.
+
+    def _can_be_mapped(self, number: int, t: Tensor) -> bool:
+        if t.device != _CPU or t.layout is not torch.strided or t.is_inference():
+            return False
+        if t.is_shared():  # with other processes of the program's
+            return False
+        if type(t) is not nn.Parameter or t.is_nested or t.is_conj() or t.is_neg():
+            return False
+        size = t.numel() * t.element_size()
+        if size < MAPPED or not is_dense(t) or number in self._moved_out:
+            return False
+        storage = t.untyped_storage()
+        # Memory that somebody else looks at stays where it is.
+        alone = torch._C._storage_Use_Count(storage._cdata) <= 2  # the tensor, and `storage`
+        return alone and storage.nbytes() == size
+
+    def _map(self, numbers: list[int]) -> None:
+        """Move large tensors into a window of their own pages."""
+        specs = []
+        for number in numbers:
+            t = self.tensors[number]
+            specs.append(Spec(t.dtype, t.shape, t.stride(), False))
+        layout = Layout(specs, PAGE)
+        window = Window(layout.size)
+        key = self.revision
+        self._windows[key] = window
+        for number, spec, offset in zip(numbers, specs, layout.offsets, strict=True):
+            tensor, there = self.tensors[number], window.alone(spec, offset)
+            there.copy_(tensor.detach())
+            tensor.data = there
+            self._places[number] = key, offset
+
+    # What replicas need.
+
+    def update_from(self, revision: int, maps: bool) -> StateUpdate | None:
+        """Collect the changes since a state.
+
+        Args:
+            revision: The state that a replica has; 0 for none.
+            maps: Whether it maps the windows.
+        """
+        if revision == self.revision:
+            return None
+        specs, contents, versions = {}, {}, {}
+        windows: dict[int, Window] = {}
+        for number, tensor in self.tensors.items():
+            place = self._places.get(number) if maps else None
+            if self._spec_at[number] > revision:
+                specs[number] = self._spec(tensor, place)
+                if place is not None and place[0] > revision:
+                    windows[place[0]] = self._windows[place[0]]
+            if self._content_at[number] > revision:
+                versions[number] = 0 if tensor.is_inference() else tensor._version
+                if place is None:
+                    contents[number] = tensor.detach()
+        structure = self._structure if self.structure_at > revision else None
+        code = None
+        if structure is not None:
+            new = [i for i, at in enumerate(self._code_at) if at > revision]
+            if new:
+                code = pickling.dumps([(i, self._codes.kept[i]) for i in new])
+        return StateUpdate(
+            revision=self.revision,
+            structure=structure,
+            code=code,
+            sources=self._sources.latest if self._sources.at > revision else None,
+            specs=specs,
+            windows=windows,
+            contents=contents,
+            versions=versions,
+        )
+
+    def _spec(self, t: Tensor, place: tuple[int, int] | None) -> SlotSpec:
+        parameter = isinstance(t, nn.Parameter)
+        if place is None:
+            return SlotSpec(parameter, t.requires_grad)
+        key, offset = place
+        return SlotSpec(
+            parameter, t.requires_grad, key, offset, tuple(t.shape), t.stride(), t.dtype
+        )
+
+    def verify(self) -> bool:
+        """Compare the contents of what was not sent with what the replicas have; returns whether
+        something was edited behind its version.
+        """
+        edited = [
+            number
+            for number, shadow in self._shadows.items()
+            if number not in self.fresh and not _alike(bits(self.tensors[number]), shadow)
+        ]
+        self._dirty.update(edited)
+        return bool(edited)
+
+    def compare_all(self) -> None:
+        """Compare windows, too, from now on: a replica has copies of what lies in them."""
+        if not self.compares:
+            self.compares = True
+            for number in self._places:
+                self._shadows[number] = bits(self.tensors[number]).clone()
+
+    # Writes of replicas.
+
+    def write_back(self, writes: dict[int, Write], keep: bool) -> dict[int, Tensor]:
+        """Write what the first chunk wrote; returns what was there before, if that is kept."""
+        before: dict[int, Tensor] = {}
+        written = dict(self.written)  # marks keep the one before
+        for number, write in writes.items():
+            tensor = self.tensors.get(number)
+            if tensor is None:
+                continue
+            if keep:
+                before[number] = tensor.detach().clone()
+            version = 0 if tensor.is_inference() else tensor._version
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                if write.replaced:
+                    tensor.data = write.value.to(tensor.device, copy=True)
+                else:
+                    tensor.copy_(write.value)
+            set_version(tensor, version + write.moved)
+            self._dirty.add(number)
+            written[number] = written.get(number, 0) + write.moved
+        self.written = written
+        return before
+
+    def mark(self) -> Mark:
+        """Note how often each tensor was written to so far."""
+        versions = versions_of(self.tensors.values())
+        return Mark(self.revision, self.structure_at, self.tensors, versions, self.written)
+
+    def moved_since(self, mark: Mark) -> dict[int, int]:
+        """Count the writes since a mark, by slot. Each forward has buffers of its own: later writes
+        of replicas do not count.
+        """
+        now = versions_of(mark.tensors.values())
+        if now == mark.versions:
+            return {}
+        moved = {}
+        for (number, tensor), a, b in zip(mark.tensors.items(), mark.versions, now, strict=True):
+            if a != b:
+                if not isinstance(tensor, nn.Parameter):
+                    b -= self.written.get(number, 0) - mark.written.get(number, 0)
+                if b != a:
+                    moved[number] = b - a
+        return moved
+
+    def changed_since(self, mark: Mark, known: Iterable[int]) -> str | None:
+        """Name a change since a mark that is not a replica's write to one of ``known``; None if
+        there is none.
+        """
+        self.sync()
+        if self.verify():
+            self.sync()
+        if self.structure_at != mark.structure:
+            return "an attribute or a part of the module"
+        for number, tensor in self.tensors.items():
+            if self._content_at[number] > mark.revision and number not in known:
+                return self._name(tensor)
+        now = versions_of(mark.tensors.values())
+        for (number, tensor), a, b in zip(mark.tensors.items(), mark.versions, now, strict=True):
+            moved = b - a - self.written.get(number, 0) + mark.written.get(number, 0)
+            if moved:
+                return self._name(tensor)
+        return None
+
+    def _name(self, tensor: Tensor) -> str:
+        named = *self.module.named_parameters(), *self.module.named_buffers()
+        name = next((name for name, one in named if one is tensor), "")
+        return f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name!r}"

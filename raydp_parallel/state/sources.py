@@ -1,0 +1,265 @@
+"""The sources of the driver's modules: replicas run these, and no others of the same name.
+
+A class travels by the name of its module, and one name may mean two files: the script's folder is
+not where Ray's workers start, a file is edited while training runs, another machine has none. So
+the driver sends the text of the user's own modules that it has loaded, and a replica imports those
+texts. A replica that has already loaded another text is replaced by a new process. Installed
+packages are left to the environment.
+
+A text is read when its module is first sent. If the file was changed since the import, the module's
+classes and functions are sent by value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import logging
+import operator
+import os
+import site
+import sys
+import sysconfig
+import time
+import types
+import uuid
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+from raydp_parallel.errors import SourceMismatch
+
+log = logging.getLogger("raydp_parallel")
+
+PROCESS = uuid.uuid4().hex
+"""The name of this process."""
+
+_BEGUN = time.time()
+
+
+class Source(NamedTuple):
+    """The text of a module.
+
+    Attributes:
+        file: Its file in the driver.
+        folders: Where a package's submodules are; None for a plain module.
+        text: The text.
+    """
+
+    file: str
+    folders: tuple[str, ...] | None
+    text: bytes
+
+    @property
+    def digest(self) -> str:
+        """A short form of the text."""
+        return hashlib.sha256(self.text).hexdigest()
+
+
+class Sources(NamedTuple):
+    """All that a replica must know of the driver's modules.
+
+    Attributes:
+        process: The driver's process.
+        paths: Where the driver looks for modules.
+        modules: The user's own modules that it has loaded, by name.
+    """
+
+    process: str
+    paths: tuple[str, ...]
+    modules: dict[str, Source]
+
+
+def _homes() -> tuple[str, ...]:
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    paths = [sysconfig.get_path(name) for name in names]
+    paths += [*site.getsitepackages(), site.getusersitepackages()]
+    return tuple({real for path in paths if path for real in (path, os.path.realpath(path))})
+
+
+_HOMES = _homes()
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def is_installed(path: str) -> bool:
+    """Tell if a file is Python's, this package's or an installed package's."""
+    parts = path.split(os.sep)
+    if "site-packages" in parts or "dist-packages" in parts:
+        return True
+    return any(path.startswith(home + os.sep) for home in (*_HOMES, _OWN))
+
+
+# In the driver.
+
+_read: dict[str, tuple[Any, Source | None]] = {}
+"""The source of each module, with the spec that it was read for: a reload makes another one."""
+
+
+def _source(name: str) -> Source | None:
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    if spec is None or module is None:
+        return None
+    known = _read.get(name)
+    if known is not None and known[0] is spec:
+        return known[1]
+    file = spec.origin
+    found = None
+    plain = isinstance(file, str) and file.endswith(".py") and spec.has_location
+    if plain and not is_installed(os.path.abspath(file)) and name.partition(".")[0] != "ray":
+        try:
+            text = spec.loader.get_data(file)
+        except (OSError, AttributeError):
+            text = None
+        if text is not None and _is_outdated(module, file, text):
+            log.warning("%s was changed after its import: its code is sent by value", file)
+            cloudpickle.register_pickle_by_value(module)
+        elif text is not None:
+            if name in cloudpickle.list_registry_pickle_by_value() and name in _read:
+                cloudpickle.unregister_pickle_by_value(module)  # it was loaded again
+            folders = spec.submodule_search_locations
+            found = Source(file, None if folders is None else tuple(folders), text)
+    _read[name] = spec, found
+    return found
+
+
+def _is_outdated(module: types.ModuleType, file: str, text: bytes) -> bool:
+    """Tell if a file was changed since this process imported it."""
+    try:
+        if os.stat(file).st_mtime <= _BEGUN:
+            return False
+        there = {*_codes(compile(text, file, "exec", dont_inherit=True))}
+    except (OSError, SyntaxError, ValueError):
+        there = set()
+    for value in vars(module).values():
+        function = getattr(value, "__func__", value)
+        parts = [function]
+        if isinstance(function, type) and function.__module__ == module.__name__:
+            parts = [*vars(function).values()]
+        for part in parts:
+            code = getattr(getattr(part, "__func__", part), "__code__", None)
+            own = getattr(part, "__module__", None) == module.__name__
+            if code is not None and own and code.co_filename == file and code not in there:
+                return True
+    return False
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from _codes(constant)
+
+
+def current() -> Sources:
+    """Collect the sources of this process."""
+    modules = {}
+    for name in [*sys.modules]:
+        if name != "__main__" and name != "__mp_main__":
+            found = _source(name)
+            if found is not None:
+                modules[name] = found
+    paths = [os.path.abspath(path) for path in sys.path if isinstance(path, str)]
+    return Sources(PROCESS, tuple(dict.fromkeys(paths)), modules)
+
+
+# In a replica.
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+    """Imports the driver's modules from its texts."""
+
+    def __init__(self) -> None:
+        self.modules: dict[str, Source] = {}
+        self.loaded: dict[str, str] = {}
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Find one of the driver's modules."""
+        source = self.modules.get(name)
+        if source is None:
+            return None
+        spec = importlib.machinery.ModuleSpec(
+            name, self, origin=source.file, is_package=source.folders is not None
+        )
+        spec.has_location = True
+        if source.folders is not None:
+            spec.submodule_search_locations = [*source.folders]
+        self.loaded[name] = source.digest
+        return spec
+
+    def get_source(self, fullname: str) -> str:
+        """Return a module's text."""
+        return importlib.util.decode_source(self.modules[fullname].text)
+
+    def get_data(self, path: str) -> bytes:
+        """Return the text of a file."""
+        return next(s.text for s in self.modules.values() if s.file == path)
+
+    def get_code(self, fullname: str) -> Any:
+        """Compile a module."""
+        source = self.modules[fullname]
+        return compile(source.text, source.file, "exec", dont_inherit=True)
+
+
+_FINDER = _Finder()
+
+
+def follow(sources: Sources) -> None:
+    """Import the driver's modules from now on.
+
+    Raises:
+        SourceMismatch: One of them is loaded already, from another text.
+    """
+    if sources.process == PROCESS:
+        return
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+    for name, source in sources.modules.items():
+        if name in sys.modules and _digest(name) != source.digest:
+            raise SourceMismatch(
+                f"module {name!r} of a replica is not the driver's, which was loaded from "
+                f"{source.file}"
+            )
+    _FINDER.modules.update(sources.modules)
+    for path in sources.paths:
+        if path not in sys.path:
+            sys.path.append(path)
+
+
+def _digest(name: str) -> str:
+    known = _FINDER.loaded.get(name)
+    if known is None:
+        found = _source(name)
+        known = "" if found is None else found.digest
+    return known
+
+
+class Sent:
+    """The sources as a model's replicas know them.
+
+    Attributes:
+        at: The model's revision at the last change.
+    """
+
+    def __init__(self) -> None:
+        self.at = 0
+        self.latest: Sources | None = None
+        self._loaded = 0
+        self._specs: list[Any] = []
+
+    def look(self, revision: int) -> bool:
+        """Note changes, as of a revision; returns whether there are any."""
+        if self.latest is not None and len(sys.modules) == self._loaded:
+            specs = [getattr(sys.modules.get(n), "__spec__", None) for n in self.latest.modules]
+            if all(map(operator.is_, specs, self._specs)):
+                return False
+        found = current()
+        self._loaded = len(sys.modules)
+        self._specs = [getattr(sys.modules[name], "__spec__", None) for name in found.modules]
+        if found == self.latest:
+            return False
+        self.latest, self.at = found, revision
+        return True

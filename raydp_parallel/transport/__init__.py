@@ -1,1 +1,0 @@
-"""Messages between the driver and a replica, and how their bytes are sent."""

@@ -1,0 +1,212 @@
+"""Messages to bytes and back.
+
+A value of the user's becomes a `Parcel`: a pickled skeleton, and its tensors in a row, wherever
+pickle reaches. A message, which holds parcels, becomes a `Packet`: pickled bytes, and beside them
+the specs and the memory of all plain tensors, of which no byte is ever pickled.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from raydp_parallel.wire import pickling
+from raydp_parallel.wire.windows import Spec, Window, dense, spec_of
+
+_opening = threading.local()
+
+
+def _tensor(number: int) -> Tensor:
+    return _opening.tensors[number]  # type: ignore[no-any-return]
+
+
+def _window(number: int) -> Window:
+    return _opening.windows[number]  # type: ignore[no-any-return]
+
+
+def _load(data: bytes, tensors: Sequence[Tensor], windows: Sequence[Window] = ()) -> Any:
+    before = vars(_opening).copy()  # a value's own __setstate__ may open another one
+    _opening.tensors, _opening.windows = tensors, windows
+    try:
+        return pickle.loads(data)
+    finally:
+        vars(_opening).clear()
+        vars(_opening).update(before)
+
+
+class Parcel(NamedTuple):
+    """A value of the user's.
+
+    Attributes:
+        skeleton: Its pickle, with numbers in the place of tensors; None for a tuple that holds
+            nothing but tensors and Nones.
+        tensors: Its tensors.
+    """
+
+    skeleton: bytes | None
+    tensors: list[Any]
+
+    def load(self, tensors: Sequence[Any] | None = None) -> Any:
+        """Rebuild the value, with other tensors if they are given."""
+        row = self.tensors if tensors is None else tensors
+        return tuple(row) if self.skeleton is None else _load(self.skeleton, row)
+
+
+class _ValuePickler(pickling.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
+            return _tensor, (len(self.tensors) - 1,)
+        return super().reducer_override(value)
+
+
+def parcel(value: Any, name: str) -> Parcel:
+    """Take a value apart. An error names the path to what cannot be sent, below ``name``."""
+    plain = type(value) is tuple and {*map(type, value)} <= {Tensor}
+    if plain and len({*map(id, value)}) == len(value):
+        return Parcel(None, [*value])
+    file = io.BytesIO()
+    pickler = _ValuePickler(file)
+    try:
+        pickler.dump(value)
+    except Exception as error:
+        raise pickling.unsendable(value, name, error) from error
+    return Parcel(file.getvalue(), pickler.tensors)
+
+
+class Packet(NamedTuple):
+    """A message, but for its tensors' memory.
+
+    Attributes:
+        body: Its pickle.
+        specs: The geometry of its tensors.
+        tensors: The tensors, without gaps.
+        windows: Memory that it shares, of which descriptors travel.
+    """
+
+    body: bytes
+    specs: tuple[Spec, ...]
+    tensors: list[Tensor]
+    windows: list[Window]
+
+
+class _MessagePickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.specs: list[Spec] = []
+        self.tensors: list[Tensor] = []
+        self.windows: list[Window] = []
+
+    def reducer_override(self, value: Any) -> Any:
+        kind: Any = type(value)
+        if kind is Window:
+            self.windows.append(value)
+            return _window, (len(self.windows) - 1,)
+        if kind is Tensor or kind is nn.Parameter:
+            if value.layout is not torch.strided or value.is_nested or value.is_quantized:
+                return _reduce_composed(value)
+            if value.is_meta:
+                return NotImplemented
+            plain = value.detach()
+            if value.is_conj() or value.is_neg():
+                plain = plain.resolve_conj().resolve_neg()
+            if plain._is_zerotensor():  # which has no memory
+                plain = plain.clone()
+            plain = dense(plain)
+            spec = spec_of(plain)
+            self.specs.append(spec._replace(grad=True) if value.requires_grad else spec)
+            self.tensors.append(plain)
+            return _tensor, (len(self.tensors) - 1,)
+        if isinstance(value, Tensor):
+            return _reduce_subclass(value)
+        return NotImplemented
+
+
+def encode(message: Any) -> Packet:
+    """Pickle a message; its tensors stand beside it."""
+    file = io.BytesIO()
+    pickler = _MessagePickler(file)
+    pickler.dump(message)
+    return Packet(file.getvalue(), tuple(pickler.specs), pickler.tensors, pickler.windows)
+
+
+def decode(body: bytes, tensors: Sequence[Tensor], windows: Sequence[Window] = ()) -> Any:
+    """Rebuild a message around its tensors."""
+    return _load(body, tensors, windows)
+
+
+_COMPRESSED = {
+    torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
+    torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices),
+    torch.sparse_bsr: (Tensor.crow_indices, Tensor.col_indices),
+    torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices),
+}
+
+
+def _reduce_composed(value: Tensor) -> Any:
+    """Reduce a tensor to the plain ones that it is made of."""
+    plain, grad = value.detach(), value.requires_grad
+    if plain.is_nested and plain.numel():
+        return _nested, (list(plain.unbind()), plain.layout is torch.jagged, grad)
+    if plain.layout is torch.sparse_coo:
+        parts = plain._indices(), plain._values()
+        return _coo, (*parts, tuple(plain.shape), plain.is_coalesced(), grad)
+    if plain.layout in _COMPRESSED:
+        outer, inner = _COMPRESSED[plain.layout]
+        rows = outer(plain), inner(plain), plain.values()
+        return _compressed, (*rows, tuple(plain.shape), str(plain.layout)[6:], grad)
+    file = io.BytesIO()
+    torch.save(plain.clone(), file)  # a clone: the storage may hold other tensors
+    return _saved, (file.getvalue(), grad)
+
+
+def _reduce_subclass(value: Tensor) -> Any:
+    kind = pickling.dumps(type(value))
+    grad, inside = value.requires_grad, hasattr(type(value), "__tensor_flatten__")
+    if not inside and value.layout is torch.strided:
+        plain = value.detach().as_subclass(Tensor)
+        return _subclass, (plain, kind, grad)
+    file = io.BytesIO()
+    torch.save(value.detach().clone(), file)
+    return _saved, (file.getvalue(), grad)
+
+
+def _nested(parts: list[Tensor], jagged: bool, grad: bool) -> Tensor:
+    layout = torch.jagged if jagged else torch.strided
+    return torch.nested.nested_tensor(parts, layout=layout, requires_grad=grad)
+
+
+def _coo(i: Tensor, v: Tensor, shape: tuple[int, ...], coalesced: bool, grad: bool) -> Tensor:
+    made = torch.sparse_coo_tensor(
+        i, v.clone(), shape, is_coalesced=coalesced, check_invariants=False, device=v.device
+    )
+    return made.requires_grad_(grad)
+
+
+def _compressed(
+    outer: Tensor, inner: Tensor, v: Tensor, shape: tuple[int, ...], layout: str, grad: bool
+) -> Tensor:
+    kind = getattr(torch, layout)
+    parts = outer.clone(), inner.clone(), v.clone()
+    made = torch.sparse_compressed_tensor(*parts, shape, layout=kind, device=v.device)
+    return made.requires_grad_(grad)
+
+
+def _subclass(plain: Tensor, kind: bytes, grad: bool) -> Tensor:
+    made: Tensor = plain.clone().as_subclass(pickle.loads(kind))
+    return made.requires_grad_(grad)
+
+
+def _saved(data: bytes, grad: bool) -> Tensor:
+    made: Tensor = torch.load(io.BytesIO(data), weights_only=False)
+    return made.requires_grad_(grad)

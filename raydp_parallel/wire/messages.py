@@ -1,0 +1,229 @@
+"""Requests of the driver and answers of a replica.
+
+A request says all that one chunk needs: a replica keeps models by number and graphs by key, and
+nothing else from call to call.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from raydp_parallel.devices.ambient import CallContext
+from raydp_parallel.wire.codec import Parcel
+from raydp_parallel.wire.windows import Window
+
+
+class SlotSpec(NamedTuple):
+    """One tensor of a module, as a replica makes it.
+
+    Attributes:
+        parameter: Whether it is a Parameter.
+        grad: Whether it requires a gradient.
+        window: Which of the model's windows holds it; None if its contents are sent.
+        offset: Where it lies there.
+        shape: Its shape, with a window.
+        stride: Its strides there.
+        dtype: Its dtype there.
+    """
+
+    parameter: bool
+    grad: bool
+    window: int | None = None
+    offset: int = 0
+    shape: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    dtype: Any = None
+
+
+class StateUpdate(NamedTuple):
+    """Changes of the master since the state that a replica has.
+
+    Attributes:
+        revision: The state after it.
+        structure: The module without contents of tensors; None if it is as it was.
+        code: Code objects that the structure names by number, pickled.
+        sources: The driver's modules, see `state.sources`; None if nothing is new.
+        specs: Tensors that are new, or of another geometry, by slot.
+        windows: Memory that tensors lie in, by number.
+        contents: Tensors with other contents, by slot; of those in windows nothing is sent.
+        versions: The version of each of those, as the master counts it.
+    """
+
+    revision: int
+    structure: bytes | None
+    code: bytes | None
+    sources: Any
+    specs: dict[int, SlotSpec]
+    windows: dict[int, Window]
+    contents: dict[int, Tensor]
+    versions: dict[int, int]
+
+
+class ForwardRequest(NamedTuple):
+    """One chunk's forward.
+
+    Attributes:
+        model: The model's number.
+        update: Changes of its state; None if there are none.
+        key: The number that its graph gets; None keeps no graph.
+        chunk: The number of the chunk, from which its random numbers follow.
+        called: The name of a method, a function that takes the module, or None for the module.
+        arguments: Positional and keyword arguments.
+        context: The caller's ambient state.
+        seed: The call's seed.
+        threads: Torch's threads; None leaves them.
+        first: Whether writes to buffers and parameters are reported.
+        forget: Graphs that nobody can ask for any more.
+        overlay: Contents that tensors had when the forward ran first, by slot; None if it runs
+            first now. It runs again only for its graph.
+        where: The place that an exception names; None leaves the exception as it is.
+        group: How the chunks of the call exchange tensors; None if they do not.
+        optional: Whether all leaves are looked for among those that outputs depend on.
+    """
+
+    model: int
+    update: StateUpdate | None
+    key: int | None
+    chunk: int
+    called: Parcel | str | None
+    arguments: Parcel
+    context: CallContext
+    seed: int
+    threads: int | None
+    first: bool
+    forget: tuple[int, ...]
+    overlay: dict[int, Tensor] | None
+    where: str | None
+    group: Any = None
+    optional: bool = False
+
+
+class BackwardRequest(NamedTuple):
+    """One chunk's backward.
+
+    Attributes:
+        graph: The graph of the forward whose leaves get gradients.
+        outputs: The graphs, each with the numbers of its outputs that have a gradient.
+        grads: These gradients, in the same order.
+        needed: Which leaves of that forward a gradient is asked for.
+        partial: Whether the caller's pass leaves out some leaves.
+        keep: Whether graphs are used again.
+        derived: The number of the graph that the gradients get; None without create_graph.
+        moved: By how much the master's versions moved since the forward, by slot.
+        first: Whether writes are reported.
+        context: The caller's ambient state.
+        threads: Torch's threads; None leaves them.
+        forget: Graphs that nobody can ask for any more.
+        where: The place that an exception names.
+        group: As in a forward.
+    """
+
+    graph: int
+    outputs: tuple[tuple[int, tuple[int, ...]], ...]
+    grads: list[Tensor]
+    needed: tuple[bool, ...]
+    partial: bool
+    keep: bool
+    derived: int | None
+    moved: dict[int, int]
+    first: bool
+    context: CallContext
+    threads: int | None
+    forget: tuple[int, ...]
+    where: str | None
+    group: Any = None
+
+
+class Forget(NamedTuple):
+    """A request to drop graphs and models; the answer tells how many graphs are left."""
+
+    forget: tuple[int, ...]
+
+
+class Failure(NamedTuple):
+    """An exception of a replica.
+
+    Attributes:
+        kind: Its class, pickled; None if that cannot be pickled.
+        name: The class's name.
+        text: Its traceback.
+        where: The place that upstream's words name.
+        exception: The exception, pickled, if it is raised as it is.
+        exit: Whether the module asked the process to end.
+        loading: Whether the arguments could not be loaded.
+    """
+
+    kind: bytes | None
+    name: str
+    text: str
+    where: str | None
+    exception: bytes | None
+    exit: bool
+    loading: bool = False
+
+
+class CaughtWarning(NamedTuple):
+    """A warning of a replica."""
+
+    category: bytes
+    text: str
+    filename: str
+    lineno: int
+
+
+class Write(NamedTuple):
+    """A tensor that the first chunk wrote to.
+
+    Attributes:
+        value: Its contents now.
+        moved: By how much its version moved.
+        replaced: Whether its memory is another one, as after ``t.data = other``.
+    """
+
+    value: Tensor
+    moved: int
+    replaced: bool
+
+
+class Answer(NamedTuple):
+    """The answer to any request.
+
+    Attributes:
+        value: The outputs of a forward; the gradients of a backward, a row with None for leaves
+            that were not reached.
+        reached: Which tensors in plain attributes, and then which inputs, that require a gradient
+            the outputs depend on.
+        failure: The exception, if there is one.
+        warnings: Warnings.
+        writes: Tensors that were written to, by slot.
+        lacking: Whether the replica has lost contents, and needs the whole state.
+        busy: Seconds that it computed.
+    """
+
+    value: Any = None
+    reached: tuple[bool, ...] = ()
+    failure: Failure | None = None
+    warnings: tuple[CaughtWarning, ...] = ()
+    writes: dict[int, Write] = {}  # noqa: RUF012  # never written to
+    lacking: bool = False
+    busy: float = 0.0
+
+
+class ExchangeRequest(NamedTuple):
+    """The place of one chunk in a group of replicas that exchange tensors during a call.
+
+    Attributes:
+        address: Host and port of the group's store.
+        name: The group's name; a replica that has it keeps it.
+        rank: This replica's number.
+        size: How many there are.
+        timeout: Seconds to wait for the others.
+    """
+
+    address: tuple[str, int]
+    name: str
+    rank: int
+    size: int
+    timeout: float

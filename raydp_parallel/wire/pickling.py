@@ -1,0 +1,273 @@
+"""Pickle values of users' classes: more than cloudpickle takes, and errors that name the path.
+
+Each entry here answers a traceback that a user saw: standard streams, cached functions, operators
+of torch, objects whose `__getattr__` asks another object.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copyreg
+import functools
+import importlib
+import io
+import logging
+import operator
+import pickle
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+
+from raydp_parallel.errors import TransferError
+
+_STREAMS = ("stdout", "stderr", "stdin")
+_NAMES: dict[Any, str] = {"<stdin>": "stdin", "<stdout>": "stdout", "<stderr>": "stderr"}
+_NAMES |= {0: "stdin", 1: "stdout", 2: "stderr"}
+"""The names that standard streams have when Python opened them, or when a number did."""
+
+_HOOKS = (
+    "__setstate__",
+    "__getstate__",
+    "__reduce__",
+    "__reduce_ex__",
+    "__getnewargs__",
+    "__getnewargs_ex__",
+)
+
+
+_OPERATORS = (type(torch.ops.aten.relu), type(torch.ops.aten.relu.default))
+"""The classes of torch's operators, with all their overloads and with one."""
+
+
+class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Extend cloudpickle's pickler by the values that this file handles."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+
+    def reducer_override(self, value: Any) -> Any:
+        """Reduce a value that pickle cannot handle itself."""
+        name = stream_name(value)
+        if name is not None:
+            return _stream, (name,)
+        kind: Any = type(value)
+        if isinstance(value, _OPERATORS):
+            return operator.attrgetter(str(value)), (torch.ops,)
+        # a class is pickled by its name, even if its metaclass has a `__getattr__`
+        if issubclass(kind, type):
+            if _is_renamed(value):
+                return getattr, (sys.modules[value.__module__], value.__name__)
+        elif _delegates(kind):
+            return copyreg.__newobj__, (kind,), _state(value), None, None, _set_state  # type: ignore[attr-defined]
+        if kind is logging.StreamHandler:
+            state = {key: part for key, part in vars(value).items() if key != "lock"}
+            return logging.StreamHandler, (), state, None, None, _set_state
+        if isinstance(value, io.TextIOWrapper):
+            # cloudpickle would send a copy of its contents
+            raise TypeError("cannot pickle an open file")
+        if isinstance(value, types.ModuleType) and kind is not types.ModuleType:
+            return _reduce_module(value)
+        if isinstance(value, torch.jit.ScriptFunction):
+            return _reduce_script_function(value)
+        return super().reducer_override(value)
+
+
+def _reduce_cache(value: Any) -> Any:
+    """Reduce a cached function to its name, or to an empty cache."""
+    if value.__module__ in sys.modules and value.__module__ != "__main__":
+        with contextlib.suppress(AttributeError):
+            if operator.attrgetter(value.__qualname__)(sys.modules[value.__module__]) is value:
+                return value.__reduce__()
+    return _new_cache, (value.__wrapped__, value.cache_parameters())
+
+
+def _new_cache(function: Callable[..., Any], parameters: dict[str, Any]) -> Any:
+    return functools.lru_cache(**parameters)(function)
+
+
+def _reduce_cached_property(value: functools.cached_property[Any]) -> Any:
+    """Leave out the lock that it has up to Python 3.11."""
+    return _new_cached_property, (value.func, value.attrname)
+
+
+def _new_cached_property(function: Callable[..., Any], name: str | None) -> Any:
+    made = functools.cached_property(function)
+    made.attrname = name  # of a class that is made anew nothing sets the names
+    return made
+
+
+def _reduce_number_limits(value: Any) -> Any:
+    return type(value), (getattr(torch, value.dtype),)
+
+
+Pickler.dispatch_table = collections.ChainMap(
+    {
+        functools._lru_cache_wrapper: _reduce_cache,
+        functools.cached_property: _reduce_cached_property,
+        torch.finfo: _reduce_number_limits,
+        torch.iinfo: _reduce_number_limits,
+    },
+    cloudpickle.Pickler.dispatch_table,
+)
+
+
+def _reduce_module(value: types.ModuleType) -> Any:
+    """Reduce a module of a class of its own, such as `torch.ops`, to its name."""
+    name = value.__name__
+    if sys.modules.get(name) is value:
+        return importlib.import_module, (name,)
+    parent, _, last = name.rpartition(".")
+    if getattr(sys.modules.get(parent), last, None) is value:
+        return getattr, (sys.modules[parent], last)
+    return NotImplemented
+
+
+def _reduce_script_function(value: Any) -> Any:
+    if any(argument.has_default_value() for argument in value.schema.arguments):
+        return NotImplemented  # what torch saves of it has no defaults
+    return _load_script_function, (value.save_to_buffer(),)
+
+
+def _load_script_function(saved: bytes) -> Any:
+    return torch.jit.load(io.BytesIO(saved))
+
+
+def stream_name(value: Any) -> str | None:
+    """The name of a standard stream, ``"stdout"``, ``"stderr"`` or ``"stdin"``; None for any other
+    value.
+    """
+    for name in _STREAMS:
+        known = (getattr(sys, name), getattr(sys, f"__{name}__"))
+        if value is not None and any(value is stream for stream in known):
+            return name
+    # the original stream, where a notebook, a test or Ray has replaced it
+    if type(value) is io.TextIOWrapper:
+        return _NAMES.get(getattr(value, "name", None))
+    return None
+
+
+def _stream(name: str) -> Any:
+    return getattr(sys, name)
+
+
+@functools.lru_cache(maxsize=4096)
+def _delegates(kind: Any) -> bool:
+    """Tell if unpickling would ask an object's own `__getattr__` for `__setstate__`, before the
+    object has attributes.
+    """
+    if kind.__new__ is not object.__new__ and not hasattr(kind.__new__, "__code__"):
+        return False  # a list, a dict, or another type that keeps its contents in C
+    inherited = object.__dict__
+    no_hooks = all(getattr(kind, name, None) in (None, inherited.get(name)) for name in _HOOKS)
+    return no_hooks and any("__getattr__" in vars(base) for base in kind.__mro__)
+
+
+def _is_renamed(kind: Any) -> bool:
+    """Tell if a class is found by ``__name__`` and not, as pickle seeks it, by ``__qualname__``,
+    as some that were made in C++, such as torch's ``SDPBackend``.
+    """
+    if kind.__name__ == kind.__qualname__.rpartition(".")[2]:
+        return False
+    return getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
+
+
+def _state(value: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """An object's attributes and the values of its slots, read without its own `__getattr__`."""
+    slots = {}
+    for name in copyreg._slotnames(type(value)):  # type: ignore[attr-defined]
+        with contextlib.suppress(AttributeError):
+            slots[name] = object.__getattribute__(value, name)
+    try:
+        return object.__getattribute__(value, "__dict__"), slots
+    except AttributeError:
+        return {}, slots
+
+
+def _set_state(value: Any, state: Any) -> None:
+    """Set an object's attributes without its own `__setattr__`."""
+    attributes, slots = state if isinstance(state, tuple) else (state, {})
+    if attributes:
+        object.__getattribute__(value, "__dict__").update(attributes)
+    for name, part in slots.items():
+        object.__setattr__(value, name, part)
+
+
+_ADVICE = "Leave it out, make it where it is used, or give its class a __reduce__"
+
+
+def dumps(value: Any) -> bytes:
+    """Pickle a value that may be of a script's classes."""
+    file = io.BytesIO()
+    Pickler(file).dump(value)
+    return file.getvalue()
+
+
+def unsendable(value: Any, path: str, error: Exception) -> TransferError:
+    """Make the error for a value that cannot be pickled, with the path to the innermost part."""
+    path, kind = _innermost(value, path, _picklable)
+    return TransferError(
+        f"{path} is a {kind}, which cannot be sent to another process: {error}. {_ADVICE}"
+    )
+
+
+def refuse_unloadable(value: Any, path: str, cause: Exception, error: str) -> None:
+    """Raise an error for a value that a replica could not load, if it cannot be loaded here."""
+    if _loadable(value):
+        return
+    path, kind = _innermost(value, path, _loadable)
+    raise TransferError(
+        f"{path} is a {kind}, which can be pickled, but not loaded in another process: {error}. "
+        f"{_ADVICE}"
+    ) from cause
+
+
+def _picklable(value: Any) -> bool:
+    try:
+        Pickler(io.BytesIO()).dump(value)
+    except Exception:  # code of the user's classes
+        return False
+    return True
+
+
+def _loadable(value: Any) -> bool:
+    try:
+        pickle.loads(dumps(value))
+    except Exception:  # code of the user's classes
+        return False
+    return True
+
+
+def _innermost(value: Any, path: str, works: Callable[[Any], bool]) -> tuple[str, str]:
+    """Find the innermost part for which something does not work: its path, and its class."""
+    seen: set[int] = set()
+    while id(value) not in seen:
+        seen.add(id(value))
+        inner = next(((name, part) for name, part in _parts(value) if not works(part)), None)
+        if inner is None:
+            break
+        path, value = path + inner[0], inner[1]
+    return path.lstrip("."), f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _parts(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, nn.Module):
+        children = {**value._parameters, **value._buffers, **value._modules}
+        attributes = dict(vars(value))
+        for name in ("_parameters", "_buffers", "_modules"):
+            attributes.pop(name, None)
+        return [(f".{name}", part) for name, part in {**children, **attributes}.items()]
+    if isinstance(value, dict):
+        return [(f"[{key!r}]", part) for key, part in value.items()]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return [(f".{name}", part) for name, part in zip(value._fields, value, strict=True)]
+    if isinstance(value, (list, tuple)):
+        return [(f"[{i}]", part) for i, part in enumerate(value)]
+    if isinstance(value, (Tensor, type)) or not hasattr(value, "__dict__"):
+        return []
+    return [(f".{name}", part) for name, part in vars(value).items()]

@@ -1,0 +1,170 @@
+"""Memory that two processes of one machine share, and how a row of tensors lies in it.
+
+A window belongs to one direction of one channel. It only grows. Its contents are valid until the
+answer: who keeps a tensor longer clones it. So nothing here is lent, counted or returned.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_MAP_FIXED = 0x10
+ALIGN = 64
+PAGE = mmap.PAGESIZE
+
+
+class Spec(NamedTuple):
+    """The geometry of one tensor: its values are one run, in whatever order dimensions lie."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    grad: bool
+
+
+def spec_of(tensor: Tensor) -> Spec:
+    """Describe a dense tensor."""
+    return Spec(tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Tell if a strided tensor's elements fill one run of memory, each in a place of its own."""
+    if tensor.is_contiguous():
+        return True
+    run = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != run:
+                return False
+            run *= size
+    return True
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy without gaps that keeps the order of its strides."""
+    if is_dense(tensor):
+        return tensor
+    return tensor.clone(memory_format=torch.preserve_format)
+
+
+class Layout:
+    """Offsets of tensors in a window; equal rows of specs have one layout."""
+
+    def __init__(self, specs: Sequence[Spec], align: int = ALIGN) -> None:
+        self.specs = tuple(specs)
+        self.offsets: list[int] = []
+        end = 0
+        for spec in specs:
+            self.offsets.append(end)
+            size = spec.dtype.itemsize
+            for n in spec.shape:
+                size *= n
+            end = -(-(end + size) // align) * align
+        self.size = end
+
+    def views(self, memory: Tensor) -> list[Tensor]:
+        """Show the tensors in a flat run of bytes, on whatever device it lies."""
+        return [_view(memory, s, at) for s, at in zip(self.specs, self.offsets, strict=True)]
+
+
+def _view(memory: Tensor, spec: Spec, offset: int) -> Tensor:
+    count = 1
+    for n in spec.shape:
+        count *= n
+    if count == 0:
+        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=memory.device)
+    run = memory[offset : offset + count * spec.dtype.itemsize].view(spec.dtype)
+    return run.as_strided(spec.shape, spec.stride)
+
+
+class Window:
+    """Shared memory of this process, or of another one that sent its descriptor.
+
+    Attributes:
+        memory: All of it, as a flat tensor of bytes.
+        fd: Its descriptor; the memory ends with the last process that has it mapped.
+    """
+
+    def __init__(self, size: int, fd: int | None = None, private: bool = False) -> None:
+        self.size = max(PAGE, -(-size // PAGE) * PAGE)
+        if fd is None:
+            fd = os.memfd_create("raydp_parallel", os.MFD_CLOEXEC)
+            os.ftruncate(fd, self.size)
+        self.fd = fd
+        flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+        self.map = mmap.mmap(fd, self.size, flags=flags)
+        self.memory = torch.frombuffer(self.map, dtype=torch.uint8)
+        # Tensors keep the mapping when the window is gone, and the mapping its descriptor.
+        weakref.finalize(self.map, os.close, fd).atexit = False
+        _mapped[self.map] = self.memory.data_ptr(), self.size, fd
+        self._views: dict[int, tuple[Layout, list[Tensor]]] = {}
+
+    def duplicate(self) -> int:
+        """Return another descriptor of the memory, for another window on it."""
+        return os.dup(self.fd)
+
+    def alone(self, spec: Spec, offset: int) -> Tensor:
+        """Show one tensor with a storage of its own: `torch.save` writes whole storages."""
+        count = 1
+        for n in spec.shape:
+            count *= n
+        run = torch.frombuffer(self.map, dtype=spec.dtype, count=count, offset=offset)
+        return run.as_strided(spec.shape, spec.stride)
+
+    def views(self, layout: Layout) -> list[Tensor]:
+        """Show a row of tensors here; made once for each layout."""
+        found = self._views.get(id(layout))
+        if found is None:
+            if len(self._views) >= 2 * Layouts.MOST:
+                self._views.clear()
+            found = self._views[id(layout)] = layout, layout.views(self.memory)
+        return found[1]
+
+
+_mapped: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, int, int]] = weakref.WeakKeyDictionary()
+"""The address, size and descriptor of each mapping."""
+
+
+def _make_private() -> None:
+    """Map all windows privately, in a forked child: what it changes stays there."""
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    whole: Any = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mmap.argtypes = whole
+    rights = mmap.PROT_READ | mmap.PROT_WRITE
+    for at, size, fd in [*_mapped.values()]:
+        libc.mmap(at, size, rights, mmap.MAP_PRIVATE | _MAP_FIXED, fd, 0)
+
+
+os.register_at_fork(after_in_child=_make_private)
+
+
+class Layouts:
+    """The layouts that one end of a channel has sent, by their specs."""
+
+    MOST = 256
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Spec, ...], tuple[int, Layout]] = {}
+        self._next = 0
+
+    def of(self, specs: tuple[Spec, ...]) -> tuple[int, Layout, bool]:
+        """Return the number of a layout, the layout, and whether it is new."""
+        found = self._known.get(specs)
+        if found is not None:
+            return *found, False
+        if len(self._known) >= self.MOST:  # shapes that never come again
+            self._known.clear()
+            self._next = 0
+        self._next += 1
+        layout = Layout(specs)
+        self._known[specs] = self._next, layout
+        return self._next, layout, True

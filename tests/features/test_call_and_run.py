@@ -1,0 +1,358 @@
+"""`DataParallel.call` and `run`: any method of the module, and any function of it, on the replicas.
+
+They are compared with the plain module, in place and on two replicas.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import assert_same_grads, assert_same_state, raised
+from mortal import Everything, Mortal, arm, armed, fate, rows, same, state
+from torch import Tensor, nn
+
+from raydp_parallel import DataParallel, Executor, TransferError
+
+ONE, TWO = ["cpu"], ["cpu", "cpu"]
+
+
+class Net(nn.Module):
+    """A module with more methods than forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(3, 4)
+        self.decoder = nn.Linear(4, 2)
+        self.calls = 0
+        self.history: list[int] = []
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.encoder(x).tanh())
+
+    def generate(
+        self, x: Tensor, shift: Tensor | None = None, *, steps: int = 1, method: str = "sum"
+    ) -> Tensor:
+        """Several forwards, one after the other."""
+        for _ in range(steps):
+            out = self(x)
+            x = torch.cat([out, x[:, :1]], 1)
+        x = x if shift is None else x + shift
+        return x.sum(1, keepdim=True) if method == "sum" else x
+
+    def count(self, x: Tensor) -> None:
+        """Writes to a buffer in place, and rebinds and changes attributes."""
+        self.total += self.encoder(x).detach().sum(0)
+        self.calls += 1
+        self.history.append(len(x))
+
+    def size(self, x: Tensor) -> int:
+        return len(x)
+
+    def ragged(self, x: Tensor) -> Tensor:
+        """As many columns as there are rows."""
+        return self.encoder(x)[:, :1].expand(-1, len(x))
+
+    def where(self) -> int:
+        return os.getpid()
+
+    def fail(self, x: Tensor) -> Tensor:
+        raise ValueError(f"no {len(x)} rows")
+
+
+class Methodical(Mortal):
+    """Its process may end in a method."""
+
+    def train_on(self, x: Tensor, *, scale: float) -> Tensor:
+        """What may be interrupted, and its backward."""
+        chunk, folder = int(x[0, 0]), self.folder
+        fate(folder, f"call {chunk}")
+        out: Tensor = self.body(x[:, 1:]) * scale
+        out.register_hook(lambda _: fate(folder, f"backward {chunk}"))
+        return out
+
+
+@pytest.fixture(params=[ONE, TWO], ids=["one", "two"])
+def pair(request: pytest.FixtureRequest, two: Executor) -> tuple[Any, Net]:
+    """A wrapped net in double precision, with one device in place, and a plain copy of it."""
+    net = Net().double()
+    executor = two if request.param is TWO else None
+    return DataParallel(net, request.param, executor=executor), copy.deepcopy(net)
+
+
+def batch(count: int = 6) -> Tensor:
+    """Some rows."""
+    return torch.randn(count, 3, dtype=torch.double)
+
+
+def close(one: Any, other: Any) -> None:
+    """Equal but for the order of sums."""
+    torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_a_method_gives_what_the_plain_one_gives(pair: tuple[Any, Net]) -> None:
+    """Values and gradients, of weights and of arguments; positional and keyword arguments, tensors
+    and others.
+    """
+    model, plain = pair
+    x, shift = batch(), batch()
+    found = []
+    for generate in (functools.partial(model.call, "generate"), plain.generate):
+        ours, moved = x.clone().requires_grad_(), shift.clone().requires_grad_()
+        out = generate(ours, shift=moved, steps=3, method="none")
+        out.square().sum().backward()
+        found.append((out.detach(), ours.grad, moved.grad))
+    close(*found)
+    assert_same_grads(model, plain, rtol=1e-9, atol=1e-9)
+
+
+def test_calling_forward_is_forward_without_hooks(pair: tuple[Any, Net]) -> None:
+    """As in one process: hooks belong to the call of a module, and submodules have theirs."""
+    model, plain = pair
+    x = batch()
+    for net in (model.module, plain):
+        for part in (net, net.encoder):
+            part.register_forward_hook(lambda _module, _args, output: 2 * output)
+    close(model.call("forward", x), plain.forward(x))
+    close(model(x), plain(x))
+    close(model.call("__call__", x), plain(x))
+    close(model.call("encoder", x), plain.encoder(x))
+    assert not torch.allclose(plain(x), plain.forward(x))
+
+
+def test_writes_are_those_of_a_forward(pair: tuple[Any, Net]) -> None:
+    """With one device all stays, with two what chunk 0 wrote in place."""
+    model, plain = pair
+    x = batch()
+    assert model.call("count", x) is None
+    if len(model.device_ids) == 1:
+        plain.count(x)
+        assert (model.module.calls, model.module.history) == (1, [6])
+    else:
+        plain.total += plain.encoder(x[:3]).detach().sum(0)
+        assert (model.module.calls, model.module.history) == (0, [])
+    assert_same_state(model, plain, rtol=1e-9, atol=1e-9)
+
+
+def test_arguments_that_are_not_split(two: Executor) -> None:
+    """One replica computes all; what it writes in place to the module stays."""
+    net = Net().double()
+    model, plain = DataParallel(net, executor=two), copy.deepcopy(net)
+    x = batch()
+    assert model.call("size", x) == [3, 3]
+    assert model.call("size", x, split=False, gather=False) == [6]
+    assert model.call("where", split=False, gather=False) != [os.getpid()]
+    model.call("count", x, split=False)
+    plain.count(x)
+    assert (net.calls, net.history) == (0, [])
+    out = model.call("generate", x, split=False, steps=2)
+    close(out, plain.generate(x, steps=2))
+    out.sum().backward()
+    plain.generate(x, steps=2).sum().backward()
+    assert_same_grads(model, plain, rtol=1e-9, atol=1e-9)
+    assert_same_state(model, plain, rtol=1e-9, atol=1e-9)
+
+
+def test_outputs_that_are_not_gathered(pair: tuple[Any, Net]) -> None:
+    """A list with each chunk's, which may have shapes of their own; differentiable."""
+    model, plain = pair
+    x = batch(5)
+    found = model.call("ragged", x, gather=False)
+    expected = [plain.ragged(part) for part in x.chunk(len(model.device_ids))]
+    assert type(found) is list and len(found) == len(model.device_ids)
+    close(found, expected)
+    for outs in (found, expected):
+        sum(out.square().sum() for out in outs).backward()
+    assert_same_grads(model.module.encoder, plain.encoder, rtol=1e-9, atol=1e-9)
+
+
+def importable(net: Any, x: Tensor, power: int = 2) -> Any:
+    """A function that replicas import."""
+    return net.encoder(x) ** power
+
+
+MAIN = """
+import torch
+
+FACTOR = 3.0
+
+def helper(x):
+    return x * FACTOR
+
+def function(net, x):
+    return helper(net.encoder(x)).square() + torch.ones(())
+"""
+
+
+def of_main() -> Callable[..., Tensor]:
+    """A function of a program, which cannot be imported."""
+    scope: dict[str, Any] = {"__name__": "__main__"}
+    exec(MAIN, scope)
+    return scope["function"]  # type: ignore[no-any-return]
+
+
+def nested(factor: float) -> Callable[..., Tensor]:
+    """A function inside of another one."""
+    return lambda net, x: importable(net, x) * factor
+
+
+@dataclass(eq=False)
+class Loss:
+    """An object that can be called."""
+
+    factor: float
+
+    def __call__(self, net: Any, x: Tensor) -> Any:
+        return net(x).square() * self.factor
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        importable,
+        functools.partial(importable, power=3),
+        lambda net, x: net(x).exp(),
+        nested(2.5),
+        of_main(),
+        Net.generate,
+        Loss(0.5),
+    ],
+    ids=["importable", "partial", "lambda", "nested", "main", "method", "object"],
+)
+def test_a_function_gives_what_it_gives_here(
+    pair: tuple[Any, Net], function: Callable[..., Tensor]
+) -> None:
+    """By name and with its code; values and gradients."""
+    model, plain = pair
+    x = batch()
+    outs = model.run(function, x), function(plain, x)
+    close(*outs)
+    for out in outs:
+        out.square().sum().backward()
+    for name, parameter in plain.named_parameters():
+        grad = model.module.get_parameter(name).grad
+        if parameter.grad is None and len(model.device_ids) == 1:
+            assert grad is None
+        else:  # row B3: with two devices what was not used gets zeros
+            close(torch.zeros_like(grad) if parameter.grad is None else parameter.grad, grad)
+
+
+def test_a_function_that_closes_over_tensors(pair: tuple[Any, Net]) -> None:
+    """Each goes whole to every replica, and gets the sum of the chunks' gradients; a weight of the
+    module counts once.
+    """
+    model, plain = pair
+    x, fixed = batch(), torch.full((4,), 2.0, dtype=torch.double)
+    found = []
+    for net, run in ((model.module, model.run), (plain, lambda function, x: function(plain, x))):
+        scale = torch.arange(1.0, 5.0, dtype=torch.double).requires_grad_()
+        weight = net.encoder.bias
+        out = run(lambda net, x, s=scale, w=weight: net.encoder(x) * s * w + fixed, x)
+        out.square().sum().backward()
+        found.append((out.detach(), scale.grad, weight.grad, net.encoder.weight.grad))
+    close(*found)
+
+
+def test_an_exception_of_a_method(pair: tuple[Any, Net]) -> None:
+    """With two devices upstream's words around it; always the traceback of the replica."""
+    model, _ = pair
+    for call in (
+        lambda: model.call("fail", batch()),
+        lambda: model.run(lambda net, x: net.fail(x), batch()),
+    ):
+        error = raised(call)
+        assert isinstance(error, ValueError)
+        if len(model.device_ids) == 1:
+            assert str(error) == "no 6 rows"
+        else:
+            assert str(error).startswith("Caught ValueError in replica 0 on device cpu.")
+            assert "in fail" in str(error) and "no 3 rows" in str(error)
+    close(model(batch(2)).shape, (2, 2))
+
+
+def test_what_cannot_be_called(pair: tuple[Any, Net]) -> None:
+    """It is named, before anything is sent."""
+    model, _ = pair
+    before = model.stats().forwards
+    for call, bad, text in (
+        (model.call, "absent", "'Net' object has no attribute 'absent'"),
+        (model.call, "calls", r"Net\.calls is not a method"),
+        (model.call, importable, "name of a method, got function"),
+        (model.run, None, "takes the module first, got NoneType"),
+        (model.run, "generate", "takes the module first, got str"),
+        (model.run, model.module.generate, r"generate is bound .* call\(\)"),
+    ):
+        kind = AttributeError if bad == "absent" else TypeError
+        with pytest.raises(kind, match=text):
+            call(bad, batch())
+    assert model.stats().forwards == before
+
+
+class NotBack(Loss):
+    """Pickles; loading it raises."""
+
+    def __setstate__(self, _state: object) -> None:
+        raise LookupError("gone")
+
+
+def test_a_function_that_cannot_be_sent(two: Executor) -> None:
+    """The error names it, and not the arguments."""
+    model = DataParallel(Net(), executor=two)
+    lock = threading.Lock()
+    with pytest.raises(TransferError, match=r"^function is a builtins.function, which cannot"):
+        model.run(lambda net, x: net(x) if lock else x, batch())
+    with pytest.raises(TransferError, match=r"^inputs\[0\] is a _thread.lock, which cannot"):
+        model.run(importable, lock)
+    with pytest.raises(TransferError, match=r"^function is a .*NotBack, which can be pickled"):
+        model.run(NotBack(0.5), batch())
+
+
+@pytest.mark.parametrize(
+    ("verb", "deaths"),
+    [
+        ("call", ["backward 0"]),
+        pytest.param("call", ["call 1", "backward 0"], marks=pytest.mark.long),
+        pytest.param("run", ["call 1", "backward 0"], marks=pytest.mark.long),
+    ],
+)
+def test_a_death(verb: str, deaths: list[str], killable: Executor, tmp_path: Path) -> None:
+    """In the method, and in its backward, where the graph is made again: the bits of an undisturbed
+    run.
+    """
+    found: list[list[torch.Tensor]] = []
+    for moments in ([], deaths):
+        arm(tmp_path, *moments)
+        torch.manual_seed(5)
+        net = Methodical(Everything(checkpointed=True), tmp_path)
+        model = DataParallel(net.double(), executor=killable)
+        x = rows(2, 1).double().requires_grad_()
+        scale = torch.tensor(3.0, dtype=torch.double, requires_grad=True)
+        if verb == "call":
+            out = model.call("train_on", x, scale=scale)
+        else:
+            out = model.run(lambda net, x, s=scale: net.train_on(x, scale=s), x)
+        out.square().sum().backward()
+        assert x.grad is not None and scale.grad is not None
+        found.append([out.detach(), x.grad, scale.grad, *state(model)])
+        assert armed(tmp_path) == []
+    assert same(*found)
+
+
+def test_in_place() -> None:
+    """With one device of this process the module itself runs, with the very objects."""
+    model = DataParallel(Net(), ["cpu"])
+    x = torch.randn(4, 3)
+    seen: list[Any] = []
+    assert model.run(lambda net, x: seen.append((net, x)), x) is None
+    assert seen[0][0] is model.module and seen[0][1].data_ptr() == x.data_ptr()
+    assert model.call("size", x) == model.call("size", x, split=False) == 4
+    assert model.call("size", x, gather=False) == [4]

@@ -1,0 +1,472 @@
+"""The executor: one actor per device for all wrappers, what they may be, and how long what they
+hold lives.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from harness import assert_same_grads, ended
+from torch import nn
+
+import raydp_parallel
+from raydp_parallel import DataParallel, Executor, ExecutorClosed, Options, data_parallel
+from raydp_parallel.driver.executor import shared
+from raydp_parallel.monitoring.stats import ReplicaInfo
+
+TWO = ["cpu", "cpu"]
+THREE = ["cpu", "cpu", "cpu"]
+ROOT = Path(__file__).parents[2]
+
+on_cluster = pytest.mark.usefixtures("cluster")
+
+
+class Pids(nn.Module):
+    """Says in which process each row was seen."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.full((len(x),), os.getpid())
+
+
+class Nested(nn.Module):
+    """A module that wraps a part of itself."""
+
+    def __init__(self, ids: Sequence[Any], wrapper: Any = DataParallel) -> None:
+        super().__init__()
+        self.before = nn.Linear(4, 4)
+        self.block = wrapper(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4)), list(ids))
+        self.after = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.block(self.before(x)).tanh())
+
+
+class InnerPids(nn.Module):
+    """Says where it runs, and where a wrapper inside it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = DataParallel(Pids(), THREE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([torch.full((len(x),), os.getpid()), self.inner(x)], 1)
+
+
+def batch(rows: int = 6) -> torch.Tensor:
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(3)
+    return nn.Linear(4, 2)
+
+
+@on_cluster
+def test_replicas_are_described(two: Executor) -> None:
+    """One frozen entry per device: index, device, node, process and state."""
+    found = two.replicas()
+    assert [type(info) for info in found] == [ReplicaInfo, ReplicaInfo]
+    for index, info in enumerate(found):
+        assert (info.index, info.device, info.device_id) == (index, "cpu", "cpu")
+        assert (info.state, info.gpu) == ("ready", "")
+    assert {i.node for i in found} == {ray.get_runtime_context().get_node_id()}
+    assert len({i.pid for i in found} | {os.getpid(), 0}) == 4
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found[0].pid = 3  # type: ignore[misc]
+
+
+@on_cluster
+def test_close_ends_the_processes() -> None:
+    """After the with block replicas are closed and refused, their processes end, and others go on.
+    Ray does not take the end for an accident, of which it would tell the user, in red.
+    """
+    with Executor(TWO) as executor:
+        model = DataParallel(linear(), executor=executor)
+        out = model(batch())
+        pids = [info.pid for info in executor.replicas()]
+        clients: list[Any] = [slot.client for slot in executor.slots(TWO)]
+    assert [i.state for i in executor.replicas()] == ["closed"] * 2
+    executor.close()
+    for use in (
+        lambda: model(batch()),
+        lambda: DataParallel(linear(), executor=executor)(batch()),
+        lambda: out.sum().backward(),  # the graphs went with the replicas
+    ):
+        with pytest.raises(ExecutorClosed, match="closed"):
+            use()
+    assert all(map(ended, pids))
+    for client in clients:
+        with pytest.raises(ray.exceptions.ActorDiedError, match=r"was killed by `ray\.kill`"):
+            ray.get(client.actor.__ray_ready__.remote(), timeout=30)
+    assert DataParallel(linear(), TWO)(batch()).shape == (6, 2)
+
+
+@on_cluster
+def test_stats_count(two: Executor) -> None:
+    """Forwards, trips back, rows and bytes, of all and of each replica; frozen, as a dict, and as a
+    table.
+    """
+    before = two.stats()
+    model = DataParallel(linear(), executor=two)
+    for _ in range(2):
+        model(batch(5)).sum().backward()
+    after = two.stats()
+    assert after.forwards - before.forwards == after.backwards - before.backwards == 2
+    assert after.state_sends - before.state_sends == 2
+    assert after.state_bytes - before.state_bytes == 2 * (4 * 2 + 2) * 4
+    assert after.reruns == before.reruns
+    grown = [
+        (b.calls - a.calls, b.rows - a.rows, b.deaths - a.deaths)
+        for a, b in zip(before.replicas, after.replicas, strict=True)
+    ]
+    assert grown[:2] == [(2, 6, 0), (2, 4, 0)]
+    for a, b in zip(before.replicas[:2], after.replicas[:2], strict=True):
+        assert b.bytes_in > a.bytes_in and b.bytes_out > a.bytes_out
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        after.forwards = 0  # type: ignore[misc]
+    assert json.loads(json.dumps(after.to_dict()))["replicas"][0]["pid"] == after.replicas[0].pid
+    lines = str(after).splitlines()
+    assert lines[1].split()[:4] == ["replica", "device", "node", "pid"]
+    assert str(after.replicas[1].pid) in lines[3]
+
+
+@on_cluster
+def test_an_executor_in_a_pickle_or_a_copy(two: Executor) -> None:
+    """A copy of a wrapper keeps the executor; out of a pickle comes the process's, for replicas do
+    not travel.
+    """
+    model = DataParallel(linear(), executor=two)
+    out = model(batch())
+    copied = copy.deepcopy(model)
+    assert copied.executor is two and torch.equal(copied(batch()), out)
+    again = pickle.loads(pickle.dumps(model))
+    assert again.executor is shared(Options()) and torch.equal(again(batch()), out)
+
+
+@on_cluster
+def test_one_actor_per_device_for_all_wrappers() -> None:
+    """Any number of wrappers of any module uses the same processes, the n-th "cpu" always
+    the same.
+    """
+    pids = DataParallel(Pids(), THREE)(batch(3)).tolist()
+    assert len(set(pids)) == 3
+    assert DataParallel(Pids(), THREE)(batch(3)).tolist() == pids
+    assert DataParallel(nn.Sequential(Pids()), TWO, dim=0)(batch(2)).tolist() == pids[:2]
+    assert DataParallel(Pids(), ["cpu"])(batch(2)).tolist() == [os.getpid()] * 2  # in place
+    assert data_parallel(Pids(), batch(2), TWO).tolist() == pids[:2]
+
+
+@on_cluster
+def test_wrappers_options_do_not_start_more_replicas() -> None:
+    """How gradients and scalars come out is the wrapper's matter; what concerns processes makes
+    another executor.
+    """
+    plain = DataParallel(linear(), TWO).executor
+    same, other = Options(unused_grads="none", scalars="mean"), Options(threads=2)
+    assert DataParallel(linear(), TWO, options=same).executor is plain
+    assert DataParallel(linear(), TWO, options=other).executor is not plain
+
+
+@on_cluster
+def test_a_wrapper_inside_a_wrapped_module_runs_in_place() -> None:
+    """In a replica the inner wrapper calls its module there, and the results are the plain
+    module's.
+    """
+    for outer, inner in DataParallel(InnerPids(), TWO)(batch(4)).tolist():
+        assert outer == inner != os.getpid()
+    net = Nested(THREE)
+    plain = Nested(THREE, lambda module, ids: nn.ModuleDict({"module": module}))
+    plain.load_state_dict(net.state_dict())
+    model = DataParallel(net, TWO)
+    x = batch()
+    out = model(x)
+    out.square().sum().backward()
+    expected = plain.after(plain.block["module"](plain.before(x)).tanh())
+    expected.square().sum().backward()
+    torch.testing.assert_close(out, expected)
+    assert_same_grads(net, plain)
+
+
+class Tells:
+    """Tells in a folder of its end in another process than this one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.driver = str(folder), os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.driver:
+            Path(self.folder, str(os.getpid())).touch()
+
+
+@on_cluster
+def test_dropping_a_wrapper_frees_its_replicas(two: Executor, tmp_path: Path) -> None:
+    """With the last wrapper of a module its copies go, without the garbage collector; the actors
+    stay.
+    """
+    pids = {info.pid for info in two.replicas()}
+    model = DataParallel(linear(), executor=two)
+    model.module.tells = Tells(tmp_path)  # type: ignore[assignment]
+    model(batch())
+    second = DataParallel(model.module, executor=two)
+    second(batch())
+    for _ in range(2):  # the second answer comes when the first one's pause is over
+        two.flush()
+    for told in tmp_path.iterdir():  # by a copy that a replica compared its module with
+        told.unlink()
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        two.flush()
+        assert not [*tmp_path.iterdir()]
+        del second
+        two.flush()
+    finally:
+        gc.enable()
+    assert {int(path.name) for path in tmp_path.iterdir()} == pids
+    assert {info.pid for info in two.replicas()} == pids
+
+
+@on_cluster
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        (None, [0, 1]),
+        (range(1, -1, -1), [1, 0]),
+        ([torch.device("cuda", 1), torch.device("cuda"), "cuda:1"], [1, 0, 1]),
+        (("cpu", "cuda:1", torch.device("cpu")), ["cpu", 1, "cpu"]),
+        ([1], [1]),
+    ],
+)
+def test_device_ids_of_every_kind(ids: Any, expected: list[Any]) -> None:
+    """Fake GPUs, CPUs, mixed and repeated: each entry runs a chunk, the same entry the same
+    process.
+    """
+    net = linear()
+    model, plain = DataParallel(net, ids), copy.deepcopy(net)
+    assert model.device_ids == expected
+    outs = [one(batch(8)) for one in (model, plain)]
+    torch.testing.assert_close(*outs)
+    for out in outs:
+        out.square().sum().backward()
+    assert_same_grads(net, plain)
+    pids = DataParallel(Pids(), ids)(torch.ones(len(expected), 1)).tolist()
+    known = {info.pid: info for info in model.executor.replicas()}
+    assert [known[pid].device_id for pid in pids] == expected
+    assert len(set(pids)) == len({e for e in expected if e != "cpu"}) + expected.count("cpu")
+
+
+def script(code: str, running: str | None = None, **environment: str) -> dict[str, Any]:
+    """Run a program in a process of its own; returns what it put into ``found``.
+
+    It finds no Ray but one that is ``running`` at an address, as `ray start` notes it down.
+    """
+    apart = ("RAY_ADDRESS", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
+    env = {name: value for name, value in os.environ.items() if name not in apart} | environment
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    code = f"{_PREAMBLE}\n{code}\nprint('FOUND', json.dumps(found))"
+    # A short name: Ray's sockets in it have long ones.
+    with tempfile.TemporaryDirectory(prefix="rp", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        if running is not None:
+            Path(folder, "ray").mkdir()
+            Path(folder, "ray", "ray_current_cluster").write_text(running)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=env | {"RAY_TMPDIR": folder, "CUDA_VISIBLE_DEVICES": ""},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=240,
+        )
+    assert done.returncode == 0, done.stdout
+    line = next(line for line in reversed(done.stdout.splitlines()) if line.startswith("FOUND "))
+    return json.loads(line.removeprefix("FOUND "))  # type: ignore[no-any-return]
+
+
+_PREAMBLE = """
+import json, os
+import ray, torch
+from torch import nn
+import raydp_parallel
+from raydp_parallel import DataParallel, Executor, data_parallel
+
+found = {}
+torch.manual_seed(0)
+net = nn.Linear(4, 2)
+x = torch.randn(6, 4)
+
+
+def error(call):
+    try:
+        call()
+    except Exception as e:
+        return [type(e).__name__, str(e)]
+"""
+
+
+@pytest.fixture(scope="module")
+def no_gpu() -> dict[str, Any]:
+    """What a program finds on a machine without GPU and without Ray."""
+    return script(
+        """
+class Anything(nn.Module):
+    def forward(self, value, *, mode):
+        self.mode = mode
+        return {"value": value, "gen": (i for i in range(3))}
+
+import logging
+found["said"] = []
+heard = logging.Handler()
+heard.emit = lambda record: found["said"].append(record.getMessage())
+logging.getLogger("raydp_parallel").addHandler(heard)
+found["not yet"] = ray.is_initialized()
+model = DataParallel(net)
+DataParallel(net)
+logging.getLogger("raydp_parallel").removeHandler(heard)
+found["ids"] = model.device_ids
+others = ("dim", "output_device", "src_device_obj")
+found["attributes"] = [name for name in others if hasattr(model, name)]
+found["error"] = error(lambda: model.output_device)
+found["why"] = [error(lambda: getattr(model, name))[1] for name in ("executor", "dim")]
+found["stats"] = [str(model.stats()), len(model.stats().replicas)]
+found["state"] = list(model.state_dict())
+found["same"] = torch.equal(model(x), net(x))
+anything = DataParallel(Anything())
+lock = object()
+out = anything(lock, mode="any")
+found["identity"] = out["value"] is lock and anything.module.mode == "any"
+inner = torch.ones(2, 4)
+DataParallel(nn.Sequential(nn.ReLU(inplace=True)))(inner.neg_())
+found["in place"] = inner.tolist() == [[0.0] * 4] * 2
+found["functional"] = error(lambda: data_parallel(net, x))
+found["executor"] = [list(Executor().device_ids), len(Executor().replicas())]
+os.environ["RAY_ADDRESS"] = "ray://127.0.0.1:10001"
+found["client"] = error(lambda: DataParallel(net, ["cpu", "cpu"])(x))
+found["client, no ids"] = error(lambda: DataParallel(net))
+del os.environ["RAY_ADDRESS"]
+found["still not"] = ray.is_initialized()
+"""
+    )
+
+
+def test_C2_no_gpu_runs_in_place(no_gpu: dict[str, Any]) -> None:
+    """Without GPU and device_ids the module runs as it is, with the very objects, and what forward
+    writes stays; no cluster is started to find that out.
+    """
+    assert not no_gpu["not yet"] and not no_gpu["still not"]
+    assert no_gpu["ids"] == [] and no_gpu["same"]
+    assert no_gpu["executor"] == [[], 0]
+    assert no_gpu["identity"] and no_gpu["in place"]
+
+
+def test_C2_in_place_has_no_other_attributes(no_gpu: dict[str, Any]) -> None:
+    """Only ``module`` and ``device_ids`` exist, as upstream. Asked for replicas, or for what they
+    did, it says why there are none; it is logged once.
+    """
+    assert no_gpu["attributes"] == []
+    kind, text = no_gpu["error"]
+    assert kind == "AttributeError"
+    assert text.startswith("'DataParallel' object has no attribute 'output_device'")
+    assert no_gpu["state"] == ["module.weight", "module.bias"]
+    for text in no_gpu["why"]:
+        assert "the module runs in place" in text and "device_ids=['cpu', 'cpu']" in text
+    assert "in place" in no_gpu["stats"][0] and no_gpu["stats"][1] == 0
+    (said,) = no_gpu["said"]
+    assert "the module runs in place" in said
+
+
+def test_F8_no_gpu_and_no_ids(no_gpu: dict[str, Any]) -> None:
+    """The functional form has no fallback, as upstream's."""
+    kind, text = no_gpu["functional"]
+    assert kind == "RuntimeError" and text.startswith("device type could not be determined")
+
+
+def test_ray_client_is_refused(no_gpu: dict[str, Any]) -> None:
+    """A ray:// address is refused before anything is started, with the way out."""
+    for name in ("client", "client, no ids"):
+        kind, text = no_gpu[name]
+        assert kind == "ClusterError" and "ray://" in text and "address='auto'" in text
+
+
+@pytest.mark.long
+def test_a_local_ray_starts_and_a_lost_one_is_replaced() -> None:
+    """CPU replicas start a local cluster; after ray.shutdown() the next use starts another;
+    shutdown() ends it.
+    """
+    found = script(
+        """
+expected = net(x)
+model = DataParallel(net, ["cpu", "cpu"])
+found["lazy"] = not ray.is_initialized()
+out = model(x)
+found["first"] = torch.allclose(out, expected) and ray.is_initialized()
+pids = [info.pid for info in model.executor.replicas()]
+ray.shutdown()
+found["lost"] = error(lambda: out.sum().backward())
+again = model(x)
+again.sum().backward()
+found["second"] = torch.allclose(again, expected)
+found["gradient"] = torch.allclose(net.weight.grad, x.sum(0).expand(2, 4))
+found["new processes"] = not set(pids) & {info.pid for info in model.executor.replicas()}
+raydp_parallel.shutdown()
+raydp_parallel.shutdown()
+found["ended"] = not ray.is_initialized()
+"""
+    )
+    kind, text = found.pop("lost")
+    assert kind == "GraphLost" and "run forward again" in text
+    assert set(found.values()) == {True}, found
+
+
+@pytest.mark.long
+@on_cluster
+def test_shutdown_leaves_a_cluster_that_is_its_users() -> None:
+    """The process's replicas end, the cluster goes on, and so do wrappers, with new replicas."""
+    model = DataParallel(linear(), TWO)
+    out, executor = model(batch()), model.executor
+    raydp_parallel.shutdown()
+    assert ray.is_initialized()
+    assert {info.state for info in executor.replicas()} == {"closed"}
+    for ids in ([0, 1], [1, 0]):
+        with Executor(ids) as own:  # the GPUs are free now, and after close
+            assert torch.equal(DataParallel(model.module, executor=own)(batch()), out)
+    assert model.executor is not executor
+    assert torch.equal(model(batch()), out)
+
+
+@pytest.mark.long
+@on_cluster
+@pytest.mark.parametrize("how", ["RAY_ADDRESS", "running"])
+def test_ray_address_is_joined(how: str) -> None:
+    """A driver joins the cluster that RAY_ADDRESS names or that runs here, sees its GPUs, and
+    leaves it running.
+    """
+    address = ray.get_runtime_context().gcs_address
+    found = script(
+        """
+model = DataParallel(net)
+found["ids"] = model.device_ids
+found["address"] = ray.get_runtime_context().gcs_address
+out = DataParallel(net, ["cpu", "cpu"])(x)
+found["same"] = torch.allclose(out, net(x))
+raydp_parallel.shutdown()
+""",
+        **{how: address},
+    )
+    assert found == {"ids": [0, 1], "address": address, "same": True}
+    assert DataParallel(linear(), TWO)(batch()).shape == (6, 2)

@@ -1,0 +1,335 @@
+"""`DataParallel.map`: many batches, several at once, on real replicas."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mortal import Mortal, arm, armed
+from torch import Tensor, nn
+
+from raydp_parallel import DataParallel, Executor
+
+TWO = ["cpu", "cpu"]
+
+on_each_number = pytest.mark.parametrize("ids", [TWO, ["cpu"]], ids=["two", "one"])
+"""One is a replica, too: the executor is given."""
+
+
+@pytest.fixture(scope="module")
+def executor(executors: Any) -> Executor:
+    """Two replicas for all tests."""
+    return executors()  # type: ignore[no-any-return]
+
+
+class Picky(nn.Module):
+    """Adds its weight, unless the first number is negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x[0] < 0:
+            raise ValueError(f"cannot take {int(x[0])}")
+        return x + self.weight
+
+
+class Gated(nn.Module):
+    """A batch of zeros waits until something is written to a FIFO, others do not."""
+
+    def __init__(self, gate: Path) -> None:
+        super().__init__()
+        self.gate = str(gate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x[0] == 0:
+            os.close(os.open(self.gate, os.O_RDONLY))
+        return x
+
+
+class Effects(nn.Module):
+    """Batch norm, dropout, a counter that is a buffer, and one that is an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("seen", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        self.calls += 1
+        return torch.dropout(self.norm(x), 0.5, self.training) * (1 + self.seen + self.calls)
+
+
+class Nested(nn.Module):
+    """Outputs of several kinds."""
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Any:
+        return {"sum": x.sum() * scale, "parts": [x * scale, (None, "text", 3)]}
+
+
+class Interrupting(nn.Module):
+    """Sends Ctrl-C to the process of which it gets the number, if it is not 0."""
+
+    def forward(self, pid: int) -> int:
+        if pid:
+            os.kill(pid, signal.SIGINT)
+        return pid
+
+
+def numbers(count: int) -> list[Tensor]:
+    """Batches of two equal rows, each with its own number."""
+    return [torch.full((2,), float(number)) for number in range(count)]
+
+
+def firsts(outputs: Any) -> list[int]:
+    """The first number of each output."""
+    return [int(out[0]) for out in outputs]
+
+
+def usable(model: DataParallel[Any]) -> bool:
+    """Whether the next call is right."""
+    return torch.equal(model(torch.tensor([1.0, 4.0])), torch.tensor([2.0, 5.0]))
+
+
+@on_each_number
+@pytest.mark.parametrize("split", [True, False])
+def test_outputs_are_those_of_a_loop(executor: Executor, ids: list[str], split: bool) -> None:
+    """In the order of batches, and without gradients, whatever the caller's mode is."""
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    model = DataParallel(net, ids, executor=executor)
+    batches = [torch.randn(4 + number % 3, 6) for number in range(9)]
+    found = []
+    for out in model.map(iter(batches), split=split):
+        assert torch.is_grad_enabled() and not out.requires_grad
+        found.append(out)
+    torch.testing.assert_close(found, [net(x).detach() for x in batches])
+    assert list(model.map([])) == []
+
+
+def test_whole_batches_have_the_bits_and_the_seeds_of_a_loop_on_one_device(
+    executor: Executor,
+) -> None:
+    """Dropout draws the same masks, and the loader the same numbers in between."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+
+    def loader() -> Iterator[Tensor]:
+        return (torch.randn(2, 3) for _ in range(8))
+
+    torch.manual_seed(1)
+    one = DataParallel(net, ["cpu"], executor=executor)
+    with torch.no_grad():
+        expected = [one(x) for x in loader()]
+    torch.manual_seed(1)
+    found = list(DataParallel(net, executor=executor).map(loader()))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@on_each_number
+def test_what_a_batch_is_called_with(executor: Executor, ids: list[str]) -> None:
+    """A list is several arguments, a dict is keyword arguments, a string is one."""
+    model = DataParallel(Nested(), ids, executor=executor)
+    x = torch.arange(4.0)
+    for batch, scale in ((x, 1), ((x,), 1), ([x], 1), ({"x": x, "scale": 2.0}, 2)):
+        (out,) = model.map([batch])
+        assert out["sum"].shape == () and out["sum"] == 6 * scale
+        assert torch.equal(out["parts"][0], x * scale)
+        assert out["parts"][1] == (None, "text", 3)
+
+
+def test_the_driver_loads_while_replicas_compute(executor: Executor, tmp_path: Path) -> None:
+    """The first batch cannot end before the second is loaded."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+
+    def loader() -> Iterator[Tensor]:
+        for number, batch in enumerate(numbers(8)):
+            if number == 1:
+                os.close(os.open(gate, os.O_WRONLY))
+            yield batch
+
+    found = firsts(DataParallel(Gated(gate), executor=executor).map(loader()))
+    assert found == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "split", "most"), [(None, False, 2), (None, True, 1), (1, False, 1)]
+)
+def test_no_more_batches_are_loaded_than_may_be_in_flight(
+    executor: Executor, in_flight: int | None, split: bool, most: int
+) -> None:
+    """However slow the consumer is."""
+    model = DataParallel(Picky(), executor=executor)
+    given, waiting = 0, []
+
+    def loader() -> Iterator[Tensor]:
+        for number, batch in enumerate(numbers(10)):
+            waiting.append(number + 1 - given)
+            yield batch
+
+    outputs = model.map(loader(), in_flight=in_flight, split=split)
+    assert not waiting
+    for _ in outputs:
+        given += 1
+    assert given == 10 and max(waiting) == most
+
+
+@on_each_number
+@pytest.mark.parametrize("split", [False, True])
+def test_effects_of_forward_on_the_module_are_dropped(
+    executor: Executor, ids: list[str], split: bool
+) -> None:
+    """Each batch finds the module as it is, in training mode too."""
+    net = Effects()
+    model = DataParallel(net, ids, executor=executor)
+    before = {name: t.clone() for name, t in net.state_dict().items()}
+    assert len(list(model.map([torch.randn(8, 3) for _ in range(6)], split=split))) == 6
+    assert net.training and net.calls == 0
+    assert all(torch.equal(t, before[name]) for name, t in net.state_dict().items())
+    net.eval()
+    x = torch.randn(8, 3)
+    with torch.no_grad():
+        expected = net.norm(x) * 3
+    for out in model.map([x] * 6, split=split):
+        torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_batch_that_fails_raises_in_its_place(executor: Executor, split: bool) -> None:
+    """After the outputs before it; then the map is at its end."""
+    model = DataParallel(Picky(), executor=executor)
+    batches = [-x if x[0] == 5 else x for x in numbers(9)]
+    outputs = model.map(batches, split=split)
+    assert firsts(itertools.islice(outputs, 5)) == [1, 2, 3, 4, 5]
+    with pytest.raises(ValueError, match="cannot take -5"):
+        next(outputs)
+    assert list(outputs) == []
+    assert usable(model)
+
+
+def test_batches_that_fail_are_skipped_with_one_warning(executor: Executor) -> None:
+    """It counts them, and names each."""
+    model = DataParallel(Picky(), executor=executor)
+    batches = [batch * (-1) ** number for number, batch in enumerate(numbers(8))]
+    text = "4 batches failed: batch 1: ValueError: cannot take -1; batch 3"
+    with pytest.warns(UserWarning, match=text) as said:
+        assert firsts(model.map(batches, on_error="skip")) == [1, 3, 5, 7]
+    assert [one.filename for one in said] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert firsts(model.map(numbers(3), on_error="skip")) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_loader_that_fails_raises_after_the_outputs_before(
+    executor: Executor, on_error: Any
+) -> None:
+    """Its own error, which is never skipped."""
+    model = DataParallel(Picky(), executor=executor)
+
+    def loader() -> Iterator[Tensor]:
+        yield from numbers(3)
+        raise OSError("the disk is gone")
+
+    found = []
+    with pytest.raises(OSError, match="the disk is gone"):
+        found.extend(model.map(loader(), on_error=on_error))
+    assert firsts(found) == [1, 2, 3]
+    assert usable(model)
+
+
+def test_leaving_the_loop_ends_the_map(executor: Executor) -> None:
+    """Nothing more is loaded, and each batch that was sent has been computed."""
+    model = DataParallel(Picky(), executor=executor)
+    loaded = itertools.count()
+    before = executor.stats().forwards
+    for out in model.map(torch.full((2,), float(number)) for number in loaded):
+        if out[0] == 3:
+            break
+    assert (sent := next(loaded)) == 3 - 1 + 2
+    assert executor.stats().forwards == before + sent
+    assert usable(model)
+    for begin in (next, iter):
+        outputs = model.map(numbers(8))
+        begin(outputs)
+        outputs.close()
+        assert list(outputs) == []
+    assert usable(model)
+
+
+@on_each_number
+def test_ctrl_c_ends_the_map(executor: Executor, ids: list[str]) -> None:
+    """Wherever the driver is; here the fourth batch sends it."""
+    model = DataParallel(Interrupting(), ids, executor=executor)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            # Again where it is lost: Python ignores it in finalizers, torch's and Ray's too.
+            for _ in model.map(itertools.cycle([0, 0, 0, os.getpid(), *[0] * 200])):
+                pass
+        assert usable(DataParallel(Picky(), ids, executor=executor))
+
+
+def test_in_place() -> None:
+    """The module itself runs, one batch at a time, and keeps what it does to itself."""
+    net = Effects()
+    model = DataParallel(net, ["cpu"])
+    found = list(model.map([torch.randn(4, 3)] * 3))
+    assert [out.requires_grad for out in found] == [False] * 3
+    assert net.calls == net.seen == 3
+    picky = DataParallel(Picky(), ["cpu"])
+    loaded = []
+
+    def loader() -> Iterator[Any]:
+        for batch in (torch.ones(2), {"x": -torch.ones(2)}, (torch.ones(2),)):
+            loaded.append(batch)
+            yield batch
+
+    outputs = picky.map(loader(), on_error="skip", in_flight=7)
+    assert firsts(itertools.islice(outputs, 1)) == [2]
+    assert len(loaded) == 1
+    with pytest.warns(UserWarning, match="1 batches failed"):
+        assert firsts(outputs) == [2]
+
+
+def test_wrong_settings_are_named_at_once(executor: Executor) -> None:
+    """Before anything is loaded."""
+    model = DataParallel(Picky(), executor=executor)
+    refused: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        *((ValueError, f"in_flight={wrong}", {"in_flight": wrong}) for wrong in (0, -1)),
+        *((TypeError, "must be an int", {"in_flight": wrong}) for wrong in (True, 1.5, "2")),
+        (ValueError, "on_error='ignore'", {"on_error": "ignore"}),
+    ]
+    for kind, text, settings in refused:
+        with pytest.raises(kind, match=text):
+            model.map([], **settings)
+
+
+THREE = pytest.param(("forward 2", "late forward 3", "forward 9"), marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("moments", [("late forward 5",), THREE], ids=["one", "three"])
+def test_a_replica_that_dies_is_no_event(killable: Executor, tmp_path: Path, moments: Any) -> None:
+    """Another one computes its batches, with the same bits."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 2))
+    model = DataParallel(Mortal(net, tmp_path), executor=killable)
+    batches = [torch.cat([torch.full((4, 1), float(n)), torch.randn(4, 6)], 1) for n in range(12)]
+    torch.manual_seed(4)
+    expected = list(model.map(batches))
+    before = killable.stats().deaths
+    arm(tmp_path, *moments)
+    torch.manual_seed(4)
+    found = list(model.map(batches))
+    assert armed(tmp_path) == []
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert killable.stats().deaths - before == len(moments)
+    assert usable(DataParallel(Picky(), executor=killable))

@@ -1,0 +1,155 @@
+"""One module name, two files: replicas compute with the driver's source, and never with another in
+silence.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from raydp_parallel import DataParallel
+
+ONES = torch.ones(4, 2)
+
+NET = """
+from torch import nn
+
+FACTOR = {factor}
+
+class Net(nn.Module):
+    def forward(self, x):
+        return x * FACTOR
+"""
+
+SCRIPT = """
+import sys, ray, torch
+from raydp_parallel import DataParallel
+from nets_of_two import Net
+import inner.net
+
+ray.init(address=sys.argv[1], log_to_driver=False)
+ones = torch.ones(4, 2)
+for net in (Net(), inner.net.Net()):
+    print(DataParallel(net, ["cpu", "cpu"])(ones).unique().tolist(), net(ones).unique().tolist())
+"""
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Writes modules into folders of their own and imports them; all that is forgotten
+    afterwards.
+    """
+    before = {*sys.modules}
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a file may change twice within a second
+
+    def load(name: str, **texts: str) -> Any:
+        for file, text in texts.items():
+            path = tmp_path / name / f"{file}.py"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+            sys.modules.pop(file, None)
+        sys.path.insert(0, str(tmp_path / name))
+        importlib.invalidate_caches()
+        return importlib.import_module(next(iter(texts)))
+
+    yield load
+    for name in {*sys.modules} - before:
+        del sys.modules[name]
+
+
+def computed(model: Any) -> float:
+    """What replicas compute, one number."""
+    (value,) = model(ONES).unique().tolist()
+    return float(value)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("cluster")
+def test_a_script_in_a_folder_and_a_namesake_where_it_is_started(tmp_path: Path) -> None:
+    """`python exp/train.py`: Ray gives its workers the working folder first, Python gives a script
+    its own.
+    """
+    for folder, factor in ((tmp_path, 2.0), (tmp_path / "exp", 3.0)):
+        (folder / "inner").mkdir(parents=True)
+        (folder / "nets_of_two.py").write_text(NET.format(factor=factor))
+        (folder / "inner" / "__init__.py").write_text("")
+        (folder / "inner" / "values.py").write_text(f"FACTOR = {factor}\n")
+        text = NET.format(factor="FACTOR").replace("FACTOR = FACTOR", "from .values import FACTOR")
+        (folder / "inner" / "net.py").write_text(text)
+    (tmp_path / "exp" / "train.py").write_text(SCRIPT)
+    address = ray.get_runtime_context().gcs_address
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "exp/train.py", address],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.stdout.splitlines() == ["[3.0] [3.0]"] * 2, done.stderr
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_name_that_the_replica_has_loaded_from_another_file(modules: Callable[..., Any]) -> None:
+    """The driver drops a module and imports a namesake: both models go on, each with its own
+    source.
+    """
+    first = DataParallel(modules("one", twofold=NET.format(factor=2.0)).Net(), ["cpu", "cpu"])
+    assert computed(first) == 2.0
+    second = DataParallel(modules("two", twofold=NET.format(factor=5.0)).Net(), ["cpu", "cpu"])
+    assert computed(second) == 5.0
+    assert computed(first) == 2.0
+    assert computed(second) == 5.0
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_module_that_is_reloaded(modules: Callable[..., Any], tmp_path: Path) -> None:
+    """Old objects keep the old code, new ones have the new; also where functions are changed in
+    place.
+    """
+    module = modules(
+        "one",
+        reloaded=NET.format(factor="2.0 * x.sum() / x.sum()").replace("FACTOR =", "FACTOR = 1 #"),
+    )
+    path = tmp_path / "one" / "reloaded.py"
+    path.write_text(NET.format(factor=3.0))
+    importlib.reload(module)
+    old = DataParallel(module.Net(), ["cpu", "cpu"])
+    assert computed(old) == 3.0
+    path.write_text(NET.format(factor=4.0).replace("x * FACTOR", "x * FACTOR * 10"))
+    importlib.reload(module)
+    assert computed(DataParallel(module.Net(), ["cpu", "cpu"])) == 40.0
+    # Its forward is the old one, which reads the module's new number.
+    assert computed(old) == old.module(ONES)[0, 0].item() == 4.0
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("cluster")
+def test_a_file_that_changes_before_a_successor_starts(
+    modules: Callable[..., Any], tmp_path: Path, executors: Any
+) -> None:
+    """While training runs, the next experiment is being written: a new replica imports what the
+    driver runs.
+    """
+    module = modules("one", edited=NET.format(factor=2.0))
+    executor = executors(name="killable")
+    model = DataParallel(module.Net(), executor=executor)
+    assert computed(model) == 2.0
+    (tmp_path / "one" / "edited.py").write_text(NET.format(factor=9.0))
+    for info in executor.replicas():
+        os.kill(info.pid, signal.SIGKILL)
+    assert computed(model) == 2.0
+    executor.grow()
+    assert computed(model) == 2.0

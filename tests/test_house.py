@@ -1,0 +1,134 @@
+"""The house: what is counted may only become less, and few files import Ray.
+
+``python tests/test_house.py --write`` lowers the numbers of ``budget.json`` to those of today.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import raydp_parallel
+from raydp_parallel import Options
+
+TESTS = Path(__file__).parent
+PACKAGE = TESTS.parent / "raydp_parallel"
+BUDGET = TESTS / "budget.json"
+FILES_WITH_RAY = {"cluster/ray_api.py", "replica/actor.py"}
+
+
+def parsed() -> Iterator[tuple[str, ast.Module]]:
+    """Each file of the package, by its path, with its syntax tree."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text())
+
+
+def lines(folder: Path) -> int:
+    """The lines of all Python files in a folder."""
+    return sum(len(path.read_text().splitlines()) for path in folder.rglob("*.py"))
+
+
+def imports(tree: ast.Module) -> dict[str, str]:
+    """The names that a file imports, with what they stand for."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                first = alias.name.partition(".")[0]
+                found[alias.asname or first] = alias.name if alias.asname else first
+                found.setdefault(alias.name, alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return found
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """The private names of torch and Ray that a file imports or reaches through a dotted name."""
+    known = imports(tree)
+    used = set(known.values())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            first, dot, rest = ast.unparse(node).partition(".")
+            used.add(known.get(first, "") + dot + rest)
+    private = {n for n in used if re.fullmatch(r"(torch|ray)(\.\w+)*\.(_[a-zA-Z]\w*)(\.\w+)*", n)}
+    return {n for n in private if not any(other.startswith(f"{n}.") for other in private)}
+
+
+def largest_message() -> int:
+    """The most fields that a class of ``wire/messages.py`` has."""
+    tree = ast.parse((PACKAGE / "wire" / "messages.py").read_text())
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    return max(sum(isinstance(part, ast.AnnAssign) for part in one.body) for one in classes)
+
+
+def measured() -> dict[str, int]:
+    """The numbers of today."""
+    return {
+        "lines of the package": lines(PACKAGE),
+        "lines of the tests": lines(TESTS),
+        "options": len(fields(Options)),
+        "public names": len(raydp_parallel.__all__),
+        "private names of torch and Ray": len(
+            set().union(*(private_names(tree) for _, tree in parsed()))
+        ),
+        "fields of the largest message": largest_message(),
+    }
+
+
+@pytest.mark.parametrize("what", json.loads(BUDGET.read_text()))
+def test_nothing_grows(what: str) -> None:
+    """Whoever needs more pays with something else."""
+    allowed = json.loads(BUDGET.read_text())[what]
+    assert measured()[what] <= allowed, f"{what}: {measured()[what]}, at most {allowed}"
+
+
+def test_all_is_counted() -> None:
+    """The file has each number, and no other."""
+    assert json.loads(BUDGET.read_text()).keys() == measured().keys()
+
+
+def test_ray_is_imported_in_few_files() -> None:
+    """So that most of the package runs without it."""
+    found = {
+        file
+        for file, tree in parsed()
+        if any(name.partition(".")[0] == "ray" for name in imports(tree).values())
+    }
+    assert found <= FILES_WITH_RAY
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    """Never with a clause that has to be read twice."""
+    for file, tree in parsed():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                text = ast.get_docstring(node) or ""
+                assert not re.match("(What|That|Whether|Those|Which)\\b", text), f"{file}: {text}"
+
+
+def test_the_public_face_is_documented() -> None:
+    """All that ``__all__`` names exists, once, and says what it is."""
+    assert len(set(raydp_parallel.__all__)) == len(raydp_parallel.__all__)
+    for name in raydp_parallel.__all__:
+        assert inspect.getdoc(getattr(raydp_parallel, name)), name
+
+
+def test_the_steps_of_the_journey_stand_in_the_code() -> None:
+    """Those of the picture in `data_parallel`, each once."""
+    text = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    assert sorted(map(int, re.findall(r"# \[(\d+)\]$", text, re.MULTILINE))) == [*range(1, 13)]
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["--write"]:
+    before = json.loads(BUDGET.read_text())
+    now = {what: min(number, before.get(what, number)) for what, number in measured().items()}
+    BUDGET.write_text(json.dumps(now, indent=2) + "\n")

@@ -1,0 +1,248 @@
+"""Statistics, their table, the status, the report, the metrics and the dashboard, without Ray."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from raydp_parallel import command
+from raydp_parallel.cluster import ray_api
+from raydp_parallel.errors import ClusterError
+from raydp_parallel.monitoring import metrics, report, reporter, status
+from raydp_parallel.monitoring.recorder import Recorder
+from raydp_parallel.monitoring.stats import ExecutorStats, ReplicaInfo
+
+NOW = 1_700_000_000.0
+
+
+class Fake:
+    """An executor with two replicas whose clock is set by hand."""
+
+    def __init__(self, name: str = "train") -> None:
+        self.now = 100.0
+        self.recorder = Recorder(name, lambda: self.now)
+        self.infos = [
+            ReplicaInfo(0, "cuda:0", "a1b2c3d4e5f6", 4711, "ready", "NVIDIA H100"),
+            ReplicaInfo(1, "cpu", "a1b2c3d4e5f6", 4712, "ready"),
+        ]
+        for info in self.infos:
+            self.recorder.started(info.index, info.device, info.node, info.pid)
+        self.shown: list[tuple[int, str]] = []
+
+    def step(self, index: int = 0, rows: int = 60) -> None:
+        """One second in which a replica waits 0.3 s, works 0.6 s, and a call travels 0.1 s."""
+        self.now += 0.3
+        self.recorder.called(index)
+        self.now += 0.7
+        self.recorder.answered(index, rows, 0.6, 2_000_000, 1_000_000, "ResNet")
+        self.recorder.totals.forwards += 1
+
+    def stats(self) -> ExecutorStats:
+        return self.recorder.stats(self.infos, "host")
+
+    def show(self, index: int, text: str) -> None:
+        self.shown.append((index, text))
+
+
+def entry(now: ExecutorStats, before: ExecutorStats | None = None) -> dict[str, Any]:
+    """What status and report get: it went through Ray's key-value store."""
+    made = status.entry(now, now.since(before), "host7", 99)
+    return {**json.loads(json.dumps(made)), "posted": NOW}
+
+
+@pytest.fixture
+def fake(request: pytest.FixtureRequest) -> Fake:
+    return Fake(request.node.name)  # a name of its own: a second one of a name gets a number
+
+
+def test_counters_of_a_replica(fake: Fake) -> None:
+    for _ in range(10):
+        fake.step()
+    first, second = fake.stats().replicas
+    assert (first.calls, first.rows, first.models) == (10, 600, ("ResNet",))
+    assert (first.bytes_in, first.bytes_out) == (20_000_000, 10_000_000)
+    assert first.rate == pytest.approx(60)
+    assert first.shares == pytest.approx((0.6, 0.3, 0.1))
+    assert second.calls == 0 and second.shares == pytest.approx((0, 1, 0))
+    assert (first.device_id, second.device_id) == (0, "cpu")
+
+
+def test_a_backward_that_was_not_announced_is_work_but_no_forward(fake: Fake) -> None:
+    fake.now += 1
+    fake.recorder.answered(0, 0, 0.75, 10, 20)
+    replica = fake.stats().replicas[0]
+    assert (replica.calls, replica.rows, replica.bytes_out) == (0, 0, 20)
+    assert replica.shares == pytest.approx((0.75, 0.25, 0))
+
+
+def test_a_death_and_its_replacement(fake: Fake) -> None:
+    fake.recorder.died(1, "replica 1 died: SIGKILL")
+    fake.now += 5
+    fake.recorder.replayed(0)
+    fake.recorder.started(1, "cpu", "b1b2", 5000)
+    stats = fake.stats()
+    assert (stats.deaths, stats.respawns, stats.replays) == (1, 1, 1)
+    assert (stats.replicas[1].deaths, stats.replicas[1].respawns) == (1, 1)
+    assert stats.replicas[1].waiting == 0 and stats.replicas[0].replays == 1
+    assert [text for _, text in stats.events[-2:]] == [
+        "replica 1 died: SIGKILL",
+        "replica 1 was replaced: cpu, node b1b2, pid 5000",
+    ]
+    assert "1 death, 1 respawn, 1 replay" in str(stats)
+
+
+def test_names_get_numbers_and_the_last_events_are_kept() -> None:
+    assert [Recorder("same").name for _ in range(2)] == ["same", "same/2"]
+    recorder = Recorder("events")
+    for number in range(60):
+        recorder.event(str(number))
+    assert [text for _, text in recorder.events] == [str(n) for n in range(10, 60)]
+
+
+def test_the_table() -> None:
+    fake = Fake("table")
+    for _ in range(10):
+        fake.step()
+    title, head, first, second, summary = str(fake.stats()).splitlines()
+    assert title == "table, link: host"
+    assert len(head) == len(first) == len(second)
+    assert head.split()[5:9] == ["model", "calls", "rows/s", "busy"]
+    assert " ".join(first.split()) == (
+        "0 cuda:0 NVIDIA H100 a1b2c3d4 4711 ready ResNet 10 60 60% 30% 10% 20.0 10.0 0"
+    )
+    assert " ".join(second.split()) == "1 cpu a1b2c3d4 4712 ready 0 0 0% 100% 0% 0.0 0.0 0"
+    assert str(ExecutorStats("net", (), "in place")).startswith("net, link: in place\n0 forwards")
+    assert summary == "10 forwards, 0 backwards; 0 state sends, 0.0 MB; 0 reruns"
+    assert '<td data-name="device">cuda:0 NVIDIA H100</td>' in fake.stats()._repr_html_()
+
+
+def test_to_dict_goes_through_json_and_back(fake: Fake) -> None:
+    fake.step()
+    stats = fake.stats()
+    assert stats.to_dict()["replicas"][0]["rows"] == 60
+    assert ExecutorStats.from_dict(json.loads(json.dumps(stats.to_dict()))) == stats
+
+
+def test_status_is_one_line_per_replica_about_one_window(fake: Fake) -> None:
+    fake.step(rows=10_000)
+    before = fake.stats()
+    for _ in range(10):
+        fake.step()
+    fake.recorder.event("something\x1b[2J rare")
+    lines = status.render([entry(fake.stats(), before)], NOW + 1).splitlines()
+    assert lines[0].endswith("pid 99 on host7, link: host")
+    assert lines[1] == "the last 10 s:"
+    assert lines[3].split()[-8:] == ["10", "60", "60%", "30%", "10%", "20.0", "10.0", "0"]
+    assert lines[4].split()[:2] == ["1", "cpu"]
+    assert lines[5].startswith("since the start: 11 forwards")
+    assert lines[-1].endswith("something\N{REPLACEMENT CHARACTER}[2J rare")
+
+
+def test_status_says_if_nobody_is_there_or_an_entry_is_old_or_foreign(fake: Fake) -> None:
+    assert "No executor is running" in status.render([])
+    assert "last heard of 60 s ago" in status.render([entry(fake.stats())], NOW + 60)
+    text = status.render([{"format": 0}, entry(fake.stats())], NOW)
+    assert text.startswith(status.UNREADABLE) and "4711" in text
+
+
+def test_the_report_is_one_page_without_scripts(fake: Fake) -> None:
+    fake.step()
+    fake.recorder.event("<script>alert(1)</script>")
+    text = report.page([entry(fake.stats()), {"format": 0}], NOW)
+    assert text.startswith("<!doctype html>") and text.endswith("</html>\n")
+    assert 'class="busy" style="width:60.0%"' in text and "60 rows/s" in text
+    assert "<script" not in text and "http://" not in text and status.UNREADABLE in text
+    assert "width=device-width" in text
+    assert "No executor is running" in report.page([])
+
+
+def test_the_dashboard_asks_for_exactly_the_metrics_that_exist() -> None:
+    text = command._DASHBOARD.read_text()
+    names = {f"ray_{m.name}_total" for m in metrics.COUNTERS}
+    names |= {f"ray_{m.name}" for m in metrics.GAUGES}
+    assert len(names) == 10
+    assert set(re.findall(r"ray_raydp_\w+", text)) == names
+    for panel in json.loads(text)["panels"]:
+        (target,) = panel["targets"]
+        assert target["expr"].count("(") == target["expr"].count(")")
+
+
+def test_counters_get_all_tags(fake: Fake) -> None:
+    found = [*metrics.increments(fake.stats())]
+    assert {metric for metric, _, _ in found} == {*metrics.COUNTERS}
+    assert all(tuple(tags) == metric.tags for metric, tags, _ in found)
+
+
+def test_names_of_tasks_are_round_and_few(fake: Fake) -> None:
+    summaries = metrics.Summaries()
+    for _ in range(15):
+        fake.step(rows=100)
+    assert (
+        summaries.text(fake.stats().replicas[0]) == "16 forwards of ResNet, 2,048 rows, 60 % busy"
+    )
+    names = set()
+    for power in range(100):
+        fake.step(rows=2**power)
+        names.add(summaries.text(fake.stats().replicas[0]))
+    assert len(names) <= metrics.Summaries.MOST + 1 and "work on ResNet" in names
+
+
+class Cluster:
+    """What the reporter tells Ray."""
+
+    def __init__(self, patch: Callable[..., None]) -> None:
+        self.sums: dict[tuple[str, ...], float] = {}
+        self.entries: dict[str, str] = {}
+        patch(ray_api, "counter", lambda name, description, tags: name)
+        patch(ray_api, "gauge", lambda name, description, tags: name)
+        patch(ray_api, "record", self.record)
+        patch(ray_api, "connected", lambda: True)
+        patch(ray_api, "job", lambda: "01")
+        patch(ray_api, "put_entry", self.entries.__setitem__)
+        patch(ray_api, "delete_entry", self.entries.pop)
+        patch(ray_api, "entries", lambda address=None: self.entries)
+
+    def record(self, name: str, value: float, tags: dict[str, str]) -> None:
+        key = (name, *tags.values())
+        gauge = name == metrics.INFO.name
+        self.sums[key] = value if gauge else self.sums.get(key, 0.0) + value
+
+
+def test_the_reporter_and_the_commands(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: Any
+) -> None:
+    cluster = Cluster(monkeypatch.setattr)
+    monkeypatch.setattr(reporter, "EVERY", 3600.0)
+    watching = reporter.Reporter(fake)
+    for _ in range(5):
+        fake.step()
+        watching._report()
+    assert fake.shown == [(0, "4 forwards of ResNet, 256 rows, 60 % busy")]
+    assert command.main(["status"]) == 0
+    assert fake.recorder.name in capsys.readouterr().out
+    assert command.main(["report", str(tmp_path / "page.html")]) == 0
+    assert "rows/s" in (tmp_path / "page.html").read_text()
+    fake.step()
+    watching.close()
+    watching.close()
+    place = (fake.recorder.name, "0", "cuda:0", "a1b2c3d4e5f6")
+    assert cluster.sums[("raydp_samples", *place)] == 360
+    assert cluster.sums[("raydp_replica_info", *place, "NVIDIA H100", "4711")] == 0
+    assert not cluster.entries
+
+
+def test_commands_fail_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def none(address: str | None = None) -> dict[str, str]:
+        raise ClusterError(f"no Ray cluster at {address}")
+
+    monkeypatch.setattr(ray_api, "entries", none)
+    assert command.main(["status", "--address", "nowhere"]) == 1
+    assert capsys.readouterr().err == "raydp-parallel: no Ray cluster at nowhere\n"
+    assert command.main(["grafana"]) == 0
+    assert json.loads(capsys.readouterr().out)["title"] == "raydp_parallel"

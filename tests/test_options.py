@@ -1,0 +1,156 @@
+"""The settings: their defaults, and what they refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from raydp_parallel.options import Options
+
+
+def test_defaults_are_upstreams() -> None:
+    """Zeros for unused parameters (B3), vectors of scalars (G2), replicas in processes."""
+    options = Options()
+    assert (options.unused_grads, options.scalars) == ("zeros", "vector")
+    assert not options.in_process
+    assert options.call_timeout is None
+    assert len(dataclasses.fields(Options)) == 16
+
+
+def test_frozen_and_by_keyword() -> None:
+    """They cannot change under an executor that was made with them, and read as what they mean."""
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Options().name = "other"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        Options("none")  # type: ignore[misc]
+
+
+def test_equal_options_are_one_key() -> None:
+    """Executors are found again by them; they survive a pickle."""
+    assert {Options(): 1}[Options()] == 1
+    assert pickle.loads(pickle.dumps(Options(threads=2))) == Options(threads=2) != Options()
+
+
+def test_every_field_is_documented() -> None:
+    """A knob without a word about it is not a knob."""
+    doc = inspect.getdoc(Options)
+    assert doc is not None
+    assert all(f"\n    {field.name}: " in doc for field in dataclasses.fields(Options))
+
+
+BAD: dict[str, list[Any]] = {
+    "unused_grads": ["None"],
+    "scalars": ["max", "sum"],
+    "gpu_paths": [("ipc",), "host"],
+    "chunk_weights": [
+        (),
+        (0, 1),
+        (-1, 2),
+        (math.inf, 1),
+        (math.nan, 1),
+        ("1", 2),
+        (True, 1),
+        [None],
+    ],
+    "placement_timeout": [0, -1.0, math.inf, math.nan, 1e7],
+    "call_timeout": [0.0, math.inf, math.nan, 1e7],
+    "cpus_per_replica": [-1, math.nan],
+    "gpus_per_replica": [0, 2, -0.5],
+    "threads": [0],
+    "max_restarts_per_hour": [-1, math.nan, math.inf],
+    "name": ["", "a/b", "me@host", "red\x1b[31m", "two\nlines", "\u202egnp.exe"],
+    "resources": [{"disk": 0}, {"disk": -1.0}, {"disk": "1"}, {"disk": True}, {"GPU": 1}],
+    "label_selector": [{"z": ""}, {"z": "in()"}, {"z": 1}, {"z": "a b) or (c"}],
+}
+WRONG: dict[str, list[Any]] = {
+    "gpus_per_replica": ["1"],
+    "cpus_per_replica": [None],
+    "placement_timeout": ["60", True],
+    "call_timeout": ["1"],
+    "resources": [["disk"], {1: 1}],
+    "label_selector": ["zone=a"],
+    "chunk_weights": ["auto", 4, {1: 2}, torch.ones(2)],
+}
+
+
+@pytest.mark.parametrize("name,value", [(name, v) for name, bad in BAD.items() for v in bad])
+def test_a_bad_value_is_refused_at_once(name: str, value: Any) -> None:
+    """The error names the option."""
+    with pytest.raises(ValueError, match=rf"Options\({name}="):
+        Options(**{name: value})
+
+
+@pytest.mark.parametrize("name,value", [(name, v) for name, bad in WRONG.items() for v in bad])
+def test_a_value_of_the_wrong_kind_is_refused_at_once(name: str, value: Any) -> None:
+    """The error names the option and the value."""
+    with pytest.raises(TypeError, match=name) as raised:
+        Options(**{name: value})
+    assert repr(value) in str(raised.value)
+
+
+def test_settings_that_are_gone_name_what_replaces_them() -> None:
+    """Others are unknown."""
+    with pytest.raises(TypeError, match=r"compile=.* wrap the net instead, DataParallel\(torch"):
+        Options(compile=True)  # type: ignore[call-arg]
+    for name in ("buffers", "rng", "link", "on_fault", "least_rows", "passthrough", "profile_dir"):
+        with pytest.raises(TypeError, match=rf"Options\({name}=...\) was removed: \w+ "):
+            Options(**{name: None})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        Options(linc="auto")  # type: ignore[call-arg]
+
+
+def test_defaults_can_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As this suite does; `dataclasses.replace` keeps what it is not given."""
+    monkeypatch.setitem(Options.__init__.__kwdefaults__, "threads", 3)
+    assert Options().threads == 3
+    assert dataclasses.replace(Options(threads=2), name="a") == Options(threads=2, name="a")
+
+
+def test_dicts_are_copied_and_frozen() -> None:
+    """They are part of a key, travel, and read as dicts."""
+    mine = {"disk": 1}
+    options = Options(resources=mine, label_selector={"zone": "in(a, b)"})
+    mine["disk"] = 2
+    assert options.resources == {"disk": 1} and options.resources["disk"] == 1
+    assert options == Options(resources={"disk": 1}, label_selector={"zone": "in(a, b)"})
+    same = dataclasses.replace(options), pickle.loads(pickle.dumps(options))
+    assert len({options, *same, Options()}) == 2
+    for change, given in (("update", {"x": 1}), ("pop", "disk")):
+        with pytest.raises(TypeError, match="frozen"):
+            getattr(options.resources, change)(given)
+    with pytest.raises(TypeError, match="frozen"):
+        options.resources["x"] = 1  # type: ignore[index]
+
+
+@pytest.mark.parametrize("name", ("unused_grads", "scalars"))
+def test_an_unknown_choice_is_told_the_known_ones(name: str) -> None:
+    """The value seen and the values expected."""
+    with pytest.raises(ValueError, match=f"Options\\({name}='x'\\): expected one of \\w+, "):
+        Options(**{name: "x"})
+
+
+@pytest.mark.parametrize(
+    "good",
+    (
+        {"unused_grads": "none"},
+        {"scalars": "mean"},
+        {"chunk_weights": (4, 1)},
+        {"gpu_paths": ("host",)},
+        {"call_timeout": 0.5},
+        {"gpus_per_replica": 0.25},
+        {"name": "resnet50-run.3"},
+        {"resources": {"accelerator_type:A100": 0.001}},
+        {"label_selector": {"market-type": "!spot", "zone": "!in(a,b)"}},
+    ),
+    ids=str,
+)
+def test_good_values_are_taken(good: dict[str, Any]) -> None:
+    """The ends of each range."""
+    (name,) = good
+    assert getattr(Options(**good), name) == good[name]
