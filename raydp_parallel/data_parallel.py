@@ -317,6 +317,12 @@ class DataParallel(nn.DataParallel[T]):
         """Run the chunks and gather."""
         numbers = isinstance(called, LossCall) and called.reduction != "none"
         rows = [batch.rows(a, k, self.dim) for a, k in zip(chunks, chunk_kwargs, strict=True)]
+        weighted = self._options.scalars == "mean" and not numbers
+        if weighted and not any(rows) and batch.find_refs((chunks, chunk_kwargs)):
+            raise ValueError(
+                "Options(scalars='mean'): the rows of chunks are not known, because all "
+                "arguments that are split are references"
+            )
         own = self._has_own("parallel_apply") and self._has_own("gather")
         if numbers or not own or len(chunks) == 1:
             outputs = self.parallel_apply(replicas, chunks, chunk_kwargs)

@@ -33,6 +33,7 @@ _PAUSES = 0.1, 30.0
 """The least and the longest pause before the next, if replicas die before they ever answered."""
 _START_DELAY = 0.25
 """Seconds before a replacement starts: its imports would compete with the replayed step."""
+_CLOSED = "this executor was closed: make another, or leave `executor` out to use the process's"
 _LOOK = 0.02
 """Seconds between two looks of a call that waits for a new replica."""
 
@@ -155,8 +156,7 @@ class ReplicaSet:
     def _refresh(self) -> Starter | LocalStarter:
         """Make sure that replicas belong to the cluster that is connected now."""
         if self.closed:
-            text = "make another, or leave `executor` out to use the process's"
-            raise errors.ExecutorClosed(f"this executor was closed: {text}")
+            raise errors.ExecutorClosed(_CLOSED)
         if self._starter is not None and self._starter.alive():
             return self._starter
         if self._starter is not None:  # the cluster was left, and the replicas with it
@@ -383,9 +383,7 @@ class ReplicaSet:
         while not any(place in self._arrived for place in wanted):
             coming = any(place in self._working for place in wanted)
             if self._ended.wait(_LOOK):
-                raise errors.ExecutorClosed(
-                    "this executor was closed while a call waited for a replica"
-                )
+                raise errors.ExecutorClosed(_CLOSED)
             if time.monotonic() >= deadline or not coming:
                 return any(place in self._arrived for place in wanted)
         return True

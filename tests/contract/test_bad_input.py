@@ -509,7 +509,6 @@ def test_use_after_close() -> None:
         lambda: replica(torch.ones(2, 4)),
         lambda: parallel_apply([replica], [torch.ones(2, 4)]),
         lambda: replicate(nn.Linear(4, 2), ["cpu"], executor=executor),
-        executor.flush,
     ]
     for use in uses:
         with pytest.raises(ExecutorClosed, match="make another, or leave `executor` out"):

@@ -348,16 +348,15 @@ class Dies(nn.Module):
 
 @pytest.mark.long
 def test_A7_a_process_that_ends_is_a_named_error_and_is_replaced(executors: Any) -> None:
-    """os._exit: which replica; the next call has a new one, the other stays."""
-    executor = executors(on_fault="raise")
+    """A chunk that ends each process that runs it is an error; then there are new ones."""
+    executor = executors()
     model = DataParallel(Dies(), executor=executor)
     assert model(torch.tensor([[5.0], [6.0]])).tolist() == [[5.0], [6.0]]
     before = [replica.pid for replica in executor.replicas()]
-    with pytest.raises(ReplicaDied, match="replica 1 for device cpu"):
+    with pytest.raises(ReplicaDied, match="replicas died of chunk 1 in forward, one after the"):
         model(torch.tensor([[0.0], [1.0]]))
     assert model(torch.tensor([[5.0], [6.0]])).tolist() == [[5.0], [6.0]]
     after = [replica.pid for replica in executor.replicas()]
-    assert before[0] == after[0]
     assert before[1] != after[1]
 
 

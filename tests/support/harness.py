@@ -106,7 +106,7 @@ def raised(call: Callable[[], Any]) -> BaseException:
 
 def ended(pid: int) -> bool:
     """Waits for a process to end."""
-    for _ in range(2000):
+    for _ in range(6000):
         try:
             if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
                 return True
