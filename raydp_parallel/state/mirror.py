@@ -258,7 +258,8 @@ class Master:
             if self.compares or number not in self._places:
                 now_bits = bits(self.tensors[number])
                 shadow = self._shadows.get(number)
-                if shadow is not None and shadow.shape == now_bits.shape:
+                fits = shadow is not None and shadow.dtype == now_bits.dtype  # .half() changes it
+                if shadow is not None and fits and shadow.shape == now_bits.shape:
                     into.append(shadow)
                     contents.append(now_bits)
                 else:

@@ -747,6 +747,18 @@ def test_an_edit_behind_versions_costs_one_rerun(sent: Any) -> None:
     assert sent(model)[2] == reruns + 1
 
 
+def test_another_dtype_is_sent_once() -> None:
+    """The driver's copies of what replicas have change their dtype, too."""
+    net = nn.Linear(4, 2)
+    model = DataParallel(net, CPUS)
+    model(torch.ones(2, 4))
+    net.double()
+    before = model.executor.stats().reruns
+    for _ in range(2):
+        torch.testing.assert_close(model(torch.ones(2, 4).double()), net(torch.ones(2, 4).double()))
+    assert model.executor.stats().reruns == before
+
+
 @pytest.mark.filterwarnings("ignore:counted")
 def test_a_rerun_shows_no_effect_of_the_run_that_was_wrong() -> None:
     """Buffers count once and warnings come once, though the forward ran twice."""
