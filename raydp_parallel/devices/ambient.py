@@ -75,13 +75,6 @@ def environment() -> dict[str, str]:
     return _set_among(VARIABLES)
 
 
-def environment_at_load() -> dict[str, str]:
-    """The variables among `ALLOCATOR` that are set in this process: a replica's process that is to
-    use a GPU has to begin with them.
-    """
-    return _set_among(ALLOCATOR)
-
-
 def _set_among(names: Sequence[str]) -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 

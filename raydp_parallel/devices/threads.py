@@ -78,12 +78,6 @@ def _quota(folder: Path) -> Iterator[float]:
         return
 
 
-def use_threads(device: torch.device, count: int | None) -> None:
-    """Compute with ``count`` threads on a CPU from now on; None changes nothing."""
-    if count is not None and device.type == "cpu" and torch.get_num_threads() != count:
-        torch.set_num_threads(count)
-
-
 def _find_pause() -> Callable[[], object]:
     """Find OpenMP's function for it, if torch uses GCC's library and the user chose nothing."""
     try:

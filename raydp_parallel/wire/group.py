@@ -103,25 +103,6 @@ class Exchange:
         self._meet(mark, rows[0].nbytes)
         return self._swapped(rows.detach().cpu().contiguous()).to(rows.device)
 
-    def sum_in_order(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The sum of each tensor over all members, added in the order of ranks, so that it has the
-        bits of a sum in one process. Each member adds one part of them.
-        """
-        found: dict[int, Tensor] = {}
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            chosen = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
-            flat = torch.cat([tensors[i].detach().cpu().flatten() for i in chosen])
-            padding = -len(flat) % self.size
-            parts = self.swap(torch.nn.functional.pad(flat, (0, padding)).view(self.size, -1))
-            total = parts[0]
-            for part in parts[1:]:
-                total = total + part
-            sums = self._swapped(total.expand(self.size, -1).contiguous()).flatten()
-            sizes = [tensors[i].numel() for i in chosen]
-            for i, part in zip(chosen, sums[: len(flat)].split(sizes), strict=True):
-                found[i] = part.view(tensors[i].shape).to(tensors[i].device)
-        return [found[i] for i in range(len(tensors))]
-
     def end(self) -> None:
         """Tell the others that this member has ended its part of a call.
 
