@@ -155,6 +155,10 @@ class NearClient(ActorClient):
                 raise EOFError
             return self._channel.receive()
 
+    def ready(self, seconds: float) -> bool:
+        """Tell if an answer comes, or the process ends, within some seconds."""
+        return self._socket is None or bool(self._poll.poll(seconds * 1e3))
+
     def alive(self) -> bool:
         """Tell if it still runs, without waiting."""
         return not self._end.poll(0)
@@ -189,6 +193,10 @@ class FarClient(ActorClient):
         parts = flat(request)
         self.sent += parts[2].nbytes
         self._refs.append(self.actor.answer.remote(*parts))
+
+    def ready(self, seconds: float) -> bool:
+        """Tell if an answer comes, or the process ends, within some seconds."""
+        return not self._in_session() or not ray_api.late([self._refs[0]], seconds)
 
     def receive(self, timeout: float | None) -> Any:
         """Return the next answer, in the order of requests; raises `Gone` and `TimeoutError`."""

@@ -203,6 +203,8 @@ class Dispatcher:
         if not slot.ready or slot.client is None:
             return None
         request = call.request(slot)
+        if slot.state != "ready":  # what the request needed ended the process
+            return None
         pending = slot.pending = Pending(slot, call)
         try:
             slot.client.send(request)  # [3]

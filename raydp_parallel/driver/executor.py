@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import re
 import sys
@@ -13,18 +14,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.placement import DeviceId, all_gpus, normalize
 from raydp_parallel.cluster.replica_set import ReplicaSet, ReplicaSlot
 from raydp_parallel.driver.dispatcher import ChunkCall, Dispatcher
-from raydp_parallel.errors import forked
+from raydp_parallel.errors import ParallelError, forked
 from raydp_parallel.monitoring.reporter import Reporter
 from raydp_parallel.monitoring.stats import ExecutorStats, ReplicaInfo
 from raydp_parallel.options import Options
 from raydp_parallel.state.mirror import Master
-from raydp_parallel.wire.messages import Forget
+from raydp_parallel.wire.messages import Forget, StateUpdate
+
+log = logging.getLogger("raydp_parallel")
 
 
 def _program() -> str:
@@ -112,6 +115,28 @@ class Executor:
             drop.atexit = False
         return found
 
+    def update(
+        self, master: Master, slot: ReplicaSlot, weights: dict[int, Tensor] | None = None
+    ) -> StateUpdate | None:
+        """Collect what a slot's replica lacks of a model.
+
+        Args:
+            master: The model.
+            slot: The slot.
+            weights: What it gets in the place of the master's.
+        """
+        hello = slot.client.hello
+        maps = hello.near and hello.device == "cpu"
+        if not maps:
+            master.compare_all()
+        update = master.update_from(slot.revisions.get(master.number, 0), maps, weights)
+        if update is not None:
+            totals = self.replica_set.recorder.totals
+            totals.state_sends += 1
+            for t in update.contents.values():
+                totals.state_bytes += t.numel() * t.element_size()
+        return update
+
     def replicas(self) -> tuple[ReplicaInfo, ...]:
         """Describe the replicas, one entry per device."""
         if self.replica_set.forked:
@@ -172,6 +197,12 @@ class Executor:
         """
         if self.replica_set.forked:
             return
+        for master in [*self._masters.values()]:
+            if master.resident is not None and not self.closed and not master.gone:
+                try:
+                    master.resident.pull(states=True)
+                except ParallelError as error:
+                    log.warning("the last steps stay in the replicas, which end: %s", error)
         if self._reporter is not None:
             self._reporter.close()
             self._reporter = None

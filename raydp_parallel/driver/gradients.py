@@ -124,34 +124,38 @@ def _sum(row: list[Tensor]) -> Tensor:
     return total
 
 
+def filled(sums: Sequence[Tensor | None], kinds: Sequence[str]) -> set[str]:
+    """Return the kinds of which some tensor has a gradient."""
+    return {kind for one, kind in zip(sums, kinds, strict=True) if one is not None}
+
+
 def settle(
     sums: Sequence[Tensor | None],
     leaves: Sequence[Tensor],
-    kinds: Sequence[str],
     needed: Sequence[bool],
     whole: Sequence[bool],
     unused: UnusedGrads,
+    filled: set[str],
+    kinds: Sequence[str],
 ) -> list[Tensor | None]:
     """Give unused parameters what upstream gives them (row B3).
 
     Args:
         sums: The sums.
         leaves: The tensors that they belong to.
-        kinds: The kind of each. A parameter gets zeros if another parameter has a gradient, and a
-            buffer if another buffer has one.
         needed: Which gradients were asked for.
         whole: Whether every chunk contributed to a leaf; a sparse sum is dense otherwise, as zeros
             are (row B5).
         unused: What unused parameters get.
+        filled: The kinds of which some tensor has a gradient: a parameter gets zeros if another
+            parameter has one, and a buffer if another buffer has one.
+        kinds: The kind of each.
     """
-    filled = set()
-    for one, kind in zip(sums, kinds, strict=True):
-        if one is not None and kind in ("parameter", "buffer"):
-            filled.add(kind)
     settled: list[Tensor | None] = []
     for found, leaf, kind, need, complete in zip(sums, leaves, kinds, needed, whole, strict=True):
         if found is None:
-            zeros = need and unused == "zeros" and kind in filled
+            fills = kind in ("parameter", "buffer") and kind in filled
+            zeros = need and unused == "zeros" and fills
             settled.append(torch.zeros_like(leaf) if zeros else None)
             continue
         sparse = found.layout is not torch.strided and leaf.layout is torch.strided

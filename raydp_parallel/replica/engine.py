@@ -30,7 +30,7 @@ def differentiate(
     outputs: Sequence[Tensor],
     grads: Sequence[Tensor],
     leaves: Sequence[Tensor],
-    needed: Sequence[bool],
+    needed: Sequence[int],
     partial: bool,
     keep: bool,
     create: bool,

@@ -31,6 +31,12 @@ _SMALL = 1 << 20
 Changes = list[tuple[dict[Any, Any], dict[Any, Any]]]
 """Dicts of a module, each with its contents at some moment."""
 
+_TRAINED = (
+    "the module wrote to its parameter of shape {}, which an optimizer in the replicas steps. "
+    "Their copies would differ from now on: use an optimizer in your process for this module, or "
+    "let the module write to a buffer"
+)
+
 _CHANGED = -1
 """The slot of a tensor that the master does not have."""
 
@@ -172,9 +178,10 @@ class ReplicaModule:
     """
 
     def __init__(self, device: torch.device, own_process: bool) -> None:
-        self._device = device
+        self.device = device
         self._own_process = own_process
         self.revision = 0
+        self._trained: set[int] = set()
         self._structure = b""
         self._clean_look = b""
         self._codes: dict[int, types.CodeType] = {}
@@ -265,6 +272,18 @@ class ReplicaModule:
         """Tell if the master's tensor requires a gradient."""
         return self._specs[slot].grad
 
+    def tensor(self, slot: int) -> Tensor:
+        """Return the tensor of a slot."""
+        return self._tensors[slot]
+
+    def stepped(self, slots: Iterable[int]) -> None:
+        """Note parameters that optimizers here step: the master's contents are older from now
+        on.
+        """
+        self._trained.update(slots)
+        for slot in slots:
+            self._pristine.pop(slot, None)
+
     def contents(self, slot: int) -> Tensor | None:
         """Return the master's contents of a tensor; None if they are not kept here."""
         spec = self._specs[slot]
@@ -288,7 +307,7 @@ class ReplicaModule:
         others = False
         tensors = dict(built.tensors)
         if built.buffers:
-            flat = torch.empty(built.layout.size, dtype=torch.uint8, device=self._device)
+            flat = torch.empty(built.layout.size, dtype=torch.uint8, device=self.device)
             views = built.layout.views(flat)
             torch._foreach_copy_(views, [self._pristine[slot] for slot in built.buffers])
             for slot, view in zip(built.buffers, views, strict=True):
@@ -314,7 +333,7 @@ class ReplicaModule:
     def _build(self) -> None:
         codes = [self._codes[i] for i in range(len(self._codes))]
         try:
-            module, used = build(self._structure, self._tensors, codes, self._device)
+            module, used = build(self._structure, self._tensors, codes, self.device)
         except Exception as error:  # code of the user's classes
             raise NotLoaded from error
         # Only now it is known which tensors the new structure still has.
@@ -331,7 +350,7 @@ class ReplicaModule:
     def _rebuilt(self, tensors: dict[int, Tensor]) -> Built:
         """Build the module with other tensors, for a forward that runs again."""
         codes = [self._codes[i] for i in range(len(self._codes))]
-        module, _ = build(self._structure, tensors, codes, self._device)
+        module, _ = build(self._structure, tensors, codes, self.device)
         return Built(module, tensors, self._pristine)
 
     def _look(self, built: Built) -> bytes:
@@ -420,6 +439,11 @@ class ReplicaModule:
             # Kernels of batch norm move no versions of buffers.
             looked = not self._specs[slot].parameter or self._was_touched(found, t)
             if not (moved or replaced or looked):
+                continue
+            if slot in self._trained:
+                kept = found.touched.get(_storage(t))
+                if moved or replaced or (kept is not None and not same(t, kept)):
+                    raise RuntimeError(_TRAINED.format(tuple(t.shape)))
                 continue
             before = contents(slot)
             if before is None and not (moved or replaced or self._was_touched(found, t)):

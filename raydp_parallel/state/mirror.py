@@ -119,6 +119,8 @@ class Master:
         fresh: The slots with contents that the last `sync` found changed.
         kinds: The kind of each: ``"parameter"``, ``"buffer"``, or ``"attribute"`` for others.
         compares: Whether some replica does not map the windows, so that all is compared.
+        resident: Trains it in the replicas; None if nothing does.
+        trained: The slots of parameters that are trained there.
     """
 
     def __init__(self, module: nn.Module, number: int) -> None:
@@ -127,6 +129,8 @@ class Master:
         self.revision = 0
         self.tensors: dict[int, Tensor] = {}
         self.compares = False
+        self.resident: Any = None
+        self.trained: set[int] = set()
         self.fresh: set[int] = set()
         self._slots: dict[int, int] = {}
         self._next = 0
@@ -322,16 +326,60 @@ class Master:
             tensor.data = there
             self._places[number] = key, offset
 
+    # What replicas train.
+
+    def slot(self, tensor: Tensor) -> int | None:
+        """Return the slot of a tensor; None if the module does not have it."""
+        found = self._slots.get(id(tensor))
+        return found if found is not None and self.tensors.get(found) is tensor else None
+
+    def train(self, slots: set[int]) -> None:
+        """Let replicas have parameters of their own, which no window holds."""
+        self.trained = slots
+        for number in slots:
+            self._moved_out.add(number)
+            self._places.pop(number, None)
+        self.revision += 1
+        self._spec_at.update(dict.fromkeys(slots, self.revision))
+        self._dirty |= slots  # which makes copies to compare with
+
+    def versions_moved(self) -> bool:
+        """Tell if tensors were written to since the last look."""
+        return versions_of(self.tensors.values()) != self._seen.versions
+
+    def edited(self) -> str | None:
+        """Name a trained parameter that the program has changed since the last look but one."""
+        for number in self.fresh & self.trained:
+            self._dirty.add(number)  # until it is overwritten
+            return self._name(self.tensors[number])
+        return None
+
+    def take(self, weights: dict[int, Tensor]) -> None:
+        """Take over what replicas have trained."""
+        written = dict(self.written)  # marks keep the one before
+        for i, (number, tensor) in enumerate(self.tensors.items()):
+            if number in weights:
+                with torch.no_grad():
+                    tensor.copy_(weights[number])
+                written[number] = written.get(number, 0) + 1
+                self._seen.versions[i] = tensor._version
+                self._shadows[number] = bits(tensor).clone()
+                self._dirty.discard(number)
+        self.written = written
+
     # What replicas need.
 
-    def update_from(self, revision: int, maps: bool) -> StateUpdate | None:
+    def update_from(
+        self, revision: int, maps: bool, weights: dict[int, Tensor] | None = None
+    ) -> StateUpdate | None:
         """Collect the changes since a state.
 
         Args:
             revision: The state that a replica has; 0 for none.
             maps: Whether it maps the windows.
+            weights: What it gets in the place of the master's.
         """
-        if revision == self.revision:
+        if revision == self.revision and weights is None:
             return None
         specs, contents, versions = {}, {}, {}
         windows: dict[int, Window] = {}
@@ -345,6 +393,7 @@ class Master:
                 versions[number] = 0 if tensor.is_inference() else tensor._version
                 if place is None:
                     contents[number] = tensor.detach()
+        contents.update(weights or {})
         structure = self._structure if self.structure_at > revision else None
         code = None
         if structure is not None:
@@ -429,7 +478,7 @@ class Master:
         moved = {}
         for (number, tensor), a, b in zip(mark.tensors.items(), mark.versions, now, strict=True):
             if a != b:
-                if not isinstance(tensor, nn.Parameter):
+                if number in self.trained or not isinstance(tensor, nn.Parameter):
                     b -= self.written.get(number, 0) - mark.written.get(number, 0)
                 if b != a:
                     moved[number] = b - a

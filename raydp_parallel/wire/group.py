@@ -61,7 +61,7 @@ class Exchange:
         name: What tells the groups of one store apart.
 
     Raises:
-        RuntimeError: The others did not come, or cannot be reached.
+        Abandoned: The others did not come, or cannot be reached.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Exchange:
             self._group: Any = dist.ProcessGroupGloo(store, rank, size, options)
         except RuntimeError as error:
             text = f"the replicas of a call could not find each other: {error}"
-            raise RuntimeError(text) from None
+            raise Abandoned(text) from None
 
     def swap(self, rows: Tensor, mark: int = 0) -> Tensor:
         """Give each member one row; returns the rows that they gave to this one, by rank.

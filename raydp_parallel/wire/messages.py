@@ -100,6 +100,9 @@ class ForwardRequest(NamedTuple):
     optional: bool = False
 
 
+LEFT_OUT, SENT, KEPT, ADDED = range(4)
+
+
 class BackwardRequest(NamedTuple):
     """One chunk's backward.
 
@@ -107,7 +110,8 @@ class BackwardRequest(NamedTuple):
         graph: The graph of the forward whose leaves get gradients.
         outputs: The graphs, each with the numbers of its outputs that have a gradient.
         grads: These gradients, in the same order.
-        needed: Which leaves of that forward a gradient is asked for.
+        needed: For each leaf of that forward `LEFT_OUT`, or what becomes of its gradient: `SENT`,
+            `KEPT` as what the chunk has, or `ADDED` to that.
         partial: Whether the caller's pass leaves out some leaves.
         keep: Whether graphs are used again.
         derived: The number of the graph that the gradients get; None without create_graph.
@@ -117,13 +121,14 @@ class BackwardRequest(NamedTuple):
         threads: Torch's threads; None leaves them.
         forget: Graphs that nobody can ask for any more.
         where: The place that an exception names.
+        chunk: The number of the chunk.
         group: As in a forward.
     """
 
     graph: int
     outputs: tuple[tuple[int, tuple[int, ...]], ...]
     grads: list[Tensor]
-    needed: tuple[bool, ...]
+    needed: tuple[int, ...]
     partial: bool
     keep: bool
     derived: int | None
@@ -133,6 +138,7 @@ class BackwardRequest(NamedTuple):
     threads: int | None
     forget: tuple[int, ...]
     where: str | None
+    chunk: int
     group: Any = None
 
 
@@ -140,6 +146,99 @@ class Forget(NamedTuple):
     """A request to drop graphs and models; the answer tells how many graphs are left."""
 
     forget: tuple[int, ...]
+
+
+class ResumeRequest(NamedTuple):
+    """A request to train a model from here on.
+
+    Attributes:
+        model: The model's number.
+        update: The module, with the weights to begin with; None if it has them.
+        trained: The slots of the parameters that optimizers step.
+        optimizers: For each optimizer, by number: its class, the keywords of its constructor, its
+            groups with slots in the place of parameters, and its state by slot. None keeps them.
+    """
+
+    model: int
+    update: StateUpdate | None
+    trained: tuple[int, ...]
+    optimizers: Parcel | None
+
+
+class SnapshotRequest(NamedTuple):
+    """A request for what a replica trains.
+
+    Attributes:
+        model: The model's number.
+        weights: Whether the answer has the weights, by slot.
+        optimizers: Whether it has the state by slot and the groups of each optimizer, by number.
+    """
+
+    model: int
+    weights: bool
+    optimizers: bool
+
+
+class GradientsRequest(NamedTuple):
+    """A request for gradients that a replica keeps.
+
+    Attributes:
+        model: The model's number.
+        slots: Of which parameters.
+        chunk: Of which chunk; None for the sums over chunks that a clipping left.
+    """
+
+    model: int
+    slots: tuple[int, ...]
+    chunk: int | None
+
+
+class Clip(NamedTuple):
+    """How gradients are clipped by their norm, as `torch.nn.utils.clip_grad_norm_` does.
+
+    Attributes:
+        max_norm: The most; None computes the norm alone.
+        norm_type: Which norm.
+        error_if_nonfinite: Whether a norm that is not finite is an error.
+        slots: The parameters, in the order in which the program has them.
+    """
+
+    max_norm: float | None
+    norm_type: float
+    error_if_nonfinite: bool
+    slots: tuple[int, ...]
+
+
+class StepRequest(NamedTuple):
+    """One step of an optimizer, or the clipping before it.
+
+    Attributes:
+        model: The model's number.
+        optimizer: The optimizer's number.
+        values: What changed in each of its groups since the last step.
+        summed: The slots of gradients that are summed now.
+        chunks: The chunks that have kept these, in the order in which they are added.
+        clipped: The slots of gradients that were summed and clipped before.
+        zeros: The slots of gradients that are zero.
+        given: Gradients that come from the driver, by slot.
+        exchange: The place in the group that sums; None if all chunks are here.
+        clip: How to clip; None makes the step.
+        number: The number of the step, from which its random numbers follow.
+        threads: Torch's threads; None leaves them.
+    """
+
+    model: int
+    optimizer: int
+    values: list[dict[str, Any]]
+    summed: tuple[int, ...]
+    chunks: tuple[int, ...]
+    clipped: tuple[int, ...]
+    zeros: tuple[int, ...]
+    given: dict[int, Tensor]
+    exchange: ExchangeRequest | None
+    clip: Clip | None
+    number: int
+    threads: int | None
 
 
 class Failure(NamedTuple):
@@ -192,9 +291,9 @@ class Answer(NamedTuple):
 
     Attributes:
         value: The outputs of a forward; the gradients of a backward, a row with None for leaves
-            that were not reached.
+            that were not reached, or whose gradients are kept.
         reached: Which tensors in plain attributes, and then which inputs, that require a gradient
-            the outputs depend on.
+            the outputs depend on. Of a backward: which leaves' gradients are kept.
         failure: The exception, if there is one.
         warnings: Warnings.
         writes: Tensors that were written to, by slot.
