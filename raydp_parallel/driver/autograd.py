@@ -410,7 +410,7 @@ class _Trip:
         self._grads = [grad for _, found in given for _, grad in found]
         self._versions = versions_of(self._grads)
         self._keeps = max(needed, default=SENT) > SENT
-        self._slot: ReplicaSlot | None = None
+        self._lies: tuple[ReplicaSlot, int] | None = None
         self._graphs = []
         if self._keeps:  # what makes the graphs again, also when torch has freed them
             self._graphs = [(graph, graph.recipe) for graph, _ in given]
@@ -419,17 +419,16 @@ class _Trip:
         """Make the request."""
         if self._keeps:
             self._part.master.resident.bring(self._fields["chunk"], slot)
-            self._slot = slot
+            self._lies = slot, slot.life
         return self.once(slot)
 
     def note(self, leaves: Sequence[Tensor], stays: Sequence[bool]) -> None:
         """Note which gradients were kept."""
-        assert self._slot is not None
         kept = []
         for at, there in zip(self._part.leaves, stays, strict=True):
             if at is not None and there:
                 kept.append(leaves[at])
-        self._part.master.resident.kept(self._fields["chunk"], self._slot, kept, self, self._graphs)
+        self._part.master.resident.kept(self._fields["chunk"], self._lies, kept, self, self._graphs)
 
     def once(self, slot: ReplicaSlot) -> BackwardRequest:
         """Make the request, for a replica that has what it adds to."""
@@ -488,6 +487,7 @@ def _collect(
         sums = gradients.total(shares, call.leaves, call.kinds)  # [12]
         filled = gradients.filled(sums, call.kinds)
         resident: Any = next(p.master.resident for p in call.parts if p) if kept else None
+        kept = frozenset(at for at in kept if sums[at] is None)  # sparse ones come all the same
         for at in kept:
             if resident.has(call.leaves[at]):
                 filled.add("parameter")

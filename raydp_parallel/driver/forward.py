@@ -283,6 +283,8 @@ def run(
             for master in masters.values():
                 _look(master, any(one.sends_code for one in runs))  # [2]
             for one in runs:
+                if one.master.resident is not None:  # in time: chunks may wait for each other
+                    one.master.resident.ready(one.chunk.slot)
                 one.group = None if places is None else places(range(len(runs)))[one.number]
                 one.begin()
             handle = GraphHandle([one.graph for one in runs if one.graph is not None])

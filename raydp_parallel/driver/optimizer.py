@@ -128,7 +128,7 @@ class _InReplicas:
         """Take over what the replicas have."""
         for group, sent, values in zip(self.param_groups, self._sent, groups, strict=True):
             for name, value in values.items():  # some count their steps there
-                if name in sent and _same(sent[name], group[name]):
+                if name not in group or (name in sent and _same(sent[name], group[name])):
                     group[name] = sent[name] = value
         own: Any = collections.defaultdict(dict)
         for number, held in state.items():

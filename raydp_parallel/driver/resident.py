@@ -38,7 +38,6 @@ from raydp_parallel.wire.messages import (
     ADDED,
     KEPT,
     Answer,
-    Clip,
     ExchangeRequest,
     GradientsRequest,
     ResumeRequest,
@@ -85,25 +84,26 @@ class _Trip(NamedTuple):
 
 
 class _Plan:
-    """One step on its way, or a clipping.
+    """One step on its way, or the norm of gradients.
 
     Args:
         optimizer: The number of the optimizer.
         values: What changed in its groups.
-        clip: How to clip; None makes a step.
+        norm: Which norm is asked for; None makes a step.
 
     Attributes:
-        summed, clipped, zeros, given: Where the gradients are, as in a `StepRequest`.
-        sent: What was sent to whom.
+        summed, zeros, given: Where gradients are, as in a `StepRequest`.
+        scale: What the sums are multiplied by.
+        sent: What was sent to whom, and in which of its lives.
         grouped: Whether members exchange tensors.
     """
 
-    def __init__(self, optimizer: int, values: list[dict[str, Any]], clip: Clip | None) -> None:
-        self.optimizer, self.values, self.clip = optimizer, values, clip
+    def __init__(self, optimizer: int, values: list[dict[str, Any]], norm: float | None) -> None:
+        self.optimizer, self.values, self.norm = optimizer, values, norm
         self.summed: list[int] = []
-        self.clipped: list[int] = []
         self.zeros: list[int] = []
         self.given: dict[int, Tensor] = {}
+        self.scale: Tensor | None = None
         self.sent: list[tuple[ReplicaSlot, int, Pending | None]] = []
         self.grouped = False
 
@@ -131,15 +131,15 @@ class Resident:
         self._lies: dict[int, tuple[ReplicaSlot, int]] = {}
         self._trips: dict[int, list[_Trip]] = {}
         self._stands: dict[int, weakref.ref[RemoteGrad]] = {}
-        self._clipped: set[int] = set()
-        self._clipped_by: list[tuple[ReplicaSlot, int]] = []
+        self._scales: dict[int, Tensor] = {}
+        self._normed: tuple[Any, ...] = ()
         self._plan: _Plan | None = None
         _residents.add(self)
 
     @property
     def behind(self) -> int:
         """The steps that the driver's weights lack."""
-        coming = self._plan is not None and self._plan.clip is None
+        coming = self._plan is not None and self._plan.norm is None
         return self.steps + coming - self._weights_at
 
     # Optimizers.
@@ -165,7 +165,7 @@ class Resident:
     def _number(self, parameter: Tensor) -> int:
         found = self._master.slot(parameter)
         if found is None:
-            raise StateChanged(
+            raise ValueError(
                 f"optimizer: a parameter of shape {tuple(parameter.shape)} is not, or not any "
                 "more, one of the model's: make an optimizer for those that it has"
             )
@@ -183,7 +183,7 @@ class Resident:
         grad: Any = parameter.grad
         if grad is None or (self._is_mine(grad) and grad.zeroed):
             return True
-        return self._is_mine(grad) and grad.pristine and number not in self._clipped
+        return self._is_mine(grad) and grad.pristine and number not in self._scales
 
     def _is_mine(self, grad: Any) -> bool:
         if not isinstance(grad, RemoteGrad):
@@ -203,7 +203,8 @@ class Resident:
         self._fetch([one for one in late if one is not None and not one.fetched])
         for number in anew:
             self._has[number] = set()
-            self._clipped.discard(number)
+            self._scales.pop(number, None)
+        self._normed = ()
 
     def has(self, parameter: Tensor) -> bool:
         """Tell if some chunk has kept a gradient."""
@@ -248,10 +249,15 @@ class Resident:
                 graph.drop()
 
     def kept(
-        self, chunk: int, slot: ReplicaSlot, parameters: Sequence[Tensor], trip: Any, graphs: Any
+        self,
+        chunk: int,
+        lies: tuple[ReplicaSlot, int],
+        parameters: Sequence[Tensor],
+        trip: Any,
+        graphs: Any,
     ) -> None:
-        """Note what a chunk's backward has left in a replica."""
-        self._lies[chunk] = slot, slot.life
+        """Note what a chunk's backward has left in a slot's replica, in one of its lives."""
+        self._lies[chunk] = lies
         self._trips.setdefault(chunk, []).append(_Trip(trip, graphs, self.steps))
         for p in parameters:
             self._has[self._number(p)].add(chunk)
@@ -287,10 +293,6 @@ class Resident:
     def _sums(self, numbers: Sequence[int]) -> dict[int, Tensor]:
         """Return gradients that the replicas keep, summed in the order of chunks."""
         sums: dict[int, Tensor] = {}
-        clipped = tuple(n for n in numbers if n in self._clipped)
-        for number, grad in zip(clipped, self._ask(None, clipped), strict=True):
-            sums[number] = grad.clone()
-        numbers = [n for n in numbers if n not in self._clipped]
         for chunk in sorted(set[int]().union(*[self._has[n] for n in numbers])):
             wanted = tuple(n for n in numbers if chunk in self._has[n])
             for number, grad in zip(wanted, self._ask(chunk, wanted), strict=True):
@@ -301,25 +303,19 @@ class Resident:
         for number in numbers:
             if number not in sums:
                 sums[number] = torch.zeros_like(self._master.tensors[number]).detach()
+            if number in self._scales:
+                sums[number].mul_(self._scales[number])
         return sums
 
-    def _ask(self, chunk: int | None, numbers: tuple[int, ...]) -> list[Tensor]:
-        """Fetch gradients of a chunk, or those that were clipped; valid until the next call."""
-        if not numbers:
-            return []
+    def _ask(self, chunk: int, numbers: tuple[int, ...]) -> list[Tensor]:
+        """Fetch gradients that a chunk has kept; valid until the next call."""
         request = GradientsRequest(self._master.number, numbers, chunk)
         for _ in range(_MOST_TRIES):
-            if chunk is None:
-                able = [s for s, life in self._clipped_by if s.ready and s.life == life]
-                if not able:
-                    raise self._lost()
-                slot = able[0]
-            else:
-                slot, life = self._lies[chunk]
-                if not slot.ready or slot.life != life:
-                    slot = self._executor.replica_set.choose(slot, {})
-                    self.ready(slot)
-                    self.bring(chunk, slot)
+            slot, life = self._lies[chunk]
+            if not slot.ready or slot.life != life:
+                slot = self._executor.replica_set.choose(slot, {})
+                self.ready(slot)
+                self.bring(chunk, slot)
             answer = self._call(slot, request)
             if answer is not None:
                 device = self._master.tensors[numbers[0]].device
@@ -341,24 +337,31 @@ class Resident:
     def _current(self) -> ReplicaSlot | None:
         """Return a slot whose replica has made all steps."""
         for slot, (life, steps) in self._held.items():
-            if slot.ready and slot.life == life and steps == self.steps:
+            if slot.ready and (life, steps) == (slot.life, self.steps) and self._has_all(slot):
                 return slot
         return None
 
+    def _has_all(self, slot: ReplicaSlot) -> bool:
+        # A replica whose weights were spoiled says that it lacks them, and the dispatcher forgets
+        # what it had.
+        return self._master.number in slot.revisions
+
     def ready(self, slot: ReplicaSlot) -> None:
         """Make sure that a slot's replica has the weights and optimizers of now."""
-        while slot.ready and self._held.get(slot) != (slot.life, self.steps):
+        while slot.ready:
+            if self._held.get(slot) == (slot.life, self.steps) and self._has_all(slot):
+                return
             weights: dict[int, Tensor] | None = None
             states: dict[int, Any] = {}
-            source = self._current()
-            if source is not None:
+            if min(self._weights_at, self._states_at) < self.steps:
+                source = self._current()
+                if source is None:
+                    raise self._lost()
                 snapshot = SnapshotRequest(self._master.number, True, True)
                 answer = self._call(source, snapshot)
                 if answer is None:
                     continue
                 weights, states = own(answer).value.load()
-            elif self._weights_at < self.steps or self._states_at < self.steps:
-                raise self._lost()
             self._resume(slot, weights, states)
 
     def _resume(
@@ -380,17 +383,9 @@ class Resident:
             slot.revisions[self._master.number] = self._master.revision
             self._held[slot] = slot.life, self.steps
 
-    def _update(self, slot: ReplicaSlot) -> None:
-        """Send what the program has edited since the forward."""
-        update = self._executor.update(self._master, slot)
-        if update is not None and self._call(
-            slot, ResumeRequest(self._master.number, update, (), None)
-        ):
-            slot.revisions[self._master.number] = self._master.revision
-
     def _lost(self) -> StateLost:
         """Make the error for steps that no replica has, and go back to the driver's weights."""
-        lost = self.steps - self._weights_at
+        lost = self.behind
         self.steps = self._states_at = self._weights_at
         self._has = {number: set() for number in self._has}
         self._stands.clear()
@@ -409,33 +404,36 @@ class Resident:
     def step(self, optimizer: Any) -> None:
         """Let the replicas make a step, which is not waited for."""
         with self._executor.lock:
-            self._look()
+            self.collect()
             self._send(self._planned(optimizer, optimizer.changed(), None))
 
     def clip(self, optimizer: Any, most: float | None, norm_type: float, error: bool) -> Tensor:
-        """Clip the sums of gradients where they are; returns their norm."""
+        """Return the norm of the gradients, which stay where they are; the step scales them."""
         with self._executor.lock:
-            self._look()
-            numbers = tuple(number for number, _ in optimizer.numbered(self._number))
-            plan = self._planned(optimizer, [], Clip(most, norm_type, error, numbers))
-            if plan.given or self._exchangeable(plan, self._members()) is None:
+            self.collect()
+            plan = self._planned(optimizer, [{} for _ in optimizer.param_groups], norm_type)
+            if plan.given or plan.scale is not None or not self._chunks(plan, self._members()):
                 # They come here anyway.
                 params = [p for _, p in optimizer.numbered(self._number)]
                 limit = math.inf if most is None else most
                 return torch.nn.utils.clip_grad_norm_(params, limit, norm_type, error)
+            summed = plan.summed
             self._send(plan)
-            norm: Tensor = self.collect()
-            return home_of(norm, self._master.tensors[numbers[0]].device).clone()
+            norm: Tensor = self.collect().clone()
+            if error:
+                torch.nn.utils.get_total_norm([norm], norm_type, error_if_nonfinite=True)
+            if most is not None:
+                scale = torch.clamp(most / (norm + 1e-6), max=1.0)
+                for number in summed:
+                    self._scales[number] = scale
+                    stand = self._stands[number]()
+                    if stand is not None:
+                        stand.renew()
+            return norm
 
-    def _look(self) -> None:
-        self.collect()
-        if self._master.versions_moved():
-            self._master.sync()
-            self.check()
-
-    def _planned(self, optimizer: Any, values: list[dict[str, Any]], clip: Clip | None) -> _Plan:
+    def _planned(self, optimizer: Any, values: list[dict[str, Any]], norm: float | None) -> _Plan:
         """Note where gradients are."""
-        plan = _Plan(optimizer.number, values, clip)
+        plan = _Plan(optimizer.number, values, norm)
         for number, p in optimizer.numbered(self._number):
             grad = p.grad
             if grad is None:
@@ -446,10 +444,14 @@ class Resident:
                 plan.given[number] = grad.value()
             elif grad.zeroed or not self._has[number]:
                 plan.zeros.append(number)
-            elif number in self._clipped:
-                plan.clipped.append(number)
             else:
                 plan.summed.append(number)
+        scales = {id(self._scales.get(number)) for number in plan.summed}
+        if len(scales) > 1:  # some were clipped, and others were not
+            plan.given.update(self._sums(plan.summed))
+            plan.summed = []
+        elif plan.summed:
+            plan.scale = self._scales.get(plan.summed[0])
         return plan
 
     def _members(self) -> list[ReplicaSlot]:
@@ -458,16 +460,16 @@ class Resident:
         found = [slot for slot in dict.fromkeys(slots) if slot.ready]
         return found or [self._executor.replica_set.choose(slots[0], {})]
 
-    def _exchangeable(self, plan: _Plan, members: Sequence[ReplicaSlot]) -> list[int] | None:
+    def _chunks(self, plan: _Plan, members: Sequence[ReplicaSlot]) -> list[int]:
         """Return the chunks that have kept gradients, if members can sum these among themselves."""
         having = {frozenset(self._has[number]) for number in plan.summed}
-        if len(having) > 1 or (len(members) > 1 and self._executor.options.in_process):
-            return None
-        chunks = sorted(set[int]().union(*having))
+        if len(having) != 1 or (len(members) > 1 and self._executor.options.in_process):
+            return []
+        chunks = sorted(*having)
         for chunk in chunks:
             at = chunk if len(members) > 1 else 0
             if at >= len(members) or self._lies[chunk] != (members[at], members[at].life):
-                return None
+                return []
         return chunks
 
     def _send(self, plan: _Plan) -> None:
@@ -476,15 +478,14 @@ class Resident:
         members = self._members()
         for slot in members:
             self.ready(slot)
-            self._update(slot)
-        chunks = self._exchangeable(plan, members)
-        if chunks is None:
+        chunks = self._chunks(plan, members)
+        if not chunks:
             plan.given.update(self._sums(plan.summed))
-            plan.summed = []
-        if plan.clipped and not all((s, s.life) in self._clipped_by for s in members):
-            plan.given.update(self._sums(plan.clipped))
-            plan.clipped = []
-        plan.grouped = bool(plan.summed) and len(members) > 1
+            plan.summed, plan.scale = [], None
+        last = [(slot, slot.life) for slot in members], plan.summed
+        again = bool(plan.summed) and self._normed == last
+        self._normed = last if plan.norm is not None else ()
+        plan.grouped = bool(plan.summed) and len(members) > 1 and not again
         places: dict[int, ExchangeRequest] = {}
         if plan.grouped:
             places = groups.members(executor, members, range(len(members)))
@@ -496,12 +497,13 @@ class Resident:
                 optimizer=plan.optimizer,
                 values=plan.values,
                 summed=tuple(plan.summed),
-                chunks=tuple(chunks or ()),
-                clipped=tuple(plan.clipped),
+                chunks=tuple(chunks),
+                again=again,
+                scale=plan.scale,
                 zeros=tuple(plan.zeros),
                 given=plan.given,
                 exchange=places.get(i),
-                clip=plan.clip,
+                norm=plan.norm,
                 number=self.steps,
                 threads=threads,
             )
@@ -530,17 +532,17 @@ class Resident:
                     failed = slot, answer.failure
                 else:
                     value = answer.value
-            self._plan = None
             if len(done) < len(plan.sent):
                 groups.forget(self._executor)
-            if not done:  # of those that are left none stepped
+            if not done:  # nobody has stepped
                 self._send(plan)
                 continue
-            self._made(plan, done)
+            self._plan = None
+            if plan.norm is None:
+                self.steps += 1
+                self._held.update((slot, (life, self.steps)) for slot, life in done)
             if failed is not None:
-                log.error(
-                    "step %d of the optimizer in the replicas raised an exception", self.steps
-                )
+                log.error("step %d of the optimizer in the replicas failed", self.steps)
                 exceptions.reraise(failed[1], str(failed[0]))
             return value
         return None
@@ -556,19 +558,6 @@ class Resident:
                 if not all(one.ready and one.client.alive() for one, _, _ in plan.sent):
                     groups.forget(self._executor)  # who waits for it to join gets an error
             self._executor.dispatcher.receive(pending)
-
-    def _made(self, plan: _Plan, done: list[tuple[ReplicaSlot, int]]) -> None:
-        """Note that replicas made a step, or clipped."""
-        if plan.clip is None:
-            self.steps += 1
-            self._held.update((slot, (life, self.steps)) for slot, life in done)
-            return
-        self._clipped_by = done
-        self._clipped = {*plan.summed, *plan.clipped, *plan.zeros, *plan.given}
-        for number in self._clipped:
-            stand = self._stands[number]()
-            if stand is not None and not stand.zeroed:
-                stand.renew()
 
     # The driver's copy.
 

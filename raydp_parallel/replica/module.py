@@ -443,6 +443,7 @@ class ReplicaModule:
             if slot in self._trained:
                 kept = found.touched.get(_storage(t))
                 if moved or replaced or (kept is not None and not same(t, kept)):
+                    self._lost.add(slot)
                     raise RuntimeError(_TRAINED.format(tuple(t.shape)))
                 continue
             before = contents(slot)

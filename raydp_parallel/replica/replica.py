@@ -158,12 +158,12 @@ class Replica:
         return self._answer(notes, begun)
 
     def _updated(self, number: int, update: StateUpdate | None) -> ReplicaModule:
-        """Return a model, with the master's changes. [4]"""
+        """Return a model, with the master's changes."""
         module = self.models.get(number)
         if module is None:
             module = self.models[number] = ReplicaModule(self.device, _own_process)
         if update is not None:
-            module.update(update)
+            module.update(update)  # [4]
         return module
 
     def forward(self, request: ForwardRequest) -> Answer:

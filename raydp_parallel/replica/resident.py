@@ -4,7 +4,6 @@ optimizers.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from raydp_parallel.wire.messages import (
     ADDED,
     KEPT,
     SENT,
-    Clip,
     ExchangeRequest,
     ResumeRequest,
     SnapshotRequest,
@@ -40,7 +38,7 @@ class Resident:
     def __init__(self, module: ReplicaModule) -> None:
         self._module = module
         self._kept: dict[int, dict[int, Tensor]] = {}
-        self._clipped: dict[int, Tensor] = {}
+        self._last: dict[int, Tensor] = {}
         self._optimizers: dict[int, tuple[torch.optim.Optimizer, list[list[int]]]] = {}
 
     # Gradients.
@@ -81,10 +79,9 @@ class Resident:
             stays.append(True)
         return sent, tuple(stays)
 
-    def gradients(self, slots: Sequence[int], chunk: int | None) -> list[Tensor]:
-        """Return kept gradients of a chunk, or the clipped sums."""
-        row = self._clipped if chunk is None else self._kept[chunk]
-        return [row[slot] for slot in slots]
+    def gradients(self, slots: Sequence[int], chunk: int) -> list[Tensor]:
+        """Return gradients that a chunk has kept."""
+        return [self._kept[chunk][slot] for slot in slots]
 
     def _sums(self, request: StepRequest, exchange: Exchange | None) -> dict[int, Tensor]:
         """Sum what chunks have kept, in the order of chunks."""
@@ -124,28 +121,32 @@ class Resident:
     # Steps.
 
     def step(self, request: StepRequest, join: Callable[[ExchangeRequest], Exchange]) -> Any:
-        """Make a step, or clip; returns the norm then."""
+        """Make a step; or return the norm, and keep the sums for the step."""
+        optimizer, slots = self._optimizers[request.optimizer]
+        rows = [slot for row in slots for slot in row]
         exchange = None if request.exchange is None else join(request.exchange)
         try:
-            grads = self._sums(request, exchange)
+            grads = self._last if request.again else self._sums(request, exchange)
         except BaseException:
             if exchange is not None:
-                exchange.close()
+                exchange.close()  # the others do not wait for this one
             raise
-        grads.update((slot, self._clipped[slot]) for slot in request.clipped)
+        if request.scale is not None:
+            torch._foreach_mul_([*grads.values()], request.scale.to(self._module.device))
+        self._last = grads
+        grads = dict(grads)
         for slot in request.zeros:
             grads[slot] = torch.zeros_like(self._module.tensor(slot))
         for slot, grad in request.given.items():
             grads[slot] = grad.detach().clone()
-        if request.clip is not None:
-            return self._clip(request.clip, grads)
-        optimizer, slots = self._optimizers[request.optimizer]
+        if request.norm is not None:
+            found = [grads[slot] for slot in rows if slot in grads]
+            return torch.nn.utils.get_total_norm(found, request.norm)
         self._rebind(optimizer, slots)
         for group, values in zip(optimizer.param_groups, request.values, strict=True):
             for name, value in values.items():
                 group[name] = value.clone() if isinstance(value, Tensor) else value
         engine.seed(self._module.device, request.number, 0)
-        rows = [slot for row in slots for slot in row]
         for slot in rows:
             self._module.tensor(slot).grad = grads.get(slot)
         try:
@@ -154,18 +155,8 @@ class Resident:
             for slot in rows:
                 self._module.tensor(slot).grad = None  # the engine's place
             self._module.stepped(rows)
+            self._last = {}
         return None
-
-    def _clip(self, clip: Clip, grads: dict[int, Tensor]) -> Tensor:
-        self._clipped = grads
-        params = []
-        for slot in clip.slots:
-            if slot in grads:
-                stand_in = torch.nn.Parameter(self._module.tensor(slot).detach(), False)
-                stand_in.grad = grads[slot]
-                params.append(stand_in)
-        most = math.inf if clip.max_norm is None else clip.max_norm
-        return torch.nn.utils.clip_grad_norm_(params, most, clip.norm_type, clip.error_if_nonfinite)
 
     def _rebind(self, optimizer: torch.optim.Optimizer, slots: list[list[int]]) -> None:
         """Let an optimizer have the module's parameters of now: another flag made new objects."""
@@ -183,8 +174,6 @@ class Resident:
         """Make the optimizers; the weights have come with the state."""
         self._module.stepped(request.trained)
         value = request.optimizers
-        if value is None:
-            return
         made = {}
         loaded = value.load([t.detach().clone() for t in value.tensors])
         for number, (kind, keywords, groups, state) in loaded.items():

@@ -343,10 +343,6 @@ class Master:
         self._spec_at.update(dict.fromkeys(slots, self.revision))
         self._dirty |= slots  # which makes copies to compare with
 
-    def versions_moved(self) -> bool:
-        """Tell if tensors were written to since the last look."""
-        return versions_of(self.tensors.values()) != self._seen.versions
-
     def edited(self) -> str | None:
         """Name a trained parameter that the program has changed since the last look but one."""
         for number in self.fresh & self.trained:

@@ -153,16 +153,16 @@ class ResumeRequest(NamedTuple):
 
     Attributes:
         model: The model's number.
-        update: The module, with the weights to begin with; None if it has them.
+        update: The module, with the weights to begin with.
         trained: The slots of the parameters that optimizers step.
         optimizers: For each optimizer, by number: its class, the keywords of its constructor, its
-            groups with slots in the place of parameters, and its state by slot. None keeps them.
+            groups with slots in the place of parameters, and its state by slot.
     """
 
     model: int
     update: StateUpdate | None
     trained: tuple[int, ...]
-    optimizers: Parcel | None
+    optimizers: Parcel
 
 
 class SnapshotRequest(NamedTuple):
@@ -180,49 +180,34 @@ class SnapshotRequest(NamedTuple):
 
 
 class GradientsRequest(NamedTuple):
-    """A request for gradients that a replica keeps.
+    """A request for gradients that a chunk has kept.
 
     Attributes:
         model: The model's number.
         slots: Of which parameters.
-        chunk: Of which chunk; None for the sums over chunks that a clipping left.
+        chunk: The number of the chunk.
     """
 
     model: int
     slots: tuple[int, ...]
-    chunk: int | None
-
-
-class Clip(NamedTuple):
-    """How gradients are clipped by their norm, as `torch.nn.utils.clip_grad_norm_` does.
-
-    Attributes:
-        max_norm: The most; None computes the norm alone.
-        norm_type: Which norm.
-        error_if_nonfinite: Whether a norm that is not finite is an error.
-        slots: The parameters, in the order in which the program has them.
-    """
-
-    max_norm: float | None
-    norm_type: float
-    error_if_nonfinite: bool
-    slots: tuple[int, ...]
+    chunk: int
 
 
 class StepRequest(NamedTuple):
-    """One step of an optimizer, or the clipping before it.
+    """One step of an optimizer, or the norm of its gradients.
 
     Attributes:
         model: The model's number.
         optimizer: The optimizer's number.
         values: What changed in each of its groups since the last step.
-        summed: The slots of gradients that are summed now.
+        summed: The slots of gradients that are summed over chunks.
         chunks: The chunks that have kept these, in the order in which they are added.
-        clipped: The slots of gradients that were summed and clipped before.
+        again: Whether these are the sums of the last request, which was for their norm.
+        scale: What sums are multiplied by, after a clipping; None leaves them.
         zeros: The slots of gradients that are zero.
         given: Gradients that come from the driver, by slot.
         exchange: The place in the group that sums; None if all chunks are here.
-        clip: How to clip; None makes the step.
+        norm: Which norm is asked for; None makes the step.
         number: The number of the step, from which its random numbers follow.
         threads: Torch's threads; None leaves them.
     """
@@ -232,11 +217,12 @@ class StepRequest(NamedTuple):
     values: list[dict[str, Any]]
     summed: tuple[int, ...]
     chunks: tuple[int, ...]
-    clipped: tuple[int, ...]
+    again: bool
+    scale: Tensor | None
     zeros: tuple[int, ...]
     given: dict[int, Tensor]
     exchange: ExchangeRequest | None
-    clip: Clip | None
+    norm: float | None
     number: int
     threads: int | None
 
