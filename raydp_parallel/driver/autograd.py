@@ -428,7 +428,25 @@ class _Trip:
         for at, there in zip(self._part.leaves, stays, strict=True):
             if at is not None and there:
                 kept.append(leaves[at])
-        self._part.master.resident.kept(self._fields["chunk"], self._lies, kept, self, self._graphs)
+        resident = self._part.master.resident
+        resident.kept(self._fields["chunk"], self._lies, kept, self)
+
+    def repeat(self, slot: ReplicaSlot) -> None:
+        """Make again what was kept, in a replica of the same weights."""
+        self.check()
+        dispatcher = self._executor.dispatcher
+        freed = [graph for graph, _ in self._graphs if graph.recipe is None]
+        for graph, recipe in self._graphs:
+            graph.recipe = recipe
+            if not graph.on(slot):
+                dispatcher.remake(graph, slot, "backward")
+        call = ChunkCall(slot, "backward", self.once, self._part.master.number)
+        pending = dispatcher.send(slot, call)
+        answer = None if pending is None else dispatcher.receive(pending)
+        if answer is not None:
+            raise_first([answer], [call])
+        for graph in freed:
+            graph.drop()
 
     def once(self, slot: ReplicaSlot) -> BackwardRequest:
         """Make the request, for a replica that has what it adds to."""
@@ -507,11 +525,11 @@ def _kept(call: CallNode, needed: Sequence[bool]) -> Set[int]:
     resident = masters.pop().resident if len(masters) == 1 else None
     if resident is None:
         return frozenset()
+    resident.begin()
     kept = []
     for at, (leaf, kind) in enumerate(zip(call.leaves, call.kinds, strict=True)):
         if needed[at] and kind == "parameter" and resident.keeps(leaf):
             kept.append(at)
-    resident.begin([call.leaves[at] for at in kept])
     return frozenset(kept)
 
 

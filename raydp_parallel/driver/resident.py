@@ -18,7 +18,7 @@ import logging
 import math
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from raydp_parallel.cluster.placement import DeviceId
 from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.driver import groups
-from raydp_parallel.driver.dispatcher import ChunkCall, Pending, RemoteGraph, home_of, own
+from raydp_parallel.driver.dispatcher import ChunkCall, Pending, home_of, own
 from raydp_parallel.driver.executor import Executor
 from raydp_parallel.driver.remote_grad import RemoteGrad
 from raydp_parallel.errors import GraphLost, ReplicaDied, StateChanged, StateLost
@@ -67,20 +67,6 @@ def refresh(module: nn.Module, own: Resident | None = None) -> None:
     for one in others:
         if weakref.ref(one) in owners:
             one.pull()
-
-
-class _Trip(NamedTuple):
-    """A backward that a replica keeps gradients of.
-
-    Attributes:
-        trip: Makes its request.
-        graphs: Its graphs, with what makes each again.
-        steps: The number of steps before it.
-    """
-
-    trip: Any
-    graphs: list[tuple[RemoteGraph, Any]]
-    steps: int
 
 
 class _Plan:
@@ -129,7 +115,7 @@ class Resident:
         self._held: dict[ReplicaSlot, tuple[int, int]] = {}
         self._has: dict[int, set[int]] = {}
         self._lies: dict[int, tuple[ReplicaSlot, int]] = {}
-        self._trips: dict[int, list[_Trip]] = {}
+        self._trips: dict[int, list[Any] | None] = {}
         self._stands: dict[int, weakref.ref[RemoteGrad]] = {}
         self._scales: dict[int, Tensor] = {}
         self._normed: tuple[Any, ...] = ()
@@ -191,14 +177,15 @@ class Resident:
         stand = self._stands.get(grad.number)
         return stand is not None and stand() is grad
 
-    def begin(self, parameters: Sequence[Tensor]) -> None:
-        """Begin a backward that keeps gradients of parameters; some of them anew."""
+    def begin(self) -> None:
+        """Begin a backward. Gradients that the program has cleared begin anew."""
         self.collect()
         anew = []
-        for p in parameters:
-            if p.grad is None or p.grad.zeroed:  # type: ignore[attr-defined]
-                anew.append(self._number(p))
-        # The program may still have what stood for the last gradients.
+        for number in self._master.trained:
+            grad: Any = getattr(self._master.tensors.get(number), "grad", None)
+            if not self._is_mine(grad) or grad.zeroed:
+                anew.append(number)
+        # The program may still have what stood for the last ones.
         late = [self._stands[number]() for number in anew if number in self._stands]
         self._fetch([one for one in late if one is not None and not one.fetched])
         for number in anew:
@@ -216,49 +203,30 @@ class Resident:
 
     def bring(self, chunk: int, slot: ReplicaSlot) -> None:
         """Make sure that what a chunk has kept so far lies in a slot's replica."""
-        here = slot, slot.life
         if not any(chunk in chunks for chunks in self._has.values()):
             self._trips.pop(chunk, None)
             return
-        if self._lies.get(chunk) == here:
+        if self._lies.get(chunk) == (slot, slot.life):
             return
-        for trip in self._trips[chunk]:
-            if trip.steps != self.steps:
-                raise GraphLost(
-                    "gradients that were kept since before the last step went with their replica: "
-                    "call zero_grad() after each step, or use them before the next"
-                )
-            self._repeat(trip, slot)
-        self._lies[chunk] = here
-
-    def _repeat(self, trip: _Trip, slot: ReplicaSlot) -> None:
-        dispatcher = self._executor.dispatcher
-        trip.trip.check()
-        lived = [graph.recipe is not None for graph, _ in trip.graphs]
-        for graph, recipe in trip.graphs:
-            graph.recipe = recipe
-            if not graph.on(slot):
-                dispatcher.remake(graph, slot, "backward")
-        call = ChunkCall(slot, "backward", trip.trip.once, self._master.number)
-        pending = dispatcher.send(slot, call)
-        answer = None if pending is None else dispatcher.receive(pending)
-        if answer is not None and answer.failure is not None:
-            exceptions.reraise(answer.failure, str(slot))
-        for (graph, _), keeps in zip(trip.graphs, lived, strict=True):
-            if not keeps:
-                graph.drop()
+        trips = self._trips[chunk]
+        if trips is None:
+            raise GraphLost(
+                "gradients of before the last step went with their replica: call zero_grad() "
+                "after each step, or use them before the next"
+            )
+        life = slot.life
+        for trip in trips:
+            trip.repeat(slot)
+        self._lies[chunk] = slot, life
 
     def kept(
-        self,
-        chunk: int,
-        lies: tuple[ReplicaSlot, int],
-        parameters: Sequence[Tensor],
-        trip: Any,
-        graphs: Any,
+        self, chunk: int, lies: tuple[ReplicaSlot, int], parameters: Sequence[Tensor], trip: Any
     ) -> None:
         """Note what a chunk's backward has left in a slot's replica, in one of its lives."""
         self._lies[chunk] = lies
-        self._trips.setdefault(chunk, []).append(_Trip(trip, graphs, self.steps))
+        trips = self._trips.setdefault(chunk, [])
+        if trips is not None:
+            trips.append(trip)
         for p in parameters:
             self._has[self._number(p)].add(chunk)
 
@@ -540,6 +508,7 @@ class Resident:
             self._plan = None
             if plan.norm is None:
                 self.steps += 1
+                self._trips = dict.fromkeys(self._trips)  # they cannot run again with new weights
                 self._held.update((slot, (life, self.steps)) for slot, life in done)
             if failed is not None:
                 log.error("step %d of the optimizer in the replicas failed", self.steps)
