@@ -20,7 +20,7 @@ from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.placement import DeviceId, all_gpus, normalize
 from raydp_parallel.cluster.replica_set import ReplicaSet, ReplicaSlot
 from raydp_parallel.driver.dispatcher import ChunkCall, Dispatcher
-from raydp_parallel.errors import ParallelError, forked
+from raydp_parallel.errors import forked
 from raydp_parallel.monitoring.reporter import Reporter
 from raydp_parallel.monitoring.stats import ExecutorStats, ReplicaInfo
 from raydp_parallel.options import Options
@@ -109,7 +109,7 @@ class Executor:
     def master(self, module: nn.Module) -> Master:
         """Return the driver's side of a module, which all its wrappers share."""
         found = self._masters.get(id(module))
-        if found is None or found.gone:
+        if found is None or found.alive() is None:
             found = self._masters[id(module)] = Master(module, self.next_key())
             drop = weakref.finalize(module, _drop, weakref.ref(self), id(module), found.number)
             drop.atexit = False
@@ -198,10 +198,10 @@ class Executor:
         if self.replica_set.forked:
             return
         for master in [*self._masters.values()]:
-            if master.resident is not None and not self.closed and not master.gone:
+            if master.resident is not None and not self.closed:
                 try:
                     master.resident.pull(states=True)
-                except ParallelError as error:
+                except Exception as error:  # the replicas end, whatever comes
                     log.warning("the last steps stay in the replicas, which end: %s", error)
         if self._reporter is not None:
             self._reporter.close()

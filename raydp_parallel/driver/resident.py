@@ -549,7 +549,8 @@ class Resident:
         """
         with self._executor.lock:
             self.collect()
-            weights = self._weights_at < self.steps
+            module = self._master.alive()  # held: it could go in the midst
+            weights = self._weights_at < self.steps and module is not None
             states = states and self._states_at < self.steps
             if not weights and not states:
                 return

@@ -157,10 +157,9 @@ class Master:
         assert found is not None
         return found
 
-    @property
-    def gone(self) -> bool:
-        """True once the module is gone."""
-        return self._module() is None
+    def alive(self) -> nn.Module | None:
+        """Return the module; None once it is gone."""
+        return self._module()
 
     # Look.
 
