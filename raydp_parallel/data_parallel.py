@@ -45,6 +45,7 @@ from raydp_parallel.monitoring.stats import ExecutorStats
 from raydp_parallel.options import Options
 from raydp_parallel.replica import replica
 from raydp_parallel.replica.actor import fetched
+from raydp_parallel.state.look import check_devices
 
 T = TypeVar("T", bound=nn.Module)
 
@@ -418,7 +419,7 @@ class DataParallel(nn.DataParallel[T]):
         resident.refresh(self._net)
         place = None if not self.device_ids or replica.running() else self._place
         if place is not None:
-            _check_devices(self._net)
+            check_devices(self._net)
             if split:
                 chunks, chunk_kwargs = self.scatter(inputs, kwargs, self.device_ids)
                 inputs, kwargs = (chunks or ((),))[0], (chunk_kwargs or ({},))[0]
@@ -670,7 +671,7 @@ def data_parallel(
             "device type could not be determined: the cluster has no GPU. Give "
             "device_ids=['cpu', ...] for CPU replicas"
         )
-    _check_devices(module)
+    check_devices(module)
     chunks, kwargs = batch.scatter_kwargs(inputs, module_kwargs, ids, dim)
     if not chunks and not kwargs:
         chunks, kwargs = ((),), ({},)
@@ -693,17 +694,6 @@ def _get(ref: Any) -> Any:
     if isinstance(found, BaseException):
         raise found
     return found
-
-
-def _check_devices(module: nn.Module) -> None:
-    """Raise upstream's error for a module on several devices (row F1)."""
-    row = [*module.parameters(), *module.buffers()]
-    for tensor in row:
-        if tensor.device != row[0].device:
-            raise RuntimeError(
-                "module must have its parameters and buffers on device "
-                f"{row[0].device} (device_ids[0]) but found one of them on device: {tensor.device}"
-            )
 
 
 def _own_device(entry: Any, ids: Sequence[DeviceId]) -> torch.device:

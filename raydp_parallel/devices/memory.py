@@ -46,15 +46,15 @@ def download(tensors: list[Tensor], layout: Any, window: Any) -> None:
 
 
 def upload(layout: Any, window: Any, device: torch.device) -> list[Tensor]:
-    """Give the tensors of a window on a device: on a CPU where they lie, each as a new object."""
+    """Give the tensors of a window on a device: on a CPU where they lie."""
     if device.type == "cpu":
-        found = [view.detach() for view in window.views(layout)]
+        found = [*window.views(layout)]
     else:
         host = _staging(device, "up", layout.size)
         torch.cuda.current_stream(device).synchronize()  # the last copy out of the staging
         host.copy_(window.memory[: layout.size])
         found = layout.views(host.to(device, non_blocking=True))
-    for tensor, spec in zip(found, layout.specs, strict=True):
-        if spec.grad:
-            tensor.requires_grad_()
+    for i, spec in enumerate(layout.specs):
+        if spec.grad:  # the window's own views are used again
+            found[i] = found[i].detach().requires_grad_()
     return found

@@ -133,7 +133,7 @@ class Executor:
         if update is not None:
             totals = self.replica_set.recorder.totals
             totals.state_sends += 1
-            for t in update.contents.values():
+            for t in (*update.contents.values(), *(update.run[1] if update.run else ())):
                 totals.state_bytes += t.numel() * t.element_size()
         return update
 

@@ -43,11 +43,8 @@ class _Recycled:
         self._size = 0
         self._lock = threading.Lock()
 
-    def take(self, like: Tensor) -> Tensor:
+    def take(self, like: Tensor, size: int) -> Tensor:
         """Return memory that nobody looks at, or new memory."""
-        size = like.numel() * like.element_size()
-        if size < _KEPT:
-            return torch.empty_like(like)
         key = (hash(like.dtype), *like.shape, -1, *like.stride())
         with self._lock:
             for run in self._runs.get(key, ()):
@@ -85,29 +82,20 @@ def total(
         for at, grad in zip(share.leaves, share.grads, strict=True):
             if at is not None and grad is not None:
                 rows[at].append(grad)
-    sums: list[Tensor | None] = [None] * len(leaves)
-    plain: list[int] = []
-    for i, (row, leaf) in enumerate(zip(rows, leaves, strict=True)):
-        if row and leaf.device.type == "cpu" and all(map(_plain, row)):
-            plain.append(i)
-        elif row:
-            sums[i] = _sum([grad.to(leaf.device) for grad in row])
-    if plain:
-        into, used = [], 0
-        for i in plain:
-            like = rows[i][0]
-            if kinds[i] == "parameter":
-                used += like.numel() * like.element_size()
-                into.append(_recycled.take(like))
-            else:
-                into.append(torch.empty_like(like))
-        _recycled.trim(used)
-        torch._foreach_copy_(into, [rows[i][0] for i in plain])
-        for n in range(1, max(len(rows[i]) for i in plain)):
-            having = [k for k, i in enumerate(plain) if len(rows[i]) > n]
-            torch._foreach_add_([into[k] for k in having], [rows[plain[k]][n] for k in having])
-        for i, tensor in zip(plain, into, strict=True):
-            sums[i] = tensor
+    sums: list[Tensor | None] = []
+    used = 0
+    for row, leaf, kind in zip(rows, leaves, kinds, strict=True):
+        if not row:
+            sums.append(None)
+            continue
+        size = row[0].numel() * row[0].element_size()
+        into = None
+        large = kind == "parameter" and size >= _KEPT and leaf.device.type == "cpu"
+        if large and all(map(_plain, row)):
+            into = _recycled.take(row[0], size)
+            used += size
+        sums.append(_sum([grad.to(leaf.device) for grad in row], into))
+    _recycled.trim(used)
     return sums
 
 
@@ -115,12 +103,16 @@ def _plain(t: Tensor) -> bool:
     return type(t) is Tensor and t.layout is torch.strided and not t.is_nested
 
 
-def _sum(row: list[Tensor]) -> Tensor:
-    total = row[0].detach().clone()
+def _sum(row: list[Tensor], into: Tensor | None) -> Tensor:
+    """Add in order, in memory of the sum's own."""
+    if len(row) == 1:
+        return row[0].detach().clone() if into is None else into.copy_(row[0])
+    total = row[0]
     for grad in row[1:]:
         # Torch adds a sparse tensor to a dense one, not the other way.
-        dense = grad.layout is torch.strided and total.layout is not torch.strided
-        total = grad + total if dense else total + grad
+        if grad.layout is torch.strided and total.layout is not torch.strided:
+            total, grad = grad, total
+        total = torch.add(total, grad, out=into)
     return total
 
 

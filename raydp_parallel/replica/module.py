@@ -8,10 +8,12 @@ buffer is made anew, too. Nothing is undone or recorded.
 
 from __future__ import annotations
 
+import mmap
 import pickle
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 from raydp_parallel.replica.exceptions import NotLoaded
 from raydp_parallel.state import raw_access, sources
 from raydp_parallel.state.look import Codes, build, look
-from raydp_parallel.state.mirror import same, set_version
+from raydp_parallel.state.mirror import same, set_versions, versions_of
 from raydp_parallel.wire.messages import SlotSpec, StateUpdate, Write
 from raydp_parallel.wire.windows import Layout, Spec, Window, is_dense
 
@@ -51,6 +53,7 @@ class Built:
 
     Attributes:
         attributes: The slots of tensors that are neither parameters nor registered buffers.
+        lies: Where and how each tensor lies.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Built:
     ) -> None:
         self.module = module
         self.tensors = dict(tensors)
+        self.lies = {slot: _lies(t) for slot, t in tensors.items()}
         self.held: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         number = {id(t): slot for slot, t in tensors.items()}
         self.places: list[tuple[dict[str, Tensor | None], str, int]] = []
@@ -80,6 +84,7 @@ class Built:
             for slot, t in tensors.items()
             if not isinstance(t, nn.Parameter) and id(t) not in registered
         }
+        self.values = [value for _, before in self.held for value in before.values()]
         slots = dict.fromkeys(slot for _, _, slot in self.places)
         self.buffers = list(slots)
         self.layout = Layout([_spec(tensors[slot]) for slot in self.buffers])
@@ -91,7 +96,10 @@ class Built:
 
     def put_back(self) -> Changes:
         """Put attributes back that were set; returns what they were."""
-        changes = []
+        changes: Changes = []
+        now = [*chain.from_iterable([d.values() for d, _ in self.held])]
+        if len(now) == len(self.values) and all(map(is_, now, self.values)):
+            return changes  # at once for the whole module, which is most often as it was
         for d, before in self.held:
             if len(d) != len(before) or not all(map(is_, d.values(), before.values())):
                 changes.append((d, dict(d)))
@@ -125,6 +133,7 @@ class Found:
 
     Args:
         tensors: The tensors, by slot.
+        built: The module.
 
     Attributes:
         begun: Their state when it began.
@@ -133,9 +142,10 @@ class Found:
         changes: Attributes that the forward set, for a checkpoint that runs again in backward.
     """
 
-    def __init__(self, tensors: dict[int, Tensor]) -> None:
+    def __init__(self, tensors: dict[int, Tensor], built: Built) -> None:
         self.tensors = tensors
-        self.begun = self.moment(tensors)
+        begun = self.moment(built.buffers)
+        self.begun = begun._replace(lies={**built.lies, **begun.lies})
         self.saved = self.begun.versions
         self.touched: raw_access.Touched = {}
         self.changes: Changes = []
@@ -146,13 +156,13 @@ class Found:
 
     def versions(self) -> dict[int, int]:
         """Count how often each tensor was written to."""
-        return {slot: _version(t) for slot, t in self.tensors.items()}
+        return dict(zip(self.tensors, versions_of(self.tensors.values()), strict=True))
 
     def move(self, moved: dict[int, int]) -> None:
         """Move versions as the master's did, so that torch's check sees its edits."""
         for slot, by in moved.items():
             t = self.tensors[slot]
-            set_version(t, max(_version(t), self.saved[slot] + by))
+            set_versions([t], [max(_version(t), self.saved[slot] + by)])
 
 
 def _version(t: Tensor) -> int:
@@ -191,6 +201,7 @@ class ReplicaModule:
         self._tensors: dict[int, Tensor] = {}
         self._pristine: dict[int, Tensor] = {}
         self._lost: set[int] = set()
+        self._run: Tensor | None = None
         self._built: Built | None = None
         self._unsettled = False
         self._unlooked: Built | None = None
@@ -221,11 +232,25 @@ class ReplicaModule:
             self._specs[slot] = spec
             self._built = None
             if spec.window is not None:
-                self._tensors[slot] = self._mapped(slot)
+                self._tensors[slot] = self._made(slot, self._in_window(slot, master=False))
             elif slot not in news.contents and before is not None:  # another flag
                 self._tensors[slot] = self._made(slot, self._tensors[slot].detach())
         into: list[Tensor] = []
         values: list[Tensor] = []
+        if news.specs or news.structure is not None:
+            self._run = None
+        if news.run is not None:
+            slots, memory = news.run
+            if self._run is None:
+                self._run = torch.cat(memory)
+                layout = Layout([_spec(self._tensors[slot]) for slot in slots])
+                self._pristine.update(zip(slots, layout.views(self._run), strict=True))
+            torch._foreach_copy_(self._run.split([len(t) for t in memory]), memory)
+            self._lost.difference_update(slots)
+            for slot in slots:
+                if slot in news.versions:
+                    into.append(self._tensors[slot])
+                    values.append(self._pristine[slot])
         for slot, value in news.contents.items():
             self._lost.discard(slot)
             old, kept = self._tensors.get(slot), self._pristine.get(slot)
@@ -248,8 +273,7 @@ class ReplicaModule:
                 torch._foreach_copy_(into, values)
         # Versions are the master's own numbers: torch's check of saved tensors finds the same here.
         self._versions.update(news.versions)
-        for slot, version in news.versions.items():
-            set_version(self._tensors[slot], version)
+        set_versions([self._tensors[slot] for slot in news.versions], news.versions.values())
         self.revision = news.revision
 
     def _made(self, slot: int, value: Tensor) -> Tensor:
@@ -258,15 +282,12 @@ class ReplicaModule:
             return nn.Parameter(value, spec.grad)
         return value.requires_grad_(spec.grad)
 
-    def _view(self, window: Window, spec: SlotSpec) -> Tensor:
-        layout = Layout([Spec(spec.dtype, spec.shape, spec.stride, False)])
-        memory = window.memory[spec.offset : spec.offset + layout.size]
-        return layout.views(memory)[0]
-
-    def _mapped(self, slot: int) -> Tensor:
+    def _in_window(self, slot: int, master: bool) -> Tensor:
+        """Show a tensor of a window, with a storage and a version of its own."""
         spec = self._specs[slot]
         assert spec.window is not None
-        return self._made(slot, self._view(self._windows[spec.window][0], spec))
+        there = Spec(spec.dtype, spec.shape, spec.stride, False)
+        return self._windows[spec.window][master].alone(there, spec.offset)
 
     def wants_gradient(self, slot: int) -> bool:
         """Tell if the master's tensor requires a gradient."""
@@ -288,7 +309,7 @@ class ReplicaModule:
         """Return the master's contents of a tensor; None if they are not kept here."""
         spec = self._specs[slot]
         if spec.window is not None:
-            return self._view(self._windows[spec.window][1], spec)
+            return self._in_window(slot, master=True)
         return self._pristine.get(slot)
 
     # One forward.
@@ -313,7 +334,7 @@ class ReplicaModule:
             for slot, view in zip(built.buffers, views, strict=True):
                 # `.data` gives each a version of its own.
                 fresh = view.data.requires_grad_(self._specs[slot].grad)
-                set_version(fresh, self._versions[slot])
+                set_versions([fresh], [self._versions[slot]])
                 tensors[slot] = fresh
         # A forward that runs again for its graph finds what it found first.
         for slot, value in (overlay or {}).items():
@@ -327,7 +348,7 @@ class ReplicaModule:
             built = self._rebuilt(tensors)
         built.put(tensors)
         self._current = built
-        self._found = Found(tensors)
+        self._found = Found(tensors, built)
         return self._found
 
     def _build(self) -> None:
@@ -395,22 +416,11 @@ class ReplicaModule:
             keeps_data: Whether ``t.data = other`` stays for parameters, as under no_grad.
         """
         self._unsettled = True
-        built = self._unlooked = self._current
-        writes: dict[int, Write] = {}
-        spoiled = []
-        for slot, write in self._written(found, found.begun, self.contents):
-            if report and (keeps_data or not self._loses(slot, write)):
-                writes[slot] = write
-            if slot not in built.buffers:
-                spoiled.append(slot)
-        if spoiled and built is self._built:
-            self._built = None
-            for slot in spoiled:
-                self._renew(slot)
-        return writes
+        self._unlooked = self._current
+        return self._ended(found, found.begun, self.contents, report, keeps_data)
 
     def end_backward(
-        self, found: Found, begun: Moment, before: dict[int, Tensor]
+        self, found: Found, begun: Moment, before: dict[int, Tensor], report: bool
     ) -> dict[int, Write]:
         """Find the tensors that backward wrote to, as a checkpoint does that runs again."""
 
@@ -420,8 +430,24 @@ class ReplicaModule:
             kept = found.touched.get(_storage(found.tensors[slot]))
             return kept if kept is not None and kept.shape == found.tensors[slot].shape else None
 
-        writes = self._written(found, begun, contents)
-        return {slot: write for slot, write in writes if not self._loses(slot, write)}
+        return self._ended(found, begun, contents, report, keeps_data=False)
+
+    def _ended(
+        self,
+        found: Found,
+        begun: Moment,
+        contents: Callable[[int], Tensor | None],
+        report: bool,
+        keeps_data: bool,
+    ) -> dict[int, Write]:
+        writes: dict[int, Write] = {}
+        for slot, write in self._written(found, begun, contents):
+            if report and (keeps_data or not self._loses(slot, write)):
+                writes[slot] = write
+            if self._tensors.get(slot) is found.tensors[slot]:  # no buffer: the next one has it
+                self._renew(slot)
+                self._built = None
+        return writes
 
     def _loses(self, slot: int, write: Write) -> bool:
         """Tell if upstream loses a write where gradients are enabled: ``t.data = other``."""
@@ -432,13 +458,17 @@ class ReplicaModule:
         self, found: Found, begun: Moment, contents: Callable[[int], Tensor | None]
     ) -> Iterator[tuple[int, Write]]:
         """Yield the tensors that were written to since a moment, with their contents then."""
-        for slot, t in found.tensors.items():
-            # Nearly all parameters end here: no version moved, no address, no access to `.data`.
-            moved = _version(t) - begun.versions[slot]
+        for (slot, t), version in zip(
+            found.tensors.items(), found.versions().values(), strict=True
+        ):
+            moved = version - begun.versions[slot]
+            # Nearly all parameters end here: no version moved, and no access to `.data`. Kernels of
+            # batch norm move no versions of buffers.
+            spec = self._specs.get(slot)  # None: it was taken out of the module since
+            if spec is None or (spec.parameter and not moved and not found.touched):
+                continue
             replaced = slot in begun.lies and _lies(t) != begun.lies[slot]
-            # Kernels of batch norm move no versions of buffers.
-            looked = not self._specs[slot].parameter or self._was_touched(found, t)
-            if not (moved or replaced or looked):
+            if spec.parameter and not (moved or replaced or self._was_touched(found, t)):
                 continue
             if slot in self._trained:
                 kept = found.touched.get(_storage(t))
@@ -450,8 +480,11 @@ class ReplicaModule:
             if before is None and not (moved or replaced or self._was_touched(found, t)):
                 continue
             if not replaced and before is not None and same(t, before.to(t.device)):
-                if self._specs[slot].parameter:  # written, with what was there
-                    set_version(t, begun.versions[slot])
+                if spec.parameter:  # written, with what was there
+                    set_versions([t], [begun.versions[slot]])
+                if spec.window is not None:  # let go of the pages that the write made private
+                    pages = self._windows[spec.window][0].map
+                    pages.madvise(mmap.MADV_DONTNEED, spec.offset, t.numel() * t.element_size())
                 continue
             yield slot, Write(t.detach(), moved, replaced)
 
@@ -465,13 +498,13 @@ class ReplicaModule:
             shared = self._windows[spec.window][1]
             again = Window(shared.size, shared.duplicate(), private=True)
             self._windows[spec.window] = again, shared
-            self._tensors[slot] = self._mapped(slot)
+            self._tensors[slot] = self._made(slot, self._in_window(slot, master=False))
         elif kept is not None:
             self._tensors[slot] = self._made(slot, kept.clone())
         else:
             self._lost.add(slot)
             self._tensors[slot] = self._made(slot, torch.empty_like(self._tensors[slot]).detach())
-        set_version(self._tensors[slot], self._versions[slot])
+        set_versions([self._tensors[slot]], [self._versions[slot]])
 
     def put_back(self) -> None:
         """Put attributes back that a forward set."""

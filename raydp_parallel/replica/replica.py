@@ -272,9 +272,9 @@ class Replica:
         home.module.again(home.built, home.found)
         self._last, self._awaits_backward = home.module, False
         # A checkpoint that runs again may write once more.
-        begun = home.found.moment(home.built.buffers) if request.first else None
+        begun = home.found.moment(home.built.buffers)
         before: dict[int, Tensor] = {}
-        for slot in home.built.buffers if begun is not None else ():
+        for slot in home.built.buffers if request.first else ():
             before[slot] = home.found.tensors[slot].detach().clone()
         with ambient.enter(request.context), home.module.noting(home.found):
             found = engine.differentiate(
@@ -286,8 +286,7 @@ class Replica:
                 request.keep,
                 create,
             )
-        if begun is not None:
-            notes.writes = home.module.end_backward(home.found, begun, before)
+        notes.writes = home.module.end_backward(home.found, begun, before, request.first)
         if request.derived is not None:
             made = [grad for grad in found if grad is not None]
             slots: list[int | None] = [None] * len(grads)

@@ -81,8 +81,9 @@ class _LookPickler(pickling.Pickler):
         self._codes = codes
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            if isinstance(value, _LAZY):
+        kind = type(value)
+        if kind is nn.Parameter or isinstance(value, Tensor):
+            if kind in _LAZY:
                 value.detach()  # raises torch's own ValueError, as upstream's replication does
             attributes = vars(value)
             if attributes:  # what users set on parameters; torch.compile's notes stay here
@@ -90,7 +91,6 @@ class _LookPickler(pickling.Pickler):
                 if own:
                     return _tensor, (self._slot(value),), own, None, None, _set_attributes
             return _tensor, (self._slot(value),)
-        kind = type(value)
         if isinstance(value, nn.Module):
             return _reduce_module(value) or super().reducer_override(value)
         if kind is types.CodeType:
@@ -182,6 +182,30 @@ def refuse_unreplicable(module: nn.Module) -> None:
             _refuse_python_below(child)
 
 
+def check_devices(module: nn.Module) -> None:
+    """Raise upstream's error for a module with parameters and buffers on several devices (row F1).
+
+    Walks by itself, in a third of the time of `parameters`: it runs before each forward in place.
+    """
+    first: torch.device | None = None
+    seen = set[nn.Module]()
+    todo: list[nn.Module | None] = [module]
+    while todo:
+        child = todo.pop()
+        if child is None or child in seen:
+            continue
+        seen.add(child)
+        todo += [*child._modules.values()][::-1]
+        for tensor in (*child._parameters.values(), *child._buffers.values()):
+            if tensor is not None and tensor.device != first:
+                if first is not None:
+                    raise RuntimeError(
+                        "module must have its parameters and buffers on device "
+                        f"{first} (device_ids[0]) but found one of them on device: {tensor.device}"
+                    )
+                first = tensor.device
+
+
 def _refuse_python_below(script: torch.jit.ScriptModule) -> None:
     if not all(isinstance(child, torch.jit.ScriptModule) for child in script.modules()):
         raise RuntimeError(_REFUSED)
@@ -230,7 +254,11 @@ def _reduce_module(module: nn.Module) -> Any:
 
 
 def _without_empty_hooks(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if name not in _HOOKS or value}
+    state = state.copy()
+    for name in _HOOKS:
+        if not state.get(name, True):
+            del state[name]
+    return state
 
 
 def _new(kind: type[nn.Module]) -> nn.Module:

@@ -19,13 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel.state import sources
-from raydp_parallel.state.look import Codes, look
+from raydp_parallel.state.look import Codes, check_devices, look
 from raydp_parallel.wire import pickling
 from raydp_parallel.wire.messages import SlotSpec, StateUpdate, Write
 from raydp_parallel.wire.windows import PAGE, Layout, Spec, Window, is_dense
 
 MAPPED = 1 << 16
 """Bytes from which on a tensor lies in a window: smaller ones travel as fast in the message."""
+
+_PIECE = 1 << 15
+"""Bytes of a run that are copied at once: of more, torch lets threads help, which takes longer."""
 
 _MOST_WINDOWS = 16
 
@@ -38,10 +41,11 @@ def versions_of(tensors: Iterable[Tensor]) -> list[int]:
     return [0 if t.is_inference() else t._version for t in tensors]
 
 
-def set_version(tensor: Tensor, version: int) -> None:
-    """Set how often a tensor was written to, as torch's check of saved tensors counts it."""
-    if not tensor.is_inference():
-        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+def set_versions(tensors: Iterable[Tensor], versions: Iterable[int]) -> None:
+    """Set how often tensors were written to, as torch's check of saved tensors counts it."""
+    pairs = [p for p in zip(tensors, versions, strict=True) if not p[0].is_inference()]
+    if pairs:
+        torch._C._autograd._unsafe_set_version_counter(*zip(*pairs, strict=True))
 
 
 def _geometry(t: Tensor) -> Any:
@@ -55,6 +59,13 @@ def _address(t: Tensor) -> int:
         return t.data_ptr()
     except RuntimeError:  # a layout without a storage of its own
         return 0
+
+
+def _is_simple(t: Tensor) -> bool:
+    """Tell if a tensor is what its memory says, in a run without gaps."""
+    if type(t) not in (Tensor, nn.Parameter) or t.layout is not torch.strided or t.is_nested:
+        return False
+    return is_dense(t) and not (t.is_inference() or t.is_conj() or t.is_neg() or t.is_quantized)
 
 
 def bits(t: Tensor) -> Tensor:
@@ -145,6 +156,8 @@ class Master:
         self._windows: dict[int, Window] = {}
         self._moved_out: set[int] = set()
         self._shadows: dict[int, Tensor] = {}
+        self._run: dict[int, Tensor] | None = None
+        self._memory = torch.empty(0)
         self._dirty: set[int] = set()
         self.written: dict[int, int] = {}
         self.kinds: dict[int, str] = {}
@@ -202,6 +215,7 @@ class Master:
         for number in self.tensors.keys() - found.keys():
             for known in (self._spec_at, self._content_at, self._places, self._shadows):
                 known.pop(number, None)
+            self._run = None
             del self._slots[id(self.tensors[number])]
         before = dict(zip(self.tensors, zip(*self._seen, strict=True), strict=False))
         kept = [before.get(number, (-1, -1, None)) for number in found]
@@ -219,7 +233,7 @@ class Master:
     def _compare(self, now: _Seen) -> None:
         """Number the changes of tensors."""
         if len({t.device for t in self.tensors.values()}) > 1:
-            self._refuse_devices()
+            check_devices(self.module)
         self.revision += 1
         then, grown = self._seen, []
         for i, (number, tensor) in enumerate(self.tensors.items()):
@@ -243,6 +257,8 @@ class Master:
             ):
                 grown.append(number)
             written = now.versions[i] != then.versions[i] or now.addresses[i] != then.addresses[i]
+            if contents:
+                self._run = None
             if contents or written or number in self._dirty:
                 self._content_at[number] = self.revision
                 self.fresh.add(number)
@@ -256,32 +272,35 @@ class Master:
             # The addresses that `_map` gave are no edits of the program's.
             now = now._replace(addresses=[*map(_address, self.tensors.values())])
         # Copies of what is sent: `verify` compares the next forward's contents with them.
-        into, contents = [], []
+        into, values = [], []
         for number in self.fresh:
-            if self.compares or number not in self._places:
-                now_bits = bits(self.tensors[number])
-                shadow = self._shadows.get(number)
-                fits = shadow is not None and shadow.dtype == now_bits.dtype  # .half() changes it
-                if shadow is not None and fits and shadow.shape == now_bits.shape:
-                    into.append(shadow)
-                    contents.append(now_bits)
-                else:
-                    self._shadows[number] = now_bits.clone()
+            if self._run is not None and number in self._run:
+                into.append(self._run[number])
+                values.append(self.tensors[number])
+            elif self.compares or number not in self._places:
+                self._shadows[number] = bits(self.tensors[number]).clone()
         if into:
-            torch._foreach_copy_(into, contents)
+            with torch.no_grad():
+                torch._foreach_copy_(into, values)
+        if self._run is None:
+            self._run = self._join()
         self._dirty.clear()
         self._seen = now
 
-    def _refuse_devices(self) -> None:
-        module = self.module
-        row = [*module.parameters(), *module.buffers()]
-        for tensor in row:
-            if tensor.device != row[0].device:
-                raise RuntimeError(
-                    "module must have its parameters and buffers on device "
-                    f"{row[0].device} (device_ids[0]) but found one of them on device: "
-                    f"{tensor.device}"
-                )
+    def _join(self) -> dict[int, Tensor]:
+        """Let the copies of small tensors lie in one run of memory, which is sent as one tensor."""
+        device = next(iter(self.tensors.values())).device
+        specs = {}
+        for number in self._shadows:
+            t = self.tensors[number]
+            if t.device == device and t.numel() * t.element_size() < MAPPED and _is_simple(t):
+                specs[number] = Spec(t.dtype, t.shape, t.stride(), False)
+        layout = Layout([*specs.values()])
+        self._memory = torch.empty(layout.size, dtype=torch.uint8, device=device)
+        run = dict(zip(specs, layout.views(self._memory), strict=True))
+        for number, view in run.items():
+            self._shadows[number] = bits(view).copy_(self._shadows[number])
+        return run
 
     def leaves(self) -> list[tuple[Tensor, str]]:
         """List the tensors that require a gradient, by slot, with their kinds."""
@@ -295,14 +314,10 @@ class Master:
     # Windows.
 
     def _can_be_mapped(self, number: int, t: Tensor) -> bool:
-        if t.device != _CPU or t.layout is not torch.strided or t.is_inference():
-            return False
-        if t.is_shared():  # with other processes of the program's
-            return False
-        if type(t) is not nn.Parameter or t.is_nested or t.is_conj() or t.is_neg():
+        if t.device != _CPU or type(t) is not nn.Parameter or not _is_simple(t):
             return False
         size = t.numel() * t.element_size()
-        if size < MAPPED or not is_dense(t) or number in self._moved_out:
+        if size < MAPPED or number in self._moved_out or t.is_shared():  # with other processes
             return False
         storage = t.untyped_storage()
         # Memory that somebody else looks at stays where it is.
@@ -358,7 +373,7 @@ class Master:
                     tensor.copy_(weights[number])
                 written[number] = written.get(number, 0) + 1
                 self._seen.versions[i] = tensor._version
-                self._shadows[number] = bits(tensor).clone()
+                self._shadows[number].copy_(bits(tensor))
                 self._dirty.discard(number)
         self.written = written
 
@@ -378,6 +393,10 @@ class Master:
             return None
         specs, contents, versions = {}, {}, {}
         windows: dict[int, Window] = {}
+        views = self._run or {}
+        fresh = [view.nbytes for n, view in views.items() if self._content_at[n] > revision]
+        known = all(self._spec_at[n] <= revision for n in views)
+        whole = known and 2 * sum(fresh) > len(self._memory)
         for number, tensor in self.tensors.items():
             place = self._places.get(number) if maps else None
             if self._spec_at[number] > revision:
@@ -386,7 +405,7 @@ class Master:
                     windows[place[0]] = self._windows[place[0]]
             if self._content_at[number] > revision:
                 versions[number] = 0 if tensor.is_inference() else tensor._version
-                if place is None:
+                if place is None and not (whole and number in views):
                     contents[number] = tensor.detach()
         contents.update(weights or {})
         structure = self._structure if self.structure_at > revision else None
@@ -403,6 +422,7 @@ class Master:
             specs=specs,
             windows=windows,
             contents=contents,
+            run=(tuple(views), [*self._memory.split(_PIECE)]) if whole else None,
             versions=versions,
         )
 
@@ -452,7 +472,7 @@ class Master:
                     tensor.data = write.value.to(tensor.device, copy=True)
                 else:
                     tensor.copy_(write.value)
-            set_version(tensor, version + write.moved)
+            set_versions([tensor], [version + write.moved])
             self._dirty.add(number)
             written[number] = written.get(number, 0) + write.moved
         self.written = written

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel.wire import pickling
-from raydp_parallel.wire.windows import Spec, Window, dense, spec_of
+from raydp_parallel.wire.windows import Spec, Window, dense
 
 _opening = threading.local()
 
@@ -117,14 +117,14 @@ class _MessagePickler(pickle.Pickler):
                 return _reduce_composed(value)
             if value.is_meta:
                 return NotImplemented
-            plain = value.detach()
+            grad = value.requires_grad
+            plain = value.detach() if grad else value
             if value.is_conj() or value.is_neg():
                 plain = plain.resolve_conj().resolve_neg()
             if plain._is_zerotensor():  # which has no memory
                 plain = plain.clone()
             plain = dense(plain)
-            spec = spec_of(plain)
-            self.specs.append(spec._replace(grad=True) if value.requires_grad else spec)
+            self.specs.append(Spec(plain.dtype, plain.shape, plain.stride(), grad))
             self.tensors.append(plain)
             return _tensor, (len(self.tensors) - 1,)
         if isinstance(value, Tensor):

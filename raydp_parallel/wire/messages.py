@@ -48,6 +48,7 @@ class StateUpdate(NamedTuple):
         specs: Tensors that are new, or of another geometry, by slot.
         windows: Memory that tensors lie in, by number.
         contents: Tensors with other contents, by slot; of those in windows nothing is sent.
+        run: Slots, and the memory of their tensors, in pieces; None if no such run is sent.
         versions: The version of each of those, as the master counts it.
     """
 
@@ -58,6 +59,7 @@ class StateUpdate(NamedTuple):
     specs: dict[int, SlotSpec]
     windows: dict[int, Window]
     contents: dict[int, Tensor]
+    run: tuple[tuple[int, ...], list[Tensor]] | None
     versions: dict[int, int]
 
 

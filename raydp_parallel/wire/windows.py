@@ -30,11 +30,6 @@ class Spec(NamedTuple):
     grad: bool
 
 
-def spec_of(tensor: Tensor) -> Spec:
-    """Describe a dense tensor."""
-    return Spec(tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad)
-
-
 def is_dense(tensor: Tensor) -> bool:
     """Tell if a strided tensor's elements fill one run of memory, each in a place of its own."""
     if tensor.is_contiguous():
