@@ -71,7 +71,7 @@ def _with_links(source: Path, text: str) -> str:
 def _examples() -> str:
     """The examples: what each does, what it prints, and its code."""
     parts = [
-        "# Examples\n\nEach program takes `--devices`: `cpu,cpu`, or `0,1`, or `none` for every GPU"
+        "# Examples\n\nEach program takes `--devices`: `cpu,cpu`, or `0,1`, or `all` for every GPU"
         " of the cluster. There is a notebook besides, `examples/notebook.ipynb`.\n"
     ]
     for path in sorted((ROOT / "examples").glob("*.py")):

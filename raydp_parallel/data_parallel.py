@@ -33,7 +33,7 @@ from torch import nn
 from torch._C._profiler import _RecordFunctionFast as record_function
 
 from raydp_parallel import batch, functional
-from raydp_parallel.cluster.placement import DeviceId, normalize
+from raydp_parallel.cluster.placement import DeviceId, device_id, normalize
 from raydp_parallel.devices import ambient
 from raydp_parallel.driver import batch_inference, forward, loss
 from raydp_parallel.driver.executor import Executor, shared
@@ -42,7 +42,7 @@ from raydp_parallel.driver.loss import LossCall
 from raydp_parallel.functional import module_device
 from raydp_parallel.monitoring.stats import ExecutorStats
 from raydp_parallel.options import Options
-from raydp_parallel.replica import replica
+from raydp_parallel.replica import exceptions, replica
 from raydp_parallel.replica.actor import fetched
 
 T = TypeVar("T", bound=nn.Module)
@@ -112,6 +112,11 @@ class DataParallel(nn.DataParallel[T]):
         self._executor = executor
         self._output_device = None if output_device is None else _own_device(output_device, ids)
         place = self._place
+        if place is None and module_device(module).type == "meta":
+            raise ValueError(
+                "DataParallel: the module is on the meta device, where parameters have no values: "
+                "call module.to_empty(device='cpu'), and load its weights, before it is wrapped"
+            )
         if place is not None:
             log.info("DataParallel: one device of this process: the module runs in place")
             if place.type == "cuda":
@@ -288,7 +293,7 @@ class DataParallel(nn.DataParallel[T]):
         gather: bool = True,
     ) -> Any:
         """Split, run, gather, for what is called."""
-        with record_function("raydp_parallel.DataParallel.forward"):
+        with record_function("raydp_parallel.DataParallel.forward"), exceptions.ShortTraceback():
             if self._in_place:
                 output = self._run_in_place(called, inputs, kwargs, split)
                 return output if gather else [output]
@@ -643,10 +648,11 @@ def _own_device(entry: Any, ids: Sequence[DeviceId]) -> torch.device:
     """Return the driver's device that ``output_device`` names. Ids are logical: without CUDA they
     name the driver's CPU.
     """
-    is_index = isinstance(entry, int) and not isinstance(entry, bool) and entry >= 0
-    if is_index and entry not in ids and entry >= torch.cuda.device_count():
+    named = entry if entry == -1 else device_id(entry, "output_device")
+    if named not in (-1, "cpu", *ids) and int(named) >= torch.cuda.device_count():
         raise ValueError(
-            f"output_device={entry} is neither one of device_ids {list(ids)} nor a CUDA device here"
+            f"output_device={entry!r} is neither one of device_ids {list(ids)} nor a CUDA device "
+            "of this process. Leave it out to get outputs where the module is"
         )
     return batch.output_place(entry)
 

@@ -174,6 +174,8 @@ def test_device_ids_that_name_no_device(ids: Any, kind: type[Exception], words: 
         ({"executor": "local"}, TypeError, "executor must be a Executor, got str"),
         ({"options": {"threads": 1}}, TypeError, "options must be a Options, got dict"),
         ({"output_device": 7}, ValueError, "output_device=7"),
+        ({"output_device": "cuda:0"}, ValueError, "output_device='cuda:0' is neither"),
+        ({"module": nn.Linear(4, 2, device="meta")}, ValueError, "meta device.*to_empty"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], kind: type[Exception], words: str) -> None:
