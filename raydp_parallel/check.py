@@ -350,3 +350,7 @@ def say(text: str) -> None:
     """Print a line."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -185,9 +185,8 @@ def test_names_of_tasks_are_round_and_few(fake: Fake) -> None:
     summaries = metrics.Summaries()
     for _ in range(15):
         fake.step(rows=100)
-    assert (
-        summaries.text(fake.stats().replicas[0]) == "16 forwards of ResNet, 2,048 rows, 60 % busy"
-    )
+    text = summaries.text(fake.stats().replicas[0])
+    assert text == "ResNet: about 128 samples per second, 60 % busy"
     names = set()
     for power in range(100):
         fake.step(rows=2**power)
@@ -225,7 +224,7 @@ def test_the_reporter_and_the_commands(
     for _ in range(5):
         fake.step()
         watching._report()
-    assert fake.shown == [(0, "4 forwards of ResNet, 256 rows, 60 % busy")]
+    assert fake.shown == [(0, "ResNet: about 64 samples per second, 60 % busy")]
     assert command.main(["status"]) == 0
     assert fake.recorder.name in capsys.readouterr().out
     assert command.main(["report", str(tmp_path / "page.html")]) == 0

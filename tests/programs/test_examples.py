@@ -172,9 +172,9 @@ def test_the_readme_s_first_screen_says_what_it_is() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     screen = text.partition("\n## Install")[0]
     assert len(screen.splitlines()) <= 60 and len(text.splitlines()) <= 180
-    for part in ("overview.svg", "scripts/quickstart", "DataParallel(net)", "| DDP |", "On GPUs"):
+    for part in ("overview.svg", "scripts/quickstart", "DataParallel(net)", "| DDP |", "GPU: not"):
         assert part in screen
-    assert "Use something else when" in screen
+    assert "## When not to use it" in screen
     assert {"Monitoring", "Fault tolerance", "Self-check"} <= set(re.findall("## (.*)", text))
 
 
@@ -192,7 +192,7 @@ model(x)
     ("page", "given", "printed"),
     [
         ("beyond-data-parallel", "", ""),
-        ("getting-started", "", "torch.Size([32, 3])\ntorch.Size([32, 3])"),
+        ("index", "", "torch.Size([32, 3])\ntorch.Size([32, 3])"),
         ("faults", GIVEN, "deaths"),
     ],
 )
