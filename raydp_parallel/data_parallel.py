@@ -662,7 +662,7 @@ def _check_weights(options: Options, ids: Sequence[Any]) -> None:
     if weights is not None and len(weights) != len(ids):
         raise ValueError(
             f"Options(chunk_weights={weights}): {len(weights)} weights for {len(ids)} devices "
-            f"{list(ids)}"
+            f"{list(ids)}; give one for each"
         )
 
 
