@@ -51,7 +51,7 @@ class Here:
 
     Args:
         ids: Their ``device_ids``.
-        quick: Whether to measure for a short time only.
+        quick: True to measure for a short time only.
     """
 
     def __init__(self, ids: Sequence[DeviceId], quick: bool) -> None:

@@ -224,9 +224,9 @@ class DataParallel(nn.DataParallel[T]):
         Args:
             method: The method's name.
             args: Its positional arguments.
-            split: Whether the arguments are split into one chunk per device. Otherwise one replica
+            split: True if the arguments are split into one chunk per device. Otherwise one replica
                 gets them as they are.
-            gather: Whether the chunks' outputs become one; otherwise they are a list.
+            gather: True if the chunks' outputs become one; otherwise they are a list.
             kwargs: Its keyword arguments.
 
         Raises:
@@ -438,7 +438,7 @@ class DataParallel(nn.DataParallel[T]):
                 and parameters that it has go whole to each replica and get gradients.
             targets: How many of the last positional arguments are targets; or the names of the
                 keyword arguments that are.
-            reduction: What a criterion of your own gives: ``"mean"`` of the rows, ``"sum"``, or
+            reduction: The result of a criterion of your own: ``"mean"`` of the rows, ``"sum"``, or
                 ``"none"`` for losses that are gathered as outputs are. A loss that compares rows
                 with each other is none of these.
             count: For a mean over something else than rows: what it is divided by, as a function
@@ -480,14 +480,14 @@ class DataParallel(nn.DataParallel[T]):
 
         A batch that is a tuple or a list is called as ``model(*batch)``, a mapping as
         ``model(**batch)``, anything else as ``model(batch)``. A batch, and the module, must stay as
-        they are until the output was given. What forward writes into the module's replica is
+        they are until the output was given. Writes of forward into the module's replica are
         dropped.
 
         Args:
             batches: The batches; they are loaded one by one.
             in_flight: The most batches that are loaded and have not given their outputs; one for
                 each replica by default.
-            split: Whether each batch is split among the replicas, as in a call of the model.
+            split: True if each batch is split among the replicas, as in a call of the model.
             on_error: ``"raise"`` raises what the module raised, in place of the batch's output, and
                 ends; ``"skip"`` gives no output for that batch, and warns of all at the end.
         """

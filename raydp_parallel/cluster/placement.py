@@ -227,7 +227,7 @@ def no_room(wanted: Places, absent: Places, options: Options) -> NoRoom:
         try:
             held = _held(machines, [*holders()])
         except Exception:  # these tables of Ray are not public: another version may differ
-            log.debug("the holders of GPUs cannot be found out", exc_info=True)
+            log.debug("cannot find out who holds GPUs", exc_info=True)
     return NoRoom(
         f"asked for {kinds.count('gpu')} GPU and {kinds.count('cpu')} CPU replicas "
         f"({'; '.join(each) or 'which book nothing'}{labels}); after "

@@ -57,7 +57,7 @@ TURN = 0.2
 """Seconds of one wait inside Ray, which itself checks for Ctrl-C only once a second."""
 
 BY_LABEL = "bundle_label_selector" in inspect.signature(placement_group).parameters
-"""Whether this version places by labels."""
+"""True if this version places by labels."""
 
 _pb: Any = gcs_pb2
 

@@ -35,7 +35,7 @@ from raydp_parallel.replica.actor import ReplicaActor, peer, versions
 log = logging.getLogger("raydp_parallel")
 
 Cancelled = Callable[[], bool] | None
-"""Whether a start in the background is not needed any more; None if the user waits for it."""
+"""True if a start in the background is not needed any more; None if the user waits for it."""
 
 _BETWEEN_LOOKS = 1.0
 """Seconds between two checks for nodes that are about to end; each is a call to Ray."""

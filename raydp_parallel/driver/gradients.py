@@ -140,9 +140,9 @@ def settle(
         kinds: The kind of each. A parameter gets zeros if another parameter has a gradient, and a
             buffer if another buffer has one.
         needed: Which gradients were asked for.
-        whole: Whether every chunk contributed to a leaf; a sparse sum is dense otherwise, as zeros
+        whole: True if every chunk contributed to a leaf; a sparse sum is dense otherwise, as zeros
             are (row B5).
-        unused: What unused parameters get.
+        unused: The gradients of unused parameters.
     """
     filled = set()
     for one, kind in zip(sums, kinds, strict=True):

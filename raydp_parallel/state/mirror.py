@@ -118,7 +118,7 @@ class Master:
         tensors: Its tensors, by slot.
         fresh: The slots with contents that the last `sync` found changed.
         kinds: The kind of each: ``"parameter"``, ``"buffer"``, or ``"attribute"`` for others.
-        compares: Whether some replica does not map the windows, so that all is compared.
+        compares: True if some replica does not map the windows, so that all is compared.
     """
 
     def __init__(self, module: nn.Module, number: int) -> None:
@@ -164,7 +164,7 @@ class Master:
         """Find out what changed since the last look, and number the state if something did.
 
         Args:
-            code: Whether a function is sent besides, whose module may be new.
+            code: True if a function is sent besides, whose module may be new.
         """
         found: dict[int, Tensor] = {}
 
@@ -329,7 +329,7 @@ class Master:
 
         Args:
             revision: The state that a replica has; 0 for none.
-            maps: Whether it maps the windows.
+            maps: True if it maps the windows.
         """
         if revision == self.revision:
             return None
