@@ -316,8 +316,7 @@ def _report(here: Here) -> int:
     """Print what is found; returns the exit status."""
     say(f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores")
     for info in here.executor.replicas():
-        device = f"{info.device} {info.gpu}".strip()
-        say(f"  replica {info.index}: {device}, node {info.node[:8]}, pid {info.pid}")
+        say(f"  replica {info.index}: {info.device} {info.gpu or '-'}, pid {info.pid}")
     torch.manual_seed(0)
     say("\nvalues, beside the plain module chunk by chunk")
     checks, failed = rows(here), []

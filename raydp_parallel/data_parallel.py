@@ -48,6 +48,7 @@ from raydp_parallel.replica.actor import fetched
 T = TypeVar("T", bound=nn.Module)
 
 log = logging.getLogger("raydp_parallel")
+_warn_once = functools.cache(log.warning)
 
 _NO_GPU = (
     "the module runs in place, in this process, because device_ids were left out and there is no "
@@ -105,7 +106,7 @@ class DataParallel(nn.DataParallel[T]):
         ids = normalize(device_ids, self._options)
         self.device_ids: list[Any] = list(ids)
         if not ids:
-            _say_once(_NO_GPU)
+            _warn_once(f"DataParallel: {_NO_GPU}")
             return
         _check_weights(self._options, ids)
         self.dim = dim
@@ -479,9 +480,9 @@ class DataParallel(nn.DataParallel[T]):
                 print(out.shape)
 
         A batch that is a tuple or a list is called as ``model(*batch)``, a mapping as
-        ``model(**batch)``, anything else as ``model(batch)``. A batch, and the module, must stay as
-        they are until the output was given. Writes of forward into the module's replica are
-        dropped.
+        ``model(**batch)``, anything else as ``model(batch)``; a model that takes a dict gets it as
+        ``(batch,)``. A batch, and the module, must stay as they are until the output was given.
+        Writes of forward into the module's replica are dropped.
 
         Args:
             batches: The batches; they are loaded one by one.
@@ -525,7 +526,8 @@ class DataParallel(nn.DataParallel[T]):
                 waits.append(forward.begin(self.executor, chunk, len(ids)))
 
         def finish() -> Any:
-            outputs = [wait() for wait in waits]
+            with exceptions.ShortTraceback():
+                outputs = [wait() for wait in waits]
             if called is not None and called.reduction != "none":
                 return called.joined(outputs, batch.output_place(self.output_device))
             if not split:
@@ -618,12 +620,6 @@ def data_parallel(
     outputs = functional.apply(replicas, chunks, kwargs, ids[: len(chunks)], dim=dim)
     place = module_device(module) if output_device is None else _own_device(output_device, ids)
     return batch.gather(outputs, place, dim)
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    """Warn once per process: training goes on, perhaps slower than the user meant."""
-    log.warning("DataParallel: %s", text)
 
 
 def _get(ref: Any) -> Any:

@@ -74,9 +74,8 @@ class Starter:
         share = self._told // -(-chunks // self._nodes)
         if self._cores:
             share = min(share, self._cores // -(-chunks // self._machines))
-        own = torch.get_num_threads()
-        if own < threads.AT_START:  # the program asked for fewer by torch.set_num_threads
-            share = min(share, own)
+        if torch.get_num_threads() < threads.AT_START:  # the program asked for fewer
+            share = min(share, torch.get_num_threads())
         return max(1, share)
 
     def leaving(self) -> frozenset[str]:

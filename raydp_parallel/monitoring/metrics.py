@@ -36,7 +36,6 @@ RERUNS = Metric("raydp_reruns", "Forwards that ran again after hidden changes", 
 INFO = Metric("raydp_replica_info", "1 while the replica is there", (*_REPLICA, "gpu", "pid"))
 
 COUNTERS = (SAMPLES, CALLS, SECONDS, BYTES, FAULTS, PASSES, STATE, SENDS, RERUNS)
-GAUGES = (INFO,)
 
 
 def tags_of(replica: ReplicaStats, executor: str) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import traceback
 import warnings
@@ -45,8 +46,7 @@ def failure(error: BaseException, where: str | None) -> Failure:
     begin = error.__traceback__  # where the module's code begins, if that raised
     while begin is not None and begin.tb_frame.f_code.co_filename.startswith(_PACKAGE):
         begin = begin.tb_next
-    begin = begin or error.__traceback__
-    text = "".join(traceback.format_exception(type(error), error, begin))
+    text = "".join(traceback.format_exception(type(error), error, begin or error.__traceback__))
     return Failure(
         kind=_pickled(type(error)),
         name=f"{type(error).__module__}.{type(error).__qualname__}",
@@ -58,13 +58,10 @@ def failure(error: BaseException, where: str | None) -> Failure:
     )
 
 
-class ShortTraceback:
+class ShortTraceback(contextlib.AbstractContextManager[Any]):
     """Leaves this package's frames out of tracebacks in which they say nothing: those of the
     module's exceptions, and of Ctrl-C.
     """
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, _: object, error: BaseException | None, found: Any) -> None:
         if error is not None:
