@@ -3,7 +3,7 @@ how fast.
 
 Output::
 
-    Loss 0.6848 -> 0.1258 in 100 steps of 3.9 ms; without the wrapper one takes 1.2 ms
+    Loss 0.6850 -> 0.1178 in 100 steps of 9.0 ms; without the wrapper one takes 1.3 ms
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main(device_ids: list[str | int] | None = None) -> None:
     net = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
     plain = copy.deepcopy(net)
 
-    print("Starting a process for each device; they import torch, which takes some seconds")
+    print("Starting a process for each device, which imports torch")
     if device_ids is None and not torch.cuda.is_available():
         device_ids = ["cpu", "cpu"]
     executor = Executor(device_ids)

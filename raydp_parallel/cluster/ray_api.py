@@ -142,14 +142,14 @@ def connect(start: bool = True) -> bool:
     noted = "" if named else _noted()
     if not named and not noted and not start:
         return False
-    join(None if named or noted else "local")
-    _started_here = not (named or noted)
-    why = "was started for this program"
-    if named or noted:
-        why = (
-            f"was joined, because {noted or 'RAY_ADDRESS'} names it (RAY_ADDRESS=local starts one)"
-        )
-    log.info("the Ray cluster at %s %s", ray.get_runtime_context().gcs_address, why)
+    starts = not (named or noted)
+    if starts:
+        log.warning("starting Ray on this machine, which takes some seconds")
+    join("local" if starts else None)
+    _started_here = starts
+    if not starts:
+        text = "joined the Ray cluster at %s, because %s names it (RAY_ADDRESS=local starts one)"
+        log.info(text, ray.get_runtime_context().gcs_address, noted or "RAY_ADDRESS")
     return True
 
 
