@@ -34,7 +34,7 @@ from torch import nn
 from torch._C._profiler import _RecordFunctionFast as record_function
 
 from raydp_parallel import batch, functional
-from raydp_parallel.cluster.placement import DeviceId, normalize
+from raydp_parallel.cluster.placement import DeviceId, device_id, normalize
 from raydp_parallel.devices import ambient
 from raydp_parallel.driver import batch_inference, forward, loss, optimizer, resident
 from raydp_parallel.driver.executor import Executor, shared
@@ -43,13 +43,14 @@ from raydp_parallel.driver.loss import LossCall
 from raydp_parallel.functional import module_device
 from raydp_parallel.monitoring.stats import ExecutorStats
 from raydp_parallel.options import Options
-from raydp_parallel.replica import replica
+from raydp_parallel.replica import exceptions, replica
 from raydp_parallel.replica.actor import fetched
 from raydp_parallel.state.look import check_devices
 
 T = TypeVar("T", bound=nn.Module)
 
 log = logging.getLogger("raydp_parallel")
+_warn_once = functools.cache(log.warning)
 
 _NO_GPU = (
     "the module runs in place, in this process, because device_ids were left out and there is no "
@@ -107,13 +108,18 @@ class DataParallel(nn.DataParallel[T]):
         ids = normalize(device_ids, self._options)
         self.device_ids: list[Any] = list(ids)
         if not ids:
-            _say_once(_NO_GPU)
+            _warn_once(f"DataParallel: {_NO_GPU}")
             return
         _check_weights(self._options, ids)
         self.dim = dim
         self._executor = executor
         self._output_device = None if output_device is None else _own_device(output_device, ids)
         place = self._place
+        if place is None and module_device(module).type == "meta":
+            raise ValueError(
+                "DataParallel: the module is on the meta device, where parameters have no values: "
+                "call module.to_empty(device='cpu'), and load its weights, before it is wrapped"
+            )
         if place is not None:
             log.info("DataParallel: one device of this process: the module runs in place")
             if place.type == "cuda":
@@ -199,7 +205,7 @@ class DataParallel(nn.DataParallel[T]):
             optimizer = model.optimizer(torch.optim.AdamW, lr=3e-4)
 
         Weights, gradients and the optimizer's state stay in the replicas, and the loop is the
-        ordinary one. What reads the weights through the model fetches them first.
+        ordinary one. Reads through the model fetch the weights first.
 
         Args:
             kind: The class, of `torch.optim` or another package.
@@ -286,9 +292,9 @@ class DataParallel(nn.DataParallel[T]):
         Args:
             method: The method's name.
             args: Its positional arguments.
-            split: Whether the arguments are split into one chunk per device. Otherwise one replica
+            split: True if the arguments are split into one chunk per device. Otherwise one replica
                 gets them as they are.
-            gather: Whether the chunks' outputs become one; otherwise they are a list.
+            gather: True if the chunks' outputs become one; otherwise they are a list.
             kwargs: Its keyword arguments.
 
         Raises:
@@ -355,7 +361,7 @@ class DataParallel(nn.DataParallel[T]):
         gather: bool = True,
     ) -> Any:
         """Split, run, gather, for what is called."""
-        with record_function("raydp_parallel.DataParallel.forward"):
+        with record_function("raydp_parallel.DataParallel.forward"), exceptions.ShortTraceback():
             if self._in_place:
                 output = self._run_in_place(called, inputs, kwargs, split)
                 return output if gather else [output]
@@ -501,7 +507,7 @@ class DataParallel(nn.DataParallel[T]):
                 and parameters that it has go whole to each replica and get gradients.
             targets: How many of the last positional arguments are targets; or the names of the
                 keyword arguments that are.
-            reduction: What a criterion of your own gives: ``"mean"`` of the rows, ``"sum"``, or
+            reduction: The result of a criterion of your own: ``"mean"`` of the rows, ``"sum"``, or
                 ``"none"`` for losses that are gathered as outputs are. A loss that compares rows
                 with each other is none of these.
             count: For a mean over something else than rows: what it is divided by, as a function
@@ -542,15 +548,15 @@ class DataParallel(nn.DataParallel[T]):
                 print(out.shape)
 
         A batch that is a tuple or a list is called as ``model(*batch)``, a mapping as
-        ``model(**batch)``, anything else as ``model(batch)``. A batch, and the module, must stay as
-        they are until the output was given. What forward writes into the module's replica is
-        dropped.
+        ``model(**batch)``, anything else as ``model(batch)``; a model that takes a dict gets it as
+        ``(batch,)``. A batch, and the module, must stay as they are until the output was given.
+        Writes of forward into the module's replica are dropped.
 
         Args:
             batches: The batches; they are loaded one by one.
             in_flight: The most batches that are loaded and have not given their outputs; one for
                 each replica by default.
-            split: Whether each batch is split among the replicas, as in a call of the model.
+            split: True if each batch is split among the replicas, as in a call of the model.
             on_error: ``"raise"`` raises what the module raised, in place of the batch's output, and
                 ends; ``"skip"`` gives no output for that batch, and warns of all at the end.
         """
@@ -588,7 +594,8 @@ class DataParallel(nn.DataParallel[T]):
                 waits.append(forward.begin(self.executor, chunk, len(ids)))
 
         def finish() -> Any:
-            outputs = [wait() for wait in waits]
+            with exceptions.ShortTraceback():
+                outputs = [wait() for wait in waits]
             if called is not None and called.reduction != "none":
                 return called.joined(outputs, batch.output_place(self.output_device))
             if not split:
@@ -683,12 +690,6 @@ def data_parallel(
     return batch.gather(outputs, place, dim)
 
 
-@functools.cache
-def _say_once(text: str) -> None:
-    """Warn once per process: training goes on, perhaps slower than the user meant."""
-    log.warning("DataParallel: %s", text)
-
-
 def _get(ref: Any) -> Any:
     found = fetched(ref)
     if isinstance(found, BaseException):
@@ -700,10 +701,11 @@ def _own_device(entry: Any, ids: Sequence[DeviceId]) -> torch.device:
     """Return the driver's device that ``output_device`` names. Ids are logical: without CUDA they
     name the driver's CPU.
     """
-    is_index = isinstance(entry, int) and not isinstance(entry, bool) and entry >= 0
-    if is_index and entry not in ids and entry >= torch.cuda.device_count():
+    named = entry if entry == -1 else device_id(entry, "output_device")
+    if named not in (-1, "cpu", *ids) and int(named) >= torch.cuda.device_count():
         raise ValueError(
-            f"output_device={entry} is neither one of device_ids {list(ids)} nor a CUDA device here"
+            f"output_device={entry!r} is neither one of device_ids {list(ids)} nor a CUDA device "
+            "of this process. Leave it out to get outputs where the module is"
         )
     return batch.output_place(entry)
 
@@ -713,7 +715,7 @@ def _check_weights(options: Options, ids: Sequence[Any]) -> None:
     if weights is not None and len(weights) != len(ids):
         raise ValueError(
             f"Options(chunk_weights={weights}): {len(weights)} weights for {len(ids)} devices "
-            f"{list(ids)}"
+            f"{list(ids)}; give one for each"
         )
 
 

@@ -126,7 +126,7 @@ class NearClient(ActorClient):
         """Hang up if a frame cannot be carried as a whole: another process takes over."""
         try:
             if self._socket is None:
-                raise Gone("its line was cut")
+                raise Gone("its connection was closed")
             yield
         except (EOFError, OSError) as error:
             if isinstance(error, TimeoutError) or getattr(error, "errno", None) in _OWN:

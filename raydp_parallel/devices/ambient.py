@@ -25,7 +25,7 @@ class CallContext(NamedTuple):
         grad: Grad mode.
         inference: Inference mode.
         autocast: For each device type: enabled, dtype's name.
-        autocast_cache: Whether autocast caches its casts.
+        autocast_cache: True if autocast caches its casts.
         anomaly: Anomaly mode, and whether it checks for NaN.
         flags: Process-wide settings, see ``_FLAGS``.
     """

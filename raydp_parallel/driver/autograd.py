@@ -62,7 +62,7 @@ class Part(NamedTuple):
         master: Its model.
         mark: The model's tensors after the forward.
         leaves: Which of the call's leaves its own are; None for those that were not reached.
-        first: Whether its writes come back.
+        first: True if its writes come back.
         where: The place that an exception names.
     """
 
@@ -86,17 +86,17 @@ class CallNode:
         executor: The executor that runs it.
         leaves: The tensors that gradients may be asked for.
         kinds: The kind of each: ``"parameter"``, ``"buffer"``, ``"attribute"`` or ``"input"``.
-        unused: What unused parameters get.
+        unused: The gradients of unused parameters.
         parents: The calls that it is derived from.
         group: Makes the chunks' places in a group that exchanges tensors; None if they do not.
 
     Attributes:
         token: The output of its `Fork`.
-        shared: Whether it shares nodes with another call.
+        shared: True if it shares nodes with another call.
         parts: Its chunks; None for one without a graph.
-        outputs: For chunks that exchange tensors, what each output is like; None without a
+        outputs: For chunks that exchange tensors, a description of each output; None without a
             gradient.
-        passes: What each running pass of torch's engine brought, by its number.
+        passes: Gradients that each running pass of torch's engine brought, by its number.
     """
 
     def __init__(
@@ -393,7 +393,7 @@ class _Trip:
         executor: The executor that runs it.
         part: The chunk.
         given: The graphs that have gradients.
-        needed: What becomes of the leaves' gradients.
+        needed: The fate of the leaves' gradients, as in the request.
         fields: Further fields of the request.
     """
 

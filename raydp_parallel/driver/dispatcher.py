@@ -68,7 +68,7 @@ class ChunkCall(NamedTuple):
         model: The number of its model.
         needs: Graphs that it needs.
         makes: The graph that it makes.
-        together: Whether it exchanges tensors with the other chunks, so that it cannot run again
+        together: True if it exchanges tensors with the other chunks, so that it cannot run again
             alone.
         rows: Rows of the chunk, for statistics.
         name: The class of the module that runs forward, for statistics.

@@ -51,7 +51,7 @@ class ForwardChunk(NamedTuple):
         kwargs: Keyword arguments.
         where: The place that an exception names; None raises it as it is.
         rows: How many rows it has.
-        detach: Whether the module's parameters get no gradients.
+        detach: True if the module's parameters get no gradients.
         called: Runs in place of the module's forward.
     """
 
@@ -75,7 +75,7 @@ class _Run:
         seed: The call's seed.
         context: The caller's ambient state.
         threads: Torch's threads.
-        optional: Whether parameters that are not reached are left out of the graph.
+        optional: True if parameters that are not reached are left out of the graph.
     """
 
     def __init__(
@@ -257,8 +257,8 @@ def run(
     Args:
         executor: The executor.
         chunks: The chunks; the first one of each module writes back to it.
-        unused: What unused parameters get.
-        lend: Whether outputs may lie in memory that the next call overwrites. The caller holds the
+        unused: The gradients of unused parameters.
+        lend: True if outputs may lie in memory that the next call overwrites. The caller holds the
             executor's lock then, until it has copied them.
     """
     ambient.refuse_transforms()

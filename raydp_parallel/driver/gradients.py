@@ -136,9 +136,9 @@ def settle(
         sums: The sums.
         leaves: The tensors that they belong to.
         needed: Which gradients were asked for.
-        whole: Whether every chunk contributed to a leaf; a sparse sum is dense otherwise, as zeros
+        whole: True if every chunk contributed to a leaf; a sparse sum is dense otherwise, as zeros
             are (row B5).
-        unused: What unused parameters get.
+        unused: The gradients of unused parameters.
         filled: The kinds of which some tensor has a gradient: a parameter gets zeros if another
             parameter has one, and a buffer if another buffer has one.
         kinds: The kind of each.

@@ -193,7 +193,7 @@ def _row(replica: ReplicaStats) -> list[str]:
         replica.node[:8],
         str(replica.pid),
         replica.state,
-        ", ".join(replica.models),
+        ", ".join(replica.models[:3]) + (", ..." if len(replica.models) > 3 else ""),
         f"{replica.calls:,}",
         f"{replica.rate:,.0f}",
         *(f"{share:.0%}" for share in replica.shares),

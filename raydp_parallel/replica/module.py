@@ -184,7 +184,7 @@ class ReplicaModule:
 
     Args:
         device: The replica's device.
-        own_process: Whether the process runs replicas only.
+        own_process: True if the process runs replicas only.
     """
 
     def __init__(self, device: torch.device, own_process: bool) -> None:
@@ -412,8 +412,8 @@ class ReplicaModule:
 
         Args:
             found: The tensors that it began with.
-            report: Whether writes are reported.
-            keeps_data: Whether ``t.data = other`` stays for parameters, as under no_grad.
+            report: True if writes are reported.
+            keeps_data: True if ``t.data = other`` stays for parameters, as under no_grad.
         """
         self._unsettled = True
         self._unlooked = self._current

@@ -56,13 +56,13 @@ class Graph(NamedTuple):
     """A graph that the driver may ask for.
 
     Attributes:
-        outputs: What may be differentiated.
-        leaves: What by: the module's tensors that require a gradient, then inputs.
-        slots: The slots of the former.
+        outputs: The tensors that may be differentiated.
+        leaves: Those that they are differentiated by: of the module, then inputs.
+        slots: The slots of the former; None for inputs.
         module: The model.
         built: The module that ran.
         found: The tensors that it ran with.
-        derived: Whether it was made by a backward: it leads to more leaves than its own.
+        derived: True if it was made by a backward: it leads to more leaves than its own.
     """
 
     outputs: list[Tensor]

@@ -129,7 +129,7 @@ class Master:
         tensors: Its tensors, by slot.
         fresh: The slots with contents that the last `sync` found changed.
         kinds: The kind of each: ``"parameter"``, ``"buffer"``, or ``"attribute"`` for others.
-        compares: Whether some replica does not map the windows, so that all is compared.
+        compares: True if some replica does not map the windows, so that all is compared.
         resident: Trains it in the replicas; None if nothing does.
         trained: The slots of parameters that are trained there.
     """
@@ -180,7 +180,7 @@ class Master:
         """Find out what changed since the last look, and number the state if something did.
 
         Args:
-            code: Whether a function is sent besides, whose module may be new.
+            code: True if a function is sent besides, whose module may be new.
         """
         found: dict[int, Tensor] = {}
 
@@ -386,8 +386,8 @@ class Master:
 
         Args:
             revision: The state that a replica has; 0 for none.
-            maps: Whether it maps the windows.
-            weights: What it gets in the place of the master's.
+            maps: True if it maps the windows.
+            weights: Contents that it gets in the place of the master's.
         """
         if revision == self.revision and weights is None:
             return None

@@ -58,7 +58,7 @@ class Exchange:
         size: How many there are.
         store_address: Host and port of the store where they find each other.
         timeout: Seconds that members wait for each other, to join and in each exchange.
-        name: What tells the groups of one store apart.
+        name: A name that tells the groups of one store apart.
 
     Raises:
         Abandoned: The others did not come, or cannot be reached.
@@ -95,7 +95,7 @@ class Exchange:
 
         Args:
             rows: One row for each member.
-            mark: What the exchange is for: a number from 0, the same for all members.
+            mark: The purpose of the exchange, a number from 0, the same for all members.
 
         Raises:
             RuntimeError: The others are not at the same exchange, or do not answer.

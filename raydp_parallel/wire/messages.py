@@ -19,8 +19,8 @@ class SlotSpec(NamedTuple):
     """One tensor of a module, as a replica makes it.
 
     Attributes:
-        parameter: Whether it is a Parameter.
-        grad: Whether it requires a gradient.
+        parameter: True if it is a Parameter.
+        grad: True if it requires a gradient.
         window: Which of the model's windows holds it; None if its contents are sent.
         offset: Where it lies there.
         shape: Its shape, with a window.
@@ -76,13 +76,13 @@ class ForwardRequest(NamedTuple):
         context: The caller's ambient state.
         seed: The call's seed.
         threads: Torch's threads; None leaves them.
-        first: Whether writes to buffers and parameters are reported.
+        first: True if writes to buffers and parameters are reported.
         forget: Graphs that nobody can ask for any more.
         overlay: Contents that tensors had when the forward ran first, by slot; None if it runs
             first now. It runs again only for its graph.
         where: The place that an exception names; None leaves the exception as it is.
         group: How the chunks of the call exchange tensors; None if they do not.
-        optional: Whether all leaves are looked for among those that outputs depend on.
+        optional: True if all leaves are looked for among those that outputs depend on.
     """
 
     model: int
@@ -112,13 +112,13 @@ class BackwardRequest(NamedTuple):
         graph: The graph of the forward whose leaves get gradients.
         outputs: The graphs, each with the numbers of its outputs that have a gradient.
         grads: These gradients, in the same order.
-        needed: For each leaf of that forward `LEFT_OUT`, or what becomes of its gradient: `SENT`,
-            `KEPT` as what the chunk has, or `ADDED` to that.
-        partial: Whether the caller's pass leaves out some leaves.
-        keep: Whether graphs are used again.
+        needed: For each leaf of that forward `LEFT_OUT`, or the fate of its gradient: `SENT`,
+            `KEPT` as all that the chunk has, or `ADDED` to that.
+        partial: True if the caller's pass leaves out some leaves.
+        keep: True if graphs are used again.
         derived: The number of the graph that the gradients get; None without create_graph.
         moved: By how much the master's versions moved since the forward, by slot.
-        first: Whether writes are reported.
+        first: True if writes are reported.
         context: The caller's ambient state.
         threads: Torch's threads; None leaves them.
         forget: Graphs that nobody can ask for any more.
@@ -238,8 +238,8 @@ class Failure(NamedTuple):
         text: Its traceback.
         where: The place that upstream's words name.
         exception: The exception, pickled, if it is raised as it is.
-        exit: Whether the module asked the process to end.
-        loading: Whether the arguments could not be loaded.
+        exit: True if the module asked the process to end.
+        loading: True if the arguments could not be loaded.
     """
 
     kind: bytes | None
@@ -266,7 +266,7 @@ class Write(NamedTuple):
     Attributes:
         value: Its contents now.
         moved: By how much its version moved.
-        replaced: Whether its memory is another one, as after ``t.data = other``.
+        replaced: True if its memory is another one, as after ``t.data = other``.
     """
 
     value: Tensor
@@ -285,7 +285,7 @@ class Answer(NamedTuple):
         failure: The exception, if there is one.
         warnings: Warnings.
         writes: Tensors that were written to, by slot.
-        lacking: Whether the replica has lost contents, and needs the whole state.
+        lacking: True if the replica has lost contents, and needs the whole state.
         busy: Seconds that it computed.
     """
 
