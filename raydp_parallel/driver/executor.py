@@ -123,7 +123,7 @@ class Executor:
         Args:
             master: The model.
             slot: The slot.
-            weights: What it gets in the place of the master's.
+            weights: Contents in the place of the master's.
         """
         hello = slot.client.hello
         maps = hello.near and hello.device == "cpu"

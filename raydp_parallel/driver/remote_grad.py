@@ -25,8 +25,8 @@ class RemoteGrad(Tensor):
     Attributes:
         source: Has the value.
         number: The parameter's number there.
-        touched: Whether the program may have written to the value.
-        zeroed: Whether it is zero, whatever the replicas keep.
+        touched: True if the program may have written to the value.
+        zeroed: True if it is zero, whatever the replicas keep.
     """
 
     source: Source

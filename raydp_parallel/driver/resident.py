@@ -74,14 +74,14 @@ class _Plan:
 
     Args:
         optimizer: The number of the optimizer.
-        values: What changed in its groups.
+        values: Changes of its groups.
         norm: Which norm is asked for; None makes a step.
 
     Attributes:
         summed, zeros, given: Where gradients are, as in a `StepRequest`.
-        scale: What the sums are multiplied by.
-        sent: What was sent to whom, and in which of its lives.
-        grouped: Whether members exchange tensors.
+        scale: The factor of the sums; None leaves them.
+        sent: The requests, each with its slot and the life that it was for.
+        grouped: True if members exchange tensors.
     """
 
     def __init__(self, optimizer: int, values: list[dict[str, Any]], norm: float | None) -> None:
@@ -544,8 +544,8 @@ class Resident:
         """Bring the driver up to date.
 
         Args:
-            states: Whether optimizers are, too.
-            overwrite: Whether edits of the program's are overwritten.
+            states: True if optimizers are, too.
+            overwrite: True if edits of the program's are overwritten.
         """
         with self._executor.lock:
             self.collect()

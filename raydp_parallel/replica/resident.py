@@ -56,9 +56,9 @@ class Resident:
         Args:
             chunk: The number of the chunk.
             slots: Whose gradients they are; None for inputs.
-            codes: What becomes of each.
+            codes: The fate of each.
             grads: The gradients.
-            shared: Whether they may share memory with each other.
+            shared: True if they may share memory with each other.
         """
         kept = self._kept.setdefault(chunk, {})
         sent: list[Tensor | None] = []

@@ -172,8 +172,8 @@ class SnapshotRequest(NamedTuple):
 
     Attributes:
         model: The model's number.
-        weights: Whether the answer has the weights, by slot.
-        optimizers: Whether it has the state by slot and the groups of each optimizer, by number.
+        weights: True if the answer has the weights, by slot.
+        optimizers: True if it has the state by slot and the groups of each optimizer, by number.
     """
 
     model: int
@@ -201,11 +201,11 @@ class StepRequest(NamedTuple):
     Attributes:
         model: The model's number.
         optimizer: The optimizer's number.
-        values: What changed in each of its groups since the last step.
+        values: Changes of each of its groups since the last step.
         summed: The slots of gradients that are summed over chunks.
         chunks: The chunks that have kept these, in the order in which they are added.
-        again: Whether these are the sums of the last request, which was for their norm.
-        scale: What sums are multiplied by, after a clipping; None leaves them.
+        again: True if these are the sums of the last request, which was for their norm.
+        scale: The factor of these sums, after a clipping; None leaves them.
         zeros: The slots of gradients that are zero.
         given: Gradients that come from the driver, by slot.
         exchange: The place in the group that sums; None if all chunks are here.
