@@ -112,15 +112,20 @@ class _InReplicas:
         return groups, state
 
     def changed(self) -> list[Values]:
-        """Return what changed in its groups since the last step."""
+        """Return the changes of its groups since the last step."""
         news = []
         for group, sent in zip(self.param_groups, self._sent, strict=True):
             values = {}
             for name, value in group.items():
                 if name != "params" and not (name in sent and _same(sent[name], value)):
-                    values[name] = sent[name] = value
+                    values[name] = value
             news.append(values)
         return news
+
+    def stepped(self, values: Sequence[Values]) -> None:
+        """Note that the replicas have such changes."""
+        for sent, news in zip(self._sent, values, strict=True):
+            sent.update(news)
 
     def arrive(
         self, groups: Sequence[Values], state: Mapping[int, Values], tensors: Mapping[int, Tensor]

@@ -80,7 +80,8 @@ class _Plan:
     Attributes:
         summed, zeros, given: Where gradients are, as in a `StepRequest`.
         scale: The factor of the sums; None leaves them.
-        sent: The requests, each with its slot and the life that it was for.
+        requests: Its requests, each with its slot and the life that it is for.
+        sent: Those that were sent so far; None where the replica was gone.
         grouped: True if members exchange tensors.
     """
 
@@ -90,7 +91,8 @@ class _Plan:
         self.zeros: list[int] = []
         self.given: dict[int, Tensor] = {}
         self.scale: Tensor | None = None
-        self.sent: list[tuple[ReplicaSlot, int, Pending | None]] = []
+        self.requests: list[tuple[ReplicaSlot, int, StepRequest]] = []
+        self.sent: list[Pending | None] = []
         self.grouped = False
 
 
@@ -292,13 +294,15 @@ class Resident:
 
     def _call(self, slot: ReplicaSlot, request: Any) -> Answer | None:
         """Call one replica; returns None if it died."""
-        dispatcher = self._executor.dispatcher
-        call = ChunkCall(slot, "step", lambda slot: request, self._master.number)
-        pending = dispatcher.send(slot, call)
-        answer = None if pending is None else dispatcher.receive(pending)
+        pending = self._asked(slot, request)
+        answer = None if pending is None else self._executor.dispatcher.receive(pending)
         if answer is not None and answer.failure is not None:
             exceptions.reraise(answer.failure, str(slot))
         return answer
+
+    def _asked(self, slot: ReplicaSlot, request: Any) -> Pending | None:
+        call = ChunkCall(slot, "step", lambda slot: request, self._master.number)
+        return self._executor.dispatcher.send(slot, call)
 
     # Replicas.
 
@@ -458,7 +462,7 @@ class Resident:
         if plan.grouped:
             places = groups.members(executor, members, range(len(members)))
         threads = executor.replica_set.threads(len(members))
-        plan.sent = []
+        plan.requests, plan.sent = [], []
         for i, slot in enumerate(members):
             request = StepRequest(
                 model=self._master.number,
@@ -475,21 +479,26 @@ class Resident:
                 number=self.steps,
                 threads=threads,
             )
-            plan.sent.append((slot, slot.life, self._begin(slot, request)))
+            plan.requests.append((slot, slot.life, request))
         self._plan = plan
+        self._go_on(plan)
 
-    def _begin(self, slot: ReplicaSlot, request: StepRequest) -> Pending | None:
-        call = ChunkCall(slot, "step", lambda slot: request, self._master.number)
-        return self._executor.dispatcher.send(slot, call)
+    def _go_on(self, plan: _Plan) -> None:
+        """Send what Ctrl-C has left to send: members wait for each other."""
+        while len(plan.sent) < len(plan.requests):
+            slot, life, request = plan.requests[len(plan.sent)]
+            there = slot.life == life
+            plan.sent.append(self._asked(slot, request) if there else None)
 
     def collect(self) -> Any:
         """Take the answers to the last step, and make it again if no replica could."""
         while self._plan is not None:
             plan = self._plan
+            self._go_on(plan)
             self._wait(plan)
             done: list[tuple[ReplicaSlot, int]] = []
             failed, value = None, None
-            for slot, life, pending in plan.sent:
+            for (slot, life, _), pending in zip(plan.requests, plan.sent, strict=True):
                 answer = None if pending is None else pending.answer
                 if answer is None:
                     continue
@@ -508,6 +517,7 @@ class Resident:
             self._plan = None
             if plan.norm is None:
                 self.steps += 1
+                self.optimizers[plan.optimizer].stepped(plan.values)
                 self._trips = dict.fromkeys(self._trips)  # they cannot run again with new weights
                 self._held.update((slot, (life, self.steps)) for slot, life in done)
             if failed is not None:
@@ -517,16 +527,23 @@ class Resident:
         return None
 
     def _wait(self, plan: _Plan) -> None:
-        for slot, life, pending in plan.sent:
+        for (slot, life, _), pending in zip(plan.requests, plan.sent, strict=True):
             if pending is None:
-                groups.forget(self._executor)
                 continue
-            while plan.grouped and pending.answer is None and slot.ready and slot.life == life:
+            while (
+                plan.grouped and pending.answer is None and (slot.life, slot.ready) == (life, True)
+            ):
                 if slot.client.ready(_LOOK):
                     break
-                if not all(one.ready and one.client.alive() for one, _, _ in plan.sent):
+                if not self._all_live(plan):
                     groups.forget(self._executor)  # who waits for it to join gets an error
             self._executor.dispatcher.receive(pending)
+
+    def _all_live(self, plan: _Plan) -> bool:
+        for (slot, life, _), pending in zip(plan.requests, plan.sent, strict=True):
+            if pending is None or slot.life != life or not slot.ready or not slot.client.alive():
+                return False
+        return True
 
     # The driver's copy.
 
