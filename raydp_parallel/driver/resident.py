@@ -8,8 +8,9 @@ step.
 [Note: deaths]
 Weights are the same from step to step, so whatever a replica kept since the last ``zero_grad`` can
 be made again: the chunk's forwards and backwards run once more where it goes on. A newcomer takes
-weights and optimizers from a replica that has made all steps. A step that lost a member was made by
-all others, or by none, as nobody steps before the sum is complete.
+weights and optimizers from a replica that has made all steps. When a member dies in a step, others
+may have no sum: they take over from one that stepped, and if none that lives did, the step is made
+again.
 """
 
 from __future__ import annotations
@@ -504,6 +505,8 @@ class Resident:
                     continue
                 if answer.failure is not None and answer.failure.name.endswith("Abandoned"):
                     continue
+                if not self._lives(slot, life):  # it stepped alone, as the last thing it did
+                    continue
                 done.append((slot, life))
                 if answer.failure is not None:
                     failed = slot, answer.failure
@@ -511,7 +514,7 @@ class Resident:
                     value = answer.value
             if len(done) < len(plan.sent):
                 groups.forget(self._executor)
-            if not done:  # nobody has stepped
+            if not done:  # nobody that lives has stepped
                 self._send(plan)
                 continue
             self._plan = None
@@ -520,6 +523,8 @@ class Resident:
                 self.optimizers[plan.optimizer].stepped(plan.values)
                 self._trips = dict.fromkeys(self._trips)  # they cannot run again with new weights
                 self._held.update((slot, (life, self.steps)) for slot, life in done)
+                for slot, _, _ in plan.requests if len(done) < len(plan.sent) else ():
+                    self.ready(slot)  # at once, while somebody has the step
             if failed is not None:
                 log.error("step %d of the optimizer in the replicas failed", self.steps)
                 exceptions.reraise(failed[1], str(failed[0]))
@@ -530,20 +535,15 @@ class Resident:
         for (slot, life, _), pending in zip(plan.requests, plan.sent, strict=True):
             if pending is None:
                 continue
-            while (
-                plan.grouped and pending.answer is None and (slot.life, slot.ready) == (life, True)
-            ):
+            while plan.grouped and pending.answer is None and self._lives(slot, life):
                 if slot.client.ready(_LOOK):
                     break
-                if not self._all_live(plan):
+                if None in plan.sent or not all(self._lives(*one[:2]) for one in plan.requests):
                     groups.forget(self._executor)  # who waits for it to join gets an error
             self._executor.dispatcher.receive(pending)
 
-    def _all_live(self, plan: _Plan) -> bool:
-        for (slot, life, _), pending in zip(plan.requests, plan.sent, strict=True):
-            if pending is None or slot.life != life or not slot.ready or not slot.client.alive():
-                return False
-        return True
+    def _lives(self, slot: ReplicaSlot, life: int) -> bool:
+        return slot.ready and slot.life == life and slot.client.alive()
 
     # The driver's copy.
 
