@@ -198,11 +198,12 @@ class Executor:
         if self.replica_set.forked:
             return
         for master in [*self._masters.values()]:
-            if master.resident is not None and not self.closed:
+            for _ in range(2 if master.resident is not None and not self.closed else 0):
                 try:
                     master.resident.pull(states=True)
-                except Exception as error:  # the replicas end, whatever comes
-                    log.warning("the last steps stay in the replicas, which end: %s", error)
+                    break
+                except Exception as error:  # of the last step, perhaps, which comes once
+                    log.warning("closing an executor that trains: %s", error)
         if self._reporter is not None:
             self._reporter.close()
             self._reporter = None

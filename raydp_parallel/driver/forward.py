@@ -187,6 +187,7 @@ class _Run:
         if isinstance(self.called, Parcel):
             self.called = _memory_of(self.called)
         self.inputs = []
+        self.chunk = self.chunk._replace(module=nn.Module())  # the caller's may be freed
         if not self.refs:
             self.chunk = self.chunk._replace(args=(), kwargs={})
 
@@ -292,7 +293,7 @@ def run(
             edited: list[bool] = []
 
             def verify(edited: list[bool] = edited) -> None:
-                edited.extend(master.verify() for master in masters.values())  # [5]
+                edited.extend(master.verify(glance=True) for master in masters.values())  # [5]
 
             try:
                 answers = executor.dispatcher.run(calls, verify)  # [7]

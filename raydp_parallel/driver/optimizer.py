@@ -62,6 +62,7 @@ class _InReplicas:
     kind: type[torch.optim.Optimizer]
     param_groups: list[dict[str, Any]]
     _resident: Resident | None = None
+    _known: list[list[int]] | None = None
 
     def begin(self, resident: Resident, keywords: dict[str, Any]) -> None:
         """Let replicas make the steps from here on."""
@@ -99,16 +100,23 @@ class _InReplicas:
 
     # Groups and state.
 
-    def numbered(self, number: Callable[[Tensor], int]) -> Iterator[tuple[int, Tensor]]:
-        """Yield its parameters with their numbers."""
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield its parameters."""
         for group in self.param_groups:
-            for p in group["params"]:
-                yield number(p), p
+            yield from group["params"]
 
-    def described(self, number: Callable[[Tensor], int]) -> tuple[list[Values], dict[int, Any]]:
+    def regrouped(self) -> bool:
+        """Tell if groups have other parameters than when this was called last."""
+        before, self._known = self._known, [[id(p) for p in g["params"]] for g in self.param_groups]
+        return before != self._known
+
+    def described(
+        self, number: Callable[[Tensor], int | None]
+    ) -> tuple[list[Values], dict[int | None, Any]]:
         """Return its groups without parameters, and its state by number."""
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         state = {number(p): dict(values) for p, values in self.__dict__["state"].items()}
+        state.pop(None, None)  # of parameters that left the module
         return groups, state
 
     def changed(self) -> list[Values]:
@@ -137,23 +145,27 @@ class _InReplicas:
                     group[name] = sent[name] = value
         own: Any = collections.defaultdict(dict)
         for number, held in state.items():
-            p = tensors[number]
+            p = tensors.get(number)
+            if p is None:  # it left the module
+                continue
             for name, value in held.items():
                 if isinstance(value, Tensor):
                     home = p.device if value.shape == p.shape else value.device
-                    value = value.to(home, copy=True)
+                    value = value.to(home)
                 own[p][name] = value
         self.__dict__["state"] = own
 
     @property
     def state(self) -> Any:
-        """The state, fetched from the replicas."""
+        """The state, fetched from the replicas, which get it again: it may be written to."""
         if self._resident is not None:
-            self._resident.pull(states=True)
+            self._resident.lend()
         return self.__dict__["state"]
 
     @state.setter
     def state(self, value: Any) -> None:
+        if self._resident is not None:
+            self._resident.lend()
         self.__dict__["state"] = value
 
     def load_state_dict(self, state_dict: Any) -> None:

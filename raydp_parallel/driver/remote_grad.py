@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,32 +11,25 @@ from torch.utils import _pytree
 _ZERO = torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default
 
 
-class Source(Protocol):
-    """Has the values of gradients."""
-
-    def fetch(self, grad: RemoteGrad) -> None:
-        """Let it, and perhaps others, `arrive`."""
-
-
 class RemoteGrad(Tensor):
     """Stands in ``parameter.grad`` for the sum of what the replicas keep. The first operation on it
     fetches that.
 
     Attributes:
-        source: Has the value.
+        source: Has the value: its ``fetch`` lets this one, and perhaps others, `arrive`.
         number: The parameter's number there.
         touched: True if the program may have written to the value.
         zeroed: True if it is zero, whatever the replicas keep.
     """
 
-    source: Source
+    source: Any
     number: int
     _value: Tensor | None
     touched: bool
     zeroed: bool
 
     @staticmethod
-    def __new__(cls, like: Tensor, source: Source, number: int) -> RemoteGrad:
+    def __new__(cls, like: Tensor, source: Any, number: int) -> RemoteGrad:
         """Make one for a parameter."""
         made = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device

@@ -92,7 +92,7 @@ class _Plan:
         self.zeros: list[int] = []
         self.given: dict[int, Tensor] = {}
         self.scale: Tensor | None = None
-        self.requests: list[tuple[ReplicaSlot, int, StepRequest]] = []
+        self.requests: list[tuple[ReplicaSlot, int, ChunkCall]] = []
         self.sent: list[Pending | None] = []
         self.grouped = False
 
@@ -122,6 +122,7 @@ class Resident:
         self._stands: dict[int, weakref.ref[RemoteGrad]] = {}
         self._scales: dict[int, Tensor] = {}
         self._normed: tuple[Any, ...] = ()
+        self._missed: set[int] = set()
         self._plan: _Plan | None = None
         _residents.add(self)
 
@@ -138,17 +139,19 @@ class Resident:
         with self._executor.lock:
             self.pull(True)
             self._master.sync()
-            own = {number for number, _ in optimizer.numbered(self._number)}
+            own_ones = {self._number(p) for p in optimizer.parameters()}
             for other, known in [*self.optimizers.items()]:
-                if own & {number for number, _ in known.numbered(self._number)}:
+                if own_ones & {number for number, _ in self._numbered(known)}:
                     del self.optimizers[other]  # this one takes its place
             self.optimizers[optimizer.number] = optimizer
+            optimizer.regrouped()
             numbers = set()
             for one in self.optimizers.values():
-                for n, p in one.numbered(self._number):
+                for n, p in self._numbered(one):
                     numbers.add(n)
                     _owners[p] = weakref.ref(self)
             self._master.train(numbers)
+            self._master.sync()  # that all is to be sent again is no edit
             self._held.clear()
 
     def _number(self, parameter: Tensor) -> int:
@@ -159,6 +162,11 @@ class Resident:
                 "more, one of the model's: make an optimizer for those that it has"
             )
         return found
+
+    def _numbered(self, optimizer: Any) -> list[tuple[int, Tensor]]:
+        """List an optimizer's parameters by number, but for those that left the module."""
+        found = [(self._master.slot(p), p) for p in optimizer.parameters()]
+        return [(number, p) for number, p in found if number is not None]
 
     # Gradients.
 
@@ -194,6 +202,7 @@ class Resident:
         for number in anew:
             self._has[number] = set()
             self._scales.pop(number, None)
+            self._missed.discard(number)
         self._normed = ()
 
     def has(self, parameter: Tensor) -> bool:
@@ -212,11 +221,12 @@ class Resident:
         if self._lies.get(chunk) == (slot, slot.life):
             return
         trips = self._trips[chunk]
-        if trips is None:
-            raise GraphLost(
-                "gradients of before the last step went with their replica: call zero_grad() "
-                "after each step, or use them before the next"
-            )
+        if trips is None:  # from before the last step: they are missed where they are used
+            for number, chunks in self._has.items():
+                if chunk in chunks:
+                    chunks.discard(chunk)
+                    self._missed.add(number)
+            return
         life = slot.life
         for trip in trips:
             trip.repeat(slot)
@@ -263,6 +273,7 @@ class Resident:
 
     def _sums(self, numbers: Sequence[int]) -> dict[int, Tensor]:
         """Return gradients that the replicas keep, summed in the order of chunks."""
+        self._refuse_missed(numbers)
         sums: dict[int, Tensor] = {}
         for chunk in sorted(set[int]().union(*[self._has[n] for n in numbers])):
             wanted = tuple(n for n in numbers if chunk in self._has[n])
@@ -277,6 +288,13 @@ class Resident:
             if number in self._scales:
                 sums[number].mul_(self._scales[number])
         return sums
+
+    def _refuse_missed(self, numbers: Sequence[int]) -> None:
+        if not self._missed.isdisjoint(numbers):
+            raise GraphLost(
+                "gradients of before the last step went with their replica: call zero_grad() "
+                "after each step, or use them before the next"
+            )
 
     def _ask(self, chunk: int, numbers: tuple[int, ...]) -> list[Tensor]:
         """Fetch gradients that a chunk has kept; valid until the next call."""
@@ -295,15 +313,14 @@ class Resident:
 
     def _call(self, slot: ReplicaSlot, request: Any) -> Answer | None:
         """Call one replica; returns None if it died."""
-        pending = self._asked(slot, request)
+        pending = self._executor.dispatcher.send(slot, self._asking(slot, request))
         answer = None if pending is None else self._executor.dispatcher.receive(pending)
         if answer is not None and answer.failure is not None:
             exceptions.reraise(answer.failure, str(slot))
         return answer
 
-    def _asked(self, slot: ReplicaSlot, request: Any) -> Pending | None:
-        call = ChunkCall(slot, "step", lambda slot: request, self._master.number)
-        return self._executor.dispatcher.send(slot, call)
+    def _asking(self, slot: ReplicaSlot, request: Any) -> ChunkCall:
+        return ChunkCall(slot, "step", lambda slot: request, self._master.number)
 
     # Replicas.
 
@@ -342,8 +359,11 @@ class Resident:
     ) -> None:
         optimizers = {}
         for number, optimizer in self.optimizers.items():
-            groups, state = states.get(number) or optimizer.described(self._number)
-            rows = [[self._number(p) for p in g["params"]] for g in optimizer.param_groups]
+            groups, state = states.get(number) or optimizer.described(self._master.slot)
+            rows = []
+            for g in optimizer.param_groups:
+                slots = [self._master.slot(p) for p in g["params"]]
+                rows.append([slot for slot in slots if slot is not None])
             groups = [{**g, "params": row} for g, row in zip(groups, rows, strict=True)]
             optimizers[number] = optimizer.kind, optimizer.keywords, groups, state
         value = parcel(optimizers, "optimizer")
@@ -360,6 +380,7 @@ class Resident:
         """Make the error for steps that no replica has, and go back to the driver's weights."""
         lost = self.behind
         self.steps = self._states_at = self._weights_at
+        self._held.clear()
         self._has = {number: set() for number in self._has}
         self._stands.clear()
         self._plan = None
@@ -378,6 +399,12 @@ class Resident:
         """Let the replicas make a step, which is not waited for."""
         with self._executor.lock:
             self.collect()
+            if optimizer.number not in self.optimizers:
+                raise RuntimeError(
+                    "optimizer: another one, made later, has these parameters; use that one"
+                )
+            if optimizer.regrouped():
+                self.add(optimizer)
             self._send(self._planned(optimizer, optimizer.changed(), None))
 
     def clip(self, optimizer: Any, most: float | None, norm_type: float, error: bool) -> Tensor:
@@ -387,7 +414,7 @@ class Resident:
             plan = self._planned(optimizer, [{} for _ in optimizer.param_groups], norm_type)
             if plan.given or plan.scale is not None or not self._chunks(plan, self._members()):
                 # They come here anyway.
-                params = [p for _, p in optimizer.numbered(self._number)]
+                params = [p for _, p in self._numbered(optimizer)]
                 limit = math.inf if most is None else most
                 return torch.nn.utils.clip_grad_norm_(params, limit, norm_type, error)
             summed = plan.summed
@@ -407,8 +434,8 @@ class Resident:
     def _planned(self, optimizer: Any, values: list[dict[str, Any]], norm: float | None) -> _Plan:
         """Note where gradients are."""
         plan = _Plan(optimizer.number, values, norm)
-        for number, p in optimizer.numbered(self._number):
-            grad = p.grad
+        for number, p in self._numbered(optimizer):
+            grad: Any = p.grad
             if grad is None:
                 continue
             if not self._is_mine(grad):
@@ -419,6 +446,7 @@ class Resident:
                 plan.zeros.append(number)
             else:
                 plan.summed.append(number)
+        self._refuse_missed([*plan.summed, *plan.zeros])
         scales = {id(self._scales.get(number)) for number in plan.summed}
         if len(scales) > 1:  # some were clipped, and others were not
             plan.given.update(self._sums(plan.summed))
@@ -480,16 +508,20 @@ class Resident:
                 number=self.steps,
                 threads=threads,
             )
-            plan.requests.append((slot, slot.life, request))
+            plan.requests.append((slot, slot.life, self._asking(slot, request)))
         self._plan = plan
         self._go_on(plan)
 
     def _go_on(self, plan: _Plan) -> None:
         """Send what Ctrl-C has left to send: members wait for each other."""
         while len(plan.sent) < len(plan.requests):
-            slot, life, request = plan.requests[len(plan.sent)]
-            there = slot.life == life
-            plan.sent.append(self._asked(slot, request) if there else None)
+            slot, life, call = plan.requests[len(plan.sent)]
+            pending = slot.pending
+            if slot.life != life:
+                pending = None
+            elif pending is None or pending.call is not call:
+                pending = self._executor.dispatcher.send(slot, call)
+            plan.sent.append(pending)
 
     def collect(self) -> Any:
         """Take the answers to the last step, and make it again if no replica could."""
@@ -498,6 +530,7 @@ class Resident:
             self._go_on(plan)
             self._wait(plan)
             done: list[tuple[ReplicaSlot, int]] = []
+            tried: list[tuple[ReplicaSlot, int]] = []
             failed, value = None, None
             for (slot, life, _), pending in zip(plan.requests, plan.sent, strict=True):
                 answer = None if pending is None else pending.answer
@@ -507,11 +540,13 @@ class Resident:
                     continue
                 if not self._lives(slot, life):  # it stepped alone, as the last thing it did
                     continue
-                done.append((slot, life))
                 if answer.failure is not None:
                     failed = slot, answer.failure
+                    tried.append((slot, life))
                 else:
                     value = answer.value
+                    done.append((slot, life))
+            done = done or tried  # an exception of all: what they did is the step
             if len(done) < len(plan.sent):
                 groups.forget(self._executor)
             if not done:  # nobody that lives has stepped
@@ -557,6 +592,12 @@ class Resident:
                 "through the model; called now it overwrites the edit"
             )
 
+    def lend(self) -> None:
+        """Bring the driver up to date, which is what replicas get with the next call."""
+        with self._executor.lock:
+            self.pull(states=True)
+            self._held.clear()
+
     def pull(self, states: bool = False, overwrite: bool = False) -> None:
         """Bring the driver up to date.
 
@@ -582,7 +623,7 @@ class Resident:
                 if source is None:
                     raise self._lost()
                 answer = self._call(source, SnapshotRequest(self._master.number, weights, states))
-            found, optimizers = answer.value.load()
+            found, optimizers = own(answer).value.load()
             if weights:
                 self._master.take(found)
                 self._weights_at = self.steps

@@ -297,6 +297,10 @@ class ReplicaModule:
         """Return the tensor of a slot."""
         return self._tensors[slot]
 
+    def has(self, slot: int) -> bool:
+        """Tell if the module still has a slot's tensor."""
+        return slot in self._tensors
+
     def stepped(self, slots: Iterable[int]) -> None:
         """Note parameters that optimizers here step: the master's contents are older from now
         on.
@@ -472,7 +476,7 @@ class ReplicaModule:
                 continue
             if slot in self._trained:
                 kept = found.touched.get(_storage(t))
-                if moved or replaced or (kept is not None and not same(t, kept)):
+                if moved or (kept is not None and not same(t, kept)):
                     self._lost.add(slot)
                     raise RuntimeError(_TRAINED.format(tuple(t.shape)))
                 continue

@@ -276,6 +276,9 @@ class Replica:
         before: dict[int, Tensor] = {}
         for slot in home.built.buffers if request.first else ():
             before[slot] = home.found.tensors[slot].detach().clone()
+        keeps = max(request.needed, default=SENT) > SENT
+        if keeps:
+            self.resident(home.module).begin(request.chunk, home.slots, request.needed)
         with ambient.enter(request.context), home.module.noting(home.found):
             found = engine.differentiate(
                 outputs,
@@ -292,7 +295,7 @@ class Replica:
             slots: list[int | None] = [None] * len(grads)
             graph = Graph(made, grads, slots, home.module, home.built, home.found, derived=True)
             self.graphs[request.derived] = graph
-        if max(request.needed, default=SENT) > SENT:
+        if keeps:
             found, notes.reached = self.resident(home.module).keep(
                 request.chunk, home.slots, request.needed, found, request.partial
             )

@@ -43,6 +43,13 @@ class Resident:
 
     # Gradients.
 
+    def begin(self, chunk: int, slots: Sequence[int | None], codes: Sequence[int]) -> None:
+        """Drop gradients of a chunk that begin anew, before there is memory for the new ones."""
+        kept = self._kept.setdefault(chunk, {})
+        for slot, code in zip(slots, codes, strict=True):
+            if code == KEPT and slot is not None:
+                kept.pop(slot, None)
+
     def keep(
         self,
         chunk: int,
@@ -66,12 +73,10 @@ class Resident:
         for slot, code, grad in zip(slots, codes, grads, strict=True):
             plain = grad is not None and grad.layout is torch.strided and type(grad) is Tensor
             if code <= SENT or slot is None or grad is None or not plain:
-                if code == KEPT and slot is not None:
-                    kept.pop(slot, None)
                 sent.append(grad)
                 stays.append(False)
                 continue
-            if code == ADDED:
+            if code == ADDED and slot in kept:
                 kept[slot].add_(grad)
             else:
                 kept[slot] = grad.detach().clone() if shared else grad.detach()
@@ -95,7 +100,8 @@ class Resident:
                 torch._foreach_add_(sums, row)
             return dict(zip(slots, sums, strict=True))
         found: dict[int, Tensor] = {}
-        for dtype in {self._module.tensor(slot).dtype for slot in slots}:
+        # In the same order everywhere, as members exchange one after the other.
+        for dtype in dict.fromkeys([self._module.tensor(slot).dtype for slot in slots]):
             own = [slot for slot in slots if self._module.tensor(slot).dtype == dtype]
             found.update(self._summed(own, order, exchange))
         return found
@@ -123,7 +129,7 @@ class Resident:
     def step(self, request: StepRequest, join: Callable[[ExchangeRequest], Exchange]) -> Any:
         """Make a step; or return the norm, and keep the sums for the step."""
         optimizer, slots = self._optimizers[request.optimizer]
-        rows = [slot for row in slots for slot in row]
+        rows = [slot for row in slots for slot in row if self._module.has(slot)]
         exchange = None if request.exchange is None else join(request.exchange)
         try:
             grads = self._last if request.again else self._sums(request, exchange)
@@ -162,7 +168,8 @@ class Resident:
         """Let an optimizer have the module's parameters of now: another flag made new objects."""
         for group, row in zip(optimizer.param_groups, slots, strict=True):
             for i, slot in enumerate(row):
-                old, new = group["params"][i], self._module.tensor(slot)
+                old = group["params"][i]
+                new = self._module.tensor(slot) if self._module.has(slot) else old
                 if old is not new:
                     group["params"][i] = new
                     if old in optimizer.state:
@@ -192,7 +199,7 @@ class Resident:
         states: dict[int, Any] = {}
         for number, (optimizer, rows) in self._optimizers.items():
             self._rebind(optimizer, rows)
-            slots = [slot for row in rows for slot in row]
+            slots = [slot for row in rows for slot in row if self._module.has(slot)]
             if request.weights:
                 weights.update((slot, self._module.tensor(slot).detach()) for slot in slots)
             if request.optimizers:

@@ -438,12 +438,13 @@ class Master:
             parameter, t.requires_grad, key, offset, tuple(t.shape), t.stride(), t.dtype
         )
 
-    def verify(self) -> bool:
+    def verify(self, glance: bool = False) -> bool:
         """Compare the contents of what was not sent with what the replicas have; returns whether
         something was edited behind its version.
         """
         edited = []
-        stale = self.trained if self.resident is not None and self.resident.behind else ()
+        behind = glance and self.resident is not None and self.resident.behind
+        stale = self.trained if behind else ()
         for number, shadow in self._shadows.items():
             now = bits(self.tensors[number])
             if number in stale:  # an edit is an error then: see if there is one at a glance

@@ -5,11 +5,13 @@ driver, whatever dies, and the master copy is up to date wherever the wrapper gi
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import os
 import pickle
 import select
 import signal
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from raydp_parallel import (
     DataParallel,
     Executor,
     ExecutorClosed,
+    GraphLost,
     Options,
     StateChanged,
     StateLost,
@@ -407,6 +410,22 @@ def test_T2_a_death_changes_no_bit(
     assert executor.stats().deaths > deaths
 
 
+def test_T2_a_death_between_a_step_and_zero_grad(killable: Executor) -> None:
+    """Gradients of before the step are missed where they are used, and not where they are cleared,
+    as those of a critic that the generator's backward reaches.
+    """
+    for used in (False, True):
+        killable.grow()
+        model, optimizer = small(killable)
+        advance(model, optimizer, 0)
+        killable.flush()  # waits for the step
+        kill(killable, 1)
+        model(torch.ones(4, 6)).sum().backward()
+        if used:
+            assert isinstance(raised(optimizer.step), GraphLost)
+        advance(model, optimizer, 1)
+
+
 @pytest.mark.long
 def test_T2_a_death_between_clipping_and_step(killable: Executor, tmp_path: Path) -> None:
     """The clipped gradients come from the replica that lives."""
@@ -591,6 +610,48 @@ def test_T3_between_the_steps(two: Executor) -> None:
     assert same(*results)
 
 
+class Mixed(nn.Module):
+    """Weights of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 8).double(), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x.double()).float())
+
+
+def test_T3_parameters_and_state_that_change(two: Executor) -> None:
+    """A group that grows, a layer that is replaced, and state that is written to, with two dtypes;
+    an optimizer that another one has followed says so, and a model ends with its last reference.
+    """
+    results = []
+    for inside in (True, False):
+        torch.manual_seed(0)
+        model = DataParallel(Mixed(), executor=two)
+        net: Any = model.module
+        kind = torch.optim.SGD
+        first = optimizer_of(model, inside, kind, net.body.parameters(), lr=0.1, momentum=0.9)
+        advance(model, first, 0)
+        first.param_groups[0]["params"].append(net.head.weight)
+        advance(model, first, 1)
+        first.state[net.body.weight]["momentum_buffer"].zero_()
+        advance(model, first, 2)
+        net.head = nn.Linear(8, 2)
+        advance(model, first, 3)
+        second = optimizer_of(model, inside, kind, lr=0.1)
+        advance(model, second, 4)
+        results.append([t.clone() for t in model.state_dict().values()])
+        if inside:
+            assert "made later" in str(raised(first.step))
+        advance(model, second, 5)
+        gone = weakref.ref(net)
+        del model, net, first, second
+        gc.collect()
+        assert gone() is None
+    assert same(*results)
+
+
 def test_T3_the_scaler(two: Executor) -> None:
     """Torch's gradient scaler, with an overflow on the way."""
     results = []
@@ -694,6 +755,29 @@ def test_T4_a_step_that_fails(two: Executor) -> None:
     advance(model, optimizer, 2)
     model.sync()
     assert optimizer.param_groups[0]["made"] == 3
+
+
+class FailsOnce(torch.optim.SGD):
+    """Raises an exception in one replica."""
+
+    def step(self, closure: Any = None) -> Any:
+        try:
+            os.unlink(os.path.join(self.param_groups[0]["folder"], "fail"))
+        except FileNotFoundError:
+            return super().step(closure)
+        raise ArithmeticError("in one of them")
+
+
+def test_T4_a_step_that_fails_in_one_replica(two: Executor, tmp_path: Path) -> None:
+    """It takes the step over from the other one."""
+    model = DataParallel(nn.Linear(6, 2), executor=two)
+    params = [{"params": [*model.parameters()], "folder": str(tmp_path)}]
+    optimizer = model.optimizer(FailsOnce, params, lr=0.1)
+    (tmp_path / "fail").touch()
+    advance(model, optimizer, 0)
+    assert isinstance(raised(lambda: model(torch.ones(4, 6))), ArithmeticError)
+    out = model(torch.ones(4, 6))
+    assert torch.equal(out[0], out[3])
 
 
 def test_T4_nonsense(two: Executor) -> None:
