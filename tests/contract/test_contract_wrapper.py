@@ -8,7 +8,7 @@ import pickle
 import threading
 import time
 import warnings
-from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,20 +63,6 @@ class Constant(nn.Module):
 
     def forward(self) -> torch.Tensor:
         return self.value * 2
-
-
-class Counting(nn.Module):
-    """Counts its calls, in a buffer that it writes to in place and in one that it rebinds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(1))
-        self.register_buffer("rebound", torch.zeros(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        self.rebound = self.rebound + 1
-        return x * 1
 
 
 class Keywords(nn.Module):
@@ -163,24 +149,14 @@ def same_outputs(three: Trio, *inputs: Any, exact: bool = True, **kwargs: Any) -
 
 
 def test_C1_signature() -> None:
-    """Upstream's four arguments, by position and by name; ours by name only; an unknown one is a
-    TypeError.
-    """
+    """Upstream's four arguments, by position and name; ours by name only; no others."""
     net = Net()
-    model = DataParallel(net, TWO, "cpu", 1)
-    assert (model.module, model.device_ids, model.output_device, model.dim) == (
-        net,
-        TWO,
-        torch.device("cpu"),
-        1,
-    )
-    named = DataParallel(module=net, device_ids=TWO, output_device="cpu", dim=1)
-    assert (named.module, named.device_ids, named.output_device, named.dim) == (
-        net,
-        TWO,
-        torch.device("cpu"),
-        1,
-    )
+    for model in (
+        DataParallel(net, TWO, "cpu", 1),
+        DataParallel(module=net, device_ids=TWO, output_device="cpu", dim=1),
+    ):
+        assert (model.module, model.device_ids, model.dim) == (net, TWO, 1)
+        assert model.output_device == torch.device("cpu")
     with pytest.raises(TypeError, match="gpus"):
         DataParallel(net, TWO, gpus=2)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="positional"):
@@ -195,27 +171,7 @@ def test_C1_generic() -> None:
     assert model(batch()).shape == (6, 2)
 
 
-def test_C1_is_an_nn_data_parallel() -> None:
-    """isinstance with torch's own class holds."""
-    assert isinstance(DataParallel(Net(), TWO), nn.DataParallel)
-
-
 # --- C3, C5 ---
-
-
-def test_C3_device_ids_become_a_list() -> None:
-    """Tuples, ranges and mixed forms are accepted and become a list of plain ids."""
-    net = Net()
-    assert DataParallel(net, ("cpu", torch.device("cpu"))).device_ids == TWO
-    assert DataParallel(net, range(2)).device_ids == [0, 1]
-    assert DataParallel(net, [torch.device("cuda", 1), "cuda:0"]).device_ids == [1, 0]
-    assert DataParallel(net, [torch.device("cuda"), "cpu", 1]).device_ids == [0, "cpu", 1]
-
-
-def test_C3_device_ids_default_to_all() -> None:
-    """Without device_ids, every GPU of the cluster."""
-    model = DataParallel(Net())
-    assert model.device_ids == [0, 1] == oracle.DataParallel(Net()).device_ids
 
 
 @pytest.mark.parametrize("where", [None, 0, 1, -1, "cpu", torch.device("cpu"), "cuda:0"])
@@ -278,9 +234,7 @@ class Gpu(NamedTuple):
 
 
 def test_C6_imbalance_is_warned_once() -> None:
-    """A GPU with less than 75 % of another's memory, else of its processors, is named in upstream's
-    words.
-    """
+    """Less than 75 % of another's memory, else of its processors, in upstream's words."""
     cases = {
         ((0, Gpu(100, 10)), (1, Gpu(74, 10))): (1, 0),
         ((0, Gpu(100, 5)), (3, Gpu(100, 10))): (0, 3),
@@ -338,9 +292,7 @@ def test_C7_a_single_gpu_of_the_driver_takes_the_module(monkeypatch: pytest.Monk
 
 
 def test_C8_constructor_does_not_check_devices() -> None:
-    """A module that is still elsewhere may be wrapped; what counts is where it is in forward
-    (pytorch#17363).
-    """
+    """A module that is still elsewhere may be wrapped; forward looks (pytorch#17363)."""
     net = Net().to("meta")
     net.first.to_empty(device="cpu")
     model = DataParallel(net, TWO)
@@ -365,9 +317,7 @@ def test_C8_converted_after_wrapping() -> None:
 
 
 def test_C9_state_dict_has_the_prefix() -> None:
-    """Keys of state_dict and names of parameters and buffers begin with ``module.``, as
-    upstream's.
-    """
+    """Keys of state_dict and names begin with ``module.``, as upstream's."""
     ours, theirs, plain = trio(Net(), 2)
     assert (
         list(ours.state_dict())
@@ -379,9 +329,7 @@ def test_C9_state_dict_has_the_prefix() -> None:
 
 
 def test_C9_loading() -> None:
-    """A strict load without the prefix fails; with it it works, and reaches the replicas; it can be
-    stripped.
-    """
+    """Strict without the prefix it fails; with it it reaches the replicas; it can be stripped."""
     ours, theirs, plain = trio(Net(), 2)
     trained = Net()
     with pytest.raises(RuntimeError, match="Missing key"):
@@ -395,18 +343,6 @@ def test_C9_loading() -> None:
     consume_prefix_in_state_dict_if_present(state, "module.")
     plain.load_state_dict(state)
     assert_same_state(ours, plain)
-
-
-def test_C9_checkpoint_file_round_trip() -> None:
-    """torch.save of the state, loaded with weights_only into upstream's wrapper."""
-    ours, theirs, _ = trio(Net(), 2)
-    with torch.no_grad():
-        ours.module.first.weight.add_(1)
-    file = io.BytesIO()
-    torch.save(ours.state_dict(), file)
-    file.seek(0)
-    theirs.load_state_dict(torch.load(file, weights_only=True))
-    assert_same_state(ours, theirs)
 
 
 # --- C10 ---
@@ -427,83 +363,33 @@ def test_C10_attributes_are_not_forwarded() -> None:
 # --- C11 ---
 
 
-def _train(model: Any) -> None:
-    model.train()
-
-
-def _eval(model: Any) -> None:
-    model.eval()
-
-
-def _eval_one(model: Any) -> None:
-    model.module.norm.eval()
-
-
-def _double(model: Any) -> None:
-    model.double()
-
-
-def _attribute(model: Any) -> None:
-    model.module.scale = 3.0
-
-
-def _swap(model: Any) -> None:
-    model.module.last = nn.Linear(6, 2)
-    nn.init.ones_(model.module.last.weight)
-    nn.init.zeros_(model.module.last.bias)
-
-
-def _add(model: Any) -> None:
-    model.module.norm = nn.Sequential(model.module.norm, nn.Tanh())
-
-
-def _remove(model: Any) -> None:
-    model.module.norm = nn.Identity()
-
-
-def _initialise(model: Any) -> None:
-    model.apply(lambda m: nn.init.constant_(m.weight, 0.5) if isinstance(m, nn.Linear) else None)
-
-
-def _replace_parameter(model: Any) -> None:
-    model.module.last.weight = nn.Parameter(torch.full((3, 6), 0.25))
-
-
-def _step(model: Any) -> None:
+def step(model: Any) -> None:
+    """A step of an optimizer."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(batch()).square().sum().backward()
     optimizer.step()
 
 
-def _freeze(model: Any) -> None:
-    model.module.first.requires_grad_(False)
-
-
-EDITS = [
-    _train,
-    _eval,
-    _eval_one,
-    _double,
-    _attribute,
-    _swap,
-    _add,
-    _remove,
-    _initialise,
-    _replace_parameter,
-    _step,
-    _freeze,
-]
+EDITS: dict[str, Callable[[Any], Any]] = {
+    "eval": lambda model: model.eval(),
+    "double": lambda model: model.double(),
+    "attribute": lambda model: setattr(model.module, "scale", 3.0),
+    "child": lambda model: setattr(model.module, "norm", nn.Identity()),
+    "apply": lambda model: model.apply(
+        lambda m: nn.init.constant_(m.weight, 0.5) if isinstance(m, nn.Linear) else None
+    ),
+    "step": step,
+    "freeze": lambda model: model.module.first.requires_grad_(False),
+}
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_C11_next_forward_sees(edit: Any) -> None:
-    """What is done to wrapper or module between two forwards is what upstream's replicas would be
-    made of.
-    """
+def test_C11_next_forward_sees(edit: str) -> None:
+    """Whatever is done between two forwards: upstream's replicas would be made of it."""
     three = trio(Net(), 2)
     same_outputs(three, batch())
     for model in (three.ours, three.theirs):
-        edit(model)
+        EDITS[edit](model)
         model.zero_grad()
     x = batch().to(next(three.ours.parameters()).dtype)
     out, expected = three.ours(x), three.theirs(x)
@@ -575,9 +461,7 @@ def test_C12_pickle(way: str) -> None:
 
 
 def test_C13_modules_with_computed_weights() -> None:
-    """Old weight_norm keeps a non-leaf tensor in its dict: two steps work; deepcopy fails as the
-    module's own.
-    """
+    """Old weight_norm keeps a non-leaf: two steps work; deepcopy fails as the module's own."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         first, second = (nn.utils.weight_norm(nn.Linear(4, 2)) for _ in range(2))
@@ -599,13 +483,9 @@ def test_C13_modules_with_computed_weights() -> None:
 
 def test_C14_functional_call_is_refused() -> None:
     """torch.func refuses us as it refuses upstream's class."""
-    three = trio(nn.Linear(4, 2), 2)
-    errors = [
-        raised(lambda m=m: torch.func.functional_call(m, dict(m.named_parameters()), batch()))
-        for m in three[:1]
-    ]
-    assert isinstance(errors[0], RuntimeError)
-    assert "stateless API can't be used with nn.DataParallel" in str(errors[0])
+    model = DataParallel(nn.Linear(4, 2), TWO)
+    with pytest.raises(RuntimeError, match=r"stateless API can't be used with nn\.DataParallel"):
+        torch.func.functional_call(model, dict(model.named_parameters()), batch())
 
 
 @pytest.mark.upstream
@@ -675,9 +555,7 @@ def recording(base: type) -> type:
 
 @pytest.mark.parametrize(("count", "rows"), [(1, 4), (2, 1), (2, 5), (3, 2)])
 def test_C17_override_points(count: int, rows: int) -> None:
-    """The four methods are called on self, in order, with upstream's arguments; with one device
-    only scatter is.
-    """
+    """On self, in order, with upstream's arguments; with one device only scatter is called."""
     net, x = Keywords(), torch.randn(rows, 2)
     logs = []
     for base, ids in ((DataParallel, ["cpu"] * count), (oracle.DataParallel, list(range(count)))):
@@ -770,9 +648,7 @@ def test_C17_what_a_replica_cannot_do_says_so(use: Any, says: str) -> None:
 @pytest.mark.parametrize("ids", [["cpu"], TWO])
 @pytest.mark.parametrize("kind", ["parameter", "buffer"])
 def test_F1_tensors_on_two_devices(ids: list[str], kind: str) -> None:
-    """Each forward checks parameters and buffers, in upstream's words; put right, the model
-    runs.
-    """
+    """In each forward, in upstream's words; put right, the model runs."""
     net = Net()
     model = DataParallel(net, ids)
     model(batch())
@@ -891,16 +767,6 @@ def test_F5_one_device_gradients_are_the_plain_modules() -> None:
     assert_same_grads(three.ours, three.plain)
 
 
-def test_F5_one_device_keeps_in_place_state() -> None:
-    """Batch norm's statistics are those of the whole batch."""
-    three = trio(Net(), 1)
-    for _ in range(2):
-        same_outputs(three, batch())
-        three.plain(batch())
-    assert_same_state(three.ours, three.theirs)
-    assert_same_state(three.ours, three.plain)
-
-
 # --- F6 ---
 
 
@@ -919,16 +785,6 @@ def test_F6_one_chunk_follows_gathers_rules() -> None:
     """A number becomes a list with one entry, as with any number of chunks."""
     assert DataParallel(Number(), TWO)(torch.ones(1, 2)) == [1]
     assert DataParallel(Number(), ["cpu"])(torch.ones(1, 2)) == 1
-
-
-def test_F6_one_chunk_runs_on_a_replica() -> None:
-    """What the module rebinds is lost, what it writes to in place is kept, as upstream."""
-    three = trio(Counting(), 2)
-    for _ in range(2):
-        same_outputs(three, torch.ones(1, 2))
-    assert three.ours.module.calls.item() == 2
-    assert three.ours.module.rebound.item() == 0
-    assert_same_state(three.ours, three.theirs)
 
 
 # --- F7 ---
@@ -968,18 +824,14 @@ def test_F7_may_be_called_from_several_threads() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("rows", [1, 6])
 def test_F8_functional_form(count: int, rows: int) -> None:
     """Output, gradients and buffers are upstream's function's."""
     mine, theirs = Net(), Net()
     theirs.load_state_dict(mine.state_dict())
-    x = batch(rows) if rows > 1 else torch.randn(1, 4)
-    if count == 1 or rows == 1:
-        mine.norm.eval()
-        theirs.norm.eval()
-    if rows == 5 and count > 1:
-        mine.norm.eval()  # a chunk of one row has no variance
-        theirs.norm.eval()
+    x = batch(rows)
+    for net in (mine, theirs):
+        net.train(rows > 1)  # one row has no variance
     out = data_parallel(mine, x, ["cpu"] * count)
     expected = oracle.data_parallel(theirs, x, list(range(count)))
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
@@ -1029,24 +881,13 @@ def test_F8_keyword_arguments_dim_and_defaults() -> None:
 
 
 def test_F8_no_grad_and_single_device() -> None:
-    """Under no_grad nothing is recorded; one device gives the raw output and no gradient to unused
-    parameters.
-    """
+    """No graph under no_grad; one device: the raw output, no gradient to what is unused."""
     with torch.no_grad():
         assert not data_parallel(Net().eval(), batch(), TWO).requires_grad
     assert data_parallel(Scalar(), torch.ones(4, 4), ["cpu"]).dim() == 0
     net = HalfUsed()
     data_parallel(net, torch.ones(4, 2), ["cpu"]).sum().backward()
     assert net.unused.grad is None and net.used.grad is not None
-
-
-def test_F8_checks_devices() -> None:
-    """The same check as the wrapper's, also with one device."""
-    net = Net()
-    net.last.weight = nn.Parameter(net.last.weight.detach().to("meta"))
-    for ids in (["cpu"], TWO):
-        with pytest.raises(RuntimeError, match="found one of them on device: meta"):
-            data_parallel(net, batch(), ids)
 
 
 def test_F8_repeated_calls_send_nothing() -> None:
@@ -1094,15 +935,3 @@ def test_F9_empty_batch_of_a_scalar_loss() -> None:
         ours, theirs = three.ours(torch.empty(0, 4)), three.theirs(torch.empty(0, 4))
     assert ours.shape == theirs.shape == (2,)
     assert ours.isnan().all()
-
-
-def test_wrapped_ordered_dict_module_keeps_order() -> None:
-    """A Sequential of an OrderedDict keeps its names under the prefix."""
-    net = nn.Sequential(OrderedDict([("b", nn.Linear(4, 4)), ("a", nn.Linear(4, 2))]))
-    assert [n for n, _ in DataParallel(net, TWO).named_children()] == ["module"]
-    assert list(DataParallel(net, TWO).state_dict()) == [
-        "module.b.weight",
-        "module.b.bias",
-        "module.a.weight",
-        "module.a.bias",
-    ]

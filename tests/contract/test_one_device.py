@@ -77,36 +77,6 @@ class Heads(nn.Module):
         return out
 
 
-class Recurs(nn.Module):
-    """Keeps its state in a buffer with a graph, which the next forward detaches, or replaces."""
-
-    def __init__(self, detaches: bool) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 3)
-        self.detaches = detaches
-        self.register_buffer("state", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        unused = self.state is None or not self.detaches
-        self.state = torch.zeros_like(x) if unused else self.state.detach()
-        self.state = self.inner(x) + self.state
-        return self.state
-
-
-@pytest.mark.parametrize("detaches", [False, True])
-def test_F5_a_buffer_with_a_graph_that_the_next_forward_does_not_use(detaches: bool) -> None:
-    """Its graph ended with the first backward, and the second must not run it."""
-    net = Recurs(detaches)
-    other = copy.deepcopy(net)
-    model = raydp_parallel.DataParallel(net, ["cpu"])
-    x = torch.linspace(-1, 1, 12).view(4, 3)
-    for _ in range(3):
-        for one in (model, other):
-            one(x).square().sum().backward()
-    torch.testing.assert_close(net.state, other.state)
-    torch.testing.assert_close(net.inner.weight.grad, other.inner.weight.grad)
-
-
 @pytest.mark.parametrize("ids", [["cpu"], ["cpu", "cpu"]])
 def test_F5_hooks_of_parameters_that_are_not_used_are_not_called(ids: list[str]) -> None:
     """As in the plain module. Torch would call them with None."""

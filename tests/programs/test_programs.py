@@ -7,7 +7,6 @@ Each is written once over a base class or a wrapping function, and must do the s
 from __future__ import annotations
 
 import copy
-import io
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -409,22 +408,6 @@ def test_checkpoints_go_both_ways(tmp_path: Path) -> None:
     x, _ = data()
     again.eval()
     torch.testing.assert_close(again(x), plain.eval()(x))
-
-
-def test_cyclegan_saves_through_the_cpu() -> None:
-    """``torch.save(net.module.cpu().state_dict())`` between two steps, then on."""
-    model = DataParallel(net(), TWO)
-    train(model, 1)
-    file = io.BytesIO()
-    assert isinstance(model, torch.nn.DataParallel)
-    torch.save(model.module.cpu().state_dict(), file)
-    train(model, 1)
-    reference = train(net(), 0)
-    file.seek(0)
-    reference.load_state_dict(torch.load(file))
-    wrapped = oracle.DataParallel(reference, [0, 1])
-    train(wrapped, 1)
-    assert_same_state(model, wrapped, rtol=1e-6, atol=1e-7)
 
 
 def meta_parallel(base: Any, scatter_kwargs: Any) -> Any:
