@@ -142,8 +142,10 @@ class NearClient(ActorClient):
         with self._line():
             self._channel.send(request)
 
-    def receive(self, timeout: float | None) -> Any:
-        """Return the next answer, in the order of requests; raises `Gone` and `TimeoutError`."""
+    def receive(self, timeout: float | None, home: torch.device = _CPU) -> Any:
+        """Return the next answer, with its tensors on a device, in the order of requests; raises
+        `Gone` and `TimeoutError`.
+        """
         if self.hello.device == "cpu":
             threads.rest()  # the replica computes on the same cores
         # Ctrl-C may come here: the answer is still owed then.
@@ -153,7 +155,7 @@ class NearClient(ActorClient):
                 raise TimeoutError(f"no answer within call_timeout={timeout} s")
             if all(fd != self._socket for fd, _ in ready):
                 raise EOFError
-            return self._channel.receive()
+            return self._channel.receive(device=home)
 
     def alive(self) -> bool:
         """Tell if it still runs, without waiting."""
@@ -190,8 +192,10 @@ class FarClient(ActorClient):
         self.sent += parts[2].nbytes
         self._refs.append(self.actor.answer.remote(*parts))
 
-    def receive(self, timeout: float | None) -> Any:
-        """Return the next answer, in the order of requests; raises `Gone` and `TimeoutError`."""
+    def receive(self, timeout: float | None, home: torch.device = _CPU) -> Any:
+        """Return the next answer, with its tensors on a device, in the order of requests; raises
+        `Gone` and `TimeoutError`.
+        """
         if not self._in_session():
             raise Gone("the Ray cluster was left")
         try:
@@ -205,7 +209,7 @@ class FarClient(ActorClient):
             raise Gone(ray_api.in_short(error)) from error
         self._refs.popleft()
         self.received += found[2].nbytes
-        return unflat(found, _CPU)
+        return unflat(found, home)
 
 
 class InProcessClient(_Counting):
@@ -225,9 +229,9 @@ class InProcessClient(_Counting):
             self.received += self._answers[-1][2].nbytes
             self._server.settle()
 
-    def receive(self, timeout: float | None) -> Any:
+    def receive(self, timeout: float | None, home: torch.device = _CPU) -> Any:
         """Return the next answer."""
-        return unflat(self._answers.popleft(), _CPU)
+        return unflat(self._answers.popleft(), home)
 
     def deliver(self, number: int, ref: Any) -> None:
         """Fetch an object of Ray's store for a request that names the number."""

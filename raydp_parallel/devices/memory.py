@@ -1,15 +1,28 @@
-"""Bytes between a window, which lies on the host, and the device that computes.
+"""Bytes between a window, which two processes share, and the device that computes.
 
-On a GPU a row of tensors is gathered there first, so that it takes one copy down and one copy up,
-through pinned memory both ways.
+On a GPU a row of tensors is gathered there first, so that it takes one copy down and one copy up:
+torch copies each tensor of a row alone where it crosses devices. Copies that nobody waits for need
+pinned memory on the host: windows are registered with CUDA, if that was tried and works, and their
+bytes pass through torch's pinned memory otherwise.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import logging
+import mmap
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger("raydp_parallel")
+
+_CPU = torch.device("cpu")
+_TRIED = 1 << 20
+"""Bytes that are copied both ways before memory of this kind is registered."""
 
 _pinned: dict[tuple[torch.device, str], Tensor] = {}
 
@@ -23,38 +36,109 @@ def _staging(device: torch.device, way: str, size: int) -> Tensor:
     return found[:size]
 
 
-def download(tensors: list[Tensor], layout: Any, window: Any) -> None:
-    """Copy a row of tensors, from wherever they lie, into a window."""
-    views = window.views(layout)
-    devices = {t.device for t in tensors}
-    if devices == {torch.device("cpu")}:
-        torch._foreach_copy_(views, tensors)
-        return
-    for device in devices:
-        mine = [i for i, t in enumerate(tensors) if t.device == device]
-        if device.type == "cpu":
-            torch._foreach_copy_([views[i] for i in mine], [tensors[i] for i in mine])
-            continue
-        flat = torch.empty(layout.size, dtype=torch.uint8, device=device)
-        there = layout.views(flat)
-        torch._foreach_copy_([there[i] for i in mine], [tensors[i] for i in mine])
-        host = _staging(device, "down", layout.size)
-        host.copy_(flat, non_blocking=True)
-        torch.cuda.current_stream(device).synchronize()
-        here = layout.views(host)
-        torch._foreach_copy_([views[i] for i in mine], [here[i] for i in mine])
+def gpu_of(tensors: list[Tensor]) -> torch.device | None:
+    """Return the first GPU on which one of the tensors lies."""
+    return next((t.device for t in tensors if t.device.type != "cpu"), None)
 
 
-def upload(layout: Any, window: Any, device: torch.device) -> list[Tensor]:
-    """Give the tensors of a window on a device: on a CPU where they lie, each as a new object."""
+def download(tensors: list[Tensor], layout: Any, window: Any) -> Any:
+    """Copy a row of tensors, from wherever they lie, into a window, and wait until they are there.
+
+    Returns:
+        The stream that was waited for; None if the host made all copies.
+    """
+    gpu = gpu_of(tensors)
+    if gpu is None:
+        torch._foreach_copy_(window.views(layout), tensors)
+        return None
+    flat = torch.empty(layout.size, dtype=torch.uint8, device=gpu)
+    views = layout.views(flat)
+    mine = [i for i, t in enumerate(tensors) if t.device == gpu]
+    torch._foreach_copy_([views[i] for i in mine], [tensors[i] for i in mine])
+    there = window.memory[: layout.size]
+    direct = _registered(window, gpu)
+    host = there if direct else _staging(gpu, "down", layout.size)
+    host.copy_(flat, non_blocking=True)
+    stream = torch.cuda.current_stream(gpu)
+    stream.synchronize()
+    if not direct:
+        there.copy_(host)
+    if len(mine) < len(tensors):  # over what lay between the others
+        rest = [i for i, t in enumerate(tensors) if t.device != gpu]
+        views = window.views(layout)
+        torch._foreach_copy_([views[i] for i in rest], [tensors[i] for i in rest])
+    return stream
+
+
+def upload(layout: Any, window: Any, device: torch.device) -> tuple[list[Tensor], Any]:
+    """Give the tensors of a window on a device: on a CPU where they lie, each as a new object.
+
+    Returns:
+        The tensors, and the stream on which the window is still read; None if it is not.
+    """
+    stream = None
     if device.type == "cpu":
         found = [view.detach() for view in window.views(layout)]
     else:
-        host = _staging(device, "up", layout.size)
-        torch.cuda.current_stream(device).synchronize()  # the last copy out of the staging
-        host.copy_(window.memory[: layout.size])
-        found = layout.views(host.to(device, non_blocking=True))
+        there = window.memory[: layout.size]
+        flat = torch.empty(layout.size, dtype=torch.uint8, device=device)
+        if _registered(window, device):
+            stream = torch.cuda.current_stream(device)
+            flat.copy_(there, non_blocking=True)
+        else:
+            host = _staging(device, "up", layout.size)
+            torch.cuda.current_stream(device).synchronize()  # the last copy out of the staging
+            host.copy_(there)
+            flat.copy_(host, non_blocking=True)
+        found = layout.views(flat)
     for tensor, spec in zip(found, layout.specs, strict=True):
         if spec.grad:
             tensor.requires_grad_()
-    return found
+    return found, stream
+
+
+def _registered(window: Any, device: torch.device) -> bool:
+    """Register a window with CUDA when a GPU first reads or writes it; tell if it is."""
+    if window.registered is None:
+        window.registered = window.map is not None and _may_register(device)
+        if window.registered:
+            at = window.memory.data_ptr()
+            window.registered = _register(device, at, window.memory.numel())
+            if window.registered:
+                # The mapping must not end before: it is held here, and tensors may hold it longer.
+                weakref.finalize(window, _unregister, at, window.map).atexit = False
+    return bool(window.registered)
+
+
+def _register(device: torch.device, address: int, size: int) -> bool:
+    code = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+    if code:
+        log.info("host memory cannot be registered with CUDA (error %d): it is staged", code)
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=device)  # CUDA tells the next kernel of an error nobody took
+    return not code
+
+
+def _unregister(address: int, mapping: mmap.mmap) -> None:
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+@functools.cache
+def _may_register(device: torch.device) -> bool:
+    """Try, once, copies to and from registered memory of the kind that processes share."""
+    mapping = mmap.mmap(-1, _TRIED)
+    host = torch.frombuffer(mapping, dtype=torch.uint8)
+    if not _register(device, host.data_ptr(), _TRIED):
+        return False
+    right = True
+    for _ in range(3):
+        sent = torch.randint(256, (_TRIED,), dtype=torch.uint8, device=device)
+        host.copy_(sent, non_blocking=True)
+        torch.cuda.current_stream(device).synchronize()
+        back = torch.empty_like(sent)
+        back.copy_(host, non_blocking=True)
+        right = right and torch.equal(host, sent.to(_CPU)) and torch.equal(back, sent)
+    _unregister(host.data_ptr(), mapping)
+    if not right:
+        log.warning("copies from registered host memory were wrong on %s: it is staged", device)
+    return right

@@ -316,6 +316,7 @@ def _run(
                 needs,
                 makes,
                 together=call.group is not None,
+                home=part.master.home,
             )
         )
     try:

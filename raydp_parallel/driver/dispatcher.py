@@ -20,6 +20,7 @@ from raydp_parallel.replica import exceptions
 from raydp_parallel.wire.codec import Parcel
 from raydp_parallel.wire.messages import Answer, ForwardRequest
 
+_CPU = torch.device("cpu")
 _MISMATCH = "SourceMismatch"
 _MOST_DEATHS = 6
 _MOST_SILENT = 2
@@ -72,6 +73,7 @@ class ChunkCall(NamedTuple):
             alone.
         rows: Rows of the chunk, for statistics.
         name: The class of the module that runs forward, for statistics.
+        home: The driver's device, to which the answer's tensors go.
     """
 
     slot: ReplicaSlot
@@ -83,6 +85,7 @@ class ChunkCall(NamedTuple):
     together: bool = False
     rows: int = 0
     name: str = ""
+    home: torch.device = _CPU
 
 
 class Pending:
@@ -234,7 +237,8 @@ class Dispatcher:
             return
         phase = pending.call.phase if pending.call is not None else "call"
         try:
-            answer = client.receive(self._set.options.call_timeout)
+            home = pending.call.home if pending.call is not None else _CPU
+            answer = client.receive(self._set.options.call_timeout, home)
         except (Gone, TimeoutError) as error:
             pending.gone = error.cause if isinstance(error, Gone) else str(error)
             if isinstance(error, TimeoutError):

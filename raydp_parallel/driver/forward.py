@@ -137,6 +137,7 @@ class _Run:
             together=self.group is not None,
             rows=self.chunk.rows,
             name=type(self.chunk.module).__name__,
+            home=self.master.home,
         )
 
     def request(
@@ -365,7 +366,7 @@ def _outputs(
     """Take the outputs out of the answers, and make them part of torch's graph. [9]"""
     rows: list[list[Tensor]] = []
     for one, answer in zip(runs, answers, strict=True):
-        device = next((t.device for t in one.master.tensors.values()), torch.device("cpu"))
+        device = one.master.home
         row = []
         lends = lend and _may_lend(answer.value)
         for t in answer.value.tensors:

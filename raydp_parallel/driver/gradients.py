@@ -87,13 +87,21 @@ def total(
                 rows[at].append(grad)
     sums: list[Tensor | None] = [None] * len(leaves)
     plain: list[int] = []
+    fresh: list[int] = []
     for i, (row, leaf) in enumerate(zip(rows, leaves, strict=True)):
-        if row and leaf.device.type == "cpu" and all(map(_plain, row)):
-            plain.append(i)
+        alike = all(map(_plain, row)) and {g.device for g in row} == {leaf.device}
+        if row and alike:
+            (plain if leaf.device.type == "cpu" else fresh).append(i)
         elif row:
             sums[i] = _sum([grad.to(leaf.device) for grad in row])
+    if fresh:  # on a GPU answers have memory of their own
+        into = [rows[i][0] for i in fresh]
+        _add_rest(into, [rows[i] for i in fresh])
+        for i, tensor in zip(fresh, into, strict=True):
+            sums[i] = tensor
     if plain:
-        into, used = [], 0
+        into = []
+        used = 0
         for i in plain:
             like = rows[i][0]
             if kinds[i] == "parameter":
@@ -103,12 +111,17 @@ def total(
                 into.append(torch.empty_like(like))
         _recycled.trim(used)
         torch._foreach_copy_(into, [rows[i][0] for i in plain])
-        for n in range(1, max(len(rows[i]) for i in plain)):
-            having = [k for k, i in enumerate(plain) if len(rows[i]) > n]
-            torch._foreach_add_([into[k] for k in having], [rows[plain[k]][n] for k in having])
+        _add_rest(into, [rows[i] for i in plain])
         for i, tensor in zip(plain, into, strict=True):
             sums[i] = tensor
     return sums
+
+
+def _add_rest(into: list[Tensor], rows: Sequence[list[Tensor]]) -> None:
+    """Add to the first tensors of rows the others, in order."""
+    for n in range(1, max(map(len, rows))):
+        having = [k for k, row in enumerate(rows) if len(row) > n]
+        torch._foreach_add_([into[k] for k in having], [rows[k][n] for k in having])
 
 
 def _plain(t: Tensor) -> bool:

@@ -120,6 +120,7 @@ class ReplicaActor:
             if peer(sock)[1] != os.getuid():
                 return "another user has its socket"
             channel = Channel(sock, self._device)
+            self._enter_device()
             with contextlib.suppress(EOFError, ConnectionError):
                 while True:
                     try:
@@ -142,9 +143,15 @@ class ReplicaActor:
 
     def answer(self, body: bytes, specs: bytes, data: Any) -> Flat:
         """Answer a driver on another machine."""
+        self._enter_device()
         found = flat(self._answer(unflat((body, specs, data), self._device)))
         self._server.settle()
         return found
+
+    def _enter_device(self) -> None:
+        """Let ``"cuda"`` without a number be the replica's GPU: CUDA keeps that for each thread."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
 
     def _answer(self, request: Any) -> Any:
         try:

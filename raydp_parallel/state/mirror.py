@@ -158,6 +158,11 @@ class Master:
         """True once the module is gone."""
         return self._module() is None
 
+    @property
+    def home(self) -> torch.device:
+        """The device of the module."""
+        return next((t.device for t in self.tensors.values()), _CPU)
+
     # Look.
 
     def sync(self, code: bool = False) -> None:

@@ -34,7 +34,8 @@ class Channel:
 
     Args:
         sock: The socket.
-        device: Where tensors of received frames go; on a CPU they stay in the window.
+        device: Where tensors of received frames go, unless the receiver names another device; on a
+            CPU they stay in the window.
 
     Attributes:
         sent: Bytes of tensors that were sent so far.
@@ -48,6 +49,7 @@ class Channel:
         self._theirs: dict[int, Layout] = {}
         self._out: Window | None = None
         self._in: Window | None = None
+        self._reading: Any = None  # the stream that may still copy from the other end's window
         self.sent = self.received = 0
 
     def fileno(self) -> int:
@@ -62,9 +64,13 @@ class Channel:
         if layout.size and (self._out is None or self._out.size < layout.size):
             self._out = Window(layout.size + layout.size // 4)
             size, fds = self._out.size, [self._out.fd, *fds]
+        waited = None
         if packet.tensors:
             assert self._out is not None
-            memory.download(packet.tensors, layout, self._out)
+            waited = memory.download(packet.tensors, layout, self._out)
+        if self._reading is not None and self._reading != waited:
+            self._reading.synchronize()  # the other end may write there once it has this frame
+        self._reading = None
         specs = pickle.dumps(packet.specs) if new else b""
         shared = pickle.dumps([window.size for window in packet.windows]) if packet.windows else b""
         header = _HEADER.pack(len(packet.body), len(specs), number, size, len(shared))
@@ -80,8 +86,13 @@ class Channel:
         poll.register(self._sock, select.POLLIN)
         return bool(poll.poll(None if timeout is None else max(0.0, timeout) * 1000))
 
-    def receive(self, timeout: float | None = None) -> Any:
-        """Receive a message; its tensors are valid until the other end's next one.
+    def receive(self, timeout: float | None = None, device: torch.device | None = None) -> Any:
+        """Receive a message; its tensors are valid until the other end's next one, unless they were
+        brought to a GPU.
+
+        Args:
+            timeout: Seconds to wait.
+            device: Where its tensors go.
 
         Raises:
             EOFError: The other process ended.
@@ -101,14 +112,15 @@ class Channel:
         data = self._read(body)
         layout = self._theirs[number]
         self.received += layout.size
-        return codec.decode(data, self._tensors(layout), windows)
+        return codec.decode(data, self._tensors(layout, device or self._device), windows)
 
-    def _tensors(self, layout: Layout) -> Sequence[Tensor]:
+    def _tensors(self, layout: Layout, device: torch.device) -> Sequence[Tensor]:
         if not layout.specs:
             return ()
         if self._in is None:  # nothing but tensors without elements
             self._in = Window(0)
-        return memory.upload(layout, self._in, self._device)
+        found, self._reading = memory.upload(layout, self._in, device)
+        return found
 
     def _read(self, count: int) -> bytes:
         if not count:

@@ -72,17 +72,20 @@ class Layout:
 
     def views(self, memory: Tensor) -> list[Tensor]:
         """Show the tensors in a flat run of bytes, on whatever device it lies."""
-        return [_view(memory, s, at) for s, at in zip(self.specs, self.offsets, strict=True)]
+        whole = {}
+        for dtype in {spec.dtype for spec in self.specs}:
+            size = memory.numel() // dtype.itemsize * dtype.itemsize
+            whole[dtype] = memory[:size].view(dtype)
+        begin = memory.storage_offset()
+        found = []
+        for spec, offset in zip(self.specs, self.offsets, strict=True):
+            at = (begin + offset) // spec.dtype.itemsize
+            found.append(whole[spec.dtype].as_strided(spec.shape, spec.stride, at))
+        return found
 
-
-def _view(memory: Tensor, spec: Spec, offset: int) -> Tensor:
-    count = 1
-    for n in spec.shape:
-        count *= n
-    if count == 0:
-        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=memory.device)
-    run = memory[offset : offset + count * spec.dtype.itemsize].view(spec.dtype)
-    return run.as_strided(spec.shape, spec.stride)
+    def part(self, numbers: Sequence[int]) -> Layout:
+        """Lay out some of the tensors alone."""
+        return Layout([self.specs[i] for i in numbers])
 
 
 class Window:
@@ -91,6 +94,7 @@ class Window:
     Attributes:
         memory: All of it, as a flat tensor of bytes.
         fd: Its descriptor; the memory ends with the last process that has it mapped.
+        registered: Whether CUDA knows it; None if that was not tried.
     """
 
     def __init__(self, size: int, fd: int | None = None, private: bool = False) -> None:
@@ -105,6 +109,7 @@ class Window:
         # Tensors keep the mapping when the window is gone, and the mapping its descriptor.
         weakref.finalize(self.map, os.close, fd).atexit = False
         _mapped[self.map] = self.memory.data_ptr(), self.size, fd
+        self.registered: bool | None = None
         self._views: dict[int, tuple[Layout, list[Tensor]]] = {}
 
     def duplicate(self) -> int:
