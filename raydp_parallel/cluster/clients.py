@@ -25,6 +25,7 @@ from raydp_parallel.replica.actor import fetched
 from raydp_parallel.replica.server import ReplicaServer
 from raydp_parallel.wire.channel import Channel
 from raydp_parallel.wire.flat import Flat, flat, unflat
+from raydp_parallel.wire.trial import try_ipc
 
 _CPU = torch.device("cpu")
 _OWN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -44,9 +45,14 @@ class Gone(Exception):
 
 
 class _Counting:
-    """Counts bytes of tensors that were sent and received."""
+    """Counts bytes of tensors that were sent and received.
+
+    Attributes:
+        link: How bytes go.
+    """
 
     sent = received = 0
+    link = "ray"
 
     def moved(self) -> tuple[int, int]:
         """Return both numbers."""
@@ -107,7 +113,8 @@ class NearClient(ActorClient):
 
     def __init__(self, actor: Any, hello: Hello, life: Any, sock: socket.socket) -> None:
         super().__init__(actor, hello._replace(near=True), life)
-        self._channel = Channel(sock)
+        self._channel = Channel(sock, summed=hello.device != "cpu")
+        self.link = "windows"
         self._socket: int | None = sock.fileno()
         self._process = os.pidfd_open(hello.pid)
         weakref.finalize(self, os.close, self._process).atexit = False
@@ -120,6 +127,11 @@ class NearClient(ActorClient):
     def moved(self) -> tuple[int, int]:
         """Return both numbers."""
         return self._channel.sent, self._channel.received
+
+    def try_ipc(self, device: torch.device) -> None:
+        """Let windows lie on a GPU that both processes have, if that works; else raise."""
+        try_ipc(self._channel, device)
+        self.link = "ipc"
 
     @contextlib.contextmanager
     def _line(self) -> Iterator[None]:

@@ -142,6 +142,19 @@ def describe(device: torch.device, node: str, index: str = "") -> Hello:
     )
 
 
+def own_gpu(uuid: str) -> torch.device | None:
+    """Return the GPU that this process and a replica use both; None if there is none. On others
+    CUDA is not started, which takes half a gigabyte there.
+    """
+    if not uuid or not torch.cuda.is_initialized():
+        return None
+    for number in range(torch.cuda.device_count()):
+        used = number == torch.cuda.current_device() or torch.cuda.memory_allocated(number)
+        if used and str(torch.cuda.get_device_properties(number).uuid) == uuid:
+            return torch.device("cuda", number)
+    return None
+
+
 _IMBALANCE = """
     There is an imbalance between your GPUs. You may want to exclude GPU {} which
     has less than 75% of the memory or cores of GPU {}. You can do so by setting

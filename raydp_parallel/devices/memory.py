@@ -31,7 +31,8 @@ def _staging(device: torch.device, way: str, size: int) -> Tensor:
     """Return pinned memory that is kept for one device and way."""
     found = _pinned.get((device, way))
     if found is None or found.numel() < size:
-        found = torch.empty(size + size // 4, dtype=torch.uint8, pin_memory=True)
+        with torch.inference_mode(False):  # else it could not be written to outside of it
+            found = torch.empty(size + size // 4, dtype=torch.uint8, pin_memory=True)
         _pinned[device, way] = found
     return found[:size]
 
@@ -48,39 +49,66 @@ def download(tensors: list[Tensor], layout: Any, window: Any) -> Any:
         The stream that was waited for; None if the host made all copies.
     """
     gpu = gpu_of(tensors)
-    if gpu is None:
+    if gpu is None and window.memory.device.type == "cpu":
         torch._foreach_copy_(window.views(layout), tensors)
         return None
-    flat = torch.empty(layout.size, dtype=torch.uint8, device=gpu)
-    views = layout.views(flat)
+    gpu = gpu or window.memory.device
+    stream = torch.cuda.current_stream(gpu)
     mine = [i for i, t in enumerate(tensors) if t.device == gpu]
-    torch._foreach_copy_([views[i] for i in mine], [tensors[i] for i in mine])
+    rest = [i for i, t in enumerate(tensors) if t.device != gpu] if len(mine) < len(tensors) else []
+    if window.memory.device == gpu:
+        views = window.views(layout)
+        _copy_some(views, tensors, mine)
+        if rest:
+            part = layout.part(rest)
+            host = _staging(gpu, "down", part.size)
+            torch._foreach_copy_(part.views(host), [tensors[i].cpu() for i in rest])
+            up = part.views(host.to(gpu, non_blocking=True))
+            torch._foreach_copy_([views[i] for i in rest], up)
+        stream.synchronize()
+        return stream
+    flat = torch.empty(layout.size, dtype=torch.uint8, device=gpu)
+    _copy_some(layout.views(flat), tensors, mine)
     there = window.memory[: layout.size]
     direct = _registered(window, gpu)
     host = there if direct else _staging(gpu, "down", layout.size)
     host.copy_(flat, non_blocking=True)
-    stream = torch.cuda.current_stream(gpu)
     stream.synchronize()
     if not direct:
         there.copy_(host)
-    if len(mine) < len(tensors):  # over what lay between the others
-        rest = [i for i, t in enumerate(tensors) if t.device != gpu]
-        views = window.views(layout)
-        torch._foreach_copy_([views[i] for i in rest], [tensors[i] for i in rest])
+    if rest:  # over what lay between the others
+        _copy_some(window.views(layout), tensors, rest)
     return stream
 
 
-def upload(layout: Any, window: Any, device: torch.device) -> tuple[list[Tensor], Any]:
+def _copy_some(into: list[Tensor], tensors: list[Tensor], chosen: list[int]) -> None:
+    if len(chosen) < len(tensors):
+        into, tensors = [into[i] for i in chosen], [tensors[i] for i in chosen]
+    if chosen:
+        torch._foreach_copy_(into, tensors)
+
+
+def total(run: Tensor) -> int:
+    """Add the bytes of a run, as numbers of 64 bits."""
+    return int(run.view(torch.int64).sum())
+
+
+def upload(layout: Any, window: Any, device: torch.device) -> tuple[list[Tensor], Tensor, Any]:
     """Give the tensors of a window on a device: on a CPU where they lie, each as a new object.
 
     Returns:
-        The tensors, and the stream on which the window is still read; None if it is not.
+        The tensors, all their bytes, and the stream on which the window is still read; None if it
+        is not.
     """
+    there = window.memory[: layout.size]
     stream = None
-    if device.type == "cpu":
-        found = [view.detach() for view in window.views(layout)]
+    if device.type == "cpu" and there.device.type == "cpu":
+        found, flat = [view.detach() for view in window.views(layout)], there
+    elif there.device.type == "cuda":
+        stream = torch.cuda.current_stream(there.device)
+        flat = there.clone()
+        found = layout.views(flat)
     else:
-        there = window.memory[: layout.size]
         flat = torch.empty(layout.size, dtype=torch.uint8, device=device)
         if _registered(window, device):
             stream = torch.cuda.current_stream(device)
@@ -94,7 +122,7 @@ def upload(layout: Any, window: Any, device: torch.device) -> tuple[list[Tensor]
     for tensor, spec in zip(found, layout.specs, strict=True):
         if spec.grad:
             tensor.requires_grad_()
-    return found, stream
+    return found, flat, stream
 
 
 def _registered(window: Any, device: torch.device) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from raydp_parallel.cluster.clients import Gone
 from raydp_parallel.cluster.replica_set import ReplicaSet, ReplicaSlot
-from raydp_parallel.errors import GraphLost, ReplicaDied
+from raydp_parallel.errors import GraphLost, ReplicaDied, TransferError
 from raydp_parallel.replica import exceptions
 from raydp_parallel.wire.codec import Parcel
 from raydp_parallel.wire.messages import Answer, ForwardRequest
@@ -245,6 +245,9 @@ class Dispatcher:
                 client.close()
             self._set.lost(slot, pending.life, phase, pending.gone)
             return
+        except TransferError:  # the frame was read
+            slot.pending = None
+            raise
         finally:
             if slot.pending is pending and (pending.gone or slot.life != pending.life):
                 slot.pending = None

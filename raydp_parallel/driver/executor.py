@@ -120,8 +120,8 @@ class Executor:
 
     def stats(self, model: nn.Module | None = None) -> ExecutorStats:
         """Describe the replicas' work so far, for all models."""
-        near = [s.client.hello.near for s in self.replica_set.ready() if s.client is not None]
-        link = "windows" if near and all(near) else "ray" if near else "none"
+        links = {s.client.link for s in self.replica_set.ready() if s.client is not None}
+        link = " + ".join(sorted(links)) or "none"
         return self.replica_set.recorder.stats(self.replicas(), link)
 
     def show(self, replica: int, text: str) -> None:

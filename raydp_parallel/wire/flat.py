@@ -43,5 +43,5 @@ def unflat(parts: Flat, device: torch.device) -> Any:
     """Put a message together. The bytes are copied: those in Ray's object store are read-only."""
     body, specs, data = parts
     run = _Run(torch.from_numpy(np.array(data)))
-    tensors, _ = memory.upload(Layout(pickle.loads(specs)), run, device)
+    tensors, *_ = memory.upload(Layout(pickle.loads(specs)), run, device)
     return codec.decode(body, tensors)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import pickle
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -88,17 +89,74 @@ class Layout:
         return Layout([self.specs[i] for i in numbers])
 
 
-class Window:
-    """Shared memory of this process, or of another one that sent its descriptor.
+class _Run:
+    """Memory in which rows of tensors lie.
 
     Attributes:
         memory: All of it, as a flat tensor of bytes.
-        fd: Its descriptor; the memory ends with the last process that has it mapped.
-        registered: Whether CUDA knows it; None if that was not tried.
+        map: What maps it into this process; None on a GPU.
+        registered: Whether CUDA knows it as memory of the host; None if that was not tried.
     """
 
+    memory: Tensor
+    map: mmap.mmap | None = None
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.registered: bool | None = None
+        self._views: dict[int, tuple[Layout, list[Tensor]]] = {}
+
+    def views(self, layout: Layout) -> list[Tensor]:
+        """Show a row of tensors here; made once for each layout."""
+        found = self._views.get(id(layout))
+        if found is None:
+            if len(self._views) >= 2 * Layouts.MOST:
+                self._views.clear()
+            found = self._views[id(layout)] = layout, layout.views(self.memory)
+        return found[1]
+
+
+class GpuWindow(_Run):
+    """Memory of a GPU on which both processes compute.
+
+    It is exported once and opened once: torch's counts of readers are wrong otherwise.
+
+    Args:
+        size: Its bytes.
+        device: The GPU, as this process numbers it.
+        export: The other process's description of it; None makes it here.
+    """
+
+    def __init__(self, size: int, device: torch.device, export: bytes | None = None) -> None:
+        super().__init__(size)
+        from torch.multiprocessing import reductions
+
+        # A tensor of inference mode could not be written to outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            if export is None:
+                self.memory = torch.empty(size, dtype=torch.uint8, device=device)
+                self.export = pickle.dumps(reductions.reduce_tensor(self.memory)[1])
+            else:
+                given = list(pickle.loads(export))
+                given[_NUMBER] = device.index or 0
+                self.memory = reductions.rebuild_cuda_tensor(*given)
+
+
+_NUMBER = 6
+"""Where torch's description of a shared tensor has the number of its GPU."""
+
+
+class Window(_Run):
+    """Shared memory of this process, or of another one that sent its descriptor.
+
+    Attributes:
+        fd: Its descriptor; the memory ends with the last process that has it mapped.
+    """
+
+    map: mmap.mmap
+
     def __init__(self, size: int, fd: int | None = None, private: bool = False) -> None:
-        self.size = max(PAGE, -(-size // PAGE) * PAGE)
+        super().__init__(max(PAGE, -(-size // PAGE) * PAGE))
         if fd is None:
             fd = os.memfd_create("raydp_parallel", os.MFD_CLOEXEC)
             os.ftruncate(fd, self.size)
@@ -109,8 +167,6 @@ class Window:
         # Tensors keep the mapping when the window is gone, and the mapping its descriptor.
         weakref.finalize(self.map, os.close, fd).atexit = False
         _mapped[self.map] = self.memory.data_ptr(), self.size, fd
-        self.registered: bool | None = None
-        self._views: dict[int, tuple[Layout, list[Tensor]]] = {}
 
     def duplicate(self) -> int:
         """Return another descriptor of the memory, for another window on it."""
@@ -123,15 +179,6 @@ class Window:
             count *= n
         run = torch.frombuffer(self.map, dtype=spec.dtype, count=count, offset=offset)
         return run.as_strided(spec.shape, spec.stride)
-
-    def views(self, layout: Layout) -> list[Tensor]:
-        """Show a row of tensors here; made once for each layout."""
-        found = self._views.get(id(layout))
-        if found is None:
-            if len(self._views) >= 2 * Layouts.MOST:
-                self._views.clear()
-            found = self._views[id(layout)] = layout, layout.views(self.memory)
-        return found[1]
 
 
 _mapped: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, int, int]] = weakref.WeakKeyDictionary()

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +20,10 @@ from torch import nn
 from raydp_parallel import DataParallel, Executor, Options
 from raydp_parallel.cluster.clients import InProcessClient
 from raydp_parallel.devices import cuda
+from raydp_parallel.errors import TransferError
+from raydp_parallel.wire import trial
+from raydp_parallel.wire.channel import Channel
+from raydp_parallel.wire.windows import GpuWindow
 
 HERE = Options(in_process=True)
 
@@ -108,3 +118,134 @@ def test_gpus_stay_visible_if_the_user_says_so(
     given: Any = cuda.take_given("gpu", ["1"])
     assert given == torch.device("cuda", index)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
+
+
+def test_a_shared_gpu_carries_all_bytes(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing crosses to the host, and the values are those of host memory."""
+    x, losses, moved = torch.randn(8, 8, dtype=torch.double).cuda(), [], []
+    for ipc in (True, False):
+        near_replicas(gpus, monkeypatch, ipc)
+        torch.manual_seed(0)
+        with Executor([0, 0], options=HERE) as executor:
+            assert executor.stats().link == ("ipc" if ipc else "windows")
+            model = DataParallel(net().cuda(), executor=executor)
+            gpus.counts.clear()
+            losses.append([*train(model, x, steps=12)])
+            moved.append(gpus.counts["driver crossings"])
+    assert losses[0] == losses[1]
+    assert moved[0] == 0 < moved[1]
+
+
+def test_a_window_is_waited_for(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads it before finds other bytes."""
+    near_replicas(gpus, monkeypatch, ipc=True)
+    x = torch.randn(8, 8, dtype=torch.double).cuda()
+    with Executor([0], options=HERE) as executor, torch.no_grad():
+        model = DataParallel(net().cuda(), executor=executor)
+        right = [model(x) for _ in range(9)][-1]
+        monkeypatch.setattr(gpus, "wait", lambda: None)
+        assert not torch.equal(model(x + 1), right)
+
+
+def answered(gpus: FakeGpus) -> Channel:
+    """The driver's end; at the other one a replica answers trials, in another thread."""
+    ours, theirs = (Channel(end, summed=True) for end in socket.socketpair())
+    gpu = torch.device("cuda", 0)
+
+    def serve() -> None:
+        gpus.side = "replica"
+        with (
+            gpus,
+            contextlib.suppress(EOFError, OSError, TransferError),
+            contextlib.closing(theirs),
+        ):
+            while True:
+                trial.answer(theirs, theirs.receive(device=gpu), gpu)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return ours
+
+
+def test_the_trial_and_what_it_finds(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes where bytes arrive, and fails where they do not, or where nobody answers."""
+    monkeypatch.setattr(trial, "SIZES", [1 << 16, 1 << 20])
+    monkeypatch.setattr(trial, "_PRODUCTS", 1)
+    gpu = torch.device("cuda", 0)
+    ours = answered(gpus)
+    trial.try_ipc(ours, gpu)
+    ours.close()
+    gpus.lossy = True
+    ours = answered(gpus)
+    with pytest.raises(EOFError):
+        trial.try_ipc(ours, gpu)
+    ours.close()
+    monkeypatch.setattr(trial, "_PATIENCE", 0.01)
+    silent, _ = (Channel(end) for end in socket.socketpair())
+    with pytest.raises(TimeoutError):
+        trial.try_ipc(silent, gpu)
+
+
+def test_other_bytes_than_were_sent_are_told(
+    gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By sums beside the first messages, with the way's name."""
+    ours, theirs = (Channel(end, summed=True) for end in socket.socketpair())
+    gpu = torch.device("cuda", 0)
+    for way in ("host", "ipc"):
+        ours.send([torch.arange(8).cuda()])
+        next(iter(ours._out.values())).memory[3] = 7
+        with pytest.raises(TransferError, match=way):
+            theirs.receive(device=gpu)
+        ours._out.clear()
+        ours.ipc = gpu
+
+
+def test_an_export_is_opened_once(gpus: FakeGpus) -> None:
+    """Torch's counts of readers go below zero otherwise (N10)."""
+    ours, theirs = (Channel(end) for end in socket.socketpair())
+    ours.ipc = gpu = torch.device("cuda", 0)
+    for n in range(3):
+        ours.send([torch.full((4,), n).cuda()])
+        assert theirs.receive(device=gpu)[0].tolist() == [n] * 4
+    (window,) = ours._out.values()
+    with pytest.raises(RuntimeError, match="opened before"):
+        GpuWindow(window.size, gpu, window.export)
+
+
+@pytest.mark.parametrize(("told", "ways"), [("", {"host", "ipc"}), ("host", {"host"})])
+def test_the_environment_chooses_ways(
+    monkeypatch: pytest.MonkeyPatch, told: str, ways: set[str]
+) -> None:
+    """Before the options do."""
+    monkeypatch.setenv("RAYDP_PARALLEL_GPU_PATHS", told)
+    assert Options().ways == ways
+    monkeypatch.setenv("RAYDP_PARALLEL_GPU_PATHS", "hots")
+    with pytest.raises(ValueError, match="RAYDP_PARALLEL_GPU_PATHS"):
+        Options().ways  # noqa: B018
+
+
+def test_without_a_gpu_cuda_is_not_started() -> None:
+    """By the import, or by replicas on CPUs."""
+    code = """
+import raydp_parallel, torch
+torch.cuda._lazy_init = None
+options = raydp_parallel.Options(in_process=True)
+model = raydp_parallel.DataParallel(torch.nn.Linear(2, 2), ["cpu", "cpu"], options=options)
+model(torch.ones(4, 2)).sum().backward()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["", "lossy"])
+def test_replicas_in_processes_of_their_own(how: str) -> None:
+    """One of them shares the driver's GPU; it is started again without that if the trial fails."""
+    script = Path(__file__).parents[1] / "support" / "gpu_script.py"
+    done = subprocess.run(
+        [sys.executable, str(script), how], capture_output=True, text=True, timeout=280
+    )
+    *_, said, link, right = done.stdout.splitlines()
+    assert right == "right", done.stderr
+    assert link == ("link: windows" if how else "link: ipc + windows")
+    ways = "2 by pinned memory of the host" if how else "1 by CUDA IPC, 1 by pinned memory"
+    assert said.startswith(f"2 x Fake: {ways}")

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
 from raydp_parallel.devices import memory
@@ -89,9 +89,9 @@ class FakeGpus(TorchDispatchMode):
 
     Attributes:
         counts: Calls of tensors, copies and waits, by side and kind, such as ``"driver waits"``.
-        side: Whose work is counted now.
+        side: Whose work is counted now; each has a stream.
         registers: Whether host memory may be registered.
-        lossy: Whether exported memory never gets what is written there, as behind a broken IOMMU.
+        lossy: Whether what is written to exported memory does not arrive, as with a broken IOMMU.
         torn: Copies from the host whose source changed too early.
     """
 
@@ -102,11 +102,25 @@ class FakeGpus(TorchDispatchMode):
         self._runs = [(m.base, m.base + _SIZE, m.home) for m in [*self.memories, self.pinned]]
         self._registered: dict[int, int] = {}
         self._shared: list[tuple[int, int]] = []
-        self._opened: set[bytes] = set()
-        self._queue: list[Any] = []
+        self._opened: dict[bytes, Memory] = {}  # which keep their addresses
+        self._own = threading.local()
+        self._queues: dict[str, list[Any]] = {}
         self.counts: Counter[str] = Counter()
-        self.side, self.registers, self.lossy, self.torn = "driver", True, False, list[int]()
+        self.registers, self.lossy, self.torn = True, False, list[int]()
         self.broken = self._error = ""
+
+    @property
+    def side(self) -> str:
+        """Tell whose work this thread does."""
+        return getattr(self._own, "side", "driver")
+
+    @side.setter
+    def side(self, value: str) -> None:
+        self._own.side = value
+
+    @property
+    def _queue(self) -> list[Any]:
+        return self._queues.setdefault(self.side, [])
 
     # where tensors lie
 
@@ -234,13 +248,11 @@ class FakeGpus(TorchDispatchMode):
     def _later(self, into: list[Tensor], source: list[Tensor]) -> None:
         """Copy when the stream is waited for; until then nothing of use is there."""
         then = [t.clone() for t in source]
-        lost = self.lossy and self._exported(into[0])
         for t in into:
             if t.numel():
                 ctypes.memset(t.data_ptr(), POISON, t.element_size())
-        self._queue.append(
-            (True, lambda: lost or torch.ops.aten._foreach_copy_.default(into, then))
-        )
+        copy: Any = torch.ops.aten._foreach_copy_.default
+        self._queue.append((True, lambda: copy(into, then)))
 
     def _check(self, source: Tensor, then: Tensor) -> None:
         if not torch.equal(source.view(torch.uint8), then.view(torch.uint8)):
@@ -251,14 +263,15 @@ class FakeGpus(TorchDispatchMode):
         for writes, work in self._queue:
             if writes:
                 work()
-        self._queue = [one for one in self._queue if not one[0]]
+        self._queue[:] = [one for one in self._queue if not one[0]]
 
     def wait(self) -> None:
         """Let the host wait for the stream."""
         self.count("waits")
-        queue, self._queue = self._queue, []
-        for _, work in queue:
-            work()
+        with _disable_current_modes():
+            for _, work in self._queue:
+                work()
+        self._queue.clear()
         if self.broken:
             raise RuntimeError(self.broken)
 
@@ -311,12 +324,15 @@ class FakeGpus(TorchDispatchMode):
         handle = given[7]
         if handle in self._opened:
             raise RuntimeError("CUDA error: this export was opened before")
-        self._opened.add(handle)
         pid, fd, at, _ = pickle.loads(handle)
         memory = Memory(torch.device("cuda", given[6]), f"/proc/{pid}/fd/{fd}")
+        self._opened[handle] = memory
         self._runs.append((memory.base, memory.base + _SIZE, memory.home))
         self._shared.append((memory.base + at, memory.base + at + given[8]))
-        return memory.at(at, given[8]).view(given[5]).as_strided(given[1], given[2])
+        found = memory.at(at, given[8])
+        if self.lossy:
+            found = self.memories[0].take(given[8])
+        return found.view(given[5]).as_strided(given[1], given[2])
 
     def properties(self, device: Any = 0) -> Any:
         """``torch.cuda.get_device_properties``: the number on the machine is the uuid."""
@@ -348,8 +364,8 @@ class FakeGpus(TorchDispatchMode):
             ),
             "default_generators": [torch.Generator()] * 8,
             "get_device_properties": self.properties,
-            "memory_allocated": lambda *_: sum(m.taken for m in self.memories),
-            "max_memory_allocated": lambda *_: sum(m.taken for m in self.memories),
+            "memory_allocated": lambda i=0: self.memories[i].taken,
+            "max_memory_allocated": lambda i=0: self.memories[i].taken,
         }
 
 
@@ -426,9 +442,11 @@ def installed(count: int = 1) -> Iterator[FakeGpus]:
 
 def install() -> None:
     """Let this process of a replica have GPUs, in each thread that makes a channel."""
+    from raydp_parallel.wire import trial
     from raydp_parallel.wire.channel import Channel
 
-    gpus = FakeGpus(int(os.environ.get("FAKE_GPUS", "1")))
+    trial._PRODUCTS = 1
+    gpus = FakeGpus(1)
     gpus.side = "replica"
     _patch(gpus)
     entered = threading.local()
@@ -447,7 +465,7 @@ def install() -> None:
 class Near:
     """A replica of this process with a GPU, called over a socket as one of its own process."""
 
-    def __init__(self, gpus: FakeGpus, index: int) -> None:
+    def __init__(self, gpus: FakeGpus, index: int, ipc: bool) -> None:
         from raydp_parallel.devices.cuda import describe
         from raydp_parallel.replica.server import ReplicaServer
         from raydp_parallel.wire.channel import Channel
@@ -457,7 +475,10 @@ class Near:
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24)
-        self.channel, self._theirs = Channel(ours), Channel(theirs, device)
+        self.channel, self._theirs = Channel(ours, summed=True), Channel(theirs, device, True)
+        if ipc and not index:  # the driver's own
+            self.channel.ipc = self._theirs.ipc = device
+        self.link = "ipc" if self.channel.ipc else "windows"
         self._server = ReplicaServer(device, index)
         self._owed: deque[int] = deque()
 
@@ -497,6 +518,6 @@ class Near:
     end = close
 
 
-def near_replicas(gpus: FakeGpus, patch: Any) -> None:
+def near_replicas(gpus: FakeGpus, patch: Any, ipc: bool = False) -> None:
     """Let replicas of ``Options(in_process=True)`` be those of `Near`."""
-    patch.setattr("raydp_parallel.cluster.start.InProcessClient", lambda i: Near(gpus, i))
+    patch.setattr("raydp_parallel.cluster.start.InProcessClient", lambda i: Near(gpus, i, ipc))
