@@ -17,6 +17,7 @@ devices and ``pageable`` ones, and ``waits`` of the host, which each of these ma
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import mmap
 import os
@@ -436,6 +437,7 @@ def installed(count: int = 1) -> Iterator[FakeGpus]:
         with gpus:
             yield gpus
     finally:
+        gc.collect()  # windows end before the functions that end their registration
         patches.undo()
     assert not gpus.torn, f"sources of copies were changed too early: {gpus.torn}"
 
