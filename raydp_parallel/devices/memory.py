@@ -48,6 +48,11 @@ def download(tensors: list[Tensor], layout: Any, window: Any) -> Any:
     Returns:
         The stream that was waited for; None if the host made all copies.
     """
+    with torch.no_grad():
+        return _download(tensors, layout, window)
+
+
+def _download(tensors: list[Tensor], layout: Any, window: Any) -> Any:
     gpu = gpu_of(tensors)
     if gpu is None and window.memory.device.type == "cpu":
         torch._foreach_copy_(window.views(layout), tensors)
@@ -94,21 +99,21 @@ def total(run: Tensor) -> int:
 
 
 def upload(layout: Any, window: Any, device: torch.device) -> tuple[list[Tensor], Tensor, Any]:
-    """Give the tensors of a window on a device: on a CPU where they lie, each as a new object.
+    """Give the tensors of a window on a device: where they lie, if that is the device, else in a
+    copy of the whole. Those that require a gradient are new objects.
 
     Returns:
-        The tensors, all their bytes, and the stream on which the window is still read; None if it
-        is not.
+        The tensors, memory that begins with their bytes, and the stream on which the window is
+        still read; None if it is not.
     """
-    there = window.memory[: layout.size]
     stream = None
-    if device.type == "cpu" and there.device.type == "cpu":
-        found, flat = [view.detach() for view in window.views(layout)], there
-    elif there.device.type == "cuda":
-        stream = torch.cuda.current_stream(there.device)
-        flat = there.clone()
-        found = layout.views(flat)
+    flat = window.memory
+    if device.type == "cpu" or flat.device.type == "cuda":
+        found = window.views(layout)
+        if flat.device.type == "cuda":
+            stream = torch.cuda.current_stream(flat.device)
     else:
+        there = flat[: layout.size]
         flat = torch.empty(layout.size, dtype=torch.uint8, device=device)
         if _registered(window, device):
             stream = torch.cuda.current_stream(device)
@@ -119,9 +124,11 @@ def upload(layout: Any, window: Any, device: torch.device) -> tuple[list[Tensor]
             host.copy_(there)
             flat.copy_(host, non_blocking=True)
         found = layout.views(flat)
-    for tensor, spec in zip(found, layout.specs, strict=True):
-        if spec.grad:
-            tensor.requires_grad_()
+    if any([spec.grad for spec in layout.specs]):
+        found = [
+            view.detach().requires_grad_() if spec.grad else view
+            for view, spec in zip(found, layout.specs, strict=True)
+        ]
     return found, flat, stream
 
 

@@ -279,9 +279,8 @@ def _run(
 ) -> tuple[list[int], list[Answer]]:
     """Make one trip: the backward of every chunk that has gradients."""
     context = ambient.capture()
-    partial = any(
-        leaf.requires_grad and not need for leaf, need in zip(call.leaves, needed, strict=True)
-    )
+    pairs = zip(call.leaves, needed, strict=True)
+    partial = any([leaf.requires_grad and not need for leaf, need in pairs])
     chunks = sorted(set[int]().union(*stash.values())) if stash else []
     if call.group is not None:  # all take part, or none
         chunks = _fill(call, stash)
@@ -296,7 +295,7 @@ def _run(
             executor,
             part,
             given,
-            tuple(at is not None and needed[at] for at in part.leaves),
+            tuple([at is not None and needed[at] for at in part.leaves]),
             partial=partial,
             keep=keep,
             derived=None if makes is None else makes.key,
@@ -327,7 +326,7 @@ def _run(
     executor.replica_set.recorder.totals.backwards += 1
     for i, answer in zip(chunks, answers, strict=True):
         part = call.parts[i]
-        if part is not None and part.first and answer.writes:
+        if part is not None and part.first and answer.writes.slots:
             part.master.write_back(answer.writes, keep=False)
     apply_warnings(answers)
     if call.group is not None and any(answer.failure is not None for answer in answers):
@@ -438,7 +437,7 @@ def _collect(
             shares.append(Share(answer.value, part.leaves))
         sums = gradients.total(shares, call.leaves, call.kinds)  # [12]
     whole = [True] * len(sums)
-    if any(one is not None and one.layout is not torch.strided for one in sums):
+    if any([one is not None and one.layout is not torch.strided for one in sums]):
         whole = _whole(call, shares)
     return gradients.settle(sums, call.leaves, call.kinds, needed, whole, call.unused)
 

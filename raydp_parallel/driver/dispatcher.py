@@ -17,7 +17,7 @@ from raydp_parallel.cluster.clients import Gone
 from raydp_parallel.cluster.replica_set import ReplicaSet, ReplicaSlot
 from raydp_parallel.errors import GraphLost, ReplicaDied, TransferError
 from raydp_parallel.replica import exceptions
-from raydp_parallel.wire.codec import Parcel
+from raydp_parallel.wire.codec import Parcel, Row
 from raydp_parallel.wire.messages import Answer, ForwardRequest
 
 _CPU = torch.device("cpu")
@@ -112,8 +112,10 @@ def own(answer: Answer) -> Answer:
         value = Parcel(value.skeleton, [_own(t) for t in value.tensors])
     elif isinstance(value, list):
         value = [None if t is None else _own(t) for t in value]
-    writes = {slot: w._replace(value=_own(w.value)) for slot, w in answer.writes.items()}
-    return answer._replace(value=value, writes=writes)
+    writes = answer.writes
+    return answer._replace(
+        value=value, writes=writes._replace(values=Row(map(_own, writes.values)))
+    )
 
 
 def _own(t: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from raydp_parallel.options import UnusedGrads
+from raydp_parallel.state.mirror import copies
 
 _KEPT = 1 << 16
 """Bytes from which on the memory of a sum is used again, once nobody else looks at it: new pages
@@ -87,17 +88,21 @@ def total(
                 rows[at].append(grad)
     sums: list[Tensor | None] = [None] * len(leaves)
     plain: list[int] = []
-    fresh: list[int] = []
+    near: list[int] = []
     for i, (row, leaf) in enumerate(zip(rows, leaves, strict=True)):
-        alike = all(map(_plain, row)) and {g.device for g in row} == {leaf.device}
-        if row and alike:
-            (plain if leaf.device.type == "cpu" else fresh).append(i)
-        elif row:
-            sums[i] = _sum([grad.to(leaf.device) for grad in row])
-    if fresh:  # on a GPU answers have memory of their own
-        into = [rows[i][0] for i in fresh]
-        _add_rest(into, [rows[i] for i in fresh])
-        for i, tensor in zip(fresh, into, strict=True):
+        device, kind = leaf.device, plain if leaf.device.type == "cpu" else near
+        for g in row:
+            odd = type(g) is not Tensor or g.layout is not torch.strided or g.is_nested
+            if odd or g.device != device:
+                sums[i] = _sum([grad.to(device) for grad in row])
+                break
+        else:
+            if row:
+                kind.append(i)
+    if near:  # in one run of memory, of which each sum is a part
+        into = copies([rows[i][0] for i in near])
+        _add_rest(into, [rows[i] for i in near])
+        for i, tensor in zip(near, into, strict=True):
             sums[i] = tensor
     if plain:
         into = []
@@ -122,10 +127,6 @@ def _add_rest(into: list[Tensor], rows: Sequence[list[Tensor]]) -> None:
     for n in range(1, max(map(len, rows))):
         having = [k for k, row in enumerate(rows) if len(row) > n]
         torch._foreach_add_([into[k] for k in having], [rows[k][n] for k in having])
-
-
-def _plain(t: Tensor) -> bool:
-    return type(t) is Tensor and t.layout is torch.strided and not t.is_nested
 
 
 def _sum(row: list[Tensor]) -> Tensor:

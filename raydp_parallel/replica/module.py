@@ -15,15 +15,17 @@ from contextlib import contextmanager
 from operator import is_
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from raydp_parallel.replica.exceptions import NotLoaded
 from raydp_parallel.state import raw_access, sources
 from raydp_parallel.state.look import Codes, build, look
-from raydp_parallel.state.mirror import same, set_version
-from raydp_parallel.wire.messages import SlotSpec, StateUpdate, Write
-from raydp_parallel.wire.windows import Layout, Spec, Window, is_dense
+from raydp_parallel.state.mirror import same, set_versions, versions_of
+from raydp_parallel.wire.codec import Row
+from raydp_parallel.wire.messages import SlotSpec, StateUpdate, Writes
+from raydp_parallel.wire.windows import ALIGN, Layout, Spec, Window, is_dense, specs_of
 
 _SMALL = 1 << 20
 """Bytes up to which a buffer is new in each forward, and any tensor's contents are kept."""
@@ -76,7 +78,17 @@ class Built:
         }
         slots = dict.fromkeys(slot for _, _, slot in self.places)
         self.buffers = list(slots)
-        self.layout = Layout([_spec(tensors[slot]) for slot in self.buffers])
+        self.layout = Layout(specs_of([tensors[slot] for slot in self.buffers]))
+        self.flat = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def gather(self, pristine: dict[int, Tensor], device: torch.device) -> None:
+        """Let the contents of buffers lie in one run of memory, which is copied as a whole."""
+        with torch.inference_mode(False), torch.no_grad():
+            self.flat = torch.empty(self.layout.size, dtype=torch.uint8, device=device)
+            views = self.layout.views(self.flat)
+            if views:
+                torch._foreach_copy_(views, [pristine[slot] for slot in self.buffers])
+        pristine.update(zip(self.buffers, views, strict=True))
 
     def put(self, tensors: dict[int, Tensor]) -> None:
         """Let the module have other buffers."""
@@ -98,10 +110,6 @@ def _plain(t: Tensor) -> bool:
     return type(t) is Tensor and t.layout is torch.strided and not t.is_nested
 
 
-def _spec(t: Tensor) -> Spec:
-    return Spec(t.dtype, tuple(t.shape), t.stride(), t.requires_grad)
-
-
 class Moment(NamedTuple):
     """The state of a module's tensors at one moment.
 
@@ -119,6 +127,8 @@ class Found:
 
     Args:
         tensors: The tensors, by slot.
+        flat: The memory of the buffers that are this forward's own.
+        apart: The slots of those that do not lie there.
 
     Attributes:
         begun: Their state when it began.
@@ -127,8 +137,9 @@ class Found:
         changes: Attributes that the forward set, for a checkpoint that runs again in backward.
     """
 
-    def __init__(self, tensors: dict[int, Tensor]) -> None:
+    def __init__(self, tensors: dict[int, Tensor], flat: Tensor, apart: set[int]) -> None:
         self.tensors = tensors
+        self.flat, self.apart = flat, apart
         self.begun = self.moment(tensors)
         self.saved = self.begun.versions
         self.touched: raw_access.Touched = {}
@@ -136,31 +147,31 @@ class Found:
 
     def moment(self, slots: Iterable[int]) -> Moment:
         """Describe the tensors as they are now; of some, where they lie."""
-        return Moment(self.versions(), {slot: _lies(self.tensors[slot]) for slot in slots})
+        chosen = [*slots]
+        return Moment(self.versions(), dict(zip(chosen, self.lies(chosen), strict=True)))
+
+    def lies(self, slots: Iterable[int]) -> list[Any]:
+        """Tell where and how some tensors lie."""
+        return [
+            (t.data_ptr(), t.dtype, t.shape, t.stride())
+            if t.layout is torch.strided and not t.is_nested
+            else (t.layout, t.dtype)
+            for t in [self.tensors[slot] for slot in slots]
+        ]
 
     def versions(self) -> dict[int, int]:
         """Count how often each tensor was written to."""
-        return {slot: _version(t) for slot, t in self.tensors.items()}
+        return dict(zip(self.tensors, versions_of(self.tensors.values()), strict=True))
 
     def move(self, moved: dict[int, int]) -> None:
         """Move versions as the master's did, so that torch's check sees its edits."""
-        for slot, by in moved.items():
-            t = self.tensors[slot]
-            set_version(t, max(_version(t), self.saved[slot] + by))
-
-
-def _version(t: Tensor) -> int:
-    return 0 if t.is_inference() else t._version
+        row = [self.tensors[slot] for slot in moved]
+        then = [self.saved[slot] + by for slot, by in moved.items()]
+        set_versions(row, map(max, versions_of(row), then))
 
 
 def _storage(t: Tensor) -> int:
     return t.untyped_storage().data_ptr() if t.layout is torch.strided and not t.is_nested else 0
-
-
-def _lies(t: Tensor) -> Any:
-    if t.layout is not torch.strided or t.is_nested:
-        return t.layout, t.dtype
-    return t.data_ptr(), t.dtype, t.shape, t.stride()
 
 
 class ReplicaModule:
@@ -209,21 +220,21 @@ class ReplicaModule:
             self._structure = news.structure
             self._clean_look = b""
             self._built = None
+        given = {*news.slots}
         for slot, spec in news.specs.items():
             before = self._specs.get(slot)
             self._specs[slot] = spec
             self._built = None
             if spec.window is not None:
                 self._tensors[slot] = self._mapped(slot)
-            elif slot not in news.contents and before is not None:  # another flag
+            elif slot not in given and before is not None:  # another flag
                 self._tensors[slot] = self._made(slot, self._tensors[slot].detach())
         into: list[Tensor] = []
         values: list[Tensor] = []
-        for slot, value in news.contents.items():
-            self._lost.discard(slot)
+        for slot, value in zip(news.slots, news.contents, strict=True):
             old, kept = self._tensors.get(slot), self._pristine.get(slot)
-            new = slot in news.specs or old is None or not _plain(value) or old.is_inference()
-            if new or old is None:
+            odd = type(value) is not Tensor or value.layout is not torch.strided or value.is_nested
+            if slot in news.specs or old is None or odd or old.is_inference():
                 self._tensors[slot] = self._made(slot, value.detach().clone())
                 self._pristine.pop(slot, None)
                 if value.numel() * value.element_size() <= _SMALL:
@@ -236,13 +247,13 @@ class ReplicaModule:
             if kept is not None:
                 into.append(kept)
                 values.append(value)
+        self._lost -= given
         if into:
             with torch.no_grad():
                 torch._foreach_copy_(into, values)
         # Versions are the master's own numbers: torch's check of saved tensors finds the same here.
         self._versions.update(news.versions)
-        for slot, version in news.versions.items():
-            set_version(self._tensors[slot], version)
+        set_versions([self._tensors[slot] for slot in news.versions], news.versions.values())
         self.revision = news.revision
 
     def _made(self, slot: int, value: Tensor) -> Tensor:
@@ -261,9 +272,9 @@ class ReplicaModule:
         assert spec.window is not None
         return self._made(slot, self._view(self._windows[spec.window][0], spec))
 
-    def wants_gradient(self, slot: int) -> bool:
-        """Tell if the master's tensor requires a gradient."""
-        return self._specs[slot].grad
+    def wanting(self, found: Found) -> list[int]:
+        """Return the slots of tensors that require a gradient in the master."""
+        return [slot for slot in sorted(found.tensors) if self._specs[slot].grad]
 
     def contents(self, slot: int) -> Tensor | None:
         """Return the master's contents of a tensor; None if they are not kept here."""
@@ -285,17 +296,18 @@ class ReplicaModule:
             self._build()
         built = self._built
         assert built is not None
-        others = False
+        apart = set()
         tensors = dict(built.tensors)
+        flat = built.flat
         if built.buffers:
-            flat = torch.empty(built.layout.size, dtype=torch.uint8, device=self._device)
-            views = built.layout.views(flat)
-            torch._foreach_copy_(views, [self._pristine[slot] for slot in built.buffers])
-            for slot, view in zip(built.buffers, views, strict=True):
-                # `.data` gives each a version of its own.
-                fresh = view.data.requires_grad_(self._specs[slot].grad)
-                set_version(fresh, self._versions[slot])
-                tensors[slot] = fresh
+            flat = flat.clone()
+            # `.data` gives each a version of its own.
+            fresh = [*map(raw_access.data, built.layout.views(flat))]
+            for slot, t in zip(built.buffers, fresh, strict=True):
+                if self._specs[slot].grad:
+                    t.requires_grad_()
+            set_versions(fresh, [self._versions[slot] for slot in built.buffers])
+            tensors.update(zip(built.buffers, fresh, strict=True))
         # A forward that runs again for its graph finds what it found first.
         for slot, value in (overlay or {}).items():
             if slot in built.buffers and value.shape == tensors[slot].shape:
@@ -303,12 +315,12 @@ class ReplicaModule:
                     tensors[slot].copy_(value)
             else:
                 tensors[slot] = self._made(slot, value.detach().clone())
-                others = True
-        if others:
-            built = self._rebuilt(tensors)
+                apart.add(slot)
+        if apart:
+            built = self._rebuilt(tensors, built)
         built.put(tensors)
         self._current = built
-        self._found = Found(tensors)
+        self._found = Found(tensors, flat, apart)
         return self._found
 
     def _build(self) -> None:
@@ -327,12 +339,15 @@ class ReplicaModule:
         for key in self._windows.keys() - used_windows:
             del self._windows[key]
         self._built = Built(module, self._tensors, self._pristine)
+        self._built.gather(self._pristine, self._device)
 
-    def _rebuilt(self, tensors: dict[int, Tensor]) -> Built:
+    def _rebuilt(self, tensors: dict[int, Tensor], like: Built) -> Built:
         """Build the module with other tensors, for a forward that runs again."""
         codes = [self._codes[i] for i in range(len(self._codes))]
         module, _ = build(self._structure, tensors, codes, self._device)
-        return Built(module, tensors, self._pristine)
+        found = Built(module, tensors, self._pristine)
+        found.buffers, found.layout, found.flat = like.buffers, like.layout, like.flat
+        return found
 
     def _look(self, built: Built) -> bytes:
         number = {id(t): slot for slot, t in built.tensors.items()}
@@ -367,7 +382,7 @@ class ReplicaModule:
         with raw_access.noting(self._own_process) as found.touched:
             yield
 
-    def end(self, found: Found, report: bool, keeps_data: bool) -> dict[int, Write]:
+    def end(self, found: Found, report: bool, keeps_data: bool) -> Writes:
         """Find out what the forward wrote to; that it is not found again by the next one.
 
         Args:
@@ -377,58 +392,105 @@ class ReplicaModule:
         """
         self._unsettled = True
         built = self._unlooked = self._current
-        writes: dict[int, Write] = {}
-        spoiled = []
-        for slot, write in self._written(found, found.begun, self.contents):
-            if report and (keeps_data or not self._loses(slot, write)):
-                writes[slot] = write
-            if slot not in built.buffers:
-                spoiled.append(slot)
+        before = built.flat if report else None
+        writes = self._written(found, found.begun, self.contents, before)
+        own = {*built.buffers}
+        spoiled = [slot for slot in writes.slots if slot not in own]
         if spoiled and built is self._built:
             self._built = None
             for slot in spoiled:
                 self._renew(slot)
-        return writes
+        return self._kept(writes, keeps_data) if report else Writes()
 
-    def end_backward(
-        self, found: Found, begun: Moment, before: dict[int, Tensor]
-    ) -> dict[int, Write]:
-        """Find the tensors that backward wrote to, as a checkpoint does that runs again."""
+    def end_backward(self, found: Found, begun: Moment, before: Tensor) -> Writes:
+        """Find the tensors that backward wrote to, as a checkpoint does that runs again.
+
+        Args:
+            found: The tensors.
+            begun: Their state when it began.
+            before: The memory of the forward's buffers then.
+        """
+        known: dict[int, Tensor] = {}
+        if found.touched:
+            known.update(
+                zip(self._current.buffers, self._current.layout.views(before), strict=True)
+            )
 
         def contents(slot: int) -> Tensor | None:
-            if slot in before:
-                return before[slot]
+            if slot in known:
+                return known[slot]
             kept = found.touched.get(_storage(found.tensors[slot]))
             return kept if kept is not None and kept.shape == found.tensors[slot].shape else None
 
-        writes = self._written(found, begun, contents)
-        return {slot: write for slot, write in writes if not self._loses(slot, write)}
+        return self._kept(self._written(found, begun, contents, before), False)
 
-    def _loses(self, slot: int, write: Write) -> bool:
-        """Tell if upstream loses a write where gradients are enabled: ``t.data = other``."""
-        spec = self._specs[slot]
-        return write.replaced and (spec.parameter or spec.grad)
+    def _kept(self, writes: Writes, keeps_data: bool) -> Writes:
+        """Leave out what upstream loses where gradients are enabled: ``t.data = other``."""
+        if keeps_data or not any(writes.replaced):
+            return writes
+        rows = []
+        for slot, value, moved, replaced in zip(*writes, strict=True):
+            spec = self._specs[slot]
+            if not (replaced and (spec.parameter or spec.grad)):
+                rows.append((slot, value, moved, replaced))
+        slots, values, moves, others = zip(*rows, strict=True) if rows else ((), (), (), ())
+        return Writes(slots, Row(values), moves, others)
 
     def _written(
-        self, found: Found, begun: Moment, contents: Callable[[int], Tensor | None]
-    ) -> Iterator[tuple[int, Write]]:
-        """Yield the tensors that were written to since a moment, with their contents then."""
+        self,
+        found: Found,
+        begun: Moment,
+        contents: Callable[[int], Tensor | None],
+        before: Tensor | None,
+    ) -> Writes:
+        """Find the tensors that were written to since a moment.
+
+        Args:
+            found: The tensors.
+            begun: Their state at that moment.
+            contents: Gives the contents of one then, if they are known.
+            before: The contents of the buffers of this forward then, in one run; None leaves
+                buffers out.
+        """
+        specs, touched = self._specs, found.touched
+        rows: list[tuple[int, Tensor, int, bool]] = []
+        now = found.versions()
+        lies = dict(zip(begun.lies, found.lies(begun.lies), strict=True))
+        differs = dict.fromkeys({*self._current.buffers} - found.apart, False)
+        if before is not None and differs:
+            differs = self._differing(found, before)
         for slot, t in found.tensors.items():
             # Nearly all parameters end here: no version moved, no address, no access to `.data`.
-            moved = _version(t) - begun.versions[slot]
-            replaced = slot in begun.lies and _lies(t) != begun.lies[slot]
+            moved = now[slot] - begun.versions[slot]
+            replaced = slot in lies and lies[slot] != begun.lies[slot]
+            raw = bool(touched) and self._was_touched(found, t)
             # Kernels of batch norm move no versions of buffers.
-            looked = not self._specs[slot].parameter or self._was_touched(found, t)
-            if not (moved or replaced or looked):
+            if not (moved or replaced or raw or not specs[slot].parameter):
                 continue
-            before = contents(slot)
-            if before is None and not (moved or replaced or self._was_touched(found, t)):
+            if slot in differs and not replaced:
+                if differs[slot]:
+                    rows.append((slot, t, moved, False))
                 continue
-            if not replaced and before is not None and same(t, before.to(t.device)):
-                if self._specs[slot].parameter:  # written, with what was there
-                    set_version(t, begun.versions[slot])
+            then = contents(slot)
+            if then is None and not (moved or replaced or raw):
                 continue
-            yield slot, Write(t.detach(), moved, replaced)
+            if not replaced and then is not None and same(t, then.to(t.device)):
+                if specs[slot].parameter:  # written, with what was there
+                    set_versions([t], [begun.versions[slot]])
+                continue
+            rows.append((slot, t, moved, replaced))
+        slots, values, moves, others = zip(*rows, strict=True) if rows else ((), (), (), ())
+        return Writes(slots, Row(values, flags=False), moves, others)
+
+    def _differing(self, found: Found, before: Tensor) -> dict[int, bool]:
+        """Tell which buffers of a forward have other bytes than before, in one look at all."""
+        built = self._current
+        with torch.no_grad():
+            unlike = found.flat.view(torch.int64) != before.view(torch.int64)
+            lines = unlike.view(-1, ALIGN // 8).any(1).cpu().numpy()
+        starts = [min(offset // ALIGN, len(lines) - 1) for offset in built.layout.offsets]
+        found_ = dict(zip(built.buffers, np.logical_or.reduceat(lines, starts), strict=True))
+        return {slot: bool(one) for slot, one in found_.items() if slot not in found.apart}
 
     def _was_touched(self, found: Found, t: Tensor) -> bool:
         return bool(found.touched) and _storage(t) in found.touched
@@ -446,7 +508,7 @@ class ReplicaModule:
         else:
             self._lost.add(slot)
             self._tensors[slot] = self._made(slot, torch.empty_like(self._tensors[slot]).detach())
-        set_version(self._tensors[slot], self._versions[slot])
+        set_versions([self._tensors[slot]], [self._versions[slot]])
 
     def put_back(self) -> None:
         """Put attributes back that a forward set."""
@@ -477,5 +539,5 @@ class ReplicaModule:
             if found == self._structure:
                 self._clean_look = found
             else:
-                self._clean_look = self._look(self._rebuilt(built.tensors))
+                self._clean_look = self._look(self._rebuilt(built.tensors, built))
         return found == self._clean_look

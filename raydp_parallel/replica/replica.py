@@ -20,14 +20,14 @@ from raydp_parallel import batch
 from raydp_parallel.devices import ambient, threads
 from raydp_parallel.replica import engine, exceptions, sync_batch_norm
 from raydp_parallel.replica.module import Built, Found, ReplicaModule
-from raydp_parallel.wire.codec import Parcel, parcel
+from raydp_parallel.wire.codec import Parcel, Row, parcel
 from raydp_parallel.wire.messages import (
     Answer,
     BackwardRequest,
     CaughtWarning,
     Failure,
     ForwardRequest,
-    Write,
+    Writes,
 )
 
 _inside: ContextVar[bool] = ContextVar("raydp_parallel_in_replica", default=False)
@@ -73,7 +73,7 @@ class _Notes:
         self.warnings: tuple[CaughtWarning, ...] = ()
         self.value: Any = None
         self.reached: tuple[bool, ...] = ()
-        self.writes: dict[int, Write] = {}
+        self.writes = Writes()
 
 
 class Replica:
@@ -131,7 +131,7 @@ class Replica:
             with self._set(request):
                 self._run(module, request, notes)
         if request.overlay is not None:
-            notes.writes = {}
+            notes.writes = Writes()
         return self._answer(notes, begun)
 
     def _run(self, module: ReplicaModule, request: ForwardRequest, notes: _Notes) -> None:
@@ -150,13 +150,12 @@ class Replica:
         outputs = taken.tensors
         if request.key is not None and any(t.requires_grad for t in outputs):
             found.saved = found.versions()  # graphs compare with these, after forward's own writes
-            slots = sorted(found.tensors)
             leaves, optional = [], []
-            for n in slots:
-                if module.wants_gradient(n):
-                    leaves.append(found.tensors[n])
-                    if request.optional or n in module.current.attributes:
-                        optional.append(found.tensors[n])
+            attributes = module.current.attributes
+            for n in module.wanting(found):
+                leaves.append(found.tensors[n])
+                if request.optional or n in attributes:
+                    optional.append(found.tensors[n])
             optional += inputs
             self._awaits_backward = True
             self.graphs[request.key] = Graph(
@@ -165,7 +164,7 @@ class Replica:
             if optional:
                 reached = engine.reachable(outputs)
                 notes.reached = tuple([id(t) in reached for t in optional])
-        notes.value = Parcel(taken.skeleton, [_sent(t) for t in outputs])
+        notes.value = Parcel(taken.skeleton, outputs)
 
     def _load(
         self, request: ForwardRequest, grad: bool
@@ -223,9 +222,7 @@ class Replica:
         self._last, self._awaits_backward = home.module, False
         # A checkpoint that runs again may write once more.
         begun = home.found.moment(home.built.buffers) if request.first else None
-        before: dict[int, Tensor] = {}
-        for slot in home.built.buffers if begun is not None else ():
-            before[slot] = home.found.tensors[slot].detach().clone()
+        before = home.found.flat.clone() if begun is not None else None
         with ambient.enter(request.context), home.module.noting(home.found):
             found = engine.differentiate(
                 outputs,
@@ -236,13 +233,13 @@ class Replica:
                 request.keep,
                 create,
             )
-        if begun is not None:
+        if begun is not None and before is not None:
             notes.writes = home.module.end_backward(home.found, begun, before)
         if request.derived is not None:
             made = [grad for grad in found if grad is not None]
             graph = Graph(made, grads, home.module, home.built, home.found, derived=True)
             self.graphs[request.derived] = graph
-        notes.value = [None if grad is None else _sent(grad) for grad in found]
+        notes.value = Row(found)
 
     @contextlib.contextmanager
     def _noting(self, where: str | None, notes: _Notes) -> Iterator[None]:
@@ -277,8 +274,3 @@ class Replica:
             writes=notes.writes,
             busy=time.perf_counter() - begun,
         )
-
-
-def _sent(t: Tensor) -> Tensor:
-    """Detach a tensor for a message that tells if it requires a gradient."""
-    return t.detach().requires_grad_() if t.requires_grad else t.detach()

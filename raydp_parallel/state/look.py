@@ -35,7 +35,7 @@ _LOCKS: dict[type, Callable[[], Any]] = {
     type(threading.Lock()): threading.Lock,
     type(threading.RLock()): threading.RLock,
 }
-_GETSTATE = getattr(object, "__getstate__", None)
+_GETSTATE = getattr(object, "__getstate__", None), getattr(nn.Module, "__getstate__", None)
 
 _REFUSED = "Cannot replicate network where python modules are children of ScriptModule"
 
@@ -82,7 +82,8 @@ class _LookPickler(pickling.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            if isinstance(value, _LAZY):
+            kind = type(value)  # mostly one of two, which are no lazy ones
+            if kind is not nn.Parameter and kind is not Tensor and isinstance(value, _LAZY):
                 value.detach()  # raises torch's own ValueError, as upstream's replication does
             attributes = vars(value)
             if attributes:  # what users set on parameters; torch.compile's notes stay here
@@ -218,19 +219,19 @@ def _reduce_module(module: nn.Module) -> Any:
         return _reduce_script(module)
     if "parametrizations" in module._modules and parametrize.is_parametrized(module):
         names = tuple(module.parametrizations)  # type: ignore[arg-type]
-        state = _without_empty_hooks(vars(module))
+        state = {k: v for k, v in vars(module).items() if k not in _HOOKS or v}
         return _new_parametrized, (kind.__mro__[1], names), state, None, None, _set_state
     if kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__:
         return None
-    own = getattr(kind, "__getstate__", None) is not _GETSTATE
+    own = getattr(kind, "__getstate__", None) not in _GETSTATE
     state = module.__getstate__() if own else vars(module)
     if not isinstance(state, dict):
         return None
-    return _new, (kind,), _without_empty_hooks(state), None, None, _set_state
-
-
-def _without_empty_hooks(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if name not in _HOOKS or value}
+    found = {}  # here, and no comprehension: that is one more call for each module
+    for name, value in state.items():
+        if (name not in _HOOKS or value) and name != "_compiled_call_impl":
+            found[name] = value
+    return _new, (kind,), found, None, None, _set_state
 
 
 def _new(kind: type[nn.Module]) -> nn.Module:

@@ -11,8 +11,9 @@ sent but their versions.
 from __future__ import annotations
 
 import io
+import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +22,9 @@ from torch import Tensor, nn
 from raydp_parallel.state import sources
 from raydp_parallel.state.look import Codes, look
 from raydp_parallel.wire import pickling
-from raydp_parallel.wire.messages import SlotSpec, StateUpdate, Write
-from raydp_parallel.wire.windows import PAGE, Layout, Spec, Window, is_dense
+from raydp_parallel.wire.codec import Row
+from raydp_parallel.wire.messages import SlotSpec, StateUpdate, Writes
+from raydp_parallel.wire.windows import PAGE, Layout, Spec, Window, is_dense, specs_of
 
 MAPPED = 1 << 16
 """Bytes from which on a tensor lies in a window: smaller ones travel as fast in the message."""
@@ -38,16 +40,24 @@ def versions_of(tensors: Iterable[Tensor]) -> list[int]:
     return [0 if t.is_inference() else t._version for t in tensors]
 
 
-def set_version(tensor: Tensor, version: int) -> None:
-    """Set how often a tensor was written to, as torch's check of saved tensors counts it."""
-    if not tensor.is_inference():
-        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+def set_versions(tensors: Iterable[Tensor], versions: Iterable[int]) -> None:
+    """Set how often tensors were written to, as torch's check of saved tensors counts it."""
+    counted = [(t, v) for t, v in zip(tensors, versions, strict=True) if not t.is_inference()]
+    if counted:
+        torch._C._autograd._unsafe_set_version_counter(*zip(*counted, strict=True))
 
 
 def _geometry(t: Tensor) -> Any:
-    if t.layout is torch.strided and not t.is_nested:
-        return type(t), t.dtype, t.shape, t.stride(), t.requires_grad, t.device, t.is_conj()
     return type(t), t.dtype, t.layout, t.requires_grad, t.device
+
+
+def _geometries(row: Sequence[Tensor]) -> list[Any]:
+    return [
+        (type(t), t.dtype, t.shape, t.stride(), t.requires_grad, t.device, t.is_conj())
+        if t.layout is torch.strided and not t.is_nested
+        else _geometry(t)
+        for t in row
+    ]
 
 
 def _address(t: Tensor) -> int:
@@ -55,6 +65,19 @@ def _address(t: Tensor) -> int:
         return t.data_ptr()
     except RuntimeError:  # a layout without a storage of its own
         return 0
+
+
+def _addresses(row: Sequence[Tensor]) -> list[int]:
+    try:
+        return [t.data_ptr() for t in row]
+    except RuntimeError:
+        return [*map(_address, row)]
+
+
+def _is_plain(t: Tensor) -> bool:
+    kind = type(t)
+    plain = (kind is Tensor or kind is nn.Parameter) and t.layout is torch.strided
+    return plain and not (t.is_nested or t.is_quantized or t.is_conj() or t.is_neg())
 
 
 def bits(t: Tensor) -> Tensor:
@@ -71,6 +94,10 @@ def bits(t: Tensor) -> Tensor:
     return t.view(_BITS[t.dtype.itemsize])
 
 
+def _shadow(t: Tensor) -> Tensor:
+    return t.detach().clone() if _is_plain(t) else bits(t).clone()
+
+
 def same(one: Tensor, other: Tensor) -> bool:
     """Compare two tensors to the bit."""
     return _alike(bits(one), bits(other))
@@ -78,6 +105,22 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 def _alike(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy tensors; plain ones into one run of memory."""
+    for t in tensors:  # no function for each
+        odd = (type(t) is not Tensor and type(t) is not nn.Parameter) or t.is_nested
+        odd = odd or t.layout is not torch.strided or t.is_quantized or t.is_conj() or t.is_neg()
+        if odd or not (t.is_contiguous() or is_dense(t)):
+            return [t.detach().clone() for t in tensors]
+    layout = Layout(specs_of(tensors))
+    device = tensors[0].device if tensors else _CPU
+    found = layout.views(torch.empty(layout.size, dtype=torch.uint8, device=device))
+    if found:
+        with torch.no_grad():
+            torch._foreach_copy_(found, [*tensors])
+    return found
 
 
 class Mark(NamedTuple):
@@ -141,6 +184,9 @@ class Master:
         self._windows: dict[int, Window] = {}
         self._moved_out: set[int] = set()
         self._shadows: dict[int, Tensor] = {}
+        self._plain: set[int] = set()
+        self._last_copies: dict[int, Tensor] = {}
+        self._last_like: list[Any] = []
         self._dirty: set[int] = set()
         self.written: dict[int, int] = {}
         self.kinds: dict[int, str] = {}
@@ -194,7 +240,7 @@ class Master:
             self.revision += 1
         # Lists are compared whole, in C: mostly nothing changed, or all did, by an optimizer.
         row = list(self.tensors.values())
-        now = _Seen(versions_of(row), [*map(_address, row)], [*map(_geometry, row)])
+        now = _Seen(versions_of(row), _addresses(row), _geometries(row))
         self.fresh = set()
         if now != self._seen or self._dirty or len(self._content_at) != len(row):
             self._compare(now)
@@ -256,21 +302,24 @@ class Master:
                 self._windows.clear()
             self._map(grown)
             # The addresses that `_map` gave are no edits of the program's.
-            now = now._replace(addresses=[*map(_address, self.tensors.values())])
+            now = now._replace(addresses=_addresses([*self.tensors.values()]))
+        if now.geometry != then.geometry or not self._plain:
+            self._plain = {n for n, t in self.tensors.items() if _is_plain(t)}
+        plain = self._plain
         # Copies of what is sent: `verify` compares the next forward's contents with them.
         into, contents = [], []
         for number in self.fresh:
             if self.compares or number not in self._places:
-                now_bits = bits(self.tensors[number])
-                shadow = self._shadows.get(number)
-                fits = shadow is not None and shadow.dtype == now_bits.dtype  # .half() changes it
-                if shadow is not None and fits and shadow.shape == now_bits.shape:
+                t, shadow = self.tensors[number], self._shadows.get(number)
+                fits = shadow is not None and shadow.dtype == t.dtype  # .half() changes it
+                if shadow is not None and fits and shadow.shape == t.shape and number in plain:
                     into.append(shadow)
-                    contents.append(now_bits)
+                    contents.append(t)
                 else:
-                    self._shadows[number] = now_bits.clone()
+                    self._shadows[number] = _shadow(t)
         if into:
-            torch._foreach_copy_(into, contents)
+            with torch.no_grad():
+                torch._foreach_copy_(into, contents)
         self._dirty.clear()
         self._seen = now
 
@@ -338,7 +387,8 @@ class Master:
         """
         if revision == self.revision:
             return None
-        specs, contents, versions = {}, {}, {}
+        specs, versions, slots = {}, {}, []
+        contents = Row(flags=False)
         windows: dict[int, Window] = {}
         for number, tensor in self.tensors.items():
             place = self._places.get(number) if maps else None
@@ -349,7 +399,8 @@ class Master:
             if self._content_at[number] > revision:
                 versions[number] = 0 if tensor.is_inference() else tensor._version
                 if place is None:
-                    contents[number] = tensor.detach()
+                    slots.append(number)
+                    contents.append(tensor)
         structure = self._structure if self.structure_at > revision else None
         code = None
         if structure is not None:
@@ -363,6 +414,7 @@ class Master:
             sources=self._sources.latest if self._sources.at > revision else None,
             specs=specs,
             windows=windows,
+            slots=tuple(slots),
             contents=contents,
             versions=versions,
         )
@@ -383,7 +435,7 @@ class Master:
         edited = [
             number
             for number, shadow in self._shadows.items()
-            if number not in self.fresh and not _alike(bits(self.tensors[number]), shadow)
+            if number not in self.fresh and not _alike(bits(self.tensors[number]), bits(shadow))
         ]
         self._dirty.update(edited)
         return bool(edited)
@@ -393,31 +445,54 @@ class Master:
         if not self.compares:
             self.compares = True
             for number in self._places:
-                self._shadows[number] = bits(self.tensors[number]).clone()
+                self._shadows[number] = _shadow(self.tensors[number])
 
     # Writes of replicas.
 
-    def write_back(self, writes: dict[int, Write], keep: bool) -> dict[int, Tensor]:
+    def write_back(self, writes: Writes, keep: bool) -> dict[int, Tensor]:
         """Write what the first chunk wrote; returns what was there before, if that is kept."""
         before: dict[int, Tensor] = {}
-        written = dict(self.written)  # marks keep the one before
-        for number, write in writes.items():
-            tensor = self.tensors.get(number)
-            if tensor is None:
-                continue
-            if keep:
-                before[number] = tensor.detach().clone()
-            version = 0 if tensor.is_inference() else tensor._version
-            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                if write.replaced:
-                    tensor.data = write.value.to(tensor.device, copy=True)
-                else:
-                    tensor.copy_(write.value)
-            set_version(tensor, version + write.moved)
-            self._dirty.add(number)
-            written[number] = written.get(number, 0) + write.moved
-        self.written = written
+        self.written = dict(self.written)  # marks keep the one before
+        found = [
+            (self.tensors[n], *rest) for n, *rest in zip(*writes, strict=True) if n in self.tensors
+        ]
+        slots = [n for n in writes.slots if n in self.tensors]
+        if keep:
+            before = self._copied(dict(zip(slots, [t for t, *_ in found], strict=True)))
+        versions = versions_of([t for t, *_ in found])
+        into, values = [], []
+        for tensor, value, _, replaced in found:
+            if replaced:
+                tensor.data = value.to(tensor.device, copy=True)
+            elif tensor.is_inference():
+                with torch.inference_mode():
+                    tensor.copy_(value)
+            else:
+                into.append(tensor)
+                values.append(value)
+        if into:
+            with torch.no_grad():
+                torch._foreach_copy_(into, values)
+        moved = [by for _, _, by, _ in found]
+        after = [a + b for a, b in zip(versions, moved, strict=True)]
+        set_versions([t for t, *_ in found], after)
+        self._dirty.update(slots)
+        for number, by in zip(slots, moved, strict=True):
+            self.written[number] = self.written.get(number, 0) + by
         return before
+
+    def _copied(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Copy tensors by slot, into the last copies if no graph has them any more."""
+        last, row = self._last_copies, [*tensors.values()]
+        like = _geometries(row)
+        unused = sys.getrefcount(last) <= 3 and last.keys() == tensors.keys() and row
+        if unused and self._last_like == like:
+            with torch.no_grad():
+                torch._foreach_copy_([*last.values()], row)
+        else:
+            last = self._last_copies = dict(zip(tensors, copies(row), strict=True))
+            self._last_like = like
+        return last
 
     def mark(self) -> Mark:
         """Note how often each tensor was written to so far."""

@@ -164,7 +164,7 @@ class Channel:
             self._in[near] = Window(0)
         window = self._in[near]
         found, whole, self._reading = memory.upload(layout, window, device or self._device)
-        if summed and memory.total(whole) != total:
+        if summed and memory.total(whole[: layout.size]) != total:
             raise TransferError(
                 f"a message between driver and replica came with other bytes than were sent, by "
                 f"the way {'ipc' if near else 'host'!r}: the values of this step are lost. "

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from raydp_parallel.devices.ambient import CallContext
-from raydp_parallel.wire.codec import Parcel
+from raydp_parallel.wire.codec import Parcel, Row
 from raydp_parallel.wire.windows import Window
 
 
@@ -47,7 +47,8 @@ class StateUpdate(NamedTuple):
         sources: The driver's modules, see `state.sources`; None if nothing is new.
         specs: Tensors that are new, or of another geometry, by slot.
         windows: Memory that tensors lie in, by number.
-        contents: Tensors with other contents, by slot; of those in windows nothing is sent.
+        slots: The slots of tensors with other contents; of those in windows nothing is sent.
+        contents: These contents.
         versions: The version of each of those, as the master counts it.
     """
 
@@ -57,7 +58,8 @@ class StateUpdate(NamedTuple):
     sources: Any
     specs: dict[int, SlotSpec]
     windows: dict[int, Window]
-    contents: dict[int, Tensor]
+    slots: tuple[int, ...]
+    contents: Row
     versions: dict[int, int]
 
 
@@ -173,18 +175,20 @@ class CaughtWarning(NamedTuple):
     lineno: int
 
 
-class Write(NamedTuple):
-    """A tensor that the first chunk wrote to.
+class Writes(NamedTuple):
+    """Tensors that the first chunk wrote to.
 
     Attributes:
-        value: Its contents now.
-        moved: By how much its version moved.
-        replaced: Whether its memory is another one, as after ``t.data = other``.
+        slots: Their slots.
+        values: Their contents now.
+        moved: By how much the version of each moved.
+        replaced: Whether the memory of each is another one, as after ``t.data = other``.
     """
 
-    value: Tensor
-    moved: int
-    replaced: bool
+    slots: tuple[int, ...] = ()
+    values: Row = Row()
+    moved: tuple[int, ...] = ()
+    replaced: tuple[bool, ...] = ()
 
 
 class Answer(NamedTuple):
@@ -197,7 +201,7 @@ class Answer(NamedTuple):
             the outputs depend on.
         failure: The exception, if there is one.
         warnings: Warnings.
-        writes: Tensors that were written to, by slot.
+        writes: Tensors that were written to.
         lacking: Whether the replica has lost contents, and needs the whole state.
         busy: Seconds that it computed.
     """
@@ -206,7 +210,7 @@ class Answer(NamedTuple):
     reached: tuple[bool, ...] = ()
     failure: Failure | None = None
     warnings: tuple[CaughtWarning, ...] = ()
-    writes: dict[int, Write] = {}  # noqa: RUF012  # never written to
+    writes: Writes = Writes()
     lacking: bool = False
     busy: float = 0.0
 

@@ -31,9 +31,10 @@ class Spec(NamedTuple):
     grad: bool
 
 
-def spec_of(tensor: Tensor) -> Spec:
-    """Describe a dense tensor."""
-    return Spec(tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad)
+def specs_of(tensors: Sequence[Tensor]) -> list[Spec]:
+    """Describe dense tensors that require no gradient."""
+    # Without Spec's own constructor, which is a function of Python.
+    return [tuple.__new__(Spec, (t.dtype, t.shape, t.stride(), False)) for t in tensors]
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -76,7 +77,7 @@ class Layout:
         whole = {}
         for dtype in {spec.dtype for spec in self.specs}:
             size = memory.numel() // dtype.itemsize * dtype.itemsize
-            whole[dtype] = memory[:size].view(dtype)
+            whole[dtype] = (memory if size == memory.numel() else memory[:size]).view(dtype)
         begin = memory.storage_offset()
         found = []
         for spec, offset in zip(self.specs, self.offsets, strict=True):

@@ -17,6 +17,7 @@ import torch
 from fake_gpu import FakeGpus, installed, near_replicas
 from torch import nn
 
+from benchmarks import gpu_host
 from raydp_parallel import DataParallel, Executor, Options
 from raydp_parallel.cluster.clients import InProcessClient
 from raydp_parallel.devices import cuda
@@ -92,8 +93,10 @@ def test_each_message_crosses_once_however_many_tensors(gpus: FakeGpus, register
             gpus.counts.clear()
             next(steps)
         seen.append({k: n for k, n in gpus.counts.items() if "crossings" in k or "pageable" in k})
-    # Two requests and two answers for each of two replicas; the loss's item() is not counted.
-    assert seen[0] == seen[1] == {"driver crossings": 8, "replica crossings": 8}
+    # Two requests and two answers for each of two replicas; the first one looks at its buffers, in
+    # one run, after each pass. The loss's item() is not counted.
+    looks = {"replica pageable": 2}
+    assert seen[0] == seen[1] == {"driver crossings": 8, "replica crossings": 10, **looks}
 
 
 def test_a_replica_with_a_gpu_copies_with_several_threads(
@@ -249,3 +252,12 @@ def test_replicas_in_processes_of_their_own(how: str) -> None:
     assert link == ("link: windows" if how else "link: ipc + windows")
     ways = "2 by pinned memory of the host" if how else "1 by CUDA IPC, 1 by pinned memory"
     assert said.startswith(f"2 x Fake: {ways}")
+
+
+def test_a_step_asks_the_host_for_little() -> None:
+    """Counts for ResNet-50's tensors, which no machine changes."""
+    found = gpu_host.counted("ipc")
+    for kind, limit in gpu_host.LIMITS.items():
+        assert found[f"driver {kind}"] + found[f"replica {kind}"] <= limit, kind
+    # Each message is waited for, and each pass of the first chunk has a look at its buffers.
+    assert (found["driver waits"], found["replica waits"]) == (2, 4)
