@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 import mmap
+import os
 import weakref
 from typing import Any
 
@@ -42,17 +43,13 @@ def gpu_of(tensors: list[Tensor]) -> torch.device | None:
     return next((t.device for t in tensors if t.device.type != "cpu"), None)
 
 
+@torch.no_grad()
 def download(tensors: list[Tensor], layout: Any, window: Any) -> Any:
     """Copy a row of tensors, from wherever they lie, into a window, and wait until they are there.
 
     Returns:
         The stream that was waited for; None if the host made all copies.
     """
-    with torch.no_grad():
-        return _download(tensors, layout, window)
-
-
-def _download(tensors: list[Tensor], layout: Any, window: Any) -> Any:
     gpu = gpu_of(tensors)
     if gpu is None and window.memory.device.type == "cpu":
         torch._foreach_copy_(window.views(layout), tensors)
@@ -141,7 +138,8 @@ def _registered(window: Any, device: torch.device) -> bool:
             window.registered = _register(device, at, window.memory.numel())
             if window.registered:
                 # The mapping must not end before: it is held here, and tensors may hold it longer.
-                weakref.finalize(window, _unregister, at, window.map).atexit = False
+                end = weakref.finalize(window, _unregister, at, window.map, os.getpid())
+                end.atexit = False
     return bool(window.registered)
 
 
@@ -154,8 +152,9 @@ def _register(device: torch.device, address: int, size: int) -> bool:
     return not code
 
 
-def _unregister(address: int, mapping: mmap.mmap) -> None:
-    torch.cuda.cudart().cudaHostUnregister(address)
+def _unregister(address: int, mapping: mmap.mmap, process: int) -> None:
+    if os.getpid() == process:  # CUDA does not work in a forked one
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 @functools.cache
@@ -173,7 +172,7 @@ def _may_register(device: torch.device) -> bool:
         back = torch.empty_like(sent)
         back.copy_(host, non_blocking=True)
         right = right and torch.equal(host, sent.to(_CPU)) and torch.equal(back, sent)
-    _unregister(host.data_ptr(), mapping)
+    _unregister(host.data_ptr(), mapping, os.getpid())
     if not right:
         log.warning("copies from registered host memory were wrong on %s: it is staged", device)
     return right

@@ -170,6 +170,11 @@ class Found:
         set_versions(row, map(max, versions_of(row), then))
 
 
+def _writes(rows: list[tuple[int, Tensor, int, bool]]) -> Writes:
+    slots, values, moved, replaced = zip(*rows, strict=True) if rows else ((), (), (), ())
+    return Writes(slots, Row(values, flags=False), moved, replaced)
+
+
 def _storage(t: Tensor) -> int:
     return t.untyped_storage().data_ptr() if t.layout is torch.strided and not t.is_nested else 0
 
@@ -410,11 +415,9 @@ class ReplicaModule:
             begun: Their state when it began.
             before: The memory of the forward's buffers then.
         """
-        known: dict[int, Tensor] = {}
-        if found.touched:
-            known.update(
-                zip(self._current.buffers, self._current.layout.views(before), strict=True)
-            )
+        built = self._current
+        views = built.layout.views(before) if found.touched else []
+        known = dict(zip(built.buffers, views, strict=False))
 
         def contents(slot: int) -> Tensor | None:
             if slot in known:
@@ -433,8 +436,7 @@ class ReplicaModule:
             spec = self._specs[slot]
             if not (replaced and (spec.parameter or spec.grad)):
                 rows.append((slot, value, moved, replaced))
-        slots, values, moves, others = zip(*rows, strict=True) if rows else ((), (), (), ())
-        return Writes(slots, Row(values), moves, others)
+        return _writes(rows)
 
     def _written(
         self,
@@ -457,7 +459,7 @@ class ReplicaModule:
         now = found.versions()
         lies = dict(zip(begun.lies, found.lies(begun.lies), strict=True))
         differs = dict.fromkeys({*self._current.buffers} - found.apart, False)
-        if before is not None and differs:
+        if before is not None and self._current.layout.size:
             differs = self._differing(found, before)
         for slot, t in found.tensors.items():
             # Nearly all parameters end here: no version moved, no address, no access to `.data`.
@@ -479,18 +481,18 @@ class ReplicaModule:
                     set_versions([t], [begun.versions[slot]])
                 continue
             rows.append((slot, t, moved, replaced))
-        slots, values, moves, others = zip(*rows, strict=True) if rows else ((), (), (), ())
-        return Writes(slots, Row(values, flags=False), moves, others)
+        return _writes(rows)
 
     def _differing(self, found: Found, before: Tensor) -> dict[int, bool]:
         """Tell which buffers of a forward have other bytes than before, in one look at all."""
         built = self._current
         with torch.no_grad():
-            unlike = found.flat.view(torch.int64) != before.view(torch.int64)
-            lines = unlike.view(-1, ALIGN // 8).any(1).cpu().numpy()
+            words = found.flat.view(torch.int64) != before.view(torch.int64)
+            lines = words.view(-1, ALIGN // 8).any(1).cpu().numpy()
         starts = [min(offset // ALIGN, len(lines) - 1) for offset in built.layout.offsets]
-        found_ = dict(zip(built.buffers, np.logical_or.reduceat(lines, starts), strict=True))
-        return {slot: bool(one) for slot, one in found_.items() if slot not in found.apart}
+        unlike = np.logical_or.reduceat(lines, starts)
+        pairs = zip(built.buffers, unlike.tolist(), strict=True)
+        return {slot: one for slot, one in pairs if slot not in found.apart}
 
     def _was_touched(self, found: Found, t: Tensor) -> bool:
         return bool(found.touched) and _storage(t) in found.touched

@@ -261,3 +261,19 @@ def test_a_step_asks_the_host_for_little() -> None:
         assert found[f"driver {kind}"] + found[f"replica {kind}"] <= limit, kind
     # Each message is waited for, and each pass of the first chunk has a look at its buffers.
     assert (found["driver waits"], found["replica waits"]) == (2, 4)
+
+
+def test_edits_of_data_are_found_with_one_wait(gpus: FakeGpus) -> None:
+    """Contents of what was not sent are compared on the GPU."""
+    module = net().cuda()
+    with Executor([0], options=HERE) as executor, torch.no_grad():
+        model = DataParallel(module.eval(), executor=executor)
+        x = torch.randn(8, 8, dtype=torch.double).cuda()
+        for _ in range(9):
+            before = model(x)
+        gpus.counts.clear()
+        model(x)
+        assert gpus.counts["driver waits"] == 2  # for the message, and for the comparison
+        module.get_parameter("0.0.weight").data.mul_(2)
+        assert not torch.equal(model(x), before)
+        assert torch.equal(model(x), module(x))

@@ -422,6 +422,7 @@ def _patch(gpus: FakeGpus) -> _Patches:
     found.set(Tensor, "to", lambda t, *args, **more: gpus.to(t, *args, **more))
     found.set(Tensor, "cpu", lambda t: gpus.to(t, CPU))
     found.set(Tensor, "cuda", lambda t, i=0, **more: gpus.to(t, torch.device("cuda", i), **more))
+    found.set(Tensor, "tolist", lambda t: torch._C.TensorBase.tolist(gpus.to(t, CPU)))
     found.set(Tensor, "is_pinned", lambda t: gpus.home(t) == PINNED)
     return found
 
