@@ -199,6 +199,8 @@ class Dispatcher:
                 exceptions.reraise(answer.failure, str(slot))
             self._set.lost(slot, pending.life, "import", "its modules are not the driver's")
             return False
+        if answer.failure is not None and answer.failure.name.endswith("TransferError"):
+            slot.revisions.clear()  # a request was lost, and with it changes of the state
         slot.answered = True
         return True
 

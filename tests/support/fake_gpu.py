@@ -7,9 +7,9 @@ place when its stream is waited for, and until then other bytes are there. A cop
 memory arrives at once, but its source must be the same when the stream is waited for.
 
 It refuses what a GPU refuses: memory of two devices in one operation, a second opening of one
-export, everything once a kernel failed. It counts, by side: ``calls`` of tensors, ``copies`` (of
-`_foreach_copy_` one where all lies on one GPU, else one per tensor), among them ``crossings`` of
-devices and ``pageable`` ones, and ``waits`` of the host, which each of these makes.
+export, the next kernel after an error that nobody took. It counts, by side: ``calls`` of tensors,
+``copies`` (of `_foreach_copy_` one where all lies on one GPU, else one per tensor), among them
+``crossings`` of devices and ``pageable`` ones, and ``waits`` of the host, as in each of these.
 
 `installed` is for a test, `install` for the process of a replica.
 """
@@ -31,6 +31,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing import reductions
@@ -38,6 +39,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map
 
 from raydp_parallel.devices import memory
+from raydp_parallel.devices.cuda import describe
+from raydp_parallel.errors import TransferError
+from raydp_parallel.replica import exceptions
+from raydp_parallel.replica.server import ReplicaServer
+from raydp_parallel.wire import trial
+from raydp_parallel.wire.channel import Channel
+from raydp_parallel.wire.messages import Answer
 
 CPU = torch.device("cpu")
 PINNED = torch.device("cpu", 7)
@@ -108,7 +116,7 @@ class FakeGpus(TorchDispatchMode):
         self._queues: dict[str, list[Any]] = {}
         self.counts: Counter[str] = Counter()
         self.registers, self.lossy, self.torn = True, False, list[int]()
-        self.broken = self._error = ""
+        self._error = ""
 
     @property
     def side(self) -> str:
@@ -184,8 +192,6 @@ class FakeGpus(TorchDispatchMode):
         if not gpus and (given is None or given.type == "cpu"):
             found = func(*args, **more)
             return self._here(found, PINNED) if pin else found
-        if self.broken:
-            raise RuntimeError(self.broken)
         if not func.is_view and self._error:
             error, self._error = self._error, ""
             raise RuntimeError(error)
@@ -209,8 +215,6 @@ class FakeGpus(TorchDispatchMode):
         homes = self.home(into), self.home(source)
         if all(home.type == "cpu" for home in homes):
             return _host_copy(into, source)  # type: ignore[no-any-return]
-        if self.broken:
-            raise RuntimeError(self.broken)
         self.count("copies")
         self._write()
         if homes[0] != homes[1]:
@@ -273,8 +277,6 @@ class FakeGpus(TorchDispatchMode):
             for _, work in self._queue:
                 work()
         self._queue.clear()
-        if self.broken:
-            raise RuntimeError(self.broken)
 
     def count(self, kind: str) -> None:
         """Count one more."""
@@ -385,45 +387,22 @@ class _Moved(torch.autograd.Function):
         return grad.to(ctx.home), None, None
 
 
-class _Patches:
-    """Names that are set to something else, and what they were."""
-
-    def __init__(self) -> None:
-        self._before: list[tuple[Any, str, Any]] = []
-
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        """Set a name of a module or of `Tensor`."""
-        self._before.append((owner, name, vars(owner).get(name)))
-        self._put(owner, name, value)
-
-    def _put(self, owner: Any, name: str, value: Any) -> None:
-        if isinstance(owner, type) and value is None:
-            type.__delattr__(owner, name)
-        elif isinstance(owner, type):
-            type.__setattr__(owner, name, value)
-        else:
-            setattr(owner, name, value)
-
-    def undo(self) -> None:
-        """Set all back."""
-        for owner, name, before in reversed(self._before):
-            self._put(owner, name, before)
-
-
-def _patch(gpus: FakeGpus) -> _Patches:
-    found = _Patches()
+def _patch(gpus: FakeGpus) -> pytest.MonkeyPatch:
+    found = pytest.MonkeyPatch()
     for name, value in gpus.cuda().items():
-        found.set(torch.cuda, name, value)
-    found.set(torch.version, "cuda", "fake")
-    found.set(reductions, "reduce_tensor", gpus.reduce)
-    found.set(reductions, "rebuild_cuda_tensor", gpus.open)
-    found.set(Tensor, "device", property(gpus.device))
-    found.set(Tensor, "is_cuda", property(lambda t: gpus.device(t).type == "cuda"))
-    found.set(Tensor, "to", lambda t, *args, **more: gpus.to(t, *args, **more))
-    found.set(Tensor, "cpu", lambda t: gpus.to(t, CPU))
-    found.set(Tensor, "cuda", lambda t, i=0, **more: gpus.to(t, torch.device("cuda", i), **more))
-    found.set(Tensor, "tolist", lambda t: torch._C.TensorBase.tolist(gpus.to(t, CPU)))
-    found.set(Tensor, "is_pinned", lambda t: gpus.home(t) == PINNED)
+        found.setattr(torch.cuda, name, value)
+    found.setattr(torch.version, "cuda", "fake")
+    found.setattr(reductions, "reduce_tensor", gpus.reduce)
+    found.setattr(reductions, "rebuild_cuda_tensor", gpus.open)
+    found.setattr(Tensor, "device", property(gpus.device))
+    found.setattr(Tensor, "is_cuda", property(lambda t: gpus.device(t).type == "cuda"))
+    found.setattr(Tensor, "to", lambda t, *args, **more: gpus.to(t, *args, **more))
+    found.setattr(Tensor, "cpu", lambda t: gpus.to(t, CPU))
+    found.setattr(
+        Tensor, "cuda", lambda t, i=0, **more: gpus.to(t, torch.device("cuda", i), **more)
+    )
+    found.setattr(Tensor, "tolist", lambda t: torch._C.TensorBase.tolist(gpus.to(t, CPU)))
+    found.setattr(Tensor, "is_pinned", lambda t: gpus.home(t) == PINNED)
     return found
 
 
@@ -445,9 +424,6 @@ def installed(count: int = 1) -> Iterator[FakeGpus]:
 
 def install() -> None:
     """Let this process of a replica have GPUs, in each thread that makes a channel."""
-    from raydp_parallel.wire import trial
-    from raydp_parallel.wire.channel import Channel
-
     trial._PRODUCTS = 1
     gpus = FakeGpus(1)
     gpus.side = "replica"
@@ -469,10 +445,6 @@ class Near:
     """A replica of this process with a GPU, called over a socket as one of its own process."""
 
     def __init__(self, gpus: FakeGpus, index: int, ipc: bool) -> None:
-        from raydp_parallel.devices.cuda import describe
-        from raydp_parallel.replica.server import ReplicaServer
-        from raydp_parallel.wire.channel import Channel
-
         self._gpus, device = gpus, torch.device("cuda", index)
         self.hello = describe(device, "driver")._replace(near=True)
         ours, theirs = socket.socketpair()
@@ -495,7 +467,11 @@ class Near:
         before, self._gpus.side = self._gpus.side, "replica"
         try:
             with torch.enable_grad(), torch.inference_mode(False):
-                self._theirs.send(self._server.answer(self._theirs.receive()))
+                try:
+                    answer = self._server.answer(self._theirs.receive())
+                except TransferError as error:
+                    answer = Answer(failure=exceptions.failure(error, None))
+                self._theirs.send(answer)
                 self._server.settle()
         finally:
             self._gpus.side = before
