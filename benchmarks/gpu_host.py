@@ -107,34 +107,38 @@ def counted(way: str, steps: int = 12) -> dict[str, int]:
     """Count what the last of some steps takes."""
     from fake_gpu import installed, near_replicas
 
+    with pytest.MonkeyPatch.context() as patch, installed(1) as gpus:
+        near_replicas(gpus, patch, ipc=way == "ipc")
+        return _counted(gpus, steps)
+
+
+def _counted(gpus: Any, steps: int) -> Counter[str]:
     import raydp_parallel
 
     options = raydp_parallel.Options(in_process=True, metrics=False)
-    with pytest.MonkeyPatch.context() as patch, installed(1) as gpus:
-        near_replicas(gpus, patch, ipc=way == "ipc")
-        calls = Calls(gpus)
-        _inside[:] = [gpus]
-        net = Shaped(resnet50()).cuda()
-        weights = [*net.parameters()]
-        with raydp_parallel.Executor([0], options=options) as executor:
-            model = raydp_parallel.DataParallel(net, executor=executor)
-            x = torch.zeros(64, 4).cuda()
-            for step in range(steps):
-                last = step == steps - 1
-                gpus.counts.clear()
-                if last:
-                    sys.setprofile(calls)
-                try:
-                    model(x).backward(torch.ones_like(x))
-                finally:
-                    sys.setprofile(None)
-                counts = gpus.counts.copy()
-                torch.autograd.graph.increment_version(weights)  # the optimizer
-                net.zero_grad()
-        gpus.counts.clear()
-        net(x).backward(torch.ones_like(x))  # as the module alone does
-        counts.subtract({"driver calls": gpus.counts["driver calls"]})
-        counts.update(calls.counts)
+    calls = Calls(gpus)
+    _inside[:] = [gpus]
+    net = Shaped(resnet50()).cuda()
+    weights = [*net.parameters()]
+    with raydp_parallel.Executor([0], options=options) as executor:
+        model = raydp_parallel.DataParallel(net, executor=executor)
+        x = torch.zeros(64, 4).cuda()
+        for step in range(steps):
+            last = step == steps - 1
+            gpus.counts.clear()
+            if last:
+                sys.setprofile(calls)
+            try:
+                model(x).backward(torch.ones_like(x))
+            finally:
+                sys.setprofile(None)
+            counts = gpus.counts.copy()
+            torch.autograd.graph.increment_version(weights)  # the optimizer
+            net.zero_grad()
+    gpus.counts.clear()
+    net(x).backward(torch.ones_like(x))  # as the module alone does
+    counts.subtract({"driver calls": gpus.counts["driver calls"]})
+    counts.update(calls.counts)
     if "--places" in sys.argv:
         print(*(f"{n:6d} {place}" for place, n in calls.places.most_common(70)), sep="\n")
     return counts

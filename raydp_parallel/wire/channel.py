@@ -12,7 +12,7 @@ import pickle
 import select
 import socket
 import struct
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -29,22 +29,6 @@ _CHUNK = 1 << 20
 _DESCRIPTORS = 64
 _ALWAYS, _SELDOM = 8, 1000
 """How many frames are summed at first, and which later ones."""
-
-
-class _News(NamedTuple):
-    """Geometry and memory that the other end does not know yet.
-
-    Attributes:
-        specs: Those of the layout.
-        size: The bytes of a new window; 0 without one.
-        export: Its description, if it lies on a GPU.
-        shared: The sizes of further windows, which are mapped privately.
-    """
-
-    specs: tuple[Any, ...] | None
-    size: int
-    export: bytes | None
-    shared: tuple[int, ...]
 
 
 class Channel:
@@ -111,7 +95,9 @@ class Channel:
         news = b""
         if new or size or packet.windows:
             shared = tuple([other.size for other in packet.windows])
-            news = pickle.dumps(_News(packet.specs if new else None, size, export, shared))
+            # Geometry and memory that the other end does not know: the specs of a new layout, the
+            # size of a new window, its description on a GPU, sizes of windows to map privately.
+            news = pickle.dumps((packet.specs if new else None, size, export, shared))
         header = _HEADER.pack(len(packet.body), len(news), number, near, summed, total)
         data = b"".join((header, news, packet.body))
         begun = socket.send_fds(self._sock, [data], fds) if fds else self._sock.send(data)
