@@ -192,15 +192,14 @@ class Dispatcher:
         if answer.lacking:
             if call is not None:
                 slot.revisions.pop(call.model, None)
-            return False
+            if answer.failure is None:
+                return False
         if answer.failure is not None and answer.failure.name.endswith(_MISMATCH):
             # A new process loads the driver's sources.
             if slot.client is not None and not slot.answered:
                 exceptions.reraise(answer.failure, str(slot))
             self._set.lost(slot, pending.life, "import", "its modules are not the driver's")
             return False
-        if answer.failure is not None and answer.failure.name.endswith("TransferError"):
-            slot.revisions.clear()  # a request was lost, and with it changes of the state
         slot.answered = True
         return True
 

@@ -131,8 +131,9 @@ class ReplicaActor:
                             continue
                     except (EOFError, ConnectionError):
                         raise
-                    except Exception as error:  # of loading: the frame was read
-                        channel.send(Answer(failure=exceptions.failure(error, None)))
+                    except Exception as error:  # of loading: the frame was read, and is lost
+                        failure = exceptions.failure(error, None)
+                        channel.send(Answer(failure=failure, lacking=True))
                         continue
                     answer = self._answer(request)
                     try:

@@ -202,7 +202,7 @@ class Answer(NamedTuple):
         failure: The exception, if there is one.
         warnings: Warnings.
         writes: Tensors that were written to.
-        lacking: Whether the replica has lost contents, and needs the whole state.
+        lacking: Whether the replica has lost contents, or a message, and needs the whole state.
         busy: Seconds that it computed.
     """
 

@@ -470,7 +470,8 @@ class Near:
                 try:
                     answer = self._server.answer(self._theirs.receive())
                 except TransferError as error:
-                    answer = Answer(failure=exceptions.failure(error, None))
+                    failure = exceptions.failure(error, None)
+                    answer = Answer(failure=failure, lacking=True)
                 self._theirs.send(answer)
                 self._server.settle()
         finally:
