@@ -1,3 +1,3 @@
-"""What it costs, measured against floors and peers. Each file answers one question: `python -m
+"""The costs, measured against floors and peers. Each file answers one question: `python -m
 benchmarks.<name>`.
 """

@@ -55,8 +55,8 @@ class Trainer:
 
     Args:
         executor: The replicas are its.
-        seed: What data, weights and masks follow from.
-        penalty: Whether each step has a gradient penalty, and so a second derivative.
+        seed: The seed of data, weights and masks.
+        penalty: True if each step has a gradient penalty, and so a second derivative.
     """
 
     def __init__(self, executor: Executor, seed: int, penalty: bool) -> None:
@@ -89,7 +89,7 @@ class Chaos(threading.Thread):
 
     Args:
         executor: Its replicas are harmed.
-        seed: What it does follows from it.
+        seed: The seed of all that it does.
         kills: How many replicas it kills, before it stops.
         pause: Seconds between two deeds, on average.
     """

@@ -64,7 +64,7 @@ class Report(NamedTuple):
 
     Attributes:
         name: Of the benchmark, and of its file of results.
-        question: What it answers.
+        question: The question that it answers.
         tables: The numbers.
         asked: The ratios that have a limit.
         data: The medians, for comparisons.

@@ -105,6 +105,7 @@ def texts(rows: int, words: int, length: int) -> tuple[Tensor, Tensor]:
 SMALL_MLP, LARGE_MLP = "MLP 2.1 M, batch 64", "MLP 16.8 M, batch 256"
 CONV = "ResNet-like 2.8 M, batch norm, batch 16"
 GPT2_SMALL, RESNET50 = "GPT-2 0.34 M, batch 8 x 32", "ResNet-50 23.5 M, batch 8"
+GPT2_20M = "GPT-2 19 M, batch 8 x 32"
 """Nets of `transformers` as they are: the one has many small parameters, the other many modules."""
 
 _SMALL_VOCABULARY = 512
@@ -127,14 +128,16 @@ class RowLosses(nn.Module):
         return F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").mean(1)
 
 
-def gpt2_small() -> nn.Module:
-    """GPT-2 of six layers of width 64 without dropout: 76 parameters that hold 341,000 numbers."""
+def gpt2(width: int) -> nn.Module:
+    """GPT-2 of six layers without dropout: 76 parameters, which at width 64 hold 341,000 numbers
+    and at 512 19 million.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel  # optional
 
     torch.manual_seed(0)
     sizes = {
         "n_layer": 6,
-        "n_embd": 64,
+        "n_embd": width,
         "n_head": 4,
         "n_positions": 128,
         "vocab_size": _SMALL_VOCABULARY,
@@ -169,7 +172,8 @@ def classify_logits(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def usable(case: str) -> bool:
     """Tell if the packages of a case are installed."""
     return (
-        case not in (GPT2_SMALL, RESNET50) or importlib.util.find_spec("transformers") is not None
+        case not in (GPT2_SMALL, GPT2_20M, RESNET50)
+        or importlib.util.find_spec("transformers") is not None
     )
 
 
@@ -177,7 +181,8 @@ CASES = {
     SMALL_MLP: Case(lambda: perceptron(1024), lambda: vectors(1024, 64), classify, 4),
     LARGE_MLP: Case(lambda: perceptron(2896), lambda: vectors(2896, 256), classify, 1),
     CONV: Case(residual, lambda: images(16), classify, 1, 72),
-    GPT2_SMALL: Case(gpt2_small, lambda: texts(8, _SMALL_VOCABULARY, 32), inside, 4, 48),
+    GPT2_SMALL: Case(lambda: gpt2(64), lambda: texts(8, _SMALL_VOCABULARY, 32), inside, 4, 48),
+    GPT2_20M: Case(lambda: gpt2(512), lambda: texts(8, _SMALL_VOCABULARY, 32), inside, 1),
     RESNET50: Case(resnet50, lambda: pictures(8), classify_logits, 1),
 }
 """By name, so that other processes find them."""

@@ -60,7 +60,7 @@ class Process:
     """A process that times operations when told.
 
     Args:
-        kind: What it has of replicas.
+        kind: Its share of replicas.
         address: The Ray cluster for them.
     """
 

@@ -63,9 +63,30 @@ def weights(net: nn.Module) -> Weights:
     return Weights(float(sum(p.double().abs().sum() for p in found)), digest)
 
 
-def stepper(case: str, net: nn.Module, chunk: tuple[int, int] = (0, 1)) -> Callable[[], None]:
+def sgd(net: nn.Module) -> torch.optim.Optimizer:
+    """Make the optimizer of the plain loop."""
+    return torch.optim.SGD(net.parameters(), lr=1e-3)
+
+
+def adamw(net: nn.Module) -> torch.optim.Optimizer:
+    """Make one that has twice the weights as its state."""
+    return torch.optim.AdamW(net.parameters(), lr=1e-4)
+
+
+def resident(net: Any) -> torch.optim.Optimizer:
+    """Make the same, whose steps the replicas make."""
+    made: torch.optim.Optimizer = net.optimizer(torch.optim.AdamW, lr=1e-4)
+    return made
+
+
+def stepper(
+    case: str,
+    net: nn.Module,
+    chunk: tuple[int, int] = (0, 1),
+    make: Callable[[Any], torch.optim.Optimizer] = sgd,
+) -> Callable[[], None]:
     """Give one step of a plain loop, on one of so many chunks of the batch."""
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    optimizer = make(net)
     number, chunks = chunk
     x, y = (part.chunk(chunks)[number].clone() for part in CASES[case].batch())
     loss_of = CASES[case].loss
@@ -92,24 +113,34 @@ class Here:
 
     Args:
         wrap: Makes of a net what the loop calls.
+        make: Makes of that the optimizer.
     """
 
-    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
-        self._wrap = wrap
+    def __init__(
+        self,
+        wrap: Callable[[nn.Module], nn.Module],
+        make: Callable[[Any], torch.optim.Optimizer] = sgd,
+    ) -> None:
+        self._wrap, self._make = wrap, make
 
     def begin(self, case: str) -> None:
         """Make the net."""
         self._net = CASES[case].make()
-        self._step = stepper(case, self._wrap(self._net))
+        self._model: Any = self._wrap(self._net)
+        self._step = stepper(case, self._model, make=self._make)
 
     def steps(self, count: int) -> float:
-        """Make some steps."""
-        return repeat(self._step, count)
+        """Make some steps, and wait for the last one if replicas make it."""
+        start = time.perf_counter()
+        repeat(self._step, count)
+        if self._make is resident:
+            self._model.executor.flush()
+        return time.perf_counter() - start
 
     def finish(self) -> Weights:
         """The weights."""
-        found = weights(self._net)
-        del self._net, self._step
+        found = weights(self._model)
+        del self._net, self._model, self._step
         return found
 
     def close(self) -> None:
@@ -122,16 +153,17 @@ class Ddp:
 
     Args:
         workers: How many.
+        make: Makes the optimizer.
     """
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, make: Callable[[Any], torch.optim.Optimizer] = sgd) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._lines: list[Connection] = []
         for rank in range(workers):
             ours, theirs = mp.get_context("spawn").Pipe()
-            arguments = (rank, workers, port, theirs)
+            arguments = (rank, workers, port, theirs, make)
             mp.get_context("spawn").Process(target=_train, args=arguments, daemon=True).start()
             theirs.close()
             self._lines.append(ours)
@@ -161,7 +193,13 @@ class Ddp:
         return [line.recv() for line in self._lines]
 
 
-def _train(rank: int, workers: int, port: int, line: Connection) -> None:
+def _train(
+    rank: int,
+    workers: int,
+    port: int,
+    line: Connection,
+    make: Callable[[Any], torch.optim.Optimizer],
+) -> None:
     """Train cases by name, as many steps as each number says, until an empty name comes."""
     place = {"RANK": rank, "WORLD_SIZE": workers, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1"}
     threads = replicas_threads(workers)
@@ -171,7 +209,7 @@ def _train(rank: int, workers: int, port: int, line: Connection) -> None:
     dist.init_process_group("gloo")
     while case := line.recv():
         net = CASES[case].make()
-        step = stepper(case, DistributedDataParallel(net), (rank, workers))
+        step = stepper(case, DistributedDataParallel(net), (rank, workers), make)
         line.send("ready")
         while count := line.recv():
             line.send(repeat(step, count))

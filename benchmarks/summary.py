@@ -9,7 +9,15 @@ from typing import Any
 
 from benchmarks.measure import RESULTS, shown
 
-NAMES = ("training_step", "one_device", "told_cores", "own_process", "step_latency", "inference")
+NAMES = (
+    "training_step",
+    "resident",
+    "one_device",
+    "told_cores",
+    "own_process",
+    "step_latency",
+    "inference",
+)
 """The benchmarks, in the order in which they are run and shown."""
 
 

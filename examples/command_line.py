@@ -15,15 +15,15 @@ def devices(description: str | None, default: str) -> list[str | int] | None:
         default=default,
         metavar="LIST",
         help="cpu,cpu: two CPU replicas; cpu: in place; 0,1: two GPUs of the Ray "
-        "cluster; none: every GPU of it, in place where it has none (default: %(default)s)",
+        "cluster; all: every GPU of it, in place where it has none (default: %(default)s)",
     )
     return parse(parser.parse_args().devices)
 
 
 def parse(text: str) -> list[str | int] | None:
-    """``cpu,cpu`` is two CPU replicas, ``0,1`` two GPUs of the cluster, ``none`` no
-    ``device_ids``.
+    """``cpu,cpu`` is two CPU replicas, ``0,1`` two GPUs of the cluster, ``all`` every
+    GPU.
     """
-    if text == "none":
+    if text == "all":
         return None
     return [int(name) if name.isdigit() else name for name in text.split(",")]

@@ -1,8 +1,6 @@
 """The quickstart with its optimizer in the replicas: each trains its own copy of the weights, and
 the master copy is fetched when it is asked for.
 
-It needs the resident optimizer, which is being rebuilt. Until then the program says so, and ends.
-
 Output::
 
     Training in 2 replicas, devices ['cpu', 'cpu']
@@ -29,11 +27,7 @@ def main(device_ids: list[str | int] | None = None) -> list[float]:
     model = parallel(net, device_ids)
     print(f"Training in {len(model.device_ids)} replicas, devices {model.device_ids}")
 
-    try:
-        optimizer = model.optimizer(torch.optim.Adam, lr=0.01)
-    except NotImplementedError as error:
-        print(f"This example has to wait: {error}")
-        return []
+    optimizer = model.optimizer(torch.optim.Adam, lr=0.01)
     losses = []
     for _ in range(STEPS):
         points, arms = spirals(BATCH)

@@ -27,7 +27,7 @@ from raydp_parallel.monitoring.stats import ExecutorStats
 from raydp_parallel.options import Options
 from raydp_parallel.replica.sync_batch_norm import convert_sync_batchnorm
 
-__version__ = "1.0.0rc1"
+__version__ = "1.0.0rc2"
 
 __all__ = [
     "ChunkRefs",

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from raydp_parallel.cluster.placement import DeviceId, all_gpus, normalize
 from raydp_parallel.data_parallel import DataParallel
 from raydp_parallel.driver.executor import Executor
+from raydp_parallel.monitoring.stats import count
 from raydp_parallel.options import Options
 from raydp_parallel.replica import engine
 
@@ -50,7 +51,7 @@ class Here:
 
     Args:
         ids: Their ``device_ids``.
-        quick: Whether to measure for a short time only.
+        quick: True to measure for a short time only.
     """
 
     def __init__(self, ids: Sequence[DeviceId], quick: bool) -> None:
@@ -194,10 +195,11 @@ def distance(ours: Sequence[Any], theirs: Sequence[Any]) -> float:
 
 def killed(here: Here) -> Row:
     """Kill a replica between forward and backward: same bits, and a new process comes."""
+    say("  A replica is killed now, and the log says so:")
     torch.manual_seed(0)
     net = perceptron(64, here.dropout, normed=True).to(here.place)
     x = torch.randn(8 * len(here.ids), 64).to(here.place)
-    grads, milliseconds, count = [], [], len(here.executor.replicas())
+    grads, milliseconds, replicas = [], [], len(here.executor.replicas())
     for dies in (False, True):
         model = here.wrap(copy.deepcopy(net))
         for seed in range(2):  # the second one is looked at
@@ -214,7 +216,7 @@ def killed(here: Here) -> Row:
     same = all(map(torch.equal, *grads))
     here.executor.grow(START)
     deaths = here.executor.stats().deaths
-    back = sum(info.state == "ready" for info in here.executor.replicas()) == count
+    back = sum(info.state == "ready" for info in here.executor.replicas()) == replicas
     text = (
         f"{'the same bits' if same else 'DIFFERENT gradients'}, "
         f"{milliseconds[3] - milliseconds[1]:.0f} ms longer; "
@@ -314,7 +316,7 @@ def _report(here: Here) -> int:
     """Print what is found; returns the exit status."""
     say(f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} cores")
     for info in here.executor.replicas():
-        say(f"  replica {info.index}: {info.device} {info.gpu}, node {info.node[:8]}, {info.pid}")
+        say(f"  replica {info.index}: {info.device} {info.gpu or '-'}, pid {info.pid}")
     torch.manual_seed(0)
     say("\nvalues, beside the plain module chunk by chunk")
     checks, failed = rows(here), []
@@ -332,9 +334,9 @@ def _report(here: Here) -> int:
         say(f"  {name:32}{plain:9.2f}{ours:9.2f}{ours / plain:8.2f}  {words}")
     place = "one GPU" if here.place.type == "cuda" else f"{torch.get_num_threads()} threads"
     say(
-        f"Plain is the module itself with {place}, the wrapper has {len(here.ids)} chunks on "
-        f"{len(here.executor.replicas())} replicas. The small layer shows\nthe cost of a step's "
-        "two trips; the wrapper pays for nets whose step takes many times that."
+        f"Plain is the module itself with {place}, the wrapper has {count(len(here.ids), 'chunk')} "
+        f"on {count(len(here.executor.replicas()), 'replica')}. The small layer shows\nthe cost of "
+        "a step's two trips; the wrapper pays for nets whose step takes many times that."
     )
     if failed:
         say(f"\ncheck FAILED: {len(failed)} of {len(checks)} rows: {', '.join(failed)}")
@@ -347,3 +349,7 @@ def say(text: str) -> None:
     """Print a line."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

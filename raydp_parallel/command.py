@@ -37,15 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="raydp-parallel", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    shows = commands.add_parser("status", help="what every running executor of the cluster does")
-    reports = commands.add_parser("report", help="the same as one HTML page")
+    shows = commands.add_parser("status", help="show the work of each running executor")
+    reports = commands.add_parser("report", help="write the same as one HTML page")
     reports.add_argument("file", metavar="FILE", type=Path, help="where to write it")
     for command in (shows, reports):
         command.add_argument(
-            "--address", help="the cluster's; by default RAY_ADDRESS, or the one on this machine"
+            "--address", help="of the cluster; by default RAY_ADDRESS, else all on this machine"
         )
-    commands.add_parser("grafana", help="print the dashboard for Grafana, as JSON")
-    commands.add_parser("check", help="what this machine's devices compute, and how fast")
+    commands.add_parser("grafana", help="print a dashboard for Grafana, as JSON")
+    commands.add_parser("check", help="compare the devices with the plain module, and time them")
     return parser
 
 
@@ -54,7 +54,7 @@ def _text(options: argparse.Namespace) -> str:
         return _DASHBOARD.read_text(encoding="utf-8")
     from raydp_parallel.cluster import ray_api  # imports Ray, which takes a second
 
-    entries = [json.loads(text) for _, text in sorted(ray_api.entries(options.address).items())]
+    entries = [*map(json.loads, ray_api.entries(options.address))]
     if options.command == "status":
         return f"{status.render(entries)}\n"
     options.file.write_text(report.page(entries), encoding="utf-8")

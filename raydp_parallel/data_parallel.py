@@ -26,6 +26,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -33,21 +34,23 @@ from torch import nn
 from torch._C._profiler import _RecordFunctionFast as record_function
 
 from raydp_parallel import batch, functional
-from raydp_parallel.cluster.placement import DeviceId, normalize
+from raydp_parallel.cluster.placement import DeviceId, device_id, normalize
 from raydp_parallel.devices import ambient
-from raydp_parallel.driver import batch_inference, forward, loss
+from raydp_parallel.driver import batch_inference, forward, loss, optimizer, resident
 from raydp_parallel.driver.executor import Executor, shared
 from raydp_parallel.driver.forward import Called
 from raydp_parallel.driver.loss import LossCall
 from raydp_parallel.functional import module_device
 from raydp_parallel.monitoring.stats import ExecutorStats
 from raydp_parallel.options import Options
-from raydp_parallel.replica import replica
+from raydp_parallel.replica import exceptions, replica
 from raydp_parallel.replica.actor import fetched
+from raydp_parallel.state.look import check_devices
 
 T = TypeVar("T", bound=nn.Module)
 
 log = logging.getLogger("raydp_parallel")
+_warn_once = functools.cache(log.warning)
 
 _NO_GPU = (
     "the module runs in place, in this process, because device_ids were left out and there is no "
@@ -105,17 +108,27 @@ class DataParallel(nn.DataParallel[T]):
         ids = normalize(device_ids, self._options)
         self.device_ids: list[Any] = list(ids)
         if not ids:
-            _say_once(_NO_GPU)
+            _warn_once(f"DataParallel: {_NO_GPU}")
             return
         _check_weights(self._options, ids)
         self.dim = dim
         self._executor = executor
         self._output_device = None if output_device is None else _own_device(output_device, ids)
         place = self._place
+        if place is None and module_device(module).type == "meta":
+            raise ValueError(
+                "DataParallel: the module is on the meta device, where parameters have no values: "
+                "call module.to_empty(device='cpu'), and load its weights, before it is wrapped"
+            )
         if place is not None:
             log.info("DataParallel: one device of this process: the module runs in place")
             if place.type == "cuda":
                 module.to(place)
+
+    @property
+    def _net(self) -> T:
+        """The module, with weights that replicas may have stepped since."""
+        return self.__dict__["_modules"]["module"]  # type: ignore[no-any-return]
 
     @property
     def _place(self) -> torch.device | None:
@@ -137,7 +150,7 @@ class DataParallel(nn.DataParallel[T]):
         """Where outputs go: as upstream, a CUDA index where it is one."""
         if "_output_device" not in self.__dict__:
             raise AttributeError  # `__getattr__` gives the text
-        device = self._output_device or module_device(self.module)
+        device = self._output_device or module_device(self._net)
         return device.index if device.type == "cuda" else device
 
     @output_device.setter
@@ -149,7 +162,7 @@ class DataParallel(nn.DataParallel[T]):
         """Where the master copy lives."""
         if not self.device_ids:
             raise AttributeError  # `__getattr__` gives the text
-        return module_device(self.module)
+        return module_device(self._net)
 
     @property
     def executor(self) -> Executor:
@@ -159,6 +172,8 @@ class DataParallel(nn.DataParallel[T]):
         return self._executor or shared(self._options)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "module" and "_modules" in self.__dict__ and name in self._modules:
+            resident.refresh(self._net)
         if name in _ABSENT_WITHOUT_DEVICES and self.__dict__.get("device_ids") == []:
             raise AttributeError(
                 f"'{type(self).__name__}' object has no attribute '{name}': {_NO_GPU}"
@@ -173,31 +188,89 @@ class DataParallel(nn.DataParallel[T]):
         """Describe the work of the replicas; prints as a table. In place there are none."""
         if self._in_place:
             return ExecutorStats("in place", (), "in place")
-        return self.executor.stats(self.module)
+        found = self.executor.stats(self._net)
+        trained = self.executor.master(self._net).resident
+        return found if trained is None else replace(found, steps_behind=trained.behind)
 
     def optimizer(
         self,
         kind: type[torch.optim.Optimizer],
         params: Iterable[Any] | None = None,
         **keywords: Any,
-    ) -> torch.optim.Optimizer:
-        """Make an optimizer that runs where the module runs. In place it is torch's own.
+    ) -> Any:
+        """Make an optimizer whose steps are made where the module runs; in place it is torch's own.
 
-        Raises:
-            NotImplementedError: The module has replicas: the optimizer that runs in them is being
-                rebuilt.
+        ::
+
+            optimizer = model.optimizer(torch.optim.AdamW, lr=3e-4)
+
+        Weights, gradients and the optimizer's state stay in the replicas, and the loop is the
+        ordinary one. Reads through the model fetch the weights first.
+
+        Args:
+            kind: The class, of `torch.optim` or another package.
+            params: Its first argument; None is all parameters of the module.
+            keywords: Its other arguments.
+
+        Returns:
+            An instance of ``kind``. With replicas it has ``clip_grad_norm_(max_norm)`` and
+            ``grad_norm()`` besides, which do as torch's functions, where the gradients are.
+        """
+        params = self._net.parameters() if params is None else params
+        if self._in_place:
+            return kind(params, **keywords)
+        return optimizer.make(self.executor, self._net, self.device_ids, kind, params, keywords)
+
+    @ambient.uncompiled
+    def sync(self) -> None:
+        """Fetch the weights, and the state of an `optimizer`, that the replicas have stepped.
+
+        Reading through the model does so by itself. Before an edit of weights it is to be called;
+        after one it overwrites the edit.
         """
         if not self._in_place:
-            raise NotImplementedError(
-                "optimizer: the optimizer that runs in the replicas is being rebuilt; until then "
-                f"use {kind.__name__}(model.parameters(), ...) in this process"
-            )
-        return kind(self.module.parameters() if params is None else params, **keywords)
+            trained = self.executor.master(self._net).resident
+            if trained is not None:
+                trained.pull(states=True, overwrite=True)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Do nothing: gradients are summed with each backward, and their values are right."""
         yield
+
+    # Reads and edits of weights that replicas step.
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters by name, up to date."""
+        resident.refresh(self._net)
+        return super().named_parameters(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """Yield all parts by name, with weights up to date."""
+        resident.refresh(self._net)
+        return super().named_modules(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state, up to date."""
+        resident.refresh(self._net)
+        return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a state, which the replicas get with the next call."""
+        resident.refresh(self._net)
+        return super().load_state_dict(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients; of weights nothing is fetched."""
+        self._net.zero_grad(set_to_none)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        resident.refresh(self._net)
+        return super()._apply(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        resident.refresh(self._net)
+        return self.__dict__
 
     # Calls.
 
@@ -219,9 +292,9 @@ class DataParallel(nn.DataParallel[T]):
         Args:
             method: The method's name.
             args: Its positional arguments.
-            split: Whether the arguments are split into one chunk per device. Otherwise one replica
+            split: True if the arguments are split into one chunk per device. Otherwise one replica
                 gets them as they are.
-            gather: Whether the chunks' outputs become one; otherwise they are a list.
+            gather: True if the chunks' outputs become one; otherwise they are a list.
             kwargs: Its keyword arguments.
 
         Raises:
@@ -233,8 +306,8 @@ class DataParallel(nn.DataParallel[T]):
                 f"call: expected the name of a method, got {type(method).__name__}; run() takes "
                 "functions"
             )
-        if not callable(getattr(self.module, method)):
-            raise TypeError(f"call: {type(self.module).__name__}.{method} is not a method")
+        if not callable(getattr(self._net, method)):
+            raise TypeError(f"call: {type(self._net).__name__}.{method} is not a method")
         return self._evaluate(method, args, kwargs, split, gather)
 
     @ambient.uncompiled
@@ -272,7 +345,7 @@ class DataParallel(nn.DataParallel[T]):
                 "run: expected a function that takes the module first, got "
                 f"{type(function).__name__}; call() takes names of methods"
             )
-        if getattr(function, "__self__", None) is self.module:
+        if getattr(function, "__self__", None) is self._net:
             raise TypeError(
                 f"run: {function.__name__} is bound to the module of this process; call() with its "
                 "name runs it on the replicas"
@@ -288,7 +361,7 @@ class DataParallel(nn.DataParallel[T]):
         gather: bool = True,
     ) -> Any:
         """Split, run, gather, for what is called."""
-        with record_function("raydp_parallel.DataParallel.forward"):
+        with record_function("raydp_parallel.DataParallel.forward"), exceptions.ShortTraceback():
             if self._in_place:
                 output = self._run_in_place(called, inputs, kwargs, split)
                 return output if gather else [output]
@@ -305,7 +378,7 @@ class DataParallel(nn.DataParallel[T]):
             if isinstance(called, LossCall):
                 called = called.for_chunks(len(chunks), self.dim)
             ids = self.device_ids[: len(chunks)]
-            replicas = functional.calling(self.replicate(self.module, ids), called)
+            replicas = functional.calling(self.replicate(self._net, ids), called)
             if not split:
                 output = replicas[0](*inputs, **kwargs)
                 return output if gather else [output]
@@ -349,25 +422,26 @@ class DataParallel(nn.DataParallel[T]):
         self, called: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], split: bool
     ) -> Any:
         """Call the module itself, as upstream does with one device."""
+        resident.refresh(self._net)
         place = None if not self.device_ids or replica.running() else self._place
         if place is not None:
-            _check_devices(self.module)
+            check_devices(self._net)
             if split:
                 chunks, chunk_kwargs = self.scatter(inputs, kwargs, self.device_ids)
                 inputs, kwargs = (chunks or ((),))[0], (chunk_kwargs or ({},))[0]
             if place.type == "cuda":
                 inputs, kwargs = batch.moved((inputs, kwargs), place)
         if batch.find_refs((inputs, kwargs)):
-            home = module_device(self.module)
+            home = module_device(self._net)
             inputs, kwargs = batch.resolved((inputs, kwargs), _get, home)
         if isinstance(called, LossCall):
             arguments, targets, others = called.divided(inputs, kwargs)
-            return called.criterion(self.module(*arguments, **others), *targets)
+            return called.criterion(self._net(*arguments, **others), *targets)
         if isinstance(called, str):
-            return getattr(self.module, called)(*inputs, **kwargs)
+            return getattr(self._net, called)(*inputs, **kwargs)
         if called is not None:
-            return called(self.module, *inputs, **kwargs)
-        return self.module(*inputs, **kwargs)
+            return called(self._net, *inputs, **kwargs)
+        return self._net(*inputs, **kwargs)
 
     @ambient.uncompiled
     def replicate(self, module: T, device_ids: Sequence[Any]) -> list[Any]:
@@ -433,7 +507,7 @@ class DataParallel(nn.DataParallel[T]):
                 and parameters that it has go whole to each replica and get gradients.
             targets: How many of the last positional arguments are targets; or the names of the
                 keyword arguments that are.
-            reduction: What a criterion of your own gives: ``"mean"`` of the rows, ``"sum"``, or
+            reduction: The result of a criterion of your own: ``"mean"`` of the rows, ``"sum"``, or
                 ``"none"`` for losses that are gathered as outputs are. A loss that compares rows
                 with each other is none of these.
             count: For a mean over something else than rows: what it is divided by, as a function
@@ -447,7 +521,7 @@ class DataParallel(nn.DataParallel[T]):
         found = loss.loss_call(criterion, targets, reduction, count)
         held = getattr(criterion, "__self__", criterion)
         if isinstance(held, nn.Module):
-            forward.refuse_own_parameters(self.module, [*held.parameters()])
+            forward.refuse_own_parameters(self._net, [*held.parameters()])
         model = type(self).__new__(type(self))
         nn.Module.__init__(model)
         # Hooks of this wrapper's calls expect outputs.
@@ -474,15 +548,15 @@ class DataParallel(nn.DataParallel[T]):
                 print(out.shape)
 
         A batch that is a tuple or a list is called as ``model(*batch)``, a mapping as
-        ``model(**batch)``, anything else as ``model(batch)``. A batch, and the module, must stay as
-        they are until the output was given. What forward writes into the module's replica is
-        dropped.
+        ``model(**batch)``, anything else as ``model(batch)``; a model that takes a dict gets it as
+        ``(batch,)``. A batch, and the module, must stay as they are until the output was given.
+        Writes of forward into the module's replica are dropped.
 
         Args:
             batches: The batches; they are loaded one by one.
             in_flight: The most batches that are loaded and have not given their outputs; one for
                 each replica by default.
-            split: Whether each batch is split among the replicas, as in a call of the model.
+            split: True if each batch is split among the replicas, as in a call of the model.
             on_error: ``"raise"`` raises what the module raised, in place of the batch's output, and
                 ends; ``"skip"`` gives no output for that batch, and warns of all at the end.
         """
@@ -512,7 +586,7 @@ class DataParallel(nn.DataParallel[T]):
             slots, rows, waits = self.executor.slots(ids), [], []
             for i, (a, k) in enumerate(zip(chunks, chunk_kwargs, strict=True), first):
                 replica_ = functional.RemoteReplica(
-                    self.module, ids[i], slots[i], self.executor, True, called
+                    self._net, ids[i], slots[i], self.executor, True, called
                 )
                 where = f"in replica {i} on device {ids[i]}" if split else None
                 chunk = replica_.chunk(a, k, where, self.dim)
@@ -520,7 +594,8 @@ class DataParallel(nn.DataParallel[T]):
                 waits.append(forward.begin(self.executor, chunk, len(ids)))
 
         def finish() -> Any:
-            outputs = [wait() for wait in waits]
+            with exceptions.ShortTraceback():
+                outputs = [wait() for wait in waits]
             if called is not None and called.reduction != "none":
                 return called.joined(outputs, batch.output_place(self.output_device))
             if not split:
@@ -603,7 +678,7 @@ def data_parallel(
             "device type could not be determined: the cluster has no GPU. Give "
             "device_ids=['cpu', ...] for CPU replicas"
         )
-    _check_devices(module)
+    check_devices(module)
     chunks, kwargs = batch.scatter_kwargs(inputs, module_kwargs, ids, dim)
     if not chunks and not kwargs:
         chunks, kwargs = ((),), ({},)
@@ -615,12 +690,6 @@ def data_parallel(
     return batch.gather(outputs, place, dim)
 
 
-@functools.cache
-def _say_once(text: str) -> None:
-    """Warn once per process: training goes on, perhaps slower than the user meant."""
-    log.warning("DataParallel: %s", text)
-
-
 def _get(ref: Any) -> Any:
     found = fetched(ref)
     if isinstance(found, BaseException):
@@ -628,25 +697,15 @@ def _get(ref: Any) -> Any:
     return found
 
 
-def _check_devices(module: nn.Module) -> None:
-    """Raise upstream's error for a module on several devices (row F1)."""
-    row = [*module.parameters(), *module.buffers()]
-    for tensor in row:
-        if tensor.device != row[0].device:
-            raise RuntimeError(
-                "module must have its parameters and buffers on device "
-                f"{row[0].device} (device_ids[0]) but found one of them on device: {tensor.device}"
-            )
-
-
 def _own_device(entry: Any, ids: Sequence[DeviceId]) -> torch.device:
     """Return the driver's device that ``output_device`` names. Ids are logical: without CUDA they
     name the driver's CPU.
     """
-    is_index = isinstance(entry, int) and not isinstance(entry, bool) and entry >= 0
-    if is_index and entry not in ids and entry >= torch.cuda.device_count():
+    named = entry if entry == -1 else device_id(entry, "output_device")
+    if named not in (-1, "cpu", *ids) and int(named) >= torch.cuda.device_count():
         raise ValueError(
-            f"output_device={entry} is neither one of device_ids {list(ids)} nor a CUDA device here"
+            f"output_device={entry!r} is neither one of device_ids {list(ids)} nor a CUDA device "
+            "of this process. Leave it out to get outputs where the module is"
         )
     return batch.output_place(entry)
 
@@ -656,7 +715,7 @@ def _check_weights(options: Options, ids: Sequence[Any]) -> None:
     if weights is not None and len(weights) != len(ids):
         raise ValueError(
             f"Options(chunk_weights={weights}): {len(weights)} weights for {len(ids)} devices "
-            f"{list(ids)}"
+            f"{list(ids)}; give one for each"
         )
 
 

@@ -134,7 +134,7 @@ def replicate(
     Args:
         network: The module.
         devices: Logical GPUs of the cluster, or ``"cpu"`` entries.
-        detach: Whether the replicas take no gradients for the module's parameters.
+        detach: True if the replicas take no gradients for the module's parameters.
         executor: The executor that runs the replicas; None is the process's.
 
     Returns:

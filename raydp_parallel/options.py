@@ -66,11 +66,11 @@ class Options:
     """How an executor and its wrappers behave where the default does not suit.
 
     Attributes:
-        unused_grads: What a parameter gets that no replica used: ``"zeros"`` as upstream, or
+        unused_grads: The gradient of a parameter that no replica used: ``"zeros"`` as upstream, or
             ``"none"`` as a plain module would leave it.
-        scalars: What 0-dim outputs become: upstream's ``"vector"``, one entry per chunk, or one
+        scalars: The form of 0-dim outputs: upstream's ``"vector"``, one entry per chunk, or one
             number, their ``"mean"``, weighted by the chunks' rows.
-        chunk_weights: What the rows of the chunks are in proportion to, one number for each of
+        chunk_weights: Proportions of the rows of the chunks, one number for each of
             ``device_ids``, such as ``(4, 1)``; None cuts batches as upstream does. All arguments
             that are split must have one size then.
         placement_timeout: Seconds that replicas may take to be placed and to start. While they wait
@@ -81,8 +81,8 @@ class Options:
             calls go on with those that are left, and without any raise `RestartsSpent`.
         cpus_per_replica: CPUs that Ray books for each replica, on a CPU or a GPU. 0 lets any number
             of them share a small machine.
-        gpus_per_replica: What Ray books for each GPU replica, above 0 and at most 1. With 0.5 each
-            GPU of the cluster counts as two logical GPUs, and their replicas share it.
+        gpus_per_replica: The part of a GPU that Ray books for each replica, above 0 and at most 1.
+            With 0.5 each GPU of the cluster counts as two logical GPUs, whose replicas share it.
         resources: Further resources that Ray books for each replica, such as
             ``{"accelerator_type:A100": 0.001}``. Only nodes that have them are used.
         label_selector: Labels that a node must have to be used, such as ``{"market-type":
@@ -94,13 +94,13 @@ class Options:
             replicas run.
         threads: Torch's threads in a CPU replica. None shares a node's cores among the chunks of a
             call: those that Ray was told of, and never more than the process may use.
-        name: What Ray's dashboard, metrics and `raydp-parallel status` call the executor; None is
+        name: The executor's name in Ray's dashboard, metrics and `raydp-parallel status`; None is
             the program's name.
         metrics: Report to Ray's metrics and to `raydp-parallel status`, once per second, in the
             background.
         in_process: Run the replicas inside the driver's process, one after the other, without Ray.
             For debuggers.
-        gpu_paths: By which ways bytes may leave a GPU. ``"host"``, by pinned memory, is always
+        gpu_paths: Ways in which bytes may leave a GPU. ``"host"``, by pinned memory, is always
             there; ``"ipc"`` is memory of a GPU that the driver and a replica share. ``"auto"`` is
             all of them; each is tried when a replica starts, and left out where it fails. The
             variable ``RAYDP_PARALLEL_GPU_PATHS=host`` goes before this setting.

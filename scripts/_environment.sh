@@ -1,4 +1,5 @@
 # Sourced by the other scripts. Makes .venv in the checkout when it is missing or out of date, and sets $root and $python.
+# With extras=test it also has what the tests need.
 # With versions=oldest or versions=newest it is .venv-oldest or .venv-newest, with other versions of torch and Ray.
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -45,7 +46,7 @@ fingerprint() {
 }
 
 make_environment() {
-    local stamp="$environment/installed" base torch
+    local stamp="$environment/installed${extras:+-$extras}" base torch
     local -a wanted
     if [[ -f "$stamp" && "$(cat "$stamp")" == "$(fingerprint)" ]] && "$python" -c '' 2>/dev/null; then
         return
@@ -55,18 +56,18 @@ make_environment() {
         say "making ${environment##*/} with $("$base" --version)"
         "$base" -m venv --clear "$environment"
     fi
-    rm -f "$stamp"
+    rm -f "$environment/installed"*
     # torch alone and first: resolved together with the rest, another build of it could be chosen, gigabytes larger.
     case "${versions:-}" in
         oldest) torch="$(lowest torch)" wanted=("$(lowest torch)" "$(lowest 'ray\[default\]')") ;;
         newest) torch="torch" wanted=(--upgrade "ray[default]") ;;
         *) torch="$(grep '^torch==' "$root/constraints.txt")" wanted=(-c "$root/constraints.txt") ;;
     esac
-    say "installing $torch"
+    say "installing $torch, the largest part"
     pip_install "$torch"
-    say "installing ray, the package and what its tests need"
-    pip_install "${wanted[@]}" -e "$root[test]"
-    fingerprint > "$stamp"
+    say "installing Ray and the package${extras:+, and what is needed for: $extras}"
+    pip_install "${wanted[@]}" -e "$root${extras:+[$extras]}"
+    fingerprint | tee "$environment/installed" > "$stamp"
 }
 
 make_environment

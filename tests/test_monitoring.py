@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
-from raydp_parallel import command
+from raydp_parallel import Options, command
 from raydp_parallel.cluster import ray_api
+from raydp_parallel.cluster.start import Starter
+from raydp_parallel.devices import threads
 from raydp_parallel.errors import ClusterError
 from raydp_parallel.monitoring import metrics, report, reporter, status
 from raydp_parallel.monitoring.recorder import Recorder
@@ -163,7 +167,7 @@ def test_the_report_is_one_page_without_scripts(fake: Fake) -> None:
 def test_the_dashboard_asks_for_exactly_the_metrics_that_exist() -> None:
     text = command._DASHBOARD.read_text()
     names = {f"ray_{m.name}_total" for m in metrics.COUNTERS}
-    names |= {f"ray_{m.name}" for m in metrics.GAUGES}
+    names.add(f"ray_{metrics.INFO.name}")
     assert len(names) == 10
     assert set(re.findall(r"ray_raydp_\w+", text)) == names
     for panel in json.loads(text)["panels"]:
@@ -181,9 +185,8 @@ def test_names_of_tasks_are_round_and_few(fake: Fake) -> None:
     summaries = metrics.Summaries()
     for _ in range(15):
         fake.step(rows=100)
-    assert (
-        summaries.text(fake.stats().replicas[0]) == "16 forwards of ResNet, 2,048 rows, 60 % busy"
-    )
+    text = summaries.text(fake.stats().replicas[0])
+    assert text == "ResNet: about 128 samples per second, 60 % busy"
     names = set()
     for power in range(100):
         fake.step(rows=2**power)
@@ -204,7 +207,7 @@ class Cluster:
         patch(ray_api, "job", lambda: "01")
         patch(ray_api, "put_entry", self.entries.__setitem__)
         patch(ray_api, "delete_entry", self.entries.pop)
-        patch(ray_api, "entries", lambda address=None: self.entries)
+        patch(ray_api, "entries", lambda address=None: [*self.entries.values()])
 
     def record(self, name: str, value: float, tags: dict[str, str]) -> None:
         key = (name, *tags.values())
@@ -221,7 +224,7 @@ def test_the_reporter_and_the_commands(
     for _ in range(5):
         fake.step()
         watching._report()
-    assert fake.shown == [(0, "4 forwards of ResNet, 256 rows, 60 % busy")]
+    assert fake.shown == [(0, "ResNet: about 64 samples per second, 60 % busy")]
     assert command.main(["status"]) == 0
     assert fake.recorder.name in capsys.readouterr().out
     assert command.main(["report", str(tmp_path / "page.html")]) == 0
@@ -238,7 +241,7 @@ def test_the_reporter_and_the_commands(
 def test_commands_fail_with_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def none(address: str | None = None) -> dict[str, str]:
+    def none(address: str | None = None) -> list[str]:
         raise ClusterError(f"no Ray cluster at {address}")
 
     monkeypatch.setattr(ray_api, "entries", none)
@@ -246,3 +249,30 @@ def test_commands_fail_with_one_line(
     assert capsys.readouterr().err == "raydp-parallel: no Ray cluster at nowhere\n"
     assert command.main(["grafana"]) == 0
     assert json.loads(capsys.readouterr().out)["title"] == "raydp_parallel"
+
+
+def test_dead_clusters_are_found_out_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those that run here the others are shown; alone, it says which did not answer."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        dead = f"127.0.0.1:{closed.getsockname()[1]}"
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray_api, "find_gcs_addresses", lambda: [dead])
+    with pytest.raises(ClusterError, match=f"{dead} does not answer.*RAY_AUTH_MODE=token"):
+        ray_api.entries()
+    real = ray_api._entries
+    monkeypatch.setattr(ray_api, "_entries", lambda a: ["{}"] if a == "alive" else real(a))
+    monkeypatch.setattr(ray_api, "find_gcs_addresses", lambda: [dead, "alive"])
+    assert ray_api.entries() == ["{}"]
+
+
+def test_cpu_replicas_have_no_more_threads_than_the_program_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By torch.set_num_threads after the import; else a share of the cores."""
+    starter = object.__new__(Starter)
+    vars(starter).update(_options=Options(threads=None), _told=16, _nodes=1, _machines=1, _cores=16)
+    monkeypatch.setattr(threads, "AT_START", 8)
+    for own, each in ((8, 8), (9, 8), (3, 3), (1, 1)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda own=own: own)
+        assert starter.threads(2) == each

@@ -25,7 +25,7 @@ class ChunkRef:
         if isinstance(self.ref, int):
             return ChunkRef, (self.ref, self.prepare)
         # Pickling a reference keeps its object for ever; messages have its number instead.
-        raise TypeError("a reference to an object of Ray's can only be an argument of a call")
+        raise TypeError("a Ray object reference can only be an argument of a call")
 
 
 class ChunkRefs:

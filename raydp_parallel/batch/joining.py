@@ -70,7 +70,7 @@ def gather(
         outputs: One value per chunk.
         target_device: Where the result goes; an int is a CUDA index.
         dim: The dimension along which tensors are joined.
-        scalars: What 0-dim tensors become: a vector, with upstream's warning, or their mean.
+        scalars: The form of 0-dim tensors: a vector, with upstream's warning, or their mean.
         weights: The rows of each chunk, by which a mean is weighted; None counts all alike.
     """
     outs = list(outputs)

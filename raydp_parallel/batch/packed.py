@@ -42,7 +42,7 @@ def join_packed(parts: Sequence[PackedSequence], data: Tensor) -> PackedSequence
     """One packed sequence of all parts' sequences, in the order of the parts.
 
     Args:
-        parts: What the replicas returned.
+        parts: The outputs of the replicas.
         data: The parts' data, one after the other.
     """
     lengths, rows = _layout(parts)

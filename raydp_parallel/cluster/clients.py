@@ -138,7 +138,7 @@ class NearClient(ActorClient):
         """Hang up if a frame cannot be carried as a whole: another process takes over."""
         try:
             if self._socket is None:
-                raise Gone("its line was cut")
+                raise Gone("its connection was closed")
             yield
         except (EOFError, OSError) as error:
             if isinstance(error, TimeoutError) or getattr(error, "errno", None) in _OWN:
@@ -168,6 +168,10 @@ class NearClient(ActorClient):
             if all(fd != self._socket for fd, _ in ready):
                 raise EOFError
             return self._channel.receive(device=home)
+
+    def ready(self, seconds: float) -> bool:
+        """Tell if an answer comes, or the process ends, within some seconds."""
+        return self._socket is None or bool(self._poll.poll(seconds * 1e3))
 
     def alive(self) -> bool:
         """Tell if it still runs, without waiting."""
@@ -203,6 +207,10 @@ class FarClient(ActorClient):
         parts = flat(request)
         self.sent += parts[2].nbytes
         self._refs.append(self.actor.answer.remote(*parts))
+
+    def ready(self, seconds: float) -> bool:
+        """Tell if an answer comes, or the process ends, within some seconds."""
+        return not self._in_session() or not ray_api.late([self._refs[0]], seconds)
 
     def receive(self, timeout: float | None, home: torch.device = _CPU) -> Any:
         """Return the next answer, with its tensors on a device, in the order of requests; raises

@@ -71,24 +71,24 @@ def places(device_ids: tuple[DeviceId, ...]) -> tuple[DevicePlace, ...]:
     return tuple(found)
 
 
-def device_id(entry: Any) -> DeviceId:
-    """Return an entry of ``device_ids`` in its plain form."""
+def device_id(entry: Any, of: str = "device_ids") -> DeviceId:
+    """Return an entry of an argument in its plain form."""
     forms = "give ints, torch devices, 'cuda:N' or 'cpu'"
     if isinstance(entry, bool) or not isinstance(entry, (int, str, torch.device)):
-        raise TypeError(f"device_ids: {entry!r} is a {type(entry).__name__}; {forms}")
+        raise TypeError(f"{of}: {entry!r} is a {type(entry).__name__}; {forms}")
     if isinstance(entry, int):
         if entry < 0:
             hint = "logical GPUs count from 0, CPU replicas are 'cpu'"
-            raise ValueError(f"device_ids: {entry} is negative; {hint}")
+            raise ValueError(f"{of}: {entry} is negative; {hint}")
         return entry
     try:
         device = torch.device(entry)
     except RuntimeError as error:
-        raise ValueError(f"device_ids: {entry!r} names no device; {forms}") from error
+        raise ValueError(f"{of}: {entry!r} names no device; {forms}") from error
     if device.type == "cpu":
         return "cpu"
     if device.type != "cuda":
-        raise ValueError(f"device_ids: {entry!r} is neither a CUDA device nor 'cpu'")
+        raise ValueError(f"{of}: {entry!r} is neither a CUDA device nor 'cpu'")
     if device.index is not None:
         return device.index
     # Torch's stubs know no device without an index.
@@ -227,7 +227,7 @@ def no_room(wanted: Places, absent: Places, options: Options) -> NoRoom:
         try:
             held = _held(machines, [*holders()])
         except Exception:  # these tables of Ray are not public: another version may differ
-            log.debug("the holders of GPUs cannot be found out", exc_info=True)
+            log.debug("cannot find out who holds GPUs", exc_info=True)
     return NoRoom(
         f"asked for {kinds.count('gpu')} GPU and {kinds.count('cpu')} CPU replicas "
         f"({'; '.join(each) or 'which book nothing'}{labels}); after "

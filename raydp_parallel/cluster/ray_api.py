@@ -6,6 +6,8 @@ Private tables of Ray's are read here alone: their public forms need a dashboard
 from __future__ import annotations
 
 import atexit
+import contextlib
+import functools
 import inspect
 import logging
 import math
@@ -19,7 +21,7 @@ from typing import Any, NamedTuple
 
 import ray
 from ray._private import worker
-from ray._private.services import canonicalize_bootstrap_address_or_die
+from ray._private.services import find_gcs_addresses
 from ray._private.state import state
 from ray._private.utils import get_ray_address_file, read_ray_address  # type: ignore[attr-defined]
 from ray._private.worker import global_worker
@@ -41,6 +43,11 @@ from raydp_parallel.errors import ClusterError, forked
 
 log = logging.getLogger("raydp_parallel")
 
+# A cluster of one's own has a token, which Ray finds by itself: nothing to warn of.
+logging.getLogger("ray._private.authentication.authentication_token_setup").addFilter(
+    lambda record: "is enabled" not in record.msg
+)
+
 Group = PlacementGroup
 RayError = ray.exceptions.RayError
 TaskError = ray.exceptions.RayTaskError
@@ -50,7 +57,7 @@ TURN = 0.2
 """Seconds of one wait inside Ray, which itself checks for Ctrl-C only once a second."""
 
 BY_LABEL = "bundle_label_selector" in inspect.signature(placement_group).parameters
-"""Whether this version places by labels."""
+"""True if this version places by labels."""
 
 _pb: Any = gcs_pb2
 
@@ -135,14 +142,14 @@ def connect(start: bool = True) -> bool:
     noted = "" if named else _noted()
     if not named and not noted and not start:
         return False
-    join(None if named or noted else "local")
-    _started_here = not (named or noted)
-    why = "was started for this program"
-    if named or noted:
-        why = (
-            f"was joined, because {noted or 'RAY_ADDRESS'} names it (RAY_ADDRESS=local starts one)"
-        )
-    log.info("the Ray cluster at %s %s", ray.get_runtime_context().gcs_address, why)
+    starts = not (named or noted)
+    if starts:
+        log.warning("starting Ray on this machine, which takes some seconds")
+    join("local" if starts else None)
+    _started_here = starts
+    if not starts:
+        text = "joined the Ray cluster at %s, because %s names it (RAY_ADDRESS=local starts one)"
+        log.info(text, ray.get_runtime_context().gcs_address, noted or "RAY_ADDRESS")
     return True
 
 
@@ -171,16 +178,25 @@ def _noted() -> str:
     address = read_ray_address()
     if not address:
         return ""
+    if why := _silent(address):
+        _warn_once(f"the cluster at {address}, which Ray noted, {why}: another is started")
+        return ""
+    return str(get_ray_address_file(None))
+
+
+_warn_once = functools.cache(log.warning)
+
+
+def _silent(address: str) -> str:
+    """Say why a cluster does not answer at an address; empty if it does, or Ray has to find out."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _ANSWERS).close()
     except OSError as error:
-        text = "the cluster at %s, which Ray noted, does not answer (%s): another is started"
-        log.warning(text, address, error)
-        return ""
+        return f"does not answer ({error})"
     except ValueError:
-        pass  # no address that can be tried here: left to Ray
-    return str(get_ray_address_file(None))
+        pass  # no address that can be tried here
+    return ""
 
 
 def disconnect() -> None:
@@ -237,7 +253,7 @@ def in_short(error: BaseException) -> str:
     if isinstance(error, TaskError):
         return f"{type(error.cause).__name__}: {error.cause}"
     text = " ".join(str(error).split()).partition(" Some common causes")[0]
-    return re.sub(r".*The actor (is dead|died) because ", "", text).rstrip(".")
+    return re.sub(r".*(The actor (is dead|died) because|exit detail:) ", "", text).rstrip(".")
 
 
 class Node(NamedTuple):
@@ -380,29 +396,42 @@ def delete_entry(key: str) -> None:
     global_worker.gcs_client.internal_kv_del(key.encode(), False, _NAMESPACE)  # type: ignore[attr-defined]
 
 
-def entries(address: str | None = None) -> dict[str, str]:
+def entries(address: str | None = None) -> list[str]:
     """Return the entries of a cluster that have a living driver; those of killed ones are deleted.
-    Without an address it is the one that ``RAY_ADDRESS`` names or that runs here.
+    Without an address: of the cluster that ``RAY_ADDRESS`` names, or of all that run here.
     """
-    if address is None:
-        try:  # a cluster that `ray.init()` started asks for the user's token, in newer versions
-            from ray._private.authentication import authentication_token_setup as tokens
+    with contextlib.suppress(ImportError, AttributeError):  # an older Ray knows no tokens
+        from ray._private.authentication import authentication_token_setup as tokens
 
-            tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
-        except (ImportError, AttributeError):
-            pass
-    try:
-        store: Any = GcsClient(address=canonicalize_bootstrap_address_or_die(address))  # type: ignore[arg-type]
-    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    named = address or os.environ.get("RAY_ADDRESS")
+    # Not Ray's own choice, the cluster that it noted last, which may be dead.
+    places = [named] if named and named != "auto" else sorted(find_gcs_addresses())
+    found: list[str] = []
+    problem: Exception | None = None if places else ConnectionError("none runs on this machine")
+    for place in places:
+        try:
+            found += _entries(place)
+        except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+            problem = error
+    if problem is not None and not found:
         raise ClusterError(
-            f"no Ray cluster to look at: {error}. Run this on a machine of the cluster, or "
-            "give --address"
-        ) from error
+            f"no Ray cluster to look at: {problem}. Run this on a machine of the cluster, or give "
+            "--address; a cluster with a token also needs RAY_AUTH_MODE=token and its token"
+        ) from problem
+    return found
+
+
+def _entries(address: str) -> list[str]:
+    """Return the entries of one cluster, in the order of their keys."""
+    if why := _silent(address):
+        raise ConnectionError(f"{address} {why}")
+    store: Any = GcsClient(address=address)
     dead = {known.job_id.hex(): known.is_dead for known in store.get_all_job_info().values()}
-    found = {}
-    for key in store.internal_kv_keys(b"", _NAMESPACE):
+    found = []
+    for key in sorted(store.internal_kv_keys(b"", _NAMESPACE)):
         if dead.get(key.decode(errors="replace").partition(":")[0], True):
             store.internal_kv_del(key, False, _NAMESPACE)
         elif (value := store.internal_kv_get(key, _NAMESPACE)) is not None:
-            found[key.decode(errors="replace")] = value.decode(errors="replace")
+            found.append(value.decode(errors="replace"))
     return found

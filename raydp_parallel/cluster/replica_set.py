@@ -50,7 +50,7 @@ class ReplicaSlot:
         life: The number of processes that it has had.
         state: ``"ready"``, ``"starting"``, ``"dead"``, ``"away"`` (an elastic executor has no room
             for it) or ``"closed"``.
-        answered: Whether its replica has answered a call.
+        answered: True if its replica has answered a call.
         forget: Keys of graphs that the next message tells the replica to drop.
         revisions: The state that it holds, by the model's number.
         pending: The request that it has not answered yet.
@@ -98,8 +98,8 @@ class ReplicaSet:
     Attributes:
         slots: The slots by place, in the order in which they were first filled.
         recorder: The executor's counters.
-        closed: Whether it was closed.
-        forked: Whether the replicas are those of the process from which this one was forked.
+        closed: True if it was closed.
+        forked: True if the replicas are those of the process from which this one was forked.
         before_leaving: Called with replicas that are about to leave a node that drains.
     """
 
@@ -217,7 +217,7 @@ class ReplicaSet:
         self._refresh().release([slot.place for slot in going])
         for slot in going:
             slot.state = "away"
-            self.recorder.event(f"{slot} was left, because its node is about to end")
+            self.recorder.event(f"{slot} left its node, which is about to end")
 
     def choose(self, slot: ReplicaSlot, load: Mapping[ReplicaSlot, int]) -> ReplicaSlot:
         """Return the slot that does a slot's work: itself, else that of its kind with the least

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import torch
+
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.clients import Client, FarClient, InProcessClient, NearClient, end_all
 from raydp_parallel.cluster.placement import (
@@ -23,9 +25,9 @@ from raydp_parallel.cluster.placement import (
     for_cpus,
     no_room,
 )
+from raydp_parallel.devices import threads
 from raydp_parallel.devices.ambient import environment
 from raydp_parallel.devices.cuda import Hello, own_gpu
-from raydp_parallel.devices.threads import MALLOC
 from raydp_parallel.errors import PlacementError
 from raydp_parallel.options import Options
 from raydp_parallel.replica.actor import ReplicaActor, peer, versions
@@ -33,7 +35,7 @@ from raydp_parallel.replica.actor import ReplicaActor, peer, versions
 log = logging.getLogger("raydp_parallel")
 
 Cancelled = Callable[[], bool] | None
-"""Whether a start in the background is not needed any more; None if the user waits for it."""
+"""True if a start in the background is not needed any more; None if the user waits for it."""
 
 _BETWEEN_LOOKS = 1.0
 """Seconds between two checks for nodes that are about to end; each is a call to Ray."""
@@ -73,6 +75,8 @@ class Starter:
         share = self._told // -(-chunks // self._nodes)
         if self._cores:
             share = min(share, self._cores // -(-chunks // self._machines))
+        if torch.get_num_threads() < threads.AT_START:  # the program asked for fewer
+            share = min(share, torch.get_num_threads())
         return max(1, share)
 
     def leaving(self) -> frozenset[str]:
@@ -89,14 +93,15 @@ class Starter:
         """
         timeout = self._options.placement_timeout
         begun = time.monotonic()
-        said = begun + 5
+        said = begun + 3
 
         def over() -> bool:
             nonlocal said
             now = time.monotonic()
             if cancelled is None and now >= said:
                 said = now + 10
-                log.warning("waiting for replicas to be placed and to start (%.0f s)", now - begun)
+                text = "waiting for %d replicas: each needs a place, and imports torch"
+                log.warning(f"{text} (%.0f s)", len(wanted), now - begun)
             return now >= begun + timeout or (cancelled is not None and cancelled())
 
         def check_wanted() -> None:  # the cluster may be gone: a question would start another one
@@ -164,7 +169,7 @@ class Starter:
         needs = booked(place.kind, self._options)
         rank = self._ranks.setdefault(place, len(self._ranks))
         device = "cpu" if place.kind == "cpu" else f"cuda:{place.number}"
-        early = {**(MALLOC if place.kind == "cpu" else {}), **environment()}
+        early = {**(threads.MALLOC if place.kind == "cpu" else {}), **environment()}
         options: dict[str, Any] = {"runtime_env": {"env_vars": early}} if early else {}
         options["num_cpus"] = needs.pop("CPU", 0)
         options["num_gpus"] = needs.pop("GPU", 0)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -25,7 +25,7 @@ class CallContext(NamedTuple):
         grad: Grad mode.
         inference: Inference mode.
         autocast: For each device type: enabled, dtype's name.
-        autocast_cache: Whether autocast caches its casts.
+        autocast_cache: True if autocast caches its casts.
         anomaly: Anomaly mode, and whether it checks for NaN.
         flags: Process-wide settings, see ``_FLAGS``.
     """
@@ -54,17 +54,13 @@ _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
 deterministic.
 """
 
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Variables that torch reads when its library is loaded. Set later they do nothing, or end the
-start of CUDA, because torch's allocator is another one by then.
-"""
-
 VARIABLES = (
     _WORKSPACES,
     "CUBLASLT_WORKSPACE_SIZE",
     "CUDA_LAUNCH_BLOCKING",
     "NVIDIA_TF32_OVERRIDE",
-    *ALLOCATOR,
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
 )
 """Variables of the environment that control how a process computes on a GPU. A replica inherits
 those of its node, which may differ from the driver's, so it is given the driver's."""
@@ -72,11 +68,7 @@ those of its node, which may differ from the driver's, so it is given the driver
 
 def environment() -> dict[str, str]:
     """The variables among `VARIABLES` that are set in this process, for a replica that starts."""
-    return _set_among(VARIABLES)
-
-
-def _set_among(names: Sequence[str]) -> dict[str, str]:
-    return {name: os.environ[name] for name in names if name in os.environ}
+    return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
 def _deterministic() -> tuple[bool, bool, str]:

@@ -38,7 +38,7 @@ class Hello(NamedTuple):
         memory: Bytes of the GPU's memory, 0 on a CPU.
         processors: The GPU's multiprocessors, 0 on a CPU.
         cores: Cores that a CPU replica may use, 0 on a GPU.
-        near: Whether the driver calls it over a socket.
+        near: True if the driver calls it over a socket.
     """
 
     pid: int
@@ -114,7 +114,7 @@ def _has_gpus() -> bool:
         return False
     if torch.version.cuda is None:
         log.warning(
-            "this machine has a GPU, and torch is built for CPUs alone: it computes on the CPU"
+            "this machine has a GPU, but this torch is a CPU build: everything runs on the CPU"
         )
     return torch.version.cuda is not None
 

@@ -92,6 +92,8 @@ def _find_pause() -> Callable[[], object]:
     return functools.partial(library.omp_pause_resource, _SOFT, library.omp_get_initial_device())
 
 
+AT_START = torch.get_num_threads()  # when this package was imported
+
 rest = _find_pause()
 """Ends this thread's helpers until it needs them again. Those of other threads are not affected."""
 

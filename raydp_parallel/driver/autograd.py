@@ -27,7 +27,7 @@ handles free everything.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +50,7 @@ from raydp_parallel.driver.gradients import Share
 from raydp_parallel.errors import ExecutorClosed, ReplicaDied, StateChanged
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.state.mirror import Mark, Master, versions_of
-from raydp_parallel.wire.messages import Answer, BackwardRequest
+from raydp_parallel.wire.messages import LEFT_OUT, SENT, Answer, BackwardRequest
 
 
 class Part(NamedTuple):
@@ -62,7 +62,7 @@ class Part(NamedTuple):
         master: Its model.
         mark: The model's tensors after the forward.
         leaves: Which of the call's leaves its own are; None for those that were not reached.
-        first: Whether its writes come back.
+        first: True if its writes come back.
         where: The place that an exception names.
     """
 
@@ -86,17 +86,17 @@ class CallNode:
         executor: The executor that runs it.
         leaves: The tensors that gradients may be asked for.
         kinds: The kind of each: ``"parameter"``, ``"buffer"``, ``"attribute"`` or ``"input"``.
-        unused: What unused parameters get.
+        unused: The gradients of unused parameters.
         parents: The calls that it is derived from.
         group: Makes the chunks' places in a group that exchanges tensors; None if they do not.
 
     Attributes:
         token: The output of its `Fork`.
-        shared: Whether it shares nodes with another call.
+        shared: True if it shares nodes with another call.
         parts: Its chunks; None for one without a graph.
-        outputs: For chunks that exchange tensors, what each output is like; None without a
+        outputs: For chunks that exchange tensors, a description of each output; None without a
             gradient.
-        passes: What each running pass of torch's engine brought, by its number.
+        passes: Gradients that each running pass of torch's engine brought, by its number.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Fork(Function):
             )
         # Taken out: a pass that fails leaves nothing for the next one.
         ending = call.passes.pop(torch._C._current_graph_task_id())
-        will_run = _needed(ctx)
+        will_run, captured = _needed(ctx)
         derived = len(call.parents)
         for parent, runs in zip(call.parents, will_run[:derived], strict=True):
             if runs:
@@ -227,7 +227,7 @@ class Fork(Function):
         else:
             keep = torch._C._autograd._get_current_graph_task_keep_graph()
             keep = keep or any(one.shared for one in stash)
-            grads = _collect(call, stash, needed, keep)
+            grads = _collect(call, stash, needed, keep, captured)
         del ending
         return (None, *[None] * derived, *grads)
 
@@ -254,11 +254,12 @@ class Join(Function):
         return None, None, None, None, None
 
 
-def _needed(ctx: Any) -> list[bool]:
-    """Tell which leaves this pass asks for. ``needs_input_grad`` is True for all of them, even
-    under ``autograd.grad(y, x)``.
+def _needed(ctx: Any) -> tuple[list[bool], bool]:
+    """Tell which leaves this pass asks for, and whether it hands out gradients and leaves ``.grad``
+    as it is. ``needs_input_grad`` is True for all of them, even under ``autograd.grad(y, x)``.
     """
     found = []
+    captured = False
     for node, _ in ctx.next_functions:
         if node is None:
             found.append(False)
@@ -267,7 +268,8 @@ def _needed(ctx: Any) -> list[bool]:
             found.append(torch._C._will_engine_execute_node(node))
         except RuntimeError:  # of a leaf whose gradient is captured
             found.append(True)
-    return found
+            captured = True
+    return found, captured
 
 
 def _run(
@@ -276,8 +278,9 @@ def _run(
     needed: Sequence[bool],
     keep: bool,
     derived: dict[int, RemoteGraph],
+    kept: Set[int] = frozenset(),
 ) -> tuple[list[int], list[Answer]]:
-    """Make one trip: the backward of every chunk that has gradients."""
+    """Make one trip: the backward of every chunk that has gradients. Those of ``kept`` stay."""
     context = ambient.capture()
     pairs = zip(call.leaves, needed, strict=True)
     partial = any([leaf.requires_grad and not need for leaf, need in pairs])
@@ -288,6 +291,7 @@ def _run(
     threads = executor.replica_set.threads(len(call.parts))
     places = None if call.group is None else call.group(chunks)
     calls = []
+    trips = []
     for i in chunks:
         part, given, makes = call.parts[i], _given(stash, i), derived.get(i)
         assert part is not None
@@ -295,7 +299,8 @@ def _run(
             executor,
             part,
             given,
-            tuple([at is not None and needed[at] for at in part.leaves]),
+            _codes(call, part, i, needed, kept),
+            chunk=i,
             partial=partial,
             keep=keep,
             derived=None if makes is None else makes.key,
@@ -305,6 +310,7 @@ def _run(
         )
         if makes is not None and call.group is None:
             makes.recipe = trip.again
+        trips.append(trip)
         needs = [part.graph, *(graph for graph, _ in given if graph is not part.graph)]
         calls.append(
             ChunkCall(
@@ -332,7 +338,25 @@ def _run(
     if call.group is not None and any(answer.failure is not None for answer in answers):
         groups.forget(executor)  # who failed has left it
     raise_first(answers, calls)
+    if kept:
+        for trip, answer in zip(trips, answers, strict=True):
+            trip.note(call.leaves, answer.reached)
     return chunks, answers
+
+
+def _codes(
+    call: CallNode, part: Part, chunk: int, needed: Sequence[bool], kept: Set[int]
+) -> tuple[int, ...]:
+    """Tell what becomes of the gradients of a chunk's leaves."""
+    codes = []
+    for at in part.leaves:
+        if at is None or not needed[at]:
+            codes.append(LEFT_OUT)
+        elif at in kept:
+            codes.append(part.master.resident.code(call.leaves[at], chunk))
+        else:
+            codes.append(SENT)
+    return tuple(codes)
 
 
 Given = list[tuple[RemoteGraph, list[tuple[int, Tensor]]]]
@@ -369,7 +393,7 @@ class _Trip:
         executor: The executor that runs it.
         part: The chunk.
         given: The graphs that have gradients.
-        needed: Which leaves are asked for.
+        needed: The fate of the leaves' gradients, as in the request.
         fields: Further fields of the request.
     """
 
@@ -378,16 +402,54 @@ class _Trip:
         executor: Executor,
         part: Part,
         given: Given,
-        needed: tuple[bool, ...],
+        needed: tuple[int, ...],
         **fields: Any,
     ) -> None:
         self._executor, self._part, self._given = executor, part, given
         self._needed, self._fields = needed, fields
         self._grads = [grad for _, found in given for _, grad in found]
         self._versions = versions_of(self._grads)
+        self._keeps = max(needed, default=SENT) > SENT
+        self._lies: tuple[ReplicaSlot, int] | None = None
+        self._graphs = []
+        if self._keeps:  # what makes the graphs again, also when torch has freed them
+            self._graphs = [(graph, graph.recipe) for graph, _ in given]
 
     def request(self, slot: ReplicaSlot) -> BackwardRequest:
         """Make the request."""
+        if self._keeps:
+            self._part.master.resident.bring(self._fields["chunk"], slot)
+            self._lies = slot, slot.life
+        return self.once(slot)
+
+    def note(self, leaves: Sequence[Tensor], stays: Sequence[bool]) -> None:
+        """Note which gradients were kept."""
+        kept = []
+        for at, there in zip(self._part.leaves, stays, strict=True):
+            if at is not None and there:
+                kept.append(leaves[at])
+        resident = self._part.master.resident
+        resident.kept(self._fields["chunk"], self._lies, kept, self)
+
+    def repeat(self, slot: ReplicaSlot) -> None:
+        """Make again what was kept, in a replica of the same weights."""
+        self.check()
+        dispatcher = self._executor.dispatcher
+        freed = [graph for graph, _ in self._graphs if graph.recipe is None]
+        for graph, recipe in self._graphs:
+            graph.recipe = recipe
+            if not graph.on(slot):
+                dispatcher.remake(graph, slot, "backward")
+        call = ChunkCall(slot, "backward", self.once, self._part.master.number)
+        pending = dispatcher.send(slot, call)
+        answer = None if pending is None else dispatcher.receive(pending)
+        if answer is not None:
+            raise_first([answer], [call])
+        for graph in freed:
+            graph.drop()
+
+    def once(self, slot: ReplicaSlot) -> BackwardRequest:
+        """Make the request, for a replica that has what it adds to."""
         try:
             # One object may stand here twice: both summands of ``a + b`` get the same gradient.
             grads = [grad.detach() for grad in self._grads]
@@ -408,12 +470,16 @@ class _Trip:
 
     def again(self, slot: ReplicaSlot) -> ChunkCall:
         """Make the call that makes the derived graph again."""
-        if versions_of(self._grads) != self._versions:
-            raise changed("a gradient that it was given was changed")
+        self.check()
         for graph, _ in [(self._part.graph, None), *self._given]:
             if not graph.on(slot):
                 self._executor.dispatcher.remake(graph, slot, "backward")
         return ChunkCall(slot, "backward", self.request, self._part.master.number)
+
+    def check(self) -> None:
+        """Refuse to run again with other gradients."""
+        if versions_of(self._grads) != self._versions:
+            raise changed("a gradient that it was given was changed")
 
 
 def changed(what: str) -> StateChanged:
@@ -425,21 +491,46 @@ def changed(what: str) -> StateChanged:
 
 
 def _collect(
-    call: CallNode, stash: Stash, needed: Sequence[bool], keep: bool
+    call: CallNode, stash: Stash, needed: Sequence[bool], keep: bool, captured: bool
 ) -> list[Tensor | None]:
     """First order: sum the chunks' gradients."""
     with call.executor.lock:
-        chunks, answers = _run(call, stash, needed, keep, {})
+        kept = frozenset[int]() if captured else _kept(call, needed)
+        chunks, answers = _run(call, stash, needed, keep, {}, kept)
         shares = []
         for i, answer in zip(chunks, answers, strict=True):
             part = call.parts[i]
             assert part is not None
             shares.append(Share(answer.value, part.leaves))
         sums = gradients.total(shares, call.leaves, call.kinds)  # [12]
+        filled = gradients.filled(sums, call.kinds)
+        resident: Any = next(p.master.resident for p in call.parts if p) if kept else None
+        kept = frozenset(at for at in kept if sums[at] is None)  # sparse ones come all the same
+        for at in kept:
+            if resident.has(call.leaves[at]):
+                filled.add("parameter")
+        zeros = call.unused == "zeros" and "parameter" in filled
+        for at in kept:
+            resident.stand_in(call.leaves[at], zeros)
     whole = [True] * len(sums)
     if any([one is not None and one.layout is not torch.strided for one in sums]):
         whole = _whole(call, shares)
-    return gradients.settle(sums, call.leaves, call.kinds, needed, whole, call.unused)
+    settled = gradients.settle(sums, call.leaves, needed, whole, call.unused, filled, call.kinds)
+    return [None if at in kept else grad for at, grad in enumerate(settled)]
+
+
+def _kept(call: CallNode, needed: Sequence[bool]) -> Set[int]:
+    """Return the leaves whose gradients stay in the replicas that train them."""
+    masters = {part.master for part in call.parts if part is not None}
+    resident = masters.pop().resident if len(masters) == 1 else None
+    if resident is None:
+        return frozenset()
+    resident.begin()
+    kept = []
+    for at, (leaf, kind) in enumerate(zip(call.leaves, call.kinds, strict=True)):
+        if needed[at] and kind == "parameter" and resident.keeps(leaf):
+            kept.append(at)
+    return frozenset(kept)
 
 
 def _whole(call: CallNode, shares: Sequence[Share]) -> list[bool]:
@@ -497,4 +588,5 @@ def _derive(
         before = sums[leaf]
         sums[leaf] = rows[i][row] if before is None else before + rows[i][row]
     whole = [True] * len(sums)
-    return gradients.settle(sums, call.leaves, call.kinds, needed, whole, call.unused)
+    filled = gradients.filled(sums, call.kinds)
+    return gradients.settle(sums, call.leaves, needed, whole, call.unused, filled, call.kinds)

@@ -31,7 +31,7 @@ def outputs(
         batches: The batches.
         begin: Sends one.
         in_flight: The most that are sent and have not given their outputs.
-        on_error: Whether a batch that fails ends everything.
+        on_error: ``"raise"`` if a batch that fails ends everything.
     """
     flying: deque[tuple[int, Callable[[], Any]]] = deque()
     skipped: list[str] = []

@@ -69,7 +69,7 @@ class ChunkCall(NamedTuple):
         model: The number of its model.
         needs: Graphs that it needs.
         makes: The graph that it makes.
-        together: Whether it exchanges tensors with the other chunks, so that it cannot run again
+        together: True if it exchanges tensors with the other chunks, so that it cannot run again
             alone.
         rows: Rows of the chunk, for statistics.
         name: The class of the module that runs forward, for statistics.
@@ -209,6 +209,8 @@ class Dispatcher:
         if not slot.ready or slot.client is None:
             return None
         request = call.request(slot)
+        if slot.state != "ready":  # what the request needed ended the process
+            return None
         pending = slot.pending = Pending(slot, call)
         try:
             slot.client.send(request)  # [3]
@@ -248,8 +250,8 @@ class Dispatcher:
                 client.close()
             self._set.lost(slot, pending.life, phase, pending.gone)
             return
-        except TransferError:  # the frame was read
-            slot.pending = None
+        except TransferError as error:  # the frame was read, and is lost
+            pending.gone = str(error)
             raise
         finally:
             if slot.pending is pending and (pending.gone or slot.life != pending.life):

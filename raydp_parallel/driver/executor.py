@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import re
 import sys
@@ -13,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.placement import DeviceId, all_gpus, normalize
@@ -24,7 +25,9 @@ from raydp_parallel.monitoring.reporter import Reporter
 from raydp_parallel.monitoring.stats import ExecutorStats, ReplicaInfo
 from raydp_parallel.options import Options
 from raydp_parallel.state.mirror import Master
-from raydp_parallel.wire.messages import Forget
+from raydp_parallel.wire.messages import Forget, StateUpdate
+
+log = logging.getLogger("raydp_parallel")
 
 
 def _program() -> str:
@@ -106,11 +109,33 @@ class Executor:
     def master(self, module: nn.Module) -> Master:
         """Return the driver's side of a module, which all its wrappers share."""
         found = self._masters.get(id(module))
-        if found is None or found.gone:
+        if found is None or found.alive() is None:
             found = self._masters[id(module)] = Master(module, self.next_key())
             drop = weakref.finalize(module, _drop, weakref.ref(self), id(module), found.number)
             drop.atexit = False
         return found
+
+    def update(
+        self, master: Master, slot: ReplicaSlot, weights: dict[int, Tensor] | None = None
+    ) -> StateUpdate | None:
+        """Collect what a slot's replica lacks of a model.
+
+        Args:
+            master: The model.
+            slot: The slot.
+            weights: Contents in the place of the master's.
+        """
+        hello = slot.client.hello
+        maps = hello.near and hello.device == "cpu"
+        if not maps:
+            master.compare_all()
+        update = master.update_from(slot.revisions.get(master.number, 0), maps, weights)
+        if update is not None:
+            totals = self.replica_set.recorder.totals
+            totals.state_sends += 1
+            for t in update.contents:
+                totals.state_bytes += t.numel() * t.element_size()
+        return update
 
     def replicas(self) -> tuple[ReplicaInfo, ...]:
         """Describe the replicas, one entry per device."""
@@ -172,6 +197,12 @@ class Executor:
         """
         if self.replica_set.forked:
             return
+        for master in [*self._masters.values()]:
+            if master.resident is not None and not self.closed:
+                try:
+                    master.resident.pull(states=True)
+                except Exception as error:  # the replicas end, whatever comes
+                    log.warning("the last steps stay in the replicas, which end: %s", error)
         if self._reporter is not None:
             self._reporter.close()
             self._reporter = None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from raydp_parallel import batch
 from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.devices import ambient
-from raydp_parallel.driver import groups
+from raydp_parallel.driver import groups, resident
 from raydp_parallel.driver.autograd import CallNode, GraphHandle, Part, attach, changed
 from raydp_parallel.driver.dispatcher import (
     ChunkCall,
@@ -29,7 +29,7 @@ from raydp_parallel.driver.loss import LossCall
 from raydp_parallel.errors import ReplicaDied, TransferError
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.replica import exceptions
-from raydp_parallel.state.mirror import Mark, versions_of
+from raydp_parallel.state.mirror import Mark, Master, versions_of
 from raydp_parallel.wire import pickling
 from raydp_parallel.wire.codec import Parcel, parcel
 from raydp_parallel.wire.messages import Answer, Failure, ForwardRequest
@@ -51,7 +51,7 @@ class ForwardChunk(NamedTuple):
         kwargs: Keyword arguments.
         where: The place that an exception names; None raises it as it is.
         rows: How many rows it has.
-        detach: Whether the module's parameters get no gradients.
+        detach: True if the module's parameters get no gradients.
         called: Runs in place of the module's forward.
     """
 
@@ -75,7 +75,7 @@ class _Run:
         seed: The call's seed.
         context: The caller's ambient state.
         threads: Torch's threads.
-        optional: Whether parameters that are not reached are left out of the graph.
+        optional: True if parameters that are not reached are left out of the graph.
     """
 
     def __init__(
@@ -117,10 +117,13 @@ class _Run:
         self.overlay: dict[int, Tensor] = {}
         self.first = False
         self.group: Any = None
+        self._steps = 0
 
     def begin(self) -> None:
         """Note the module's state, and give the chunk a graph if it may have one."""
         self.before = self.master.mark()
+        if self.master.resident is not None:
+            self._steps = self.master.resident.steps
         wants = self.grad and (self.inputs or self.master.leaves())
         self.graph = RemoteGraph(self._executor.next_key()) if wants else None
         if self.graph is not None and self.group is None:
@@ -144,17 +147,9 @@ class _Run:
         self, slot: ReplicaSlot, overlay: dict[int, Tensor] | None = None
     ) -> ForwardRequest:
         """Make the request for a slot's replica. [3]"""
-        assert slot.client is not None
-        maps = slot.client.hello.near and slot.client.hello.device == "cpu"
-        if not maps:
-            self.master.compare_all()
-        held = slot.revisions.get(self.master.number, 0)
-        update = self.master.update_from(held, maps)
-        if update is not None:
-            totals = self._executor.replica_set.recorder.totals
-            totals.state_sends += 1
-            for t in update.contents:
-                totals.state_bytes += t.numel() * t.element_size()
+        if self.master.resident is not None:
+            self.master.resident.ready(slot)
+        update = self._executor.update(self.master, slot)
         return ForwardRequest(
             model=self.master.number,
             update=update,
@@ -203,6 +198,8 @@ class _Run:
         carried = self.called.tensors if isinstance(self.called, Parcel) else []
         if what is None and versions_of((*carried, *self.arguments.tensors)) != self._versions:
             what = "one of the arguments"
+        if self.master.resident is not None and self.master.resident.steps != self._steps:
+            what = "the weights, by a step of the optimizer,"
         if what is not None:
             raise changed(f"{what} was changed")
 
@@ -261,8 +258,8 @@ def run(
     Args:
         executor: The executor.
         chunks: The chunks; the first one of each module writes back to it.
-        unused: What unused parameters get.
-        lend: Whether outputs may lie in memory that the next call overwrites. The caller holds the
+        unused: The gradients of unused parameters.
+        lend: True if outputs may lie in memory that the next call overwrites. The caller holds the
             executor's lock then, until it has copied them.
     """
     ambient.refuse_transforms()
@@ -285,8 +282,10 @@ def run(
         places = groups.places(executor, chunks)
         while True:
             for master in masters.values():
-                master.sync(any(one.sends_code for one in runs))  # [2]
+                _look(master, any(one.sends_code for one in runs))  # [2]
             for one in runs:
+                if one.master.resident is not None:  # in time: chunks may wait for each other
+                    one.master.resident.ready(one.chunk.slot)
                 one.group = None if places is None else places(range(len(runs)))[one.number]
                 one.begin()
             handle = GraphHandle([one.graph for one in runs if one.graph is not None])
@@ -323,6 +322,16 @@ def run(
         return _outputs(executor, runs, answers, unused, handle, lend, places)
 
 
+def _look(master: Master, code: bool) -> None:
+    """Look at a module, after the steps that replicas make of it."""
+    resident.refresh(master.module, master.resident)
+    if master.resident is not None:
+        master.resident.collect()
+    master.sync(code)
+    if master.resident is not None:
+        master.resident.check()
+
+
 def begin(executor: Executor, chunk: ForwardChunk, chunks: int) -> Callable[[], Any]:
     """Send one chunk without gradients, of which nothing is written back; returns what waits for
     its output.
@@ -336,7 +345,7 @@ def begin(executor: Executor, chunk: ForwardChunk, chunks: int) -> Callable[[], 
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         threads = executor.replica_set.threads(chunks)
         one = _Run(executor, chunk, 0, seed, ambient.capture(), threads)
-        one.master.sync(one.sends_code)
+        _look(one.master, one.sends_code)
         one.begin()
         call = one.call()
         pending = executor.dispatcher.send(executor.replica_set.choose(chunk.slot, {}), call)

@@ -44,11 +44,8 @@ class _Recycled:
         self._size = 0
         self._lock = threading.Lock()
 
-    def take(self, like: Tensor) -> Tensor:
+    def take(self, like: Tensor, size: int) -> Tensor:
         """Return memory that nobody looks at, or new memory."""
-        size = like.numel() * like.element_size()
-        if size < _KEPT:
-            return torch.empty_like(like)
         key = (hash(like.dtype), *like.shape, -1, *like.stride())
         with self._lock:
             for run in self._runs.get(key, ()):
@@ -87,85 +84,82 @@ def total(
             if at is not None and grad is not None:
                 rows[at].append(grad)
     sums: list[Tensor | None] = [None] * len(leaves)
-    plain: list[int] = []
     near: list[int] = []
-    for i, (row, leaf) in enumerate(zip(rows, leaves, strict=True)):
-        device, kind = leaf.device, plain if leaf.device.type == "cpu" else near
-        for g in row:
-            odd = type(g) is not Tensor or g.layout is not torch.strided or g.is_nested
-            if odd or g.device != device:
-                sums[i] = _sum([grad.to(device) for grad in row])
-                break
-        else:
-            if row:
-                kind.append(i)
+    used = 0
+    for i, (row, leaf, kind) in enumerate(zip(rows, leaves, kinds, strict=True)):
+        if not row:
+            continue
+        device, odd = leaf.device, False
+        for g in row:  # no function for each
+            odd = odd or type(g) is not Tensor or g.layout is not torch.strided or g.is_nested
+            odd = odd or g.device != device
+        size = row[0].numel() * row[0].element_size()
+        into = None
+        if odd:
+            row = [grad.to(device) for grad in row]
+        elif device.type != "cpu":
+            near.append(i)
+            continue
+        elif kind == "parameter" and size >= _KEPT:
+            into = _recycled.take(row[0], size)
+            used += size
+        sums[i] = _sum(row, into)
+    _recycled.trim(used)
     if near:  # in one run of memory, of which each sum is a part
-        into = copies([rows[i][0] for i in near])
-        _add_rest(into, [rows[i] for i in near])
-        for i, tensor in zip(near, into, strict=True):
-            sums[i] = tensor
-    if plain:
-        into = []
-        used = 0
-        for i in plain:
-            like = rows[i][0]
-            if kinds[i] == "parameter":
-                used += like.numel() * like.element_size()
-                into.append(_recycled.take(like))
-            else:
-                into.append(torch.empty_like(like))
-        _recycled.trim(used)
-        torch._foreach_copy_(into, [rows[i][0] for i in plain])
-        _add_rest(into, [rows[i] for i in plain])
-        for i, tensor in zip(plain, into, strict=True):
+        found = copies([rows[i][0] for i in near])
+        for n in range(1, max(len(rows[i]) for i in near)):
+            having = [k for k, i in enumerate(near) if len(rows[i]) > n]
+            torch._foreach_add_([found[k] for k in having], [rows[near[k]][n] for k in having])
+        for i, tensor in zip(near, found, strict=True):
             sums[i] = tensor
     return sums
 
 
-def _add_rest(into: list[Tensor], rows: Sequence[list[Tensor]]) -> None:
-    """Add to the first tensors of rows the others, in order."""
-    for n in range(1, max(map(len, rows))):
-        having = [k for k, row in enumerate(rows) if len(row) > n]
-        torch._foreach_add_([into[k] for k in having], [rows[k][n] for k in having])
-
-
-def _sum(row: list[Tensor]) -> Tensor:
-    total = row[0].detach().clone()
+def _sum(row: list[Tensor], into: Tensor | None) -> Tensor:
+    """Add in order, in memory of the sum's own."""
+    if len(row) == 1:
+        return row[0].detach().clone() if into is None else into.copy_(row[0])
+    total = row[0]
     for grad in row[1:]:
         # Torch adds a sparse tensor to a dense one, not the other way.
-        dense = grad.layout is torch.strided and total.layout is not torch.strided
-        total = grad + total if dense else total + grad
+        if grad.layout is torch.strided and total.layout is not torch.strided:
+            total, grad = grad, total
+        total = torch.add(total, grad, out=into)
     return total
+
+
+def filled(sums: Sequence[Tensor | None], kinds: Sequence[str]) -> set[str]:
+    """Return the kinds of which some tensor has a gradient."""
+    return {kind for one, kind in zip(sums, kinds, strict=True) if one is not None}
 
 
 def settle(
     sums: Sequence[Tensor | None],
     leaves: Sequence[Tensor],
-    kinds: Sequence[str],
     needed: Sequence[bool],
     whole: Sequence[bool],
     unused: UnusedGrads,
+    filled: set[str],
+    kinds: Sequence[str],
 ) -> list[Tensor | None]:
     """Give unused parameters what upstream gives them (row B3).
 
     Args:
         sums: The sums.
         leaves: The tensors that they belong to.
-        kinds: The kind of each. A parameter gets zeros if another parameter has a gradient, and a
-            buffer if another buffer has one.
         needed: Which gradients were asked for.
-        whole: Whether every chunk contributed to a leaf; a sparse sum is dense otherwise, as zeros
+        whole: True if every chunk contributed to a leaf; a sparse sum is dense otherwise, as zeros
             are (row B5).
-        unused: What unused parameters get.
+        unused: The gradients of unused parameters.
+        filled: The kinds of which some tensor has a gradient: a parameter gets zeros if another
+            parameter has one, and a buffer if another buffer has one.
+        kinds: The kind of each.
     """
-    filled = set()
-    for one, kind in zip(sums, kinds, strict=True):
-        if one is not None and kind in ("parameter", "buffer"):
-            filled.add(kind)
     settled: list[Tensor | None] = []
     for found, leaf, kind, need, complete in zip(sums, leaves, kinds, needed, whole, strict=True):
         if found is None:
-            zeros = need and unused == "zeros" and kind in filled
+            fills = kind in ("parameter", "buffer") and kind in filled
+            zeros = need and unused == "zeros" and fills
             settled.append(torch.zeros_like(leaf) if zeros else None)
             continue
         sparse = found.layout is not torch.strided and leaf.layout is torch.strided

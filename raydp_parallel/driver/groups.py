@@ -1,5 +1,5 @@
-"""Groups of replicas that exchange tensors while the chunks of one call run, for synchronised batch
-norm.
+"""Groups of replicas that exchange tensors, in the layers of synchronised batch norm and in the
+steps of an optimizer in the replicas.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from raydp_parallel.cluster import ray_api
+from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.driver.executor import Executor
 from raydp_parallel.replica.sync_batch_norm import SyncBatchNorm
 from raydp_parallel.wire.group import check_apart, open_store
@@ -59,16 +60,21 @@ def places(executor: Executor, chunks: Sequence[Any]) -> Places | None:
     def give(numbers: Sequence[int]) -> dict[int, ExchangeRequest]:
         if not all(slot.ready for slot in slots):
             executor.replica_set.grow(executor.options.placement_timeout)
-        key = tuple((slot.index, slot.life) for slot in slots)
-        group = _groups.get(executor)
-        if group is None or group.key != key:
-            group = _groups[executor] = _Group(key, _host(slots))
-        timeout = executor.options.call_timeout or _PATIENCE
-        return {
-            i: ExchangeRequest(group.address, group.name, i, len(slots), timeout) for i in numbers
-        }
+        return members(executor, slots, numbers)
 
     return give
+
+
+def members(
+    executor: Executor, slots: Sequence[ReplicaSlot], numbers: Sequence[int]
+) -> dict[int, ExchangeRequest]:
+    """Return places of some members, by number, in a group of all that these slots have now."""
+    key = tuple((slot.index, slot.life) for slot in slots)
+    group = _groups.get(executor)
+    if group is None or group.key != key:
+        group = _groups[executor] = _Group(key, _host(slots))
+    timeout = executor.options.call_timeout or _PATIENCE
+    return {i: ExchangeRequest(group.address, group.name, i, len(slots), timeout) for i in numbers}
 
 
 def forget(executor: Executor) -> None:

@@ -36,7 +36,6 @@ RERUNS = Metric("raydp_reruns", "Forwards that ran again after hidden changes", 
 INFO = Metric("raydp_replica_info", "1 while the replica is there", (*_REPLICA, "gpu", "pid"))
 
 COUNTERS = (SAMPLES, CALLS, SECONDS, BYTES, FAULTS, PASSES, STATE, SENDS, RERUNS)
-GAUGES = (INFO,)
 
 
 def tags_of(replica: ReplicaStats, executor: str) -> dict[str, str]:
@@ -88,16 +87,14 @@ class Summaries:
     def text(self, replica: ReplicaStats) -> str:
         """Describe the work of a replica since its last task."""
         models = ", ".join(replica.models) or "a module"
-        text = (
-            f"{_near(replica.calls)} forwards of {models}, {_near(replica.rows):,} rows, "
-            f"{round(replica.shares[0], 1):.0%} busy".replace("%", " %")
-        )
+        busy = f"{round(replica.shares[0], 1):.0%}".replace("%", " %")
+        text = f"{models}: about {_near(replica.rate):,} samples per second, {busy} busy"
         if text not in self._used and len(self._used) >= self.MOST:
             return f"work on {models}"
         self._used.add(text)
         return text
 
 
-def _near(number: int) -> int:
+def _near(number: float) -> int:
     """Return the nearest power of two."""
-    return 2 ** round(math.log2(number)) if number > 0 else 0
+    return 2 ** max(0, round(math.log2(number))) if number > 0 else 0

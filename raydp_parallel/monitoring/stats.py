@@ -100,6 +100,7 @@ class ExecutorStats:
         respawns: Replicas that were started to replace them.
         replays: Chunks that ran again because their replica had died.
         events: Starts, deaths and other rare events: seconds since the epoch, and a text.
+        steps_behind: The steps of `DataParallel.optimizer` that the master copy lacks.
     """
 
     name: str
@@ -114,6 +115,7 @@ class ExecutorStats:
     respawns: int = 0
     replays: int = 0
     events: tuple[tuple[float, str], ...] = ()
+    steps_behind: int = 0
 
     def since(self, before: ExecutorStats | None) -> ExecutorStats:
         """Return the work done after an earlier look."""
@@ -191,7 +193,7 @@ def _row(replica: ReplicaStats) -> list[str]:
         replica.node[:8],
         str(replica.pid),
         replica.state,
-        ", ".join(replica.models),
+        ", ".join(replica.models[:3]) + (", ..." if len(replica.models) > 3 else ""),
         f"{replica.calls:,}",
         f"{replica.rate:,.0f}",
         *(f"{share:.0%}" for share in replica.shares),

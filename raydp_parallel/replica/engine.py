@@ -30,7 +30,7 @@ def differentiate(
     outputs: Sequence[Tensor],
     grads: Sequence[Tensor],
     leaves: Sequence[Tensor],
-    needed: Sequence[bool],
+    needed: Sequence[int],
     partial: bool,
     keep: bool,
     create: bool,
@@ -39,13 +39,13 @@ def differentiate(
     not reached.
 
     Args:
-        outputs: What is differentiated.
-        grads: Its gradients.
-        leaves: What gradients may be asked for.
+        outputs: The tensors to differentiate.
+        grads: Their gradients.
+        leaves: The tensors that gradients may be asked for.
         needed: Which of them are.
-        partial: Whether the caller's pass leaves out some leaves.
-        keep: Whether the graph is used again.
-        create: Whether the gradients are part of a graph themselves.
+        partial: True if the caller's pass leaves out some leaves.
+        keep: True if the graph is used again.
+        create: True if the gradients are part of a graph themselves.
     """
     wanted = [leaf for leaf, need in zip(leaves, needed, strict=True) if need]
     if not wanted:

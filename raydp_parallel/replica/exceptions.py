@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import traceback
 import warnings
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -19,6 +21,8 @@ NO_DEBUGGER = (
     "this process, where "
     "breakpoint() works"
 )
+
+_PACKAGE = str(Path(__file__).parents[1])
 
 _registry: dict[Any, Any] = {}
 
@@ -39,7 +43,10 @@ def failure(error: BaseException, where: str | None) -> Failure:
     loading = isinstance(error, NotLoaded)
     if isinstance(error, NotLoaded) and error.__cause__ is not None:
         error = error.__cause__
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    begin = error.__traceback__  # where the module's code begins, if that raised
+    while begin is not None and begin.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        begin = begin.tb_next
+    text = "".join(traceback.format_exception(type(error), error, begin or error.__traceback__))
     return Failure(
         kind=_pickled(type(error)),
         name=f"{type(error).__module__}.{type(error).__qualname__}",
@@ -49,6 +56,18 @@ def failure(error: BaseException, where: str | None) -> Failure:
         exit=not isinstance(error, Exception),
         loading=loading,
     )
+
+
+class ShortTraceback(contextlib.AbstractContextManager[Any]):
+    """Leaves this package's frames out of tracebacks in which they say nothing: those of the
+    module's exceptions, and of Ctrl-C.
+    """
+
+    def __exit__(self, _: object, error: BaseException | None, found: Any) -> None:
+        if error is not None:
+            codes = {frame.f_code for frame, _ in traceback.walk_tb(found)}
+            if reraise.__code__ in codes or isinstance(error, KeyboardInterrupt):
+                error.__traceback__ = None
 
 
 def reraise(found: Failure, replica: str) -> None:

@@ -8,10 +8,12 @@ buffer is made anew, too. Nothing is undone or recorded.
 
 from __future__ import annotations
 
+import mmap
 import pickle
 import types
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -33,6 +35,12 @@ _SMALL = 1 << 20
 Changes = list[tuple[dict[Any, Any], dict[Any, Any]]]
 """Dicts of a module, each with its contents at some moment."""
 
+_TRAINED = (
+    "the module wrote to its parameter of shape {}, which an optimizer in the replicas steps. "
+    "Their copies would differ from now on: use an optimizer in your process for this module, or "
+    "let the module write to a buffer"
+)
+
 _CHANGED = -1
 """The slot of a tensor that the master does not have."""
 
@@ -47,6 +55,7 @@ class Built:
 
     Attributes:
         attributes: The slots of tensors that are neither parameters nor registered buffers.
+        lies: Where and how each tensor lies.
     """
 
     def __init__(
@@ -54,6 +63,7 @@ class Built:
     ) -> None:
         self.module = module
         self.tensors = dict(tensors)
+        self.lies = dict(zip(tensors, _lies(tensors.values()), strict=True))
         self.held: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         number = {id(t): slot for slot, t in tensors.items()}
         self.places: list[tuple[dict[str, Tensor | None], str, int]] = []
@@ -76,6 +86,7 @@ class Built:
             for slot, t in tensors.items()
             if not isinstance(t, nn.Parameter) and id(t) not in registered
         }
+        self.values = [value for _, before in self.held for value in before.values()]
         slots = dict.fromkeys(slot for _, _, slot in self.places)
         self.buffers = list(slots)
         self.layout = Layout(specs_of([tensors[slot] for slot in self.buffers]))
@@ -97,7 +108,10 @@ class Built:
 
     def put_back(self) -> Changes:
         """Put attributes back that were set; returns what they were."""
-        changes = []
+        changes: Changes = []
+        now = [*chain.from_iterable([d.values() for d, _ in self.held])]
+        if len(now) == len(self.values) and all(map(is_, now, self.values)):
+            return changes  # at once for the whole module, which is most often as it was
         for d, before in self.held:
             if len(d) != len(before) or not all(map(is_, d.values(), before.values())):
                 changes.append((d, dict(d)))
@@ -127,6 +141,7 @@ class Found:
 
     Args:
         tensors: The tensors, by slot.
+        built: The module.
         flat: The memory of the buffers that are this forward's own.
         apart: The slots of those that do not lie there.
 
@@ -137,10 +152,13 @@ class Found:
         changes: Attributes that the forward set, for a checkpoint that runs again in backward.
     """
 
-    def __init__(self, tensors: dict[int, Tensor], flat: Tensor, apart: set[int]) -> None:
+    def __init__(
+        self, tensors: dict[int, Tensor], built: Built, flat: Tensor, apart: set[int]
+    ) -> None:
         self.tensors = tensors
         self.flat, self.apart = flat, apart
-        self.begun = self.moment(tensors)
+        begun = self.moment(built.buffers)
+        self.begun = begun._replace(lies={**built.lies, **begun.lies})
         self.saved = self.begun.versions
         self.touched: raw_access.Touched = {}
         self.changes: Changes = []
@@ -152,12 +170,7 @@ class Found:
 
     def lies(self, slots: Iterable[int]) -> list[Any]:
         """Tell where and how some tensors lie."""
-        return [
-            (t.data_ptr(), t.dtype, t.shape, t.stride())
-            if t.layout is torch.strided and not t.is_nested
-            else (t.layout, t.dtype)
-            for t in [self.tensors[slot] for slot in slots]
-        ]
+        return _lies([self.tensors[slot] for slot in slots])
 
     def versions(self) -> dict[int, int]:
         """Count how often each tensor was written to."""
@@ -175,6 +188,15 @@ def _writes(rows: list[tuple[int, Tensor, int, bool]]) -> Writes:
     return Writes(slots, Row(values, flags=False), moved, replaced)
 
 
+def _lies(tensors: Iterable[Tensor]) -> list[Any]:
+    return [
+        (t.data_ptr(), t.dtype, t.shape, t.stride())
+        if t.layout is torch.strided and not t.is_nested
+        else (t.layout, t.dtype)
+        for t in tensors
+    ]
+
+
 def _storage(t: Tensor) -> int:
     return t.untyped_storage().data_ptr() if t.layout is torch.strided and not t.is_nested else 0
 
@@ -184,13 +206,14 @@ class ReplicaModule:
 
     Args:
         device: The replica's device.
-        own_process: Whether the process runs replicas only.
+        own_process: True if the process runs replicas only.
     """
 
     def __init__(self, device: torch.device, own_process: bool) -> None:
-        self._device = device
+        self.device = device
         self._own_process = own_process
         self.revision = 0
+        self._trained: set[int] = set()
         self._structure = b""
         self._clean_look = b""
         self._codes: dict[int, types.CodeType] = {}
@@ -231,7 +254,7 @@ class ReplicaModule:
             self._specs[slot] = spec
             self._built = None
             if spec.window is not None:
-                self._tensors[slot] = self._mapped(slot)
+                self._tensors[slot] = self._made(slot, self._in_window(slot, master=False))
             elif slot not in given and before is not None:  # another flag
                 self._tensors[slot] = self._made(slot, self._tensors[slot].detach())
         into: list[Tensor] = []
@@ -267,25 +290,34 @@ class ReplicaModule:
             return nn.Parameter(value, spec.grad)
         return value.requires_grad_(spec.grad)
 
-    def _view(self, window: Window, spec: SlotSpec) -> Tensor:
-        layout = Layout([Spec(spec.dtype, spec.shape, spec.stride, False)])
-        memory = window.memory[spec.offset : spec.offset + layout.size]
-        return layout.views(memory)[0]
-
-    def _mapped(self, slot: int) -> Tensor:
+    def _in_window(self, slot: int, master: bool) -> Tensor:
+        """Show a tensor of a window, with a storage and a version of its own."""
         spec = self._specs[slot]
         assert spec.window is not None
-        return self._made(slot, self._view(self._windows[spec.window][0], spec))
+        there = Spec(spec.dtype, spec.shape, spec.stride, False)
+        return self._windows[spec.window][master].alone(there, spec.offset)
 
     def wanting(self, found: Found) -> list[int]:
         """Return the slots of tensors that require a gradient in the master."""
         return [slot for slot in sorted(found.tensors) if self._specs[slot].grad]
 
+    def tensor(self, slot: int) -> Tensor:
+        """Return the tensor of a slot."""
+        return self._tensors[slot]
+
+    def stepped(self, slots: Iterable[int]) -> None:
+        """Note parameters that optimizers here step: the master's contents are older from now
+        on.
+        """
+        self._trained.update(slots)
+        for slot in slots:
+            self._pristine.pop(slot, None)
+
     def contents(self, slot: int) -> Tensor | None:
         """Return the master's contents of a tensor; None if they are not kept here."""
         spec = self._specs[slot]
         if spec.window is not None:
-            return self._view(self._windows[spec.window][1], spec)
+            return self._in_window(slot, master=True)
         return self._pristine.get(slot)
 
     # One forward.
@@ -325,13 +357,13 @@ class ReplicaModule:
             built = self._rebuilt(tensors, built)
         built.put(tensors)
         self._current = built
-        self._found = Found(tensors, flat, apart)
+        self._found = Found(tensors, built, flat, apart)
         return self._found
 
     def _build(self) -> None:
         codes = [self._codes[i] for i in range(len(self._codes))]
         try:
-            module, used = build(self._structure, self._tensors, codes, self._device)
+            module, used = build(self._structure, self._tensors, codes, self.device)
         except Exception as error:  # code of the user's classes
             raise NotLoaded from error
         # Only now it is known which tensors the new structure still has.
@@ -344,12 +376,12 @@ class ReplicaModule:
         for key in self._windows.keys() - used_windows:
             del self._windows[key]
         self._built = Built(module, self._tensors, self._pristine)
-        self._built.gather(self._pristine, self._device)
+        self._built.gather(self._pristine, self.device)
 
     def _rebuilt(self, tensors: dict[int, Tensor], like: Built) -> Built:
         """Build the module with other tensors, for a forward that runs again."""
         codes = [self._codes[i] for i in range(len(self._codes))]
-        module, _ = build(self._structure, tensors, codes, self._device)
+        module, _ = build(self._structure, tensors, codes, self.device)
         found = Built(module, tensors, self._pristine)
         found.buffers, found.layout, found.flat = like.buffers, like.layout, like.flat
         return found
@@ -392,32 +424,26 @@ class ReplicaModule:
 
         Args:
             found: The tensors that it began with.
-            report: Whether writes are reported.
-            keeps_data: Whether ``t.data = other`` stays for parameters, as under no_grad.
+            report: True if writes are reported.
+            keeps_data: True if ``t.data = other`` stays for parameters, as under no_grad.
         """
         self._unsettled = True
-        built = self._unlooked = self._current
-        before = built.flat if report else None
-        writes = self._written(found, found.begun, self.contents, before)
-        own = {*built.buffers}
-        spoiled = [slot for slot in writes.slots if slot not in own]
-        if spoiled and built is self._built:
-            self._built = None
-            for slot in spoiled:
-                self._renew(slot)
-        return self._kept(writes, keeps_data) if report else Writes()
+        self._unlooked = self._current
+        before = self._current.flat if report else None
+        return self._ended(found, found.begun, self.contents, before, keeps_data)
 
-    def end_backward(self, found: Found, begun: Moment, before: Tensor) -> Writes:
+    def end_backward(self, found: Found, begun: Moment, before: Tensor | None) -> Writes:
         """Find the tensors that backward wrote to, as a checkpoint does that runs again.
 
         Args:
             found: The tensors.
             begun: Their state when it began.
-            before: The memory of the forward's buffers then.
+            before: The memory of the forward's buffers then; None reports no writes.
         """
         built = self._current
-        views = built.layout.views(before) if found.touched else []
-        known = dict(zip(built.buffers, views, strict=False))
+        known: dict[int, Tensor] = {}
+        if found.touched and before is not None:
+            known.update(zip(built.buffers, built.layout.views(before), strict=True))
 
         def contents(slot: int) -> Tensor | None:
             if slot in known:
@@ -425,7 +451,22 @@ class ReplicaModule:
             kept = found.touched.get(_storage(found.tensors[slot]))
             return kept if kept is not None and kept.shape == found.tensors[slot].shape else None
 
-        return self._kept(self._written(found, begun, contents, before), False)
+        return self._ended(found, begun, contents, before, keeps_data=False)
+
+    def _ended(
+        self,
+        found: Found,
+        begun: Moment,
+        contents: Callable[[int], Tensor | None],
+        before: Tensor | None,
+        keeps_data: bool,
+    ) -> Writes:
+        writes = self._written(found, begun, contents, before)
+        for slot in writes.slots:
+            if self._tensors.get(slot) is found.tensors[slot]:  # no buffer: the next one has it
+                self._renew(slot)
+                self._built = None
+        return Writes() if before is None else self._kept(writes, keeps_data)
 
     def _kept(self, writes: Writes, keeps_data: bool) -> Writes:
         """Leave out what upstream loses where gradients are enabled: ``t.data = other``."""
@@ -456,18 +497,28 @@ class ReplicaModule:
         """
         specs, touched = self._specs, found.touched
         rows: list[tuple[int, Tensor, int, bool]] = []
+        looked = []
         now = found.versions()
-        lies = dict(zip(begun.lies, found.lies(begun.lies), strict=True))
+        for slot, version in begun.versions.items():
+            # Nearly all parameters end here: no version moved, and no access to `.data`. Kernels of
+            # batch norm move no versions of buffers.
+            spec = specs.get(slot)  # None: it was taken out of the module since
+            if spec is not None and (touched or not spec.parameter or now[slot] != version):
+                looked.append(slot)
         differs = dict.fromkeys({*self._current.buffers} - found.apart, False)
         if before is not None and self._current.layout.size:
             differs = self._differing(found, before)
-        for slot, t in found.tensors.items():
-            # Nearly all parameters end here: no version moved, no address, no access to `.data`.
-            moved = now[slot] - begun.versions[slot]
-            replaced = slot in lies and lies[slot] != begun.lies[slot]
+        for slot, lies in zip(looked, found.lies(looked), strict=True):
+            t, moved = found.tensors[slot], now[slot] - begun.versions[slot]
+            replaced = lies != begun.lies.get(slot, lies)
             raw = bool(touched) and self._was_touched(found, t)
-            # Kernels of batch norm move no versions of buffers.
-            if not (moved or replaced or raw or not specs[slot].parameter):
+            if specs[slot].parameter and not (moved or replaced or raw):
+                continue
+            if slot in self._trained:
+                kept = touched.get(_storage(t))
+                if moved or replaced or (kept is not None and not same(t, kept)):
+                    self._lost.add(slot)
+                    raise RuntimeError(_TRAINED.format(tuple(t.shape)))
                 continue
             if slot in differs and not replaced:
                 if differs[slot]:
@@ -477,8 +528,12 @@ class ReplicaModule:
             if then is None and not (moved or replaced or raw):
                 continue
             if not replaced and then is not None and same(t, then.to(t.device)):
-                if specs[slot].parameter:  # written, with what was there
+                spec = specs[slot]
+                if spec.parameter:  # written, with what was there
                     set_versions([t], [begun.versions[slot]])
+                if spec.window is not None:  # let go of the pages that the write made private
+                    pages = self._windows[spec.window][0].map
+                    pages.madvise(mmap.MADV_DONTNEED, spec.offset, t.numel() * t.element_size())
                 continue
             rows.append((slot, t, moved, replaced))
         return _writes(rows)
@@ -504,7 +559,7 @@ class ReplicaModule:
             shared = self._windows[spec.window][1]
             again = Window(shared.size, shared.duplicate(), private=True)
             self._windows[spec.window] = again, shared
-            self._tensors[slot] = self._mapped(slot)
+            self._tensors[slot] = self._made(slot, self._in_window(slot, master=False))
         elif kept is not None:
             self._tensors[slot] = self._made(slot, kept.clone())
         else:

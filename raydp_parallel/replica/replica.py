@@ -20,13 +20,20 @@ from raydp_parallel import batch
 from raydp_parallel.devices import ambient, threads
 from raydp_parallel.replica import engine, exceptions, sync_batch_norm
 from raydp_parallel.replica.module import Built, Found, ReplicaModule
+from raydp_parallel.replica.resident import Resident
 from raydp_parallel.wire.codec import Parcel, Row, parcel
 from raydp_parallel.wire.messages import (
+    SENT,
     Answer,
     BackwardRequest,
     CaughtWarning,
     Failure,
     ForwardRequest,
+    GradientsRequest,
+    ResumeRequest,
+    SnapshotRequest,
+    StateUpdate,
+    StepRequest,
     Writes,
 )
 
@@ -49,16 +56,18 @@ class Graph(NamedTuple):
     """A graph that the driver may ask for.
 
     Attributes:
-        outputs: What may be differentiated.
-        leaves: What by: the module's tensors that require a gradient, then inputs.
+        outputs: The tensors that may be differentiated.
+        leaves: Those that they are differentiated by: of the module, then inputs.
+        slots: The slots of the former; None for inputs.
         module: The model.
         built: The module that ran.
         found: The tensors that it ran with.
-        derived: Whether it was made by a backward: it leads to more leaves than its own.
+        derived: True if it was made by a backward: it leads to more leaves than its own.
     """
 
     outputs: list[Tensor]
     leaves: list[Tensor]
+    slots: list[int | None]
     module: ReplicaModule
     built: Built
     found: Found
@@ -94,6 +103,7 @@ class Replica:
         self.device = device
         self.models: dict[int, ReplicaModule] = {}
         self.graphs: dict[int, Graph] = {}
+        self._residents: dict[ReplicaModule, Resident] = {}
         self._get = get
         self._exchange = exchange
         self._last: ReplicaModule | None = None
@@ -103,8 +113,11 @@ class Replica:
         """Drop graphs and models that nobody can ask for any more."""
         for key in keys:
             self.graphs.pop(key, None)
-            if key in self.models and self.models.pop(key) is self._last:
-                self._last = None
+            module = self.models.pop(key, None)
+            if module is not None:
+                self._residents.pop(module, None)
+                if module is self._last:
+                    self._last = None
 
     def settle(self) -> None:
         """Put the last module back, while the driver is busy with the answer. After a forward with
@@ -114,6 +127,45 @@ class Replica:
             self._last.settle()
             self._last = None
 
+    def resident(self, module: ReplicaModule) -> Resident:
+        """Return what is trained here of a model."""
+        if module not in self._residents:
+            self._residents[module] = Resident(module)
+        return self._residents[module]
+
+    def train(
+        self, request: ResumeRequest | SnapshotRequest | GradientsRequest | StepRequest
+    ) -> Answer:
+        """Answer what a driver with an optimizer in the replicas asks for."""
+        begun = time.perf_counter()
+        notes = _Notes()
+        self.settle()
+        with self._noting(None, notes):
+            if isinstance(request, ResumeRequest):
+                module = self._updated(request.model, request.update)
+                if module.lacking:
+                    return Answer(lacking=True)
+                self.resident(module).resume(request)
+                return self._answer(notes, begun)
+            resident = self.resident(self.models[request.model])
+            if isinstance(request, SnapshotRequest):
+                notes.value = resident.snapshot(request)
+            elif isinstance(request, GradientsRequest):
+                notes.value = Row(resident.gradients(request.slots, request.chunk))
+            else:
+                threads.use(self.device, request.threads)
+                notes.value = resident.step(request, self._exchange)
+        return self._answer(notes, begun)
+
+    def _updated(self, number: int, update: StateUpdate | None) -> ReplicaModule:
+        """Return a model, with the master's changes."""
+        module = self.models.get(number)
+        if module is None:
+            module = self.models[number] = ReplicaModule(self.device, _own_process)
+        if update is not None:
+            module.update(update)  # [4]
+        return module
+
     def forward(self, request: ForwardRequest) -> Answer:
         """Run one chunk."""
         self.forget(request.forget)
@@ -121,11 +173,7 @@ class Replica:
         notes = _Notes()
         self._awaits_backward = False
         with self._noting(request.where, notes):
-            module = self.models.get(request.model)
-            if module is None:
-                module = self.models[request.model] = ReplicaModule(self.device, _own_process)
-            if request.update is not None:
-                module.update(request.update)  # [4]
+            module = self._updated(request.model, request.update)
             if module.lacking:
                 return Answer(lacking=True)
             with self._set(request):
@@ -151,15 +199,18 @@ class Replica:
         if request.key is not None and any(t.requires_grad for t in outputs):
             found.saved = found.versions()  # graphs compare with these, after forward's own writes
             leaves, optional = [], []
+            slots: list[int | None] = []
             attributes = module.current.attributes
             for n in module.wanting(found):
                 leaves.append(found.tensors[n])
+                slots.append(n)
                 if request.optional or n in attributes:
                     optional.append(found.tensors[n])
             optional += inputs
+            slots += [None] * len(inputs)
             self._awaits_backward = True
             self.graphs[request.key] = Graph(
-                outputs, [*leaves, *inputs], module, module.current, found
+                outputs, [*leaves, *inputs], slots, module, module.current, found
             )
             if optional:
                 reached = engine.reachable(outputs)
@@ -221,8 +272,8 @@ class Replica:
         home.module.again(home.built, home.found)
         self._last, self._awaits_backward = home.module, False
         # A checkpoint that runs again may write once more.
-        begun = home.found.moment(home.built.buffers) if request.first else None
-        before = home.found.flat.clone() if begun is not None else None
+        begun = home.found.moment(home.built.buffers)
+        before = home.found.flat.clone() if request.first else None
         with ambient.enter(request.context), home.module.noting(home.found):
             found = engine.differentiate(
                 outputs,
@@ -233,12 +284,16 @@ class Replica:
                 request.keep,
                 create,
             )
-        if begun is not None and before is not None:
-            notes.writes = home.module.end_backward(home.found, begun, before)
+        notes.writes = home.module.end_backward(home.found, begun, before)
         if request.derived is not None:
             made = [grad for grad in found if grad is not None]
-            graph = Graph(made, grads, home.module, home.built, home.found, derived=True)
+            slots: list[int | None] = [None] * len(grads)
+            graph = Graph(made, grads, slots, home.module, home.built, home.found, derived=True)
             self.graphs[request.derived] = graph
+        if max(request.needed, default=SENT) > SENT:
+            found, notes.reached = self.resident(home.module).keep(
+                request.chunk, home.slots, request.needed, found, request.partial
+            )
         notes.value = Row(found)
 
     @contextlib.contextmanager

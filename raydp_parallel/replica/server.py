@@ -16,7 +16,13 @@ from raydp_parallel.wire.messages import (
     ExchangeRequest,
     Forget,
     ForwardRequest,
+    GradientsRequest,
+    ResumeRequest,
+    SnapshotRequest,
+    StepRequest,
 )
+
+_TRAINING = ResumeRequest, SnapshotRequest, GradientsRequest, StepRequest
 
 
 class ReplicaServer:
@@ -43,6 +49,8 @@ class ReplicaServer:
         if isinstance(request, Forget):
             self._replica.forget(request.forget)
             return Answer(value=(len(self._replica.models), len(self._replica.graphs)))
+        if isinstance(request, _TRAINING):
+            return self._replica.train(request)
         raise ReplicaError(f"a replica got a {type(request).__name__}, which it does not know")
 
     def settle(self) -> None:

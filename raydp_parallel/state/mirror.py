@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel.state import sources
-from raydp_parallel.state.look import Codes, look
+from raydp_parallel.state.look import Codes, check_devices, look
 from raydp_parallel.wire import pickling
 from raydp_parallel.wire.codec import Row
 from raydp_parallel.wire.messages import SlotSpec, StateUpdate, Writes
@@ -28,6 +28,9 @@ from raydp_parallel.wire.windows import PAGE, Layout, Spec, Window, is_dense, sp
 
 MAPPED = 1 << 16
 """Bytes from which on a tensor lies in a window: smaller ones travel as fast in the message."""
+
+_GLANCE = 1 << 10
+"""Elements of a trained weight that are compared in each forward while the driver is behind."""
 
 _MOST_WINDOWS = 16
 
@@ -42,9 +45,9 @@ def versions_of(tensors: Iterable[Tensor]) -> list[int]:
 
 def set_versions(tensors: Iterable[Tensor], versions: Iterable[int]) -> None:
     """Set how often tensors were written to, as torch's check of saved tensors counts it."""
-    counted = [(t, v) for t, v in zip(tensors, versions, strict=True) if not t.is_inference()]
-    if counted:
-        torch._C._autograd._unsafe_set_version_counter(*zip(*counted, strict=True))
+    pairs = [p for p in zip(tensors, versions, strict=True) if not p[0].is_inference()]
+    if pairs:
+        torch._C._autograd._unsafe_set_version_counter(*zip(*pairs, strict=True))
 
 
 def _geometry(t: Tensor) -> Any:
@@ -161,7 +164,9 @@ class Master:
         tensors: Its tensors, by slot.
         fresh: The slots with contents that the last `sync` found changed.
         kinds: The kind of each: ``"parameter"``, ``"buffer"``, or ``"attribute"`` for others.
-        compares: Whether some replica does not map the windows, so that all is compared.
+        compares: True if some replica does not map the windows, so that all is compared.
+        resident: Trains it in the replicas; None if nothing does.
+        trained: The slots of parameters that are trained there.
     """
 
     def __init__(self, module: nn.Module, number: int) -> None:
@@ -170,6 +175,8 @@ class Master:
         self.revision = 0
         self.tensors: dict[int, Tensor] = {}
         self.compares = False
+        self.resident: Any = None
+        self.trained: set[int] = set()
         self.fresh: set[int] = set()
         self._slots: dict[int, int] = {}
         self._next = 0
@@ -199,10 +206,9 @@ class Master:
         assert found is not None
         return found
 
-    @property
-    def gone(self) -> bool:
-        """True once the module is gone."""
-        return self._module() is None
+    def alive(self) -> nn.Module | None:
+        """Return the module; None once it is gone."""
+        return self._module()
 
     @property
     def home(self) -> torch.device:
@@ -215,7 +221,7 @@ class Master:
         """Find out what changed since the last look, and number the state if something did.
 
         Args:
-            code: Whether a function is sent besides, whose module may be new.
+            code: True if a function is sent besides, whose module may be new.
         """
         found: dict[int, Tensor] = {}
 
@@ -267,7 +273,7 @@ class Master:
     def _compare(self, now: _Seen) -> None:
         """Number the changes of tensors."""
         if len({t.device for t in self.tensors.values()}) > 1:
-            self._refuse_devices()
+            check_devices(self.module)
         self.revision += 1
         then, grown = self._seen, []
         for i, (number, tensor) in enumerate(self.tensors.items()):
@@ -305,34 +311,26 @@ class Master:
             now = now._replace(addresses=_addresses([*self.tensors.values()]))
         if now.geometry != then.geometry or not self._plain:
             self._plain = {n for n, t in self.tensors.items() if _is_plain(t)}
-        plain = self._plain
-        # Copies of what is sent: `verify` compares the next forward's contents with them.
-        into, contents = [], []
-        for number in self.fresh:
+        self._keep_copies(self.fresh)
+        self._dirty.clear()
+        self._seen = now
+
+    def _keep_copies(self, numbers: Iterable[int]) -> None:
+        """Copy what is sent: `verify` compares the next forward's contents with it."""
+        into, values = [], []
+        for number in numbers:
             if self.compares or number not in self._places:
                 t, shadow = self.tensors[number], self._shadows.get(number)
                 fits = shadow is not None and shadow.dtype == t.dtype  # .half() changes it
-                if shadow is not None and fits and shadow.shape == t.shape and number in plain:
+                plain = number in self._plain
+                if shadow is not None and fits and shadow.shape == t.shape and plain:
                     into.append(shadow)
-                    contents.append(t)
+                    values.append(t)
                 else:
                     self._shadows[number] = _shadow(t)
         if into:
             with torch.no_grad():
-                torch._foreach_copy_(into, contents)
-        self._dirty.clear()
-        self._seen = now
-
-    def _refuse_devices(self) -> None:
-        module = self.module
-        row = [*module.parameters(), *module.buffers()]
-        for tensor in row:
-            if tensor.device != row[0].device:
-                raise RuntimeError(
-                    "module must have its parameters and buffers on device "
-                    f"{row[0].device} (device_ids[0]) but found one of them on device: "
-                    f"{tensor.device}"
-                )
+                torch._foreach_copy_(into, values)
 
     def leaves(self) -> list[tuple[Tensor, str]]:
         """List the tensors that require a gradient, by slot, with their kinds."""
@@ -346,14 +344,12 @@ class Master:
     # Windows.
 
     def _can_be_mapped(self, number: int, t: Tensor) -> bool:
-        if t.device != _CPU or t.layout is not torch.strided or t.is_inference():
+        if t.device != _CPU or type(t) is not nn.Parameter or t.is_inference():
             return False
-        if t.is_shared():  # with other processes of the program's
-            return False
-        if type(t) is not nn.Parameter or t.is_nested or t.is_conj() or t.is_neg():
+        if not _is_plain(t) or not is_dense(t):
             return False
         size = t.numel() * t.element_size()
-        if size < MAPPED or not is_dense(t) or number in self._moved_out:
+        if size < MAPPED or number in self._moved_out or t.is_shared():  # with other processes
             return False
         storage = t.untyped_storage()
         # Memory that somebody else looks at stays where it is.
@@ -376,19 +372,59 @@ class Master:
             tensor.data = there
             self._places[number] = key, offset
 
+    # What replicas train.
+
+    def slot(self, tensor: Tensor) -> int | None:
+        """Return the slot of a tensor; None if the module does not have it."""
+        found = self._slots.get(id(tensor))
+        return found if found is not None and self.tensors.get(found) is tensor else None
+
+    def train(self, slots: set[int]) -> None:
+        """Let replicas have parameters of their own, which no window holds."""
+        self.trained = slots
+        for number in slots:
+            self._moved_out.add(number)
+            self._places.pop(number, None)
+        self.revision += 1
+        self._spec_at.update(dict.fromkeys(slots, self.revision))
+        self._dirty |= slots  # which makes copies to compare with
+
+    def edited(self) -> str | None:
+        """Name a trained parameter that the program has changed since the last look but one."""
+        for number in self.fresh & self.trained:
+            self._dirty.add(number)  # until it is overwritten
+            return self._name(self.tensors[number])
+        return None
+
+    def take(self, weights: dict[int, Tensor]) -> None:
+        """Take over what replicas have trained."""
+        written = dict(self.written)  # marks keep the one before
+        for i, (number, tensor) in enumerate(self.tensors.items()):
+            if number in weights:
+                with torch.no_grad():
+                    tensor.copy_(weights[number])
+                written[number] = written.get(number, 0) + 1
+                self._seen.versions[i] = tensor._version
+        self._keep_copies(weights.keys() & self.tensors.keys())
+        self._dirty -= weights.keys()
+        self.written = written
+
     # What replicas need.
 
-    def update_from(self, revision: int, maps: bool) -> StateUpdate | None:
+    def update_from(
+        self, revision: int, maps: bool, weights: dict[int, Tensor] | None = None
+    ) -> StateUpdate | None:
         """Collect the changes since a state.
 
         Args:
             revision: The state that a replica has; 0 for none.
-            maps: Whether it maps the windows.
+            maps: True if it maps the windows.
+            weights: Contents that it gets in the place of the master's.
         """
-        if revision == self.revision:
+        if revision == self.revision and weights is None:
             return None
-        specs, versions, slots = {}, {}, []
-        contents = Row(flags=False)
+        specs, versions = {}, {}
+        contents: dict[int, Tensor] = {}
         windows: dict[int, Window] = {}
         for number, tensor in self.tensors.items():
             place = self._places.get(number) if maps else None
@@ -399,8 +435,8 @@ class Master:
             if self._content_at[number] > revision:
                 versions[number] = 0 if tensor.is_inference() else tensor._version
                 if place is None:
-                    slots.append(number)
-                    contents.append(tensor)
+                    contents[number] = tensor
+        contents.update(weights or {})
         structure = self._structure if self.structure_at > revision else None
         code = None
         if structure is not None:
@@ -414,8 +450,8 @@ class Master:
             sources=self._sources.latest if self._sources.at > revision else None,
             specs=specs,
             windows=windows,
-            slots=tuple(slots),
-            contents=contents,
+            slots=tuple(contents),
+            contents=Row(contents.values(), flags=False),
             versions=versions,
         )
 
@@ -432,8 +468,14 @@ class Master:
         """Compare the contents of what was not sent with what the replicas have; returns whether
         something was edited behind its version.
         """
+        stale = self.trained if self.resident is not None and self.resident.behind else ()
         others = [number for number in self._shadows if number not in self.fresh]
-        rows = [(bits(self.tensors[n]), bits(self._shadows[n])) for n in others]
+        rows = []
+        for number in others:
+            row = bits(self.tensors[number]), bits(self._shadows[number])
+            if number in stale:  # an edit is an error then: see if there is one at a glance
+                row = row[0].flatten()[:_GLANCE], row[1].flatten()[:_GLANCE]
+            rows.append(row)
         if self.home.type == "cpu":
             alike = [_alike(*row) for row in rows]
         else:  # the host waits for a GPU once
@@ -514,7 +556,7 @@ class Master:
         moved = {}
         for (number, tensor), a, b in zip(mark.tensors.items(), mark.versions, now, strict=True):
             if a != b:
-                if not isinstance(tensor, nn.Parameter):
+                if number in self.trained or not isinstance(tensor, nn.Parameter):
                     b -= self.written.get(number, 0) - mark.written.get(number, 0)
                 if b != a:
                     moved[number] = b - a

@@ -82,7 +82,7 @@ def noting(own_process: bool) -> Iterator[Touched]:
     """Collect the addresses of storages that are accessed in the block.
 
     Args:
-        own_process: Whether this process runs replicas only; otherwise torch is left as it was.
+        own_process: True if this process runs replicas only; otherwise torch is left as it was.
     """
     global _touched
     before, _touched = _touched, {}

@@ -38,7 +38,7 @@ class Channel:
         sock: The socket.
         device: Where tensors of received frames go, unless the receiver names another device; on a
             CPU they stay in the window.
-        summed: Whether a GPU takes part, so that sums of the bytes are compared now and then.
+        summed: True if a GPU takes part, so that sums of the bytes are compared now and then.
 
     Attributes:
         ipc: The GPU that both ends compute on, once windows may lie there.

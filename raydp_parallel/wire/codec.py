@@ -45,7 +45,7 @@ class Row(list[Any]):
 
     Args:
         tensors: They.
-        flags: Whether it travels which of them require a gradient.
+        flags: True if it travels which of them require a gradient.
     """
 
     def __init__(self, tensors: Iterable[Tensor | None] = (), flags: bool = True) -> None:

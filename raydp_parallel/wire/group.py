@@ -58,10 +58,10 @@ class Exchange:
         size: How many there are.
         store_address: Host and port of the store where they find each other.
         timeout: Seconds that members wait for each other, to join and in each exchange.
-        name: What tells the groups of one store apart.
+        name: A name that tells the groups of one store apart.
 
     Raises:
-        RuntimeError: The others did not come, or cannot be reached.
+        Abandoned: The others did not come, or cannot be reached.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class Exchange:
             self._group: Any = dist.ProcessGroupGloo(store, rank, size, options)
         except RuntimeError as error:
             text = f"the replicas of a call could not find each other: {error}"
-            raise RuntimeError(text) from None
+            raise Abandoned(text) from None
 
     def swap(self, rows: Tensor, mark: int = 0) -> Tensor:
         """Give each member one row; returns the rows that they gave to this one, by rank.
 
         Args:
             rows: One row for each member.
-            mark: What the exchange is for: a number from 0, the same for all members.
+            mark: The purpose of the exchange, a number from 0, the same for all members.
 
         Raises:
             RuntimeError: The others are not at the same exchange, or do not answer.

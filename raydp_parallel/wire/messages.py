@@ -19,8 +19,8 @@ class SlotSpec(NamedTuple):
     """One tensor of a module, as a replica makes it.
 
     Attributes:
-        parameter: Whether it is a Parameter.
-        grad: Whether it requires a gradient.
+        parameter: True if it is a Parameter.
+        grad: True if it requires a gradient.
         window: Which of the model's windows holds it; None if its contents are sent.
         offset: Where it lies there.
         shape: Its shape, with a window.
@@ -76,13 +76,13 @@ class ForwardRequest(NamedTuple):
         context: The caller's ambient state.
         seed: The call's seed.
         threads: Torch's threads; None leaves them.
-        first: Whether writes to buffers and parameters are reported.
+        first: True if writes to buffers and parameters are reported.
         forget: Graphs that nobody can ask for any more.
         overlay: Contents that tensors had when the forward ran first, by slot; None if it runs
             first now. It runs again only for its graph.
         where: The place that an exception names; None leaves the exception as it is.
         group: How the chunks of the call exchange tensors; None if they do not.
-        optional: Whether all leaves are looked for among those that outputs depend on.
+        optional: True if all leaves are looked for among those that outputs depend on.
     """
 
     model: int
@@ -102,6 +102,9 @@ class ForwardRequest(NamedTuple):
     optional: bool = False
 
 
+LEFT_OUT, SENT, KEPT, ADDED = range(4)
+
+
 class BackwardRequest(NamedTuple):
     """One chunk's backward.
 
@@ -109,23 +112,25 @@ class BackwardRequest(NamedTuple):
         graph: The graph of the forward whose leaves get gradients.
         outputs: The graphs, each with the numbers of its outputs that have a gradient.
         grads: These gradients, in the same order.
-        needed: Which leaves of that forward a gradient is asked for.
-        partial: Whether the caller's pass leaves out some leaves.
-        keep: Whether graphs are used again.
+        needed: For each leaf of that forward `LEFT_OUT`, or the fate of its gradient: `SENT`,
+            `KEPT` as all that the chunk has, or `ADDED` to that.
+        partial: True if the caller's pass leaves out some leaves.
+        keep: True if graphs are used again.
         derived: The number of the graph that the gradients get; None without create_graph.
         moved: By how much the master's versions moved since the forward, by slot.
-        first: Whether writes are reported.
+        first: True if writes are reported.
         context: The caller's ambient state.
         threads: Torch's threads; None leaves them.
         forget: Graphs that nobody can ask for any more.
         where: The place that an exception names.
+        chunk: The number of the chunk.
         group: As in a forward.
     """
 
     graph: int
     outputs: tuple[tuple[int, tuple[int, ...]], ...]
     grads: list[Tensor]
-    needed: tuple[bool, ...]
+    needed: tuple[int, ...]
     partial: bool
     keep: bool
     derived: int | None
@@ -135,6 +140,7 @@ class BackwardRequest(NamedTuple):
     threads: int | None
     forget: tuple[int, ...]
     where: str | None
+    chunk: int
     group: Any = None
 
 
@@ -142,6 +148,85 @@ class Forget(NamedTuple):
     """A request to drop graphs and models; the answer tells how many graphs are left."""
 
     forget: tuple[int, ...]
+
+
+class ResumeRequest(NamedTuple):
+    """A request to train a model from here on.
+
+    Attributes:
+        model: The model's number.
+        update: The module, with the weights to begin with.
+        trained: The slots of the parameters that optimizers step.
+        optimizers: For each optimizer, by number: its class, the keywords of its constructor, its
+            groups with slots in the place of parameters, and its state by slot.
+    """
+
+    model: int
+    update: StateUpdate | None
+    trained: tuple[int, ...]
+    optimizers: Parcel
+
+
+class SnapshotRequest(NamedTuple):
+    """A request for what a replica trains.
+
+    Attributes:
+        model: The model's number.
+        weights: True if the answer has the weights, by slot.
+        optimizers: True if it has the state by slot and the groups of each optimizer, by number.
+    """
+
+    model: int
+    weights: bool
+    optimizers: bool
+
+
+class GradientsRequest(NamedTuple):
+    """A request for gradients that a chunk has kept.
+
+    Attributes:
+        model: The model's number.
+        slots: Of which parameters.
+        chunk: The number of the chunk.
+    """
+
+    model: int
+    slots: tuple[int, ...]
+    chunk: int
+
+
+class StepRequest(NamedTuple):
+    """One step of an optimizer, or the norm of its gradients.
+
+    Attributes:
+        model: The model's number.
+        optimizer: The optimizer's number.
+        values: Changes of each of its groups since the last step.
+        summed: The slots of gradients that are summed over chunks.
+        chunks: The chunks that have kept these, in the order in which they are added.
+        again: True if these are the sums of the last request, which was for their norm.
+        scale: The factor of these sums, after a clipping; None leaves them.
+        zeros: The slots of gradients that are zero.
+        given: Gradients that come from the driver, by slot.
+        exchange: The place in the group that sums; None if all chunks are here.
+        norm: Which norm is asked for; None makes the step.
+        number: The number of the step, from which its random numbers follow.
+        threads: Torch's threads; None leaves them.
+    """
+
+    model: int
+    optimizer: int
+    values: list[dict[str, Any]]
+    summed: tuple[int, ...]
+    chunks: tuple[int, ...]
+    again: bool
+    scale: Tensor | None
+    zeros: tuple[int, ...]
+    given: dict[int, Tensor]
+    exchange: ExchangeRequest | None
+    norm: float | None
+    number: int
+    threads: int | None
 
 
 class Failure(NamedTuple):
@@ -153,8 +238,8 @@ class Failure(NamedTuple):
         text: Its traceback.
         where: The place that upstream's words name.
         exception: The exception, pickled, if it is raised as it is.
-        exit: Whether the module asked the process to end.
-        loading: Whether the arguments could not be loaded.
+        exit: True if the module asked the process to end.
+        loading: True if the arguments could not be loaded.
     """
 
     kind: bytes | None
@@ -182,7 +267,7 @@ class Writes(NamedTuple):
         slots: Their slots.
         values: Their contents now.
         moved: By how much the version of each moved.
-        replaced: Whether the memory of each is another one, as after ``t.data = other``.
+        replaced: True if the memory of each is another one, as after ``t.data = other``.
     """
 
     slots: tuple[int, ...] = ()
@@ -196,13 +281,13 @@ class Answer(NamedTuple):
 
     Attributes:
         value: The outputs of a forward; the gradients of a backward, a row with None for leaves
-            that were not reached.
+            that were not reached, or whose gradients are kept.
         reached: Which tensors in plain attributes, and then which inputs, that require a gradient
-            the outputs depend on.
+            the outputs depend on. Of a backward: which leaves' gradients are kept.
         failure: The exception, if there is one.
         warnings: Warnings.
         writes: Tensors that were written to.
-        lacking: Whether the replica has lost contents, or a message, and needs the whole state.
+        lacking: True if the replica has lost contents, or a message, and needs the whole state.
         busy: Seconds that it computed.
     """
 

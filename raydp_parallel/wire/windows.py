@@ -95,8 +95,8 @@ class _Run:
 
     Attributes:
         memory: All of it, as a flat tensor of bytes.
-        map: What maps it into this process; None on a GPU.
-        registered: Whether CUDA knows it as memory of the host; None if that was not tried.
+        map: Maps it into this process; None on a GPU.
+        registered: True if CUDA knows it as memory of the host; None if that was not tried.
     """
 
     memory: Tensor

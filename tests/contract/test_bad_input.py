@@ -66,37 +66,6 @@ def good_call(ids: list[Any], executor: Executor | None = None) -> None:
     torch.testing.assert_close(net.weight.grad, x.sum(0).expand(2, 4))
 
 
-class Raises(nn.Module):
-    """Raises what it is told to where the row says so."""
-
-    def __init__(self, error: Any) -> None:
-        super().__init__()
-        self.error = error
-
-    def forward(self, bad: torch.Tensor) -> torch.Tensor:
-        if bad.any():
-            raise self.error() if isinstance(self.error, type) else self.error("told so")
-        return bad * 1.0
-
-
-class RaisesInBackward(nn.Module):
-    """Raises in backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, rank: torch.Tensor) -> torch.Tensor:
-        out = rank * self.weight
-
-        def fail(grad: torch.Tensor) -> torch.Tensor:
-            raise ValueError("in backward")
-
-        if rank[0] == 1:
-            out.register_hook(fail)
-        return out
-
-
 class Returns(nn.Module):
     """Returns what a name stands for, for the chunk with the given first row."""
 
@@ -180,25 +149,6 @@ def test_wrong_arguments(arguments: dict[str, Any], kind: type[Exception], words
     """Refused by the constructor, by name and with what was given."""
     with pytest.raises(kind, match=words):
         DataParallel(**{"module": nn.Linear(4, 2), "device_ids": TWO} | arguments)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"unused_grads": "zero"},
-        {"scalars": "max"},
-        {"placement_timeout": 0},
-        {"call_timeout": -1.0},
-        {"max_restarts_per_hour": -1},
-        {"cpus_per_replica": -1},
-        {"gpus_per_replica": 2},
-        {"threads": 0},
-    ],
-)
-def test_wrong_options(wrong: dict[str, Any]) -> None:
-    """Checked when they are made; the name is in the text."""
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        Options(**wrong)
 
 
 @pytest.mark.long
@@ -406,20 +356,6 @@ def test_arguments_that_the_module_does_not_take() -> None:
     assert model(torch.ones(2, 4)).shape == (2, 2)
 
 
-# --- exceptions of the module ---
-
-
-def test_errors_in_backward() -> None:
-    """An exception in a replica's backward arrives as its type, and says in which."""
-    model = DataParallel(RaisesInBackward(), TWO)
-    out = model(torch.arange(2.0))
-    with pytest.raises(ValueError, match="in backward"):
-        out.sum().backward()
-    assert model.module.weight.grad is None
-    model(torch.zeros(2)).sum().backward()
-    assert model.module.weight.grad.item() == 0
-
-
 # --- ends of processes ---
 
 
@@ -487,9 +423,6 @@ def test_outputs_that_cannot_travel(name: str, words: list[str]) -> None:
     assert isinstance(error, TypeError)
     assert "output" in str(error)
     assert all(word in str(error) for word in words), error
-
-
-# --- gradients ---
 
 
 # --- executors and clusters ---

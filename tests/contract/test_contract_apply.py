@@ -10,6 +10,7 @@ import os
 import random
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -240,6 +241,8 @@ def test_A4_exceptions_are_upstream_s_word_for_word(name: str, rows: tuple[int, 
     )
     assert f"in replica {rows[0]} on device {rows[0]}.\n" in str(ours)
     assert "in forward\n    raise self.make()" in str(ours)
+    found = [frame.name for frame in traceback.extract_tb(ours.__traceback__)]
+    assert found[-1] == "forward" and "raydp_parallel" not in str(ours)  # no frames of ours
     assert getattr(ours, "code", None) == getattr(theirs, "code", None)
     assert ours.__cause__ is None
 

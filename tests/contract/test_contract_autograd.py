@@ -29,9 +29,9 @@ TWICE = "Trying to backward through the graph a second time"
 IN_PLACE = "modified by an inplace operation"
 
 
-def mlp() -> nn.Sequential:
+def mlp(width: int = 5) -> nn.Sequential:
     """A small smooth net, so that derivatives of every order are not zero."""
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    return nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 2))
 
 
 _numbers = torch.Generator()
@@ -1815,12 +1815,15 @@ EDITS = (_first_weight, _last_weight, _bias, _load, _step, _zeroed)
 @pytest.mark.parametrize("another_forward", [False, True])
 @pytest.mark.parametrize("needs_input", [False, True])
 @pytest.mark.parametrize("edit", EDITS)
-def test_B11_in_place_change_raises_where_plain_torch_raises(edit, needs_input, another_forward):
+@pytest.mark.parametrize("width", [5, 20_000])  # weights that are sent, and that are mapped
+def test_B11_in_place_change_raises_where_plain_torch_raises(
+    width, edit, needs_input, another_forward
+):
     """Whether a tensor was saved for backward decides; where it was not, gradients are those of the
     forward.
     """
     results = []
-    models = trio(mlp(), 2)
+    models = trio(mlp(width), 2)
     for model in (models.ours, models.plain):
         _numbers.manual_seed(1)
         x = data(6, 3, requires_grad=needs_input)
@@ -1904,6 +1907,18 @@ def test_B11_a_change_of_structure_hides_no_change_of_a_weight(devices):
         model(data(4, 3))
         _last_weight(model)
         assert IN_PLACE in str(raised(loss.backward))
+
+
+def test_B11_backward_reaches_a_layer_that_was_swapped():
+    """Another forward comes between, whose replicas do not have that layer."""
+    models, x, gone = trio(mlp(), 2), data(4, 3), []
+    for model, net in ((models.ours, models.ours.module), (models.plain, models.plain)):
+        loss = model(x).sum()
+        gone.append(net[0])
+        net[0] = nn.Linear(3, 5)
+        model(x)
+        loss.backward()
+    same(gone[0].weight.grad, gone[1].weight.grad)
 
 
 def attempt(call: Any) -> BaseException | None:

@@ -48,74 +48,12 @@ def test_second_order():
     assert _close(penalty(oracle.DataParallel(net, [0, 1])), penalty(net))
 
 
-def test_each_replica_sees_its_chunk():
-    """Five rows on four devices: three replicas of 2, 2 and 1 rows."""
-    seen = {}
-
-    class Rows(nn.Module):
-        def forward(self, x):
-            seen[int(x[0, 0])] = len(x)
-            return x
-
-    out = oracle.DataParallel(Rows(), [0, 1, 2, 3])(torch.arange(5.0).unsqueeze(1))
-    assert seen == {0: 2, 2: 2, 4: 1}
-    assert out.flatten().tolist() == [0, 1, 2, 3, 4]
-
-
-def test_first_replica_writes_back_others_do_not():
-    """BatchNorm's running mean comes from the first chunk only (R6, R7)."""
-    net, x = nn.BatchNorm1d(1), torch.tensor([[0.0], [2.0], [100.0], [102.0]])
-    oracle.DataParallel(net, [0, 1])(x)
-    assert net.running_mean.item() == pytest.approx(0.1)
-    assert net.num_batches_tracked.item() == 1
-
-
-def test_unused_parameters_get_zeros():
-    """Broadcast gives zeros to a parameter no replica used (B3)."""
-
-    class HalfUsed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.unused = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-
-        def forward(self, x):
-            return x * self.used
-
-    net = HalfUsed()
-    oracle.DataParallel(net, [0, 1])(torch.ones(4, 1)).sum().backward()
-    assert net.used.grad.item() == 4 and net.unused.grad.item() == 0
-
-
-def test_errors_name_the_replica():
-    """A replica's exception keeps its type and says where it was raised (A4)."""
-
-    class Failing(nn.Module):
-        def forward(self, x):
-            raise KeyError("absent")
-
-    with pytest.raises(KeyError, match="Caught KeyError in replica 0 on device 0"):
-        oracle.DataParallel(Failing(), [0, 1])(torch.ones(2, 1))
-
-
-def test_the_function_agrees_with_the_class():
-    """data_parallel gives what DataParallel gives, on all devices by default."""
-    net, x = _net(), torch.randn(5, 3)
-    assert torch.equal(oracle.data_parallel(net, x), oracle.DataParallel(net)(x))
-    assert oracle.DataParallel(net).device_ids == [0, 1]
-
-
 def test_devices_are_checked():
     """A CPU device among the ids and a module elsewhere are refused (C3, F1)."""
     with pytest.raises(ValueError, match="Expected a non cpu device, but got: cpu"):
         oracle.DataParallel(_net(), ["cpu"])
     with pytest.raises(RuntimeError, match="module must have its parameters and buffers on device"):
         oracle.DataParallel(_net().to("meta"), [0, 1])(torch.ones(2, 3))
-
-
-def test_gather_casts_to_the_first_dtype():
-    """A differing dtype becomes replica 0's, as comm.cpp allocates it (G9)."""
-    out = oracle.gather([torch.ones(1, dtype=torch.float16), torch.ones(1)], 0)
-    assert out.dtype is torch.float16
 
 
 @pytest.mark.upstream

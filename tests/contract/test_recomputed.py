@@ -216,3 +216,30 @@ def test_B10_attributes_are_those_of_each_forward(reentrant: bool) -> None:
         return [x.grad for x in inputs]  # type: ignore[misc]
 
     compare(Checkpointed(Moody(), reentrant), 2, use)
+
+
+class Shrinking(nn.Module):
+    """Edits its weight by ``.data`` in each call."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shrink the weight where it is too large, and use it."""
+        self.layer.weight.data.copy_(self.layer.weight.data.clamp(-1, 1))
+        return self.layer(x)[:, :3]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("width", [3, 20_000])
+def test_R6_a_weight_that_was_written_to_is_the_master_s_in_the_next_forward(width: int) -> None:
+    """In every replica, sent or mapped, and also if what was written was there before."""
+    net = Checkpointed(Shrinking(width), reentrant=False)
+    model, x = DataParallel(net, ["cpu", "cpu"]), torch.randn(4, 3)
+    weight = next(net.parameters())
+    for _ in range(2):
+        model(x).sum().backward()
+        weight.data.add_(1)
+        before = weight.detach().clone()
+        found = model.run(lambda net, x: next(net.parameters()).detach().sum() + 0 * x.sum(), x)
+        torch.testing.assert_close(found, before.sum().repeat(2))

@@ -88,13 +88,21 @@ class Held(nn.Module):
 
 
 def train(
-    model: Any, chunks: int, steps: int, before: dict[Any, Any] | None = None
+    model: Any,
+    chunks: int,
+    steps: int,
+    before: dict[Any, Any] | None = None,
+    inside: bool = False,
 ) -> list[Tensor]:
     """Losses and final state. `before` has what to do before a step's forward, and, under ``(step,
-    "backward")``, before its backward.
+    "backward")``, before its backward. Steps may be made inside of the replicas.
     """
     torch.manual_seed(1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    keywords = {"lr": 0.05, "momentum": 0.9}
+    if inside:
+        optimizer = model.optimizer(torch.optim.SGD, **keywords)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), **keywords)
     kept = []
     for step in range(steps):
         (before or {}).get(step, int)()
@@ -132,6 +140,8 @@ def two_nodes(net: nn.Module) -> None:
         model = DataParallel(copy.deepcopy(net), executor=executor)
         assert model.device_ids == [0, 1]
         assert same(train(model, 2, 3), train(here(net, 2), 2, 3))
+        trained = DataParallel(copy.deepcopy(net), executor=executor)
+        assert same(train(trained, 2, 3, inside=True), train(here(net, 2), 2, 3))
         assert len({*nodes_of(executor)}) == 2 and nodes_of(executor) == sorted(nodes_of(executor))
         assert ray.get_runtime_context().get_node_id() not in nodes_of(executor)
         assert not any(slot.client.hello.near for slot in executor.slots([0, 1]))

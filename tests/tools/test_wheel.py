@@ -99,6 +99,7 @@ def test_the_sdist_is_the_checkout_and_runs_its_tests(sdist: Path) -> None:
 
 
 def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    assert wheel.stat().st_size < 300_000
     names = zipfile.ZipFile(wheel).namelist()
     kept = {
         str(path.relative_to(ROOT))

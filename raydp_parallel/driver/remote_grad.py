@@ -1,0 +1,121 @@
+"""A gradient that lies in the replicas until the program uses it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+_ZERO = torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default
+
+
+class Source(Protocol):
+    """Has the values of gradients."""
+
+    def fetch(self, grad: RemoteGrad) -> None:
+        """Let it, and perhaps others, `arrive`."""
+
+
+class RemoteGrad(Tensor):
+    """Stands in ``parameter.grad`` for the sum of what the replicas keep. The first operation on it
+    fetches that.
+
+    Attributes:
+        source: Has the value.
+        number: The parameter's number there.
+        touched: True if the program may have written to the value.
+        zeroed: True if it is zero, whatever the replicas keep.
+    """
+
+    source: Source
+    number: int
+    _value: Tensor | None
+    touched: bool
+    zeroed: bool
+
+    @staticmethod
+    def __new__(cls, like: Tensor, source: Source, number: int) -> RemoteGrad:
+        """Make one for a parameter."""
+        made = Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        )
+        made.source, made.number = source, number
+        made.renew()
+        return made
+
+    def renew(self) -> None:
+        """Stand for what the replicas keep from now on."""
+        self._value, self.touched, self.zeroed = None, False, False
+
+    def arrive(self, value: Tensor) -> None:
+        """Take the value."""
+        self._value = value
+
+    @property
+    def fetched(self) -> bool:
+        """Tell if the value is here."""
+        return self._value is not None or self.zeroed
+
+    @property
+    def pristine(self) -> bool:
+        """Tell if the replicas have the same."""
+        return not (self.touched or self.zeroed)
+
+    def value(self) -> Tensor:
+        """Return the value, as an ordinary tensor."""
+        if self._value is None:
+            if self.zeroed:
+                shape, like = (self.size(), self.stride()), (self.dtype, self.device)
+                empty = torch.empty_strided(*shape, dtype=like[0], device=like[1])
+                self._value = empty.zero_()
+            else:
+                self.source.fetch(self)
+        assert self._value is not None
+        return self._value
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Run an operation on values."""
+        schema = func._schema
+        own = [one for one in _pytree.tree_leaves((args, kwargs)) if isinstance(one, RemoteGrad)]
+        if func in _ZERO:
+            for one in own:
+                one._value, one.zeroed = None, True
+            for t in _pytree.tree_leaves(args[0]):
+                if not isinstance(t, RemoteGrad):
+                    t.zero_()
+            return args[0] if schema.returns else None
+
+        def value(one: Any) -> Any:
+            return one.value() if isinstance(one, RemoteGrad) else one
+
+        found = func(*_pytree.tree_map(value, args), **_pytree.tree_map(value, kwargs or {}))
+        if schema.is_mutable or any(one.alias_info is not None for one in schema.returns):
+            for one in own:  # or a view, that the program may write to
+                one.touched, one.zeroed = True, False
+        return args[0] if schema.is_mutable and schema.returns else found
+
+    # Methods of torch that reach for memory past its dispatcher.
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return repr(self.value())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.value().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.value().clone()
+
+    def numpy(self, **keywords: Any) -> Any:
+        """Return the value as an array."""
+        return self.value().numpy(**keywords)
+
+    def tolist(self) -> Any:
+        """Return the value as numbers."""
+        return self.value().tolist()
+
+    def data_ptr(self) -> int:
+        """Return the value's address."""
+        return self.value().data_ptr()

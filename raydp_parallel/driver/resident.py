@@ -1,0 +1,580 @@
+"""Training where the weights are: replicas own weights, gradients and the optimizer's state.
+
+A parameter's gradient is the sum, in the order of chunks, of what the replicas keep. In the driver
+a `RemoteGrad` stands for it, and all else follows: accumulation takes place in the replicas,
+``zero_grad`` is seen by the next backward, and a gradient that the program touched travels with the
+step.
+
+[Note: deaths]
+Weights are the same from step to step, so whatever a replica kept since the last ``zero_grad`` can
+be made again: the chunk's forwards and backwards run once more where it goes on. A newcomer takes
+weights and optimizers from a replica that has made all steps. A step that lost a member was made by
+all others, or by none, as nobody steps before the sum is complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from raydp_parallel.cluster.placement import DeviceId
+from raydp_parallel.cluster.replica_set import ReplicaSlot
+from raydp_parallel.driver import groups
+from raydp_parallel.driver.dispatcher import ChunkCall, Pending, home_of, own
+from raydp_parallel.driver.executor import Executor
+from raydp_parallel.driver.remote_grad import RemoteGrad
+from raydp_parallel.errors import GraphLost, ReplicaDied, StateChanged, StateLost
+from raydp_parallel.replica import exceptions
+from raydp_parallel.state.mirror import Master
+from raydp_parallel.wire.codec import parcel
+from raydp_parallel.wire.messages import (
+    ADDED,
+    KEPT,
+    Answer,
+    ExchangeRequest,
+    GradientsRequest,
+    ResumeRequest,
+    SnapshotRequest,
+    StepRequest,
+)
+
+log = logging.getLogger("raydp_parallel")
+
+_LOOK = 0.05
+"""Seconds between two looks whether members of a step that exchanges tensors still live."""
+_MOST_TRIES = 6
+
+_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+"""What trains each parameter of this process, by weak reference."""
+
+
+_residents: weakref.WeakSet[Resident] = weakref.WeakSet()
+
+
+def refresh(module: nn.Module, own: Resident | None = None) -> None:
+    """Bring those weights of a module up to date that replicas train, but for ``own``'s."""
+    others = [one for one in _residents if one is not own]
+    if not others:
+        return
+    owners = {_owners.get(parameter) for parameter in module.parameters()}
+    for one in others:
+        if weakref.ref(one) in owners:
+            one.pull()
+
+
+class _Plan:
+    """One step on its way, or the norm of gradients.
+
+    Args:
+        optimizer: The number of the optimizer.
+        values: Changes of its groups.
+        norm: Which norm is asked for; None makes a step.
+
+    Attributes:
+        summed, zeros, given: Where gradients are, as in a `StepRequest`.
+        scale: The factor of the sums; None leaves them.
+        sent: The requests, each with its slot and the life that it was for.
+        grouped: True if members exchange tensors.
+    """
+
+    def __init__(self, optimizer: int, values: list[dict[str, Any]], norm: float | None) -> None:
+        self.optimizer, self.values, self.norm = optimizer, values, norm
+        self.summed: list[int] = []
+        self.zeros: list[int] = []
+        self.given: dict[int, Tensor] = {}
+        self.scale: Tensor | None = None
+        self.sent: list[tuple[ReplicaSlot, int, Pending | None]] = []
+        self.grouped = False
+
+
+class Resident:
+    """Trains one model in the replicas.
+
+    Args:
+        executor: The executor.
+        master: The model.
+        ids: The devices that train.
+
+    Attributes:
+        optimizers: The optimizers, by number.
+        steps: The steps that were made.
+    """
+
+    def __init__(self, executor: Executor, master: Master, ids: Sequence[DeviceId]) -> None:
+        self._executor, self._master = executor, master
+        self._ids = ids
+        self.optimizers: dict[int, Any] = {}
+        self.steps = self._weights_at = self._states_at = 0
+        self._held: dict[ReplicaSlot, tuple[int, int]] = {}
+        self._has: dict[int, set[int]] = {}
+        self._lies: dict[int, tuple[ReplicaSlot, int]] = {}
+        self._trips: dict[int, list[Any] | None] = {}
+        self._stands: dict[int, weakref.ref[RemoteGrad]] = {}
+        self._scales: dict[int, Tensor] = {}
+        self._normed: tuple[Any, ...] = ()
+        self._plan: _Plan | None = None
+        _residents.add(self)
+
+    @property
+    def behind(self) -> int:
+        """The steps that the driver's weights lack."""
+        coming = self._plan is not None and self._plan.norm is None
+        return self.steps + coming - self._weights_at
+
+    # Optimizers.
+
+    def add(self, optimizer: Any) -> None:
+        """Begin to train an optimizer's parameters, or all anew if it changed."""
+        with self._executor.lock:
+            self.pull(True)
+            self._master.sync()
+            own = {number for number, _ in optimizer.numbered(self._number)}
+            for other, known in [*self.optimizers.items()]:
+                if own & {number for number, _ in known.numbered(self._number)}:
+                    del self.optimizers[other]  # this one takes its place
+            self.optimizers[optimizer.number] = optimizer
+            numbers = set()
+            for one in self.optimizers.values():
+                for n, p in one.numbered(self._number):
+                    numbers.add(n)
+                    _owners[p] = weakref.ref(self)
+            self._master.train(numbers)
+            self._held.clear()
+
+    def _number(self, parameter: Tensor) -> int:
+        found = self._master.slot(parameter)
+        if found is None:
+            raise ValueError(
+                f"optimizer: a parameter of shape {tuple(parameter.shape)} is not, or not any "
+                "more, one of the model's: make an optimizer for those that it has"
+            )
+        return found
+
+    # Gradients.
+
+    def keeps(self, parameter: Tensor) -> bool:
+        """Tell if a parameter's gradient may stay in the replicas: nothing here looks at it."""
+        number = self._master.slot(parameter)
+        if number not in self._master.trained:
+            return False
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            return False
+        grad: Any = parameter.grad
+        if grad is None or (self._is_mine(grad) and grad.zeroed):
+            return True
+        return self._is_mine(grad) and grad.pristine and number not in self._scales
+
+    def _is_mine(self, grad: Any) -> bool:
+        if not isinstance(grad, RemoteGrad):
+            return False
+        stand = self._stands.get(grad.number)
+        return stand is not None and stand() is grad
+
+    def begin(self) -> None:
+        """Begin a backward. Gradients that the program has cleared begin anew."""
+        self.collect()
+        anew = []
+        for number in self._master.trained:
+            grad: Any = getattr(self._master.tensors.get(number), "grad", None)
+            if not self._is_mine(grad) or grad.zeroed:
+                anew.append(number)
+        # The program may still have what stood for the last ones.
+        late = [self._stands[number]() for number in anew if number in self._stands]
+        self._fetch([one for one in late if one is not None and not one.fetched])
+        for number in anew:
+            self._has[number] = set()
+            self._scales.pop(number, None)
+        self._normed = ()
+
+    def has(self, parameter: Tensor) -> bool:
+        """Tell if some chunk has kept a gradient."""
+        return bool(self._has[self._number(parameter)])
+
+    def code(self, parameter: Tensor, chunk: int) -> int:
+        """Return what a replica does with a chunk's gradient."""
+        return ADDED if chunk in self._has[self._number(parameter)] else KEPT
+
+    def bring(self, chunk: int, slot: ReplicaSlot) -> None:
+        """Make sure that what a chunk has kept so far lies in a slot's replica."""
+        if not any(chunk in chunks for chunks in self._has.values()):
+            self._trips.pop(chunk, None)
+            return
+        if self._lies.get(chunk) == (slot, slot.life):
+            return
+        trips = self._trips[chunk]
+        if trips is None:
+            raise GraphLost(
+                "gradients of before the last step went with their replica: call zero_grad() "
+                "after each step, or use them before the next"
+            )
+        life = slot.life
+        for trip in trips:
+            trip.repeat(slot)
+        self._lies[chunk] = slot, life
+
+    def kept(
+        self, chunk: int, lies: tuple[ReplicaSlot, int], parameters: Sequence[Tensor], trip: Any
+    ) -> None:
+        """Note what a chunk's backward has left in a slot's replica, in one of its lives."""
+        self._lies[chunk] = lies
+        trips = self._trips.setdefault(chunk, [])
+        if trips is not None:
+            trips.append(trip)
+        for p in parameters:
+            self._has[self._number(p)].add(chunk)
+
+    def stand_in(self, parameter: Tensor, filled: bool) -> None:
+        """Let ``.grad`` stand for what is kept, or for zeros if others have something."""
+        number = self._number(parameter)
+        if not self._has[number] and not filled and parameter.grad is None:
+            return
+        if isinstance(parameter.grad, RemoteGrad):
+            parameter.grad.renew()
+            return
+        made = RemoteGrad(parameter, weakref.proxy(self), number)
+        parameter.grad = made
+        self._stands[number] = weakref.ref(made)
+
+    def fetch(self, grad: RemoteGrad) -> None:
+        """Bring all gradients to the driver: who uses one uses all."""
+        if not self._is_mine(grad):
+            raise StateLost("the gradient went with the replicas that had it: all of them died")
+        found = [stand() for stand in self._stands.values()]
+        self._fetch([one for one in found if one is not None and not one.fetched])
+
+    def _fetch(self, stands: Sequence[RemoteGrad]) -> None:
+        if not stands:
+            return
+        with self._executor.lock:
+            self.collect()
+            by_number = {stand.number: stand for stand in stands}
+            for number, value in self._sums([*by_number]).items():
+                by_number[number].arrive(value)
+
+    def _sums(self, numbers: Sequence[int]) -> dict[int, Tensor]:
+        """Return gradients that the replicas keep, summed in the order of chunks."""
+        sums: dict[int, Tensor] = {}
+        for chunk in sorted(set[int]().union(*[self._has[n] for n in numbers])):
+            wanted = tuple(n for n in numbers if chunk in self._has[n])
+            for number, grad in zip(wanted, self._ask(chunk, wanted), strict=True):
+                if number in sums:
+                    sums[number].add_(grad)
+                else:
+                    sums[number] = grad.clone()
+        for number in numbers:
+            if number not in sums:
+                sums[number] = torch.zeros_like(self._master.tensors[number]).detach()
+            if number in self._scales:
+                sums[number].mul_(self._scales[number])
+        return sums
+
+    def _ask(self, chunk: int, numbers: tuple[int, ...]) -> list[Tensor]:
+        """Fetch gradients that a chunk has kept; valid until the next call."""
+        request = GradientsRequest(self._master.number, numbers, chunk)
+        for _ in range(_MOST_TRIES):
+            slot, life = self._lies[chunk]
+            if not slot.ready or slot.life != life:
+                slot = self._executor.replica_set.choose(slot, {})
+                self.ready(slot)
+                self.bring(chunk, slot)
+            answer = self._call(slot, request)
+            if answer is not None:
+                device = self._master.tensors[numbers[0]].device
+                return [home_of(t, device) for t in answer.value]
+        raise ReplicaDied(f"{_MOST_TRIES} replicas died, one after the other")
+
+    def _call(self, slot: ReplicaSlot, request: Any) -> Answer | None:
+        """Call one replica; returns None if it died."""
+        dispatcher = self._executor.dispatcher
+        call = ChunkCall(slot, "step", lambda slot: request, self._master.number)
+        pending = dispatcher.send(slot, call)
+        answer = None if pending is None else dispatcher.receive(pending)
+        if answer is not None and answer.failure is not None:
+            exceptions.reraise(answer.failure, str(slot))
+        return answer
+
+    # Replicas.
+
+    def _current(self) -> ReplicaSlot | None:
+        """Return a slot whose replica has made all steps."""
+        for slot, (life, steps) in self._held.items():
+            if slot.ready and (life, steps) == (slot.life, self.steps) and self._has_all(slot):
+                return slot
+        return None
+
+    def _has_all(self, slot: ReplicaSlot) -> bool:
+        # A replica whose weights were spoiled says that it lacks them, and the dispatcher forgets
+        # what it had.
+        return self._master.number in slot.revisions
+
+    def ready(self, slot: ReplicaSlot) -> None:
+        """Make sure that a slot's replica has the weights and optimizers of now."""
+        while slot.ready:
+            if self._held.get(slot) == (slot.life, self.steps) and self._has_all(slot):
+                return
+            weights: dict[int, Tensor] | None = None
+            states: dict[int, Any] = {}
+            if min(self._weights_at, self._states_at) < self.steps:
+                source = self._current()
+                if source is None:
+                    raise self._lost()
+                snapshot = SnapshotRequest(self._master.number, True, True)
+                answer = self._call(source, snapshot)
+                if answer is None:
+                    continue
+                weights, states = own(answer).value.load()
+            self._resume(slot, weights, states)
+
+    def _resume(
+        self, slot: ReplicaSlot, weights: dict[int, Tensor] | None, states: dict[int, Any]
+    ) -> None:
+        optimizers = {}
+        for number, optimizer in self.optimizers.items():
+            groups, state = states.get(number) or optimizer.described(self._number)
+            rows = [[self._number(p) for p in g["params"]] for g in optimizer.param_groups]
+            groups = [{**g, "params": row} for g, row in zip(groups, rows, strict=True)]
+            optimizers[number] = optimizer.kind, optimizer.keywords, groups, state
+        value = parcel(optimizers, "optimizer")
+        trained = tuple(self._master.trained)
+        update = self._executor.update(self._master, slot, weights)
+        answer = self._call(slot, ResumeRequest(self._master.number, update, trained, value))
+        if answer is not None and answer.lacking:
+            slot.revisions.pop(self._master.number, None)
+        elif answer is not None:
+            slot.revisions[self._master.number] = self._master.revision
+            self._held[slot] = slot.life, self.steps
+
+    def _lost(self) -> StateLost:
+        """Make the error for steps that no replica has, and go back to the driver's weights."""
+        lost = self.behind
+        self.steps = self._states_at = self._weights_at
+        self._has = {number: set() for number in self._has}
+        self._stands.clear()
+        self._plan = None
+        for tensor in self._master.tensors.values():
+            if isinstance(tensor.grad, RemoteGrad):
+                tensor.grad = None
+        return StateLost(
+            f"all replicas that had made the last {lost} steps died at once, and the weights of "
+            "these steps with them. The model has the weights of its last sync (model.sync(), "
+            "state_dict() or any other read), with which training may go on"
+        )
+
+    # Steps.
+
+    def step(self, optimizer: Any) -> None:
+        """Let the replicas make a step, which is not waited for."""
+        with self._executor.lock:
+            self.collect()
+            self._send(self._planned(optimizer, optimizer.changed(), None))
+
+    def clip(self, optimizer: Any, most: float | None, norm_type: float, error: bool) -> Tensor:
+        """Return the norm of the gradients, which stay where they are; the step scales them."""
+        with self._executor.lock:
+            self.collect()
+            plan = self._planned(optimizer, [{} for _ in optimizer.param_groups], norm_type)
+            if plan.given or plan.scale is not None or not self._chunks(plan, self._members()):
+                # They come here anyway.
+                params = [p for _, p in optimizer.numbered(self._number)]
+                limit = math.inf if most is None else most
+                return torch.nn.utils.clip_grad_norm_(params, limit, norm_type, error)
+            summed = plan.summed
+            self._send(plan)
+            norm: Tensor = self.collect().clone()
+            if error:
+                torch.nn.utils.get_total_norm([norm], norm_type, error_if_nonfinite=True)
+            if most is not None:
+                scale = torch.clamp(most / (norm + 1e-6), max=1.0)
+                for number in summed:
+                    self._scales[number] = scale
+                    stand = self._stands[number]()
+                    if stand is not None:
+                        stand.renew()
+            return norm
+
+    def _planned(self, optimizer: Any, values: list[dict[str, Any]], norm: float | None) -> _Plan:
+        """Note where gradients are."""
+        plan = _Plan(optimizer.number, values, norm)
+        for number, p in optimizer.numbered(self._number):
+            grad = p.grad
+            if grad is None:
+                continue
+            if not self._is_mine(grad):
+                plan.given[number] = grad.value() if isinstance(grad, RemoteGrad) else grad.detach()
+            elif grad.touched:
+                plan.given[number] = grad.value()
+            elif grad.zeroed or not self._has[number]:
+                plan.zeros.append(number)
+            else:
+                plan.summed.append(number)
+        scales = {id(self._scales.get(number)) for number in plan.summed}
+        if len(scales) > 1:  # some were clipped, and others were not
+            plan.given.update(self._sums(plan.summed))
+            plan.summed = []
+        elif plan.summed:
+            plan.scale = self._scales.get(plan.summed[0])
+        return plan
+
+    def _members(self) -> list[ReplicaSlot]:
+        """Return the slots that step, in the order of devices."""
+        slots = self._executor.slots(self._ids)
+        found = [slot for slot in dict.fromkeys(slots) if slot.ready]
+        return found or [self._executor.replica_set.choose(slots[0], {})]
+
+    def _chunks(self, plan: _Plan, members: Sequence[ReplicaSlot]) -> list[int]:
+        """Return the chunks that have kept gradients, if members can sum these among themselves."""
+        having = {frozenset(self._has[number]) for number in plan.summed}
+        if len(having) != 1 or (len(members) > 1 and self._executor.options.in_process):
+            return []
+        chunks = sorted(*having)
+        for chunk in chunks:
+            at = chunk if len(members) > 1 else 0
+            if at >= len(members) or self._lies[chunk] != (members[at], members[at].life):
+                return []
+        return chunks
+
+    def _send(self, plan: _Plan) -> None:
+        """Send a step to all members."""
+        executor = self._executor
+        members = self._members()
+        for slot in members:
+            self.ready(slot)
+        chunks = self._chunks(plan, members)
+        if not chunks:
+            plan.given.update(self._sums(plan.summed))
+            plan.summed, plan.scale = [], None
+        last = [(slot, slot.life) for slot in members], plan.summed
+        again = bool(plan.summed) and self._normed == last
+        self._normed = last if plan.norm is not None else ()
+        plan.grouped = bool(plan.summed) and len(members) > 1 and not again
+        places: dict[int, ExchangeRequest] = {}
+        if plan.grouped:
+            places = groups.members(executor, members, range(len(members)))
+        threads = executor.replica_set.threads(len(members))
+        plan.sent = []
+        for i, slot in enumerate(members):
+            request = StepRequest(
+                model=self._master.number,
+                optimizer=plan.optimizer,
+                values=plan.values,
+                summed=tuple(plan.summed),
+                chunks=tuple(chunks),
+                again=again,
+                scale=plan.scale,
+                zeros=tuple(plan.zeros),
+                given=plan.given,
+                exchange=places.get(i),
+                norm=plan.norm,
+                number=self.steps,
+                threads=threads,
+            )
+            plan.sent.append((slot, slot.life, self._begin(slot, request)))
+        self._plan = plan
+
+    def _begin(self, slot: ReplicaSlot, request: StepRequest) -> Pending | None:
+        call = ChunkCall(slot, "step", lambda slot: request, self._master.number)
+        return self._executor.dispatcher.send(slot, call)
+
+    def collect(self) -> Any:
+        """Take the answers to the last step, and make it again if no replica could."""
+        while self._plan is not None:
+            plan = self._plan
+            self._wait(plan)
+            done: list[tuple[ReplicaSlot, int]] = []
+            failed, unread, value = None, None, None
+            for slot, life, pending in plan.sent:
+                answer = None if pending is None else pending.answer
+                if answer is None:
+                    continue
+                if answer.lacking and answer.failure is not None:  # it could not read the step
+                    unread = slot, answer.failure
+                    continue
+                if answer.failure is not None and answer.failure.name.endswith("Abandoned"):
+                    continue
+                done.append((slot, life))
+                if answer.failure is not None:
+                    failed = slot, answer.failure
+                else:
+                    value = answer.value
+            if len(done) < len(plan.sent):
+                groups.forget(self._executor)
+            if not done:  # nobody has stepped
+                if unread is not None:
+                    self._plan, self._normed = None, ()
+                    exceptions.reraise(unread[1], str(unread[0]))
+                self._send(plan)
+                continue
+            self._plan = None
+            if plan.norm is None:
+                self.steps += 1
+                self._trips = dict.fromkeys(self._trips)  # they cannot run again with new weights
+                self._held.update((slot, (life, self.steps)) for slot, life in done)
+            if failed is not None:
+                log.error("step %d of the optimizer in the replicas failed", self.steps)
+                exceptions.reraise(failed[1], str(failed[0]))
+            return value
+        return None
+
+    def _wait(self, plan: _Plan) -> None:
+        for slot, life, pending in plan.sent:
+            if pending is None:
+                groups.forget(self._executor)
+                continue
+            while plan.grouped and pending.answer is None and slot.ready and slot.life == life:
+                if slot.client.ready(_LOOK):
+                    break
+                if not all(one.ready and one.client.alive() for one, _, _ in plan.sent):
+                    groups.forget(self._executor)  # who waits for it to join gets an error
+            self._executor.dispatcher.receive(pending)
+
+    # The driver's copy.
+
+    def check(self) -> None:
+        """Refuse an edit of weights that are older than the replicas'."""
+        name = self._master.edited() if self.behind else None
+        if name is not None:
+            raise StateChanged(
+                f"{name} was edited in this process, whose weights are {self.behind} steps behind "
+                "those in the replicas. Call model.sync() before an edit, or read the weights "
+                "through the model; called now it overwrites the edit"
+            )
+
+    def pull(self, states: bool = False, overwrite: bool = False) -> None:
+        """Bring the driver up to date.
+
+        Args:
+            states: True if optimizers are, too.
+            overwrite: True if edits of the program's are overwritten.
+        """
+        with self._executor.lock:
+            self.collect()
+            module = self._master.alive()  # held: it could go in the midst
+            weights = self._weights_at < self.steps and module is not None
+            states = states and self._states_at < self.steps
+            if not weights and not states:
+                return
+            if weights and not overwrite:
+                self._master.sync()
+                if self._master.verify():
+                    self._master.sync()
+                self.check()
+            answer = None
+            while answer is None:
+                source = self._current()
+                if source is None:
+                    raise self._lost()
+                answer = self._call(source, SnapshotRequest(self._master.number, weights, states))
+            found, optimizers = answer.value.load()
+            if weights:
+                self._master.take(found)
+                self._weights_at = self.steps
+            for number, (groups_, state) in optimizers.items():
+                self.optimizers[number].arrive(groups_, state, self._master.tensors)
+                self._states_at = self.steps

@@ -1,0 +1,216 @@
+"""The replica's side of training where the weights are: gradients that stay, their sums, and the
+optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from raydp_parallel.replica import engine
+from raydp_parallel.replica.module import ReplicaModule
+from raydp_parallel.wire.codec import Parcel, parcel
+from raydp_parallel.wire.group import Exchange
+from raydp_parallel.wire.messages import (
+    ADDED,
+    KEPT,
+    SENT,
+    ExchangeRequest,
+    ResumeRequest,
+    SnapshotRequest,
+    StepRequest,
+)
+
+_SUM, _SHARE = 1 << 20, 1 << 21
+"""Marks of exchanges, which those of layers do not reach."""
+
+
+class Resident:
+    """Gradients and optimizers of one model.
+
+    Args:
+        module: The model.
+    """
+
+    def __init__(self, module: ReplicaModule) -> None:
+        self._module = module
+        self._kept: dict[int, dict[int, Tensor]] = {}
+        self._last: dict[int, Tensor] = {}
+        self._optimizers: dict[int, tuple[torch.optim.Optimizer, list[list[int]]]] = {}
+
+    # Gradients.
+
+    def keep(
+        self,
+        chunk: int,
+        slots: Sequence[int | None],
+        codes: Sequence[int],
+        grads: list[Tensor | None],
+        shared: bool,
+    ) -> tuple[list[Tensor | None], tuple[bool, ...]]:
+        """Keep gradients of a chunk; returns those that the driver gets, and which were kept.
+
+        Args:
+            chunk: The number of the chunk.
+            slots: Whose gradients they are; None for inputs.
+            codes: The fate of each.
+            grads: The gradients.
+            shared: True if they may share memory with each other.
+        """
+        kept = self._kept.setdefault(chunk, {})
+        sent: list[Tensor | None] = []
+        stays = []
+        for slot, code, grad in zip(slots, codes, grads, strict=True):
+            plain = grad is not None and grad.layout is torch.strided and type(grad) is Tensor
+            if code <= SENT or slot is None or grad is None or not plain:
+                if code == KEPT and slot is not None:
+                    kept.pop(slot, None)
+                sent.append(grad)
+                stays.append(False)
+                continue
+            if code == ADDED:
+                kept[slot].add_(grad)
+            else:
+                kept[slot] = grad.detach().clone() if shared else grad.detach()
+            sent.append(None)
+            stays.append(True)
+        return sent, tuple(stays)
+
+    def gradients(self, slots: Sequence[int], chunk: int) -> list[Tensor]:
+        """Return gradients that a chunk has kept."""
+        return [self._kept[chunk][slot] for slot in slots]
+
+    def _sums(self, request: StepRequest, exchange: Exchange | None) -> dict[int, Tensor]:
+        """Sum what chunks have kept, in the order of chunks."""
+        slots, order = request.summed, request.chunks
+        if not slots:
+            return {}
+        if exchange is None:
+            first, *others = [self.gradients(slots, chunk) for chunk in order]
+            sums = [grad.clone() for grad in first]
+            for row in others:
+                torch._foreach_add_(sums, row)
+            return dict(zip(slots, sums, strict=True))
+        found: dict[int, Tensor] = {}
+        for dtype in {self._module.tensor(slot).dtype for slot in slots}:
+            own = [slot for slot in slots if self._module.tensor(slot).dtype == dtype]
+            found.update(self._summed(own, order, exchange))
+        return found
+
+    def _summed(
+        self, slots: Sequence[int], order: Sequence[int], exchange: Exchange
+    ) -> dict[int, Tensor]:
+        """Sum gradients of one dtype: each member adds one part of all, and gives it to all."""
+        like = [self._module.tensor(slot) for slot in slots]
+        count = sum(t.numel() for t in like)
+        part = -(-count // exchange.size)
+        flat = torch.empty(part * exchange.size, dtype=like[0].dtype, device=like[0].device)
+        if exchange.rank in order:
+            into = _pieces(flat, like)
+            torch._foreach_copy_(into, self.gradients(slots, exchange.rank))
+        rows = exchange.swap(flat.view(exchange.size, part), _SUM)
+        total = rows[order[0]]
+        for chunk in order[1:]:
+            total.add_(rows[chunk])
+        rows = exchange.swap(total.expand(exchange.size, -1), _SHARE)
+        return dict(zip(slots, _pieces(rows.view(-1), like), strict=True))
+
+    # Steps.
+
+    def step(self, request: StepRequest, join: Callable[[ExchangeRequest], Exchange]) -> Any:
+        """Make a step; or return the norm, and keep the sums for the step."""
+        optimizer, slots = self._optimizers[request.optimizer]
+        rows = [slot for row in slots for slot in row]
+        exchange = None if request.exchange is None else join(request.exchange)
+        try:
+            grads = self._last if request.again else self._sums(request, exchange)
+        except BaseException:
+            if exchange is not None:
+                exchange.close()  # the others do not wait for this one
+            raise
+        if request.scale is not None:
+            torch._foreach_mul_([*grads.values()], request.scale.to(self._module.device))
+        self._last = grads
+        grads = dict(grads)
+        for slot in request.zeros:
+            grads[slot] = torch.zeros_like(self._module.tensor(slot))
+        for slot, grad in request.given.items():
+            grads[slot] = grad.detach().clone()
+        if request.norm is not None:
+            found = [grads[slot] for slot in rows if slot in grads]
+            return torch.nn.utils.get_total_norm(found, request.norm)
+        self._rebind(optimizer, slots)
+        for group, values in zip(optimizer.param_groups, request.values, strict=True):
+            for name, value in values.items():
+                group[name] = value.clone() if isinstance(value, Tensor) else value
+        engine.seed(self._module.device, request.number, 0)
+        for slot in rows:
+            self._module.tensor(slot).grad = grads.get(slot)
+        try:
+            optimizer.step()
+        finally:
+            for slot in rows:
+                self._module.tensor(slot).grad = None  # the engine's place
+            self._module.stepped(rows)
+            self._last = {}
+        return None
+
+    def _rebind(self, optimizer: torch.optim.Optimizer, slots: list[list[int]]) -> None:
+        """Let an optimizer have the module's parameters of now: another flag made new objects."""
+        for group, row in zip(optimizer.param_groups, slots, strict=True):
+            for i, slot in enumerate(row):
+                old, new = group["params"][i], self._module.tensor(slot)
+                if old is not new:
+                    group["params"][i] = new
+                    if old in optimizer.state:
+                        optimizer.state[new] = optimizer.state.pop(old)
+
+    # Coming and going.
+
+    def resume(self, request: ResumeRequest) -> None:
+        """Make the optimizers; the weights have come with the state."""
+        self._module.stepped(request.trained)
+        value = request.optimizers
+        made = {}
+        loaded = value.load([t.detach().clone() for t in value.tensors])
+        for number, (kind, keywords, groups, state) in loaded.items():
+            rows = [group["params"] for group in groups]
+            for group in groups:
+                group["params"] = [self._module.tensor(slot) for slot in group["params"]]
+            optimizer = kind(groups, **keywords)
+            for slot, values in state.items():
+                optimizer.state[self._module.tensor(slot)] = values
+            made[number] = optimizer, rows
+        self._optimizers = made
+
+    def snapshot(self, request: SnapshotRequest) -> Parcel:
+        """Give the weights, and each optimizer's groups and state by slot."""
+        weights: dict[int, Tensor] = {}
+        states: dict[int, Any] = {}
+        for number, (optimizer, rows) in self._optimizers.items():
+            self._rebind(optimizer, rows)
+            slots = [slot for row in rows for slot in row]
+            if request.weights:
+                weights.update((slot, self._module.tensor(slot).detach()) for slot in slots)
+            if request.optimizers:
+                groups = []
+                for group in optimizer.param_groups:
+                    groups.append({k: v for k, v in group.items() if k != "params"})
+                state = {}
+                for slot in slots:
+                    if self._module.tensor(slot) in optimizer.state:
+                        state[slot] = dict(optimizer.state[self._module.tensor(slot)])
+                states[number] = groups, state
+        return parcel((weights, states), "optimizer")
+
+
+def _pieces(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Cut a flat run into tensors of these shapes."""
+    pieces, at = [], 0
+    for t in like:
+        pieces.append(flat[at : at + t.numel()].view(t.shape))
+        at += t.numel()
+    return pieces

@@ -1,0 +1,715 @@
+"""`DataParallel.optimizer`: training in the replicas gives the bits of the same optimizer in the
+driver, whatever dies, and the master copy is up to date wherever the wrapper gives it away.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import select
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import carried, raised
+from mortal import Everything, Mortal, arm, armed, fate, rows, same
+from torch import Tensor, nn
+
+from raydp_parallel import (
+    DataParallel,
+    Executor,
+    ExecutorClosed,
+    Options,
+    StateChanged,
+    StateLost,
+    convert_sync_batchnorm,
+)
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+class Net(nn.Module):
+    """Batch norm, dropout, tied weights, a frozen and an unused parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.middle = nn.Linear(8, 8)
+        self.tied = nn.Linear(8, 8)
+        self.tied.weight = self.middle.weight
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.unused = nn.Linear(3, 3)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.first(x)).relu()
+        h = torch.dropout(self.tied(self.middle(h).relu()).relu(), 0.2, self.training)
+        return self.last(self.frozen(h))
+
+
+def optimizer_of(model: Any, inside: bool, kind: Any, params: Any = None, **keywords: Any) -> Any:
+    """Make an optimizer in the replicas, or in this process."""
+    if inside:
+        return model.optimizer(kind, params, **keywords)
+    return kind(model.parameters() if params is None else params, **keywords)
+
+
+def held(model: Any, optimizer: Any) -> list[Tensor]:
+    """Copy weights, buffers and the optimizer's state."""
+    found = [*model.state_dict().values()]
+    for values in optimizer.state_dict()["state"].values():
+        found += [torch.as_tensor(v) for v in values.values() if isinstance(v, Tensor | float)]
+    return [tensor.clone() for tensor in found]
+
+
+def train(executor: Executor, kind: Any, inside: bool, **how: Any) -> list[Tensor]:
+    """Train, and collect losses, weights, buffers and the optimizer's state."""
+    torch.manual_seed(3)
+    net = Net()
+    model = DataParallel(net, executor=executor)
+    params: Any = None
+    if how.get("groups"):
+        biases = [p for name, p in net.named_parameters() if name.endswith("bias")]
+        others = [p for name, p in net.named_parameters() if not name.endswith("bias")]
+        params = [{"params": biases, "weight_decay": 0.0}, {"params": others}]
+    optimizer = optimizer_of(model, inside, kind, params, **copy.deepcopy(how.get("keywords", {})))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+    found = []
+    for step in range(how.get("steps", 6)):
+        torch.manual_seed(step)
+        optimizer.zero_grad(set_to_none=step % 3 > 0)
+        for _ in range(how.get("accumulated", 1)):
+            count = how.get("rows", 12) if step != 1 else 1  # one chunk
+            x, y = torch.randn(count, 6), torch.randint(0, 3, (count,))
+            model.train(count > 1)
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+        if how.get("clip") == "torch" or (how.get("clip") and not inside):
+            own = [p for group in optimizer.param_groups for p in group["params"]]
+            found.append(torch.nn.utils.clip_grad_norm_(own, 0.3))
+        elif how.get("clip"):
+            found.append(optimizer.clip_grad_norm_(0.3))
+        optimizer.step()
+        scheduler.step()
+        found.append(loss.detach())
+    assert model.stats().steps_behind == (how.get("steps", 6) if inside else 0)
+    return [*found, *held(model, optimizer)]
+
+
+# --- the same bits ---
+
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    "AdamW": (torch.optim.AdamW, {"lr": torch.tensor(0.01), "weight_decay": 0.1}),
+    "foreach": (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
+    "fused": (torch.optim.Adam, {"lr": 0.01, "fused": True}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.01}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.01}),
+    "Rprop": (torch.optim.Rprop, {"lr": 0.01}),
+    "ASGD": (torch.optim.ASGD, {"lr": 0.01}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_T1_the_bits_of_the_optimizer_in_the_driver(kind: str, two: Executor) -> None:
+    """Steps with a scheduler, tied weights, batch norm, dropout, frozen and unused parameters, and
+    a batch of one chunk.
+    """
+    made, keywords = KINDS[kind]
+    found = [train(two, made, inside, keywords=keywords) for inside in (True, False)]
+    assert same(*found)
+
+
+@pytest.mark.parametrize("clip", ["torch", "own"])
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_T1_groups_and_clipping(clip: str, replicas: int, executors: Any) -> None:
+    """Clipping by torch or where the gradients are, with two groups."""
+    how = {"groups": True, "clip": clip, "keywords": {"lr": 0.01}}
+    executor = executors(replicas)
+    found = [train(executor, torch.optim.Adam, inside, **how) for inside in (True, False)]
+    assert same(*found)
+
+
+def test_T1_accumulation(two: Executor) -> None:
+    """Of two backwards the chunks' sums are added first, so that last bits differ."""
+    how: dict[str, Any] = {"accumulated": 2, "keywords": {"lr": 0.1}}
+    found = [train(two, torch.optim.SGD, inside, **how) for inside in (True, False)]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_T1_in_this_process() -> None:
+    """Replicas inside of the driver's process train as others do; in place it is torch's own."""
+    how: dict[str, Any] = {"keywords": {"lr": 0.01}, "clip": "own"}
+    with Executor(["cpu"] * 2, options=Options(in_process=True, threads=1)) as executor:
+        found = [train(executor, torch.optim.Adam, inside, **how) for inside in (True, False)]
+    assert same(*found)
+    own = DataParallel(nn.Linear(2, 2), ["cpu"]).optimizer(torch.optim.SGD, lr=0.1)
+    assert type(own) is torch.optim.SGD
+
+
+class Words(nn.Module):
+    """An embedding with sparse gradients, and a layer with others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.last = nn.Embedding(400, 64, sparse=True), nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.words(x).mean(1))
+
+
+def test_T1_sparse_gradients(two: Executor) -> None:
+    """They travel as they always do."""
+    results = []
+    for inside in (False, True):
+        torch.manual_seed(0)
+        model = DataParallel(Words(), executor=two)
+        optimizer = optimizer_of(model, inside, torch.optim.SGD, lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randint(0, 400, (8, 100))).square().sum().backward()
+            optimizer.step()
+        results.append(held(model, optimizer))
+    assert same(*results)
+
+
+def test_T1_two_nets(two: Executor) -> None:
+    """A generator and a critic, each with its optimizer, and a part that a third model shares."""
+    results = []
+    for inside in (False, True):
+        torch.manual_seed(0)
+        nets = nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 1))
+        maker, critic = (DataParallel(net, executor=two) for net in nets)
+        both = DataParallel(nn.Sequential(*nets), executor=two)
+        optimizers = [optimizer_of(m, inside, torch.optim.Adam, lr=0.1) for m in (maker, critic)]
+        found = []
+        for step in range(4):
+            noise = torch.randn(6, 4)
+            for one in optimizers:
+                one.zero_grad()
+            fake = maker(noise)
+            out = critic(fake if step % 2 else fake.detach())
+            out.mean().backward()
+            optimizers[step % 2].step()
+            found += [out.detach(), both(noise).detach()]
+        results.append([*found, *both.state_dict().values()])
+    assert same(*results)
+
+
+# --- what travels ---
+
+
+def test_T5_nothing_but_inputs_and_losses_travels(two: Executor) -> None:
+    """Neither weights nor gradients, of 4 MB, nor outputs with the loss inside."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(1000, 1000), nn.ReLU(), nn.Linear(1000, 100))
+    model = DataParallel(net, executor=two)
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    losses = model.with_loss(nn.CrossEntropyLoss())
+    x, y = torch.randn(8, 1000), torch.randint(0, 100, (8,))
+    for step in range(4):
+        if step == 1:
+            before = carried(model), model.stats().state_bytes
+        optimizer.zero_grad()
+        losses(x, y).backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+    two.flush()
+    assert carried(model) - before[0] < 3 * 2 * x.nbytes
+    assert model.stats().state_bytes == before[1]
+    assert net[0].weight.grad is not None
+
+
+def gradients(model: Any, what: str) -> None:
+    """Do something with gradients."""
+    params = [*model.parameters()]
+    grads = [p.grad for p in params]
+    if what == "in place":
+        grads[0].mul_(0.5)
+    elif what == "a view":
+        grads[0].view(-1)[:3] = 1.0
+    elif what == "data":
+        grads[0].data.clamp_(-0.01, 0.01)
+    elif what == "replaced":
+        params[0].grad = grads[0] * 3
+    elif what == "none":
+        params[0].grad = None
+    elif what == "zeros":
+        grads[0].zero_()
+    elif what == "added":
+        (params[0].square().sum() + params[2].sum()).backward()
+
+
+@pytest.mark.parametrize(
+    "what", ["in place", "a view", "data", "replaced", "none", "zeros", "added", "nothing"]
+)
+def test_T5_gradients_that_the_program_changes(what: str, two: Executor) -> None:
+    """They travel with the step, also if another backward follows."""
+    results = []
+    for inside in (False, True):
+        model, optimizer = small(two, inside)
+        found = []
+        for _ in range(2):
+            advance(model, optimizer, 0)
+            model(torch.ones(4, 6)).sum().backward()
+            gradients(model, what)
+            model(torch.ones(4, 6)).sum().backward()
+            found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+        results.append([*found, *held(model, optimizer)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_T5_gradients_that_the_program_keeps(two: Executor) -> None:
+    """What stands for gradients gives those of its time, by whatever reads it; hooks see theirs."""
+    results = []
+    for inside in (False, True):
+        model, optimizer = small(two, inside)
+        weight = model.module[0].weight
+        seen: list[Any] = []
+        model(torch.ones(4, 6)).sum().backward()
+        first = weight.grad
+        optimizer.zero_grad()
+        model(-torch.ones(4, 6)).sum().backward()
+        second = weight.grad
+        optimizer.step()
+        seen += [first.clone(), second.clone(), torch.tensor(second.tolist())]
+        seen += [torch.from_numpy(second.numpy()), copy.deepcopy(second), second.norm()]
+        seen += [pickle.loads(pickle.dumps(second)), torch.tensor(float(second[0, 0]))]
+        handle = weight.register_hook(lambda grad, seen=seen: seen.append(grad.clone()))
+        advance(model, optimizer, 1)
+        handle.remove()
+        (third,) = torch.autograd.grad(model(torch.ones(4, 6)).sum(), [weight])
+        x = torch.ones(4, 6, requires_grad=True)
+        (inner,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        optimizer.zero_grad()
+        inner.square().sum().backward()
+        results.append([*seen, third, weight.grad.clone()])
+    assert same(*results)
+
+
+# --- deaths ---
+
+
+class Fragile(torch.optim.Adam):
+    """Ends the process of a replica before or after its step, or as its state is fetched."""
+
+    def __init__(self, params: Any, lr: float, folder: str, driver: int) -> None:
+        super().__init__(params, lr=lr)
+        self.folder, self.driver = folder, driver
+
+    def step(self, closure: Any = None) -> Any:
+        end(self.folder, self.driver, "step")
+        out = super().step(closure)
+        end(self.folder, self.driver, "late step")
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p in self.state:
+                    self.state[p]["fuse"] = Fuse(self.folder, self.driver)
+        return out
+
+
+class Fuse:
+    """Ends the process that sends it."""
+
+    def __init__(self, folder: str, driver: int) -> None:
+        self.folder, self.driver = folder, driver
+
+    def __reduce__(self) -> Any:
+        end(self.folder, self.driver, "sync")
+        return Fuse, (self.folder, self.driver)
+
+
+def end(folder: str, driver: int, moment: str) -> None:
+    """End a replica; several of them may come to a moment at the same time."""
+    if os.getpid() != driver:
+        try:
+            fate(folder, moment)
+        except FileNotFoundError:
+            return  # of another process
+
+
+def kill(executor: Executor, *numbers: int) -> None:
+    """End replicas from outside, and wait until they are gone."""
+    for number in numbers:
+        process = os.pidfd_open(executor.replicas()[number].pid)
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+        select.select([process], [], [])
+        os.close(process)
+
+
+def train_fragile(
+    executor: Executor, folder: Path, plan: dict[int, list[str]], inside: bool
+) -> list[Tensor]:
+    """Train with two backwards for each step, and arm ``plan[step]`` before it."""
+    torch.manual_seed(7)
+    chunks = len(executor.device_ids)
+    model = DataParallel(Mortal(Everything(), folder), executor=executor)
+    keywords: dict[str, Any] = {"lr": 0.01, "folder": str(folder), "driver": os.getpid()}
+    optimizer = optimizer_of(model, inside, Fragile, **keywords)
+    found = []
+    for step in range(6):
+        executor.grow()  # so that it has more than one replica when one is to die
+        arm(folder, *plan.get(step, ()))
+        optimizer.zero_grad()
+        for turn in range(2):
+            loss = model(rows(chunks, 10 * step + turn)).square().mean()
+            if "between" in plan.get(step, ()) and turn:
+                kill(executor, 1)
+                (folder / "between 0").unlink()
+            loss.backward()
+        if "clip" in plan.get(step, ()):
+            found.append(optimizer.clip_grad_norm_(0.1))
+            kill(executor, 0)
+            (folder / "clip 0").unlink()
+        optimizer.step()
+        if step == 3:
+            found += held(model, optimizer)[:3]
+        found.append(loss.detach())
+    found += [t for t in held(model, optimizer) if t.numel()]
+    return [tensor.clone() for tensor in found]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {2: ["backward 0"]},
+        {3: ["sync"]},
+        pytest.param({1: ["forward 1"], 3: ["backward 0"], 5: ["step"]}, marks=pytest.mark.long),
+        pytest.param({2: ["late forward 0"], 4: ["backward 0"] * 2}, marks=pytest.mark.long),
+        pytest.param({2: ["step"], 3: ["between"], 4: ["late step"]}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_T2_a_death_changes_no_bit(
+    plan: dict[int, list[str]], replicas: int, executors: Any, tmp_path: Path
+) -> None:
+    """In forward, backward, between them, before and after a step, and as weights are fetched."""
+    with Executor(["cpu"] * replicas, options=Options(in_process=True, threads=1)) as here:
+        expected = train_fragile(here, tmp_path, {}, inside=True)
+    executor = executors(replicas, name="killable")
+    deaths = executor.stats().deaths
+    found = train_fragile(executor, tmp_path, plan, inside=True)
+    assert armed(tmp_path) == []
+    assert same(found, expected)
+    assert executor.stats().deaths > deaths
+
+
+@pytest.mark.long
+def test_T2_a_death_between_clipping_and_step(killable: Executor, tmp_path: Path) -> None:
+    """The clipped gradients come from the replica that lives."""
+    expected = train_fragile(killable, tmp_path, {}, inside=True)
+    model = DataParallel(nn.Linear(6, 2), executor=killable)
+    assert model.stats().steps_behind == 0
+    plan = {2: ["clip"]}
+    found = train_fragile(killable, tmp_path, plan, inside=True)
+    assert found[2].dim() == 0 and len(found) == len(expected) + 1
+    assert armed(tmp_path) == []
+
+
+def test_T2_all_replicas_die(killable: Executor) -> None:
+    """The error says how many steps are lost; training goes on from the last sync."""
+    model, optimizer = small(killable)
+    advance(model, optimizer, 0)
+    model.sync()
+    for step in (1, 2):
+        advance(model, optimizer, step)
+    kill(killable, 0, 1)
+    error = raised(lambda: advance(model, optimizer, 2))
+    assert isinstance(error, StateLost) and "last 2 steps" in str(error)
+    plain, ordinary = small(killable, inside=False)
+    advance(plain, ordinary, 0)
+    assert same(held(model, optimizer), held(plain, ordinary))
+    advance(model, optimizer, 2)
+    advance(plain, ordinary, 2)
+    assert same(held(model, optimizer), held(plain, ordinary))
+    killable.grow()
+
+
+# --- what the user's code sees ---
+
+
+def small(executor: Executor, inside: bool = True) -> tuple[DataParallel[Any], Any]:
+    """Make a small model and its optimizer."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    model = DataParallel(net, executor=executor)
+    return model, optimizer_of(model, inside, torch.optim.Adam, lr=0.01)
+
+
+def advance(model: DataParallel[Any], optimizer: Any, step: int) -> Tensor:
+    """Make one step of training."""
+    torch.manual_seed(step)
+    optimizer.zero_grad()
+    loss: Tensor = model(torch.randn(8, 6)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def saved(model: Any) -> Any:
+    """Save a model and load it."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+READERS: dict[str, Callable[[Any], list[Tensor]]] = {
+    "state_dict": lambda model: [*model.state_dict().values()],
+    "module": lambda model: [*model.module.parameters()],
+    "parameters": lambda model: [*model.parameters()],
+    "modules": lambda model: [*list(model.modules())[1].parameters()],
+    "deepcopy": lambda model: [*copy.deepcopy(model).parameters()],
+    "pickle": lambda model: [*pickle.loads(pickle.dumps(model)).parameters()],
+    "torch.save": lambda model: [*saved(model).parameters()],
+    "sync": lambda model: (model.sync(), [*model._net.parameters()])[1],
+    "double": lambda model: [p.float() for p in model.double().parameters()],
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_T3_what_reads_the_master_syncs(reader: str, two: Executor) -> None:
+    """Once, and then the statistics say that the master is not behind."""
+    plain, ordinary = small(two, inside=False)
+    model, optimizer = small(two)
+    before = [p.detach().clone() for p in model.parameters()]
+    for step in range(3):
+        advance(plain, ordinary, step)
+        advance(model, optimizer, step)
+    assert same(before, [*model._net.parameters()])
+    assert model.stats().steps_behind == 3
+    assert same([t.detach() for t in READERS[reader](model)], [*plain.parameters()])
+    assert model.stats().steps_behind == 0
+
+
+def test_T3_closing_the_executor_syncs() -> None:
+    """The optimizer is of no use afterwards."""
+    results = []
+    for inside in (False, True):
+        with Executor(["cpu"] * 2) as executor:
+            model, optimizer = small(executor, inside)
+            advance(model, optimizer, 0)
+        results.append([*model._net.parameters()])
+    assert same(*results)
+    assert isinstance(raised(optimizer.step), ExecutorClosed)
+
+
+@pytest.mark.parametrize("how", ["in place", "behind the version", "replaced"])
+def test_T3_an_edit_while_the_master_is_behind(how: str, two: Executor) -> None:
+    """It is refused, with the way to make it; after a sync it travels as ever."""
+
+    def edit(net: Any) -> None:
+        with torch.no_grad():
+            weight = net[0].weight
+            if how == "in place":
+                weight.mul_(0.5)
+            elif how == "behind the version":
+                weight.data.mul_(0.5)
+            else:
+                weight.data = weight.data * 0.5
+
+    model, optimizer = small(two)
+    net = model.module
+    advance(model, optimizer, 0)
+    edit(net)
+    for call in (lambda: advance(model, optimizer, 1), model.state_dict):
+        error = raised(call)
+        assert isinstance(error, StateChanged) and "model.sync()" in str(error)
+        assert "0.weight" in str(error)
+    model.sync()
+    edit(net)
+    advance(model, optimizer, 1)
+    plain, ordinary = small(two, inside=False)
+    advance(plain, ordinary, 0)
+    edit(plain.module)
+    advance(plain, ordinary, 1)
+    assert same(held(model, optimizer), held(plain, ordinary))
+
+
+def test_T3_an_edit_between_backward_and_step(two: Executor) -> None:
+    """It comes too late for the step, and is refused with the next forward."""
+    model, optimizer = small(two)
+    model(torch.ones(4, 6)).sum().backward()
+    with torch.no_grad():
+        model.module[0].weight.mul_(0.5)
+    optimizer.step()
+    assert isinstance(raised(lambda: model(torch.ones(4, 6))), StateChanged)
+
+
+def test_T3_between_the_steps(two: Executor) -> None:
+    """Evaluation, `map`, modes, a rate by hand, freezing, a closure, hooks, another group, an edit
+    of the structure, and loading what was saved: all as with the optimizer in the driver.
+    """
+    results = []
+    for inside in (True, False):
+        model, _ = small(two, inside)
+        net: Any = model.module
+        optimizer = optimizer_of(model, inside, torch.optim.Adam, net[2].parameters(), lr=0.01)
+        seen: list[Any] = []
+        optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append(torch.ones(1)))
+        advance(model, optimizer, 0)
+        optimizer.add_param_group({"params": [*net[0].parameters()], "lr": 0.1})
+        with torch.no_grad():
+            seen.append(model(torch.ones(4, 6)))
+        seen += [*model.map([torch.ones(4, 6)])]
+        model.eval()
+        advance(model, optimizer, 1)
+        optimizer.param_groups[0]["lr"] = 0.1
+        net[0].bias.requires_grad_(False)
+        net[1] = nn.Sigmoid()
+        states = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+        seen.append(advance(model, optimizer, 2))
+
+        def closure(model: Any = model) -> Tensor:
+            model.zero_grad()
+            loss: Tensor = model(torch.ones(4, 6)).square().sum()
+            loss.backward()
+            return loss
+
+        seen.append(optimizer.step(closure))
+        optimizer.load_state_dict(states[0])
+        model.load_state_dict(states[1])
+        net[0].bias.requires_grad_(True)
+        seen.append(advance(model, optimizer, 3))
+        seen += [optimizer.state[net[2].weight]["exp_avg"].clone(), *held(model, optimizer)]
+        loaded = pickle.loads(pickle.dumps(optimizer))
+        assert type(loaded) is torch.optim.Adam and isinstance(optimizer, torch.optim.Adam)
+        results.append(seen)
+    assert same(*results)
+
+
+def test_T3_the_scaler(two: Executor) -> None:
+    """Torch's gradient scaler, with an overflow on the way."""
+    results = []
+    for inside in (True, False):
+        model, optimizer = small(two, inside)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            factor = torch.inf if step == 2 else 1.0
+            scaler.scale(model(torch.ones(4, 6) * step).square().sum() * factor).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+        results.append(held(model, optimizer))
+    assert same(*results)
+
+
+def test_T3_other_wrappers(two: Executor) -> None:
+    """Another wrapper of the module, of a part of it, in place and on another executor see all
+    steps; an optimizer in the driver may follow.
+    """
+    model, optimizer = small(two)
+    net: Any = model.module
+    advance(model, optimizer, 0)
+    x = torch.ones(4, 6)
+    out = model(x)
+    assert torch.equal(DataParallel(net, executor=two)(x), out)
+    assert torch.equal(DataParallel(net, ["cpu"])(x), out)
+    advance(model, optimizer, 1)
+    with Executor(["cpu"], options=Options(in_process=True)) as other:
+        assert torch.equal(DataParallel(net[:1], executor=other)(x), net[:1](x))
+        assert model.stats().steps_behind == 0
+    plain, ordinary = small(two, inside=False)
+    for step in range(2):
+        advance(plain, ordinary, step)
+    for one in (model, plain):
+        advance(one, torch.optim.SGD(one.parameters(), lr=0.1), 2)
+    assert same([*model.parameters()], [*plain.parameters()])
+
+
+def test_T3_synchronised_batch_norm(two: Executor) -> None:
+    """The step and the layers use one group."""
+    results = []
+    for inside in (True, False):
+        torch.manual_seed(0)
+        net = convert_sync_batchnorm(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)))
+        model = DataParallel(net, executor=two)
+        optimizer = optimizer_of(model, inside, torch.optim.SGD, lr=0.1)
+        for step in range(3):
+            advance(model, optimizer, step)
+        results.append(held(model, optimizer))
+    assert same(*results)
+
+
+# --- what is refused ---
+
+
+class Meddler(nn.Module):
+    """Writes to its weights in forward, when its input is negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() < 0:
+            self.weight.data.clamp_(max=0.5)
+        return x * self.weight
+
+
+def test_T4_a_forward_that_writes_to_what_is_trained(two: Executor) -> None:
+    """It is refused, and no replica goes on with what it wrote."""
+    model = DataParallel(Meddler(), executor=two)
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+    error = raised(lambda: model(-torch.ones(4, 6)))
+    assert "an optimizer in the replicas steps" in str(error)
+    assert torch.equal(model(torch.ones(4, 6)), torch.ones(4, 6))
+    model(torch.ones(4, 6)).sum().backward()
+    optimizer.step()
+    assert torch.equal(model.module.weight, torch.full((6,), 0.6))
+
+
+class Failing(torch.optim.SGD):
+    """Raises an exception in its second step."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["made"] = self.param_groups[0].get("made", 0) + 1
+        if self.param_groups[0]["made"] == 2:
+            raise ArithmeticError("no second step")
+        return super().step(closure)
+
+
+def test_T4_a_step_that_fails(two: Executor) -> None:
+    """Its exception comes once, with the next call; what it counts in its groups comes back."""
+    model = DataParallel(nn.Linear(6, 2), executor=two)
+    optimizer = model.optimizer(Failing, lr=0.1)
+    advance(model, optimizer, 0)
+    advance(model, optimizer, 1)
+    assert isinstance(raised(lambda: model(torch.ones(4, 6))), ArithmeticError)
+    advance(model, optimizer, 2)
+    model.sync()
+    assert optimizer.param_groups[0]["made"] == 3
+
+
+def test_T4_nonsense(two: Executor) -> None:
+    """Each is an error that says what to do."""
+    model = DataParallel(nn.Linear(2, 2), executor=two)
+    sgd = torch.optim.SGD
+    calls: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (lambda: model.optimizer(torch.optim.LBFGS), TypeError, "runs the model many times"),
+        (lambda: model.optimizer(nn.Linear, lr=1), TypeError, "a class of"),  # type: ignore[arg-type]
+        (lambda: model.optimizer(sgd, nn.Linear(2, 2).parameters(), lr=1), ValueError, "model's"),
+        (lambda: model.optimizer(sgd, [], lr=1), ValueError, "empty"),
+        (lambda: model.optimizer(sgd, lr=-1), ValueError, "learning rate"),
+        (lambda: model.optimizer(sgd, lr=1, gradient=2), TypeError, "gradient"),
+    ]
+    for call, kind, text in calls:
+        error = raised(call)
+        assert isinstance(error, kind) and text in str(error), error
+    model(torch.ones(4, 2)).sum().backward()  # nothing of these is left
+    assert type(model.module.weight.grad) is Tensor

@@ -1,0 +1,104 @@
+"""Fifteen mistakes that people make: each text says what was seen and what to do.
+
+``pytest -s tests/programs/test_mistakes.py`` prints them for reading.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from raydp_parallel import DataParallel, Executor, Options
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+CPUS = ["cpu", "cpu"]
+X = torch.ones(4, 3)
+
+
+class Net(nn.Linear):
+    """Does in forward what it is told."""
+
+    def __init__(self, act: Callable[[Any], object] = id) -> None:
+        super().__init__(3, 2)
+        self.act = act
+
+    def forward(self, x: Any, y: Any = None) -> Any:
+        self.act(self)
+        return super().forward(x)
+
+
+def call(act: Callable[[Any], object], *inputs: Any) -> Any:
+    """Call a wrapped net."""
+    return DataParallel(Net(act), CPUS)(*inputs or (X,))
+
+
+def with_generator() -> None:
+    net = Net()
+    net.stream = iter(i for i in range(3))
+    DataParallel(net, CPUS)(X)
+
+
+def closed() -> None:
+    with Executor(CPUS, options=Options(in_process=True)) as executor:
+        model = DataParallel(Net(), executor=executor)
+    model(X)
+
+
+def counted(module: nn.Module) -> None:
+    DataParallel(module, CPUS).replicate(module, CPUS)[0].count = 1
+
+
+def own(out: Any, y: Any) -> Any:
+    return (out - y).abs().max()
+
+
+MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
+    "a device instead of a list": (lambda: DataParallel(Net(), "cuda"), "give a list, such as"),
+    "a GPU that is not there": (lambda: DataParallel(Net(), [0, 7]), "not in the cluster.*Use"),
+    "CUDA outputs without CUDA": (lambda: DataParallel(Net(), CPUS, "cuda:0"), "Leave it out"),
+    "a function instead of a module": (lambda: DataParallel(len, CPUS), "must be a Module"),
+    "a module on meta": (lambda: DataParallel(Net().to("meta"), CPUS), "to_empty.*before"),
+    "an option that is gone": (lambda: Options(compile=True), "removed: wrap the net"),  # type: ignore[call-arg]
+    "weights for other devices": (
+        lambda: DataParallel(Net(), CPUS, options=Options(chunk_weights=(4, 1, 1))),
+        "3 weights for 2 devices.*one for each",
+    ),
+    "a generator in the module": (with_generator, r"module.stream is a .*generator.*Leave it out"),
+    "arguments of two sizes": (lambda: call(id, X, torch.ones(2)), "give all arguments one size"),
+    "an attribute set on a replica": (lambda: counted(Net()), "count.*set it on the module"),
+    "breakpoint() in forward": (lambda: call(lambda net: breakpoint()), "in_process=True"),
+    "sys.exit() in forward": (lambda: call(lambda net: sys.exit(1)), "goes on"),
+    "a closed executor": (closed, "make another"),
+    "a method of the master": (
+        lambda: DataParallel(net := Net(), CPUS).run(net.forward, X),
+        r"call\(\) with its name",
+    ),
+    "a criterion that does not say what it gives": (
+        lambda: DataParallel(Net(), CPUS).with_loss(own)(X, X),
+        "reduction=",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_says_what_to_do(name: str) -> None:
+    """By an error, or by a warning where the program may be meant so."""
+    assert len(MISTAKES) == 15
+    program, words = MISTAKES[name]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            program()
+            text = "; ".join(f"warning: {one.message}" for one in caught)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+    print(f"\n{name}\n    {text}")
+    assert re.search(words, text, re.DOTALL), text
