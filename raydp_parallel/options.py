@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,11 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 UnusedGrads = Literal["zeros", "none"]
 Scalars = Literal["vector", "mean"]
-GpuPath = Literal["host"]
+GpuPath = Literal["host", "ipc"]
+
+GPU_PATHS = ("host", "ipc")
+_VARIABLE = "RAYDP_PARALLEL_GPU_PATHS"
+"""Names ways, with commas between them, and goes before ``gpu_paths``."""
 
 _CHOICES = {"unused_grads": ("zeros", "none"), "scalars": ("vector", "mean")}
 
@@ -95,8 +100,10 @@ class Options:
             background.
         in_process: Run the replicas inside the driver's process, one after the other, without Ray.
             For debuggers.
-        gpu_paths: Ways in which bytes may leave a GPU. ``("host",)``, by pinned memory, is the only
-            one so far, and what ``"auto"`` means.
+        gpu_paths: Ways in which bytes may leave a GPU. ``"host"``, by pinned memory, is always
+            there; ``"ipc"`` is memory of a GPU that the driver and a replica share. ``"auto"`` is
+            all of them; each is tried when a replica starts, and left out where it fails. The
+            variable ``RAYDP_PARALLEL_GPU_PATHS=host`` goes before this setting.
     """
 
     unused_grads: UnusedGrads = "zeros"
@@ -128,14 +135,23 @@ class Options:
         """How many replicas `gpus_per_replica` puts on each GPU."""
         return int(1 / self.gpus_per_replica + 1e-6)
 
+    @property
+    def ways(self) -> set[str]:
+        """The ways to try: those of the environment, else those of `gpu_paths`."""
+        told = [name.strip() for name in os.environ.get(_VARIABLE, "").split(",") if name.strip()]
+        if not {*told} <= {"auto", *GPU_PATHS}:
+            raise ValueError(f"{_VARIABLE}: expected 'auto' or some of {GPU_PATHS}, got {told}")
+        chosen = told or ([self.gpu_paths] if self.gpu_paths == "auto" else self.gpu_paths)
+        return {*GPU_PATHS} if "auto" in chosen else {*chosen}
+
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
                 self._refuse(name, f"expected one of {', '.join(choices)}")
         paths = self.gpu_paths
-        if paths != "auto" and (isinstance(paths, str) or tuple(paths) != ("host",)):
-            self._refuse("gpu_paths", "expected 'auto' or ('host',)")
+        if paths != "auto" and (isinstance(paths, str) or not {*paths} <= {*GPU_PATHS}):
+            self._refuse("gpu_paths", f"expected 'auto' or some of {GPU_PATHS}")
         object.__setattr__(self, "gpu_paths", paths if paths == "auto" else tuple(paths))
         self._check_weights()
         self._check_numbers()

@@ -47,7 +47,7 @@ def test_every_field_is_documented() -> None:
 BAD: dict[str, list[Any]] = {
     "unused_grads": ["None"],
     "scalars": ["max", "sum"],
-    "gpu_paths": [("ipc",), "host"],
+    "gpu_paths": [("peer",), "host"],
     "chunk_weights": [
         (),
         (0, 1),

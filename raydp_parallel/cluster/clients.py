@@ -25,6 +25,7 @@ from raydp_parallel.replica.actor import fetched
 from raydp_parallel.replica.server import ReplicaServer
 from raydp_parallel.wire.channel import Channel
 from raydp_parallel.wire.flat import Flat, flat, unflat
+from raydp_parallel.wire.trial import try_ipc
 
 _CPU = torch.device("cpu")
 _OWN = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -44,9 +45,14 @@ class Gone(Exception):
 
 
 class _Counting:
-    """Counts bytes of tensors that were sent and received."""
+    """Counts bytes of tensors that were sent and received.
+
+    Attributes:
+        link: How bytes go.
+    """
 
     sent = received = 0
+    link = "ray"
 
     def moved(self) -> tuple[int, int]:
         """Return both numbers."""
@@ -107,7 +113,8 @@ class NearClient(ActorClient):
 
     def __init__(self, actor: Any, hello: Hello, life: Any, sock: socket.socket) -> None:
         super().__init__(actor, hello._replace(near=True), life)
-        self._channel = Channel(sock)
+        self._channel = Channel(sock, summed=hello.device != "cpu")
+        self.link = "windows"
         self._socket: int | None = sock.fileno()
         self._process = os.pidfd_open(hello.pid)
         weakref.finalize(self, os.close, self._process).atexit = False
@@ -120,6 +127,11 @@ class NearClient(ActorClient):
     def moved(self) -> tuple[int, int]:
         """Return both numbers."""
         return self._channel.sent, self._channel.received
+
+    def try_ipc(self, device: torch.device) -> None:
+        """Let windows lie on a GPU that both processes have, if that works; else raise."""
+        try_ipc(self._channel, device)
+        self.link = "ipc"
 
     @contextlib.contextmanager
     def _line(self) -> Iterator[None]:
@@ -142,8 +154,10 @@ class NearClient(ActorClient):
         with self._line():
             self._channel.send(request)
 
-    def receive(self, timeout: float | None) -> Any:
-        """Return the next answer, in the order of requests; raises `Gone` and `TimeoutError`."""
+    def receive(self, timeout: float | None, home: torch.device = _CPU) -> Any:
+        """Return the next answer, with its tensors on a device, in the order of requests; raises
+        `Gone` and `TimeoutError`.
+        """
         if self.hello.device == "cpu":
             threads.rest()  # the replica computes on the same cores
         # Ctrl-C may come here: the answer is still owed then.
@@ -153,7 +167,7 @@ class NearClient(ActorClient):
                 raise TimeoutError(f"no answer within call_timeout={timeout} s")
             if all(fd != self._socket for fd, _ in ready):
                 raise EOFError
-            return self._channel.receive()
+            return self._channel.receive(device=home)
 
     def ready(self, seconds: float) -> bool:
         """Tell if an answer comes, or the process ends, within some seconds."""
@@ -198,8 +212,10 @@ class FarClient(ActorClient):
         """Tell if an answer comes, or the process ends, within some seconds."""
         return not self._in_session() or not ray_api.late([self._refs[0]], seconds)
 
-    def receive(self, timeout: float | None) -> Any:
-        """Return the next answer, in the order of requests; raises `Gone` and `TimeoutError`."""
+    def receive(self, timeout: float | None, home: torch.device = _CPU) -> Any:
+        """Return the next answer, with its tensors on a device, in the order of requests; raises
+        `Gone` and `TimeoutError`.
+        """
         if not self._in_session():
             raise Gone("the Ray cluster was left")
         try:
@@ -213,7 +229,7 @@ class FarClient(ActorClient):
             raise Gone(ray_api.in_short(error)) from error
         self._refs.popleft()
         self.received += found[2].nbytes
-        return unflat(found, _CPU)
+        return unflat(found, home)
 
 
 class InProcessClient(_Counting):
@@ -233,9 +249,9 @@ class InProcessClient(_Counting):
             self.received += self._answers[-1][2].nbytes
             self._server.settle()
 
-    def receive(self, timeout: float | None) -> Any:
+    def receive(self, timeout: float | None, home: torch.device = _CPU) -> Any:
         """Return the next answer."""
-        return unflat(self._answers.popleft(), _CPU)
+        return unflat(self._answers.popleft(), home)
 
     def deliver(self, number: int, ref: Any) -> None:
         """Fetch an object of Ray's store for a request that names the number."""

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from raydp_parallel import errors
@@ -100,7 +100,6 @@ class ReplicaSet:
         recorder: The executor's counters.
         closed: True if it was closed.
         forked: True if the replicas are those of the process from which this one was forked.
-        before_leaving: Called with replicas that are about to leave a node that drains.
     """
 
     def __init__(self, options: Options, name: str) -> None:
@@ -108,7 +107,6 @@ class ReplicaSet:
         self.slots: dict[DevicePlace, ReplicaSlot] = {}
         self.recorder = Recorder(name)
         self.closed = False
-        self.before_leaving: Callable[[Sequence[ReplicaSlot]], None] = lambda going: None
         self._starter: Starter | LocalStarter | None = None
         self._arrived: dict[DevicePlace, Client] = {}
         self._problems: dict[DevicePlace, errors.ParallelError] = {}
@@ -211,8 +209,6 @@ class ReplicaSet:
         staying = {slot.place.kind for slot in self.ready() if slot not in going}
         # The end of others, if it comes, is handled as a death.
         going = [slot for slot in going if slot.place.kind in staying]
-        if going:
-            self.before_leaving(going)
         end_all(slot.client for slot in going)
         self._refresh().release([slot.place for slot in going])
         for slot in going:

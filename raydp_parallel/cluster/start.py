@@ -27,7 +27,7 @@ from raydp_parallel.cluster.placement import (
 )
 from raydp_parallel.devices import threads
 from raydp_parallel.devices.ambient import environment
-from raydp_parallel.devices.cuda import Hello
+from raydp_parallel.devices.cuda import Hello, own_gpu
 from raydp_parallel.errors import PlacementError
 from raydp_parallel.options import Options
 from raydp_parallel.replica.actor import ReplicaActor, peer, versions
@@ -55,6 +55,7 @@ class Starter:
         self.alive = ray_api.Session().alive
         self._name, self._options, self._ranks = name, options, {**ranks}
         self._holds = Holds(name, options)
+        self._ways = options.ways
         self._warned: set[str] = set()
         self._leaving: frozenset[str] = frozenset()
         self._next_look = 0.0
@@ -142,8 +143,14 @@ class Starter:
                 hello, theirs = ray_api.get(ref)
                 self._compare(place, theirs)
                 clients[place] = self._meet(actors[place], hello)
+                if not self._tried(clients[place]):
+                    clients.pop(place).end()
+                    actors[place] = self._create(place, holds[place])
+                    hello, _ = ray_api.get(actors[place].hello.remote(), timeout)
+                    clients[place] = self._meet(actors[place], hello)
                 if hello.cores:  # how a call computes must not change when others join later
                     self._cores = self._cores or hello.cores
+            _say(clients.values())
             return clients
         except BaseException as error:
             if self.alive():
@@ -216,10 +223,46 @@ class Starter:
             log.warning("a replica of this node is called through Ray, 1 ms for each call: %s", why)
         return FarClient(actor, hello, actor.live.remote())
 
+    def _tried(self, client: Client) -> bool:
+        """Try windows on a GPU that driver and replica share. False if that failed: the replica may
+        hang, or its GPU may not answer any more.
+        """
+        device = own_gpu(client.hello.gpu_uuid) if "ipc" in self._ways else None
+        if device is None or not isinstance(client, NearClient):
+            return True
+        begun = time.monotonic()
+        try:
+            client.try_ipc(device)
+        except Exception as error:
+            log.warning("CUDA IPC is left out, because its trial failed: %s", error)
+            self._ways.discard("ipc")
+            return False
+        log.debug("CUDA IPC was tried in %.1f s", time.monotonic() - begun)
+        return True
+
     def release(self, wanted: Collection[DevicePlace] | None = None) -> None:
         """Release the holds of some places, by default all."""
         if self.alive():
             self._holds.release(wanted)
+
+
+def _say(clients: Collection[Client]) -> None:
+    """Log how bytes go between the driver and each GPU."""
+    ways: dict[str, int] = {}
+    names = sorted({client.hello.gpu for client in clients if client.hello.gpu})
+    for client in clients:
+        if client.hello.gpu:
+            ways[_WAYS[client.link]] = ways.get(_WAYS[client.link], 0) + 1
+    if ways:
+        text = ", ".join(f"{count} by {way}" for way, count in ways.items())
+        log.info("%d x %s: %s", sum(ways.values()), " and ".join(names), text)
+
+
+_WAYS = {
+    "ipc": "CUDA IPC",
+    "windows": "pinned memory of the host",
+    "ray": "Ray's object store",
+}
 
 
 class LocalStarter:

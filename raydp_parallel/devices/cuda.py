@@ -15,6 +15,12 @@ from raydp_parallel.devices.threads import cores
 log = logging.getLogger("raydp_parallel")
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_UNSET = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+"""The user's wish that all GPUs stay visible: CUDA IPC of large tensors hangs behind masks on some
+machines.
+"""
+_COPIERS = 4
+"""Threads of host copies in a replica with a GPU."""
 _DRIVER = ("/dev/nvidiactl", "/dev/dxg")
 """Files of a machine, or a container, that can use an NVIDIA GPU; the second is Windows's."""
 
@@ -60,18 +66,30 @@ def take_given(kind: str, ids: Sequence[str]) -> torch.device:
         RuntimeError: CUDA does not start on a machine that has a GPU. Computing on the CPU instead
             would take a hundred times as long, without any message.
     """
-    _see_only(ids if kind == "gpu" else ())
+    masked = kind == "cpu" or os.environ.get(_UNSET, "") in ("", "0")
+    if masked:
+        _see_only(ids if kind == "gpu" else ())
     if kind == "cpu" or not (torch.cuda.is_available() or _has_gpus()):
         return torch.device("cpu")
+    device = torch.device("cuda", 0 if masked else _number(ids))
     try:
-        torch.zeros(1, device="cuda")
+        torch.zeros(1, device=device)
+        torch.cuda.set_device(device)
     except (RuntimeError, AssertionError) as error:
         raise RuntimeError(
             f"Ray gave this replica GPU {', '.join(ids)}, and CUDA does not start there: {error}. "
             "A GPU in compute mode EXCLUSIVE_PROCESS serves one process, and the driver's counts "
             "if it uses that GPU"
         ) from error
-    return torch.device("cuda", 0)
+    if os.environ.get("OMP_NUM_THREADS") == "1":  # Ray's, where no CPU is booked
+        torch.set_num_threads(min(_COPIERS, cores()))
+    return device
+
+
+def _number(ids: Sequence[str]) -> int:
+    """Return torch's number of the GPU that Ray gave, among all that are visible."""
+    seen = [name.strip() for name in os.environ.get(_VISIBLE, "").split(",")]
+    return seen.index(ids[0]) if ids[0] in seen else int(ids[0])
 
 
 def _see_only(ids: Sequence[str]) -> None:
@@ -122,6 +140,19 @@ def describe(device: torch.device, node: str, index: str = "") -> Hello:
         memory=found.total_memory,
         processors=found.multi_processor_count,
     )
+
+
+def own_gpu(uuid: str) -> torch.device | None:
+    """Return the GPU that this process and a replica use both; None if there is none. On others
+    CUDA is not started, which takes half a gigabyte there.
+    """
+    if not uuid or not torch.cuda.is_initialized():
+        return None
+    for number in range(torch.cuda.device_count()):
+        used = number == torch.cuda.current_device() or torch.cuda.memory_allocated(number)
+        if used and str(torch.cuda.get_device_properties(number).uuid) == uuid:
+            return torch.device("cuda", number)
+    return None
 
 
 _IMBALANCE = """

@@ -1,15 +1,29 @@
-"""Bytes between a window, which lies on the host, and the device that computes.
+"""Bytes between a window, which two processes share, and the device that computes.
 
-On a GPU a row of tensors is gathered there first, so that it takes one copy down and one copy up,
-through pinned memory both ways.
+On a GPU a row of tensors is gathered there first, so that it takes one copy down and one copy up:
+torch copies each tensor of a row alone where it crosses devices. Copies that nobody waits for need
+pinned memory on the host: windows are registered with CUDA, if that was tried and works, and their
+bytes pass through torch's pinned memory otherwise.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import logging
+import mmap
+import os
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
+
+log = logging.getLogger("raydp_parallel")
+
+_CPU = torch.device("cpu")
+_TRIED = 1 << 20
+"""Bytes that are copied both ways before memory of this kind is registered."""
 
 _pinned: dict[tuple[torch.device, str], Tensor] = {}
 
@@ -18,43 +32,147 @@ def _staging(device: torch.device, way: str, size: int) -> Tensor:
     """Return pinned memory that is kept for one device and way."""
     found = _pinned.get((device, way))
     if found is None or found.numel() < size:
-        found = torch.empty(size + size // 4, dtype=torch.uint8, pin_memory=True)
+        with torch.inference_mode(False):  # else it could not be written to outside of it
+            found = torch.empty(size + size // 4, dtype=torch.uint8, pin_memory=True)
         _pinned[device, way] = found
     return found[:size]
 
 
-def download(tensors: list[Tensor], layout: Any, window: Any) -> None:
-    """Copy a row of tensors, from wherever they lie, into a window."""
-    views = window.views(layout)
-    devices = {t.device for t in tensors}
-    if devices == {torch.device("cpu")}:
-        torch._foreach_copy_(views, tensors)
-        return
-    for device in devices:
-        mine = [i for i, t in enumerate(tensors) if t.device == device]
-        if device.type == "cpu":
-            torch._foreach_copy_([views[i] for i in mine], [tensors[i] for i in mine])
-            continue
-        flat = torch.empty(layout.size, dtype=torch.uint8, device=device)
-        there = layout.views(flat)
-        torch._foreach_copy_([there[i] for i in mine], [tensors[i] for i in mine])
-        host = _staging(device, "down", layout.size)
-        host.copy_(flat, non_blocking=True)
-        torch.cuda.current_stream(device).synchronize()
-        here = layout.views(host)
-        torch._foreach_copy_([views[i] for i in mine], [here[i] for i in mine])
+def gpu_of(tensors: list[Tensor]) -> torch.device | None:
+    """Return the first GPU on which one of the tensors lies."""
+    return next((t.device for t in tensors if t.device.type != "cpu"), None)
 
 
-def upload(layout: Any, window: Any, device: torch.device) -> list[Tensor]:
-    """Give the tensors of a window on a device: on a CPU where they lie."""
-    if device.type == "cpu":
-        found = [*window.views(layout)]
+@torch.no_grad()
+def download(tensors: list[Tensor], layout: Any, window: Any) -> Any:
+    """Copy a row of tensors, from wherever they lie, into a window, and wait until they are there.
+
+    Returns:
+        The stream that was waited for; None if the host made all copies.
+    """
+    gpu = gpu_of(tensors)
+    if gpu is None and window.memory.device.type == "cpu":
+        torch._foreach_copy_(window.views(layout), tensors)
+        return None
+    gpu = gpu or window.memory.device
+    stream = torch.cuda.current_stream(gpu)
+    mine = [i for i, t in enumerate(tensors) if t.device == gpu]
+    rest = [i for i, t in enumerate(tensors) if t.device != gpu] if len(mine) < len(tensors) else []
+    if window.memory.device == gpu:
+        views = window.views(layout)
+        _copy_some(views, tensors, mine)
+        if rest:
+            part = layout.part(rest)
+            host = _staging(gpu, "down", part.size)
+            torch._foreach_copy_(part.views(host), [tensors[i].cpu() for i in rest])
+            up = part.views(host.to(gpu, non_blocking=True))
+            torch._foreach_copy_([views[i] for i in rest], up)
+        stream.synchronize()
+        return stream
+    flat = torch.empty(layout.size, dtype=torch.uint8, device=gpu)
+    _copy_some(layout.views(flat), tensors, mine)
+    there = window.memory[: layout.size]
+    direct = _registered(window, gpu)
+    host = there if direct else _staging(gpu, "down", layout.size)
+    host.copy_(flat, non_blocking=True)
+    stream.synchronize()
+    if not direct:
+        there.copy_(host)
+    if rest:  # over what lay between the others
+        _copy_some(window.views(layout), tensors, rest)
+    return stream
+
+
+def _copy_some(into: list[Tensor], tensors: list[Tensor], chosen: list[int]) -> None:
+    if len(chosen) < len(tensors):
+        into, tensors = [into[i] for i in chosen], [tensors[i] for i in chosen]
+    if chosen:
+        torch._foreach_copy_(into, tensors)
+
+
+def total(run: Tensor) -> int:
+    """Add the bytes of a run, as numbers of 64 bits."""
+    return int(run.view(torch.int64).sum())
+
+
+def upload(layout: Any, window: Any, device: torch.device) -> tuple[list[Tensor], Tensor, Any]:
+    """Give the tensors of a window on a device: where they lie, if that is the device, else in a
+    copy of the whole. Those that require a gradient are new objects.
+
+    Returns:
+        The tensors, memory that begins with their bytes, and the stream on which the window is
+        still read; None if it is not.
+    """
+    stream = None
+    flat = window.memory
+    if device.type == "cpu" or flat.device.type == "cuda":
+        found = window.views(layout)
+        if flat.device.type == "cuda":
+            stream = torch.cuda.current_stream(flat.device)
     else:
-        host = _staging(device, "up", layout.size)
-        torch.cuda.current_stream(device).synchronize()  # the last copy out of the staging
-        host.copy_(window.memory[: layout.size])
-        found = layout.views(host.to(device, non_blocking=True))
-    for i, spec in enumerate(layout.specs):
-        if spec.grad:  # the window's own views are used again
-            found[i] = found[i].detach().requires_grad_()
-    return found
+        there = flat[: layout.size]
+        flat = torch.empty(layout.size, dtype=torch.uint8, device=device)
+        if _registered(window, device):
+            stream = torch.cuda.current_stream(device)
+            flat.copy_(there, non_blocking=True)
+        else:
+            host = _staging(device, "up", layout.size)
+            torch.cuda.current_stream(device).synchronize()  # the last copy out of the staging
+            host.copy_(there)
+            flat.copy_(host, non_blocking=True)
+        found = layout.views(flat)
+    if any([spec.grad for spec in layout.specs]):
+        found = [
+            view.detach().requires_grad_() if spec.grad else view
+            for view, spec in zip(found, layout.specs, strict=True)
+        ]
+    return found, flat, stream
+
+
+def _registered(window: Any, device: torch.device) -> bool:
+    """Register a window with CUDA when a GPU first reads or writes it; tell if it is."""
+    if window.registered is None:
+        window.registered = window.map is not None and _may_register(device)
+        if window.registered:
+            at = window.memory.data_ptr()
+            window.registered = _register(device, at, window.memory.numel())
+            if window.registered:
+                # The mapping must not end before: it is held here, and tensors may hold it longer.
+                end = weakref.finalize(window, _unregister, at, window.map, os.getpid())
+                end.atexit = False
+    return bool(window.registered)
+
+
+def _register(device: torch.device, address: int, size: int) -> bool:
+    code = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+    if code:
+        log.info("host memory cannot be registered with CUDA (error %d): it is staged", code)
+        with contextlib.suppress(RuntimeError):
+            torch.ones(1, device=device)  # CUDA tells the next kernel of an error nobody took
+    return not code
+
+
+def _unregister(address: int, mapping: mmap.mmap, process: int) -> None:
+    if os.getpid() == process:  # CUDA does not work in a forked one
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
+@functools.cache
+def _may_register(device: torch.device) -> bool:
+    """Try, once, copies to and from registered memory of the kind that processes share."""
+    mapping = mmap.mmap(-1, _TRIED)
+    host = torch.frombuffer(mapping, dtype=torch.uint8)
+    if not _register(device, host.data_ptr(), _TRIED):
+        return False
+    right = True
+    for _ in range(3):
+        sent = torch.randint(256, (_TRIED,), dtype=torch.uint8, device=device)
+        host.copy_(sent, non_blocking=True)
+        torch.cuda.current_stream(device).synchronize()
+        back = torch.empty_like(sent)
+        back.copy_(host, non_blocking=True)
+        right = right and torch.equal(host, sent.to(_CPU)) and torch.equal(back, sent)
+    _unregister(host.data_ptr(), mapping, os.getpid())
+    if not right:
+        log.warning("copies from registered host memory were wrong on %s: it is staged", device)
+    return right

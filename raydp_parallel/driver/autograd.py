@@ -50,7 +50,7 @@ from raydp_parallel.driver.gradients import Share
 from raydp_parallel.errors import ExecutorClosed, ReplicaDied, StateChanged
 from raydp_parallel.options import UnusedGrads
 from raydp_parallel.state.mirror import Mark, Master, versions_of
-from raydp_parallel.wire.messages import LEFT_OUT, SENT, Answer, BackwardRequest
+from raydp_parallel.wire.messages import ADDED, KEPT, LEFT_OUT, SENT, Answer, BackwardRequest
 
 
 class Part(NamedTuple):
@@ -282,9 +282,8 @@ def _run(
 ) -> tuple[list[int], list[Answer]]:
     """Make one trip: the backward of every chunk that has gradients. Those of ``kept`` stay."""
     context = ambient.capture()
-    partial = any(
-        leaf.requires_grad and not need for leaf, need in zip(call.leaves, needed, strict=True)
-    )
+    pairs = zip(call.leaves, needed, strict=True)
+    partial = any([leaf.requires_grad and not need for leaf, need in pairs])
     chunks = sorted(set[int]().union(*stash.values())) if stash else []
     if call.group is not None:  # all take part, or none
         chunks = _fill(call, stash)
@@ -322,6 +321,7 @@ def _run(
                 needs,
                 makes,
                 together=call.group is not None,
+                home=part.master.home,
             )
         )
     try:
@@ -332,7 +332,7 @@ def _run(
     executor.replica_set.recorder.totals.backwards += 1
     for i, answer in zip(chunks, answers, strict=True):
         part = call.parts[i]
-        if part is not None and part.first and answer.writes:
+        if part is not None and part.first and answer.writes.slots:
             part.master.write_back(answer.writes, keep=False)
     apply_warnings(answers)
     if call.group is not None and any(answer.failure is not None for answer in answers):
@@ -353,7 +353,7 @@ def _codes(
         if at is None or not needed[at]:
             codes.append(LEFT_OUT)
         elif at in kept:
-            codes.append(part.master.resident.code(call.leaves[at], chunk))
+            codes.append(ADDED if chunk in part.master.resident.having(call.leaves[at]) else KEPT)
         else:
             codes.append(SENT)
     return tuple(codes)
@@ -507,13 +507,13 @@ def _collect(
         resident: Any = next(p.master.resident for p in call.parts if p) if kept else None
         kept = frozenset(at for at in kept if sums[at] is None)  # sparse ones come all the same
         for at in kept:
-            if resident.has(call.leaves[at]):
+            if resident.having(call.leaves[at]):
                 filled.add("parameter")
         zeros = call.unused == "zeros" and "parameter" in filled
         for at in kept:
             resident.stand_in(call.leaves[at], zeros)
     whole = [True] * len(sums)
-    if any(one is not None and one.layout is not torch.strided for one in sums):
+    if any([one is not None and one.layout is not torch.strided for one in sums]):
         whole = _whole(call, shares)
     settled = gradients.settle(sums, call.leaves, needed, whole, call.unused, filled, call.kinds)
     return [None if at in kept else grad for at, grad in enumerate(settled)]

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from raydp_parallel.cluster.clients import Gone
 from raydp_parallel.cluster.replica_set import ReplicaSet, ReplicaSlot
-from raydp_parallel.errors import GraphLost, ReplicaDied
+from raydp_parallel.errors import GraphLost, ReplicaDied, TransferError
 from raydp_parallel.replica import exceptions
-from raydp_parallel.wire.codec import Parcel
+from raydp_parallel.wire.codec import Parcel, Row
 from raydp_parallel.wire.messages import Answer, ForwardRequest
 
+_CPU = torch.device("cpu")
 _MISMATCH = "SourceMismatch"
 _MOST_DEATHS = 6
 _MOST_SILENT = 2
@@ -72,6 +73,7 @@ class ChunkCall(NamedTuple):
             alone.
         rows: Rows of the chunk, for statistics.
         name: The class of the module that runs forward, for statistics.
+        home: The driver's device, to which the answer's tensors go.
     """
 
     slot: ReplicaSlot
@@ -83,6 +85,7 @@ class ChunkCall(NamedTuple):
     together: bool = False
     rows: int = 0
     name: str = ""
+    home: torch.device = _CPU
 
 
 class Pending:
@@ -109,8 +112,10 @@ def own(answer: Answer) -> Answer:
         value = Parcel(value.skeleton, [_own(t) for t in value.tensors])
     elif isinstance(value, list):
         value = [None if t is None else _own(t) for t in value]
-    writes = {slot: w._replace(value=_own(w.value)) for slot, w in answer.writes.items()}
-    return answer._replace(value=value, writes=writes)
+    writes = answer.writes
+    return answer._replace(
+        value=value, writes=writes._replace(values=Row(map(_own, writes.values)))
+    )
 
 
 def _own(t: Tensor) -> Tensor:
@@ -187,7 +192,8 @@ class Dispatcher:
         if answer.lacking:
             if call is not None:
                 slot.revisions.pop(call.model, None)
-            return False
+            if answer.failure is None:
+                return False
         if answer.failure is not None and answer.failure.name.endswith(_MISMATCH):
             # A new process loads the driver's sources.
             if slot.client is not None and not slot.answered:
@@ -236,13 +242,17 @@ class Dispatcher:
             return
         phase = pending.call.phase if pending.call is not None else "call"
         try:
-            answer = client.receive(self._set.options.call_timeout)
+            home = pending.call.home if pending.call is not None else _CPU
+            answer = client.receive(self._set.options.call_timeout, home)
         except (Gone, TimeoutError) as error:
             pending.gone = error.cause if isinstance(error, Gone) else str(error)
             if isinstance(error, TimeoutError):
                 client.close()
             self._set.lost(slot, pending.life, phase, pending.gone)
             return
+        except TransferError as error:  # the frame was read, and is lost
+            pending.gone = str(error)
+            raise
         finally:
             if slot.pending is pending and (pending.gone or slot.life != pending.life):
                 slot.pending = None

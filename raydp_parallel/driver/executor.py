@@ -133,7 +133,7 @@ class Executor:
         if update is not None:
             totals = self.replica_set.recorder.totals
             totals.state_sends += 1
-            for t in (*update.contents.values(), *(update.run[1] if update.run else ())):
+            for t in update.contents:
                 totals.state_bytes += t.numel() * t.element_size()
         return update
 
@@ -145,8 +145,8 @@ class Executor:
 
     def stats(self, model: nn.Module | None = None) -> ExecutorStats:
         """Describe the replicas' work so far, for all models."""
-        near = [s.client.hello.near for s in self.replica_set.ready() if s.client is not None]
-        link = "windows" if near and all(near) else "ray" if near else "none"
+        links = {s.client.link for s in self.replica_set.ready() if s.client is not None}
+        link = " + ".join(sorted(links)) or "none"
         return self.replica_set.recorder.stats(self.replicas(), link)
 
     def show(self, replica: int, text: str) -> None:

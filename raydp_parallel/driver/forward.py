@@ -140,6 +140,7 @@ class _Run:
             together=self.group is not None,
             rows=self.chunk.rows,
             name=type(self.chunk.module).__name__,
+            home=self.master.home,
         )
 
     def request(
@@ -307,7 +308,7 @@ def run(
         executor.replica_set.recorder.totals.forwards += 1
         # Also where another chunk raises: upstream's replica 0 wrote to the master itself (row R6).
         for one, answer in zip(runs, answers, strict=True):
-            if one.first and answer.writes:  # [8]
+            if one.first and answer.writes.slots:  # [8]
                 found = one.master.write_back(answer.writes, keep=one.graph is not None)
                 for other in runs:
                     if other.master is one.master:
@@ -375,7 +376,7 @@ def _outputs(
     """Take the outputs out of the answers, and make them part of torch's graph. [9]"""
     rows: list[list[Tensor]] = []
     for one, answer in zip(runs, answers, strict=True):
-        device = next((t.device for t in one.master.tensors.values()), torch.device("cpu"))
+        device = one.master.home
         row = []
         lends = lend and _may_lend(answer.value)
         for t in answer.value.tensors:
@@ -408,13 +409,6 @@ def _attach(
     kinds: list[str] = []
     known: dict[int, int] = {}
 
-    def leaf(t: Tensor, kind: str) -> int:
-        if id(t) not in known:
-            known[id(t)] = len(leaves)
-            leaves.append(t)
-            kinds.append(kind)
-        return known[id(t)]
-
     marks: dict[int, Mark] = {}
     parts: list[Part | None] = []
     for one, answer, row in zip(runs, answers, rows, strict=True):
@@ -422,12 +416,19 @@ def _attach(
             parts.append(None)
             continue
         own: list[int | None] = []
+        found: list[tuple[Tensor, str, bool]] = []
         reached = iter(answer.reached)
         for t, kind in one.master.leaves():
             there = (kind != "attribute" and not one.optional) or next(reached)
-            own.append(leaf(t, kind) if there and not one.chunk.detach else None)
+            found.append((t, kind, there and not one.chunk.detach))
         for t in one.inputs:
-            own.append(leaf(t, "input") if next(reached) else None)
+            found.append((t, "input", next(reached)))
+        for t, kind, there in found:
+            if there and id(t) not in known:
+                known[id(t)] = len(leaves)
+                leaves.append(t)
+                kinds.append(kind)
+            own.append(known[id(t)] if there else None)
         mark = marks.get(one.master.number) or one.master.mark()
         marks[one.master.number] = mark
         parts.append(

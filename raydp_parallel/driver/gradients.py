@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from raydp_parallel.options import UnusedGrads
+from raydp_parallel.state.mirror import copies
 
 _KEPT = 1 << 16
 """Bytes from which on the memory of a sum is used again, once nobody else looks at it: new pages
@@ -82,25 +83,36 @@ def total(
         for at, grad in zip(share.leaves, share.grads, strict=True):
             if at is not None and grad is not None:
                 rows[at].append(grad)
-    sums: list[Tensor | None] = []
+    sums: list[Tensor | None] = [None] * len(leaves)
+    near: list[int] = []
     used = 0
-    for row, leaf, kind in zip(rows, leaves, kinds, strict=True):
+    for i, (row, leaf, kind) in enumerate(zip(rows, leaves, kinds, strict=True)):
         if not row:
-            sums.append(None)
             continue
+        device, odd = leaf.device, False
+        for g in row:  # no function for each
+            odd = odd or type(g) is not Tensor or g.layout is not torch.strided or g.is_nested
+            odd = odd or g.device != device
         size = row[0].numel() * row[0].element_size()
         into = None
-        large = kind == "parameter" and size >= _KEPT and leaf.device.type == "cpu"
-        if large and all(map(_plain, row)):
+        if odd:
+            row = [grad.to(device) for grad in row]
+        elif device.type != "cpu":
+            near.append(i)
+            continue
+        elif kind == "parameter" and size >= _KEPT:
             into = _recycled.take(row[0], size)
             used += size
-        sums.append(_sum([grad.to(leaf.device) for grad in row], into))
+        sums[i] = _sum(row, into)
     _recycled.trim(used)
+    if near:  # in one run of memory, of which each sum is a part
+        found = copies([rows[i][0] for i in near])
+        for n in range(1, max(len(rows[i]) for i in near)):
+            having = [k for k, i in enumerate(near) if len(rows[i]) > n]
+            torch._foreach_add_([found[k] for k in having], [rows[near[k]][n] for k in having])
+        for i, tensor in zip(near, found, strict=True):
+            sums[i] = tensor
     return sums
-
-
-def _plain(t: Tensor) -> bool:
-    return type(t) is Tensor and t.layout is torch.strided and not t.is_nested
 
 
 def _sum(row: list[Tensor], into: Tensor | None) -> Tensor:

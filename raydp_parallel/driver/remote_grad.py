@@ -60,9 +60,8 @@ class RemoteGrad(Tensor):
         """Return the value, as an ordinary tensor."""
         if self._value is None:
             if self.zeroed:
-                shape, like = (self.size(), self.stride()), (self.dtype, self.device)
-                empty = torch.empty_strided(*shape, dtype=like[0], device=like[1])
-                self._value = empty.zero_()
+                size, stride, at = self.size(), self.stride(), self.device
+                self._value = torch.empty_strided(size, stride, dtype=self.dtype, device=at).zero_()
             else:
                 self.source.fetch(self)
         assert self._value is not None

@@ -36,8 +36,6 @@ from raydp_parallel.replica import exceptions
 from raydp_parallel.state.mirror import Master
 from raydp_parallel.wire.codec import parcel
 from raydp_parallel.wire.messages import (
-    ADDED,
-    KEPT,
     Answer,
     ExchangeRequest,
     GradientsRequest,
@@ -205,13 +203,9 @@ class Resident:
             self._missed.discard(number)
         self._normed = ()
 
-    def has(self, parameter: Tensor) -> bool:
-        """Tell if some chunk has kept a gradient."""
-        return bool(self._has[self._number(parameter)])
-
-    def code(self, parameter: Tensor, chunk: int) -> int:
-        """Return what a replica does with a chunk's gradient."""
-        return ADDED if chunk in self._has[self._number(parameter)] else KEPT
+    def having(self, parameter: Tensor) -> set[int]:
+        """Return the chunks that have kept a gradient."""
+        return self._has[self._number(parameter)]
 
     def bring(self, chunk: int, slot: ReplicaSlot) -> None:
         """Make sure that what a chunk has kept so far lies in a slot's replica."""
@@ -531,10 +525,13 @@ class Resident:
             self._wait(plan)
             done: list[tuple[ReplicaSlot, int]] = []
             tried: list[tuple[ReplicaSlot, int]] = []
-            failed, value = None, None
+            failed, unread, value = None, None, None
             for (slot, life, _), pending in zip(plan.requests, plan.sent, strict=True):
                 answer = None if pending is None else pending.answer
                 if answer is None:
+                    continue
+                if answer.lacking and answer.failure is not None:  # it could not read the step
+                    unread = slot, answer.failure
                     continue
                 if answer.failure is not None and answer.failure.name.endswith("Abandoned"):
                     continue
@@ -550,6 +547,9 @@ class Resident:
             if len(done) < len(plan.sent):
                 groups.forget(self._executor)
             if not done:  # nobody that lives has stepped
+                if unread is not None:
+                    self._plan, self._normed = None, ()
+                    exceptions.reraise(unread[1], str(unread[0]))
                 self._send(plan)
                 continue
             self._plan = None

@@ -24,6 +24,7 @@ from raydp_parallel.errors import ReplicaError, TransferError
 from raydp_parallel.replica import exceptions
 from raydp_parallel.replica.replica import belong_to_replica
 from raydp_parallel.replica.server import ReplicaServer
+from raydp_parallel.wire import trial
 from raydp_parallel.wire.channel import Channel
 from raydp_parallel.wire.flat import Flat, flat, unflat
 from raydp_parallel.wire.messages import Answer
@@ -119,15 +120,20 @@ class ReplicaActor:
                 return str(error)
             if peer(sock)[1] != os.getuid():
                 return "another user has its socket"
-            channel = Channel(sock, self._device)
+            channel = Channel(sock, self._device, self._device.type == "cuda")
+            self._enter_device()
             with contextlib.suppress(EOFError, ConnectionError):
                 while True:
                     try:
                         request = channel.receive()
+                        if isinstance(request, trial.Trial):
+                            trial.answer(channel, request, self._device)
+                            continue
                     except (EOFError, ConnectionError):
                         raise
-                    except Exception as error:  # of loading: the frame was read
-                        channel.send(Answer(failure=exceptions.failure(error, None)))
+                    except Exception as error:  # of loading: the frame was read, and is lost
+                        failure = exceptions.failure(error, None)
+                        channel.send(Answer(failure=failure, lacking=True))
                         continue
                     answer = self._answer(request)
                     try:
@@ -142,9 +148,15 @@ class ReplicaActor:
 
     def answer(self, body: bytes, specs: bytes, data: Any) -> Flat:
         """Answer a driver on another machine."""
+        self._enter_device()
         found = flat(self._answer(unflat((body, specs, data), self._device)))
         self._server.settle()
         return found
+
+    def _enter_device(self) -> None:
+        """Let ``"cuda"`` without a number be the replica's GPU: CUDA keeps that for each thread."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
 
     def _answer(self, request: Any) -> Any:
         try:

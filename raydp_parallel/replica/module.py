@@ -17,6 +17,7 @@ from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,8 +25,9 @@ from raydp_parallel.replica.exceptions import NotLoaded
 from raydp_parallel.state import raw_access, sources
 from raydp_parallel.state.look import Codes, build, look
 from raydp_parallel.state.mirror import same, set_versions, versions_of
-from raydp_parallel.wire.messages import SlotSpec, StateUpdate, Write
-from raydp_parallel.wire.windows import Layout, Spec, Window, is_dense
+from raydp_parallel.wire.codec import Row
+from raydp_parallel.wire.messages import SlotSpec, StateUpdate, Writes
+from raydp_parallel.wire.windows import ALIGN, Layout, Spec, Window, is_dense, specs_of
 
 _SMALL = 1 << 20
 """Bytes up to which a buffer is new in each forward, and any tensor's contents are kept."""
@@ -61,7 +63,7 @@ class Built:
     ) -> None:
         self.module = module
         self.tensors = dict(tensors)
-        self.lies = {slot: _lies(t) for slot, t in tensors.items()}
+        self.lies = dict(zip(tensors, _lies(tensors.values()), strict=True))
         self.held: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
         number = {id(t): slot for slot, t in tensors.items()}
         self.places: list[tuple[dict[str, Tensor | None], str, int]] = []
@@ -87,7 +89,17 @@ class Built:
         self.values = [value for _, before in self.held for value in before.values()]
         slots = dict.fromkeys(slot for _, _, slot in self.places)
         self.buffers = list(slots)
-        self.layout = Layout([_spec(tensors[slot]) for slot in self.buffers])
+        self.layout = Layout(specs_of([tensors[slot] for slot in self.buffers]))
+        self.flat = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def gather(self, pristine: dict[int, Tensor], device: torch.device) -> None:
+        """Let the contents of buffers lie in one run of memory, which is copied as a whole."""
+        with torch.inference_mode(False), torch.no_grad():
+            self.flat = torch.empty(self.layout.size, dtype=torch.uint8, device=device)
+            views = self.layout.views(self.flat)
+            if views:
+                torch._foreach_copy_(views, [pristine[slot] for slot in self.buffers])
+        pristine.update(zip(self.buffers, views, strict=True))
 
     def put(self, tensors: dict[int, Tensor]) -> None:
         """Let the module have other buffers."""
@@ -112,10 +124,6 @@ def _plain(t: Tensor) -> bool:
     return type(t) is Tensor and t.layout is torch.strided and not t.is_nested
 
 
-def _spec(t: Tensor) -> Spec:
-    return Spec(t.dtype, tuple(t.shape), t.stride(), t.requires_grad)
-
-
 class Moment(NamedTuple):
     """The state of a module's tensors at one moment.
 
@@ -134,6 +142,8 @@ class Found:
     Args:
         tensors: The tensors, by slot.
         built: The module.
+        flat: The memory of the buffers that are this forward's own.
+        apart: The slots of those that do not lie there.
 
     Attributes:
         begun: Their state when it began.
@@ -142,8 +152,11 @@ class Found:
         changes: Attributes that the forward set, for a checkpoint that runs again in backward.
     """
 
-    def __init__(self, tensors: dict[int, Tensor], built: Built) -> None:
+    def __init__(
+        self, tensors: dict[int, Tensor], built: Built, flat: Tensor, apart: set[int]
+    ) -> None:
         self.tensors = tensors
+        self.flat, self.apart = flat, apart
         begun = self.moment(built.buffers)
         self.begun = begun._replace(lies={**built.lies, **begun.lies})
         self.saved = self.begun.versions
@@ -152,7 +165,12 @@ class Found:
 
     def moment(self, slots: Iterable[int]) -> Moment:
         """Describe the tensors as they are now; of some, where they lie."""
-        return Moment(self.versions(), {slot: _lies(self.tensors[slot]) for slot in slots})
+        chosen = [*slots]
+        return Moment(self.versions(), dict(zip(chosen, self.lies(chosen), strict=True)))
+
+    def lies(self, slots: Iterable[int]) -> list[Any]:
+        """Tell where and how some tensors lie."""
+        return _lies([self.tensors[slot] for slot in slots])
 
     def versions(self) -> dict[int, int]:
         """Count how often each tensor was written to."""
@@ -160,23 +178,27 @@ class Found:
 
     def move(self, moved: dict[int, int]) -> None:
         """Move versions as the master's did, so that torch's check sees its edits."""
-        for slot, by in moved.items():
-            t = self.tensors[slot]
-            set_versions([t], [max(_version(t), self.saved[slot] + by)])
+        row = [self.tensors[slot] for slot in moved]
+        then = [self.saved[slot] + by for slot, by in moved.items()]
+        set_versions(row, map(max, versions_of(row), then))
 
 
-def _version(t: Tensor) -> int:
-    return 0 if t.is_inference() else t._version
+def _writes(rows: list[tuple[int, Tensor, int, bool]]) -> Writes:
+    slots, values, moved, replaced = zip(*rows, strict=True) if rows else ((), (), (), ())
+    return Writes(slots, Row(values, flags=False), moved, replaced)
+
+
+def _lies(tensors: Iterable[Tensor]) -> list[Any]:
+    return [
+        (t.data_ptr(), t.dtype, t.shape, t.stride())
+        if t.layout is torch.strided and not t.is_nested
+        else (t.layout, t.dtype)
+        for t in tensors
+    ]
 
 
 def _storage(t: Tensor) -> int:
     return t.untyped_storage().data_ptr() if t.layout is torch.strided and not t.is_nested else 0
-
-
-def _lies(t: Tensor) -> Any:
-    if t.layout is not torch.strided or t.is_nested:
-        return t.layout, t.dtype
-    return t.data_ptr(), t.dtype, t.shape, t.stride()
 
 
 class ReplicaModule:
@@ -201,7 +223,6 @@ class ReplicaModule:
         self._tensors: dict[int, Tensor] = {}
         self._pristine: dict[int, Tensor] = {}
         self._lost: set[int] = set()
-        self._run: Tensor | None = None
         self._built: Built | None = None
         self._unsettled = False
         self._unlooked: Built | None = None
@@ -227,35 +248,21 @@ class ReplicaModule:
             self._structure = news.structure
             self._clean_look = b""
             self._built = None
+        given = {*news.slots}
         for slot, spec in news.specs.items():
             before = self._specs.get(slot)
             self._specs[slot] = spec
             self._built = None
             if spec.window is not None:
                 self._tensors[slot] = self._made(slot, self._in_window(slot, master=False))
-            elif slot not in news.contents and before is not None:  # another flag
+            elif slot not in given and before is not None:  # another flag
                 self._tensors[slot] = self._made(slot, self._tensors[slot].detach())
         into: list[Tensor] = []
         values: list[Tensor] = []
-        if news.specs or news.structure is not None:
-            self._run = None
-        if news.run is not None:
-            slots, memory = news.run
-            if self._run is None:
-                self._run = torch.cat(memory)
-                layout = Layout([_spec(self._tensors[slot]) for slot in slots])
-                self._pristine.update(zip(slots, layout.views(self._run), strict=True))
-            torch._foreach_copy_(self._run.split([len(t) for t in memory]), memory)
-            self._lost.difference_update(slots)
-            for slot in slots:
-                if slot in news.versions:
-                    into.append(self._tensors[slot])
-                    values.append(self._pristine[slot])
-        for slot, value in news.contents.items():
-            self._lost.discard(slot)
+        for slot, value in zip(news.slots, news.contents, strict=True):
             old, kept = self._tensors.get(slot), self._pristine.get(slot)
-            new = slot in news.specs or old is None or not _plain(value) or old.is_inference()
-            if new or old is None:
+            odd = type(value) is not Tensor or value.layout is not torch.strided or value.is_nested
+            if slot in news.specs or old is None or odd or old.is_inference():
                 self._tensors[slot] = self._made(slot, value.detach().clone())
                 self._pristine.pop(slot, None)
                 if value.numel() * value.element_size() <= _SMALL:
@@ -268,6 +275,7 @@ class ReplicaModule:
             if kept is not None:
                 into.append(kept)
                 values.append(value)
+        self._lost -= given
         if into:
             with torch.no_grad():
                 torch._foreach_copy_(into, values)
@@ -289,9 +297,9 @@ class ReplicaModule:
         there = Spec(spec.dtype, spec.shape, spec.stride, False)
         return self._windows[spec.window][master].alone(there, spec.offset)
 
-    def wants_gradient(self, slot: int) -> bool:
-        """Tell if the master's tensor requires a gradient."""
-        return self._specs[slot].grad
+    def wanting(self, found: Found) -> list[int]:
+        """Return the slots of tensors that require a gradient in the master."""
+        return [slot for slot in sorted(found.tensors) if self._specs[slot].grad]
 
     def tensor(self, slot: int) -> Tensor:
         """Return the tensor of a slot."""
@@ -329,17 +337,18 @@ class ReplicaModule:
             self._build()
         built = self._built
         assert built is not None
-        others = False
+        apart = set()
         tensors = dict(built.tensors)
+        flat = built.flat
         if built.buffers:
-            flat = torch.empty(built.layout.size, dtype=torch.uint8, device=self.device)
-            views = built.layout.views(flat)
-            torch._foreach_copy_(views, [self._pristine[slot] for slot in built.buffers])
-            for slot, view in zip(built.buffers, views, strict=True):
-                # `.data` gives each a version of its own.
-                fresh = view.data.requires_grad_(self._specs[slot].grad)
-                set_versions([fresh], [self._versions[slot]])
-                tensors[slot] = fresh
+            flat = flat.clone()
+            # `.data` gives each a version of its own.
+            fresh = [*map(raw_access.data, built.layout.views(flat))]
+            for slot, t in zip(built.buffers, fresh, strict=True):
+                if self._specs[slot].grad:
+                    t.requires_grad_()
+            set_versions(fresh, [self._versions[slot] for slot in built.buffers])
+            tensors.update(zip(built.buffers, fresh, strict=True))
         # A forward that runs again for its graph finds what it found first.
         for slot, value in (overlay or {}).items():
             if slot in built.buffers and value.shape == tensors[slot].shape:
@@ -347,12 +356,12 @@ class ReplicaModule:
                     tensors[slot].copy_(value)
             else:
                 tensors[slot] = self._made(slot, value.detach().clone())
-                others = True
-        if others:
-            built = self._rebuilt(tensors)
+                apart.add(slot)
+        if apart:
+            built = self._rebuilt(tensors, built)
         built.put(tensors)
         self._current = built
-        self._found = Found(tensors, built)
+        self._found = Found(tensors, built, flat, apart)
         return self._found
 
     def _build(self) -> None:
@@ -371,12 +380,15 @@ class ReplicaModule:
         for key in self._windows.keys() - used_windows:
             del self._windows[key]
         self._built = Built(module, self._tensors, self._pristine)
+        self._built.gather(self._pristine, self.device)
 
-    def _rebuilt(self, tensors: dict[int, Tensor]) -> Built:
+    def _rebuilt(self, tensors: dict[int, Tensor], like: Built) -> Built:
         """Build the module with other tensors, for a forward that runs again."""
         codes = [self._codes[i] for i in range(len(self._codes))]
         module, _ = build(self._structure, tensors, codes, self.device)
-        return Built(module, tensors, self._pristine)
+        found = Built(module, tensors, self._pristine)
+        found.buffers, found.layout, found.flat = like.buffers, like.layout, like.flat
+        return found
 
     def _look(self, built: Built) -> bytes:
         number = {id(t): slot for slot, t in built.tensors.items()}
@@ -411,7 +423,7 @@ class ReplicaModule:
         with raw_access.noting(self._own_process) as found.touched:
             yield
 
-    def end(self, found: Found, report: bool, keeps_data: bool) -> dict[int, Write]:
+    def end(self, found: Found, report: bool, keeps_data: bool) -> Writes:
         """Find out what the forward wrote to; that it is not found again by the next one.
 
         Args:
@@ -421,76 +433,125 @@ class ReplicaModule:
         """
         self._unsettled = True
         self._unlooked = self._current
-        return self._ended(found, found.begun, self.contents, report, keeps_data)
+        before = self._current.flat if report else None
+        return self._ended(found, found.begun, self.contents, before, keeps_data)
 
-    def end_backward(
-        self, found: Found, begun: Moment, before: dict[int, Tensor], report: bool
-    ) -> dict[int, Write]:
-        """Find the tensors that backward wrote to, as a checkpoint does that runs again."""
+    def end_backward(self, found: Found, begun: Moment, before: Tensor | None) -> Writes:
+        """Find the tensors that backward wrote to, as a checkpoint does that runs again.
+
+        Args:
+            found: The tensors.
+            begun: Their state when it began.
+            before: The memory of the forward's buffers then; None reports no writes.
+        """
+        built = self._current
+        known: dict[int, Tensor] = {}
+        if found.touched and before is not None:
+            known.update(zip(built.buffers, built.layout.views(before), strict=True))
 
         def contents(slot: int) -> Tensor | None:
-            if slot in before:
-                return before[slot]
+            if slot in known:
+                return known[slot]
             kept = found.touched.get(_storage(found.tensors[slot]))
             return kept if kept is not None and kept.shape == found.tensors[slot].shape else None
 
-        return self._ended(found, begun, contents, report, keeps_data=False)
+        return self._ended(found, begun, contents, before, keeps_data=False)
 
     def _ended(
         self,
         found: Found,
         begun: Moment,
         contents: Callable[[int], Tensor | None],
-        report: bool,
+        before: Tensor | None,
         keeps_data: bool,
-    ) -> dict[int, Write]:
-        writes: dict[int, Write] = {}
-        for slot, write in self._written(found, begun, contents):
-            if report and (keeps_data or not self._loses(slot, write)):
-                writes[slot] = write
+    ) -> Writes:
+        writes = self._written(found, begun, contents, before)
+        for slot in writes.slots:
             if self._tensors.get(slot) is found.tensors[slot]:  # no buffer: the next one has it
                 self._renew(slot)
                 self._built = None
-        return writes
+        return Writes() if before is None else self._kept(writes, keeps_data)
 
-    def _loses(self, slot: int, write: Write) -> bool:
-        """Tell if upstream loses a write where gradients are enabled: ``t.data = other``."""
-        spec = self._specs[slot]
-        return write.replaced and (spec.parameter or spec.grad)
+    def _kept(self, writes: Writes, keeps_data: bool) -> Writes:
+        """Leave out what upstream loses where gradients are enabled: ``t.data = other``."""
+        if keeps_data or not any(writes.replaced):
+            return writes
+        rows = []
+        for slot, value, moved, replaced in zip(*writes, strict=True):
+            spec = self._specs[slot]
+            if not (replaced and (spec.parameter or spec.grad)):
+                rows.append((slot, value, moved, replaced))
+        return _writes(rows)
 
     def _written(
-        self, found: Found, begun: Moment, contents: Callable[[int], Tensor | None]
-    ) -> Iterator[tuple[int, Write]]:
-        """Yield the tensors that were written to since a moment, with their contents then."""
-        for (slot, t), version in zip(
-            found.tensors.items(), found.versions().values(), strict=True
-        ):
-            moved = version - begun.versions[slot]
+        self,
+        found: Found,
+        begun: Moment,
+        contents: Callable[[int], Tensor | None],
+        before: Tensor | None,
+    ) -> Writes:
+        """Find the tensors that were written to since a moment.
+
+        Args:
+            found: The tensors.
+            begun: Their state at that moment.
+            contents: Gives the contents of one then, if they are known.
+            before: The contents of the buffers of this forward then, in one run; None leaves
+                buffers out.
+        """
+        specs, touched = self._specs, found.touched
+        rows: list[tuple[int, Tensor, int, bool]] = []
+        looked = []
+        now = found.versions()
+        for slot, version in begun.versions.items():
             # Nearly all parameters end here: no version moved, and no access to `.data`. Kernels of
             # batch norm move no versions of buffers.
-            spec = self._specs.get(slot)  # None: it was taken out of the module since
-            if spec is None or (spec.parameter and not moved and not found.touched):
-                continue
-            replaced = slot in begun.lies and _lies(t) != begun.lies[slot]
-            if spec.parameter and not (moved or replaced or self._was_touched(found, t)):
+            spec = specs.get(slot)  # None: it was taken out of the module since
+            if spec is not None and (touched or not spec.parameter or now[slot] != version):
+                looked.append(slot)
+        differs = dict.fromkeys({*self._current.buffers} - found.apart, False)
+        if before is not None and self._current.layout.size:
+            differs = self._differing(found, before)
+        for slot, lies in zip(looked, found.lies(looked), strict=True):
+            t, moved = found.tensors[slot], now[slot] - begun.versions[slot]
+            replaced = lies != begun.lies.get(slot, lies)
+            raw = bool(touched) and self._was_touched(found, t)
+            if specs[slot].parameter and not (moved or replaced or raw):
                 continue
             if slot in self._trained:
-                kept = found.touched.get(_storage(t))
+                kept = touched.get(_storage(t))
                 if moved or (kept is not None and not same(t, kept)):
                     self._lost.add(slot)
                     raise RuntimeError(_TRAINED.format(tuple(t.shape)))
                 continue
-            before = contents(slot)
-            if before is None and not (moved or replaced or self._was_touched(found, t)):
+            if slot in differs and not replaced:
+                if differs[slot]:
+                    rows.append((slot, t, moved, False))
                 continue
-            if not replaced and before is not None and same(t, before.to(t.device)):
+            then = contents(slot)
+            if then is None and not (moved or replaced or raw):
+                continue
+            if not replaced and then is not None and same(t, then.to(t.device)):
+                spec = specs[slot]
                 if spec.parameter:  # written, with what was there
                     set_versions([t], [begun.versions[slot]])
                 if spec.window is not None:  # let go of the pages that the write made private
                     pages = self._windows[spec.window][0].map
                     pages.madvise(mmap.MADV_DONTNEED, spec.offset, t.numel() * t.element_size())
                 continue
-            yield slot, Write(t.detach(), moved, replaced)
+            rows.append((slot, t, moved, replaced))
+        return _writes(rows)
+
+    def _differing(self, found: Found, before: Tensor) -> dict[int, bool]:
+        """Tell which buffers of a forward have other bytes than before, in one look at all."""
+        built = self._current
+        with torch.no_grad():
+            words = found.flat.view(torch.int64) != before.view(torch.int64)
+            lines = words.view(-1, ALIGN // 8).any(1).cpu().numpy()
+        starts = [min(offset // ALIGN, len(lines) - 1) for offset in built.layout.offsets]
+        unlike = np.logical_or.reduceat(lines, starts)
+        pairs = zip(built.buffers, unlike.tolist(), strict=True)
+        return {slot: one for slot, one in pairs if slot not in found.apart}
 
     def _was_touched(self, found: Found, t: Tensor) -> bool:
         return bool(found.touched) and _storage(t) in found.touched
@@ -539,5 +600,5 @@ class ReplicaModule:
             if found == self._structure:
                 self._clean_look = found
             else:
-                self._clean_look = self._look(self._rebuilt(built.tensors))
+                self._clean_look = self._look(self._rebuilt(built.tensors, built))
         return found == self._clean_look

@@ -21,7 +21,7 @@ from raydp_parallel.devices import ambient, threads
 from raydp_parallel.replica import engine, exceptions, sync_batch_norm
 from raydp_parallel.replica.module import Built, Found, ReplicaModule
 from raydp_parallel.replica.resident import Resident
-from raydp_parallel.wire.codec import Parcel, parcel
+from raydp_parallel.wire.codec import Parcel, Row, parcel
 from raydp_parallel.wire.messages import (
     SENT,
     Answer,
@@ -34,7 +34,7 @@ from raydp_parallel.wire.messages import (
     SnapshotRequest,
     StateUpdate,
     StepRequest,
-    Write,
+    Writes,
 )
 
 _inside: ContextVar[bool] = ContextVar("raydp_parallel_in_replica", default=False)
@@ -82,7 +82,7 @@ class _Notes:
         self.warnings: tuple[CaughtWarning, ...] = ()
         self.value: Any = None
         self.reached: tuple[bool, ...] = ()
-        self.writes: dict[int, Write] = {}
+        self.writes = Writes()
 
 
 class Replica:
@@ -151,7 +151,7 @@ class Replica:
             if isinstance(request, SnapshotRequest):
                 notes.value = resident.snapshot(request)
             elif isinstance(request, GradientsRequest):
-                notes.value = resident.gradients(request.slots, request.chunk)
+                notes.value = Row(resident.gradients(request.slots, request.chunk))
             else:
                 threads.use(self.device, request.threads)
                 notes.value = resident.step(request, self._exchange)
@@ -179,7 +179,7 @@ class Replica:
             with self._set(request):
                 self._run(module, request, notes)
         if request.overlay is not None:
-            notes.writes = {}
+            notes.writes = Writes()
         return self._answer(notes, begun)
 
     def _run(self, module: ReplicaModule, request: ForwardRequest, notes: _Notes) -> None:
@@ -200,12 +200,12 @@ class Replica:
             found.saved = found.versions()  # graphs compare with these, after forward's own writes
             leaves, optional = [], []
             slots: list[int | None] = []
-            for n in sorted(found.tensors):
-                if module.wants_gradient(n):
-                    leaves.append(found.tensors[n])
-                    slots.append(n)
-                    if request.optional or n in module.current.attributes:
-                        optional.append(found.tensors[n])
+            attributes = module.current.attributes
+            for n in module.wanting(found):
+                leaves.append(found.tensors[n])
+                slots.append(n)
+                if request.optional or n in attributes:
+                    optional.append(found.tensors[n])
             optional += inputs
             slots += [None] * len(inputs)
             self._awaits_backward = True
@@ -215,7 +215,7 @@ class Replica:
             if optional:
                 reached = engine.reachable(outputs)
                 notes.reached = tuple([id(t) in reached for t in optional])
-        notes.value = Parcel(taken.skeleton, [_sent(t) for t in outputs])
+        notes.value = Parcel(taken.skeleton, outputs)
 
     def _load(
         self, request: ForwardRequest, grad: bool
@@ -273,9 +273,7 @@ class Replica:
         self._last, self._awaits_backward = home.module, False
         # A checkpoint that runs again may write once more.
         begun = home.found.moment(home.built.buffers)
-        before: dict[int, Tensor] = {}
-        for slot in home.built.buffers if request.first else ():
-            before[slot] = home.found.tensors[slot].detach().clone()
+        before = home.found.flat.clone() if request.first else None
         keeps = max(request.needed, default=SENT) > SENT
         if keeps:
             self.resident(home.module).begin(request.chunk, home.slots, request.needed)
@@ -289,7 +287,7 @@ class Replica:
                 request.keep,
                 create,
             )
-        notes.writes = home.module.end_backward(home.found, begun, before, request.first)
+        notes.writes = home.module.end_backward(home.found, begun, before)
         if request.derived is not None:
             made = [grad for grad in found if grad is not None]
             slots: list[int | None] = [None] * len(grads)
@@ -299,7 +297,7 @@ class Replica:
             found, notes.reached = self.resident(home.module).keep(
                 request.chunk, home.slots, request.needed, found, request.partial
             )
-        notes.value = [None if grad is None else _sent(grad) for grad in found]
+        notes.value = Row(found)
 
     @contextlib.contextmanager
     def _noting(self, where: str | None, notes: _Notes) -> Iterator[None]:
@@ -334,8 +332,3 @@ class Replica:
             writes=notes.writes,
             busy=time.perf_counter() - begun,
         )
-
-
-def _sent(t: Tensor) -> Tensor:
-    """Detach a tensor for a message that tells if it requires a gradient."""
-    return t.detach().requires_grad_() if t.requires_grad else t.detach()

@@ -35,7 +35,7 @@ _LOCKS: dict[type, Callable[[], Any]] = {
     type(threading.Lock()): threading.Lock,
     type(threading.RLock()): threading.RLock,
 }
-_GETSTATE = getattr(object, "__getstate__", None)
+_GETSTATE = getattr(object, "__getstate__", None), getattr(nn.Module, "__getstate__", None)
 
 _REFUSED = "Cannot replicate network where python modules are children of ScriptModule"
 
@@ -242,23 +242,20 @@ def _reduce_module(module: nn.Module) -> Any:
         return _reduce_script(module)
     if "parametrizations" in module._modules and parametrize.is_parametrized(module):
         names = tuple(module.parametrizations)  # type: ignore[arg-type]
-        state = _without_empty_hooks(vars(module))
+        state = {k: v for k, v in vars(module).items() if k not in _HOOKS or v}
         return _new_parametrized, (kind.__mro__[1], names), state, None, None, _set_state
     if kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__:
         return None
-    own = getattr(kind, "__getstate__", None) is not _GETSTATE
+    own = getattr(kind, "__getstate__", None) not in _GETSTATE
     state = module.__getstate__() if own else vars(module)
     if not isinstance(state, dict):
         return None
-    return _new, (kind,), _without_empty_hooks(state), None, None, _set_state
-
-
-def _without_empty_hooks(state: dict[str, Any]) -> dict[str, Any]:
     state = state.copy()
-    for name in _HOOKS:
+    state.pop("_compiled_call_impl", None)  # as torch's own __getstate__
+    for name in _HOOKS:  # here: a function would be one more call for each module
         if not state.get(name, True):
             del state[name]
-    return state
+    return _new, (kind,), state, None, None, _set_state
 
 
 def _new(kind: type[nn.Module]) -> nn.Module:

@@ -11,8 +11,9 @@ sent but their versions.
 from __future__ import annotations
 
 import io
+import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,14 +22,12 @@ from torch import Tensor, nn
 from raydp_parallel.state import sources
 from raydp_parallel.state.look import Codes, check_devices, look
 from raydp_parallel.wire import pickling
-from raydp_parallel.wire.messages import SlotSpec, StateUpdate, Write
-from raydp_parallel.wire.windows import PAGE, Layout, Spec, Window, is_dense
+from raydp_parallel.wire.codec import Row
+from raydp_parallel.wire.messages import SlotSpec, StateUpdate, Writes
+from raydp_parallel.wire.windows import PAGE, Layout, Spec, Window, is_dense, specs_of
 
 MAPPED = 1 << 16
 """Bytes from which on a tensor lies in a window: smaller ones travel as fast in the message."""
-
-_PIECE = 1 << 15
-"""Bytes of a run that are copied at once: of more, torch lets threads help, which takes longer."""
 
 _GLANCE = 1 << 10
 """Elements of a trained weight that are compared in each forward while the driver is behind."""
@@ -52,9 +51,16 @@ def set_versions(tensors: Iterable[Tensor], versions: Iterable[int]) -> None:
 
 
 def _geometry(t: Tensor) -> Any:
-    if t.layout is torch.strided and not t.is_nested:
-        return type(t), t.dtype, t.shape, t.stride(), t.requires_grad, t.device, t.is_conj()
     return type(t), t.dtype, t.layout, t.requires_grad, t.device
+
+
+def _geometries(row: Sequence[Tensor]) -> list[Any]:
+    return [
+        (type(t), t.dtype, t.shape, t.stride(), t.requires_grad, t.device, t.is_conj())
+        if t.layout is torch.strided and not t.is_nested
+        else _geometry(t)
+        for t in row
+    ]
 
 
 def _address(t: Tensor) -> int:
@@ -64,11 +70,17 @@ def _address(t: Tensor) -> int:
         return 0
 
 
-def _is_simple(t: Tensor) -> bool:
-    """Tell if a tensor is what its memory says, in a run without gaps."""
-    if type(t) not in (Tensor, nn.Parameter) or t.layout is not torch.strided or t.is_nested:
-        return False
-    return is_dense(t) and not (t.is_inference() or t.is_conj() or t.is_neg() or t.is_quantized)
+def _addresses(row: Sequence[Tensor]) -> list[int]:
+    try:
+        return [t.data_ptr() for t in row]
+    except RuntimeError:
+        return [*map(_address, row)]
+
+
+def _is_plain(t: Tensor) -> bool:
+    kind = type(t)
+    plain = (kind is Tensor or kind is nn.Parameter) and t.layout is torch.strided
+    return plain and not (t.is_nested or t.is_quantized or t.is_conj() or t.is_neg())
 
 
 def bits(t: Tensor) -> Tensor:
@@ -85,6 +97,10 @@ def bits(t: Tensor) -> Tensor:
     return t.view(_BITS[t.dtype.itemsize])
 
 
+def _shadow(t: Tensor) -> Tensor:
+    return t.detach().clone() if _is_plain(t) else bits(t).clone()
+
+
 def same(one: Tensor, other: Tensor) -> bool:
     """Compare two tensors to the bit."""
     return _alike(bits(one), bits(other))
@@ -92,6 +108,22 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 def _alike(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy tensors; plain ones into one run of memory."""
+    for t in tensors:  # no function for each
+        odd = (type(t) is not Tensor and type(t) is not nn.Parameter) or t.is_nested
+        odd = odd or t.layout is not torch.strided or t.is_quantized or t.is_conj() or t.is_neg()
+        if odd or not (t.is_contiguous() or is_dense(t)):
+            return [t.detach().clone() for t in tensors]
+    layout = Layout(specs_of(tensors))
+    device = tensors[0].device if tensors else _CPU
+    found = layout.views(torch.empty(layout.size, dtype=torch.uint8, device=device))
+    if found:
+        with torch.no_grad():
+            torch._foreach_copy_(found, [*tensors])
+    return found
 
 
 class Mark(NamedTuple):
@@ -159,8 +191,9 @@ class Master:
         self._windows: dict[int, Window] = {}
         self._moved_out: set[int] = set()
         self._shadows: dict[int, Tensor] = {}
-        self._run: dict[int, Tensor] | None = None
-        self._memory = torch.empty(0)
+        self._plain: set[int] = set()
+        self._last_copies: dict[int, Tensor] = {}
+        self._last_like: list[Any] = []
         self._dirty: set[int] = set()
         self.written: dict[int, int] = {}
         self.kinds: dict[int, str] = {}
@@ -176,6 +209,11 @@ class Master:
     def alive(self) -> nn.Module | None:
         """Return the module; None once it is gone."""
         return self._module()
+
+    @property
+    def home(self) -> torch.device:
+        """The device of the module."""
+        return next((t.device for t in self.tensors.values()), _CPU)
 
     # Look.
 
@@ -208,7 +246,7 @@ class Master:
             self.revision += 1
         # Lists are compared whole, in C: mostly nothing changed, or all did, by an optimizer.
         row = list(self.tensors.values())
-        now = _Seen(versions_of(row), [*map(_address, row)], [*map(_geometry, row)])
+        now = _Seen(versions_of(row), _addresses(row), _geometries(row))
         self.fresh = set()
         if now != self._seen or self._dirty or len(self._content_at) != len(row):
             self._compare(now)
@@ -218,7 +256,6 @@ class Master:
         for number in self.tensors.keys() - found.keys():
             for known in (self._spec_at, self._content_at, self._places, self._shadows):
                 known.pop(number, None)
-            self._run = None
             del self._slots[id(self.tensors[number])]
         before = dict(zip(self.tensors, zip(*self._seen, strict=True), strict=False))
         kept = [before.get(number, (-1, -1, None)) for number in found]
@@ -260,8 +297,6 @@ class Master:
             ):
                 grown.append(number)
             written = now.versions[i] != then.versions[i] or now.addresses[i] != then.addresses[i]
-            if contents:
-                self._run = None
             if contents or written or number in self._dirty:
                 self._content_at[number] = self.revision
                 self.fresh.add(number)
@@ -273,37 +308,29 @@ class Master:
                 self._windows.clear()
             self._map(grown)
             # The addresses that `_map` gave are no edits of the program's.
-            now = now._replace(addresses=[*map(_address, self.tensors.values())])
-        # Copies of what is sent: `verify` compares the next forward's contents with them.
-        into, values = [], []
-        for number in self.fresh:
-            if self._run is not None and number in self._run:
-                into.append(self._run[number])
-                values.append(self.tensors[number])
-            elif self.compares or number not in self._places:
-                self._shadows[number] = bits(self.tensors[number]).clone()
-        if into:
-            with torch.no_grad():
-                torch._foreach_copy_(into, values)
-        if self._run is None:
-            self._run = self._join()
+            now = now._replace(addresses=_addresses([*self.tensors.values()]))
+        if now.geometry != then.geometry or not self._plain:
+            self._plain = {n for n, t in self.tensors.items() if _is_plain(t)}
+        self._keep_copies(self.fresh)
         self._dirty.clear()
         self._seen = now
 
-    def _join(self) -> dict[int, Tensor]:
-        """Let the copies of small tensors lie in one run of memory, which is sent as one tensor."""
-        device = next(iter(self.tensors.values())).device
-        specs = {}
-        for number in self._shadows:
-            t = self.tensors[number]
-            if t.device == device and t.numel() * t.element_size() < MAPPED and _is_simple(t):
-                specs[number] = Spec(t.dtype, t.shape, t.stride(), False)
-        layout = Layout([*specs.values()])
-        self._memory = torch.empty(layout.size, dtype=torch.uint8, device=device)
-        run = dict(zip(specs, layout.views(self._memory), strict=True))
-        for number, view in run.items():
-            self._shadows[number] = bits(view).copy_(self._shadows[number])
-        return run
+    def _keep_copies(self, numbers: Iterable[int]) -> None:
+        """Copy what is sent: `verify` compares the next forward's contents with it."""
+        into, values = [], []
+        for number in numbers:
+            if self.compares or number not in self._places:
+                t, shadow = self.tensors[number], self._shadows.get(number)
+                fits = shadow is not None and shadow.dtype == t.dtype  # .half() changes it
+                plain = number in self._plain
+                if shadow is not None and fits and shadow.shape == t.shape and plain:
+                    into.append(shadow)
+                    values.append(t)
+                else:
+                    self._shadows[number] = _shadow(t)
+        if into:
+            with torch.no_grad():
+                torch._foreach_copy_(into, values)
 
     def leaves(self) -> list[tuple[Tensor, str]]:
         """List the tensors that require a gradient, by slot, with their kinds."""
@@ -317,7 +344,9 @@ class Master:
     # Windows.
 
     def _can_be_mapped(self, number: int, t: Tensor) -> bool:
-        if t.device != _CPU or type(t) is not nn.Parameter or not _is_simple(t):
+        if t.device != _CPU or type(t) is not nn.Parameter or t.is_inference():
+            return False
+        if not _is_plain(t) or not is_dense(t):
             return False
         size = t.numel() * t.element_size()
         if size < MAPPED or number in self._moved_out or t.is_shared():  # with other processes
@@ -376,8 +405,8 @@ class Master:
                     tensor.copy_(weights[number])
                 written[number] = written.get(number, 0) + 1
                 self._seen.versions[i] = tensor._version
-                self._shadows[number].copy_(bits(tensor))
-                self._dirty.discard(number)
+        self._keep_copies(weights.keys() & self.tensors.keys())
+        self._dirty -= weights.keys()
         self.written = written
 
     # What replicas need.
@@ -394,12 +423,9 @@ class Master:
         """
         if revision == self.revision and weights is None:
             return None
-        specs, contents, versions = {}, {}, {}
+        specs, versions = {}, {}
+        contents: dict[int, Tensor] = {}
         windows: dict[int, Window] = {}
-        views = self._run or {}
-        fresh = [view.nbytes for n, view in views.items() if self._content_at[n] > revision]
-        known = all(self._spec_at[n] <= revision for n in views)
-        whole = known and 2 * sum(fresh) > len(self._memory)
         for number, tensor in self.tensors.items():
             place = self._places.get(number) if maps else None
             if self._spec_at[number] > revision:
@@ -408,8 +434,8 @@ class Master:
                     windows[place[0]] = self._windows[place[0]]
             if self._content_at[number] > revision:
                 versions[number] = 0 if tensor.is_inference() else tensor._version
-                if place is None and not (whole and number in views):
-                    contents[number] = tensor.detach()
+                if place is None:
+                    contents[number] = tensor
         contents.update(weights or {})
         structure = self._structure if self.structure_at > revision else None
         code = None
@@ -424,8 +450,8 @@ class Master:
             sources=self._sources.latest if self._sources.at > revision else None,
             specs=specs,
             windows=windows,
-            contents=contents,
-            run=(tuple(views), [*self._memory.split(_PIECE)]) if whole else None,
+            slots=tuple(contents),
+            contents=Row(contents.values(), flags=False),
             versions=versions,
         )
 
@@ -442,15 +468,23 @@ class Master:
         """Compare the contents of what was not sent with what the replicas have; returns whether
         something was edited behind its version.
         """
-        edited = []
         behind = glance and self.resident is not None and self.resident.behind
         stale = self.trained if behind else ()
-        for number, shadow in self._shadows.items():
-            now = bits(self.tensors[number])
+        others = [number for number in self._shadows if number not in self.fresh]
+        rows = []
+        for number in others:
+            row = bits(self.tensors[number]), bits(self._shadows[number])
             if number in stale:  # an edit is an error then: see if there is one at a glance
-                now, shadow = now.flatten()[:_GLANCE], shadow.flatten()[:_GLANCE]
-            if number not in self.fresh and not _alike(now, shadow):
-                edited.append(number)
+                row = row[0].flatten()[:_GLANCE], row[1].flatten()[:_GLANCE]
+            rows.append(row)
+        if self.home.type == "cpu":
+            alike = [_alike(*row) for row in rows]
+        else:  # the host waits for a GPU once
+            near = [i for i, (a, b) in enumerate(rows) if a.shape == b.shape and a.is_cuda]
+            unlike = [(rows[i][0] != rows[i][1]).any() for i in near]
+            known = dict(zip(near, torch.stack(unlike).tolist() if near else [], strict=True))
+            alike = [not known[i] if i in known else _alike(*row) for i, row in enumerate(rows)]
+        edited = [number for number, same_ in zip(others, alike, strict=True) if not same_]
         self._dirty.update(edited)
         return bool(edited)
 
@@ -459,31 +493,54 @@ class Master:
         if not self.compares:
             self.compares = True
             for number in self._places:
-                self._shadows[number] = bits(self.tensors[number]).clone()
+                self._shadows[number] = _shadow(self.tensors[number])
 
     # Writes of replicas.
 
-    def write_back(self, writes: dict[int, Write], keep: bool) -> dict[int, Tensor]:
+    def write_back(self, writes: Writes, keep: bool) -> dict[int, Tensor]:
         """Write what the first chunk wrote; returns what was there before, if that is kept."""
         before: dict[int, Tensor] = {}
-        written = dict(self.written)  # marks keep the one before
-        for number, write in writes.items():
-            tensor = self.tensors.get(number)
-            if tensor is None:
-                continue
-            if keep:
-                before[number] = tensor.detach().clone()
-            version = 0 if tensor.is_inference() else tensor._version
-            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                if write.replaced:
-                    tensor.data = write.value.to(tensor.device, copy=True)
-                else:
-                    tensor.copy_(write.value)
-            set_versions([tensor], [version + write.moved])
-            self._dirty.add(number)
-            written[number] = written.get(number, 0) + write.moved
-        self.written = written
+        self.written = dict(self.written)  # marks keep the one before
+        found = [
+            (self.tensors[n], *rest) for n, *rest in zip(*writes, strict=True) if n in self.tensors
+        ]
+        slots = [n for n in writes.slots if n in self.tensors]
+        if keep:
+            before = self._copied(dict(zip(slots, [t for t, *_ in found], strict=True)))
+        versions = versions_of([t for t, *_ in found])
+        into, values = [], []
+        for tensor, value, _, replaced in found:
+            if replaced:
+                tensor.data = value.to(tensor.device, copy=True)
+            elif tensor.is_inference():
+                with torch.inference_mode():
+                    tensor.copy_(value)
+            else:
+                into.append(tensor)
+                values.append(value)
+        if into:
+            with torch.no_grad():
+                torch._foreach_copy_(into, values)
+        moved = [by for _, _, by, _ in found]
+        after = [a + b for a, b in zip(versions, moved, strict=True)]
+        set_versions([t for t, *_ in found], after)
+        self._dirty.update(slots)
+        for number, by in zip(slots, moved, strict=True):
+            self.written[number] = self.written.get(number, 0) + by
         return before
+
+    def _copied(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Copy tensors by slot, into the last copies if no graph has them any more."""
+        last, row = self._last_copies, [*tensors.values()]
+        like = _geometries(row)
+        unused = sys.getrefcount(last) <= 3 and last.keys() == tensors.keys() and row
+        if unused and self._last_like == like:
+            with torch.no_grad():
+                torch._foreach_copy_([*last.values()], row)
+        else:
+            last = self._last_copies = dict(zip(tensors, copies(row), strict=True))
+            self._last_like = like
+        return last
 
     def mark(self) -> Mark:
         """Note how often each tensor was written to so far."""

@@ -16,6 +16,9 @@ from torch import Tensor
 _METHODS = ("numpy", "__array__", "__dlpack__")
 _PLAIN: Any = vars(torch._C.TensorBase)["data"]
 
+data: Callable[[Tensor], Tensor] = _PLAIN.__get__
+"""Returns ``tensor.data``, of which nothing is noted."""
+
 _BEFORE = {name: vars(Tensor).get(name) for name in _METHODS}
 
 _SMALL = 1 << 20

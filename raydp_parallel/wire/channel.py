@@ -1,8 +1,9 @@
 """One way to call a replica of this machine: a frame out, a frame in, on a Unix socket.
 
 A frame is a header, pickled bytes and, the first time, the geometry of the tensors beside them.
-The tensors lie in a window of the sender's, whose descriptor goes with the frame that first uses
-it. They are valid until the sender's next frame.
+The tensors lie in a window of the sender's, which goes with the frame that first uses it: as a
+descriptor, or, if both processes compute on one GPU and that was tried, as torch's description of
+memory there. They are valid until the sender's next frame.
 """
 
 from __future__ import annotations
@@ -11,22 +12,23 @@ import pickle
 import select
 import socket
 import struct
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from raydp_parallel.devices import memory
+from raydp_parallel.errors import TransferError
 from raydp_parallel.wire import codec
-from raydp_parallel.wire.windows import Layout, Layouts, Window
+from raydp_parallel.wire.windows import GpuWindow, Layout, Layouts, Window
 
-_HEADER = struct.Struct("!QQQQQ")
-"""The length of the body and of the specs, the number of the layout, the size of a new window, and
-the length of the sizes of further windows, which are mapped privately."""
+_HEADER = struct.Struct("!QQQ??q")
+"""The length of the body and of the news, the number of the layout, whether the window lies on a
+GPU, whether a sum of its bytes is given, and the sum."""
 
 _CHUNK = 1 << 20
 _DESCRIPTORS = 64
+_ALWAYS, _SELDOM = 8, 1000
+"""How many frames are summed at first, and which later ones."""
 
 
 class Channel:
@@ -34,20 +36,29 @@ class Channel:
 
     Args:
         sock: The socket.
-        device: Where tensors of received frames go; on a CPU they stay in the window.
+        device: Where tensors of received frames go, unless the receiver names another device; on a
+            CPU they stay in the window.
+        summed: True if a GPU takes part, so that sums of the bytes are compared now and then.
 
     Attributes:
+        ipc: The GPU that both ends compute on, once windows may lie there.
         sent: Bytes of tensors that were sent so far.
         received: Bytes of tensors that were received.
     """
 
-    def __init__(self, sock: socket.socket, device: torch.device | None = None) -> None:
+    def __init__(
+        self, sock: socket.socket, device: torch.device | None = None, summed: bool = False
+    ) -> None:
         self._sock = sock
         self._device = device or torch.device("cpu")
+        self._summed = summed
+        self._frames = 0
+        self.ipc: torch.device | None = None
         self._layouts = Layouts()
         self._theirs: dict[int, Layout] = {}
-        self._out: Window | None = None
-        self._in: Window | None = None
+        self._out: dict[bool, Window | GpuWindow] = {}
+        self._in: dict[bool, Window | GpuWindow] = {}
+        self._reading: Any = None  # the stream that may still copy from the other end's window
         self.sent = self.received = 0
 
     def fileno(self) -> int:
@@ -58,17 +69,37 @@ class Channel:
         """Send a message. Tensors of the last one are overwritten."""
         packet = codec.encode(message)
         number, layout, new = self._layouts.of(packet.specs)
-        size, fds = 0, [window.fd for window in packet.windows]
-        if layout.size and (self._out is None or self._out.size < layout.size):
-            self._out = Window(layout.size + layout.size // 4)
-            size, fds = self._out.size, [self._out.fd, *fds]
-        if packet.tensors:
-            assert self._out is not None
-            memory.download(packet.tensors, layout, self._out)
-        specs = pickle.dumps(packet.specs) if new else b""
-        shared = pickle.dumps([window.size for window in packet.windows]) if packet.windows else b""
-        header = _HEADER.pack(len(packet.body), len(specs), number, size, len(shared))
-        data = b"".join((header, specs, shared, packet.body))
+        near = self.ipc is not None and memory.gpu_of(packet.tensors) == self.ipc
+        size, export, fds = 0, None, [window.fd for window in packet.windows]
+        window = self._out.get(near)
+        if layout.size and (window is None or window.size < layout.size):
+            size = layout.size + layout.size // 4
+            if near:
+                assert self.ipc is not None
+                window = GpuWindow(size, self.ipc)
+                export = window.export
+            else:
+                window = Window(size)
+                size, fds = window.size, [window.fd, *fds]
+            self._out[near] = window
+        waited = None
+        if packet.tensors and window is not None:
+            waited = memory.download(packet.tensors, layout, window)
+        if self._reading is not None and self._reading != waited:
+            self._reading.synchronize()  # the other end may write there once it has this frame
+        self._reading = None
+        self._frames += 1
+        summed = self._summed and (self._frames <= _ALWAYS or self._frames % _SELDOM == 0)
+        summed = summed and layout.size > 0
+        total = memory.total(window.memory[: layout.size]) if summed and window is not None else 0
+        news = b""
+        if new or size or packet.windows:
+            shared = tuple([other.size for other in packet.windows])
+            # Geometry and memory that the other end does not know: the specs of a new layout, the
+            # size of a new window, its description on a GPU, sizes of windows to map privately.
+            news = pickle.dumps((packet.specs if new else None, size, export, shared))
+        header = _HEADER.pack(len(packet.body), len(news), number, near, summed, total)
+        data = b"".join((header, news, packet.body))
         begun = socket.send_fds(self._sock, [data], fds) if fds else self._sock.send(data)
         if begun < len(data):
             self._sock.sendall(memoryview(data)[begun:])
@@ -80,35 +111,56 @@ class Channel:
         poll.register(self._sock, select.POLLIN)
         return bool(poll.poll(None if timeout is None else max(0.0, timeout) * 1000))
 
-    def receive(self, timeout: float | None = None) -> Any:
-        """Receive a message; its tensors are valid until the other end's next one.
+    def receive(self, timeout: float | None = None, device: torch.device | None = None) -> Any:
+        """Receive a message; its tensors are valid until the other end's next one, unless they were
+        brought to a GPU.
+
+        Args:
+            timeout: Seconds to wait.
+            device: Where its tensors go.
 
         Raises:
             EOFError: The other process ended.
             TimeoutError: Nothing came in time.
+            TransferError: Other bytes came than were sent.
         """
         if not self.ready(timeout):
             raise TimeoutError("no answer in time")
         header, fds, _, _ = socket.recv_fds(self._sock, _HEADER.size, _DESCRIPTORS)
         header += self._read(_HEADER.size - len(header))
-        body, specs, number, size, shared = _HEADER.unpack(header)
-        if size:
-            self._in = Window(size, fds.pop(0))
-        if specs:
-            self._theirs[number] = Layout(pickle.loads(self._read(specs)))
-        sizes = pickle.loads(self._read(shared)) if shared else ()
-        windows = [Window(size, fd, private=True) for size, fd in zip(sizes, fds, strict=True)]
+        body, length, number, near, summed, total = _HEADER.unpack(header)
+        windows: list[Window] = []
+        news = self._read(length)
         data = self._read(body)
+        if news:
+            specs, size, export, shared = pickle.loads(news)
+            if export is not None:
+                self._in[True] = GpuWindow(size, self.ipc or device or self._device, export)
+            elif size:
+                self._in[False] = Window(size, fds.pop(0))
+            if specs is not None:
+                self._theirs[number] = Layout(specs)
+            for each, fd in zip(shared, fds, strict=True):
+                windows.append(Window(each, fd, private=True))
         layout = self._theirs[number]
         self.received += layout.size
-        return codec.decode(data, self._tensors(layout), windows)
-
-    def _tensors(self, layout: Layout) -> Sequence[Tensor]:
         if not layout.specs:
-            return ()
-        if self._in is None:  # nothing but tensors without elements
-            self._in = Window(0)
-        return memory.upload(layout, self._in, self._device)
+            return codec.decode(data, (), windows)
+        if near not in self._in:  # nothing but tensors without elements
+            self._in[near] = Window(0)
+        window = self._in[near]
+        found, whole, self._reading = memory.upload(layout, window, device or self._device)
+        if summed and memory.total(whole[: layout.size]) != total:
+            raise TransferError(
+                f"a message between driver and replica came with other bytes than were sent, by "
+                f"the way {'ipc' if near else 'host'!r}: the values of this step are lost. "
+                "Options(gpu_paths=('host',)) leaves the faster ways out"
+            )
+        return codec.decode(data, found, windows)
+
+    def drop_windows(self) -> None:
+        """Make new windows for the next messages."""
+        self._out.clear()
 
     def _read(self, count: int) -> bytes:
         if not count:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import io
 import pickle
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from raydp_parallel.wire import pickling
-from raydp_parallel.wire.windows import Spec, Window, dense
+from raydp_parallel.wire.windows import Spec, Window, dense, is_dense
 
 _opening = threading.local()
 
@@ -38,6 +38,24 @@ def _load(data: bytes, tensors: Sequence[Tensor], windows: Sequence[Window] = ()
     finally:
         vars(_opening).clear()
         vars(_opening).update(before)
+
+
+class Row(list[Any]):
+    """Tensors, and None, that travel without a look of pickle at each.
+
+    Args:
+        tensors: They.
+        flags: True if it travels which of them require a gradient.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor | None] = (), flags: bool = True) -> None:
+        super().__init__(tensors)
+        self.flags = flags
+
+
+def _row(begin: int, present: bytes) -> Row:
+    rest = iter(_opening.tensors[begin : begin + sum(present)])
+    return Row([next(rest) if one else None for one in present])
 
 
 class Parcel(NamedTuple):
@@ -90,7 +108,7 @@ class Packet(NamedTuple):
     Attributes:
         body: Its pickle.
         specs: The geometry of its tensors.
-        tensors: The tensors, without gaps.
+        tensors: The tensors, without gaps; some may be part of a graph.
         windows: Memory that it shares, of which descriptors travel.
     """
 
@@ -109,6 +127,8 @@ class _MessagePickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         kind: Any = type(value)
+        if kind is Row:
+            return self._reduce_row(value)
         if kind is Window:
             self.windows.append(value)
             return _window, (len(self.windows) - 1,)
@@ -117,19 +137,37 @@ class _MessagePickler(pickle.Pickler):
                 return _reduce_composed(value)
             if value.is_meta:
                 return NotImplemented
-            grad = value.requires_grad
-            plain = value.detach() if grad else value
+            plain = value
             if value.is_conj() or value.is_neg():
-                plain = plain.resolve_conj().resolve_neg()
+                plain = plain.detach().resolve_conj().resolve_neg()
             if plain._is_zerotensor():  # which has no memory
-                plain = plain.clone()
+                plain = plain.detach().clone()
             plain = dense(plain)
-            self.specs.append(Spec(plain.dtype, plain.shape, plain.stride(), grad))
+            spec = (plain.dtype, plain.shape, plain.stride(), value.requires_grad)
+            self.specs.append(tuple.__new__(Spec, spec))
             self.tensors.append(plain)
             return _tensor, (len(self.tensors) - 1,)
         if isinstance(value, Tensor):
             return _reduce_subclass(value)
         return NotImplemented
+
+    def _reduce_row(self, row: Row) -> Any:
+        """Take all tensors of a row in one loop: functions of Python cost more than the rest."""
+        begin, specs, tensors = len(self.tensors), [], []
+        for t in row:
+            if t is None:
+                continue
+            odd = (type(t) is not Tensor and type(t) is not nn.Parameter) or t.is_meta
+            odd = odd or t.layout is not torch.strided or t.is_nested or t.is_quantized
+            odd = odd or t.is_conj() or t.is_neg() or t._is_zerotensor()
+            if odd or not (t.is_contiguous() or is_dense(t)):
+                return Row, ([*row],)
+            spec = (t.dtype, t.shape, t.stride(), row.flags and t.requires_grad)
+            specs.append(tuple.__new__(Spec, spec))
+            tensors.append(t)
+        self.specs += specs
+        self.tensors += tensors
+        return _row, (begin, bytes([t is not None for t in row]))
 
 
 def encode(message: Any) -> Packet:

@@ -20,6 +20,8 @@ Flat = tuple[bytes, bytes, Any]
 class _Run:
     """A flat run of bytes in the place of a window."""
 
+    registered = False
+
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
 
@@ -41,4 +43,5 @@ def unflat(parts: Flat, device: torch.device) -> Any:
     """Put a message together. The bytes are copied: those in Ray's object store are read-only."""
     body, specs, data = parts
     run = _Run(torch.from_numpy(np.array(data)))
-    return codec.decode(body, memory.upload(Layout(pickle.loads(specs)), run, device))
+    tensors, *_ = memory.upload(Layout(pickle.loads(specs)), run, device)
+    return codec.decode(body, tensors)

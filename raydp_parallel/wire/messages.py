@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from raydp_parallel.devices.ambient import CallContext
-from raydp_parallel.wire.codec import Parcel
+from raydp_parallel.wire.codec import Parcel, Row
 from raydp_parallel.wire.windows import Window
 
 
@@ -47,8 +47,8 @@ class StateUpdate(NamedTuple):
         sources: The driver's modules, see `state.sources`; None if nothing is new.
         specs: Tensors that are new, or of another geometry, by slot.
         windows: Memory that tensors lie in, by number.
-        contents: Tensors with other contents, by slot; of those in windows nothing is sent.
-        run: Slots, and the memory of their tensors, in pieces; None if no such run is sent.
+        slots: The slots of tensors with other contents; of those in windows nothing is sent.
+        contents: These contents.
         versions: The version of each of those, as the master counts it.
     """
 
@@ -58,8 +58,8 @@ class StateUpdate(NamedTuple):
     sources: Any
     specs: dict[int, SlotSpec]
     windows: dict[int, Window]
-    contents: dict[int, Tensor]
-    run: tuple[tuple[int, ...], list[Tensor]] | None
+    slots: tuple[int, ...]
+    contents: Row
     versions: dict[int, int]
 
 
@@ -260,18 +260,20 @@ class CaughtWarning(NamedTuple):
     lineno: int
 
 
-class Write(NamedTuple):
-    """A tensor that the first chunk wrote to.
+class Writes(NamedTuple):
+    """Tensors that the first chunk wrote to.
 
     Attributes:
-        value: Its contents now.
-        moved: By how much its version moved.
-        replaced: True if its memory is another one, as after ``t.data = other``.
+        slots: Their slots.
+        values: Their contents now.
+        moved: By how much the version of each moved.
+        replaced: True if the memory of each is another one, as after ``t.data = other``.
     """
 
-    value: Tensor
-    moved: int
-    replaced: bool
+    slots: tuple[int, ...] = ()
+    values: Row = Row()
+    moved: tuple[int, ...] = ()
+    replaced: tuple[bool, ...] = ()
 
 
 class Answer(NamedTuple):
@@ -284,8 +286,8 @@ class Answer(NamedTuple):
             the outputs depend on. Of a backward: which leaves' gradients are kept.
         failure: The exception, if there is one.
         warnings: Warnings.
-        writes: Tensors that were written to, by slot.
-        lacking: True if the replica has lost contents, and needs the whole state.
+        writes: Tensors that were written to.
+        lacking: True if the replica has lost contents, or a message, and needs the whole state.
         busy: Seconds that it computed.
     """
 
@@ -293,7 +295,7 @@ class Answer(NamedTuple):
     reached: tuple[bool, ...] = ()
     failure: Failure | None = None
     warnings: tuple[CaughtWarning, ...] = ()
-    writes: dict[int, Write] = {}  # noqa: RUF012  # never written to
+    writes: Writes = Writes()
     lacking: bool = False
     busy: float = 0.0
 

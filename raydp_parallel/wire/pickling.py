@@ -143,8 +143,8 @@ def stream_name(value: Any) -> str | None:
     value.
     """
     for name in _STREAMS:
-        known = (getattr(sys, name), getattr(sys, f"__{name}__"))
-        if value is not None and any(value is stream for stream in known):
+        known = value is getattr(sys, name) or value is getattr(sys, f"__{name}__")
+        if known and value is not None:
             return name
     # the original stream, where a notebook, a test or Ray has replaced it
     if type(value) is io.TextIOWrapper:

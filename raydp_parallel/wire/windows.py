@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import pickle
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -28,6 +29,12 @@ class Spec(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     grad: bool
+
+
+def specs_of(tensors: Sequence[Tensor]) -> list[Spec]:
+    """Describe dense tensors that require no gradient."""
+    # Without Spec's own constructor, which is a function of Python.
+    return [tuple.__new__(Spec, (t.dtype, t.shape, t.stride(), False)) for t in tensors]
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -67,29 +74,90 @@ class Layout:
 
     def views(self, memory: Tensor) -> list[Tensor]:
         """Show the tensors in a flat run of bytes, on whatever device it lies."""
-        return [_view(memory, s, at) for s, at in zip(self.specs, self.offsets, strict=True)]
+        whole = {}
+        for dtype in {spec.dtype for spec in self.specs}:
+            size = memory.numel() // dtype.itemsize * dtype.itemsize
+            whole[dtype] = (memory if size == memory.numel() else memory[:size]).view(dtype)
+        begin = memory.storage_offset()
+        found = []
+        for spec, offset in zip(self.specs, self.offsets, strict=True):
+            at = (begin + offset) // spec.dtype.itemsize
+            found.append(whole[spec.dtype].as_strided(spec.shape, spec.stride, at))
+        return found
+
+    def part(self, numbers: Sequence[int]) -> Layout:
+        """Lay out some of the tensors alone."""
+        return Layout([self.specs[i] for i in numbers])
 
 
-def _view(memory: Tensor, spec: Spec, offset: int) -> Tensor:
-    count = 1
-    for n in spec.shape:
-        count *= n
-    if count == 0:
-        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=memory.device)
-    run = memory[offset : offset + count * spec.dtype.itemsize].view(spec.dtype)
-    return run.as_strided(spec.shape, spec.stride)
-
-
-class Window:
-    """Shared memory of this process, or of another one that sent its descriptor.
+class _Run:
+    """Memory in which rows of tensors lie.
 
     Attributes:
         memory: All of it, as a flat tensor of bytes.
+        map: Maps it into this process; None on a GPU.
+        registered: True if CUDA knows it as memory of the host; None if that was not tried.
+    """
+
+    memory: Tensor
+    map: mmap.mmap | None = None
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.registered: bool | None = None
+        self._views: dict[int, tuple[Layout, list[Tensor]]] = {}
+
+    def views(self, layout: Layout) -> list[Tensor]:
+        """Show a row of tensors here; made once for each layout."""
+        found = self._views.get(id(layout))
+        if found is None:
+            if len(self._views) >= 2 * Layouts.MOST:
+                self._views.clear()
+            found = self._views[id(layout)] = layout, layout.views(self.memory)
+        return found[1]
+
+
+class GpuWindow(_Run):
+    """Memory of a GPU on which both processes compute.
+
+    It is exported once and opened once: torch's counts of readers are wrong otherwise.
+
+    Args:
+        size: Its bytes.
+        device: The GPU, as this process numbers it.
+        export: The other process's description of it; None makes it here.
+    """
+
+    def __init__(self, size: int, device: torch.device, export: bytes | None = None) -> None:
+        super().__init__(size)
+        from torch.multiprocessing import reductions
+
+        # A tensor of inference mode could not be written to outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            if export is None:
+                self.memory = torch.empty(size, dtype=torch.uint8, device=device)
+                self.export = pickle.dumps(reductions.reduce_tensor(self.memory)[1])
+            else:
+                given = list(pickle.loads(export))
+                given[_NUMBER] = device.index or 0
+                self.memory = reductions.rebuild_cuda_tensor(*given)
+
+
+_NUMBER = 6
+"""Where torch's description of a shared tensor has the number of its GPU."""
+
+
+class Window(_Run):
+    """Shared memory of this process, or of another one that sent its descriptor.
+
+    Attributes:
         fd: Its descriptor; the memory ends with the last process that has it mapped.
     """
 
+    map: mmap.mmap
+
     def __init__(self, size: int, fd: int | None = None, private: bool = False) -> None:
-        self.size = max(PAGE, -(-size // PAGE) * PAGE)
+        super().__init__(max(PAGE, -(-size // PAGE) * PAGE))
         if fd is None:
             fd = os.memfd_create("raydp_parallel", os.MFD_CLOEXEC)
             os.ftruncate(fd, self.size)
@@ -100,7 +168,6 @@ class Window:
         # Tensors keep the mapping when the window is gone, and the mapping its descriptor.
         weakref.finalize(self.map, os.close, fd).atexit = False
         _mapped[self.map] = self.memory.data_ptr(), self.size, fd
-        self._views: dict[int, tuple[Layout, list[Tensor]]] = {}
 
     def duplicate(self) -> int:
         """Return another descriptor of the memory, for another window on it."""
@@ -113,15 +180,6 @@ class Window:
             count *= n
         run = torch.frombuffer(self.map, dtype=spec.dtype, count=count, offset=offset)
         return run.as_strided(spec.shape, spec.stride)
-
-    def views(self, layout: Layout) -> list[Tensor]:
-        """Show a row of tensors here; made once for each layout."""
-        found = self._views.get(id(layout))
-        if found is None:
-            if len(self._views) >= 2 * Layouts.MOST:
-                self._views.clear()
-            found = self._views[id(layout)] = layout, layout.views(self.memory)
-        return found[1]
 
 
 _mapped: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, int, int]] = weakref.WeakKeyDictionary()

@@ -1,0 +1,67 @@
+"""The trial of windows on a GPU, before anything depends on them.
+
+It uses the windows themselves and the operations of all later messages, at two sizes, three times
+in the same memory, with other random contents each time, behind work that keeps the GPU busy.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from raydp_parallel.errors import TransferError
+from raydp_parallel.wire.channel import Channel
+from raydp_parallel.wire.messages import Answer
+
+SIZES = [1 << 20, 64 << 20]
+_ROUNDS = 3
+_PRODUCTS = 50
+_PATIENCE = 10.0
+"""Seconds for each size."""
+
+
+class Trial(NamedTuple):
+    """A request to send tensors back, each bit turned; without any it ends the trial."""
+
+    tensors: list[Tensor]
+
+
+def try_ipc(channel: Channel, device: torch.device) -> None:
+    """Let a channel use a GPU's memory from now on, if that works.
+
+    Raises:
+        Exception: It does not: the other process cannot be used any more.
+    """
+    channel.ipc = device
+    for size in SIZES:
+        deadline = time.monotonic() + _PATIENCE
+        for _ in range(_ROUNDS):
+            sent = _late(torch.randint(1 << 62, (size // 8,), device=device))
+            channel.send(Trial([sent]))
+            answer = channel.receive(deadline - time.monotonic(), device)
+            if answer.failure is not None:
+                raise TransferError(f"the replica cannot use them: {answer.failure.text}")
+            if not torch.equal(answer.value[0], ~sent):
+                raise TransferError("other bytes arrived than were sent")
+    channel.send(Trial([]))
+    channel.receive(_PATIENCE)
+    channel.drop_windows()  # which were larger than the next messages may be
+
+
+def answer(channel: Channel, trial: Trial, device: torch.device) -> None:
+    """Answer a trial, in the replica."""
+    channel.ipc = device
+    channel.send(Answer(value=[_late(~t) for t in trial.tensors]))
+    if not trial.tensors:
+        channel.drop_windows()
+
+
+def _late(t: Tensor) -> Tensor:
+    """Give the same values, once a GPU has computed for some milliseconds."""
+    busy = torch.zeros(1024, 1024, device=t.device)
+    for _ in range(_PRODUCTS):
+        busy = busy @ busy
+    return t + busy[0, 0].to(t.dtype)

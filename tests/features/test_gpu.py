@@ -1,0 +1,309 @@
+"""The CUDA code on a fake GPU: it has never been seen on a real one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_gpu import FakeGpus, installed, near_replicas
+from torch import nn
+
+from benchmarks import gpu_host
+from raydp_parallel import DataParallel, Executor, Options
+from raydp_parallel.cluster.clients import InProcessClient
+from raydp_parallel.devices import cuda, memory
+from raydp_parallel.errors import TransferError
+from raydp_parallel.wire import trial
+from raydp_parallel.wire.channel import Channel
+from raydp_parallel.wire.windows import GpuWindow
+
+HERE = Options(in_process=True)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpus]:
+    """Two GPUs, of which replicas in this process have one each."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # so that it is unset again
+    with installed(2) as found:
+        near_replicas(found, monkeypatch)
+        yield found
+
+
+def net(width: int = 8, layers: int = 2) -> nn.Module:
+    """Layers with batch norm."""
+    parts = [
+        nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.Tanh())
+        for _ in range(layers)
+    ]
+    return nn.Sequential(*parts, nn.Linear(width, 3)).double()
+
+
+def train(model: nn.Module, x: torch.Tensor, steps: int = 3) -> Iterator[float]:
+    """Train, and yield each loss."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        yield loss.item()
+
+
+@pytest.mark.parametrize("home", ["cpu", "cuda"])
+@pytest.mark.parametrize("registers", [True, False])
+def test_training_has_the_values_of_cpus(gpus: FakeGpus, home: str, registers: bool) -> None:
+    """By registered windows and by staging, for a driver with a GPU and for one without."""
+    gpus.registers = registers
+    own, other = net().to(home), net()
+    other.load_state_dict({k: v.cpu() for k, v in own.state_dict().items()})
+    x = torch.randn(8, 8, dtype=torch.double)
+    with Executor([0, 1], options=HERE) as executor:
+        losses = [*train(DataParallel(own, executor=executor), x.to(home))]
+        weight: Any = own.get_parameter("0.0.weight")
+        assert weight.grad.device == weight.device
+        assert weight.device.type == home
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("raydp_parallel.cluster.start.InProcessClient", InProcessClient)
+        with Executor(["cpu", "cpu"], options=HERE) as executor:
+            found = [*train(DataParallel(other, executor=executor), x)]
+    assert losses == pytest.approx(found, rel=1e-12)
+    for a, b in zip(own.state_dict().values(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(a.cpu(), b)
+
+
+@pytest.mark.parametrize("registers", [True, False])
+def test_each_message_crosses_once_however_many_tensors(gpus: FakeGpus, registers: bool) -> None:
+    """Tensors are gathered first, and nothing goes through pageable memory (N1, N2)."""
+    gpus.registers = registers
+    x, seen = torch.randn(8, 8, dtype=torch.double).cuda(), []
+    for layers in (1, 6):
+        with Executor([0, 1], options=HERE) as executor:
+            steps = train(DataParallel(net(layers=layers).cuda(), executor=executor), x)
+            next(steps)
+            next(steps)
+            gpus.counts.clear()
+            next(steps)
+        seen.append({k: n for k, n in gpus.counts.items() if "crossings" in k or "pageable" in k})
+    # Two requests and two answers for each of two replicas; the first one looks at its buffers, in
+    # one run, after each pass. The loss's item() is not counted.
+    looks = {"replica pageable": 2}
+    assert seen[0] == seen[1] == {"driver crossings": 8, "replica crossings": 10, **looks}
+
+
+def test_a_replica_with_a_gpu_copies_with_several_threads(
+    gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray sets one where no CPU is booked (N3)."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(cuda, "cores", lambda: 16)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert cuda.take_given("gpu", ["1"]) == torch.device("cuda", 0)
+    assert torch.get_num_threads() == 4
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "1"
+
+
+@pytest.mark.parametrize(("visible", "index"), [("", 1), ("5,1", 1), ("1,5", 0)])
+def test_gpus_stay_visible_if_the_user_says_so(
+    gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, visible: str, index: int
+) -> None:
+    """As Ray's own variable asks for (N5)."""
+    monkeypatch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    given: Any = cuda.take_given("gpu", ["1"])
+    assert given == torch.device("cuda", index)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == visible
+
+
+def test_a_shared_gpu_carries_all_bytes(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing crosses to the host, and the values are those of host memory."""
+    x, losses, moved = torch.randn(8, 8, dtype=torch.double).cuda(), [], []
+    for ipc in (True, False):
+        near_replicas(gpus, monkeypatch, ipc)
+        torch.manual_seed(0)
+        with Executor([0, 0], options=HERE) as executor:
+            assert executor.stats().link == ("ipc" if ipc else "windows")
+            model = DataParallel(net().cuda(), executor=executor)
+            gpus.counts.clear()
+            losses.append([*train(model, x, steps=12)])
+            moved.append(gpus.counts["driver crossings"])
+    assert losses[0] == losses[1]
+    assert moved[0] == 0 < moved[1]
+
+
+def test_a_window_is_waited_for(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads it before finds other bytes."""
+    near_replicas(gpus, monkeypatch, ipc=True)
+    x = torch.randn(8, 8, dtype=torch.double).cuda()
+    with Executor([0], options=HERE) as executor, torch.no_grad():
+        model = DataParallel(net().cuda(), executor=executor)
+        right = [model(x) for _ in range(9)][-1]
+        monkeypatch.setattr(gpus, "wait", lambda: None)
+        assert not torch.equal(model(x + 1), right)
+
+
+def answered(gpus: FakeGpus) -> Channel:
+    """The driver's end; at the other one a replica answers trials, in another thread."""
+    ours, theirs = (Channel(end, summed=True) for end in socket.socketpair())
+    gpu = torch.device("cuda", 0)
+
+    def serve() -> None:
+        gpus.side = "replica"
+        with (
+            gpus,
+            contextlib.suppress(EOFError, OSError, TransferError),
+            contextlib.closing(theirs),
+        ):
+            while True:
+                trial.answer(theirs, theirs.receive(device=gpu), gpu)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return ours
+
+
+def test_the_trial_and_what_it_finds(gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It passes where bytes arrive, and fails where they do not, or where nobody answers."""
+    monkeypatch.setattr(trial, "SIZES", [1 << 16, 1 << 20])
+    monkeypatch.setattr(trial, "_PRODUCTS", 1)
+    gpu = torch.device("cuda", 0)
+    ours = answered(gpus)
+    trial.try_ipc(ours, gpu)
+    ours.close()
+    gpus.lossy = True
+    ours = answered(gpus)
+    with pytest.raises(EOFError):
+        trial.try_ipc(ours, gpu)
+    ours.close()
+    monkeypatch.setattr(trial, "_PATIENCE", 0.01)
+    silent, _ = (Channel(end) for end in socket.socketpair())
+    with pytest.raises(TimeoutError):
+        trial.try_ipc(silent, gpu)
+
+
+def test_other_bytes_than_were_sent_are_told(
+    gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By sums beside the first messages, with the way's name."""
+    ours, theirs = (Channel(end, summed=True) for end in socket.socketpair())
+    gpu = torch.device("cuda", 0)
+    for way in ("host", "ipc"):
+        ours.send([torch.arange(8).cuda()])
+        next(iter(ours._out.values())).memory[3] = 7
+        with pytest.raises(TransferError, match=way):
+            theirs.receive(device=gpu)
+        ours._out.clear()
+        ours.ipc = gpu
+
+
+def test_an_export_is_opened_once(gpus: FakeGpus) -> None:
+    """Torch's counts of readers go below zero otherwise (N10)."""
+    ours, theirs = (Channel(end) for end in socket.socketpair())
+    ours.ipc = gpu = torch.device("cuda", 0)
+    for n in range(3):
+        ours.send([torch.full((4,), n).cuda()])
+        assert theirs.receive(device=gpu)[0].tolist() == [n] * 4
+    (window,) = ours._out.values()
+    with pytest.raises(RuntimeError, match="opened before"):
+        GpuWindow(window.size, gpu, window.export)
+
+
+@pytest.mark.parametrize(("told", "ways"), [("", {"host", "ipc"}), ("host", {"host"})])
+def test_the_environment_chooses_ways(
+    monkeypatch: pytest.MonkeyPatch, told: str, ways: set[str]
+) -> None:
+    """Before the options do."""
+    monkeypatch.setenv("RAYDP_PARALLEL_GPU_PATHS", told)
+    assert Options().ways == ways
+    monkeypatch.setenv("RAYDP_PARALLEL_GPU_PATHS", "hots")
+    with pytest.raises(ValueError, match="RAYDP_PARALLEL_GPU_PATHS"):
+        Options().ways  # noqa: B018
+
+
+def test_without_a_gpu_cuda_is_not_started() -> None:
+    """By the import, or by replicas on CPUs."""
+    code = """
+import raydp_parallel, torch
+torch.cuda._lazy_init = None
+options = raydp_parallel.Options(in_process=True)
+model = raydp_parallel.DataParallel(torch.nn.Linear(2, 2), ["cpu", "cpu"], options=options)
+model(torch.ones(4, 2)).sum().backward()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["", "lossy"])
+def test_replicas_in_processes_of_their_own(how: str) -> None:
+    """One of them shares the driver's GPU; it is started again without that if the trial fails."""
+    script = Path(__file__).parents[1] / "support" / "gpu_script.py"
+    done = subprocess.run(
+        [sys.executable, str(script), how], capture_output=True, text=True, timeout=280
+    )
+    *_, said, link, right = done.stdout.splitlines()
+    assert right == "right", done.stderr
+    assert link == ("link: windows" if how else "link: ipc + windows")
+    ways = "2 by pinned memory of the host" if how else "1 by CUDA IPC, 1 by pinned memory"
+    assert said.startswith(f"2 x Fake: {ways}")
+
+
+def test_a_step_asks_the_host_for_little() -> None:
+    """Counts for ResNet-50's tensors, which no machine changes."""
+    found = gpu_host.counted("ipc")
+    for kind, limit in gpu_host.LIMITS.items():
+        assert found[f"driver {kind}"] + found[f"replica {kind}"] <= limit, kind
+    # Each message is waited for, and each pass of the first chunk has a look at its buffers.
+    assert (found["driver waits"], found["replica waits"]) == (2, 4)
+
+
+def test_edits_of_data_are_found_with_one_wait(gpus: FakeGpus) -> None:
+    """Contents of what was not sent are compared on the GPU."""
+    module = net().cuda()
+    with Executor([0], options=HERE) as executor, torch.no_grad():
+        model = DataParallel(module.eval(), executor=executor)
+        x = torch.randn(8, 8, dtype=torch.double).cuda()
+        for _ in range(9):
+            before = model(x)
+        gpus.counts.clear()
+        model(x)
+        assert gpus.counts["driver waits"] == 2  # for the message, and for the comparison
+        module.get_parameter("0.0.weight").data.mul_(2)
+        assert not torch.equal(model(x), before)
+        assert torch.equal(model(x), module(x))
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3, 4])
+def test_a_step_with_wrong_bytes_has_no_effect(
+    gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    """Whichever of its messages that was; the next step is right."""
+    near_replicas(gpus, monkeypatch, ipc=True)
+    module = net().cuda()
+    before = {k: v.cpu() for k, v in module.state_dict().items()}
+    x = torch.randn(8, 8, dtype=torch.double).cuda()
+    with Executor([0], options=HERE) as executor:
+        model, sums, right = DataParallel(module, executor=executor), [], memory.total
+
+        def total(run: torch.Tensor) -> int:  # of the sender and of the receiver in turns
+            sums.append(right(run) + (len(sums) == 2 * lost - 1))
+            return sums[-1]
+
+        monkeypatch.setattr(memory, "total", total)
+        with pytest.raises(TransferError, match="'ipc'"):
+            [*train(model, x, steps=1)]
+        assert all(p.grad is None for p in module.parameters())
+        monkeypatch.setattr(memory, "total", right)
+        for name, value in module.state_dict().items():
+            if "running" not in name and "num" not in name:  # forward may have ended well
+                assert torch.equal(value.cpu(), before[name])
+        module.load_state_dict(before)
+        plain = net().cuda()
+        plain.load_state_dict(before)
+        assert [*train(model, x)] == pytest.approx([*train(plain, x)], rel=1e-12)
