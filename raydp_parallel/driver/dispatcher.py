@@ -220,7 +220,7 @@ class Dispatcher:
             return None
         except Exception:  # it was not sent, so that the replica does not know this yet
             slot.pending = None
-            slot.forget.extend(request.forget)
+            slot.forget.extend(getattr(request, "forget", ()))
             raise
         if isinstance(request, ForwardRequest) and request.update is not None:
             slot.revisions[request.model] = request.update.revision

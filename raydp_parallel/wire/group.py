@@ -80,7 +80,7 @@ class Exchange:
         host, port = store_address
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=_address(host, port))]
-        options._timeout = self._patience
+        options._timeout = min(self._patience, timedelta(seconds=60))  # for one that dies now
         options._threads = 2
         try:
             store = dist.TCPStore(host, port, is_master=False, timeout=self._patience)

@@ -307,3 +307,33 @@ def test_a_step_with_wrong_bytes_has_no_effect(
         plain = net().cuda()
         plain.load_state_dict(before)
         assert [*train(model, x)] == pytest.approx([*train(plain, x)], rel=1e-12)
+
+
+def test_a_replica_that_cannot_read_a_step_has_not_made_it(
+    gpus: FakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an optimizer in the replicas; the step can be repeated."""
+    module, plain = net(), net()
+    plain.load_state_dict(module.state_dict())
+    x = torch.randn(8, 8, dtype=torch.double)
+    with Executor([0], options=HERE) as executor:
+        model, right = DataParallel(module, executor=executor), memory.total
+        inside, own = (
+            model.optimizer(torch.optim.SGD, lr=0.1),
+            torch.optim.SGD(plain.parameters(), 0.1),
+        )
+        for one in (model, plain):
+            one(x).square().mean().backward()
+        inside.clip_grad_norm_(0.1)
+        before = [p.clone() for p in module.parameters()]
+        monkeypatch.setattr(memory, "total", lambda run: right(run) + (gpus.side == "replica"))
+        inside.step()
+        with pytest.raises(TransferError):
+            model.state_dict()
+        monkeypatch.setattr(memory, "total", right)
+        assert all(map(torch.equal, module.parameters(), before))
+        inside.step()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        own.step()
+        for a, b in zip(model.state_dict().values(), plain.state_dict().values(), strict=True):
+            torch.testing.assert_close(a, b)
