@@ -15,7 +15,6 @@ from operator import itemgetter
 import command_line
 import ray
 import torch
-from quickstart import parallel
 from torch import nn
 
 from raydp_parallel import ChunkRefs, DataParallel
@@ -43,7 +42,7 @@ def main(device_ids: list[str | int] | None = None) -> list[float]:
     """Trains, and returns the loss of each step."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
-    model = parallel(net, device_ids)
+    model = DataParallel(net, device_ids)
     count = len(model.device_ids)
     print(f"Training in {count} replicas, devices {model.device_ids}")
 

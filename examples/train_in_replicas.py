@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import command_line
 import torch
-from quickstart import parallel, spirals
+from quickstart import spirals
 from torch import nn
+
+from raydp_parallel import DataParallel
 
 STEPS = 100
 BATCH = 256
@@ -24,7 +26,7 @@ def main(device_ids: list[str | int] | None = None) -> list[float]:
     """Trains, and returns the loss of each step."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
-    model = parallel(net, device_ids)
+    model = DataParallel(net, device_ids)
     print(f"Training in {len(model.device_ids)} replicas, devices {model.device_ids}")
 
     optimizer = model.optimizer(torch.optim.Adam, lr=0.01)

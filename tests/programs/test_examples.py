@@ -116,7 +116,6 @@ def without_numbers(lines: list[str]) -> list[str]:
 
 SHORT = ("contrastive", "ema", "language_model", "packed_sequences")
 OTHERS = {path.stem for path in (ROOT / "examples").glob("*.py")} - {*SHORT, "command_line"}
-OTHERS -= {"train_in_replicas"}  # to be rebuilt
 LONG = [pytest.param(name, marks=pytest.mark.long) for name in sorted(OTHERS)]
 
 
