@@ -215,6 +215,7 @@ def main() -> None:
     else:
         found = cost(chosen.rounds, chosen.replicas)
     print(found)
+    RESULTS.mkdir(exist_ok=True)
     path = RESULTS / "faults.json"
     kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     text = json.dumps({**kept, "machine": machine(), chosen.part: found}, indent=2)
