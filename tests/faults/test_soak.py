@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, ForkedProcess, Options
 
-pytestmark = [pytest.mark.soak, pytest.mark.usefixtures("cluster")]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200), pytest.mark.usefixtures("cluster")]
 
 STEPS = 12
 """Steps of a training, which then begins anew, so that it can be compared."""
