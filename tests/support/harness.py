@@ -8,6 +8,7 @@ import contextlib
 import copy
 import gc
 import time
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,6 +69,23 @@ def assert_same_state(one: nn.Module, other: nn.Module, **tolerance: Any) -> Non
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name], **tolerance, msg=_of(name))
+
+
+def same(left: Any, right: Any) -> None:
+    """Both are equal values of equal classes, at any depth."""
+    assert type(left) is type(right)
+    if isinstance(left, Tensor):
+        torch.testing.assert_close(left, right, rtol=0, atol=0)
+    elif isinstance(left, (dict, UserDict)):
+        same([*left.items()], [*right.items()])
+    elif isinstance(left, (list, tuple)):
+        for a, b in zip(left, right, strict=True):
+            same(a, b)
+    elif hasattr(left, "__dataclass_fields__"):
+        for name in left.__dataclass_fields__:
+            same(getattr(left, name), getattr(right, name))
+    else:
+        assert left == right
 
 
 def _of(name: str) -> Callable[[str], str]:
