@@ -29,8 +29,6 @@ from raydp_parallel import (
     ReplicaDied,
     TransferError,
     data_parallel,
-    parallel_apply,
-    replicate,
 )
 from raydp_parallel.errors import ReplicaExit
 
@@ -184,21 +182,6 @@ def test_more_gpus_than_are_free() -> None:
 # --- modules ---
 
 
-def test_parameters_on_two_devices() -> None:
-    """Upstream's RuntimeError, naming both (row F1)."""
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2, device="meta"))
-    for use in (
-        lambda: DataParallel(net, TWO)(torch.ones(2, 4)),
-        lambda: data_parallel(net, torch.ones(2, 4), TWO),
-    ):
-        with pytest.raises(
-            RuntimeError,
-            match=r"on device cpu .* but found one of them on "
-            r"device: meta",
-        ):
-            use()
-
-
 @pytest.mark.parametrize("where", ["attribute", "config", "submodule", "buffer dict"])
 def test_unpicklable_module(where: str) -> None:
     """A TypeError that names the path to what cannot travel; without it the same wrapper works."""
@@ -334,28 +317,6 @@ def test_arguments_of_different_batch_size(sizes: Any, words: list[str]) -> None
     assert model(torch.ones(6), torch.ones(6), z=1).tolist() == [3.0] * 6
 
 
-def test_a_dimension_that_is_not_there() -> None:
-    """IndexError, naming argument, shape and dimension (row S5)."""
-    model = DataParallel(Adds(), TWO, dim=1)
-    with pytest.raises(
-        IndexError,
-        match=r"Dimension out of range.*inputs\[1\] has shape "
-        r"\(2,\).*dim 1",
-    ):
-        model(torch.ones(2, 2), torch.ones(2))
-    assert model(torch.ones(2, 2), torch.ones(2, 2)).shape == (2, 2)
-
-
-def test_arguments_that_the_module_does_not_take() -> None:
-    """The module's own TypeError, from the replica."""
-    model = DataParallel(nn.Linear(4, 2), TWO)
-    with pytest.raises(TypeError, match="Caught TypeError in replica 0 on device cpu"):
-        model(torch.ones(2, 4), torch.ones(2, 4))
-    with pytest.raises(TypeError, match="missing 1 required positional argument"):
-        model()
-    assert model(torch.ones(2, 4)).shape == (2, 2)
-
-
 # --- ends of processes ---
 
 
@@ -426,32 +387,6 @@ def test_outputs_that_cannot_travel(name: str, words: list[str]) -> None:
 
 
 # --- executors and clusters ---
-
-
-@pytest.mark.long
-def test_use_after_close() -> None:
-    """Wrapper, primitives and executor say that it was closed, and what to do."""
-    executor = Executor(["cpu"])
-    model = DataParallel(nn.Linear(4, 2), executor=executor)
-    replica = replicate(nn.Linear(4, 2), ["cpu"], executor=executor)[0]
-    out = model(torch.ones(2, 4))
-    executor.close()
-    executor.close()
-    uses: list[Callable[[], Any]] = [
-        lambda: model(torch.ones(2, 4)),
-        lambda: replica(torch.ones(2, 4)),
-        lambda: parallel_apply([replica], [torch.ones(2, 4)]),
-        lambda: replicate(nn.Linear(4, 2), ["cpu"], executor=executor),
-    ]
-    for use in uses:
-        with pytest.raises(ExecutorClosed, match="make another, or leave `executor` out"):
-            use()
-    with pytest.raises(
-        ExecutorClosed, match="run backward before closing it, or run forward again"
-    ):
-        out.sum().backward()
-    assert [info.state for info in executor.replicas()] == ["closed"]
-    assert executor.stats().forwards == 1
 
 
 def test_an_address_of_a_client_does_not_matter_once_connected(

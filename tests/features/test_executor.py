@@ -24,7 +24,15 @@ from harness import assert_same_grads, ended
 from torch import nn
 
 import raydp_parallel
-from raydp_parallel import DataParallel, Executor, ExecutorClosed, Options, data_parallel
+from raydp_parallel import (
+    DataParallel,
+    Executor,
+    ExecutorClosed,
+    Options,
+    data_parallel,
+    parallel_apply,
+    replicate,
+)
 from raydp_parallel.driver.executor import shared
 from raydp_parallel.monitoring.stats import ReplicaInfo
 
@@ -96,7 +104,7 @@ def test_close_ends_the_processes() -> None:
     """
     with Executor(TWO) as executor:
         model = DataParallel(linear(), executor=executor)
-        out = model(batch())
+        (replica, _), out = replicate(linear(), TWO, executor=executor), model(batch())
         pids = [info.pid for info in executor.replicas()]
         clients: list[Any] = [slot.client for slot in executor.slots(TWO)]
     assert [i.state for i in executor.replicas()] == ["closed"] * 2
@@ -104,10 +112,15 @@ def test_close_ends_the_processes() -> None:
     for use in (
         lambda: model(batch()),
         lambda: DataParallel(linear(), executor=executor)(batch()),
-        lambda: out.sum().backward(),  # the graphs went with the replicas
+        lambda: replica(batch()),
+        lambda: parallel_apply([replica], [batch()]),
+        lambda: replicate(linear(), ["cpu"], executor=executor),
     ):
-        with pytest.raises(ExecutorClosed, match="closed"):
+        with pytest.raises(ExecutorClosed, match="make another, or leave `executor` out"):
             use()
+    with pytest.raises(ExecutorClosed, match="run backward before closing it, or run forward"):
+        out.sum().backward()  # the graphs went with the replicas
+    assert executor.stats().forwards == 1
     assert all(map(ended, pids))
     for client in clients:
         with pytest.raises(ray.exceptions.ActorDiedError, match=r"was killed by `ray\.kill`"):
@@ -168,6 +181,7 @@ def test_one_actor_per_device_for_all_wrappers() -> None:
     assert DataParallel(nn.Sequential(Pids()), TWO, dim=0)(batch(2)).tolist() == pids[:2]
     assert DataParallel(Pids(), ["cpu"])(batch(2)).tolist() == [os.getpid()] * 2  # in place
     assert data_parallel(Pids(), batch(2), TWO).tolist() == pids[:2]
+    assert [replica(batch(1)).item() for replica in replicate(Pids(), TWO)] == pids[:2]
 
 
 @on_cluster
