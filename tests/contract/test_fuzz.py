@@ -24,8 +24,6 @@ from torch import Tensor, nn
 from raydp_parallel import DataParallel, Executor, ReplicaError
 
 pytestmark = pytest.mark.usefixtures("cluster")
-
-TWO = ["cpu", "cpu"]
 OutOfMemory = torch.OutOfMemoryError
 KINDS = ValueError, KeyError, IndexError, StopIteration, RuntimeError, OutOfMemory, SystemExit
 

@@ -5,16 +5,14 @@ upstream's finds.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from harness import assert_same_grads, assert_same_state, trio
+from random_programs import Checkpointed
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
-from torch.utils.checkpoint import checkpoint
 
 from raydp_parallel import DataParallel
 
@@ -37,45 +35,12 @@ class Drifting(nn.Module):
         return self.layer(x).tanh() * self.scale.clone()  # type: ignore[no-any-return]
 
 
-def batch_norm() -> nn.Module:
-    """Its kernel moves the running means without a version."""
-    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=0.5), nn.Tanh())
-
-
-def spectral_norm() -> nn.Module:
-    """The old kind, with vectors that are buffers that each call moves."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        return nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 3)), nn.Tanh())
-
-
-def remade() -> nn.Module:
-    """Beside a parametrized layer: a replica makes its module anew for another tensor."""
-    return nn.Sequential(parametrizations.weight_norm(nn.Linear(3, 3)), Drifting())
-
-
-class Checkpointed(nn.Module):
-    """Runs its block again in backward."""
-
-    def __init__(self, block: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.block, self.reentrant = block, reentrant
-        self.last = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """A layer behind the block."""
-        again = checkpoint(self.block, x, use_reentrant=self.reentrant)
-        return self.last(again)  # type: ignore[no-any-return]
-
-
-def steps(model: nn.Module, order: tuple[int, ...], joint: bool = False) -> list[Tensor]:
+def steps(model: nn.Module, order: tuple[int, ...]) -> list[Tensor]:
     """Forwards, and then their backwards in some order; the gradients of what went in."""
     numbers = torch.Generator().manual_seed(1)
     inputs = [torch.randn(6, 3, generator=numbers).requires_grad_() for _ in order]
     losses = [model(x).square().sum() for x in inputs]
-    if joint:
-        sum(losses).backward()
-    for i in () if joint else order:
+    for i in order:
         losses[i].backward()
     return [x.grad for x in inputs]  # type: ignore[misc]
 
@@ -107,13 +72,6 @@ def test_B10_in_a_replica_a_block_finds_the_buffers_of_its_own_forward(
         net.load_state_dict(alone[0].state_dict())
         sum(losses).backward()
         torch.testing.assert_close(grad, x.grad)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("make", [batch_norm, spectral_norm, Drifting, remade])
-def test_B10_two_forwards_and_one_backward(make: Callable[[], nn.Module], reentrant: bool) -> None:
-    """On one device the last call is the first to be run again."""
-    compare(Checkpointed(make(), reentrant), 1, lambda model: steps(model, (0, 1), joint=True))
 
 
 class Moody(nn.Module):

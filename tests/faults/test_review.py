@@ -16,48 +16,6 @@ pytestmark = pytest.mark.usefixtures("cluster")
 TWO = ["cpu", "cpu"]
 
 
-class Boom(torch.autograd.Function):
-    """Raises in backward when told."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
-        ctx.fails = fails
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        if ctx.fails:
-            raise RuntimeError("boom")
-        return grad, None
-
-
-class Between(nn.Module):
-    """Two layers, and between them something with a backward that may fail."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.fails = nn.Linear(2, 2), nn.Linear(2, 2), False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(Boom.apply(self.a(x), self.fails))
-
-
-def test_a_backward_that_failed_leaves_no_gradients() -> None:
-    """What it had accumulated by then was added to the next one's."""
-    net = Between()
-    model, x = DataParallel(net, TWO), torch.ones(4, 2)
-    net.fails = True
-    with pytest.raises(RuntimeError, match="boom"):
-        model(x).sum().backward()
-    net.fails = False
-    model.zero_grad()
-    model(x).sum().backward()
-    ours = net.b.weight.grad.clone()
-    net.zero_grad()
-    net(x).sum().backward()
-    torch.testing.assert_close(ours, net.b.weight.grad)
-
-
 class Scales(nn.Module):
     """Takes its own parameter as an argument too."""
 

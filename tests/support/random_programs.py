@@ -211,13 +211,11 @@ def block(draw: random.Random, depth: int) -> nn.Module:
     return found
 
 
-def recomputes_buffers(net: nn.Module, model: nn.Module) -> bool:
+def recomputes_buffers(net: nn.Module) -> bool:
     """Tell if a checkpoint finds buffers of its own forward, where upstream's first chunk finds the
     master's of today (row B10): two forwards before one backward show that.
     """
-    devices: Any = model.device_ids
-    held = any(isinstance(m, Checkpointed) and [*m.buffers()] for m in net.modules())
-    return held and len(devices) > 1
+    return any(isinstance(m, Checkpointed) and [*m.buffers()] for m in net.modules())
 
 
 def made(draw: random.Random, make: Callable[[], Any]) -> Any:
@@ -264,7 +262,7 @@ def run(seed: int, wrap: Wrap) -> Seen:
     each step.
     """
     draw = random.Random(seed)
-    devices = draw.choice((1, 2, 2, 3))
+    devices = draw.choice((2, 2, 2, 3))
     net: nn.Sequential = made(
         draw, lambda: nn.Sequential(*[block(draw, 3) for _ in range(draw.randrange(2, 5))])
     )
@@ -309,7 +307,7 @@ def step(
     # A graph keeps the weight that its forward used, where upstream's first chunk finds the next
     # one's (row B11).
     decays = any(isinstance(m, Edits) and m.how == "decay" for m in net.modules())
-    if how == "twice" and not decays and not recomputes_buffers(net, model):
+    if how == "twice" and not decays and not recomputes_buffers(net):
         loss = loss + model(x * 0.5).sin().mean()
     if how == "penalty" and not reentrant:
         (slope,) = torch.autograd.grad(loss, x, create_graph=True)
