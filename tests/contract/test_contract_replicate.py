@@ -65,7 +65,7 @@ def found(find: Callable[[Any, Tensor], Any], replicas: int = 2) -> list[list[fl
 
 
 @pytest.mark.upstream
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("replicas", [2, 3, 4])
 def test_R1_every_replica_computes_with_the_master_s_values(replicas: int) -> None:
     """All dtypes at once, 0-dim and empty tensors among them, in as many replicas as there are."""
 
@@ -86,6 +86,7 @@ class Mixed(nn.Module):
         self.doubles = nn.Parameter(torch.randn(3, dtype=torch.float64))
         self.floats = nn.Parameter(torch.randn(3))
         self.bfloats = nn.Parameter(torch.randn(3).bfloat16())
+        self.halves = nn.Parameter(torch.randn(3).half())
         self.scalar = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
         self.empty = nn.Parameter(torch.empty(0, 3, dtype=torch.float64))
         self.register_buffer("ints", torch.arange(3))
@@ -93,6 +94,7 @@ class Mixed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.doubles * self.scalar + self.floats.double() + self.bfloats.double()
+        x = x + self.halves.double()
         return x * self.ints + self.flags + self.empty.sum()
 
 
@@ -137,62 +139,6 @@ def test_R3_zero_grad_in_a_replica_leaves_the_master_s_gradients() -> None:
             warnings.simplefilter("ignore")
             model(torch.ones(4, 3)).sum().backward()
         assert model.module.weight.grad.tolist() == [5.0] * 3
-
-
-class Adjoint(torch.autograd.Function):
-    """A product with the gradients that it is asked for by its parameters."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.save_for_backward(x, *parameters)
-        return x * sum(parameters)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        x, *parameters = ctx.saved_tensors
-        own = grad * sum(parameters)
-        return (own, *[(grad * x).sum(0) for _ in parameters])
-
-
-class Finding(nn.Module):
-    """Looks for its parameters as torchdiffeq does, if it is a replica of upstream's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.ones(3))
-        self.inner = nn.Module()
-        self.inner.second = nn.Parameter(torch.full((3,), 2.0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Adjoint.apply(x, *self.found())  # type: ignore[no-any-return]
-
-    def found(self) -> list[Tensor]:
-        if not getattr(self, "_is_replica", False):
-            return [*self.parameters()]
-
-        def attributes(module: nn.Module) -> list[tuple[str, Tensor]]:
-            found = vars(module).items()
-            return [(k, v) for k, v in found if torch.is_tensor(v) and v.requires_grad]
-
-        return [v for _, v in self._named_members(get_members_fn=attributes)]
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_R3_replicas_show_parameters_where_upstream_s_have_them(replicas: int) -> None:
-    """Among the attributes of each module, also after steps and new parameters."""
-    models = trio(Finding(), replicas)
-    x = torch.arange(12.0).view(4, 3)
-    for step in range(3):
-        outs = train(models, x)
-        for other, out in zip(models[1:], outs[1:], strict=True):
-            torch.testing.assert_close(outs[0], out)
-            assert_same_grads(models.ours, other)
-        for model in models:
-            net: Any = model if model is models.plain else model.module
-            if step == 1:
-                net.inner.second = nn.Parameter(torch.full((3,), 0.5))
-            else:
-                torch.optim.SGD(net.parameters(), lr=1e-3).step()
 
 
 def test_R3_parameters_that_functional_call_swaps_are_used_in_a_replica() -> None:
@@ -489,13 +435,6 @@ def test_R11_none_entries_and_odd_buffers_are_kept() -> None:
     """Entries that are None; unkept, integer, boolean, empty, 0-dim and half buffers."""
     net = Odd()
     torch.testing.assert_close(DataParallel(net, CPUS)(torch.ones(4, 3)), net(torch.ones(4, 3)))
-
-
-def test_R11_a_module_without_parameters() -> None:
-    """Nothing to send, and inputs still get gradients."""
-    x = torch.randn(4, 3, requires_grad=True)
-    DataParallel(nn.Tanh(), CPUS)(x).sum().backward()
-    torch.testing.assert_close(x.grad, 1 - x.detach().tanh().square())
 
 
 # --- R12, R13: the rest of a module ---
@@ -857,16 +796,3 @@ def test_R20_parametrized_modules_work_and_write_back(
                 p.add_(torch.linspace(-1, i, p.numel()).view_as(p))
     if norm is parametrizations.spectral_norm:
         assert not any(torch.equal(t, before[name]) for name, t in ours.module.named_buffers())
-
-
-def test_R21_hooks_on_parameters_stay_with_the_master() -> None:
-    """They are not in the replicas, and fire once, in this process, with the sum."""
-    net = nn.Linear(3, 1, bias=False)
-    seen = []
-    net.weight.register_hook(lambda grad: seen.append((os.getpid(), grad.clone())))
-    net.weight.register_post_accumulate_grad_hook(
-        lambda p: seen.append((os.getpid(), p.grad.clone()))
-    )
-    DataParallel(net, CPUS)(torch.ones(4, 3)).sum().backward()
-    assert [pid for pid, _ in seen] == [os.getpid()] * 2
-    assert all(grad.tolist() == [[4.0] * 3] for _, grad in seen)
