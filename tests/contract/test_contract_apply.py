@@ -5,7 +5,6 @@ to A11).
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import random
 import sys
@@ -23,9 +22,8 @@ from harness import raised, trio
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import raydp_parallel
 from raydp_parallel import DataParallel, Options, parallel_apply, replicate
-from raydp_parallel.errors import ReplicaDied, ReplicaExit
+from raydp_parallel.errors import ReplicaExit
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -280,14 +278,8 @@ def test_A6_a_single_replica_of_several_devices_is_wrapped_and_a_single_device_i
     ours = raised(lambda: DataParallel(Raises(ERRORS["two args"]), [0, 1])(x))
     theirs = raised(lambda: oracle.DataParallel(Raises(ERRORS["two args"]), [0, 1])(x))
     assert without_frames(str(ours)) == without_frames(str(theirs))
-    for model in (
-        DataParallel(Raises(ERRORS["two args"]), ["cpu"]),
-        oracle.DataParallel(Raises(ERRORS["two args"]), [0]),
-    ):
-        error = raised(lambda model=model: model(x))
-        assert type(error) is ValueError
-        assert error.args == ("a", 2)
-    assert raised(lambda: DataParallel(Raises(ERRORS["attributed"]), ["cpu"])(x)).code == 5
+    error = raised(lambda: DataParallel(Raises(ERRORS["two args"]), ["cpu"])(x))
+    assert type(error) is ValueError and error.args == ("a", 2)
 
 
 @pytest.mark.parametrize(
@@ -305,29 +297,6 @@ def test_A7_a_module_that_ends_its_process_gets_a_named_error(
     assert "raise self.make()" in str(caught.value)
     assert model(torch.tensor([[5.0], [6.0]])).tolist() == [[5.0], [6.0]]
     assert [replica.pid for replica in model.executor.replicas()] == pids
-
-
-class Dies(nn.Module):
-    """Ends its process at once, in one chunk."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x[0] == 1:
-            os._exit(7)
-        return x
-
-
-@pytest.mark.long
-def test_A7_a_process_that_ends_is_a_named_error_and_is_replaced(executors: Any) -> None:
-    """A chunk that ends each process that runs it is an error; then there are new ones."""
-    executor = executors()
-    model = DataParallel(Dies(), executor=executor)
-    assert model(torch.tensor([[5.0], [6.0]])).tolist() == [[5.0], [6.0]]
-    before = [replica.pid for replica in executor.replicas()]
-    with pytest.raises(ReplicaDied, match="replicas died of chunk 1 in forward, one after the"):
-        model(torch.tensor([[0.0], [1.0]]))
-    assert model(torch.tensor([[5.0], [6.0]])).tolist() == [[5.0], [6.0]]
-    after = [replica.pid for replica in executor.replicas()]
-    assert before[1] != after[1]
 
 
 # --- A8: the caller's state ---
@@ -873,20 +842,6 @@ def test_A11_modules_closures_and_hooks_run_in_the_replicas() -> None:
     assert os.getpid() not in pids
 
 
-class Recorder:
-    """A hook that keeps what it sees."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-
-    def __call__(self, _module: nn.Module, _args: Any, _out: Any) -> None:
-        self.seen.append(1)
-
-    def named(self, name: str, module: nn.Module, args: Any, out: Any) -> None:
-        """A hook for `functools.partial`."""
-        self(module, args, out)
-
-
 def closure_of_a_dict(net: nn.Module) -> Any:
     """As tutorials keep activations."""
     activations: dict[str, Tensor] = {}
@@ -898,37 +853,11 @@ def closure_of_a_dict(net: nn.Module) -> Any:
     return activations
 
 
-def object_in_a_hook(net: nn.Module) -> Any:
-    """An object that is the hook."""
-    recorder = Recorder()
-    net.register_forward_hook(recorder)
-    return recorder.seen
-
-
-def method_in_a_partial(net: nn.Module) -> Any:
-    """Its object keeps them."""
-    recorder = Recorder()
-    net.register_forward_hook(functools.partial(recorder.named, "last"))
-    return recorder.seen
-
-
 def list_in_backward(net: nn.Module) -> Any:
     """As methods of saliency keep gradients."""
     grads: list[Tensor] = []
     net.register_full_backward_hook(lambda _module, _in, out: grads.append(out[0]))
     return grads
-
-
-def default_of_an_argument(net: nn.Module) -> Any:
-    """As loops bind what each hook stores in."""
-    shapes: list[Any] = []
-
-    def hook(_module: nn.Module, _args: Any, out: Tensor, *, to: list[Any] = shapes) -> None:
-        to.append(out.shape)
-
-    net.register_forward_hook(hook)
-    net.register_forward_hook(lambda _m, _args, out, into=shapes: into.append(len(out)))
-    return shapes
 
 
 def names_of_a_script(net: nn.Module) -> Any:
@@ -957,23 +886,7 @@ def number_of_a_closure(net: nn.Module) -> Any:
     return lambda: count
 
 
-def generator_of_a_closure(net: nn.Module) -> Any:
-    """Each forward draws the same."""
-    generator = np.random.default_rng(1)
-    net.register_forward_hook(lambda _module, _args, out: out * generator.random())
-    return lambda: copy.deepcopy(generator).random()
-
-
-KEEPERS = (
-    closure_of_a_dict,
-    object_in_a_hook,
-    method_in_a_partial,
-    list_in_backward,
-    default_of_an_argument,
-    names_of_a_script,
-    number_of_a_closure,
-    generator_of_a_closure,
-)
+KEEPERS = closure_of_a_dict, list_in_backward, names_of_a_script, number_of_a_closure
 
 
 def content(kept: Any) -> Any:
@@ -1094,12 +1007,3 @@ def test_A11_hooks_for_all_modules_run_in_replicas_of_this_process() -> None:
         warnings.simplefilter("error")
         changed = model(x)
     torch.testing.assert_close(changed, plain + 7)
-
-
-def test_A11_the_executor_of_the_primitives_is_the_process_s() -> None:
-    """Replicas of `replicate` and of a wrapper are the same processes."""
-    (pid,), (other,) = (
-        r(torch.ones(1, 1)).tolist()[0] for r in replicate(Find(lambda: [os.getpid()]), CPUS)
-    )
-    assert [[pid], [other]] == found(lambda: [os.getpid()])
-    assert raydp_parallel.replicate is replicate
