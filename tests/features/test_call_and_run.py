@@ -1,6 +1,6 @@
 """`DataParallel.call` and `run`: any method of the module, and any function of it, on the replicas.
 
-They are compared with the plain module, in place and on two replicas.
+They are compared with the plain module, on two replicas.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from mortal import Everything, Mortal, arm, armed, fate, rows, same, state
 from torch import Tensor, nn
 
 from raydp_parallel import DataParallel, Executor, TransferError
-
-ONE, TWO = ["cpu"], ["cpu", "cpu"]
 
 
 class Net(nn.Module):
@@ -81,12 +79,11 @@ class Methodical(Mortal):
         return out
 
 
-@pytest.fixture(params=[ONE, TWO], ids=["one", "two"])
-def pair(request: pytest.FixtureRequest, two: Executor) -> tuple[Any, Net]:
-    """A wrapped net in double precision, with one device in place, and a plain copy of it."""
+@pytest.fixture
+def pair(two: Executor) -> tuple[Any, Net]:
+    """A wrapped net in double precision, and a plain copy of it."""
     net = Net().double()
-    executor = two if request.param is TWO else None
-    return DataParallel(net, request.param, executor=executor), copy.deepcopy(net)
+    return DataParallel(net, executor=two), copy.deepcopy(net)
 
 
 def batch(count: int = 6) -> Tensor:
@@ -130,16 +127,12 @@ def test_calling_forward_is_forward_without_hooks(pair: tuple[Any, Net]) -> None
 
 
 def test_writes_are_those_of_a_forward(pair: tuple[Any, Net]) -> None:
-    """With one device all stays, with two what chunk 0 wrote in place."""
+    """What chunk 0 wrote in place stays."""
     model, plain = pair
     x = batch()
     assert model.call("count", x) is None
-    if len(model.device_ids) == 1:
-        plain.count(x)
-        assert (model.module.calls, model.module.history) == (1, [6])
-    else:
-        plain.total += plain.encoder(x[:3]).detach().sum(0)
-        assert (model.module.calls, model.module.history) == (0, [])
+    plain.total += plain.encoder(x[:3]).detach().sum(0)
+    assert (model.module.calls, model.module.history) == (0, [])
     assert_same_state(model, plain, rtol=1e-9, atol=1e-9)
 
 
@@ -239,11 +232,8 @@ def test_a_function_gives_what_it_gives_here(
     for out in outs:
         out.square().sum().backward()
     for name, parameter in plain.named_parameters():
-        grad = model.module.get_parameter(name).grad
-        if parameter.grad is None and len(model.device_ids) == 1:
-            assert grad is None
-        else:  # row B3: with two devices what was not used gets zeros
-            close(torch.zeros_like(grad) if parameter.grad is None else parameter.grad, grad)
+        grad = model.module.get_parameter(name).grad  # row B3: what was not used gets zeros
+        close(torch.zeros_like(grad) if parameter.grad is None else parameter.grad, grad)
 
 
 def test_a_function_that_closes_over_tensors(pair: tuple[Any, Net]) -> None:
@@ -263,7 +253,7 @@ def test_a_function_that_closes_over_tensors(pair: tuple[Any, Net]) -> None:
 
 
 def test_an_exception_of_a_method(pair: tuple[Any, Net]) -> None:
-    """With two devices upstream's words around it; always the traceback of the replica."""
+    """Upstream's words around it, and the traceback of the replica."""
     model, _ = pair
     for call in (
         lambda: model.call("fail", batch()),
@@ -271,11 +261,8 @@ def test_an_exception_of_a_method(pair: tuple[Any, Net]) -> None:
     ):
         error = raised(call)
         assert isinstance(error, ValueError)
-        if len(model.device_ids) == 1:
-            assert str(error) == "no 6 rows"
-        else:
-            assert str(error).startswith("Caught ValueError in replica 0 on device cpu.")
-            assert "in fail" in str(error) and "no 3 rows" in str(error)
+        assert str(error).startswith("Caught ValueError in replica 0 on device cpu.")
+        assert "in fail" in str(error) and "no 3 rows" in str(error)
     close(model(batch(2)).shape, (2, 2))
 
 
