@@ -1384,11 +1384,13 @@ class ScaledByBuffer(nn.Module):
 
 @pytest.fixture
 def quiet_gc():
-    """Nothing is collected but by counting references."""
+    """Nothing is collected but by counting references, and nothing that is older than the test."""
     gc.collect()
+    gc.freeze()
     gc.disable()
     yield
     gc.enable()
+    gc.unfreeze()
 
 
 def _plain_step(model):

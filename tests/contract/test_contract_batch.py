@@ -13,7 +13,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from harness import assert_same_grads, raised, same, tiny_gpt2, trio
+from harness import assert_same_grads, raised, same, trio
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
@@ -306,18 +306,6 @@ def test_G4_G5_containers_come_back_as_upstream_s() -> None:
     assert type(ours["max"]) is torch.return_types.max
 
 
-def test_G4_a_model_output_comes_back_as_itself() -> None:
-    """transformers' outputs, gradients included."""
-    made = pytest.importorskip("transformers.modeling_outputs").SequenceClassifierOutput
-    ours, theirs, _ = trio(Apply(lambda net, x: made(logits=x * net.weight)), 2)
-    one, other = ours(rows(4)), theirs(rows(4))
-    assert type(one) is type(other) is made and one.loss is None
-    same(one.logits, other.logits)
-    one.logits.sum().backward()
-    other.logits.sum().backward()
-    assert_same_grads(ours, theirs)
-
-
 def test_S6_sizes_that_differ_are_warned_of_once() -> None:
     """Four rows and two: upstream's result, and one warning for each wrapper that names both."""
     ours, theirs, _ = trio(Apply(lambda _net, pair: pair[0] + pair[1]), 2)
@@ -330,23 +318,6 @@ def test_S6_sizes_that_differ_are_warned_of_once() -> None:
         ours((rows(4), rows(4)))
     (warning,) = [str(one.message) for one in caught if "different sizes" in str(one.message)]
     assert "inputs[0][0]: size 4, 2 chunks; inputs[0][1]: size 2, 2 chunks" in warning
-
-
-def test_G5_a_transformers_cache_is_gathered() -> None:
-    """`past_key_values` is one cache, of all rows, that the next step can be called with."""
-    transformers = pytest.importorskip("transformers")
-    ours, theirs, _ = trio(tiny_gpt2().eval(), 2)
-    tokens = torch.arange(20).view(4, 5)
-    with torch.no_grad():
-        one, other = ours(tokens, use_cache=True), theirs(tokens, use_cache=True)
-        assert type(one.past_key_values) is type(other.past_key_values) is transformers.DynamicCache
-        for mine, its in zip(one.past_key_values, other.past_key_values, strict=True):
-            same(mine[:2], its[:2])
-        plain = ours.module(tokens[:, :1], past_key_values=one.past_key_values)
-        same(
-            plain.logits, theirs.module(tokens[:, :1], past_key_values=other.past_key_values).logits
-        )
-    same(one.logits, other.logits)
 
 
 def test_G7_what_is_no_tensor_comes_back_once_per_chunk() -> None:

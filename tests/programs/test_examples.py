@@ -114,7 +114,7 @@ def without_numbers(lines: list[str]) -> list[str]:
     return [re.sub(r"\d+(\.\d+)?", "#", line) for line in lines]
 
 
-SHORT = ("contrastive", "ema", "language_model", "packed_sequences")
+SHORT = ("contrastive", "ema", "packed_sequences")
 OTHERS = {path.stem for path in (ROOT / "examples").glob("*.py")} - {*SHORT, "command_line"}
 LONG = [pytest.param(name, marks=pytest.mark.long) for name in sorted(OTHERS)]
 

@@ -16,7 +16,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from harness import assert_same_grads, tiny_gpt2
+from harness import assert_same_grads, same, tiny_gpt2, trio
 from torch import nn
 
 import raydp_parallel
@@ -325,6 +325,27 @@ class LossModel(nn.Module):
         logits = self.model(input)
         loss = nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch[0]
         return Output(loss=loss, logits=logits) if return_dict else (loss, logits)
+
+
+def test_G4_G5_outputs_and_caches_of_transformers_come_back_as_themselves() -> None:
+    """Gradients included; `past_key_values` is one cache, of all rows, that the next step can be
+    called with.
+    """
+    transformers = pytest.importorskip("transformers")
+    ours, theirs, _ = trio(tiny_gpt2().eval(), 2)
+    tokens = torch.arange(20).view(4, 5)
+    one, other = ours(tokens, use_cache=True), theirs(tokens, use_cache=True)
+    assert type(one) is type(other) and one.loss is None
+    caches = one.past_key_values, other.past_key_values
+    assert type(caches[0]) is type(caches[1]) is transformers.DynamicCache
+    for mine, its in zip(*caches, strict=True):
+        same(mine[:2], its[:2])
+    same(one.logits, other.logits)
+    one.logits.sum().backward()
+    other.logits.sum().backward()
+    assert_same_grads(ours, theirs)
+    plain = [theirs.module(tokens[:, :1], past_key_values=cache).logits for cache in caches]
+    same(*plain)
 
 
 def test_transformers_decodes_with_a_cache(two: Executor) -> None:
