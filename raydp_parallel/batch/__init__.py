@@ -6,7 +6,6 @@ from raydp_parallel.batch.chunk_refs import find_refs as find_refs
 from raydp_parallel.batch.chunk_refs import numbered as numbered
 from raydp_parallel.batch.chunk_refs import resolved as resolved
 from raydp_parallel.batch.containers import moved as moved
-from raydp_parallel.batch.containers import replaced as replaced
 from raydp_parallel.batch.containers import tensors_in as tensors_in
 from raydp_parallel.batch.joining import gather as gather
 from raydp_parallel.batch.joining import output_place as output_place

@@ -80,7 +80,7 @@ class ChunkRefs:
         return [ChunkRef(ref, self.prepare) for ref in self.refs]
 
     def __reduce__(self) -> Any:
-        return _itself, (self.alone(),)  # a call that is not split has all arguments as they are
+        return self.alone().__reduce__()  # a call that is not split has arguments as they are
 
     def alone(self) -> ChunkRef:
         """The reference for a call that is not split."""
@@ -89,10 +89,6 @@ class ChunkRefs:
                 f"ChunkRefs: {len(self.refs)} objects for a call that is not split: give one"
             )
         return ChunkRef(self.refs[0], self.prepare)
-
-
-def _itself(value: Any) -> Any:
-    return value
 
 
 def find_refs(value: Any) -> list[ChunkRef | ChunkRefs]:

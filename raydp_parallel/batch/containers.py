@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any, TypeGuard
 
@@ -88,27 +88,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(part)
 
 
-def replaced(value: Any, new: Mapping[int, Any]) -> Any:
-    """A nested value with other tensors, by the ids of those that it has. Containers in which
-    nothing changes stay the same objects.
-    """
-
-    def swap(part: Any) -> Any:
-        if isinstance(part, PackedSequence):
-            data = new.get(id(part.data), part.data)
-            return part if data is part.data else part._replace(data=data)
-        return new.get(id(part), part) if isinstance(part, Tensor) else part
-
-    return mapped(value, swap)
-
-
 def moved(value: Any, device: torch.device) -> Any:
     """Bring all tensors in containers to a device."""
     return mapped(value, lambda part: part.to(device) if isinstance(part, Tensor) else part)
 
 
 def mapped(value: Any, swap: Callable[[Any], Any]) -> Any:
-    """A nested value whose leaves went through ``swap``."""
+    """A nested value whose leaves went through ``swap``. Containers in which nothing changes stay
+    the same objects.
+    """
     kind = kind_of(value)
     parts = contents(value, kind)
     if not parts:

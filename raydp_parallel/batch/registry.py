@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -84,11 +83,6 @@ def splitter_of(value: object) -> Splitter | None:
     rules = _rules_of(type(value))
     own = getattr(type(value), "__scatter__", None) if rules is None else rules[0]
     return None if own is None else partial(own, value)
-
-
-def takes_sizes(rule: Splitter) -> bool:
-    """Look for a parameter for the sizes of chunks."""
-    return "sizes" in inspect.signature(rule).parameters
 
 
 def joiner_of(value: object) -> Joiner | None:

@@ -6,6 +6,7 @@ silently (pytorch#7358, #31460). Here each cut is noted, and cuts that disagree 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from raydp_parallel.batch import containers
 from raydp_parallel.batch.containers import ContainerKind, contents, kind_of
-from raydp_parallel.batch.packed import ranks_of, sequences, take
-from raydp_parallel.batch.registry import splitter_of, takes_sizes
+from raydp_parallel.batch.packed import sequences, split_packed
+from raydp_parallel.batch.registry import splitter_of
 from raydp_parallel.devices.ambient import uncompiled
 
 Cut = int | list[int]
@@ -163,9 +164,9 @@ def scatter_kwargs(
     return tuple(positional[:chunks]), tuple(keyword[:chunks])
 
 
-def rows(inputs: Any, kwargs: Any, dim: int, otherwise: Any = 0) -> Any:
+def rows(inputs: Any, kwargs: Any, dim: int) -> int:
     """How many rows a chunk has: the size along ``dim`` of its first tensor that has one."""
-    return next(sizes((inputs, kwargs), dim), otherwise)
+    return next(sizes((inputs, kwargs), dim), 0)
 
 
 def sizes(value: Any, dim: int) -> Iterator[int]:
@@ -187,14 +188,13 @@ def _split(value: Any, plan: _Plan, path: str) -> Sequence[Any]:
     if kind is ContainerKind.TENSOR:
         return _split_tensor(value, plan, path)
     if kind is ContainerKind.PACKED:
-        pieces = [take(value, ranks) for ranks in plan.views(ranks_of(value), 0)]
-        return plan.note(path, sequences(value), pieces)
+        return plan.note(path, sequences(value), split_packed(value, plan.views))
     return _split_parts(value, kind, plan, path)
 
 
 def _split_by_rule(rule: Callable[..., Sequence[Any]], plan: _Plan, path: str) -> Sequence[Any]:
     extra: dict[str, Any] = {}
-    if takes_sizes(rule):
+    if "sizes" in inspect.signature(rule).parameters:
         extra["sizes"] = plan.sizes or plan.even
     elif plan.sizes is not None:
         raise ValueError(
