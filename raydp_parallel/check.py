@@ -13,12 +13,11 @@ import copy
 import math
 import os
 import platform
-import signal
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,20 +38,12 @@ START = 60.0
 _FASTER = "the plain module", "the wrapper"
 
 
-class Row(NamedTuple):
-    """The result of a check, and whether it is as it must be."""
-
-    good: bool
-    found: str
+Row = tuple[bool, str]
+"""True if a check holds, and its result."""
 
 
 class Here:
-    """The devices to check.
-
-    Args:
-        ids: Their ``device_ids``.
-        quick: True to measure for a short time only.
-    """
+    """The devices to check."""
 
     def __init__(self, ids: Sequence[DeviceId], quick: bool) -> None:
         self.ids, self.quick = list(ids), quick
@@ -72,20 +63,11 @@ class Here:
             torch.cuda.synchronize(self.place)
 
 
-class Encoder(nn.Module):
-    """A small transformer over words."""
-
-    def __init__(self, width: int, layers: int, dropout: float) -> None:
-        super().__init__()
-        self.words = nn.Embedding(64, width)
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout, batch_first=True)
-        self.layers = nn.Sequential(*(copy.deepcopy(layer) for _ in range(layers)))
-        self.head = nn.Linear(width, 64)
-
-    def forward(self, words: Tensor) -> Tensor:
-        """Return scores for each word."""
-        scores: Tensor = self.head(self.layers(self.words(words)))
-        return scores
+def encoder(width: int, dropout: float) -> nn.Module:
+    """Make a small transformer, with scores for each word."""
+    layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout, batch_first=True)
+    layers = layer, copy.deepcopy(layer)
+    return nn.Sequential(nn.Embedding(64, width), *layers, nn.Linear(width, 64))
 
 
 def perceptron(width: int, dropout: float = 0.0, normed: bool = False) -> nn.Module:
@@ -106,12 +88,7 @@ def convolutions(width: int) -> nn.Module:
 
 
 class ChunkByChunk:
-    """The plain module, called for one chunk after the other as the replicas are.
-
-    Args:
-        net: The module.
-        chunks: How many chunks there are.
-    """
+    """The plain module, called for one chunk after the other as the replicas are."""
 
     def __init__(self, net: nn.Module, chunks: int) -> None:
         self.net, self._chunks = net, chunks
@@ -174,9 +151,9 @@ def trained(here: Here, net: nn.Module, batch: Tensor, twice: bool = False) -> R
             optimizer.step()
     worst = max(far.values())
     if worst > CLOSE:
-        return Row(False, ", ".join(f"{what} differ by {d:.0e}" for what, d in far.items()))
+        return False, ", ".join(f"{what} differ by {d:.0e}" for what, d in far.items())
     exact = "the same bits" if worst == 0 else f"within {worst:.0e} of the plain module's"
-    return Row(True, f"{', '.join(far)} of {STEPS} steps: {exact}")
+    return True, f"{', '.join(far)} of {STEPS} steps: {exact}"
 
 
 def _grads(net: nn.Module) -> list[Any]:
@@ -208,7 +185,7 @@ def killed(here: Here) -> Row:
             begun = time.perf_counter()
             out = model(x)
             if dies and seed:
-                end_one(here.executor)
+                here.executor.replica_set.ready()[-1].client.end()
             out.square().mean().backward()
             here.finish()
             milliseconds.append((time.perf_counter() - begun) * 1e3)
@@ -222,17 +199,7 @@ def killed(here: Here) -> Row:
         f"{milliseconds[3] - milliseconds[1]:.0f} ms longer; "
         f"{deaths} noticed; a new process {'came' if back else 'did NOT come'}"
     )
-    return Row(same and back and deaths == 1, text)
-
-
-def end_one(executor: Executor) -> None:
-    """End the last replica's process."""
-    slot = [s for s in executor.replica_set.slots.values() if s.ready][-1]
-    assert slot.client is not None
-    if slot.client.hello.near:
-        os.kill(slot.client.hello.pid, signal.SIGKILL)
-    else:
-        slot.client.end()
+    return same and back and deaths == 1, text
 
 
 def speed(here: Here, net: nn.Module, x: Tensor) -> tuple[float, float]:
@@ -272,7 +239,7 @@ def rows(here: Here) -> dict[str, Callable[[], Row]]:
     return {
         "MLP, dropout, batch norm": lambda: trained(here, perceptron(16, drop, True), x[1:]),
         "conv net, batch norm": lambda: trained(here, convolutions(4), pixels),
-        "transformer": lambda: trained(here, Encoder(16, 2, drop), words),
+        "transformer": lambda: trained(here, encoder(16, drop), words),
         "double backward": lambda: trained(here, perceptron(16), x[1:], twice=True),
         "uneven chunks": lambda: trained(here, perceptron(16), x),
         "a replica is killed": lambda: killed(here),
@@ -286,7 +253,7 @@ def timed(here: Here) -> dict[str, tuple[nn.Module, Tensor]]:
         "one small layer": (nn.Linear(4, 2), torch.randn(2 * len(here.ids), 4)),
         "MLP, 2.1 M": (perceptron(1024), torch.randn(64 * times, 1024)),
         "conv net, 0.1 M": (convolutions(32), torch.randn(8 * times, 3, 32, 32)),
-        "transformer, 1.6 M": (Encoder(256, 2, 0.1), torch.randint(64, (4 * times, 32))),
+        "transformer, 1.6 M": (encoder(256, 0.1), torch.randint(64, (4 * times, 32))),
     }
 
 
@@ -322,11 +289,11 @@ def _report(here: Here) -> int:
     checks, failed = rows(here), []
     for name, run in checks.items():
         try:
-            row = run()
+            good, found = run()
         except Exception as error:
-            row = Row(False, f"{type(error).__name__}: {error}")
-        failed += [] if row.good else [name]
-        say(f"  {'ok    ' if row.good else 'FAILED'}  {name:26}{row.found}")
+            good, found = False, f"{type(error).__name__}: {error}"
+        failed += [] if good else [name]
+        say(f"  {'ok    ' if good else 'FAILED'}  {name:26}{found}")
     say(f"\n{'ms per training step':34}{'plain':>9}{'wrapper':>9}{'ratio':>8}")
     for name, (net, batch) in timed(here).items():
         plain, ours = speed(here, net, batch)

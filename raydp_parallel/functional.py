@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from raydp_parallel.state.look import refuse_unreplicable
 __all__ = ["RemoteReplica", "gather", "parallel_apply", "replicate", "scatter", "scatter_kwargs"]
 
 
+@dataclass(eq=False, repr=False)
 class RemoteReplica:
     """A module's replica on a device of the cluster. Called like the module; gradients reach the
     module itself.
@@ -41,31 +44,15 @@ class RemoteReplica:
     _slot: ReplicaSlot
     _executor: Executor
     _detach: bool
-    _called: Called
-
-    def __init__(
-        self,
-        module: nn.Module,
-        device: DeviceId,
-        slot: ReplicaSlot,
-        executor: Executor,
-        detach: bool,
-        called: Called = None,
-    ) -> None:
-        self.__dict__.update(
-            module=module,
-            device_id=device,
-            _slot=slot,
-            _executor=executor,
-            _detach=detach,
-            _called=called,
-        )
+    _called: Called = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(
-            f"{name!r} cannot be set on a replica, which is in another process: set it on the "
-            "module before the call"
-        )
+        if name in vars(self) or name not in self.__dataclass_fields__:
+            raise AttributeError(
+                f"{name!r} cannot be set on a replica, which is in another process: set it on the "
+                "module before the call"
+            )
+        vars(self)[name] = value
 
     def __getattr__(self, name: str) -> Any:
         # A value of the module's, or a method or submodule to be called there.
@@ -103,9 +90,7 @@ class RemoteReplica:
 
     def calling(self, called: Called) -> RemoteReplica:
         """Return the same replica for a method of the module, or a function with it."""
-        return RemoteReplica(
-            self.module, self.device_id, self._slot, self._executor, self._detach, called
-        )
+        return replace(self, _called=called)
 
     def __reduce__(self) -> Any:
         which = self.module, self.device_id, self._detach, self._executor
@@ -222,23 +207,21 @@ def calling(replicas: Sequence[Any], called: Called) -> Sequence[Any]:
 
 
 def _replicas(modules: Sequence[Any], devices: Sequence[Any] | None) -> list[RemoteReplica]:
-    owner: Executor | None = None
     for module in modules:
-        if isinstance(module, RemoteReplica):
-            if owner is not None and module._executor is not owner:
-                raise ValueError(
-                    "parallel_apply: these replicas belong to different executors; apply each "
-                    "executor's alone"
-                )
-            owner = module._executor
-        elif not isinstance(module, nn.Module):
+        if not isinstance(module, (RemoteReplica, nn.Module)):
             raise TypeError(
                 f"parallel_apply: {type(module).__name__} is neither a replica nor a module"
             )
-    if all(isinstance(module, RemoteReplica) for module in modules):
-        return list(modules)
-    if owner is None:
-        owner = shared(Options())
+    known = [module for module in modules if isinstance(module, RemoteReplica)]
+    owners = {replica._executor for replica in known}
+    if len(owners) > 1:
+        raise ValueError(
+            "parallel_apply: these replicas belong to different executors; apply each executor's "
+            "alone"
+        )
+    if len(known) == len(modules):
+        return known
+    owner = owners.pop() if owners else shared(Options())
     if devices is None:
         gpus = all_gpus(owner.options)
         ids: list[DeviceId] = [gpus[i % len(gpus)] if gpus else "cpu" for i in range(len(modules))]
@@ -247,15 +230,12 @@ def _replicas(modules: Sequence[Any], devices: Sequence[Any] | None) -> list[Rem
     found = []
     for module, device, slot in zip(modules, ids, owner.slots(ids), strict=True):
         if not isinstance(module, RemoteReplica):
-            module = RemoteReplica(module, device, slot, owner, detach=False)
+            module = RemoteReplica(module, device, slot, owner, False)
         found.append(module)
     return found
 
 
 def module_device(module: nn.Module) -> torch.device:
     """Return the device of a module's first tensor; the CPU if it has none."""
-    for part in module.modules():
-        for tensor in (*part._parameters.values(), *part._buffers.values()):
-            if tensor is not None:
-                return tensor.device
-    return torch.device("cpu")
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
