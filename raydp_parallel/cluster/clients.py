@@ -12,7 +12,7 @@ import socket
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -64,7 +64,7 @@ class ActorClient(_Counting):
 
     def __init__(self, actor: Any, hello: Hello, life: Any) -> None:
         self.actor, self.hello, self._life = actor, hello, life
-        self._in_session: Callable[[], bool] = ray_api.Session().alive
+        self._in_session = ray_api.session()
 
     def deliver(self, number: int, ref: Any) -> None:
         """Let Ray bring an object of its store for a request that names the number."""
@@ -73,7 +73,7 @@ class ActorClient(_Counting):
     def show(self, text: str) -> None:
         """Let the dashboard show a text as the replica's work."""
         if self._in_session():
-            self.actor.work.options(name=text).remote(text)
+            self.actor.work.options(name=text).remote()
 
     def cause(self) -> str | None:
         """Ask Ray why the process ended; None if it runs, or nobody knows.
@@ -242,12 +242,17 @@ class InProcessClient(_Counting):
 
     def send(self, request: Any) -> None:
         """Answer a request, and leave the driver's generators and modes as they were."""
-        with _isolated():
-            message = flat(request)
-            self.sent += message[2].nbytes
-            self._answers.append(flat(self._server.answer(unflat(message, _CPU))))
-            self.received += self._answers[-1][2].nbytes
-            self._server.settle()
+        python, numpy = random.getstate(), np.random.get_state()
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.inference_mode(False):
+            try:
+                message = flat(request)
+                self.sent += message[2].nbytes
+                self._answers.append(flat(self._server.answer(unflat(message, _CPU))))
+                self.received += self._answers[-1][2].nbytes
+                self._server.settle()
+            finally:
+                random.setstate(python)
+                np.random.set_state(numpy)
 
     def receive(self, timeout: float | None, home: torch.device = _CPU) -> Any:
         """Return the next answer."""
@@ -261,27 +266,10 @@ class InProcessClient(_Counting):
         """Say yes."""
         return True
 
-    def show(self, text: str) -> None:
-        """Show nothing: no dashboard lists these replicas."""
-
-    def cause(self) -> None:
-        """Know of no death."""
-
     def close(self) -> None:
         """Do nothing: it ends with its last reference."""
 
-    end = close
-
-
-@contextlib.contextmanager
-def _isolated() -> Iterator[None]:
-    states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]), torch.enable_grad(), torch.inference_mode(False):
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
+    cause = end = close
 
 
 Client = NearClient | FarClient | InProcessClient

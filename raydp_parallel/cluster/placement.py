@@ -32,6 +32,7 @@ import torch
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.cluster.ray_api import Group, Holder, Node, holders, is_private, nodes
 from raydp_parallel.errors import NoRoom, PlacementError
+from raydp_parallel.monitoring.stats import printable
 from raydp_parallel.options import Options
 
 log = logging.getLogger("raydp_parallel")
@@ -164,11 +165,10 @@ def _fits(amounts: Mapping[str, float], needs: Mapping[str, float]) -> bool:
 
 def homes(machines: Sequence[Node], options: Options) -> list[str]:
     """Return the node of each logical GPU."""
-    each = int(1 / options.gpus_per_replica + _LITTLE)
     found: list[str] = []
     for node in machines:
         if suits(node, options):
-            found += [node.id] * (int(node.total.get("GPU", 0)) * each)
+            found += [node.id] * (int(node.total.get("GPU", 0)) * options.replicas_per_gpu)
     return found
 
 
@@ -257,8 +257,7 @@ def _held(machines: Sequence[Node], found: Sequence[Holder]) -> str:
         if parts and held > 0.01:
             lines.append(f"of {_named(node)}: {', '.join(parts)}")
     # The names of classes, programs and groups are other users'.
-    text = f"GPUs are held {'; '.join(lines[:_SHOWN])}. " if lines else ""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return printable(f"GPUs are held {'; '.join(lines[:_SHOWN])}. ") if lines else ""
 
 
 _RACE = 2.0

@@ -16,7 +16,7 @@ import re
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
@@ -27,7 +27,8 @@ from ray._private.utils import get_ray_address_file, read_ray_address  # type: i
 from ray._private.worker import global_worker
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated import gcs_pb2
-from ray.util.metrics import Counter, Gauge
+from ray.util.metrics import Counter as Counter
+from ray.util.metrics import Gauge as Gauge
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -62,15 +63,12 @@ BY_LABEL = "bundle_label_selector" in inspect.signature(placement_group).paramet
 _pb: Any = gcs_pb2
 
 
-class Session:
-    """The connection to Ray at the time when this was made."""
-
-    def __init__(self) -> None:
-        self._core = global_worker.core_worker  # type: ignore[attr-defined]
-
-    def alive(self) -> bool:
-        """Tell if it still exists. After its end a question to Ray would start another cluster."""
-        return global_worker.connected and global_worker.core_worker is self._core  # type: ignore[attr-defined]
+def session() -> Callable[[], bool]:
+    """Make a function that tells if the connection of now still exists. After its end a question
+    to Ray would start another cluster.
+    """
+    core = global_worker.core_worker  # type: ignore[attr-defined]
+    return lambda: global_worker.connected and global_worker.core_worker is core  # type: ignore[attr-defined]
 
 
 class _ParentsConnection:
@@ -179,12 +177,12 @@ def _noted() -> str:
     if not address:
         return ""
     if why := _silent(address):
-        _warn_once(f"the cluster at {address}, which Ray noted, {why}: another is started")
+        warn_once(f"the cluster at {address}, which Ray noted, {why}: another is started")
         return ""
     return str(get_ray_address_file(None))
 
 
-_warn_once = functools.cache(log.warning)
+warn_once = functools.cache(log.warning)
 
 
 def _silent(address: str) -> str:
@@ -291,8 +289,7 @@ def living() -> frozenset[str]:
 
 def draining() -> frozenset[str]:
     """Return nodes that are about to end: they were drained, or their provider gave notice."""
-    look = getattr(state, "get_draining_nodes", None)  # Ray 2.40 has it; it is not public
-    return frozenset(look()) if look is not None else frozenset()
+    return frozenset(state.get_draining_nodes())
 
 
 def group(
@@ -367,16 +364,6 @@ def holders() -> Iterator[Holder]:
 
 
 _NAMESPACE = b"raydp_parallel"
-
-
-def counter(name: str, description: str, labels: Sequence[str]) -> Any:
-    """Make one of Ray's counters."""
-    return Counter(name, description, tag_keys=tuple(labels))
-
-
-def gauge(name: str, description: str, labels: Sequence[str]) -> Any:
-    """Make one of Ray's gauges."""
-    return Gauge(name, description, tag_keys=tuple(labels))
 
 
 def record(metric: Any, value: float, labels: Mapping[str, str]) -> None:

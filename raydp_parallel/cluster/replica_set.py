@@ -21,7 +21,7 @@ from raydp_parallel.cluster.clients import Client, end_all
 from raydp_parallel.cluster.placement import DeviceId, DevicePlace, places
 from raydp_parallel.cluster.start import LocalStarter, Starter
 from raydp_parallel.devices.cuda import Hello, check_balance
-from raydp_parallel.monitoring.recorder import Recorder, ReplicaTally
+from raydp_parallel.monitoring.recorder import Recorder
 from raydp_parallel.monitoring.stats import ReplicaInfo
 from raydp_parallel.options import Options
 
@@ -45,7 +45,7 @@ class ReplicaSlot:
     """One place of an executor, and the replica that it has now.
 
     Attributes:
-        place, index, tally: The device, its number in the executor, its counters.
+        place, index: The device, its number in the executor.
         client: The client of its replica, or of the last one.
         life: The number of processes that it has had.
         state: ``"ready"``, ``"starting"``, ``"dead"``, ``"away"`` (an elastic executor has no room
@@ -56,8 +56,8 @@ class ReplicaSlot:
         pending: The request that it has not answered yet.
     """
 
-    def __init__(self, place: DevicePlace, index: int, tally: ReplicaTally) -> None:
-        self.place, self.index, self.tally = place, index, tally
+    def __init__(self, place: DevicePlace, index: int) -> None:
+        self.place, self.index = place, index
         self.client: Any = None
         self.life = 0
         self.state = "starting"
@@ -183,10 +183,7 @@ class ReplicaSet:
         check_balance([(number, hello) for number, hello in hellos if hello.memory])
 
     def _slot(self, place: DevicePlace) -> ReplicaSlot:
-        index = len(self.slots)
-        if place not in self.slots:
-            self.slots[place] = ReplicaSlot(place, index, self.recorder.tally(index))
-        return self.slots[place]
+        return self.slots.setdefault(place, ReplicaSlot(place, len(self.slots)))
 
     def _install(self, started: Mapping[DevicePlace, Client]) -> None:
         for place, client in started.items():

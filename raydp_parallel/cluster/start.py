@@ -9,6 +9,7 @@ import re
 import secrets
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -42,21 +43,16 @@ _BETWEEN_LOOKS = 1.0
 
 
 class Starter:
-    """Starts the replicas of one executor, in the cluster that is connected now.
-
-    Args:
-        name: The executor's.
-        options: The resources to book, and how long to wait.
-        ranks: The numbers of the places that are known already.
+    """Starts the replicas of one executor, in the cluster that is connected now; ``ranks`` are the
+    numbers of the places that are known already.
     """
 
     def __init__(self, name: str, options: Options, ranks: Mapping[DevicePlace, int]) -> None:
         ray_api.connect()
-        self.alive = ray_api.Session().alive
+        self.alive = ray_api.session()
         self._name, self._options, self._ranks = name, options, {**ranks}
         self._holds = Holds(name, options)
         self._ways = options.ways
-        self._warned: set[str] = set()
         self._leaving: frozenset[str] = frozenset()
         self._next_look = 0.0
         machines = ray_api.nodes()
@@ -196,9 +192,7 @@ class Starter:
             )
             if name == "raydp_parallel":
                 raise PlacementError(f"{text}: install the same on every node of the cluster")
-            if text not in self._warned:
-                self._warned.add(text)
-                log.warning("%s: results may differ by rounding", text)
+            ray_api.warn_once(f"{text}: results may differ by rounding")
 
     def _meet(self, actor: Any, hello: Hello) -> Client:
         """Choose how a replica is called: over a socket if it is on this machine, else by Ray."""
@@ -248,14 +242,12 @@ class Starter:
 
 def _say(clients: Collection[Client]) -> None:
     """Log how bytes go between the driver and each GPU."""
-    ways: dict[str, int] = {}
-    names = sorted({client.hello.gpu for client in clients if client.hello.gpu})
-    for client in clients:
-        if client.hello.gpu:
-            ways[_WAYS[client.link]] = ways.get(_WAYS[client.link], 0) + 1
-    if ways:
+    on_gpus = [client for client in clients if client.hello.gpu]
+    if on_gpus:
+        names = " and ".join(sorted({client.hello.gpu for client in on_gpus}))
+        ways = Counter(_WAYS[client.link] for client in on_gpus)
         text = ", ".join(f"{count} by {way}" for way, count in ways.items())
-        log.info("%d x %s: %s", sum(ways.values()), " and ".join(names), text)
+        log.info("%d x %s: %s", len(on_gpus), names, text)
 
 
 _WAYS = {

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from raydp_parallel.monitoring.stats import ExecutorStats, ReplicaStats
+from raydp_parallel.monitoring.stats import DEATHS, ExecutorStats, ReplicaStats
 
 _EXECUTOR = ("executor",)
 _REPLICA = ("executor", "replica", "device", "node")
@@ -49,11 +49,7 @@ def tags_of(replica: ReplicaStats, executor: str) -> dict[str, str]:
 
 
 def increments(new: ExecutorStats) -> Iterator[tuple[Metric, dict[str, str], float]]:
-    """Yield what to add to each counter.
-
-    Args:
-        new: The work since the last report.
-    """
+    """Yield what to add to each counter for new work."""
     for replica in new.replicas:
         tags = tags_of(replica, new.name)
         yield SAMPLES, tags, replica.rows
@@ -62,7 +58,7 @@ def increments(new: ExecutorStats) -> Iterator[tuple[Metric, dict[str, str], flo
         yield SECONDS, {**tags, "phase": "waiting"}, replica.waiting
         yield BYTES, {**tags, "direction": "in"}, replica.bytes_in
         yield BYTES, {**tags, "direction": "out"}, replica.bytes_out
-        for kind in ("deaths", "respawns", "replays"):
+        for kind in DEATHS:
             yield FAULTS, {**tags, "kind": kind}, getattr(replica, kind)
     shared = {"executor": new.name}
     yield PASSES, {**shared, "method": "forward"}, new.forwards
@@ -72,29 +68,12 @@ def increments(new: ExecutorStats) -> Iterator[tuple[Metric, dict[str, str], flo
     yield RERUNS, shared, new.reruns
 
 
-class Summaries:
-    """Names of short tasks that tell in Ray's dashboard what a replica did.
-
-    Ray labels metrics with each task's name, and never removes them. So numbers are rounded, and
-    after `MOST` names all further work has one.
+def summary(replica: ReplicaStats) -> str:
+    """Describe the work of a replica since its last short task, which has this name in Ray's
+    dashboard. Ray labels metrics with each task's name, and never removes them: so numbers are
+    rounded, the rate to a power of two.
     """
-
-    MOST = 32
-
-    def __init__(self) -> None:
-        self._used: set[str] = set()
-
-    def text(self, replica: ReplicaStats) -> str:
-        """Describe the work of a replica since its last task."""
-        models = ", ".join(replica.models) or "a module"
-        busy = f"{round(replica.shares[0], 1):.0%}".replace("%", " %")
-        text = f"{models}: about {_near(replica.rate):,} samples per second, {busy} busy"
-        if text not in self._used and len(self._used) >= self.MOST:
-            return f"work on {models}"
-        self._used.add(text)
-        return text
-
-
-def _near(number: float) -> int:
-    """Return the nearest power of two."""
-    return 2 ** max(0, round(math.log2(number))) if number > 0 else 0
+    models = ", ".join(replica.models) or "a module"
+    rate = 2 ** max(0, round(math.log2(replica.rate))) if replica.rate else 0
+    busy = round(10 * replica.shares[0]) * 10
+    return f"{models}: about {rate:,} samples per second, {busy} % busy"

@@ -43,17 +43,11 @@ _HEAD = f"""<!doctype html>
 _KEY = "".join(f'<span class="{name}"></span>{name}' for name in ("busy", "waiting", "idle"))
 
 
-def page(entries: Sequence[Mapping[str, Any]], now: float | None = None) -> str:
-    """Return the page about all executors.
-
-    Args:
-        entries: The drivers' entries.
-        now: Seconds since the epoch.
-    """
-    at = time.localtime(time.time() if now is None else now)
-    parts = [f"{_HEAD}<p>{escape(time.strftime('%Y-%m-%d %H:%M:%S %Z', at))}</p>"]
+def page(entries: Sequence[Mapping[str, Any]]) -> str:
+    """Return the page about all executors, of their drivers' entries."""
+    parts = [f"{_HEAD}<p>{escape(time.strftime('%Y-%m-%d %H:%M:%S %Z'))}</p>"]
     for one in entries:
-        found = status.read(one, now)
+        found = status.read(one)
         parts.append(f"<p>{status.UNREADABLE}</p>" if found is None else _section(found))
     if not entries:
         parts.append(f"<p>{status.NOBODY}</p>")

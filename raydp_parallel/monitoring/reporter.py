@@ -13,11 +13,11 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 from raydp_parallel.cluster import ray_api
 from raydp_parallel.monitoring import status
-from raydp_parallel.monitoring.metrics import COUNTERS, INFO, Summaries, increments, tags_of
+from raydp_parallel.monitoring.metrics import COUNTERS, INFO, increments, summary, tags_of
 from raydp_parallel.monitoring.stats import ExecutorStats
 
 log = logging.getLogger("raydp_parallel")
@@ -35,26 +35,18 @@ _FAREWELL = 2.0
 """Seconds that a close waits for the last report: a cluster may not answer."""
 
 
-class Reported(Protocol):
-    """An executor, as the reporter sees it."""
-
-    def stats(self) -> ExecutorStats:
-        """Return its statistics."""
-
-    def show(self, index: int, text: str) -> None:
-        """Let a replica run an empty task under a name."""
-
-
 class Reporter:
-    """The thread. It ends with `close`, or when nobody has the executor any more."""
+    """The thread. It ends with `close`, or when nobody has the executor any more, of which it uses
+    ``stats`` and ``show``.
+    """
 
-    def __init__(self, executor: Reported) -> None:
+    def __init__(self, executor: Any) -> None:
         self._executor = weakref.ref(executor)
-        self._counters = {m.name: ray_api.counter(*m) for m in COUNTERS}
-        self._info = ray_api.gauge(*INFO)
+        self._counters = {m: ray_api.Counter(*m) for m in COUNTERS}
+        self._info = ray_api.Gauge(*INFO)
         self._there: dict[int, dict[str, str]] = {}
         self._history: deque[ExecutorStats] = deque(maxlen=_WINDOW + 1)
-        self._summaries, self._reports = Summaries(), 0
+        self._reports = 0
         self._shown: ExecutorStats | None = None
         self._key = ""
         self._warned = False
@@ -111,7 +103,7 @@ class Reporter:
         if self._reports % _SUMMARY == 0:
             for replica in stats.since(self._shown).replicas:
                 if replica.busy and replica.state == "ready":
-                    executor.show(replica.index, self._summaries.text(replica))
+                    executor.show(replica.index, summary(replica))
             self._shown = stats
 
     def _count(self, stats: ExecutorStats) -> None:
@@ -119,7 +111,7 @@ class Reporter:
         new = stats.since(self._history[-1] if self._history else None)
         self._history.append(stats)
         for metric, tags, value in increments(new):
-            ray_api.record(self._counters[metric.name], value, tags)
+            ray_api.record(self._counters[metric], value, tags)
         for replica in stats.replicas:
             tags = {**tags_of(replica, stats.name), "gpu": replica.gpu, "pid": str(replica.pid)}
             before = self._there.get(replica.index, tags)

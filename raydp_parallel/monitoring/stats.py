@@ -123,12 +123,13 @@ class ExecutorStats:
             return self
         earlier = {replica.index: replica for replica in before.replicas}
         replicas = [
-            replace(now, **_growth(now, earlier[now.index], _OF_REPLICA))
+            replace(now, **_growth(now, earlier[now.index], ("seconds", *OF_REPLICA)))
             if now.index in earlier
             else now
             for now in self.replicas
         ]
-        return replace(self, replicas=tuple(replicas), **_growth(self, before, _OF_EXECUTOR))
+        grown = _growth(self, before, (*OF_EXECUTOR, *DEATHS))
+        return replace(self, replicas=tuple(replicas), **grown)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -168,14 +169,11 @@ class ExecutorStats:
         return f"{html_table(self.cells())}<p>{about}</p>"
 
 
-_OF_REPLICA = (
-    *("calls", "rows", "busy", "waiting", "seconds", "bytes_in", "bytes_out"),
-    *("deaths", "respawns", "replays"),
-)
-_OF_EXECUTOR = (
-    *("forwards", "backwards", "state_sends", "state_bytes", "reruns"),
-    *("deaths", "respawns", "replays"),
-)
+DEATHS = ("deaths", "respawns", "replays")
+OF_REPLICA = ("calls", "rows", "busy", "waiting", "bytes_in", "bytes_out", *DEATHS)
+OF_EXECUTOR = ("forwards", "backwards", "state_sends", "state_bytes", "reruns")
+"""Names of counters."""
+
 _HEAD = (
     *("replica", "device", "node", "pid", "state", "model", "calls", "rows/s"),
     *("busy", "waiting", "idle", "MB in", "MB out", "deaths"),

@@ -28,19 +28,12 @@ NOBODY = (
 
 
 class Found(NamedTuple):
-    """An entry that was read.
+    """An entry that was read."""
 
-    Attributes:
-        title: The executor and its process.
-        span: The time that the figures of the window are about.
-        stats: The work since the start.
-        window: The work of the last seconds.
-    """
-
-    title: str
-    span: str
+    title: str  # the executor and its process
+    span: str  # the time that the figures of the window are about
     stats: ExecutorStats
-    window: ExecutorStats
+    window: ExecutorStats  # the work of the last seconds
 
     @property
     def events(self) -> list[str]:
@@ -61,12 +54,12 @@ def entry(stats: ExecutorStats, window: ExecutorStats, host: str, pid: int) -> d
     }
 
 
-def read(entry: Mapping[str, Any], now: float | None = None) -> Found | None:
+def read(entry: Mapping[str, Any]) -> Found | None:
     """Read an entry, or return None if another version wrote it."""
     if entry.get("format") != _FORMAT:
         return None
     stats, window = map(ExecutorStats.from_dict, (entry["stats"], entry["window"]))
-    age = (time.time() if now is None else now) - entry["posted"]
+    age = time.time() - entry["posted"]
     seconds = max((replica.seconds for replica in window.replicas), default=0.0)
     title = f"{stats.name}, pid {entry['pid']} on {entry['host']}, link: {stats.link}"
     late = f"; last heard of {age:.0f} s ago" if age > _OLD else ""
@@ -76,16 +69,11 @@ def read(entry: Mapping[str, Any], now: float | None = None) -> Found | None:
 UNREADABLE = "An executor has an entry of another version of raydp_parallel."
 
 
-def render(entries: Sequence[Mapping[str, Any]], now: float | None = None) -> str:
-    """Return the text about all executors.
-
-    Args:
-        entries: The drivers' entries.
-        now: Seconds since the epoch.
-    """
+def render(entries: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text about all executors, of their drivers' entries."""
     parts = []
     for one in entries:
-        found = read(one, now)
+        found = read(one)
         if found is None:
             parts.append(UNREADABLE)
             continue

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from ray._private.worker import global_worker
 
 from raydp_parallel.devices import threads
 from raydp_parallel.devices.cuda import Hello, describe, take_given
@@ -61,11 +60,6 @@ def versions() -> dict[str, str]:
 
 def _refuse_debugger(*_: object, **__: object) -> None:
     raise ReplicaError(exceptions.NO_DEBUGGER)
-
-
-def _span(text: str) -> Any:
-    """Open a span in `ray timeline`. A function, for Ray pickles the class with its globals."""
-    return global_worker.core_worker.profile_event(text.encode(), {"name": text})  # type: ignore[attr-defined]
 
 
 def _end_child(error: BaseException | None) -> None:
@@ -171,10 +165,8 @@ class ReplicaActor:
         threading.Event().wait()
 
     @_aside()  # type: ignore[untyped-decorator]
-    def work(self, text: str) -> None:
-        """Show a text in the dashboard, as the name of this task and in `ray timeline`."""
-        with _span(text):
-            pass
+    def work(self) -> None:
+        """Do nothing: the name of this task shows in the dashboard."""
 
     @_aside(enable_task_events=False)  # type: ignore[untyped-decorator]
     def deliver(self, number: int, refs: list[Any]) -> None:
