@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -19,23 +19,14 @@ _NAMES = {dtype: str(dtype)[6:] for dtype in vars(torch).values() if isinstance(
 
 
 class CallContext(NamedTuple):
-    """State that torch code may depend on besides its arguments.
-
-    Attributes:
-        grad: Grad mode.
-        inference: Inference mode.
-        autocast: For each device type: enabled, dtype's name.
-        autocast_cache: True if autocast caches its casts.
-        anomaly: Anomaly mode, and whether it checks for NaN.
-        flags: Process-wide settings, see ``_FLAGS``.
-    """
+    """State that torch code may depend on besides its arguments."""
 
     grad: bool
     inference: bool
-    autocast: tuple[tuple[bool, str], ...]
+    autocast: tuple[tuple[bool, str], ...]  # for each device type: enabled, dtype's name
     autocast_cache: bool
-    anomaly: tuple[bool, bool]
-    flags: tuple[Any, ...]
+    anomaly: tuple[bool, bool]  # on, checks for NaN
+    flags: tuple[Any, ...]  # process-wide settings, see _FLAGS
 
 
 class _Flag(NamedTuple):
@@ -100,15 +91,13 @@ def _older(read: Callable[[], Any], write: Callable[[Any], None]) -> _Flag:
     return _Flag(read_if_told, lambda value: write(value) if value is not None else None)
 
 
-def _pair(name: str) -> list[_Flag]:
-    """A setting of one value or, in newer versions of torch, of two; an empty list where torch does
-    not have it.
-    """
-    read: Any = getattr(torch._C, f"_get_{name}", None)
-    write: Any = getattr(torch._C, f"_set_{name}", None)
-    if read is None or write is None:
-        return []
-    return [_Flag(read, lambda value: write(*value) if isinstance(value, tuple) else write(value))]
+def _pair(name: str) -> _Flag:
+    """A setting of one value or, in newer versions of torch, of two."""
+    write: Any = getattr(torch._C, f"_set_{name}")
+    return _Flag(
+        getattr(torch._C, f"_get_{name}"),
+        lambda value: write(*value) if isinstance(value, tuple) else write(value),
+    )
 
 
 def _precisions() -> list[_Flag]:
@@ -116,17 +105,15 @@ def _precisions() -> list[_Flag]:
     not report.
     """
     read: Any = getattr(torch._C, "_get_fp32_precision_getter", None)
-    write: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
     if read is None:
         return []
-    operations = [
-        (backend, op) for backend in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")
-    ]
+    write: Any = getattr(torch._C, "_set_fp32_precision_setter", None)
     # The general setting comes first: an operation without a setting of its own follows it.
-    return [
-        _Flag(functools.partial(read, *which), functools.partial(write, *which))
-        for which in (("generic", "all"), *operations)
-    ]
+    settings = [("generic", "all")]
+    for backend in ("cuda", "mkldnn"):
+        settings += [(backend, op) for op in ("all", "matmul", "conv", "rnn")]
+    partial = functools.partial
+    return [_Flag(partial(read, *which), partial(write, *which)) for which in settings]
 
 
 _FLAGS = (
@@ -147,9 +134,9 @@ _FLAGS = (
     _Flag(torch._C._get_mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
     _Flag(torch._C._get_math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
     _Flag(torch._C._get_cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-    *_pair("cublas_allow_fp16_reduced_precision_reduction"),
-    *_pair("cublas_allow_bf16_reduced_precision_reduction"),
-    *_pair("cublas_allow_fp16_accumulation"),
+    _pair("cublas_allow_fp16_reduced_precision_reduction"),
+    _pair("cublas_allow_bf16_reduced_precision_reduction"),
+    _pair("cublas_allow_fp16_accumulation"),
     *_precisions(),  # last, because the older settings change these as well
 )
 
@@ -182,13 +169,8 @@ def enter(context: CallContext) -> contextlib.AbstractContextManager[Any]:
                 flag.write(value)
     wanted = [enabled for enabled, _ in context.autocast]
     current = [torch.is_autocast_enabled(device) for device in _AUTOCAST_DEVICES]
-    if True in wanted or True in current or context.inference or context.anomaly[0]:
-        return _enter_all(context)
-    return torch.set_grad_enabled(context.grad)
-
-
-@contextlib.contextmanager
-def _enter_all(context: CallContext) -> Iterator[None]:
+    if not (True in wanted or True in current or context.inference or context.anomaly[0]):
+        return torch.set_grad_enabled(context.grad)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(context.inference))
         stack.enter_context(torch.set_grad_enabled(context.grad and not context.inference))
@@ -199,7 +181,7 @@ def _enter_all(context: CallContext) -> Iterator[None]:
             stack.enter_context(
                 torch.autograd.set_detect_anomaly(True, check_nan=context.anomaly[1])
             )
-        yield
+        return stack.pop_all()
 
 
 def _flags() -> tuple[Any, ...]:

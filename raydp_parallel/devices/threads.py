@@ -34,17 +34,8 @@ process starts.
 
 
 def cores(mounted: Path = _CGROUPS, own: Path = _OWN_CGROUPS) -> int:
-    """Count the cores that this process may use, by affinity and by quotas of control groups.
-
-    Args:
-        mounted: The folder of control groups.
-        own: The file that lists the groups of the process.
-    """
-    if hasattr(os, "sched_getaffinity"):
-        allowed = len(os.sched_getaffinity(0))
-    else:
-        allowed = os.cpu_count() or 1
-    return max(1, int(min([allowed, *_quotas(mounted, own)])))
+    """Count the cores that this process may use, by affinity and by quotas of control groups."""
+    return max(1, int(min([len(os.sched_getaffinity(0)), *_quotas(mounted, own)])))
 
 
 def _quotas(mounted: Path, own: Path) -> Iterator[float]:

@@ -35,14 +35,10 @@ def differentiate(
     keep: bool,
     create: bool,
 ) -> list[Tensor | None]:
-    """Compute the gradients of the leaves that are asked for, None for the others and for what was
-    not reached.
+    """Compute the gradients of the leaves that are needed, None for the others and for what was not
+    reached.
 
     Args:
-        outputs: The tensors to differentiate.
-        grads: Their gradients.
-        leaves: The tensors that gradients may be asked for.
-        needed: Which of them are.
         partial: True if the caller's pass leaves out some leaves.
         keep: True if the graph is used again.
         create: True if the gradients are part of a graph themselves.

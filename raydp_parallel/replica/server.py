@@ -26,12 +26,7 @@ _TRAINING = ResumeRequest, SnapshotRequest, GradientsRequest, StepRequest
 
 
 class ReplicaServer:
-    """Answers the requests of a driver, one after the other.
-
-    Args:
-        device: The device of the replica.
-        index: Its number.
-    """
+    """Answers the requests of a driver, one after the other."""
 
     def __init__(self, device: torch.device, index: int) -> None:
         self.index = index

@@ -111,11 +111,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             return nn.modules.batchnorm._BatchNorm.forward(self, input)
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
-        factor = self._factor()
         exact = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         mean, var, count = _statistics(exact, input.shape, self.number)
         if self.training and self.track_running_stats:
-            self._track(mean.detach(), var.detach() * (count / (count - 1)), factor)
+            self._track(mean.detach(), var.detach() * (count / (count - 1)))
         shape = (1, -1, *[1] * (input.dim() - 2))
         out = (exact - mean.view(shape)) * torch.rsqrt(var + self.eps).view(shape)
         if self.weight is not None:
@@ -124,16 +123,13 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             out = out + self.bias.view(shape)
         return out.to(input.dtype)
 
-    def _factor(self) -> float:
-        """Count the batch; returns the weight of its statistics."""
-        factor = 0.0 if self.momentum is None else self.momentum
-        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+    def _track(self, mean: Tensor, var: Tensor) -> None:
+        """Count the batch, and add its statistics to the running ones."""
+        factor = self.momentum or 0.0
+        if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if self.momentum is None:
                 factor = 1.0 / float(self.num_batches_tracked)
-        return factor
-
-    def _track(self, mean: Tensor, var: Tensor, factor: float) -> None:
         with torch.no_grad():
             for running, found in ((self.running_mean, mean), (self.running_var, var)):
                 if running is not None:

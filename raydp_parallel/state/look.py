@@ -44,10 +44,8 @@ _building = threading.local()
 
 
 class Codes:
-    """Numbers of code objects, which cannot change: each is sent once.
-
-    Args:
-        known: Code objects that have numbers already.
+    """Numbers of code objects, which cannot change: each is sent once. Those that are ``known``
+    have theirs already.
     """
 
     def __init__(self, known: Mapping[int, types.CodeType] | None = None) -> None:
@@ -130,12 +128,7 @@ _PARTS = (
 
 
 def look(module: nn.Module, slot: Callable[[Tensor], int], codes: Codes) -> bytes:
-    """Pickle a module's structure.
-
-    Args:
-        module: The module.
-        slot: Gives the slot of a tensor.
-        codes: Gives numbers of code objects.
+    """Pickle a module's structure, with the slots of its tensors and the numbers of its code.
 
     Raises:
         TransferError: Something in it cannot be sent.
@@ -228,12 +221,8 @@ def _set_attributes(tensor: Tensor, attributes: dict[str, Any]) -> None:
     vars(tensor).update(attributes)
 
 
-class _Nothing:
-    """Stands for the target of a weak reference that is dead."""
-
-
 def _dead() -> weakref.ref[Any]:
-    return weakref.ref(_Nothing())
+    return weakref.ref(set())  # nobody has this set
 
 
 def _reduce_module(module: nn.Module) -> Any:

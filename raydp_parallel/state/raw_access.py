@@ -79,10 +79,8 @@ def uninstall() -> None:
 
 @contextlib.contextmanager
 def noting(own_process: bool) -> Iterator[Touched]:
-    """Collect the addresses of storages that are accessed in the block.
-
-    Args:
-        own_process: True if this process runs replicas only; otherwise torch is left as it was.
+    """Collect the addresses of storages that are accessed in the block. Where this process does not
+    run replicas only, torch is left as it was.
     """
     global _touched
     before, _touched = _touched, {}

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.abc
-import importlib.machinery
 import importlib.util
 import logging
 import operator
@@ -41,16 +40,10 @@ _BEGUN = time.time()
 
 
 class Source(NamedTuple):
-    """The text of a module.
-
-    Attributes:
-        file: Its file in the driver.
-        folders: Where a package's submodules are; None for a plain module.
-        text: The text.
-    """
+    """The text of a module, from a file of the driver."""
 
     file: str
-    folders: tuple[str, ...] | None
+    folders: tuple[str, ...] | None  # where a package's submodules are; None for a plain module
     text: bytes
 
     @property
@@ -60,17 +53,11 @@ class Source(NamedTuple):
 
 
 class Sources(NamedTuple):
-    """All that a replica must know of the driver's modules.
-
-    Attributes:
-        process: The driver's process.
-        paths: Where the driver looks for modules.
-        modules: The user's own modules that it has loaded, by name.
-    """
+    """All that a replica must know of the driver's modules."""
 
     process: str
-    paths: tuple[str, ...]
-    modules: dict[str, Source]
+    paths: tuple[str, ...]  # where the driver looks for modules
+    modules: dict[str, Source]  # the user's own that it has loaded, by name
 
 
 def _homes() -> tuple[str, ...]:
@@ -181,14 +168,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         source = self.modules.get(name)
         if source is None:
             return None
-        spec = importlib.machinery.ModuleSpec(
-            name, self, origin=source.file, is_package=source.folders is not None
-        )
-        spec.has_location = True
-        if source.folders is not None:
-            spec.submodule_search_locations = [*source.folders]
         self.loaded[name] = source.digest
-        return spec
+        folders = None if source.folders is None else [*source.folders]
+        return importlib.util.spec_from_file_location(
+            name, source.file, loader=self, submodule_search_locations=folders
+        )
 
     def get_source(self, fullname: str) -> str:
         """Return a module's text."""
@@ -230,11 +214,10 @@ def follow(sources: Sources) -> None:
 
 
 def _digest(name: str) -> str:
-    known = _FINDER.loaded.get(name)
-    if known is None:
-        found = _source(name)
-        known = "" if found is None else found.digest
-    return known
+    if name in _FINDER.loaded:
+        return _FINDER.loaded[name]
+    found = _source(name)
+    return "" if found is None else found.digest
 
 
 class Sent:

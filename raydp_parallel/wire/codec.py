@@ -30,7 +30,8 @@ def _window(number: int) -> Window:
     return _opening.windows[number]  # type: ignore[no-any-return]
 
 
-def _load(data: bytes, tensors: Sequence[Tensor], windows: Sequence[Window] = ()) -> Any:
+def decode(data: bytes, tensors: Sequence[Tensor], windows: Sequence[Window] = ()) -> Any:
+    """Rebuild a value around its tensors."""
     before = vars(_opening).copy()  # a value's own __setstate__ may open another one
     _opening.tensors, _opening.windows = tensors, windows
     try:
@@ -59,21 +60,15 @@ def _row(begin: int, present: bytes) -> Row:
 
 
 class Parcel(NamedTuple):
-    """A value of the user's.
+    """A value of the user's: its pickle, with numbers in the place of tensors, and these."""
 
-    Attributes:
-        skeleton: Its pickle, with numbers in the place of tensors; None for a tuple that holds
-            nothing but tensors and Nones.
-        tensors: Its tensors.
-    """
-
-    skeleton: bytes | None
+    skeleton: bytes | None  # None for a tuple that holds nothing but tensors and Nones
     tensors: list[Any]
 
     def load(self, tensors: Sequence[Any] | None = None) -> Any:
         """Rebuild the value, with other tensors if they are given."""
         row = self.tensors if tensors is None else tensors
-        return tuple(row) if self.skeleton is None else _load(self.skeleton, row)
+        return tuple(row) if self.skeleton is None else decode(self.skeleton, row)
 
 
 class _ValuePickler(pickling.Pickler):
@@ -103,19 +98,12 @@ def parcel(value: Any, name: str) -> Parcel:
 
 
 class Packet(NamedTuple):
-    """A message, but for its tensors' memory.
-
-    Attributes:
-        body: Its pickle.
-        specs: The geometry of its tensors.
-        tensors: The tensors, without gaps; some may be part of a graph.
-        windows: Memory that it shares, of which descriptors travel.
-    """
+    """A message: its pickle, and what stands beside it."""
 
     body: bytes
-    specs: tuple[Spec, ...]
-    tensors: list[Tensor]
-    windows: list[Window]
+    specs: tuple[Spec, ...]  # the geometry of its tensors
+    tensors: list[Tensor]  # without gaps; some may be part of a graph
+    windows: list[Window]  # memory that it shares, of which descriptors travel
 
 
 class _MessagePickler(pickle.Pickler):
@@ -176,11 +164,6 @@ def encode(message: Any) -> Packet:
     pickler = _MessagePickler(file)
     pickler.dump(message)
     return Packet(file.getvalue(), tuple(pickler.specs), pickler.tensors, pickler.windows)
-
-
-def decode(body: bytes, tensors: Sequence[Tensor], windows: Sequence[Window] = ()) -> Any:
-    """Rebuild a message around its tensors."""
-    return _load(body, tensors, windows)
 
 
 _COMPRESSED = {

@@ -32,14 +32,9 @@ _NAMES |= {0: "stdin", 1: "stdout", 2: "stderr"}
 """The names that standard streams have when Python opened them, or when a number did."""
 
 _HOOKS = (
-    "__setstate__",
-    "__getstate__",
-    "__reduce__",
-    "__reduce_ex__",
-    "__getnewargs__",
-    "__getnewargs_ex__",
+    *("__setstate__", "__getstate__", "__reduce__", "__reduce_ex__"),
+    *("__getnewargs__", "__getnewargs_ex__"),
 )
-
 
 _OPERATORS = (type(torch.ops.aten.relu), type(torch.ops.aten.relu.default))
 """The classes of torch's operators, with all their overloads and with one."""
@@ -55,7 +50,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """Reduce a value that pickle cannot handle itself."""
         name = stream_name(value)
         if name is not None:
-            return _stream, (name,)
+            return getattr, (sys, name)
         kind: Any = type(value)
         if isinstance(value, _OPERATORS):
             return operator.attrgetter(str(value)), (torch.ops,)
@@ -152,10 +147,6 @@ def stream_name(value: Any) -> str | None:
     return None
 
 
-def _stream(name: str) -> Any:
-    return getattr(sys, name)
-
-
 @functools.lru_cache(maxsize=4096)
 def _delegates(kind: Any) -> bool:
     """Tell if unpickling would ask an object's own `__getattr__` for `__setstate__`, before the
@@ -210,7 +201,7 @@ def dumps(value: Any) -> bytes:
 
 def unsendable(value: Any, path: str, error: Exception) -> TransferError:
     """Make the error for a value that cannot be pickled, with the path to the innermost part."""
-    path, kind = _innermost(value, path, _picklable)
+    path, kind = _innermost(value, path, dumps)
     return TransferError(
         f"{path} is a {kind}, which cannot be sent to another process: {error}. {_ADVICE}"
     )
@@ -218,40 +209,36 @@ def unsendable(value: Any, path: str, error: Exception) -> TransferError:
 
 def refuse_unloadable(value: Any, path: str, cause: Exception, error: str) -> None:
     """Raise an error for a value that a replica could not load, if it cannot be loaded here."""
-    if _loadable(value):
+    if _works(_reload, value):
         return
-    path, kind = _innermost(value, path, _loadable)
+    path, kind = _innermost(value, path, _reload)
     raise TransferError(
         f"{path} is a {kind}, which can be pickled, but not loaded in another process: {error}. "
         f"{_ADVICE}"
     ) from cause
 
 
-def _picklable(value: Any) -> bool:
+def _reload(value: Any) -> Any:
+    return pickle.loads(dumps(value))
+
+
+def _works(action: Callable[[Any], Any], value: Any) -> bool:
     try:
-        Pickler(io.BytesIO()).dump(value)
+        action(value)
     except Exception:  # code of the user's classes
         return False
     return True
 
 
-def _loadable(value: Any) -> bool:
-    try:
-        pickle.loads(dumps(value))
-    except Exception:  # code of the user's classes
-        return False
-    return True
-
-
-def _innermost(value: Any, path: str, works: Callable[[Any], bool]) -> tuple[str, str]:
-    """Find the innermost part for which something does not work: its path, and its class."""
+def _innermost(value: Any, path: str, action: Callable[[Any], Any]) -> tuple[str, str]:
+    """Find the innermost part for which an action does not work: its path, and its class."""
     seen: set[int] = set()
     while id(value) not in seen:
         seen.add(id(value))
-        inner = next(((name, part) for name, part in _parts(value) if not works(part)), None)
-        if inner is None:
-            break
-        path, value = path + inner[0], inner[1]
+        for name, part in _parts(value):
+            if not _works(action, part):
+                path, value = path + name, part
+                break
     return path.lstrip("."), f"{type(value).__module__}.{type(value).__qualname__}"
 
 
