@@ -36,10 +36,6 @@ class _Flag(NamedTuple):
     write: Any
 
 
-def _set_default_dtype(name: str) -> None:
-    torch.set_default_dtype(getattr(torch, name))
-
-
 _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG"
 """The variable that torch reads before each matrix product if algorithms have to be
 deterministic.
@@ -91,8 +87,10 @@ def _older(read: Callable[[], Any], write: Callable[[Any], None]) -> _Flag:
     return _Flag(read_if_told, lambda value: write(value) if value is not None else None)
 
 
-def _pair(name: str) -> _Flag:
-    """A setting of one value or, in newer versions of torch, of two."""
+def _setting(name: str) -> _Flag:
+    """A setting of one value or, some in newer versions of torch, of two, by the functions that
+    `torch.backends` calls: its properties take ten times as long.
+    """
     write: Any = getattr(torch._C, f"_set_{name}")
     return _Flag(
         getattr(torch._C, f"_get_{name}"),
@@ -117,26 +115,23 @@ def _precisions() -> list[_Flag]:
 
 
 _FLAGS = (
-    _Flag(lambda: _NAMES[torch.get_default_dtype()], _set_default_dtype),
+    _Flag(
+        lambda: _NAMES[torch.get_default_dtype()],
+        lambda name: torch.set_default_dtype(getattr(torch, name)),
+    ),
     _Flag(_deterministic, _set_deterministic),
     _older(torch._C._get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    # Read from the functions that `torch.backends` calls: the properties take ten times as long.
-    _Flag(torch._C._get_cudnn_enabled, functools.partial(setattr, torch.backends.cudnn, "enabled")),
-    _Flag(
-        torch._C._get_cudnn_benchmark, functools.partial(setattr, torch.backends.cudnn, "benchmark")
-    ),
-    _Flag(
-        torch._C._get_cudnn_deterministic,
-        functools.partial(setattr, torch.backends.cudnn, "deterministic"),
-    ),
+    _setting("cudnn_enabled"),
+    _setting("cudnn_benchmark"),
+    _setting("cudnn_deterministic"),
     _older(torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
     _Flag(torch._C._get_flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
     _Flag(torch._C._get_mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
     _Flag(torch._C._get_math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
     _Flag(torch._C._get_cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-    _pair("cublas_allow_fp16_reduced_precision_reduction"),
-    _pair("cublas_allow_bf16_reduced_precision_reduction"),
-    _pair("cublas_allow_fp16_accumulation"),
+    _setting("cublas_allow_fp16_reduced_precision_reduction"),
+    _setting("cublas_allow_bf16_reduced_precision_reduction"),
+    _setting("cublas_allow_fp16_accumulation"),
     *_precisions(),  # last, because the older settings change these as well
 )
 

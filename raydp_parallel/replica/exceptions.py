@@ -17,9 +17,8 @@ from raydp_parallel.errors import ReplicaError, ReplicaExit
 from raydp_parallel.wire.messages import CaughtWarning, Failure
 
 NO_DEBUGGER = (
-    "a replica has no terminal for a debugger: Options(in_process=True) runs the module in "
-    "this process, where "
-    "breakpoint() works"
+    "a replica has no terminal for a debugger: Options(in_process=True) runs the module in this "
+    "process, where breakpoint() works"
 )
 
 _PACKAGE = str(Path(__file__).parents[1])

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from raydp_parallel.errors import TransferError
 
-_STREAMS = ("stdout", "stderr", "stdin")
 _NAMES: dict[Any, str] = {"<stdin>": "stdin", "<stdout>": "stdout", "<stderr>": "stderr"}
 _NAMES |= {0: "stdin", 1: "stdout", 2: "stderr"}
 """The names that standard streams have when Python opened them, or when a number did."""
@@ -137,7 +136,7 @@ def stream_name(value: Any) -> str | None:
     """The name of a standard stream, ``"stdout"``, ``"stderr"`` or ``"stdin"``; None for any other
     value.
     """
-    for name in _STREAMS:
+    for name in ("stdout", "stderr", "stdin"):
         known = value is getattr(sys, name) or value is getattr(sys, f"__{name}__")
         if known and value is not None:
             return name
