@@ -29,11 +29,8 @@ def split_packed(
 
 
 def join_packed(parts: Sequence[PackedSequence], data: Tensor) -> PackedSequence:
-    """One packed sequence of all parts' sequences, in the order of the parts.
-
-    Args:
-        parts: The outputs of the replicas.
-        data: The parts' data, one after the other.
+    """One packed sequence of all parts' sequences, in the order of the parts; ``data`` is theirs,
+    one after the other.
     """
     longest = max(len(part.batch_sizes) for part in parts)
     padded, lengths = [], []

@@ -45,14 +45,10 @@ class Gone(Exception):
 
 
 class _Counting:
-    """Counts bytes of tensors that were sent and received.
-
-    Attributes:
-        link: How bytes go.
-    """
+    """Counts bytes of tensors that were sent and received."""
 
     sent = received = 0
-    link = "ray"
+    link = "ray"  # how they go
 
     def moved(self) -> tuple[int, int]:
         """Return both numbers."""

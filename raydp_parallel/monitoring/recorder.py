@@ -25,22 +25,14 @@ _names: Counter[str] = Counter()
 
 
 class _Tally:
-    """The work of one replica.
-
-    Attributes:
-        counts: Its counters, as `ReplicaStats` names them.
-        models: Names of the modules that it ran, as keys, in order.
-        began: Time of its first start, None before.
-        free: Time until which waiting is counted, None while it is not ready.
-        pending: Calls that it has not answered.
-    """
+    """The work of one replica, in counters as `ReplicaStats` names them."""
 
     def __init__(self) -> None:
         self.counts: Any = SimpleNamespace(**dict.fromkeys(OF_REPLICA, 0))
-        self.models: dict[str, None] = {}
-        self.began: float | None = None
-        self.free: float | None = None
-        self.pending = 0
+        self.models: dict[str, None] = {}  # names of the modules that it ran, in order
+        self.began: float | None = None  # time of its first start
+        self.free: float | None = None  # waiting is counted until then; None if it is not ready
+        self.pending = 0  # calls that it has not answered
 
     def wait_until(self, now: float, busy: float = 0.0) -> None:
         """Count the time since the last look as waiting, but for what was work."""

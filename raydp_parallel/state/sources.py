@@ -221,14 +221,10 @@ def _digest(name: str) -> str:
 
 
 class Sent:
-    """The sources as a model's replicas know them.
-
-    Attributes:
-        at: The model's revision at the last change.
-    """
+    """The sources as a model's replicas know them."""
 
     def __init__(self) -> None:
-        self.at = 0
+        self.at = 0  # the model's revision at the last change
         self.latest: Sources | None = None
         self._loaded = 0
         self._specs: list[Any] = []

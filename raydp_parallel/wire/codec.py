@@ -42,11 +42,8 @@ def decode(data: bytes, tensors: Sequence[Tensor], windows: Sequence[Window] = (
 
 
 class Row(list[Any]):
-    """Tensors, and None, that travel without a look of pickle at each.
-
-    Args:
-        tensors: They.
-        flags: True if it travels which of them require a gradient.
+    """Tensors, and None, that travel without a look of pickle at each; with ``flags`` it travels
+    which of them require a gradient.
     """
 
     def __init__(self, tensors: Iterable[Tensor | None] = (), flags: bool = True) -> None:
