@@ -36,7 +36,7 @@ from torch._C._profiler import _RecordFunctionFast as record_function
 from raydp_parallel import batch, functional
 from raydp_parallel.cluster.placement import DeviceId, device_id, normalize
 from raydp_parallel.devices import ambient
-from raydp_parallel.driver import batch_inference, forward, loss, optimizer, resident
+from raydp_parallel.driver import batch_inference, forward, loss, optimizer
 from raydp_parallel.driver.executor import Executor, shared
 from raydp_parallel.driver.forward import Called
 from raydp_parallel.driver.loss import LossCall
@@ -126,11 +126,6 @@ class DataParallel(nn.DataParallel[T]):
                 module.to(place)
 
     @property
-    def _net(self) -> T:
-        """The module, with weights that replicas may have stepped since."""
-        return self.__dict__["_modules"]["module"]  # type: ignore[no-any-return]
-
-    @property
     def _place(self) -> torch.device | None:
         """The only device, if this process has it and no executor was asked for."""
         if len(self.device_ids) != 1 or self._executor is not None:
@@ -150,7 +145,7 @@ class DataParallel(nn.DataParallel[T]):
         """Where outputs go: as upstream, a CUDA index where it is one."""
         if "_output_device" not in self.__dict__:
             raise AttributeError  # `__getattr__` gives the text
-        device = self._output_device or module_device(self._net)
+        device = self._output_device or module_device(self.module)
         return device.index if device.type == "cuda" else device
 
     @output_device.setter
@@ -162,7 +157,7 @@ class DataParallel(nn.DataParallel[T]):
         """Where the master copy lives."""
         if not self.device_ids:
             raise AttributeError  # `__getattr__` gives the text
-        return module_device(self._net)
+        return module_device(self.module)
 
     @property
     def executor(self) -> Executor:
@@ -172,8 +167,6 @@ class DataParallel(nn.DataParallel[T]):
         return self._executor or shared(self._options)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "module" and "_modules" in self.__dict__ and name in self._modules:
-            resident.refresh(self._net)
         if name in _ABSENT_WITHOUT_DEVICES and self.__dict__.get("device_ids") == []:
             raise AttributeError(
                 f"'{type(self).__name__}' object has no attribute '{name}': {_NO_GPU}"
@@ -188,8 +181,8 @@ class DataParallel(nn.DataParallel[T]):
         """Describe the work of the replicas; prints as a table. In place there are none."""
         if self._in_place:
             return ExecutorStats("in place", (), "in place")
-        found = self.executor.stats(self._net)
-        trained = self.executor.master(self._net).resident
+        found = self.executor.stats(self.module)
+        trained = self.executor.master(self.module).resident
         return found if trained is None else replace(found, steps_behind=trained.behind)
 
     def optimizer(
@@ -205,7 +198,7 @@ class DataParallel(nn.DataParallel[T]):
             optimizer = model.optimizer(torch.optim.AdamW, lr=3e-4)
 
         Weights, gradients and the optimizer's state stay in the replicas, and the loop is the
-        ordinary one. Reads through the model fetch the weights first.
+        ordinary one. Whatever uses the weights here fetches them first.
 
         Args:
             kind: The class, of `torch.optim` or another package.
@@ -216,61 +209,25 @@ class DataParallel(nn.DataParallel[T]):
             An instance of ``kind``. With replicas it has ``clip_grad_norm_(max_norm)`` and
             ``grad_norm()`` besides, which do as torch's functions, where the gradients are.
         """
-        params = self._net.parameters() if params is None else params
+        params = self.module.parameters() if params is None else params
         if self._in_place:
             return kind(params, **keywords)
-        return optimizer.make(self.executor, self._net, self.device_ids, kind, params, keywords)
+        return optimizer.make(self.executor, self.module, self.device_ids, kind, params, keywords)
 
     @ambient.uncompiled
     def sync(self) -> None:
-        """Fetch the weights, and the state of an `optimizer`, that the replicas have stepped.
-
-        Reading through the model does so by itself. Before an edit of weights it is to be called;
-        after one it overwrites the edit.
+        """Fetch the weights, and the state of an `optimizer`, that the replicas have stepped, as
+        any use of a weight does by itself.
         """
         if not self._in_place:
-            trained = self.executor.master(self._net).resident
+            trained = self.executor.master(self.module).resident
             if trained is not None:
-                trained.pull(states=True, overwrite=True)
+                trained.pull(states=True)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Do nothing: gradients are summed with each backward, and their values are right."""
         yield
-
-    # Reads and edits of weights that replicas step.
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters by name, up to date."""
-        resident.refresh(self._net)
-        return super().named_parameters(*args, **kwargs)
-
-    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        """Yield all parts by name, with weights up to date."""
-        resident.refresh(self._net)
-        return super().named_modules(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state, up to date."""
-        resident.refresh(self._net)
-        return super().state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a state, which the replicas get with the next call."""
-        resident.refresh(self._net)
-        return super().load_state_dict(*args, **kwargs)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients; of weights nothing is fetched."""
-        self._net.zero_grad(set_to_none)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        resident.refresh(self._net)
-        return super()._apply(*args, **kwargs)
-
-    def __getstate__(self) -> dict[str, Any]:
-        resident.refresh(self._net)
-        return self.__dict__
 
     # Calls.
 
@@ -306,8 +263,8 @@ class DataParallel(nn.DataParallel[T]):
                 f"call: expected the name of a method, got {type(method).__name__}; run() takes "
                 "functions"
             )
-        if not callable(getattr(self._net, method)):
-            raise TypeError(f"call: {type(self._net).__name__}.{method} is not a method")
+        if not callable(getattr(self.module, method)):
+            raise TypeError(f"call: {type(self.module).__name__}.{method} is not a method")
         return self._evaluate(method, args, kwargs, split, gather)
 
     @ambient.uncompiled
@@ -345,7 +302,7 @@ class DataParallel(nn.DataParallel[T]):
                 "run: expected a function that takes the module first, got "
                 f"{type(function).__name__}; call() takes names of methods"
             )
-        if getattr(function, "__self__", None) is self._net:
+        if getattr(function, "__self__", None) is self.module:
             raise TypeError(
                 f"run: {function.__name__} is bound to the module of this process; call() with its "
                 "name runs it on the replicas"
@@ -378,7 +335,7 @@ class DataParallel(nn.DataParallel[T]):
             if isinstance(called, LossCall):
                 called = called.for_chunks(len(chunks), self.dim)
             ids = self.device_ids[: len(chunks)]
-            replicas = functional.calling(self.replicate(self._net, ids), called)
+            replicas = functional.calling(self.replicate(self.module, ids), called)
             if not split:
                 output = replicas[0](*inputs, **kwargs)
                 return output if gather else [output]
@@ -422,26 +379,25 @@ class DataParallel(nn.DataParallel[T]):
         self, called: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], split: bool
     ) -> Any:
         """Call the module itself, as upstream does with one device."""
-        resident.refresh(self._net)
         place = None if not self.device_ids or replica.running() else self._place
         if place is not None:
-            check_devices(self._net)
+            check_devices(self.module)
             if split:
                 chunks, chunk_kwargs = self.scatter(inputs, kwargs, self.device_ids)
                 inputs, kwargs = (chunks or ((),))[0], (chunk_kwargs or ({},))[0]
             if place.type == "cuda":
                 inputs, kwargs = batch.moved((inputs, kwargs), place)
         if batch.find_refs((inputs, kwargs)):
-            home = module_device(self._net)
+            home = module_device(self.module)
             inputs, kwargs = batch.resolved((inputs, kwargs), _get, home)
         if isinstance(called, LossCall):
             arguments, targets, others = called.divided(inputs, kwargs)
-            return called.criterion(self._net(*arguments, **others), *targets)
+            return called.criterion(self.module(*arguments, **others), *targets)
         if isinstance(called, str):
-            return getattr(self._net, called)(*inputs, **kwargs)
+            return getattr(self.module, called)(*inputs, **kwargs)
         if called is not None:
-            return called(self._net, *inputs, **kwargs)
-        return self._net(*inputs, **kwargs)
+            return called(self.module, *inputs, **kwargs)
+        return self.module(*inputs, **kwargs)
 
     @ambient.uncompiled
     def replicate(self, module: T, device_ids: Sequence[Any]) -> list[Any]:
@@ -521,7 +477,7 @@ class DataParallel(nn.DataParallel[T]):
         found = loss.loss_call(criterion, targets, reduction, count)
         held = getattr(criterion, "__self__", criterion)
         if isinstance(held, nn.Module):
-            forward.refuse_own_parameters(self._net, [*held.parameters()])
+            forward.refuse_own_parameters(self.module, [*held.parameters()])
         model = type(self).__new__(type(self))
         nn.Module.__init__(model)
         # Hooks of this wrapper's calls expect outputs.
@@ -586,7 +542,7 @@ class DataParallel(nn.DataParallel[T]):
             slots, rows, waits = self.executor.slots(ids), [], []
             for i, (a, k) in enumerate(zip(chunks, chunk_kwargs, strict=True), first):
                 replica_ = functional.RemoteReplica(
-                    self._net, ids[i], slots[i], self.executor, True, called
+                    self.module, ids[i], slots[i], self.executor, True, called
                 )
                 where = f"in replica {i} on device {ids[i]}" if split else None
                 chunk = replica_.chunk(a, k, where, self.dim)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from raydp_parallel import batch
 from raydp_parallel.cluster.replica_set import ReplicaSlot
 from raydp_parallel.devices import ambient
-from raydp_parallel.driver import groups, resident
+from raydp_parallel.driver import groups
 from raydp_parallel.driver.autograd import CallNode, GraphHandle, Part, attach, changed
 from raydp_parallel.driver.dispatcher import (
     ChunkCall,
@@ -294,7 +294,7 @@ def run(
             edited: list[bool] = []
 
             def verify(edited: list[bool] = edited) -> None:
-                edited.extend(master.verify(glance=True) for master in masters.values())  # [5]
+                edited.extend(master.verify() for master in masters.values())  # [5]
 
             try:
                 answers = executor.dispatcher.run(calls, verify)  # [7]
@@ -325,12 +325,11 @@ def run(
 
 def _look(master: Master, code: bool) -> None:
     """Look at a module, after the steps that replicas make of it."""
-    resident.refresh(master.module, master.resident)
     if master.resident is not None:
         master.resident.collect()
     master.sync(code)
-    if master.resident is not None:
-        master.resident.check()
+    if master.edited:
+        master.resident.lend()
 
 
 def begin(executor: Executor, chunk: ForwardChunk, chunks: int) -> Callable[[], Any]:

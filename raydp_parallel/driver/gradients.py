@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from raydp_parallel.options import UnusedGrads
+from raydp_parallel.state.lagging import plainly
 from raydp_parallel.state.mirror import copies
 
 _KEPT = 1 << 16
@@ -133,6 +134,7 @@ def filled(sums: Sequence[Tensor | None], kinds: Sequence[str]) -> set[str]:
     return {kind for one, kind in zip(sums, kinds, strict=True) if one is not None}
 
 
+@plainly
 def settle(
     sums: Sequence[Tensor | None],
     leaves: Sequence[Tensor],

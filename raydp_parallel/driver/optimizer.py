@@ -62,12 +62,10 @@ class _InReplicas:
     kind: type[torch.optim.Optimizer]
     param_groups: list[dict[str, Any]]
     _resident: Resident | None = None
-    _known: list[list[int]] | None = None
 
     def begin(self, resident: Resident, keywords: dict[str, Any]) -> None:
         """Let replicas make the steps from here on."""
         self.number, self.keywords = next(_numbers), keywords
-        self._sent: list[Values] = [{} for _ in self.param_groups]
         self._step_supports_amp_scaling = False  # a scaler unscales gradients before the step
         resident.add(self)
         self._resident = resident
@@ -106,9 +104,13 @@ class _InReplicas:
             yield from group["params"]
 
     def regrouped(self) -> bool:
-        """Tell if groups have other parameters than when this was called last."""
-        before, self._known = self._known, [[id(p) for p in g["params"]] for g in self.param_groups]
-        return before != self._known
+        """Tell if groups have other parameters than when the replicas got them."""
+        return self._known != [[id(p) for p in group["params"]] for group in self.param_groups]
+
+    def given(self) -> None:
+        """Note that the replicas get all groups."""
+        self._known = [[id(p) for p in group["params"]] for group in self.param_groups]
+        self._sent: list[Values] = [{} for _ in self.param_groups]
 
     def described(
         self, number: Callable[[Tensor], int | None]
@@ -139,7 +141,8 @@ class _InReplicas:
         self, groups: Sequence[Values], state: Mapping[int, Values], tensors: Mapping[int, Tensor]
     ) -> None:
         """Take over what the replicas have."""
-        for group, sent, values in zip(self.param_groups, self._sent, groups, strict=True):
+        rows = zip(self.param_groups, self._sent, groups, strict=False)  # one may have been added
+        for group, sent, values in rows:
             for name, value in values.items():  # some count their steps there
                 if name not in group or (name in sent and _same(sent[name], group[name])):
                     group[name] = sent[name] = value
@@ -170,20 +173,9 @@ class _InReplicas:
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Load groups and state, and give them to the replicas."""
-        self._change(lambda: super(_InReplicas, self).load_state_dict(state_dict))  # type: ignore[misc]
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, which the replicas train, too."""
-        self._change(lambda: super(_InReplicas, self).add_param_group(param_group))  # type: ignore[misc]
-
-    def _change(self, change: Callable[[], None]) -> None:
-        if self._resident is None:
-            change()
-            return
-        self._resident.pull(states=True)
-        change()
-        self._sent = [{} for _ in self.param_groups]
-        self._resident.add(self)
+        assert self._resident is not None
+        self._resident.lend()
+        super().load_state_dict(state_dict)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle it as the ordinary optimizer that it stands for."""

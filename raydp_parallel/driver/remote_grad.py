@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree
 
 _ZERO = torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default
+_PAST = {
+    *(Tensor.__repr__, Tensor.__reduce_ex__, Tensor.__deepcopy__),
+    *(Tensor.numpy, Tensor.tolist, Tensor.data_ptr),
+}
+"""Methods of torch that reach for memory past its dispatcher."""
 
 
 class RemoteGrad(Tensor):
@@ -68,6 +73,13 @@ class RemoteGrad(Tensor):
         return self._value
 
     @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Give the value to methods that know no dispatcher."""
+        if func in _PAST:
+            return func(args[0].value(), *args[1:], **(kwargs or {}))
+        return nn.Parameter.__torch_function__(func, types, args, kwargs or {})
+
+    @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run an operation on values."""
         schema = func._schema
@@ -88,26 +100,3 @@ class RemoteGrad(Tensor):
             for one in own:  # or a view, that the program may write to
                 one.touched, one.zeroed = True, False
         return args[0] if schema.is_mutable and schema.returns else found
-
-    # Methods of torch that reach for memory past its dispatcher.
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return repr(self.value())
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.value().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: Any) -> Tensor:
-        return self.value().clone()
-
-    def numpy(self, **keywords: Any) -> Any:
-        """Return the value as an array."""
-        return self.value().numpy(**keywords)
-
-    def tolist(self) -> Any:
-        """Return the value as numbers."""
-        return self.value().tolist()
-
-    def data_ptr(self) -> int:
-        """Return the value's address."""
-        return self.value().data_ptr()

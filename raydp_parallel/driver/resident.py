@@ -23,16 +23,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from raydp_parallel.cluster.placement import DeviceId
 from raydp_parallel.cluster.replica_set import ReplicaSlot
+from raydp_parallel.devices import ambient
 from raydp_parallel.driver import groups
 from raydp_parallel.driver.dispatcher import ChunkCall, Pending, home_of, own
 from raydp_parallel.driver.executor import Executor
 from raydp_parallel.driver.remote_grad import RemoteGrad
-from raydp_parallel.errors import GraphLost, ReplicaDied, StateChanged, StateLost
+from raydp_parallel.errors import GraphLost, ReplicaDied, StateLost
 from raydp_parallel.replica import exceptions
+from raydp_parallel.state.lagging import Lagging, plainly
 from raydp_parallel.state.mirror import Master
 from raydp_parallel.wire.codec import parcel
 from raydp_parallel.wire.messages import (
@@ -49,23 +50,6 @@ log = logging.getLogger("raydp_parallel")
 _LOOK = 0.05
 """Seconds between two looks whether members of a step that exchanges tensors still live."""
 _MOST_TRIES = 6
-
-_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""What trains each parameter of this process, by weak reference."""
-
-
-_residents: weakref.WeakSet[Resident] = weakref.WeakSet()
-
-
-def refresh(module: nn.Module, own: Resident | None = None) -> None:
-    """Bring those weights of a module up to date that replicas train, but for ``own``'s."""
-    others = [one for one in _residents if one is not own]
-    if not others:
-        return
-    owners = {_owners.get(parameter) for parameter in module.parameters()}
-    for one in others:
-        if weakref.ref(one) in owners:
-            one.pull()
 
 
 class _Plan:
@@ -122,7 +106,10 @@ class Resident:
         self._normed: tuple[Any, ...] = ()
         self._missed: set[int] = set()
         self._plan: _Plan | None = None
-        _residents.add(self)
+        # The class of parameters that lag: as long as there are some, it keeps this.
+        kind: Any = type(Lagging)
+        self._kind = kind("Parameter", (Lagging,), {"source": self})
+        self._lagging: list[Tensor] = []
 
     @property
     def behind(self) -> int:
@@ -142,15 +129,13 @@ class Resident:
                 if own_ones & {number for number, _ in self._numbered(known)}:
                     del self.optimizers[other]  # this one takes its place
             self.optimizers[optimizer.number] = optimizer
-            optimizer.regrouped()
-            numbers = set()
+            optimizer.given()
+            numbers: set[int] = set()
             for one in self.optimizers.values():
-                for n, p in self._numbered(one):
-                    numbers.add(n)
-                    _owners[p] = weakref.ref(self)
+                numbers.update(number for number, _ in self._numbered(one))
             self._master.train(numbers)
-            self._master.sync()  # that all is to be sent again is no edit
-            self._held.clear()
+            self._master.sync()
+            self.lend()
 
     def _number(self, parameter: Tensor) -> int:
         found = self._master.slot(parameter)
@@ -168,6 +153,7 @@ class Resident:
 
     # Gradients.
 
+    @plainly
     def keeps(self, parameter: Tensor) -> bool:
         """Tell if a parameter's gradient may stay in the replicas: nothing here looks at it."""
         number = self._master.slot(parameter)
@@ -237,6 +223,7 @@ class Resident:
         for p in parameters:
             self._has[self._number(p)].add(chunk)
 
+    @plainly
     def stand_in(self, parameter: Tensor, filled: bool) -> None:
         """Let ``.grad`` stand for what is kept, or for zeros if others have something."""
         number = self._number(parameter)
@@ -278,7 +265,8 @@ class Resident:
                     sums[number] = grad.clone()
         for number in numbers:
             if number not in sums:
-                sums[number] = torch.zeros_like(self._master.tensors[number]).detach()
+                like = self._master.tensors[number]
+                sums[number] = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
             if number in self._scales:
                 sums[number].mul_(self._scales[number])
         return sums
@@ -358,7 +346,8 @@ class Resident:
             for g in optimizer.param_groups:
                 slots = [self._master.slot(p) for p in g["params"]]
                 rows.append([slot for slot in slots if slot is not None])
-            groups = [{**g, "params": row} for g, row in zip(groups, rows, strict=True)]
+            # A group that was added since comes with the step.
+            groups = [{**g, "params": row} for g, row in zip(groups, rows, strict=False)]
             optimizers[number] = optimizer.kind, optimizer.keywords, groups, state
         value = parcel(optimizers, "optimizer")
         trained = tuple(self._master.trained)
@@ -378,13 +367,14 @@ class Resident:
         self._has = {number: set() for number in self._has}
         self._stands.clear()
         self._plan = None
+        self._catch_up()
         for tensor in self._master.tensors.values():
             if isinstance(tensor.grad, RemoteGrad):
                 tensor.grad = None
         return StateLost(
             f"all replicas that had made the last {lost} steps died at once, and the weights of "
-            "these steps with them. The model has the weights of its last sync (model.sync(), "
-            "state_dict() or any other read), with which training may go on"
+            "these steps with them. The model has the weights that were last used in this process, "
+            "as by model.sync() or state_dict(), with which training may go on"
         )
 
     # Steps.
@@ -399,7 +389,16 @@ class Resident:
                 )
             if optimizer.regrouped():
                 self.add(optimizer)
+            if not self.behind:
+                self._master.sync()
+                if self._master.verify():
+                    self._master.sync()
+                if self._master.edited:
+                    self.lend()
+            alike = self._lag()
             self._send(self._planned(optimizer, optimizer.changed(), None))
+            if not alike:
+                self.pull()
 
     def clip(self, optimizer: Any, most: float | None, norm_type: float, error: bool) -> Tensor:
         """Return the norm of the gradients, which stay where they are; the step scales them."""
@@ -582,51 +581,48 @@ class Resident:
 
     # The driver's copy.
 
-    def check(self) -> None:
-        """Refuse an edit of weights that are older than the replicas'."""
-        name = self._master.edited() if self.behind else None
-        if name is not None:
-            raise StateChanged(
-                f"{name} was edited in this process, whose weights are {self.behind} steps behind "
-                "those in the replicas. Call model.sync() before an edit, or read the weights "
-                "through the model; called now it overwrites the edit"
-            )
+    def _lag(self) -> bool:
+        """Let parameters fetch their values when they are used; returns whether all can."""
+        trained = [t for n, t in self._master.tensors.items() if n in self._master.trained]
+        for p in trained:
+            if type(p) is nn.Parameter:
+                p.__class__ = self._kind
+                self._lagging.append(p)
+        self._master.lagging = self._master.trained
+        return all(type(p) is self._kind for p in trained)
+
+    def _catch_up(self) -> None:
+        """Make parameters ordinary ones, as they have their values."""
+        for p in self._lagging:
+            p.__class__ = nn.Parameter
+        self._lagging, self._master.lagging = [], set()
 
     def lend(self) -> None:
         """Bring the driver up to date, which is what replicas get with the next call."""
         with self._executor.lock:
             self.pull(states=True)
             self._held.clear()
+            self._master.edited = False
 
-    def pull(self, states: bool = False, overwrite: bool = False) -> None:
-        """Bring the driver up to date.
-
-        Args:
-            states: True if optimizers are, too.
-            overwrite: True if edits of the program's are overwritten.
-        """
+    @ambient.uncompiled
+    def pull(self, states: bool = False) -> None:
+        """Bring the driver's weights up to date, and its optimizers with ``states``."""
         with self._executor.lock:
             self.collect()
-            module = self._master.alive()  # held: it could go in the midst
-            weights = self._weights_at < self.steps and module is not None
+            weights = self._weights_at < self.steps
             states = states and self._states_at < self.steps
-            if not weights and not states:
-                return
-            if weights and not overwrite:
-                self._master.sync()
-                if self._master.verify():
-                    self._master.sync()
-                self.check()
             answer = None
-            while answer is None:
+            while answer is None and (weights or states):
                 source = self._current()
                 if source is None:
                     raise self._lost()
                 answer = self._call(source, SnapshotRequest(self._master.number, weights, states))
-            found, optimizers = own(answer).value.load()
-            if weights:
-                self._master.take(found)
-                self._weights_at = self.steps
-            for number, (groups_, state) in optimizers.items():
-                self.optimizers[number].arrive(groups_, state, self._master.tensors)
-                self._states_at = self.steps
+            if answer is not None:
+                found, optimizers = own(answer).value.load()
+                if weights:
+                    self._master.take(found)
+                    self._weights_at = self.steps
+                for number, (groups_, state) in optimizers.items():
+                    self.optimizers[number].arrive(groups_, state, self._master.tensors)
+                    self._states_at = self.steps
+            self._catch_up()

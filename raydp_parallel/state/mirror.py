@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from raydp_parallel.state import sources
+from raydp_parallel.state.lagging import PLAINLY, Lagging, plainly
 from raydp_parallel.state.look import Codes, check_devices, look
 from raydp_parallel.wire import pickling
 from raydp_parallel.wire.codec import Row
@@ -28,9 +29,6 @@ from raydp_parallel.wire.windows import PAGE, Layout, Spec, Window, is_dense, sp
 
 MAPPED = 1 << 16
 """Bytes from which on a tensor lies in a window: smaller ones travel as fast in the message."""
-
-_GLANCE = 1 << 10
-"""Elements of a trained weight that are compared in each forward while the driver is behind."""
 
 _MOST_WINDOWS = 16
 
@@ -51,12 +49,12 @@ def set_versions(tensors: Iterable[Tensor], versions: Iterable[int]) -> None:
 
 
 def _geometry(t: Tensor) -> Any:
-    return type(t), t.dtype, t.layout, t.requires_grad, t.device
+    return t.dtype, t.layout, t.requires_grad, t.device
 
 
 def _geometries(row: Sequence[Tensor]) -> list[Any]:
     return [
-        (type(t), t.dtype, t.shape, t.stride(), t.requires_grad, t.device, t.is_conj())
+        (t.dtype, t.shape, t.stride(), t.requires_grad, t.device, t.is_conj())
         if t.layout is torch.strided and not t.is_nested
         else _geometry(t)
         for t in row
@@ -152,6 +150,10 @@ class _Seen(NamedTuple):
     geometry: list[Any]
 
 
+def _seen(row: Sequence[Tensor]) -> _Seen:
+    return _Seen(versions_of(row), _addresses(row), _geometries(row))
+
+
 class Master:
     """A module in the driver.
 
@@ -167,6 +169,8 @@ class Master:
         compares: True if some replica does not map the windows, so that all is compared.
         resident: Trains it in the replicas; None if nothing does.
         trained: The slots of parameters that are trained there.
+        lagging: Those of which the values are there; writes to their memory here do not count.
+        edited: True if the program has changed one of them.
     """
 
     def __init__(self, module: nn.Module, number: int) -> None:
@@ -177,6 +181,8 @@ class Master:
         self.compares = False
         self.resident: Any = None
         self.trained: set[int] = set()
+        self.lagging: set[int] = set()
+        self.edited = False
         self.fresh: set[int] = set()
         self._slots: dict[int, int] = {}
         self._next = 0
@@ -205,10 +211,6 @@ class Master:
         found = self._module()
         assert found is not None
         return found
-
-    def alive(self) -> nn.Module | None:
-        """Return the module; None once it is gone."""
-        return self._module()
 
     @property
     def home(self) -> torch.device:
@@ -244,16 +246,22 @@ class Master:
             self._structure = structure  # last: Ctrl-C before makes the next look begin again
         elif code and self._sources.look(self.revision + 1):
             self.revision += 1
-        # Lists are compared whole, in C: mostly nothing changed, or all did, by an optimizer.
         row = list(self.tensors.values())
-        now = _Seen(versions_of(row), _addresses(row), _geometries(row))
+        for kind in {*map(type, row)}:  # what other models' replicas train is fetched
+            if issubclass(kind, Lagging) and kind.source is not self.resident:
+                kind.source.pull()
+        # Lists are compared whole, in C: mostly nothing changed, or all did, by an optimizer.
+        now = PLAINLY(_seen, (), (row,))
         self.fresh = set()
         if now != self._seen or self._dirty or len(self._content_at) != len(row):
             self._compare(now)
 
     def _restructure(self, found: dict[int, Tensor]) -> None:
+        gone = self.tensors.keys() - found.keys()
+        if self.lagging & gone:
+            self.resident.pull()  # while replicas still have them
         self._leaves = None
-        for number in self.tensors.keys() - found.keys():
+        for number in gone:
             for known in (self._spec_at, self._content_at, self._places, self._shadows):
                 known.pop(number, None)
             del self._slots[id(self.tensors[number])]
@@ -282,7 +290,7 @@ class Master:
             if new or now.geometry[i] != then.geometry[i]:
                 self._spec_at[number] = self.revision
                 self._leaves = None
-                contents = new or now.geometry[i][1:4] != then.geometry[i][1:4]
+                contents = new or now.geometry[i][:3] != then.geometry[i][:3]
             else:
                 contents = False
             if not new and now.addresses[i] != then.addresses[i]:
@@ -297,9 +305,10 @@ class Master:
             ):
                 grown.append(number)
             written = now.versions[i] != then.versions[i] or now.addresses[i] != then.addresses[i]
-            if contents or written or number in self._dirty:
+            if (contents or written or number in self._dirty) and number not in self.lagging:
                 self._content_at[number] = self.revision
                 self.fresh.add(number)
+                self.edited = self.edited or number in self.trained
         if grown:
             if len(self._windows) >= _MOST_WINDOWS:  # a new replica gets all in one message
                 grown += self._places
@@ -389,13 +398,7 @@ class Master:
         self._spec_at.update(dict.fromkeys(slots, self.revision))
         self._dirty |= slots  # which makes copies to compare with
 
-    def edited(self) -> str | None:
-        """Name a trained parameter that the program has changed since the last look but one."""
-        for number in self.fresh & self.trained:
-            self._dirty.add(number)  # until it is overwritten
-            return self._name(self.tensors[number])
-        return None
-
+    @plainly
     def take(self, weights: dict[int, Tensor]) -> None:
         """Take over what replicas have trained."""
         written = dict(self.written)  # marks keep the one before
@@ -411,6 +414,7 @@ class Master:
 
     # What replicas need.
 
+    @plainly
     def update_from(
         self, revision: int, maps: bool, weights: dict[int, Tensor] | None = None
     ) -> StateUpdate | None:
@@ -435,7 +439,8 @@ class Master:
             if self._content_at[number] > revision:
                 versions[number] = 0 if tensor.is_inference() else tensor._version
                 if place is None:
-                    contents[number] = tensor
+                    lags = number in self.lagging  # in the midst of a step
+                    contents[number] = tensor.detach() if lags else tensor
         contents.update(weights or {})
         structure = self._structure if self.structure_at > revision else None
         code = None
@@ -464,19 +469,13 @@ class Master:
             parameter, t.requires_grad, key, offset, tuple(t.shape), t.stride(), t.dtype
         )
 
-    def verify(self, glance: bool = False) -> bool:
+    def verify(self) -> bool:
         """Compare the contents of what was not sent with what the replicas have; returns whether
         something was edited behind its version.
         """
-        behind = glance and self.resident is not None and self.resident.behind
-        stale = self.trained if behind else ()
-        others = [number for number in self._shadows if number not in self.fresh]
-        rows = []
-        for number in others:
-            row = bits(self.tensors[number]), bits(self._shadows[number])
-            if number in stale:  # an edit is an error then: see if there is one at a glance
-                row = row[0].flatten()[:_GLANCE], row[1].flatten()[:_GLANCE]
-            rows.append(row)
+        kept = self.fresh | self.lagging
+        others = [number for number in self._shadows if number not in kept]
+        rows = [(bits(self.tensors[number]), bits(self._shadows[number])) for number in others]
         if self.home.type == "cpu":
             alike = [_alike(*row) for row in rows]
         else:  # the host waits for a GPU once
@@ -544,14 +543,14 @@ class Master:
 
     def mark(self) -> Mark:
         """Note how often each tensor was written to so far."""
-        versions = versions_of(self.tensors.values())
+        versions = PLAINLY(versions_of, (), (self.tensors.values(),))
         return Mark(self.revision, self.structure_at, self.tensors, versions, self.written)
 
     def moved_since(self, mark: Mark) -> dict[int, int]:
         """Count the writes since a mark, by slot. Each forward has buffers of its own: later writes
         of replicas do not count.
         """
-        now = versions_of(mark.tensors.values())
+        now = PLAINLY(versions_of, (), (mark.tensors.values(),))
         if now == mark.versions:
             return {}
         moved = {}
@@ -575,7 +574,7 @@ class Master:
         for number, tensor in self.tensors.items():
             if self._content_at[number] > mark.revision and number not in known:
                 return self._name(tensor)
-        now = versions_of(mark.tensors.values())
+        now = PLAINLY(versions_of, (), (mark.tensors.values(),))
         for (number, tensor), a, b in zip(mark.tensors.items(), mark.versions, now, strict=True):
             moved = b - a - self.written.get(number, 0) + mark.written.get(number, 0)
             if moved:

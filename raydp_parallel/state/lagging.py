@@ -1,0 +1,64 @@
+"""Parameters whose values are still in the replicas that train them.
+
+Meanwhile they are of a class of their own, whose ``__torch_function__`` torch calls before it uses
+them: that fetches the values of all, which are ordinary parameters again from then on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+PLAINLY: Any = nn.Parameter.__torch_function__
+"""Calls a function, as torch does, so that it sees parameters as ordinary ones."""
+
+_PROPERTIES = (
+    *("shape", "ndim", "dtype", "device", "layout", "is_cuda", "is_leaf", "requires_grad", "grad"),
+    *("_backward_hooks", "_post_accumulate_grad_hooks"),
+)
+_GRAD: Any = Tensor.grad
+_BLIND = {
+    *[getattr(Tensor, name).__get__ for name in _PROPERTIES],
+    *(_GRAD.__set__, _GRAD.__delete__),
+    *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.element_size),
+}
+"""Functions that look at no values: what a training loop uses between steps must fetch nothing."""
+
+
+def plainly(function: F) -> F:
+    """Let a function see parameters as ordinary ones, so that it fetches nothing."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return PLAINLY(function, (), args, kwargs)
+
+    return functools.wraps(function)(call)  # type: ignore[return-value]
+
+
+class Lagging(nn.Parameter):
+    """A parameter that fetches its values when they are used. Each source has a class of its own.
+
+    Attributes:
+        source: Has the values; its ``pull`` makes its parameters ordinary ones.
+    """
+
+    source: Any
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an ordinary parameter, where one is copied."""
+        return nn.Parameter(*args, **kwargs)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Fetch the values, unless a function does not look at them."""
+        if func in _BLIND:
+            return PLAINLY(func, types, args, kwargs or {})
+        for kind in types:
+            if issubclass(kind, Lagging):
+                kind.source.pull()
+        return func(*args, **(kwargs or {}))
